@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import importlib
 import importlib.util
 import itertools
@@ -15,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.once import once
+
 THREAD_BYTES = 1 << 20  # work for which one more thread is worth waking
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,7 @@ log = logging.getLogger(__name__)
 Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled function, and its arguments but the range of rows
 
 
-@functools.cache
+@once
 def available() -> bool:
     """Whether numba is installed."""
     return importlib.util.find_spec("numba") is not None
@@ -33,7 +34,7 @@ def compiled_module(name: str) -> Any:
     return _imported(name) if available() else None
 
 
-@functools.cache
+@once
 def _imported(name: str) -> Any:
     try:
         return importlib.import_module(name)
@@ -89,11 +90,11 @@ def _run(parts: list[Part], start: int, stop: int, memory: tuple[Tensor, ...]) -
         copy(*places, start, stop)
 
 
-@functools.cache
+@once
 def _pool(threads: int) -> concurrent.futures.ThreadPoolExecutor:
     """Return the threads that help; numba's own pool would abort a process that forks, as data loaders do."""
     return concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="speedtransfer")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_pool.cache_clear)  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_pool.cache_clear)  # type: ignore[attr-defined]

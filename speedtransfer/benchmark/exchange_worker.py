@@ -1,7 +1,6 @@
 """Processes of suite `exchange`: each trains on its part of every batch, sends gradients by a method, and counts bytes."""
 
 # Without postponed annotations: DistributedDataParallel checks those of a hook, which must not be strings.
-import functools
 import warnings
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from speedtransfer.benchmark.world import sent_by_tables
 from speedtransfer.nn import Embedding, table_parameters
+from speedtransfer.once import once
 from speedtransfer.ranks.averaging import BlockMomentumAverager
 from speedtransfer.ranks.comm_hooks import OneBitState, one_bit_hook
 
@@ -47,7 +47,7 @@ _FIELDS = 8
 # --- sending gradients --------------------------------------------------------------------------------------------------
 
 
-@functools.cache
+@once
 def _alone() -> Any:
     """Return a group of this process alone; created collectively, so it is kept."""
     return dist.new_subgroups(1)[0]

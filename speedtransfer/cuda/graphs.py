@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from speedtransfer.errors import DeviceError
+from speedtransfer.once import once
 
 WARM_UP = "do a few steps like it before the capture, on another stream, as torch asks for every graph"
 
@@ -16,16 +17,13 @@ WARM_UP = "do a few steps like it before the capture, on another stream, as torc
 _WITHOUT_CUDA = None if torch.backends.cuda.is_built() else torch.cuda.is_current_stream_capturing
 # Calls of methods of CUDAGraph so far.
 _calls = {"capture_begin": 0, "replay": 0}
-_counted = False
 
 
+@once
 def count_graphs() -> None:
     """Have every capture and replay from now on counted: torch tells neither one capture from another, nor of a replay."""
-    global _counted
-    if not _counted:
-        for name in _calls:
-            setattr(torch.cuda.CUDAGraph, name, _counting(name, getattr(torch.cuda.CUDAGraph, name)))
-        _counted = True
+    for name in _calls:
+        setattr(torch.cuda.CUDAGraph, name, _counting(name, getattr(torch.cuda.CUDAGraph, name)))
 
 
 def _counting(name: str, method: Callable[..., None]) -> Callable[..., None]:

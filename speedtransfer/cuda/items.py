@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import torch
 
 from speedtransfer.cuda.launch import launch_kernel, load_kernel
 from speedtransfer.cuda.streams import current_stream
+from speedtransfer.once import once
 
 _THREADS = 256
 # More items than these have threads are taken several by a thread.
@@ -24,6 +24,6 @@ def launch_over(num_items: int, source_name: str, function_name: str, device: to
 
 
 # Finding it again would make the device current each time.
-@functools.cache
+@once
 def _kernel(source_name: str, function_name: str, device: torch.device) -> Any:
     return load_kernel(source_name, function_name, device)

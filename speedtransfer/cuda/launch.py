@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib.resources
 import struct
 import warnings
@@ -17,6 +16,7 @@ from speedtransfer.cuda.graphs import WARM_UP, check_not_capturing
 from speedtransfer.cuda.status import cuda_status, cupy_package, first_line, load_cupy, on_device, require_cuda
 from speedtransfer.cuda.streams import cupy_stream
 from speedtransfer.errors import DeviceError
+from speedtransfer.once import once
 
 
 def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
@@ -134,7 +134,7 @@ def is_trusted(name: str, device: torch.device, check: Callable[[], bool]) -> bo
     return found
 
 
-@functools.cache
+@once
 def _compiled(source_name: str, function_name: str, index: int) -> Any:
     check_not_capturing(f"compiling the kernel {function_name}", WARM_UP)
     with on_device(index):

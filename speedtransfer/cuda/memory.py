@@ -19,6 +19,7 @@ from speedtransfer.cuda.status import cuda_status, first_line, load_cupy, on_dev
 from speedtransfer.cuda.streams import torch_stream
 from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError, InvalidValueError, format_bytes
+from speedtransfer.once import once
 from speedtransfer.system import physical_bytes
 
 _NO_CUPY_DTYPES = frozenset({torch.bfloat16, torch.complex32}) | {
@@ -125,7 +126,7 @@ def mapped_view(host: Tensor, device: torch.device | str | int | None = None) ->
         return torch.utils.dlpack.from_dlpack(array).view(host.dtype)
 
 
-@functools.cache
+@once
 def require_mapped(device: torch.device) -> None:
     """Raise :class:`~speedtransfer.errors.DeviceError` where kernels on `device` cannot use host pointers."""
     runtime = load_cupy().cuda.runtime

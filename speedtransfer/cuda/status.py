@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
+from speedtransfer.once import once
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class CudaStatus:
     devices: tuple[str, ...]
 
 
-@functools.cache
+@once
 def cuda_status() -> CudaStatus:
     """Look for a driver, a CUDA build of torch and a CuPy that compiles kernels, once a process; never raises nor warns."""
     driver, cupy_version = None, None
@@ -117,7 +117,7 @@ def resolve_cuda(device: torch.device | str | int | None, what: str) -> torch.de
     return found
 
 
-@functools.cache
+@once
 def load_cupy() -> Any:
     """Import CuPy, without the warnings that :func:`cuda_status` puts into words."""
     with warnings.catch_warnings():

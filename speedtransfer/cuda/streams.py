@@ -15,6 +15,7 @@ from torch import Tensor
 
 from speedtransfer.cuda.graphs import check_not_capturing, is_capturing
 from speedtransfer.cuda.status import load_cupy, on_device
+from speedtransfer.once import once
 
 _Step = Callable[[torch.cuda.Stream], None]
 
@@ -148,12 +149,12 @@ def keep_until_done(tensors: Iterable[Tensor], stream: torch.cuda.Stream) -> Non
             tensor.record_stream(stream)
 
 
-@functools.cache
+@once
 def _follower(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-@functools.cache
+@once
 def side_stream(device: torch.device, purpose: str) -> torch.cuda.Stream:
     """Return the stream of `device` for a purpose ("gather", "scatter"), always the same: rows cross both ways at once."""
     return torch.cuda.Stream(device)

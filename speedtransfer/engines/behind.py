@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import threading
 import weakref
 from collections.abc import Callable
+
+from speedtransfer.once import once
 
 
 class Behind:
@@ -48,7 +49,7 @@ class Behind:
 _all: weakref.WeakSet[Behind] = weakref.WeakSet()
 
 
-@functools.cache
+@once
 def _thread() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="speedtransfer-write")
 
@@ -62,4 +63,4 @@ def _finish_all() -> None:
 
 if hasattr(os, "register_at_fork"):
     # A forked process has the memory as it is then, and not the thread.
-    os.register_at_fork(before=_finish_all, after_in_child=_thread.cache_clear)
+    os.register_at_fork(before=_finish_all, after_in_child=_thread.cache_clear)  # type: ignore[attr-defined]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import os
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from speedtransfer import buffers
 from speedtransfer.cuda import current_stream, keep_until_done, side_stream
 from speedtransfer.dtypes import bits_of, rows_at
 from speedtransfer.engines import faults_left
+from speedtransfer.once import once
 from speedtransfer.rows import Rows
 from speedtransfer.tables import UniqueRows, WriteLog, is_padded, kept, num_unique, padded_unique, unique_rows
 
@@ -182,13 +182,13 @@ def may_pad(rows: Rows, count: int) -> bool:
     return count * rows.table.dim * rows.dtype.itemsize <= _MOST_PADDED_BYTES
 
 
-@functools.cache
+@once
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(THREADS, thread_name_prefix="speedtransfer-prefetch")
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.cache_clear)
+    os.register_at_fork(after_in_child=_threads.cache_clear)  # type: ignore[attr-defined]
 
 
 def use(tensors: list[Tensor], after: torch.cuda.Event) -> None:

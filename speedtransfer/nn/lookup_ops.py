@@ -7,7 +7,6 @@ sees are functions of tensors: of ids, the leaf of the anchor, and its key.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from typing import Any
@@ -19,6 +18,7 @@ from torch import Tensor
 from speedtransfer.cuda import is_capturing
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import frozen_lookup, lookup, lookup_backward
+from speedtransfer.once import once
 from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import handle_at
 
@@ -111,7 +111,7 @@ def _with_autograd(*args: Any) -> tuple[Tensor, Tensor]:
     return _below_autograd(*args)
 
 
-@functools.cache
+@once
 def register() -> torch.library.Library:
     """Make the operators, once: when the first module is made, as it takes milliseconds that an import should not."""
     # A replay of a CUDA graph would leave out what the host does.

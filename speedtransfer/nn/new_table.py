@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from speedtransfer.nn.new_vocabulary import make_vocabulary_handle
 from speedtransfer.nn.new_vocabulary_shard import make_vocabulary_shard
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary
 from speedtransfer.nn.weight_shards import refuse_fills_of_whole
+from speedtransfer.once import once
 from speedtransfer.optim import Handle, Rows, install
 from speedtransfer.tables import Table
 
@@ -75,7 +75,7 @@ def make_handle(
     return Handle(table, requires_grad, options["idle"], rows)
 
 
-@functools.cache
+@once
 def _follow_names() -> None:
     """Name handles after their modules, for messages: as in ``named_modules()`` of the outermost module so far."""
 

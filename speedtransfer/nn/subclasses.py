@@ -5,7 +5,6 @@ They have no name to be imported by, so their objects are pickled by the class t
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +17,7 @@ from speedtransfer.nn.feature import Feature, FeatureModules
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.once import once
 
 # Any for a class: mypy takes the __hash__ of its objects for that of the class.
 _DENSE: dict[Any, Any] = {
@@ -30,14 +30,14 @@ _DENSE: dict[Any, Any] = {
 _OF_A_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotations__", "__qualname__"}
 
 
-@functools.cache
+@once
 def table_class(cls: Any) -> Any:
     """Return the class with a table for a class of embeddings: its own code, before ours, before that of torch."""
     ours = EmbeddingBag if issubclass(cls, nn.EmbeddingBag) else Embedding
     return ours if cls is _DENSE[ours] else _subclass(cls, (cls, ours), empty_table_module)
 
 
-@functools.cache
+@once
 def dense_class(cls: Any) -> Any:
     """Return the class without a table for a class of table modules: its own code, before that of torch.
 

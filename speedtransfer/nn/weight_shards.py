@@ -13,6 +13,7 @@ from torch.nn import init
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
+from speedtransfer.once import once
 from speedtransfer.optim import ShardHandle
 
 
@@ -107,7 +108,7 @@ special.update({func: _initialized(func) for func in (init.uniform_, init.normal
 special.update({init.kaiming_uniform_: _kaiming_uniform, Tensor.copy_: _copied})
 
 
-@functools.cache
+@once
 def refuse_fills_of_whole() -> None:
     """Let functions of ``torch.nn.init`` that write, then ask for all values, raise before they write."""
     # Others may have imported trunc_normal_ already, which looks this up.

@@ -22,6 +22,7 @@ from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
+from speedtransfer.once import once
 from speedtransfer.optim import backward, data_parallel, param_guards, replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.leaves import leaves, put
@@ -31,22 +32,18 @@ from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe_optimize
 from speedtransfer.optim.reducers import described, exchange_gradients
 from speedtransfer.optim.state import RowState
 
-_installed = False
 
-
+@once
 def install() -> None:
     """Register the hooks, once a process."""
-    global _installed
-    if not _installed:
-        register_optimizer_step_pre_hook(_before_hooks)
-        count_graphs()
-        state_dicts.install(take_loaded)
-        backward.install()
-        replicas.install()
-        data_parallel.install()
-        param_guards.install()
-        _guard_steps()
-        _installed = True
+    register_optimizer_step_pre_hook(_before_hooks)
+    count_graphs()
+    state_dicts.install(take_loaded)
+    backward.install()
+    replicas.install()
+    data_parallel.install()
+    param_guards.install()
+    _guard_steps()
 
 
 def _guard_steps() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.once import once
 from speedtransfer.planning.links import link_named
 from speedtransfer.planning.located_yaml import YamlMapping, read_yaml
 from speedtransfer.planning.machine import Machine
@@ -79,7 +79,7 @@ def published_machines() -> list[Machine]:
     return list(_published().values())
 
 
-@functools.cache
+@once
 def _published() -> Mapping[str, Machine]:
     return _machines_of(PUBLISHED)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 import os
 import sys
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, StorageError
+from speedtransfer.once import once
 
 # The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
 _MAP_FIXED = 0x10
@@ -130,7 +130,7 @@ def _opened(path: Path) -> Any:
         raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
 
 
-@functools.cache
+@once
 def system_calls() -> ctypes.CDLL:
     """Return the C library with the signatures of ``mmap``, ``munmap``, ``madvise`` and ``mprotect``."""
     library = ctypes.CDLL(None, use_errno=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.cuda import KernelArgument, current_stream, launch_kernel, load_kernel
+from speedtransfer.once import once
 from speedtransfer.word2vec.places import Places, pair_weight
 
 THREADS = 512  # of the block that does it alone
@@ -81,7 +81,7 @@ def train_by_kernel(
 
 
 # Finding it again would make the device current each time.
-@functools.cache
+@once
 def _kernel(device: torch.device) -> Any:
     return load_kernel("word2vec.cu", "train_spans", device)
 
