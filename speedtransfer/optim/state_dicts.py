@@ -224,9 +224,12 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                     # Of a table whose ids may be loaded next; the step will tell.
                     num_rows = len(found[name])
                 check_shape(name, found[name], (num_rows, *spec.tail))
+        lengths = {len(found[name]) for name in planes if found[name].dim()} or {handle.rows.num_loadable}
+        # Also planes that the optimizer does not use now.
+        rows = [name for name, value in found.items() if name in planes or (value.dim() and len(value) in lengths)]
         state[key] = cloned(state[key], tensors=False)
-        put(state[key], {name: found[name].new_empty(0) for name in planes})
-        held.append((handle.param, {name: found[name] for name in planes}))
+        put(state[key], {name: found[name].new_empty(0) for name in rows})
+        held.append((handle.param, {name: found[name] for name in rows}))
     _held[optimizer] = held
     return {**state_dict, "state": state}
 
