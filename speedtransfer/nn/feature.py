@@ -154,6 +154,7 @@ class Feature(nn.Embedding):
             rows = self.weight
         else:
             handle.recover()
+            handle.check_whole()
             rows = handle.rows.whole("weight", self.start, self.stop)
         destination[prefix + "weight"] = rows if keep_vars else rows.detach()
 

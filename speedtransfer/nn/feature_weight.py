@@ -89,6 +89,7 @@ class FeatureHandle:
         """Return the rows, caught up, ``(n, dim)`` on the compute device; if `aliased` over the table's memory."""
         handle = self.handle
         handle.recover()
+        handle.check_whole()
         values = handle.rows.whole("weight", self.start, self.stop).detach()
         handle._exposed = True
         with torch.inference_mode(False):

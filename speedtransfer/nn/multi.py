@@ -17,7 +17,6 @@ from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
 
 # Arguments of nn.Embedding that all rows of a table have in common.
@@ -163,18 +162,11 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
-        active: ActiveRows = super().activate(self._feature_ids.rows(ids, device_of(self.weight))[0])
+        active: ActiveRows = super().activate(self._row_ids(ids))
         return active
 
-    def prefetch(self, ids: Any) -> Ticket:
-        """Begin to read the rows of `ids`, given as to `forward`, which finds them by the same ids and takes no ticket.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As `forward`.
-        """
-        return super().prefetch(self._feature_ids.rows(ids, device_of(self.weight))[0])
+    def _row_ids(self, ids: Any) -> Any:
+        return self._feature_ids.rows(ids, device_of(self.weight))[0]
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), feature by feature, padding rows zero: the numbers that a ``ModuleList`` has."""
@@ -211,6 +203,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         self._handle.name = prefix[:-1]
+        self._check_has_all_rows()
         with self._replacing_weight(None):
             nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 

@@ -102,6 +102,9 @@ class Handle(Binding):
                 "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
             ) from error
 
+    def check_whole(self) -> None:
+        """Raise unless this process may read all rows of the weight by itself."""
+
     def shown(self) -> str:
         """Return all rows as text."""
         return repr(self.whole())

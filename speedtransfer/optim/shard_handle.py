@@ -176,6 +176,10 @@ class ShardHandle(Handle):
             "leave it out of fully_shard: ignored_params=st.table_parameters(model)",
         )
 
+    def check_whole(self) -> None:
+        """Raise, as `whole`; rows that processes share catch up in all of them together."""
+        self.whole()
+
     def shown(self) -> str:
         """Return what there is of rows: those of others are elsewhere."""
         exchange = self.reducer.exchange
