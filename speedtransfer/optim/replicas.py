@@ -203,6 +203,10 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
         alone = not isinstance(handle, ShardHandle) and not isinstance(reducer, Replicas) and handle.table.writable
         if alone and handle not in whole.values():
             whole[name] = handle
+    # Its own messages wait in backward, where a process that has left something out must still be told so.
+    reducers = [handle.reducer for handle in tables.values() if handle.reducer is not None]
+    for each in dict.fromkeys([exchange, *(reducer.exchange for reducer in reducers)]):
+        each.keep_apart()
     if not whole or exchange.ranks == 1:
         return
     error = None
