@@ -13,7 +13,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import Ticket, find_ticket
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim import Handle, ShardHandle, UsedFeatures
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
@@ -31,7 +31,18 @@ class ActiveRows:
         next step updates this memory in place.
     """
 
-    __slots__ = ("_groups", "_handle", "_lookup", "_padding_idx", "_state_rows", "_version", "ids", "inverse", "rows")
+    __slots__ = (
+        "_features",
+        "_groups",
+        "_handle",
+        "_lookup",
+        "_padding_idx",
+        "_state_rows",
+        "_version",
+        "ids",
+        "inverse",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -42,16 +53,17 @@ class ActiveRows:
         training: bool,
         padding_idx: int | None = None,
         lookup: Any = None,
+        features: UsedFeatures | None = None,
     ) -> None:
         self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
         # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
         self._padding_idx = -1 if padding_idx is None else padding_idx
         self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
         # Of a table of several processes: see `optim.shards`.
-        self._lookup = lookup
+        self._lookup, self._features = lookup, features
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
-            deposit = functools.partial(_deposit, handle, self.ids, self._version, rows, lookup)
+            deposit = functools.partial(_deposit, handle, self.ids, self._version, rows, lookup, features)
             self.rows.requires_grad_()
             self.rows.register_post_accumulate_grad_hook(deposit)
             handle.track_leaf(self.rows, self.ids)
@@ -77,12 +89,21 @@ class ActiveRows:
             )
         with torch.no_grad():
             handle, rows = self._handle, self.rows.detach()
-            handle.deposit(self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup)
+            features = None if self._features is None else self._features.take()
+            handle.deposit(
+                self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup, features=features
+            )
 
 
 @uncompiled
 def _deposit(
-    handle: Handle, ids: Tensor, version: int, state_rows: dict[str, Tensor], lookup: Any, leaf: Tensor
+    handle: Handle,
+    ids: Tensor,
+    version: int,
+    state_rows: dict[str, Tensor],
+    lookup: Any,
+    features: UsedFeatures | None,
+    leaf: Tensor,
 ) -> None:
     """Deposit the gradient of a leaf, ``(n, dim)``, for the rows `ids`."""
     grad, leaf.grad = leaf.grad, None
@@ -90,7 +111,8 @@ def _deposit(
     # Frozen since the forward pass: torch drops the gradient too.
     if handle.requires_grad:
         grad = grad.to_dense() if grad.is_sparse else grad
-        handle.deposit(ids, grad, leaf.detach(), version, state_rows, lookup=lookup)
+        touched = None if features is None else features.take()
+        handle.deposit(ids, grad, leaf.detach(), version, state_rows, lookup=lookup, features=touched)
 
 
 def activate(
@@ -103,18 +125,19 @@ def activate(
     padded: bool = False,
     spare: bool = False,
     by_hand: bool = False,
+    features: UsedFeatures | None = None,
 ) -> ActiveRows:
     """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
 
     Rows longer than `max_norm` are rescaled first, in the table too. With `training` they are a leaf of autograd. `padded`
     lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`. `by_hand`:
-    a gradient may come without autograd.
+    a gradient may come without autograd. `features`: those that the ids are of, where that matters.
     """
     if handle.state is not None and handle.state.running:
         handle.recover()
     if isinstance(handle, ShardHandle):
         by_hand = by_hand and handle.requires_grad
-        return _activate_shards(handle, ids, training, by_hand, max_norm, norm_type, padding_idx)
+        return _activate_shards(handle, ids, training, by_hand, max_norm, norm_type, padding_idx, features)
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
@@ -145,7 +168,7 @@ def activate(
     rows = handle.rows.read(groups.ids) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
-    return ActiveRows(handle, groups, shape, rows, training, padding_idx)
+    return ActiveRows(handle, groups, shape, rows, training, padding_idx, features=features)
 
 
 def _activate_shards(
@@ -156,6 +179,7 @@ def _activate_shards(
     max_norm: float | None,
     norm_type: float,
     padding_idx: int | None,
+    features: UsedFeatures | None,
 ) -> ActiveRows:
     """Read the unique rows of `ids` in a table of several processes, which all call this."""
     shards, device = handle.reducer, handle.table.device
@@ -165,7 +189,7 @@ def _activate_shards(
         if taken is not None:
             groups, rows, read = taken
             lookup = shards.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
-            return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup)
+            return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup, features)
         ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
     check_not_capturing("a lookup in a table of several processes")
     try:
@@ -185,7 +209,7 @@ def _activate_shards(
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
         rows, lookup = shards.look_up(groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None))
-    return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup)
+    return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup, features)
 
 
 def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> None:

@@ -35,6 +35,7 @@ from speedtransfer.dtypes import bits_of
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.binding import KEY, Binding
+from speedtransfer.optim.features import Features
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table, padded_anew
 
@@ -199,6 +200,11 @@ class Handle(Binding):
                 f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; pass rows of "
                 f"{table.dim} values, or make a new module of that width (from_pretrained)"
             )
+        if self.features is not None and len(values) != table.num_rows:
+            raise InvalidValueError(
+                f"{self} has {table.num_rows} rows, those of {len(self.features.names)} features, but the values assigned are "
+                f"{tuple(values.shape)}; make a new MultiEmbedding for another number of rows"
+            )
         resized, retyped = len(values) != table.num_rows, rows.storage_dtype is None and values.dtype != rows.dtype
         if table.path is not None and (resized or retyped):
             raise InvalidValueError(
@@ -298,6 +304,8 @@ class Handle(Binding):
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
         duplicate.name = self.name
+        if self.features is not None:
+            duplicate.features = Features(self.features.names, self.features.starts)
         memo[id(self)] = duplicate
         return duplicate
 

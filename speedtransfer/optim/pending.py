@@ -43,6 +43,7 @@ class PendingGradient(Stepping):
         whole: bool = False,
         lookup: Any = None,
         summed: bool = False,
+        features: int | None = None,
     ) -> None:
         """Add the gradient of some rows to the pending gradient, which the next step applies.
 
@@ -64,7 +65,11 @@ class PendingGradient(Stepping):
             What a table of several processes knows of the lookup.
         summed : bool
             Whether it is the gradient of all processes already.
+        features : int, optional
+            Of which features of the table it is, a bit for each; by default those of the rows.
         """
+        if self.features is not None and not summed:
+            self._note_features(ids, features)
         if self.reducer is not None and not summed:
             self.reducer.take(ids, grad, whole, lookup)
             return
@@ -78,8 +83,12 @@ class PendingGradient(Stepping):
                 self._check_capture(self.grad)
                 if self._assigned is None and self.is_cleared():
                     reused = self._shown_gradient() is not None
+                    touched = 0 if self.features is None else self.features.touched
                     self.clear()
                     self._reused = reused
+                    if self.features is not None:
+                        # A gradient of zeros is one.
+                        self.features.touched = touched
             self.used_whole = self.used_whole or whole
             self._of_graph = self._of_graph or grad.requires_grad
             grad = grad.detach()
@@ -88,9 +97,18 @@ class PendingGradient(Stepping):
             else:
                 self._accumulate(ids, grad, rows, version, state_rows)
 
+    def _note_features(self, ids: Tensor, given: int | None) -> None:
+        features = self.features
+        assert features is not None
+        touched = given or features.mask_of(ids)
+        if self.reducer is None:
+            features.touched |= touched
+        else:
+            features.left |= touched
+
     def deposit_whole(self, leaf: Tensor, grad: Tensor) -> None:
         """Add the gradient of a leaf over all rows, ``(rows that there were, dim)``."""
-        self.deposit(*self._rows_of(grad), whole=True)
+        self.deposit(*self._rows_of(grad), whole=True, features=None if self.features is None else self.features.all)
 
     def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
         """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
@@ -299,6 +317,9 @@ class PendingGradient(Stepping):
             self.used_whole = not grad.is_sparse
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             self._set_gradient(*self._rows_of(grad))
+            if self.features is not None:
+                assert self.ids is not None
+                self.features.assign(self.named_rows(self.ids), again)
             self._touched = self._assigned = None
             # Cleared and assigned again, by a probe for one.
             if again and self._cleared is not None:
@@ -307,6 +328,8 @@ class PendingGradient(Stepping):
         else:
             # The caller may write to this memory before the step, which looks for the active rows.
             self._assigned, self.used_whole = grad, True
+            if self.features is not None:
+                self.features.assign(None)
             self._use_assigned()
 
     def _check_gradient(self, grad: Any) -> None:
@@ -326,6 +349,8 @@ class PendingGradient(Stepping):
         """Set the gradient to None and forget the active rows."""
         if self.reducer is not None:
             self.reducer.forget()
+        if self.features is not None:
+            self.features.clear()
         if self.grad is not None:
             self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None

@@ -113,12 +113,18 @@ def _alive() -> list[Reducer]:
     return [reducer for _, reducer in found if reducer is not None and reducer.is_alive()]
 
 
+def _forget(reducer: Reducer) -> None:
+    reducer.forget()
+    if reducer.handle.features is not None:
+        reducer.handle.features.left = 0
+
+
 def forget() -> None:
     """Forget the gradients of a backward that has failed."""
     for reducer in _alive():
         # Who catches this error and goes on is told by the others.
         reducer.failures += reducer.is_open()
-        reducer.forget()
+        _forget(reducer)
 
 
 def beside_others() -> bool:
@@ -164,16 +170,23 @@ def _exchange_all(only: Iterable[Reducer] | None) -> None:
             _exchange(exchange, reducers, numbers, point)
         except BaseException:
             for reducer in reducers:
-                reducer.forget()
+                _forget(reducer)
             raise
 
 
 def _announced(exchange: Exchange, reducers: list[Reducer], point: str) -> list[list[int]]:
     """Return what each process announces, for each table."""
-    announced = [reducer.announce() for reducer in reducers]
+    found = [reducer.handle.features for reducer in reducers]
+    announced = [[r.announce(), *(f.announce() if f is not None else ())] for r, f in zip(reducers, found, strict=True)]
     about = ", ".join(described(reducer.handle) for reducer in reducers)
-    told: list[list[int]] = exchange.agree(point, announced, about).T.tolist()
-    return told
+    told = iter(exchange.agree(point, [number for some in announced for number in some], about).T.tolist())
+    numbers = []
+    for features, some in zip(found, announced, strict=True):
+        number, *rest = [next(told) for _ in some]
+        numbers.append(number)
+        if features is not None:
+            features.arrive(rest)
+    return numbers
 
 
 def _exchange(exchange: Exchange, reducers: list[Reducer], numbers: list[list[int]], point: str) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.features import Features
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.shard_gradient import ShardGradient
@@ -58,6 +59,11 @@ class ShardHandle(Handle):
         partition, first = self.partition, self.partition.start(self.reducer.exchange.rank)
         # Rounding draws by row: by the number that it has in every process.
         self.rows.name_rows = lambda ids: partition.ids(ids + first)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert the table to `dtype`, and share the rows out as before."""
+        super().convert(dtype)
+        self._share_rows()
 
     @property
     def num_rows(self) -> int:
@@ -214,6 +220,8 @@ class ShardHandle(Handle):
             self.reducer.comm_dtype,
         )
         made.name, made.padding_idx = self.name, copy.copy(self.padding_idx)
+        if self.features is not None:
+            made.features = Features(self.features.names, self.features.starts)
         memo[id(self)] = made
         return made
 

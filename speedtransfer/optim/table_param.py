@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.anchor import Anchor
+from speedtransfer.optim.features import Features
 from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
@@ -43,6 +44,8 @@ class TableParam:
         self.has_grown = False
         # Whether rows have ever been read ahead.
         self.reads_ahead = False
+        # Those that share this table, each of which a step may leave out.
+        self.features: Features | None = None
         # The other processes that train this table.
         self.reducer: Reducer | None = None
 
@@ -199,6 +202,10 @@ class TableParam:
             return False
         few = ids.numel() * table.dim * table.dtype.itemsize <= _FEW_BYTES
         return few and (not is_capturing() or (ids.is_cuda and table.takes_padding))
+
+    def named_rows(self, ids: Tensor) -> Tensor:
+        """Return the numbers of rows of the table here, (n,), in the table of all processes."""
+        return ids if self.rows.name_rows is None else self.rows.name_rows(ids)
 
     def track_alias(self, alias: Tensor) -> Tensor:
         """Remember a tensor that reads and writes the table, and return it."""

@@ -136,3 +136,14 @@ def test_read_ahead(two, columns):
         assert distance == 0
         # Rows alone: the owners knew the ids; a lookup without makes three calls.
         assert max(calls) <= 2
+
+
+def converted() -> str:
+    """A shared table stays one that processes share."""
+    emb = st.Embedding(9, 2, process_group=dist.group.WORLD, memory="shared").double()
+    assert torch.equal(emb.table.torch(), emb.table.gather(torch.arange(9)))
+    return told(lambda: emb.prefetch(torch.arange(3)))
+
+
+def test_converted(two):
+    assert all("whose rows other processes write unseen" in said for said in two(converted))
