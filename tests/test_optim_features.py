@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import third_party
 import torch
 from exact_pair import COUPLED
 from optimizer_cases import BASE, FOREACH, FUSED, OptimizerCase, case_named
@@ -84,6 +85,18 @@ def test_every_implementation_with_lazy_idle_rows(case: OptimizerCase) -> None:
     ours, theirs = multi(idle="lazy"), modules("lazy")
     for embs in (ours, theirs):
         train(embs, case.make(embs.parameters()), range(len(STEPS)))
+    assert_same(ours, theirs)
+
+
+# State in containers, numbers of Python, state made late, and what a constructor makes.
+OTHERS = [third_party.Buffers, third_party.History, third_party.AdaBelief, third_party.Yogi]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers(kind: Any) -> None:
+    ours, theirs = multi(idle="lazy"), modules("lazy")
+    for embs in (ours, theirs):
+        train(embs, kind(embs.parameters()), range(len(STEPS)))
     assert_same(ours, theirs)
 
 

@@ -18,11 +18,9 @@ from torch.optim import Optimizer
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.idle import FeatureLag
-from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.probe import sparse_gradient
 
-# The key in the state of the optimizer.
-APART = "features"
 _WORD = 62
 
 
@@ -156,13 +154,12 @@ class Features:
         param = handle.param
         state = optimizer.state.pop(param, None) or None
         found = leaves(state or {})
-        planes = {name for name in found if name in handle.state.stored_names}
         if state is None:
             kept: dict[str, Any] = {}
         elif APART in state:
             kept = state[APART]
         else:
-            kept = {name: _without_rows(state, planes) for name in self.names}
+            kept = {name: _without_rows(state, handle.state.stored_names) for name in self.names}
         unknown = kept.keys() - set(self.names)
         grad, param.grad = param.grad, None
         self._step = step = _Step(group, state, kept, grad, [])
@@ -180,7 +177,7 @@ class Features:
             lent.grad = sparse_gradient(handle.grad[at], None, len(at)) if handle.state.sparse else handle.grad[at]
             if name in kept:
                 own = cloned(kept[name])
-                put(own, {plane: found[plane][at] for plane in leaves(own) if plane in planes})
+                put(own, {plane: found[plane][at] for plane in leaves(own) if plane in handle.state.stored_names})
                 optimizer.state[lent] = own
             step.lent.append(_Lent(name, at, lent, lent._version))
         place = next(place for place, each in enumerate(group["params"]) if each is param)
@@ -196,24 +193,26 @@ class Features:
         if step is None:
             return
         states = self._give_up(handle, optimizer)
-        active, kept, state = handle.active, dict(step.kept), step.state
-        whole: dict[str, Tensor] = {}
+        active, kept, loaded, whole = handle.active, dict(step.kept), leaves(step.state or {}), dict[str, Tensor]()
+
+        def rows_of(name: str) -> Tensor:
+            if name not in whole:
+                whole[name] = loaded[name] if name in loaded else handle.state.initial_rows(name, active)
+            return whole[name]
+
         for lent, own in zip(step.lent, states, strict=True):
             active[lent.at] = lent.param.detach()
-            if not own:
-                continue
-            for name, values in handle.state.learned(leaves(own), optimizer).items():
-                if name not in whole:
-                    given = leaves(state or {}).get(name)
-                    whole[name] = handle.state.initial_rows(name, values, active) if given is None else given
-                whole[name][lent.at] = values
-            kept[lent.name] = _without_rows(own, whole.keys())
-            state = cloned(own) if state is None else state
+            if own:
+                for name, values in handle.state.learned(leaves(own), optimizer).items():
+                    rows_of(name)[lent.at] = values
+                kept[lent.name] = _without_rows(own, handle.state.stored_names)
         # As by an optimizer.
         torch.autograd.graph.increment_version(handle.param)
-        if state is not None:
-            put(state, whole)
-            optimizer.state[handle.param] = {**state, APART: kept}
+        if kept:
+            # Of the form of the one with the most: others may not have made all yet.
+            made = cloned(max(kept.values(), key=lambda own: len(leaves(own))))
+            put(made, {name: rows_of(name) for name in leaves(made) if name in handle.state.stored_names})
+            optimizer.state[handle.param] = {**made, APART: kept}
 
     def restore(self, handle: Any, optimizer: Optimizer) -> None:
         """Have all be as before the step, which has failed."""

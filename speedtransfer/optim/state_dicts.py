@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.features import APART
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.shard_handle import ShardHandle

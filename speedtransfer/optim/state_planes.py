@@ -54,12 +54,12 @@ class StatePlanes:
             self._learn(found, optimizer)
         return {name: value for name, value in found.items() if name in self._views}
 
-    def initial_rows(self, name: str, like: Tensor, weights: Tensor) -> Tensor:
-        """Return the initial state of rows with the weights `weights` (n, dim), of the dtype and width of `like`."""
-        initial = self._specs[name].initial
-        if initial is None:
+    def initial_rows(self, name: str, weights: Tensor) -> Tensor:
+        """Return the initial state, ``(n, *tail)``, of rows with the weights `weights` (n, dim)."""
+        spec = self._specs[name]
+        if spec.initial is None:
             return weights.clone()
-        return like.new_full((len(weights), *like.shape[1:]), initial)
+        return torch.full((len(weights), *spec.tail), spec.initial, dtype=spec.dtype, device=weights.device)
 
     @property
     def param(self) -> nn.Parameter:
