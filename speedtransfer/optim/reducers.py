@@ -115,8 +115,10 @@ def _alive() -> list[Reducer]:
 
 def _forget(reducer: Reducer) -> None:
     reducer.forget()
-    if reducer.handle.features is not None:
-        reducer.handle.features.left = 0
+    # None: gone by now.
+    handle = reducer._handle()
+    if handle is not None and handle.features is not None:
+        handle.features.left = 0
 
 
 def forget() -> None:
