@@ -79,17 +79,13 @@ class ModuleState(nn.Module):
         if not self._has_rows():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
+        self._handle.name = prefix[:-1]
         if not with_placeholders():
             self._check_saves()
+            self._check_has_all_rows()
         with with_weight(self, self._placeholder()) as double:
             super(ModuleState, double)._save_to_state_dict(destination, prefix, keep_vars)
-        self._handle.name = prefix[:-1]
         used = _placeholders.get()
-        if used is None and isinstance(self._handle, ShardHandle):
-            raise InvalidTypeError(
-                f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, so state_dict() of one has not "
-                "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
-            )
         if used is None:
             self._handle.recover()
             whole = self._parameters["weight"] if keep_vars else self._handle.rows.whole("weight")
@@ -145,6 +141,13 @@ class ModuleState(nn.Module):
                 "dict of one has only a part; call st.save_checkpoint and st.load_checkpoint in all of them"
             )
 
+    def _check_has_all_rows(self) -> None:
+        if isinstance(self._handle, ShardHandle):
+            raise InvalidTypeError(
+                f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, so state_dict() of one has not "
+                "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
+            )
+
     def _load_ids(
         self, handle: VocabularyHandle, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
     ) -> None:
@@ -184,12 +187,11 @@ class ModuleState(nn.Module):
             super(ModuleState, double)._load_from_state_dict(others, prefix, local_metadata, *rest)
         if failed:
             raise failed[0]
-        self.num_embeddings = handle.num_rows
         if used is not None and given is not None:
             used.append((given, handle))
 
     def _placeholder(self) -> Tensor:
-        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
+        return torch.empty(self._handle.num_rows, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
 
 
 def check_assigned(state_dict: Any, prefix: str, local_metadata: Any) -> None:

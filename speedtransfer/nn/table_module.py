@@ -198,7 +198,11 @@ class TableModule(VocabularyModule):
         training = torch.is_grad_enabled() and self._handle.requires_grad
         if isinstance(self._handle, VocabularyHandle):
             return VocabularyTicket(self._handle, ids, self._handle.padding_idx, training)
-        return Ticket(self._handle, ids, self.padding_idx, training)
+        return Ticket(self._handle, self._row_ids(ids), self.padding_idx, training)
+
+    def _row_ids(self, ids: Any) -> Any:
+        """Return the numbers in the table of the rows that `ids`, given as to the module, name."""
+        return ids
 
     def _without_rows(self, remedy: str) -> InvalidTypeError | InvalidValueError:
         """Return the error for what needs the rows of the table, while the weight is not theirs."""

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.shard_handle import ShardHandle
@@ -214,6 +214,11 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     """Check the shapes of planes, and keep them from being copied by torch."""
     state, held = dict(state_dict["state"]), []
     for handle, group, key in _entries(optimizer, state_dict):
+        if APART in state[key] and handle.features is None:
+            raise OptimizerError(
+                f"the state to load for {handle} is that of the features of a MultiEmbedding, each with its own steps, "
+                "but this is none; load it for a MultiEmbedding of the same features"
+            )
         found = leaves(state[key])
         planes = {name: spec for name, spec in _planes(optimizer, group, handle).items() if name in found}
         _expect(handle, [found[name] for name in planes])

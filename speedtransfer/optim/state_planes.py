@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,24 @@ class StatePlanes:
         self._shared: set[str] = set()
         # Whether no row has been stored yet.
         self._fresh = True
+
+    @property
+    def stored_names(self) -> KeysView[str]:
+        """The names of the state that planes hold."""
+        return self._views.keys()
+
+    def learned(self, found: dict[str, Any], optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return those of the tensors of new state that are of rows."""
+        if found.keys() - self._views.keys() - self._shared:
+            self._learn(found, optimizer)
+        return {name: value for name, value in found.items() if name in self._views}
+
+    def initial_rows(self, name: str, weights: Tensor) -> Tensor:
+        """Return the initial state, ``(n, *tail)``, of rows with the weights `weights` (n, dim)."""
+        spec = self._specs[name]
+        if spec.initial is None:
+            return weights.clone()
+        return torch.full((len(weights), *spec.tail), spec.initial, dtype=spec.dtype, device=weights.device)
 
     @property
     def param(self) -> nn.Parameter:
