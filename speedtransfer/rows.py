@@ -152,7 +152,7 @@ class Rows(StoredPlanes):
         if last is not None and self.lag is not None:
             if self.table._place.refuses_writes:
                 # A row that the parent has written since the fork has missed none of the steps that are known here.
-                last.clamp_(max=self.lag.now)
+                last = last.minimum(self.lag.last_steps(len(ids), last.device, None, ids))
             self.lag.catch_up(rows, last, ids)
         return rows
 

@@ -9,7 +9,6 @@ it (`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -99,11 +98,14 @@ def receive(param: nn.Parameter) -> None:
 def listen(param: nn.Parameter) -> None:
     """Have what reaches the node of the parameter of a weight deposited, before hooks of others look at the gradient."""
     with as_tensor():
-        hooks = param._post_accumulate_grad_hooks or OrderedDict()
-        if param.requires_grad and receive not in hooks.values():
+        others: Any = param._post_accumulate_grad_hooks or {}
+        if param.requires_grad and receive not in others.values():
+            # Torch goes by the order in which they came.
+            later = dict(others)
+            others.clear()
             param.register_post_accumulate_grad_hook(receive)
-            ours: Any = param._post_accumulate_grad_hooks
-            ours.move_to_end(next(reversed(ours)), last=False)
+            hooks: Any = param._post_accumulate_grad_hooks
+            hooks.update(later)
 
 
 def edges_to(handle: Any) -> list[GradientEdge]:
