@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -79,10 +80,17 @@ class Exchange:
         # gloo moves memory of the host alone, NCCL that of the device. A group made without a backend may have both.
         self.on_host = not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group)
         self._number = 0
+        self._process = os.getpid()
 
     @property
     def group(self) -> dist.ProcessGroup:
         """The process group."""
+        if os.getpid() != self._process:
+            # It would wait for messages that nobody sends, or take those of the process that it was forked from.
+            raise ProcessGroupError(
+                "a forked process has no part in the process group of these tables; look rows up in the processes of the "
+                "group, and let workers of data loaders return ids alone"
+            )
         group = self._group()
         if group is None:
             raise ProcessGroupError(
