@@ -176,8 +176,12 @@ def _tables_of(module: nn.Module) -> dict[str, Handle]:
 
 def _leave_out(module: nn.Module, tables: dict[str, Handle]) -> None:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-    # Its list of parameters calls those of the model itself ".weight".
-    ignored.update(*((name, f".{name}") for name in tables))
+    ignored.update(tables)
+    # It also asks each module for its own, by names that begin with a dot in the model itself; a feature of a `MultiEmbedding`
+    # shows its part of the table.
+    for name, part in module.named_modules():
+        own = part.named_parameters(recurse=False)
+        ignored.update(f"{name}.{key}" for key, param in own if find_handle(param) is not None)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
 
 
