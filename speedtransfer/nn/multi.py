@@ -210,7 +210,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         if with_placeholders():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        self._handle.name = prefix[:-1]
+        self._name_table(prefix)
         with self._replacing_weight(None):
             nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
 
