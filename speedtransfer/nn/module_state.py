@@ -79,7 +79,7 @@ class ModuleState(nn.Module):
         if not self._has_rows():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        self._handle.name = prefix[:-1]
+        self._name_table(prefix)
         if not with_placeholders():
             self._check_saves()
             self._check_has_all_rows()
@@ -133,6 +133,11 @@ class ModuleState(nn.Module):
             )
         if used is not None and prefix + "weight" in state_dict:
             used.append((state_dict[prefix + "weight"], self._handle))
+
+    def _name_table(self, prefix: str) -> None:
+        """Have messages call the table as its keys of a state dict begin, unless other processes know it by another name."""
+        if self._handle.reducer is None:
+            self._handle.name = prefix[:-1]
 
     def _check_saves(self) -> None:
         if isinstance(self._handle, VocabularyShardHandle):

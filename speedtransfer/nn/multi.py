@@ -227,7 +227,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         if with_placeholders():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        self._handle.name = prefix[:-1]
+        self._name_table(prefix)
         self._check_has_all_rows()
         with with_weight(self, None) as double:
             nn.Module._save_to_state_dict(double, destination, prefix, keep_vars)

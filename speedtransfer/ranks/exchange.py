@@ -116,9 +116,10 @@ class Exchange:
                 "the process group of these tables was destroyed; call destroy_process_group() when they are no longer used"
             )
         if self._process != os.getpid():
+            # It would wait for messages that nobody sends, or take those of the process that it was forked from.
             raise ProcessGroupError(
                 "the process group of these tables is that of the process that this one was forked from, and nothing can be "
-                "sent here; use the tables in that process, or start this one by 'spawn' and give it the rows it needs"
+                "sent here; use the tables in that process (workers of data loaders return ids alone), or start this one by 'spawn'"
             )
         return group
 
