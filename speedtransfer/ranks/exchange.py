@@ -119,7 +119,7 @@ class Exchange:
             # It would wait for messages that nobody sends, or take those of the process that it was forked from.
             raise ProcessGroupError(
                 "the process group of these tables is that of the process that this one was forked from, and nothing can be "
-                "sent here; use the tables in that process (workers of data loaders return ids alone), or start this one by 'spawn'"
+                "sent here; use the tables in that process (workers of loaders return ids alone), or start this one by 'spawn'"
             )
         return group
 
