@@ -61,7 +61,8 @@ class Rows(StoredPlanes):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(table, storage_dtype, state_dtype, scale_block, dtype)
-        self.lag: Lag | None = None
+        # A Lag, or a FeatureLag.
+        self.lag: Any = None
         # Of a table in memory that processes share.
         self.own: OwnRows | None = None
         # Other threads may read rows (evaluation) while this one trains them.
@@ -75,9 +76,10 @@ class Rows(StoredPlanes):
         They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned.
         """
         if not self.lag:
-            return self.finish(self.fetch(ids, planes))
+            return self.finish(self.fetch(ids, planes), ids)
         with self.lock:
-            return self.finish(self._fetch_of_parent(ids) if self.table._place.refuses_writes else self.fetch(ids))
+            of_parent = self.table._place.refuses_writes
+            return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids), ids)
 
     def _fetch_of_parent(self, ids: Tensor) -> dict[str, Tensor]:
         """Do what `fetch` does in a child of fork, whose parent may be writing the rows.
@@ -103,7 +105,7 @@ class Rows(StoredPlanes):
             return None
         with self.lock:
             rows = self.read(ids)
-            rows[LAST_STEP] = self.lag.last_steps(len(ids), ids.device, None)
+            rows[LAST_STEP] = self.lag.last_steps(len(ids), ids.device, None, ids)
             return {n + s: part for n, values in rows.items() for s, part in self.encode(n, values, ids).items()}
 
     def fetch(self, ids: Tensor, planes: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -141,8 +143,8 @@ class Rows(StoredPlanes):
                 bits_of(fetched[name])[at.to(part.device)] = bits_of(part)
         return fetched
 
-    def finish(self, fetched: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Decode the rows that `fetch` returned, and catch them up if their last step was fetched too."""
+    def finish(self, fetched: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        """Decode the rows `ids` (n,) that `fetch` returned, and catch them up if their last step was fetched too."""
         rows = fetched
         if not self._as_stored:
             rows = {name: self.decode(name, self._parts_of(name, fetched)) for name in self._codecs if name in fetched}
@@ -150,8 +152,8 @@ class Rows(StoredPlanes):
         if last is not None and self.lag is not None:
             if self.table._place.refuses_writes:
                 # A row that the parent has written since the fork has missed none of the steps that are known here.
-                last.clamp_(max=self.lag.now)
-            self.lag.catch_up(rows, last)
+                last = last.minimum(self.lag.last_steps(len(ids), last.device, None, ids))
+            self.lag.catch_up(rows, last, ids)
         return rows
 
     def write(self, ids: Tensor, rows: dict[str, Tensor], step: Any = None) -> None:
@@ -168,7 +170,7 @@ class Rows(StoredPlanes):
             if step is not None:
                 self.mark_steps()
             if LAST_STEP in self._codecs:
-                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step)
+                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step, ids)
             self._write(ids, rows)
             if step is not None:
                 self.lag.record(step)
@@ -195,7 +197,7 @@ class Rows(StoredPlanes):
         with self.lock:
             parts = self._initial_parts(weights.detach().to(self.table.device))
             if self.lag is not None and LAST_STEP in parts:
-                parts[LAST_STEP] = self.lag.last_steps(len(ids), self.table.device, None)
+                parts[LAST_STEP] = self.lag.last_steps(len(ids), self.table.device, None, ids)
             self.table.write(ids.contiguous(), parts, unsorted=True)
 
     @torch.no_grad()

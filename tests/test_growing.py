@@ -238,6 +238,33 @@ def test_the_table_of_a_module_grows_with_its_weight() -> None:
     assert emb.weight.shape == (21, DIM)
 
 
+@pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
+@pytest.mark.parametrize("how", ["grown", "assigned"])
+def test_one_number_of_rows_everywhere(kind: Any, how: str, tmp_path: Path) -> None:
+    emb = kind.from_pretrained(pageable(10), freeze=False) if how == "grown" else kind(10, DIM)
+    model = torch.nn.Sequential(emb)
+    opt = torch.optim.Adam(model.parameters())
+    if how == "grown":
+        emb.table.grow(15)
+    else:
+        emb.weight.data = torch.randn(15, DIM)
+    model(torch.tensor([[12]])).sum().backward()
+    opt.step()
+    assert emb.num_embeddings == len(emb.weight) == 15
+    assert f"15, {DIM}, " in repr(emb)
+    dense = st.to_dense(model)[0]
+    assert (dense.num_embeddings, len(dense.weight)) == (15, 15)
+    assert f"15, {DIM}" in repr(dense)
+    before = emb.weight.detach().clone()
+    st.save_checkpoint(tmp_path / "c", model, opt)
+    emb.weight.data.zero_()
+    st.load_checkpoint(tmp_path / "c", model, opt)
+    assert torch.equal(emb.weight.detach(), before)
+    other = torch.nn.Sequential(kind(15, DIM))
+    st.load_checkpoint(tmp_path / "c", other, torch.optim.Adam(other.parameters()))
+    assert torch.equal(other[0].weight.detach(), before)
+
+
 def test_a_running_step_does_not_grow() -> None:
     emb, never = embedding(pageable(5)), embedding(pageable(5))
     opts = [case_named("adamw").make(module.parameters()) for module in (emb, never)]

@@ -532,8 +532,6 @@ class TestModule:
             (lambda m: m[1].requires_grad_(False), "frozen and trained as a whole"),
             (lambda m: torch.optim.SGD(m[1].parameters()).step(), "no optimizer of its own"),
             (lambda m: torch.optim.SGD([{"params": e.parameters()} for e in m]).step(), "no optimizer of its own"),
-            (lambda m: nn.utils.clip_grad_norm_(m[1].parameters(), 1.0), "no gradient"),
-            (lambda m: m[1].zero_grad(), "no gradient"),
             (lambda m: torch.autograd.grad(m[1](torch.tensor([1])).sum(), m[1].weight), "no gradient"),
             (lambda m: m[1].double(), "moved as a whole"),
             (lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(60, DIM))), "cannot be replaced; copy"),

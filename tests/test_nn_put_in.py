@@ -168,6 +168,11 @@ def test_features_see_it(put: str, then: str) -> None:
     ids = torch.tensor([[1, 7], [5, 0]])
     model: nn.Module = nn.Sequential(st.MultiEmbedding([12, 8], 4))
     PUT[put](model[0], nn.Parameter(ROWS.clone()))
+    if put == "of another" and then == "assign":
+        # Which has no features.
+        with pytest.raises(InvalidValueError, match="features"):
+            THEN[then](model)
+        return
     model = THEN[then](model)
     expected = ROWS[ids + torch.tensor([0, 12])]
     assert torch.equal(model[0][1](ids[:, 1]), expected[:, 1])

@@ -238,8 +238,13 @@ def test_active_rows_are_not_changed_in_place_and_go_with_their_graph() -> None:
     rows = emb.activate(IDS).rows
     with pytest.raises(RuntimeError, match="modified inplace"):
         rows *= 2
+    for change in (Tensor.mul_, lambda weight, factor: torch._foreach_mul_([weight], factor)):
+        with pytest.raises(
+            RuntimeError, match=r"a leaf Variable that requires grad .* operation: weight; write to it under"
+        ):
+            change(emb.weight, 2)
     with pytest.raises(RuntimeError, match="modified inplace"):
-        emb.weight.mul_(2)
+        emb.weight.view(-1).mul_(2)
     out = emb(IDS)
     table, node = weakref.ref(emb.table), weakref.ref(rows)
     gc.disable()

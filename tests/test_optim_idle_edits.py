@@ -187,7 +187,7 @@ def test_amsgrad_off_before_rows_are_touched_and_on_again(kind: str) -> None:
 
 
 def test_state_that_no_factor_describes() -> None:
-    """Adamax keeps norms above eps, RMSprop the mean of the gradients while `centered` is off; Rprop clamps its sizes."""
+    """Norms above eps, the mean of the gradients while `centered` is off, step sizes between two bounds."""
     check("Adamax", {}, {7: {"eps": 1.0}, 15: {"eps": 1e-8}})
     check("RMSprop", {"centered": True}, {7: {"centered": False}, 15: {"centered": True}})
     check("Rprop", {}, {7: {"step_sizes": (1e-9, 1e-4)}, 8: {"step_sizes": (1e-6, 50)}})

@@ -375,3 +375,20 @@ def test_autocast_over_small_rows(dtype: torch.dtype) -> None:
             scaler.update()
         found.append(loss.item())
     assert found[1] == pytest.approx(found[0], rel=0.03)
+
+
+def test_small_steps_of_idle_rows_in_half_precision() -> None:
+    """The figures of docs/optimizers.md: a dense optimizer rounds each step to nothing, idle rows take all of them at once."""
+
+    def train(module: Any) -> list[float]:
+        module.weight.data.fill_(1.0)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.01)
+        for _ in range(1000):
+            optimizer.zero_grad()
+            (module(torch.tensor([0])) * 0).sum().backward()
+            optimizer.step()
+        return [round(value, 3) for value in module.weight[:, 0].tolist()]
+
+    assert train(nn.Embedding(2, 1)) == [0.368, 0.368]
+    assert train(nn.Embedding(2, 1, dtype=torch.bfloat16)) == [1.0, 1.0]
+    assert train(speedtransfer.Embedding(2, 1, dtype=torch.bfloat16)) == [1.0, 0.367]

@@ -57,7 +57,7 @@ def test_rows_fetched_ahead_on_another_thread_are_finished_at_use(idle: str, kin
     thread.join()
     train(emb, opt, [torch.arange(20, 33), torch.arange(25, 40)])  # the rows fetched miss these steps
     everything = ("weight", "exp_avg", "exp_avg_sq")
-    assert_same(rows.finish(fetched[0]), rows.read(IDS, everything))
+    assert_same(rows.finish(fetched[0], IDS), rows.read(IDS, everything))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -49,10 +50,16 @@ class Lag:
         """The number of steps so far that are known to have been made."""
         return self._history.now
 
-    def last_steps(self, count: int, device: torch.device, step: Any) -> Tensor:
+    def anew(self) -> Lag:
+        """Return one of its own for rows that have missed no step, and go on from now."""
+        made = Lag(copy.deepcopy(self._rule), self._dtype)
+        made._history = made._new_history(self.now)
+        return made
+
+    def last_steps(self, count: int, device: torch.device, step: Any, ids: Tensor | None = None) -> Tensor:
         """Return what to write as the last step of `count` rows, ``(count, 1)`` int32: now, or after the step just made.
 
-        `step` is that of `step_made`; None: none.
+        `step` is that of `step_made`; None: none. The same for all, whatever `ids` they have.
         """
         if device.type == "cuda":
             check_not_capturing("counting steps (idle='exact')")
@@ -88,7 +95,7 @@ class Lag:
     def _new_history(self, now: int) -> History | Replay:
         return Replay(self._rule, now) if self._rule.coupled else History(self._rule, self._dtype, now)
 
-    def catch_up(self, rows: dict[str, Tensor], last: Tensor) -> None:
+    def catch_up(self, rows: dict[str, Tensor], last: Tensor, ids: Tensor | None = None) -> None:
         """Apply to `rows`, by plane, each ``(n, *tail)``, the steps after the step `last` (n, 1) of each, in place."""
         if last.is_cuda:
             check_not_capturing("catching up rows (idle='exact')")

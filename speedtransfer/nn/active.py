@@ -12,7 +12,7 @@ from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import Ticket, find_ticket
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim import Handle, ShardHandle, UsedFeatures
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
@@ -30,7 +30,18 @@ class ActiveRows:
         step updates this memory in place.
     """
 
-    __slots__ = ("_groups", "_handle", "_lookup", "_padding_idx", "_state_rows", "_version", "ids", "inverse", "rows")
+    __slots__ = (
+        "_features",
+        "_groups",
+        "_handle",
+        "_lookup",
+        "_padding_idx",
+        "_state_rows",
+        "_version",
+        "ids",
+        "inverse",
+        "rows",
+    )
 
     def __init__(
         self,
@@ -41,13 +52,14 @@ class ActiveRows:
         training: bool,
         padding_idx: int | None = None,
         lookup: Any = None,
+        features: UsedFeatures | None = None,
     ) -> None:
         self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
         # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
         self._padding_idx = -1 if padding_idx is None else padding_idx
         self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
         # Of a table of several processes: see `optim.shards`.
-        self._lookup = lookup
+        self._lookup, self._features = lookup, features
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
             given: Any = {
@@ -57,7 +69,8 @@ class ActiveRows:
                 "state_rows": rows,
                 "lookup": lookup,
             }
-            self.rows = handle.join(self.rows, self.ids, functools.partial(handle.deposit, **given))
+            taken = None if features is None else features.take
+            self.rows = handle.join(self.rows, self.ids, functools.partial(handle.deposit, **given), taken)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -80,7 +93,10 @@ class ActiveRows:
             )
         with torch.no_grad():
             handle, rows = self._handle, self.rows.detach()
-            handle.deposit(self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup)
+            features = None if self._features is None else self._features.take()
+            handle.deposit(
+                self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup, features=features
+            )
 
 
 def activate(
@@ -93,18 +109,19 @@ def activate(
     padded: bool = False,
     spare: bool = False,
     by_hand: bool = False,
+    features: UsedFeatures | None = None,
 ) -> ActiveRows:
     """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
 
     Rows longer than `max_norm` are rescaled first, in the table too. With `training` a graph has them by the weight. `padded`
     lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`. `by_hand`:
-    a gradient may come without autograd.
+    a gradient may come without autograd. `features`: those that the ids are of, where that matters.
     """
     if handle.state is not None and handle.state.running:
         handle.recover()
     if isinstance(handle, ShardHandle):
         by_hand = by_hand and handle.requires_grad
-        return _activate_shards(handle, ids, training, by_hand, max_norm, norm_type, padding_idx)
+        return _activate_shards(handle, ids, training, by_hand, max_norm, norm_type, padding_idx, features)
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
@@ -135,7 +152,7 @@ def activate(
     rows = handle.rows.read(groups.ids) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
-    return ActiveRows(handle, groups, shape, rows, training, padding_idx)
+    return ActiveRows(handle, groups, shape, rows, training, padding_idx, features=features)
 
 
 def _activate_shards(
@@ -146,6 +163,7 @@ def _activate_shards(
     max_norm: float | None,
     norm_type: float,
     padding_idx: int | None,
+    features: UsedFeatures | None,
 ) -> ActiveRows:
     """Read the unique rows of `ids` in a table of several processes, which all call this."""
     shards, device = handle.reducer, handle.table.device
@@ -155,7 +173,7 @@ def _activate_shards(
         if taken is not None:
             groups, rows, read = taken
             lookup = shards.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
-            return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup)
+            return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup, features)
         ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
     check_not_capturing("a lookup in a table of several processes")
     try:
@@ -175,7 +193,7 @@ def _activate_shards(
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
         rows, lookup = shards.look_up(groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None))
-    return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup)
+    return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup, features)
 
 
 def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> None:

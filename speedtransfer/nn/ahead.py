@@ -95,7 +95,7 @@ class Ahead(NamedTuple):
             # The steps that rows may miss since then are known only with all planes.
             return rows.read(self.groups.ids)
         with rows.lock:
-            return rows.finish(rows.refetch(self.groups.ids, self.planes, self.fetched, self.log))
+            return rows.finish(rows.refetch(self.groups.ids, self.planes, self.fetched, self.log), self.groups.ids)
 
 
 def begin_to_read(

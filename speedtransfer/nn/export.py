@@ -14,7 +14,7 @@ from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.optim import Handle, find_handle
+from speedtransfer.optim import Handle, ShardHandle, find_handle
 from speedtransfer.system import physical_bytes
 
 # Attributes of a table module that one of torch.nn does not have.
@@ -46,7 +46,7 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
         The rows of all tables do not fit there.
     """
     found: dict[int, nn.Module] = {}
-    _refuse_vocabularies(model)
+    _refuse_rows_elsewhere(model)
     names: dict[Handle, str] = {}
     for name, module in model.named_modules():
         if isinstance(module, Feature) or (
@@ -69,6 +69,8 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
     # All are in `memo` by now: hooks may hold modules.
     for made, module in copied:
         state = {name: value for name, value in vars(module).items() if name not in _OF_OURS}
+        # It may have grown.
+        state["num_embeddings"] = module.num_embeddings
         if isinstance(module, MultiEmbedding | Feature):
             # The features have the rows, each its own.
             state["_parameters"] = {}
@@ -81,8 +83,14 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
     return result if device is None else result.to(device)
 
 
-def _refuse_vocabularies(model: nn.Module) -> None:
+def _refuse_rows_elsewhere(model: nn.Module) -> None:
     for name, module in model.named_modules():
+        if is_table(module) and isinstance(module._handle, ShardHandle):
+            raise InvalidTypeError(
+                f"{name or type(module).__name__!r} has rows that {module._handle.reducer.exchange.ranks} processes share, "
+                "and a copy would have those of one alone; call st.full_state_dict(model) in all, and load it in rank 0 into "
+                "the model made without process_group"
+            )
         if isinstance(module, TableModule) and module.vocabulary is not None:
             raise InvalidTypeError(
                 f"{name or type(module).__name__!r} has a vocabulary, and modules of torch.nn know no ids but the numbers "

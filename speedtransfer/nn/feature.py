@@ -18,7 +18,7 @@ from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.weight_calls import in_transform
-from speedtransfer.optim import Handle, find_handle
+from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.tables import as_index
 
 
@@ -36,6 +36,9 @@ class Feature(nn.Embedding):
     padding_idx : int, optional
         Counted from `start`.
     """
+
+    # Among the features, from 0 on; the MultiEmbedding sets it.
+    number = -1
 
     def __init__(self, multi: Any, name: str, start: int, num_embeddings: int, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
@@ -70,7 +73,8 @@ class Feature(nn.Embedding):
         bad = first_beyond(flat, self.num_embeddings)
         if bad is not None:
             raise self.out_of_range(int(flat[bad]), bad, shape)
-        return look_up(self, weight, *rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx))
+        index, padded = rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
+        return look_up(self, weight, index, padded, UsedFeatures(1 << self.number))
 
     def out_of_range(self, value: int, position: int, shape: tuple[int, ...]) -> RowIndexError:
         """Return the error for the id `value`, at a flat `position` of ids of `shape`."""
@@ -113,7 +117,7 @@ class Feature(nn.Embedding):
 
     def _rows(self) -> FeatureHandle | None:
         handle = self.handle()
-        return None if handle is None else FeatureHandle(handle, self.start, self.stop, self.name)
+        return None if handle is None else FeatureHandle(handle, self.start, self.stop, self.number, self.name)
 
     def _has_rows(self) -> bool:
         return self.handle() is not None
@@ -156,6 +160,7 @@ class Feature(nn.Embedding):
             rows = self.weight
         else:
             handle.recover()
+            handle.check_whole()
             rows = handle.rows.whole("weight", self.start, self.stop)
         destination[prefix + "weight"] = rows if keep_vars else rows.detach()
 
@@ -227,8 +232,11 @@ def device_of(weight: Any) -> torch.device:
     return device
 
 
-def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None) -> Tensor:
-    """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient."""
+def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None, features: UsedFeatures) -> Tensor:
+    """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient.
+
+    Their gradient is one of `features`.
+    """
     handle, freq = find_handle(weight), module.scale_grad_by_freq
     if handle is None or in_transform():
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
@@ -236,7 +244,8 @@ def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None) -> T
         training = torch.is_grad_enabled() and handle.requires_grad
         if not training and module.max_norm is None and handle.looks_up_directly(index):
             return handle.rows.lookup(index)
-        rows = lookup(activate(handle, index, training, module.max_norm, module.norm_type, padded=True), freq)
+        active = activate(handle, index, training, module.max_norm, module.norm_type, padded=True, features=features)
+        rows = lookup(active, freq)
     if padded is None or not rows.requires_grad:
         return rows
     return torch.where(padded.unsqueeze(-1), rows.detach(), rows)

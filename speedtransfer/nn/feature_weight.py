@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, ShardHandle
 from speedtransfer.optim.graph import KEY, listen
+from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
@@ -24,8 +25,8 @@ class FeatureHandle:
     Optimizers cannot step with it: anything else that they ask a handle for raises.
     """
 
-    def __init__(self, handle: Handle, start: int, stop: int, name: str) -> None:
-        self.handle, self.start, self.stop, self.name = handle, start, stop, name
+    def __init__(self, handle: Handle, start: int, stop: int, number: int, name: str) -> None:
+        self.handle, self.start, self.stop, self.number, self.name = handle, start, stop, number, name
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
 
     def weight(self) -> nn.Parameter:
@@ -91,6 +92,7 @@ class FeatureHandle:
         if ids is not None and self.aliased:
             return handle.whole(ids + self.start)[self.start : self.stop]
         handle.recover()
+        handle.check_whole()
         values = handle.rows.whole("weight", self.start, self.stop).detach()
         handle._exposed = True
         with torch.inference_mode(False):
@@ -106,12 +108,65 @@ class FeatureHandle:
         """Return the rows as what a graph made of the weight of all features; backward deposits their gradient."""
         with torch.inference_mode(False):
             rows = self.whole().detach()
-        return self.handle.join(rows, torch.arange(self.start, self.stop, device=rows.device), self.receive)
+        ids = torch.arange(self.start, self.stop, device=rows.device)
+        return self.handle.join(rows, ids, self._deposit, lambda: 1 << self.number)
 
     def receive(self, grad: Tensor) -> None:
-        """Deposit the gradient of all rows of the feature, ``(n, dim)``."""
+        """Deposit what has reached the node of the weight of the feature in the graph: the gradient of all its rows."""
+        self._deposit(grad, 1 << self.number)
+
+    def _deposit(self, grad: Tensor, features: int | None) -> None:
         ids, rows = self.handle._rows_of(grad.detach())
-        self.handle.deposit(ids + self.start, rows, whole=True)
+        self.handle.deposit(ids + self.start, rows, whole=True, features=features)
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of the rows, over the memory of that of all; None where nothing came to this feature."""
+        whole = self._own_gradient()
+        if whole is None:
+            return None
+        at = self._at(whole.ids)
+        return RowGradient(self.num_rows, whole.ids[at] - self.start, whole.rows[at], self._refuse_dense, whole.sparse)
+
+    def _own_gradient(self) -> Any:
+        """Return the gradient of all rows if this feature has one."""
+        if isinstance(self.handle, ShardHandle):
+            raise InvalidTypeError(
+                f"{self} is part of {self.handle}, whose rows several processes own, each with their gradient; use the "
+                "gradient of the MultiEmbedding"
+            )
+        whole, features = self.handle.gradient(), self.handle.features
+        if whole is None or features is None or not features.touched >> self.number & 1:
+            return None
+        return whole.trim()  # type: ignore[attr-defined]
+
+    def _at(self, ids: Tensor) -> slice:
+        bounds = torch.tensor([self.start, self.stop], device=ids.device)
+        return slice(*torch.searchsorted(ids, bounds).tolist())
+
+    def _refuse_dense(self, *args: Any) -> NoReturn:
+        raise InvalidTypeError(
+            f"the gradient of {self} would become one of all its rows, which may be written to; use a copy "
+            f"(weight.grad.to_dense()), or the gradient of {self.handle}"
+        )
+
+    def assign_gradient(self, grad: Tensor | None) -> None:
+        """Set the gradient of the rows to None, that of other features stays; raise for another."""
+        if grad is not None and grad is not self.gradient():
+            raise InvalidTypeError(
+                f"{self} is part of one parameter, {self.handle}, and is assigned a gradient of its own; change weight.grad "
+                "in place, or assign that of the MultiEmbedding"
+            )
+        whole = self._own_gradient() if grad is None else None
+        if whole is not None:
+            assert self.handle.features is not None
+            at, ids, rows = self._at(whole.ids), whole.ids, whole.rows
+            others = self.handle.features.touched & ~(1 << self.number)
+            self.handle.recover()
+            if not others:
+                self.handle.clear()
+                return
+            self.handle._set_gradient(*(torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows)))
+            self.handle.features.touched = others
 
     def store(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""

@@ -130,7 +130,7 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
         handles, some = groups.setdefault(exchange, ([], []))
         handles.append(handle)
         try:
-            made = ShardTicket(handle, ids, module.padding_idx, handle.requires_grad)
+            made = ShardTicket(handle, module._row_ids(ids), module.padding_idx, handle.requires_grad)
         except Exception as error:
             errors.setdefault(exchange, error)
             continue

@@ -79,17 +79,13 @@ class ModuleState(nn.Module):
         if not self._has_rows():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
+        self._name_table(prefix)
         if not with_placeholders():
             self._check_saves()
+            self._check_has_all_rows()
         with with_weight(self, self._placeholder()) as double:
             super(ModuleState, double)._save_to_state_dict(destination, prefix, keep_vars)
-        self._handle.name = prefix[:-1]
         used = _placeholders.get()
-        if used is None and isinstance(self._handle, ShardHandle):
-            raise InvalidTypeError(
-                f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, so state_dict() of one has not "
-                "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
-            )
         if used is None:
             self._handle.recover()
             whole = self._parameters["weight"] if keep_vars else self._handle.rows.whole("weight")
@@ -138,11 +134,23 @@ class ModuleState(nn.Module):
         if used is not None and prefix + "weight" in state_dict:
             used.append((state_dict[prefix + "weight"], self._handle))
 
+    def _name_table(self, prefix: str) -> None:
+        """Have messages call the table as its keys of a state dict begin, unless other processes know it by another name."""
+        if self._handle.reducer is None:
+            self._handle.name = prefix[:-1]
+
     def _check_saves(self) -> None:
         if isinstance(self._handle, VocabularyShardHandle):
             raise InvalidTypeError(
                 f"{self._handle} has a vocabulary that {self._handle.processes} processes share out, of which the state "
                 "dict of one has only a part; call st.save_checkpoint and st.load_checkpoint in all of them"
+            )
+
+    def _check_has_all_rows(self) -> None:
+        if isinstance(self._handle, ShardHandle):
+            raise InvalidTypeError(
+                f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, so state_dict() of one has not "
+                "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
             )
 
     def _load_ids(
@@ -184,12 +192,11 @@ class ModuleState(nn.Module):
             super(ModuleState, double)._load_from_state_dict(others, prefix, local_metadata, *rest)
         if failed:
             raise failed[0]
-        self.num_embeddings = handle.num_rows
         if used is not None and given is not None:
             used.append((given, handle))
 
     def _placeholder(self) -> Tensor:
-        return torch.empty(self.num_embeddings, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
+        return torch.empty(self._handle.num_rows, self.embedding_dim, dtype=self._handle.rows.dtype, device="meta")
 
 
 def check_assigned(state_dict: Any, prefix: str, local_metadata: Any) -> None:

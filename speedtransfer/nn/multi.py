@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from speedtransfer.dtypes import TABLE_DTYPES
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
@@ -18,9 +19,10 @@ from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.weight import is_ordinary
+from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
 
 # Arguments of nn.Embedding that all rows of a table have in common.
 _COMMON = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -48,8 +50,9 @@ class MultiEmbedding(FeatureModules, TableModule):
     Notes
     -----
     ``m[i]`` looks feature i up alone. Its `weight` reads and writes the rows of the feature but is no parameter: optimizers,
-    parameter groups, gradients and ``requires_grad`` are those of all features. The state of an optimizer has one entry; that
-    of a ``ModuleList`` has one for each feature, and does not load.
+    parameter groups and ``requires_grad`` are those of all features. As in a ``ModuleList`` a feature that nothing came to in
+    backward has no gradient (``m[i].weight.grad`` is None), and a step leaves it out. The state of an optimizer has one entry,
+    with what each feature has of its own from the first such step on; that of a ``ModuleList`` does not load.
     """
 
     @takes_options
@@ -155,28 +158,28 @@ class MultiEmbedding(FeatureModules, TableModule):
         """
         weight = self.weight
         index, padded, shapes = self._feature_ids.rows(ids, device_of(weight))
-        rows = look_up(self, weight, index, padded)
+        used = UsedFeatures((1 << len(self)) - 1 if shapes is None else 0)
+        rows = look_up(self, weight, index, padded, used)
         if shapes is None:
             return rows
-        # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
-        split = torch.unsafe_split_with_sizes(rows, [shape.numel() for shape in shapes.values()]) if shapes else ()
+        split: Any = ()
+        sizes = [shape.numel() for shape in shapes.values()]
+        if rows.requires_grad and not in_transform():
+            features = [1 << list(self._modules).index(name) for name in shapes]
+            split = _Parts.apply(rows, sizes, features, used)
+        elif shapes:
+            # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
+            split = torch.unsafe_split_with_sizes(rows, sizes)
         parts = [part.view(*shape, self.embedding_dim) for part, shape in zip(split, shapes.values(), strict=True)]
         return dict(zip(shapes, parts, strict=True)) if isinstance(ids, Mapping) else parts
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
-        active: ActiveRows = super().activate(self._feature_ids.rows(ids, device_of(self.weight))[0])
+        active: ActiveRows = super().activate(self._row_ids(ids))
         return active
 
-    def prefetch(self, ids: Any) -> Ticket:
-        """Begin to read the rows of `ids`, given as to `forward`, which finds them by the same ids and takes no ticket.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As `forward`.
-        """
-        return super().prefetch(self._feature_ids.rows(ids, device_of(self.weight))[0])
+    def _row_ids(self, ids: Any) -> Any:
+        return self._feature_ids.rows(ids, device_of(self.weight))[0]
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), feature by feature, padding rows zero: the numbers that a ``ModuleList`` has."""
@@ -189,6 +192,15 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
 
+    def _use(self, handle: Handle) -> None:
+        super()._use(handle)
+        handle.features = self._features()
+        for number, feature in enumerate(self.values()):
+            feature.number = number
+
+    def _features(self) -> Features:
+        return Features(list(self.keys()), [feature.start for feature in self.values()])
+
     def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
         raise InvalidValueError(
             "a MultiEmbedding cannot be on the meta device; make it on the device that it is for, and leave it there"
@@ -200,6 +212,9 @@ class MultiEmbedding(FeatureModules, TableModule):
             raise InvalidValueError(
                 f"{self._handle} is {shape} but the weight assigned is {tuple(param.shape)}; assign one of that shape"
             )
+        other = find_handle(param)
+        if other is not None:
+            check_alike(self._handle, self._features(), other.features)
         super()._take_weight(param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiEmbedding:
@@ -212,7 +227,8 @@ class MultiEmbedding(FeatureModules, TableModule):
         if with_placeholders():
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        self._handle.name = prefix[:-1]
+        self._name_table(prefix)
+        self._check_has_all_rows()
         with with_weight(self, None) as double:
             nn.Module._save_to_state_dict(double, destination, prefix, keep_vars)
 
@@ -222,6 +238,30 @@ class MultiEmbedding(FeatureModules, TableModule):
             return
         with with_weight(self, None) as double:
             nn.Module._load_from_state_dict(double, state_dict, prefix, local_metadata, *rest)
+
+
+class _Parts(torch.autograd.Function):
+    """Split rows by feature, and note the features whose rows backward comes to: others have no gradient, as in torch."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sizes: list[int], features: list[int], used: UsedFeatures) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.shape, ctx.sizes, ctx.features, ctx.used = rows.shape, sizes, features, used
+        # As for the other lookups: what split() returns could not be changed in place.
+        return tuple(torch.unsafe_split_with_sizes(rows, sizes))
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        some = next((grad for grad in grads if grad is not None), None)
+        if some is None:
+            return None, None, None, None
+        parts = []
+        for size, feature, grad in zip(ctx.sizes, ctx.features, grads, strict=True):
+            if grad is not None:
+                ctx.used.used |= feature
+            parts.append(some.new_zeros(size, ctx.shape[1]) if grad is None else grad)
+        return torch.cat(parts), None, None, None
 
 
 def _by_name(values: Any) -> dict[str, Any]:

@@ -82,7 +82,8 @@ def _follow_names() -> None:
     def name(parent: nn.Module, name: str, child: nn.Module | None) -> None:
         for path, module in [] if child is None else child.named_modules(prefix=name):
             handle = vars(module).get("_handle")
-            if isinstance(handle, Handle):
+            # Processes that train a table compare its name: one may put the model into another alone.
+            if isinstance(handle, Handle) and (handle.reducer is None or not handle.reducer.steps):
                 handle.name = path
 
     register_module_module_registration_hook(name)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.module_state import placeholder_rows
+from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.optim import Handle, ShardHandle, SharedHandle, VocabularyShardHandle, find_handle
 from speedtransfer.ranks import Segment, is_first
 from speedtransfer.tables import row_chunks
@@ -106,6 +107,12 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
                 )
             whole[handle] = _all_rows(handle) if isinstance(handle, ShardHandle) else handle.rows.whole("weight")
         result[key] = whole[handle]
+    for name, module in model.named_modules(remove_duplicate=False):
+        # In place of the whole table, and of what its features save in a checkpoint.
+        if isinstance(module, MultiEmbedding) and module._has_rows():
+            prefix = f"{name}." if name else ""
+            rows = result.pop(f"{prefix}weight")
+            result.update({f"{prefix}{key}.weight": rows[f.start : f.stop] for key, f in module.items()})
     exchanges = [handle.reducer.exchange for handle in whole if isinstance(handle, ShardHandle)]
     first = all(exchange.rank == 0 for exchange in exchanges) if exchanges else is_first()
     return result if first else {}
@@ -117,17 +124,19 @@ def _all_rows(handle: ShardHandle) -> Tensor:
     rows.catch_up()
     exchange.agree("reads all rows", [0], str(handle))
     dim, none = handle.table.dim, [0] * exchange.ranks
+    # That of a state dict: of rows stored as bfloat16 or float16 this, also in a process that has none.
+    dtype = rows.whole("weight", 0, 0).dtype
     if isinstance(handle, SharedHandle):
         # It has all of them, in this order.
-        return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=rows.dtype, device="cpu")
-    whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=rows.dtype, device="cpu")
-    for chunk in row_chunks(partition.per_rank, dim * rows.dtype.itemsize):
+        return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=dtype, device="cpu")
+    whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=dtype, device="cpu")
+    for chunk in row_chunks(partition.per_rank, dim * dtype.itemsize):
         counts = [max(0, min(chunk.stop, partition.size(rank)) - chunk.start) for rank in range(exchange.ranks)]
         count = counts[exchange.rank]
         values = (
             rows.whole("weight", chunk.start, chunk.start + count)
             if count
-            else torch.empty(0, dim, dtype=rows.dtype, device="cpu")
+            else torch.empty(0, dim, dtype=dtype, device="cpu")
         )
         sends = [count, *none[1:]]
         (got,) = exchange.move("rows", [Segment(values.cpu(), sends, counts if exchange.rank == 0 else none)])

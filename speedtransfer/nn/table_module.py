@@ -198,7 +198,11 @@ class TableModule(VocabularyModule):
         training = torch.is_grad_enabled() and self._handle.requires_grad
         if isinstance(self._handle, VocabularyHandle):
             return VocabularyTicket(self._handle, ids, self._handle.padding_idx, training)
-        return Ticket(self._handle, ids, self.padding_idx, training)
+        return Ticket(self._handle, self._row_ids(ids), self.padding_idx, training)
+
+    def _row_ids(self, ids: Any) -> Any:
+        """Return the numbers in the table of the rows that `ids`, given as to the module, name."""
+        return ids
 
     def _without_rows(self, remedy: str) -> InvalidTypeError | InvalidValueError:
         """Return the error for what needs the rows of the table, while the weight is not theirs."""
@@ -325,12 +329,21 @@ class TableModule(VocabularyModule):
             self._handle = other
             self.__dict__.pop("_options", None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the weight to the table while another thread steps: the parameter then has some of the rows."""
+        state = dict(self.__dict__)
+        if self._has_rows() and self._handle.state is not None and self._handle.state.running:
+            state["_parameters"] = {name: p for name, p in self._parameters.items() if name != "weight"}
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # Unpickled in a process that may have made no module yet.
         install()
         if "_handle" not in self.__dict__:
             return
+        if "weight" not in self._parameters:
+            self._parameters["weight"] = self._handle.param_ref() or self._handle.new_param(TableWeight)
         self._use(self._handle)
         if self._has_rows() and find_handle(self._parameters["weight"]) is None:
             # Pickled by an older version.

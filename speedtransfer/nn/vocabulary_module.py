@@ -26,10 +26,10 @@ class VocabularyModule(ModuleState):
 
     @property
     def num_embeddings(self) -> int:
-        """Rows of the weight; with a vocabulary as many as it has by now, with those of no id."""
+        """Rows of the weight, as many as it has by now; with a vocabulary those of no id too."""
         handle = self.__dict__.get("_handle")
-        number: int = self.__dict__["num_embeddings"]
-        return handle.num_rows if isinstance(handle, VocabularyHandle) else number
+        number: int = self.__dict__["num_embeddings"] if handle is None else handle.num_rows
+        return number
 
     @num_embeddings.setter
     def num_embeddings(self, number: int) -> None:

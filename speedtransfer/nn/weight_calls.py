@@ -120,6 +120,20 @@ def _full_like(weight: Any, fill_value: Any, **kwargs: Any) -> Any:
     return made.requires_grad_(kwargs.get("requires_grad", False))
 
 
+def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``weight.register_hook`` or the like; for a weight without a gradient of its own it raises."""
+
+    def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = handle_of(weight)
+        if not isinstance(handle, Handle):
+            # Part of a parameter, which raises.
+            handle.gradient()
+        with as_tensor():
+            return func(weight, *args, **kwargs)
+
+    return call
+
+
 def _refused(remedy: str) -> Callable[..., Any]:
     def refuse(weight: Any, *args: Any, **kwargs: Any) -> Any:
         raise InvalidTypeError(f"{handle_of(weight)} is the weight of a table, which {remedy}")
@@ -308,7 +322,7 @@ _PROPERTIES = """
 """
 _METHODS = """
     size dim ndimension numel nelement element_size __len__ get_device is_floating_point
-    is_complex is_signed is_inference is_same_size register_hook register_post_accumulate_grad_hook retain_grad has_names
+    is_complex is_signed is_inference is_same_size retain_grad has_names
     _is_view data_ptr untyped_storage storage _typed_storage is_shared is_pinned is_conj is_neg __hash__ is_distributed
     is_coalesced sparse_dim dense_dim _is_zerotensor new_zeros new_ones new_empty new_full new_tensor new
 """
@@ -317,6 +331,7 @@ _FUNCTIONS = """
     ones_like empty_like rand_like randn_like randint_like
 """
 _LAYOUT = "stride storage_offset is_contiguous"
+_HOOKS = "register_hook register_post_accumulate_grad_hook"
 _MOVES = "to cpu cuda float double half bfloat16 contiguous type_as"
 
 
@@ -331,6 +346,7 @@ rowless.update(getattr(Tensor, name) for name in _METHODS.split() if hasattr(Ten
 rowless.update(getattr(torch, name) for name in _FUNCTIONS.split() if hasattr(torch, name))
 rowless.add(torch._has_compatible_shallow_copy_type)
 special.update({getattr(Tensor, name): _moved(getattr(Tensor, name)) for name in _MOVES.split()})
+special.update({getattr(Tensor, name): _hooked(getattr(Tensor, name)) for name in _HOOKS.split()})
 special.update({getattr(Tensor, name): _of_layout(getattr(Tensor, name)) for name in _LAYOUT.split()})
 _resize = _refused("is resized by emb.weight.data = rows, of as many rows as it is to have")
 special.update(

@@ -128,6 +128,9 @@ def _without_gradients(
     if type(handle) is not Handle:
         return NotImplemented
     handle.recover()
+    if isinstance(weight, WeightData):
+        # As where it is a tensor over the table: the same bits.
+        handle.rows.catch_up()
     ids = ids.to(handle.table.device)
     with torch.inference_mode(False), torch.no_grad():
         values = handle.rows.read(ids)["weight"]

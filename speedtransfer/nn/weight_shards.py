@@ -14,7 +14,7 @@ from torch.nn import init
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
 from speedtransfer.once import once
-from speedtransfer.optim import ShardHandle
+from speedtransfer.optim import ShardHandle, VocabularyHandle
 
 
 def _drawn(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,6 +93,9 @@ def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
                 "draws anew where values of any row ask for it; draw all rows in every process, with the same seed, and set "
                 "them: weight.data = torch.nn.init....(torch.empty(num_rows, dim)); or use normal_(), uniform_()"
             )
+        if isinstance(handle, VocabularyHandle) and func.__name__ == "sparse_":
+            # It draws all values before it writes zeros to some, which is refused.
+            handle.store(tensor)
         return func(tensor, *args, **kwargs)
 
     return call

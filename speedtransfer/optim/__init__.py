@@ -1,5 +1,6 @@
 """Let optimizers train tables: in a step they find a parameter of active rows, and the state of these rows."""
 
+from speedtransfer.optim.features import Features, UsedFeatures, check_alike
 from speedtransfer.optim.handle import Handle, find_handle, handles_over
 from speedtransfer.optim.hooks import install
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
@@ -10,13 +11,16 @@ from speedtransfer.optim.vocabulary_shard_handle import VocabularyShardHandle
 from speedtransfer.rows import Rows
 
 __all__ = [
+    "Features",
     "Handle",
     "PlaneSpec",
     "Rows",
     "ShardHandle",
     "SharedHandle",
+    "UsedFeatures",
     "VocabularyHandle",
     "VocabularyShardHandle",
+    "check_alike",
     "find_handle",
     "handles_over",
     "install",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from speedtransfer.optim.graph import edges_to
 from speedtransfer.optim.handle import any_handles, find_handle
-from speedtransfer.optim.reducers import exchange_gradients, forget, made, turn
+from speedtransfer.optim.reducers import beside_others, exchange_gradients, forget, made, turn
 
 
 def install() -> None:
@@ -31,14 +31,43 @@ def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
         if not made or torch._C._current_graph_task_id() >= 0:
             return backward(*args, **kwargs)
         with turn:
+            hooks, exchanged = (
+                _exchanging_within(args[0] if args else kwargs.get("tensors")) if beside_others() else ([], [])
+            )
             try:
                 backward(*args, **kwargs)
             except BaseException:
                 forget()
                 raise
-            exchange_gradients()
+            finally:
+                for hook in hooks:
+                    hook.remove()
+            if not exchanged:
+                exchange_gradients()
 
     return called
+
+
+def _exchanging_within(tensors: Any) -> tuple[list[Any], list[bool]]:
+    """Have the exchange be the first thing at the end of a backward of `tensors`; return hooks, and a list filled by then.
+
+    `DistributedDataParallel` waits for its own messages at the end of backward. Where another process has left something out
+    these do not come; the exchange, made before this wait, says so.
+    """
+    begun: list[bool] = []
+    exchanged: list[bool] = []
+
+    def exchange() -> None:
+        exchanged.append(True)
+        exchange_gradients()
+
+    def begin(grad: Tensor) -> None:
+        if not begun:
+            begun.append(True)
+            torch.autograd.Variable._execution_engine.queue_callback(exchange)
+
+    flat = [tensors] if isinstance(tensors, Tensor) else list(tensors or ())
+    return [each.register_hook(begin) for each in flat if isinstance(each, Tensor) and each.requires_grad], exchanged
 
 
 def _edges_to(inputs: Any) -> list[Any]:

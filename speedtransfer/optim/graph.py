@@ -9,7 +9,6 @@ it (`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -35,28 +34,39 @@ class TableRows(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, param: Tensor, values: Tensor, handle: Any, ids: Tensor | None, deposit: Callable[..., None]
+        ctx: Any,
+        param: Tensor,
+        values: Tensor,
+        handle: Any,
+        ids: Tensor | None,
+        deposit: Callable[..., None],
+        features: Callable[[], int] | None,
     ) -> Tensor:
         """Return `values`, ``(n, dim)``, the rows `ids` (n,), or all (None); `deposit` takes their gradient as `grad`."""
+        ctx.set_materialize_grads(False)
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
-        ctx.handle, ctx.values, ctx.ids, ctx.deposit, ctx.num_rows = handle, values, ids, deposit, param.shape[0]
+        ctx.handle, ctx.values, ctx.ids, ctx.num_rows = handle, values, ids, param.shape[0]
+        ctx.deposit, ctx.features = deposit, features
         handle.joined.append(weakref.ref(ctx))
         return values
 
     @staticmethod
     @uncompiled
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Deposit the gradient, or return that of all rows."""
         handle, grad, total = ctx.handle, grads[0], None
         # Frozen since the forward pass: torch drops the gradient too.
-        if handle.requires_grad:
+        if grad is not None and handle.requires_grad:
+            features = None if ctx.features is None else ctx.features()
             if handle.is_observed():
+                if features is not None and not handle.askers:
+                    handle.note_features(ctx.ids, features)
                 total = handle.of_all_rows(ctx.ids, grad, ctx.num_rows)
             else:
                 if grad.is_cuda:
                     _wait_at_end(grad.device)
-                ctx.deposit(grad=grad.to_dense() if grad.is_sparse else grad)
-        return total, None, None, None, None
+                ctx.deposit(grad=grad.to_dense() if grad.is_sparse else grad, features=features)
+        return total, None, None, None, None, None
 
 
 def _wait_at_end(device: torch.device) -> None:
@@ -88,11 +98,14 @@ def receive(param: nn.Parameter) -> None:
 def listen(param: nn.Parameter) -> None:
     """Have what reaches the node of the parameter of a weight deposited, before hooks of others look at the gradient."""
     with as_tensor():
-        hooks = param._post_accumulate_grad_hooks or OrderedDict()
-        if param.requires_grad and receive not in hooks.values():
+        others: Any = param._post_accumulate_grad_hooks or {}
+        if param.requires_grad and receive not in others.values():
+            # Torch goes by the order in which they came.
+            later = dict(others)
+            others.clear()
             param.register_post_accumulate_grad_hook(receive)
-            ours: Any = param._post_accumulate_grad_hooks
-            ours.move_to_end(next(reversed(ours)), last=False)
+            hooks: Any = param._post_accumulate_grad_hooks
+            hooks.update(later)
 
 
 def edges_to(handle: Any) -> list[GradientEdge]:

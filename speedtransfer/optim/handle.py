@@ -35,6 +35,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.binding import Binding
+from speedtransfer.optim.features import Features
 from speedtransfer.optim.graph import KEY
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table, padded_anew
@@ -121,6 +122,9 @@ class Handle(Binding):
         if self.ids is not None and self._version == version and not self.is_active(ids):
             self._version = self.table.version
 
+    def check_whole(self) -> None:
+        """Raise unless this process may read all rows of the weight by itself."""
+
     def shown(self) -> str:
         """Return all rows as text."""
         return repr(self.whole())
@@ -135,7 +139,8 @@ class Handle(Binding):
                 return known
         with torch.inference_mode(False), _outside_of_transforms():
             values = self.whole().detach()
-            made = self.join(values, None, functools.partial(self.deposit_whole, values))
+            every = None if self.features is None else self.features.every
+            made = self.join(values, None, functools.partial(self.deposit_whole, values), every)
         self._whole = weakref.ref(made), self.table.version
         return made
 
@@ -208,6 +213,11 @@ class Handle(Binding):
                 )
             raise InvalidValueError(
                 f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; {remedy}"
+            )
+        if self.features is not None and len(values) != table.num_rows:
+            raise InvalidValueError(
+                f"{self} has {table.num_rows} rows, those of {len(self.features.names)} features, but the values assigned are "
+                f"{tuple(values.shape)}; make a new MultiEmbedding for another number of rows"
             )
         resized, retyped = len(values) != table.num_rows, rows.storage_dtype is None and values.dtype != rows.dtype
         if table.path is not None and (resized or retyped):
@@ -308,6 +318,8 @@ class Handle(Binding):
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
         duplicate.__dict__.update(self._of_module())
+        if self.features is not None:
+            duplicate.features = Features(self.features.names, self.features.starts)
         memo[id(self)] = duplicate
         return duplicate
 

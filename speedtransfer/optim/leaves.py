@@ -14,10 +14,17 @@ _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (dict, *_SEQUENCES)
 
 
+# The key in a state of what each feature has of its own (`features`).
+APART = "features"
+
+
 def leaves(state: dict[Any, Any]) -> dict[str, Any]:
-    """Return every tensor of `state`, or placeholder of one, by name: "exp_avg", or "buffers.0" for the first of a list."""
+    """Return every tensor of `state`, or placeholder of one, by name: "exp_avg", or "buffers.0" for the first of a list.
+
+    Those that features have of their own are left out.
+    """
     found: dict[str, Any] = {}
-    _collect(state.items(), "", found)
+    _collect((item for item in state.items() if item[0] != APART), "", found)
     return found
 
 

@@ -45,6 +45,7 @@ class PendingGradient(Stepping):
         lookup: Any = None,
         summed: bool = False,
         hooked: bool = False,
+        features: int | None = None,
     ) -> None:
         """Add the gradient of some rows to the pending gradient, which the next step applies.
 
@@ -68,7 +69,11 @@ class PendingGradient(Stepping):
             Whether it is the gradient of all processes already.
         hooked : bool
             Whether the hooks of the parameter have seen it.
+        features : int, optional
+            Of which features of the table it is, a bit for each; by default those of the rows.
         """
+        if self.features is not None and not (summed or hooked):
+            self.note_features(ids, features)
         if self.reducer is not None and not summed:
             self.reducer.take(ids, grad, whole, lookup)
             return
@@ -82,8 +87,12 @@ class PendingGradient(Stepping):
                 self._check_capture(self.grad)
                 if self._assigned is None and self.is_cleared():
                     reused = self._shown_gradient() is not None
+                    touched = 0 if self.features is None else self.features.touched
                     self.clear()
                     self._reused = reused
+                    if self.features is not None:
+                        # A gradient of zeros is one.
+                        self.features.touched = touched
             self.used_whole = self.used_whole or whole
             self._of_graph = self._of_graph or grad.requires_grad
             grad = grad.detach()
@@ -92,9 +101,19 @@ class PendingGradient(Stepping):
             else:
                 self._accumulate(ids, grad, rows, version, state_rows)
 
-    def deposit_whole(self, rows: Tensor, grad: Tensor) -> None:
+    def note_features(self, ids: Tensor | None, given: int | None) -> None:
+        """Note that there is a gradient of the features `given`, a bit for each; None: of those of the rows `ids` (n,)."""
+        features = self.features
+        assert features is not None
+        touched = given or (0 if ids is None else features.mask_of(ids))
+        if self.reducer is None:
+            features.touched |= touched
+        else:
+            features.left |= touched
+
+    def deposit_whole(self, rows: Tensor, grad: Tensor, features: int | None = None) -> None:
         """Add the gradient of all rows, ``(rows that there were, dim)``, which a graph has had as `rows`."""
-        self.deposit(*self._rows_of(grad), whole=True)
+        self.deposit(*self._rows_of(grad), whole=True, features=features)
 
     @uncompiled
     def receive(self, grad: Tensor) -> None:
@@ -102,6 +121,8 @@ class PendingGradient(Stepping):
         if self.late_hooks and self.has_hooks():
             self.refuse_node()
         whole = not (isinstance(grad, RowGradient) or grad.is_sparse)
+        if self.features is not None and whole:
+            self.note_features(None, self.features.all)
         # Of a forward before the parameter got this table it may be of another dtype, or elsewhere.
         grad = grad.to(self.table.device, self.rows.dtype)
         self.deposit(*self._rows_of(grad), whole=whole, hooked=not self.late_hooks)
@@ -340,6 +361,9 @@ class PendingGradient(Stepping):
             self.used_whole = not grad.is_sparse
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             self._set_gradient(*self._rows_of(grad))
+            if self.features is not None:
+                assert self.ids is not None
+                self.features.assign(self.named_rows(self.ids), again)
             self._touched = self._assigned = None
             # Cleared and assigned again, by a probe for one.
             if again and self._cleared is not None:
@@ -348,6 +372,8 @@ class PendingGradient(Stepping):
         else:
             # The caller may write to this memory before the step, which looks for the active rows.
             self._assigned, self.used_whole = grad, True
+            if self.features is not None:
+                self.features.assign(None)
             self._use_assigned()
 
     def _check_gradient(self, grad: Any) -> None:
@@ -367,6 +393,8 @@ class PendingGradient(Stepping):
         """Set the gradient to None and forget the active rows."""
         if self.reducer is not None:
             self.reducer.forget()
+        if self.features is not None:
+            self.features.clear()
         if self.grad is not None:
             self._cleared = self.used_whole, self._assigned is not None, self._touched
         self.ids = self.grad = self.active = self._touched = None

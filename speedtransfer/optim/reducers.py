@@ -6,6 +6,7 @@ group. The same on every process: which tables take part depends only on the cal
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -112,19 +113,33 @@ def _alive() -> list[Reducer]:
     return [reducer for _, reducer in found if reducer is not None and reducer.is_alive()]
 
 
+def _forget(reducer: Reducer) -> None:
+    reducer.forget()
+    # None: gone by now.
+    handle = reducer._handle()
+    if handle is not None and handle.features is not None:
+        handle.features.left = 0
+
+
 def forget() -> None:
     """Forget the gradients of a backward that has failed."""
     for reducer in _alive():
         # Who catches this error and goes on is told by the others.
         reducer.failures += reducer.is_open()
-        reducer.forget()
+        _forget(reducer)
+
+
+def beside_others() -> bool:
+    """Tell whether `DistributedDataParallel` has messages of its own in backward, beside those of tables."""
+    return any(reducer.exchange.is_apart for reducer in _alive())
 
 
 @torch.no_grad()
 def exchange_gradients(only: Iterable[Reducer] | None = None) -> None:
     """Exchange what backward has left, of all tables or some. Every process must call it at the same point."""
     global _running
-    with turn:
+    # In a backward, which has the turn, perhaps on another thread.
+    with contextlib.nullcontext() if torch._C._current_graph_task_id() >= 0 else turn:
         # Within an exchange hooks may step: those gradients are on their way.
         if _running:
             return
@@ -144,31 +159,39 @@ def _exchange_all(only: Iterable[Reducer] | None) -> None:
         if not is_past and (chosen is None or reducer in chosen) and reducer.is_open(chosen is not None):
             groups.setdefault(reducer.exchange, []).append(reducer)
     for exchange, reducers in groups.items():
+        # Else a process that left a backward out would bring none there, and go on while others wait in that backward.
+        point = "brings gradients at a step" if exchange.is_apart and chosen is not None else "brings gradients"
         try:
             try:
-                numbers = _announced(exchange, reducers)
+                numbers = _announced(exchange, reducers, point)
             except DifferenceError:
                 # In all processes. Some may not have collected the tables of a model that is gone.
                 gc.collect()
                 reducers = [reducer for reducer in reducers if reducer.is_alive()]
-                numbers = _announced(exchange, reducers)
-            _exchange(exchange, reducers, numbers)
+                numbers = _announced(exchange, reducers, point)
+            _exchange(exchange, reducers, numbers, point)
         except BaseException:
             for reducer in reducers:
-                reducer.forget()
+                _forget(reducer)
             raise
 
 
-def _announced(exchange: Exchange, reducers: list[Reducer]) -> list[list[int]]:
+def _announced(exchange: Exchange, reducers: list[Reducer], point: str) -> list[list[int]]:
     """Return what each process announces, for each table."""
-    announced = [reducer.announce() for reducer in reducers]
+    found = [reducer.handle.features for reducer in reducers]
+    announced = [[r.announce(), *(f.announce() if f is not None else ())] for r, f in zip(reducers, found, strict=True)]
     about = ", ".join(described(reducer.handle) for reducer in reducers)
-    told: list[list[int]] = exchange.agree("brings gradients", announced, about).T.tolist()
-    return told
+    told = iter(exchange.agree(point, [number for some in announced for number in some], about).T.tolist())
+    numbers = []
+    for features, some in zip(found, announced, strict=True):
+        number, *rest = [next(told) for _ in some]
+        numbers.append(number)
+        if features is not None:
+            features.arrive(rest)
+    return numbers
 
 
-def _exchange(exchange: Exchange, reducers: list[Reducer], numbers: list[list[int]]) -> None:
-    point = "brings gradients"
+def _exchange(exchange: Exchange, reducers: list[Reducer], numbers: list[list[int]], point: str) -> None:
     requests = [reducer.requests(told) for reducer, told in zip(reducers, numbers, strict=True)]
     if any(requests):
         counts = iter(exchange.agree(point, torch.stack([n for some in requests for n in some], 1)).T.tolist())

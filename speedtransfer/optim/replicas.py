@@ -180,6 +180,10 @@ def _leave_out(module: nn.Module, tables: dict[str, Handle]) -> None:
     ignored = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
     # Its list of parameters calls those of the model itself ".weight".
     ignored.update(*((name, f".{name}") for name in tables))
+    # It asks every module, also features, whose weights are parts of one.
+    for name, part in module.named_modules():
+        weights = part.named_parameters(recurse=False)
+        ignored.update(f"{name}.{key}" for key, param in weights if find_handle(param) is not None)
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
 
 
@@ -205,6 +209,10 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
         alone = not isinstance(handle, ShardHandle) and not isinstance(reducer, Replicas) and handle.table.writable
         if alone and handle not in whole.values():
             whole[name] = handle
+    # Its own messages wait in backward, where a process that has left something out must still be told so.
+    reducers = [handle.reducer for handle in tables.values() if handle.reducer is not None]
+    for each in dict.fromkeys([exchange, *(reducer.exchange for reducer in reducers)]):
+        each.keep_apart()
     if not whole or exchange.ranks == 1:
         return
     error = None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.features import Features
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.shard_gradient import ShardGradient
@@ -57,6 +58,11 @@ class ShardHandle(Handle):
         partition, first = self.partition, self.partition.start(self.reducer.exchange.rank)
         # Rounding draws by row: by the number that it has in every process.
         self.rows.name_rows = lambda ids: partition.ids(ids + first)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert the table to `dtype`, and share the rows out as before."""
+        super().convert(dtype)
+        self._share_rows()
 
     @property
     def num_rows(self) -> int:
@@ -175,6 +181,10 @@ class ShardHandle(Handle):
             "leave it out of fully_shard: ignored_params=st.table_parameters(model)",
         )
 
+    def check_whole(self) -> None:
+        """Raise, as `whole`; rows that processes share catch up in all of them together."""
+        self.whole()
+
     def shown(self) -> str:
         """Return what there is of rows: those of others are elsewhere."""
         exchange = self.reducer.exchange
@@ -209,6 +219,8 @@ class ShardHandle(Handle):
             self.reducer.comm_dtype,
         )
         made.__dict__.update(self._of_module())
+        if self.features is not None:
+            made.features = Features(self.features.names, self.features.starts)
         memo[id(self)] = made
         return made
 

@@ -266,6 +266,9 @@ class RowState(StatePlanes):
                 # The step made it for the active rows only.
                 del optimizer.state[self.param]
             else:
+                for name in leaves(state).keys() - self._views.keys() - self._shared:
+                    # Made by the step, for the active rows only.
+                    state.pop(name, None)
                 put(state, self._views)
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.shard_handle import ShardHandle
@@ -214,6 +214,11 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     """Check the shapes of planes, and keep them from being copied by torch."""
     state, held = dict(state_dict["state"]), []
     for handle, group, key in _entries(optimizer, state_dict):
+        if APART in state[key] and handle.features is None:
+            raise OptimizerError(
+                f"the state to load for {handle} is that of the features of a MultiEmbedding, each with its own steps, "
+                "but this is none; load it for a MultiEmbedding of the same features"
+            )
         found = leaves(state[key])
         planes = {name: spec for name, spec in _planes(optimizer, group, handle).items() if name in found}
         _expect(handle, [found[name] for name in planes])
@@ -224,9 +229,12 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
                     # Of a table whose ids may be loaded next; the step will tell.
                     num_rows = len(found[name])
                 check_shape(name, found[name], (num_rows, *spec.tail))
+        lengths = {len(found[name]) for name in planes if found[name].dim()} or {handle.rows.num_loadable}
+        # Also planes that the optimizer does not use now.
+        rows = [name for name, value in found.items() if name in planes or (value.dim() and len(value) in lengths)]
         state[key] = cloned(state[key], tensors=False)
-        put(state[key], {name: found[name].new_empty(0) for name in planes})
-        held.append((handle.param, {name: found[name] for name in planes}))
+        put(state[key], {name: found[name].new_empty(0) for name in rows})
+        held.append((handle.param, {name: found[name] for name in rows}))
     _held[optimizer] = held
     return {**state_dict, "state": state}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, KeysView
 from typing import Any, Protocol
 
 import torch
@@ -42,6 +42,24 @@ class StatePlanes:
         self._shared: set[str] = set()
         # Whether no row has been stored yet.
         self._fresh = True
+
+    @property
+    def stored_names(self) -> KeysView[str]:
+        """The names of the state that planes hold."""
+        return self._views.keys()
+
+    def learned(self, found: dict[str, Any], optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return those of the tensors of new state that are of rows."""
+        if found.keys() - self._views.keys() - self._shared:
+            self._learn(found, optimizer)
+        return {name: value for name, value in found.items() if name in self._views}
+
+    def initial_rows(self, name: str, weights: Tensor) -> Tensor:
+        """Return the initial state, ``(n, *tail)``, of rows with the weights `weights` (n, dim)."""
+        spec = self._specs[name]
+        if spec.initial is None:
+            return weights.clone()
+        return torch.full((len(weights), *spec.tail), spec.initial, dtype=spec.dtype, device=weights.device)
 
     @property
     def param(self) -> nn.Parameter:
@@ -111,12 +129,20 @@ class StatePlanes:
     def _adopt(self, found: dict[str, Any], optimizer: Optimizer, given: dict[str, Tensor]) -> dict[str, Tensor]:
         """Copy loaded state into the planes; return `given`, or nothing if it is out of date."""
         if found.keys() - self._views.keys() - self._shared:
-            self._learn(found, optimizer)
-        foreign = {name: found.get(name) for name, view in self._views.items() if found.get(name) is not view}
+            self._learn(found, optimizer, loaded=True)
+        missing = [name for name in self._views if name not in found]
+        if missing:
+            # The optimizer makes them anew, or raises, as it does in training a dense parameter.
+            self.rows.catch_up()
+            self._remove(missing)
+            for name in missing:
+                del self._specs[name]
+            given = {}
+        foreign = {name: found[name] for name, view in self._views.items() if found[name] is not view}
         loaded = {
             name: value
             for name, value in foreign.items()
-            if value is not None and value.shape[0] and not (self._fresh and self._holds_initial(name, value))
+            if not value.shape or (value.shape[0] and not (self._fresh and self._holds_initial(name, value)))
         }
         owner, placement = self._owner(), self.rows.placement
         fresh = None if owner is None else owner.fresh_rows()
@@ -161,10 +187,10 @@ class StatePlanes:
         row_bytes = value[:1].numel() * value.element_size()
         return all(bool((value[rows] == initial).all()) for rows in row_chunks(len(value), row_bytes))
 
-    def _learn(self, found: dict[str, Tensor], optimizer: Optimizer) -> None:
-        """Add planes for new state: the optimizer makes it late, or a hyperparameter has changed."""
+    def _learn(self, found: dict[str, Tensor], optimizer: Optimizer, loaded: bool = False) -> None:
+        """Add planes for new state: the optimizer makes it late, a hyperparameter has changed, or it was `loaded`."""
         unknown = {name for name in found if name not in self._views and name not in self._shared}
-        self._shared |= {name for name in unknown if found[name].dim() == 0}
+        self._shared |= {name for name in unknown if not found[name].shape}
         if unknown <= self._shared:
             return
         param = self.param
@@ -172,7 +198,11 @@ class StatePlanes:
         findings = probe_optimizer(optimizer, group, param, self._from_sparse)
         self.add({name: spec for name, spec in findings.items() if name in unknown})
         late = unknown - self._views.keys() - self._shared - findings.shared
-        if late:
+        if loaded:
+            # Of other hyperparameters (amsgrad was switched off) or another library: kept with the rows, as in torch.
+            kept = [name for name in late if found[name].shape[0] == self.rows.num_loadable]
+            self.add({name: PlaneSpec(tuple(found[name].shape[1:]), self.rows.dtype, 0.0) for name in kept})
+        elif late:
             raise OptimizerError(
                 f"{type(optimizer).__name__} made state {min(late)!r} that it did not make in a trial of {STEPS} steps, so "
                 "that what other rows start from is unknown; use an optimizer that makes its state in its first steps"

@@ -51,8 +51,11 @@ class Stepping(TableParam):
             if state.sparse:
                 # A sparse gradient has as many rows as it says.
                 self.trim()
+            if self.features is not None:
+                self.features.begin(self, optimizer)
             self.refresh()
-            self._fused = plan_step(state, optimizer, group) if SWITCH in os.environ and not self.in_place else None
+            fuses = SWITCH in os.environ and not self.in_place and not self._is_apart()
+            self._fused = plan_step(state, optimizer, group) if fuses else None
             if self._fused is None:
                 state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
                 # A probe may have assigned the gradient anew.
@@ -61,12 +64,16 @@ class Stepping(TableParam):
             else:
                 state.begin_elsewhere(optimizer, frame)
             self._enter(state.sparse)
+            if self.features is not None:
+                self.features.lend(self, optimizer, group)
 
     def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Write the active rows and their state to the table, and make the parameter a placeholder again."""
         state = self.state
         assert state is not None
         with self.rows.lock:
+            if self.features is not None:
+                self.features.take_back(self, optimizer)
             if self.rows.table.watched:
                 self.table.discount(self._entered_at, self.param._version - self._entered)
             if self._fused is None:
@@ -106,6 +113,8 @@ class Stepping(TableParam):
         if state is None or not state.running or state.stepping_elsewhere():
             return
         if state.optimizer() is optimizer:
+            if self.features is not None:
+                self.features.restore(self, optimizer)
             self._leave()
             state.recover(optimizer)
 
@@ -138,9 +147,12 @@ class Stepping(TableParam):
         self._entered, table = param._version, self.rows.table
         self._entered_at = table.version if table.watched else 0
 
+    def _is_apart(self) -> bool:
+        return self.features is not None and self.features.is_apart
+
     def is_changed(self) -> bool:
         """Tell whether the optimizer has changed the active rows since the step began."""
-        return self.param._version != self._entered
+        return self.param._version != self._entered or (self.features is not None and self.features.is_changed())
 
     def _sparse_gradient(self) -> Tensor:
         """Return the gradient as a sparse tensor over the active rows, without the padding row, as in torch."""
@@ -211,6 +223,7 @@ class Stepping(TableParam):
         if exposed or self.active is None or self._version != self.rows.table.version:
             every = len(self.ids) == self.table.num_rows > 0 and not is_padded(self.ids)
             # A step of all rows can update them where they are stored.
+            every = every and not self._is_apart()
             self.in_place = every and self.aliased and self.state is not None and self.state.steps_in_place()
             if self.in_place:
                 self.rows.catch_up()

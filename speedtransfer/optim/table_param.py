@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.anchor import Anchor
+from speedtransfer.optim.features import Features
 from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.graph import TableRows, as_tensor, listen
 from speedtransfer.optim.reducers import Reducer
@@ -42,6 +43,8 @@ class TableParam:
         self.has_grown = False
         # Whether rows have ever been read ahead.
         self.reads_ahead = False
+        # Those that share this table, each of which a step may leave out.
+        self.features: Features | None = None
         # The other processes that train this table.
         self.reducer: Reducer | None = None
 
@@ -217,6 +220,10 @@ class TableParam:
         few = ids.numel() * table.dim * table.dtype.itemsize <= _FEW_BYTES
         return few and (not is_capturing() or (ids.is_cuda and table.takes_padding))
 
+    def named_rows(self, ids: Tensor) -> Tensor:
+        """Return the numbers of rows of the table here, (n,), in the table of all processes."""
+        return ids if self.rows.name_rows is None else self.rows.name_rows(ids)
+
     def track_alias(self, alias: Tensor) -> Tensor:
         """Remember a tensor that reads and writes the table, and return it."""
         if len(self._aliases) > 16:
@@ -224,10 +231,16 @@ class TableParam:
         self._aliases.append(weakref.ref(alias))
         return alias
 
-    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None]) -> Tensor:
+    def join(
+        self,
+        rows: Tensor,
+        ids: Tensor | None,
+        deposit: Callable[..., None],
+        features: Callable[[], int] | None = None,
+    ) -> Tensor:
         """Return `rows`, ``(n, dim)``, as what a graph made of the weight; `deposit` takes their gradient, `grad`.
 
-        `ids`, (n,), name the rows; None: all.
+        `ids`, (n,), name the rows; None: all. `features` returns those that the gradient is of.
         """
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
@@ -235,7 +248,7 @@ class TableParam:
         late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
         leaf = self.anchor.leaf if late else self.param_ref()
         with as_tensor():
-            return TableRows.apply(leaf, rows, self, ids, deposit)
+            return TableRows.apply(leaf, rows, self, ids, deposit, features)
 
     def alive(self) -> list[Any]:
         """Return the nodes by which graphs have rows, of the graphs that are alive."""

@@ -35,13 +35,13 @@ class VocabularyGradient(Handle):
         """Raise: it is not known which ids the rows had."""
         self.refuse_node()
 
-    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None]) -> Tensor:
+    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None], *features: Any) -> Tensor:
         """Join rows to a graph, as `Handle.join`; they stay those of their ids until their gradient comes."""
         key = rows if ids is None else ids
         self.date(key)
         self._held = {key: entry for key, entry in self._held.items() if entry[0]() is not None}
         self._held[id(key)] = weakref.ref(rows), ids
-        return super().join(rows, ids, deposit)
+        return super().join(rows, ids, deposit, *features)
 
     def whole_in_graph(self) -> Tensor:
         """Return all rows in a graph, as `Handle.whole_in_graph`; each time anew, as each is held until its gradient comes."""
@@ -131,7 +131,7 @@ class VocabularyGradient(Handle):
         if self.ids is not None and not any(self.ids is ids for ids in parts) and None not in noted:
             self.ids._noted = tuple(one for part in noted for one in part or ())  # type: ignore[attr-defined]
 
-    def deposit_whole(self, rows: Tensor, grad: Tensor) -> None:
+    def deposit_whole(self, rows: Tensor, grad: Tensor, features: int | None = None) -> None:
         """Add the gradient of all rows; that of rows which other ids, or new ones, have by now goes nowhere."""
         with self.rows.lock:
             self._held.pop(id(rows), None)

@@ -171,11 +171,11 @@ class VocabularyShardHandle(VocabularyHandle, ShardHandle):
         """Return the sum of the numbers of all processes. Collective."""
         return int(self.reducer.exchange.agree("writes rows", [number]).sum())
 
-    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None]) -> Tensor:
+    def join(self, rows: Tensor, ids: Tensor | None, deposit: Callable[..., None], *features: Any) -> Tensor:
         """Join rows to a graph, as `Handle.join`; they are held by their owners."""
         if ids is not None:
             self.reducer.hold(rows)
-        return Handle.join(self, rows, ids, deposit)
+        return Handle.join(self, rows, ids, deposit, *features)
 
     def date(self, tensor: Tensor) -> None:
         """Do nothing: the lookup is known by its number, and for how long a gradient may come for it."""

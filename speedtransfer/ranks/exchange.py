@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -29,6 +29,7 @@ POINTS = (
     "saves",
     "loads",
     "finds ids",
+    "brings gradients at a step",
 )
 # The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
 _VALUES = 6
@@ -81,6 +82,30 @@ class Exchange:
         # gloo moves memory of the host alone, NCCL that of the device. A group made without a backend may have both.
         self.on_host = not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group)
         self._number = 0
+        # What ranks agree by, if not by the group itself.
+        self._meetings: Callable[[], dist.ProcessGroup | None] | None = None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether ranks agree by a group of their own."""
+        return self._meetings is not None
+
+    def keep_apart(self) -> None:
+        """Agree by another group from now on, which messages of others that wait in this group do not hold up. Collective.
+
+        With gloo alone: NCCL wants the messages of all groups in one order.
+        """
+        if (
+            self.is_apart
+            or self.ranks == 1
+            or not self.on_host
+            or "cpu:gloo" not in dist.get_backend_config(self.group)
+        ):
+            return
+        options = getattr(self.group._get_backend(torch.device("cpu")), "options", None)
+        ranks, timeout = dist.get_process_group_ranks(self.group), getattr(options, "_timeout", None)
+        made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
+        self._meetings = weakref.ref(made)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -91,15 +116,29 @@ class Exchange:
                 "the process group of these tables was destroyed; call destroy_process_group() when they are no longer used"
             )
         if self._process != os.getpid():
+            # It would wait for messages that nobody sends, or take those of the process that it was forked from.
             raise ProcessGroupError(
                 "the process group of these tables is that of the process that this one was forked from, and nothing can be "
-                "sent here; use the tables in that process, or start this one by 'spawn' and give it the rows it needs"
+                "sent here; use the tables in that process (workers of loaders return ids alone), or start this one by 'spawn'"
             )
         return group
 
+    def _meeting_group(self) -> dist.ProcessGroup | None:
+        # Raises if the group was destroyed, and with it perhaps that of the meetings.
+        group = self.group
+        return group if self._meetings is None else self._meetings()
+
     def is_destroyed(self) -> bool:
         """Tell whether there is no process group any more."""
-        return self._group() is None
+        group = self._group()
+        if group is None:
+            return True
+        try:
+            # A wrapped model, freed by the next gc only, may still hold it.
+            dist.get_process_group_ranks(group)
+        except KeyError:
+            return True
+        return False
 
     def _device(self) -> torch.device:
         return torch.device("cpu") if self.on_host else torch.device("cuda", torch.cuda.current_device())
@@ -150,7 +189,7 @@ class Exchange:
     def _numbers(self, values: Tensor) -> Tensor:
         sent = values.to(self._device())
         got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent, group=self.group)
+        dist.all_to_all_single(got, sent, group=self._meeting_group())
         self.traffic.calls += 1
         self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
         return got.cpu()
@@ -160,7 +199,7 @@ class Exchange:
 
     def _told(self, text: str) -> str:
         texts: list[str] = [""] * self.ranks
-        dist.all_gather_object(texts, text, group=self.group)
+        dist.all_gather_object(texts, text, group=self._meeting_group())
         return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(texts))
 
     def agree_on_error(self, point: str, error: BaseException | None, about: str = "") -> None:

@@ -216,8 +216,11 @@ class SavedVocabulary(Base):
     # --- first values -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def reset_rows(self) -> None:
-        """Set the weights of all known ids to their initial values, and keep the state of the optimizer."""
+    def reset_rows(self, fill_padding: bool = False) -> None:
+        """Set the weights of all known ids to their initial values, and keep the state of the optimizer.
+
+        The row of padding becomes zeros, or with `fill_padding` what its id would begin with.
+        """
         live, owner = self._bound()
         with owner.rows.lock:
             live.table.check_writable()
@@ -226,13 +229,16 @@ class SavedVocabulary(Base):
                 part = rows[start : start + (1 << 16)]
                 self._put(part, self.initial_values(live.ids[part], live.table.dim, owner.rows.dtype))
             live.last_use[rows] = self.clock
+            if self._padding is not None:
+                values = self.initial_values(np.array(self._padding[:1]), live.table.dim, owner.rows.dtype)
+                self._put(np.array(self._padding[1:]), values if fill_padding else torch.zeros_like(values))
 
     def set_initial(self, initial: Any) -> None:
-        """Set what rows begin with, those of known ids too."""
+        """Set what rows begin with, those of known ids and of padding too: functions of ``torch.nn.init`` fill all."""
         before, self.initial = self.initial, check_initial(initial)
         try:
             self.check_dtype(self._bound()[1].rows.dtype)
         except BaseException:
             self.initial = before
             raise
-        self.reset_rows()
+        self.reset_rows(fill_padding=True)

@@ -1,0 +1,93 @@
+"""Tracks the steps that idle rows have missed where a step may leave out features of a table: a `Lag` for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from speedtransfer.idle.lag import Lag
+
+
+class FeatureLag:
+    """In the place of the `Lag` of all features, which no row may lag behind any more.
+
+    Parameters
+    ----------
+    lag : Lag
+    names : sequence of str
+        Of the features; what a step finds of each in the optimizer's state is in ``state["features"][name]``.
+    feature_of : callable
+        Returns the number of the feature of each of some rows, (n,).
+    """
+
+    def __init__(self, lag: Lag, names: Sequence[str], feature_of: Callable[[Tensor], Tensor]) -> None:
+        self._names, self._feature_of = names, feature_of
+        self._lags = [lag.anew() for _ in names]
+        # Those that take part in the running step.
+        self.stepping: Sequence[int] = ()
+
+    def __bool__(self) -> bool:
+        return any(self._lags)
+
+    def last_steps(self, count: int, device: torch.device, step: Any, ids: Tensor | None = None) -> Tensor:
+        """Return what to write as the last step of the rows `ids`, as `Lag`."""
+        last = torch.empty((count, 1), dtype=torch.int32, device=device)
+        for number, at in self._by_feature(ids):
+            made = None if step is None else step.get(number)
+            last[at] = self._lags[number].last_steps(len(at), device, made)
+        return last
+
+    def _by_feature(self, ids: Tensor | None) -> Iterator[tuple[int, Tensor]]:
+        """Yield features with the places of their rows among `ids`."""
+        assert ids is not None
+        numbers = self._feature_of(ids)
+        for number in numbers.unique().tolist():
+            yield number, (numbers == number).nonzero().flatten()
+
+    def settle(self) -> None:
+        """Find out whether the newest step was made, as `Lag`."""
+        for lag in self._lags:
+            lag.settle()
+
+    def catch_up(self, rows: dict[str, Tensor], last: Tensor, ids: Tensor | None = None) -> None:
+        """Apply to `rows`, whose numbers are `ids`, the steps that each has missed, as `Lag`."""
+        for number, at in self._by_feature(ids):
+            if self._lags[number]:
+                part = {name: values[at] for name, values in rows.items()}
+                self._lags[number].catch_up(part, last[at])
+                for name, values in part.items():
+                    rows[name][at] = values
+
+    def begin(self, group: dict[str, Any], state: dict[str, Any], catch_up_all: Callable[[], None]) -> None:
+        """Note what matters of the `state` before a step, as `Lag`."""
+        for number in self.stepping:
+            self._lags[number].begin(group, self._of(number, state), catch_up_all)
+
+    def _of(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
+        # Before a step leaves some out for the first time it is that of all.
+        found: dict[str, Any] = state["features"].get(self._names[number], {}) if "features" in state else state
+        return found
+
+    def step_made(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> Any:
+        """Return what the step just made does to idle rows of each feature, as `Lag`."""
+        made = {n: self._lags[n].step_made(optimizer, group, self._of(n, state)) for n in self.stepping}
+        return {number: step for number, step in made.items() if step is not None} or None
+
+    def record(self, step: Any) -> None:
+        """Remember a step that only some rows have taken."""
+        for number, made in step.items():
+            self._lags[number].record(made)
+
+    def forget(self) -> None:
+        """Forget the steps so far: every row has been caught up."""
+        for lag in self._lags:
+            lag.forget()
+
+    @property
+    def is_long(self) -> bool:
+        """Whether all rows should be caught up now, as `Lag`."""
+        return any(lag.is_long for lag in self._lags)

@@ -1,0 +1,257 @@
+"""The features of a table: each has rows of its own, and optimizers leave out those that have no gradient.
+
+They share one parameter, and in a step one state, as long as each step has a gradient of every feature. From the first on that
+has not, an optimizer finds in a step a parameter for each feature with a gradient, as in ``nn.ModuleList``, and what it keeps
+beside rows (its count of steps) is kept for each: in ``optimizer.state[weight]["features"]``, by name.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtransfer.cuda import check_not_capturing
+from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.idle import FeatureLag
+from speedtransfer.optim.leaves import APART, cloned, leaves, put
+from speedtransfer.optim.probe import sparse_gradient
+
+_WORD = 62
+
+
+class UsedFeatures:
+    """The features that a lookup gives a gradient: bit n is that of feature n.
+
+    Attributes
+    ----------
+    given : int
+        Those that any gradient of the rows is of.
+    used : int
+        Those whose part of the rows backward has come to since the last deposit.
+    """
+
+    __slots__ = ("given", "used")
+
+    def __init__(self, given: int) -> None:
+        self.given, self.used = given, 0
+
+    def take(self) -> int:
+        """Return the features that a gradient is of, for its deposit."""
+        used, self.used = self.used, 0
+        return self.given | used
+
+
+class _Lent(NamedTuple):
+    """What a step has of a feature: where its rows are among the active ones, their parameter, and its version then."""
+
+    name: str
+    at: Tensor
+    param: nn.Parameter
+    version: int
+
+
+class _Step(NamedTuple):
+    """A running step of features apart: the state of the table, of each feature before, the gradient, and what is lent."""
+
+    group: dict[str, Any]
+    state: dict[str, Any] | None
+    kept: dict[str, Any]
+    grad: Tensor | None
+    lent: list[_Lent]
+
+
+class Features:
+    """The features of the table of one handle.
+
+    Parameters
+    ----------
+    names : sequence of str
+    starts : sequence of int
+        The first row of each.
+
+    Attributes
+    ----------
+    touched : int
+        Those with a gradient, bit by bit.
+    left : int
+        Those whose gradient goes to other processes at the end of this backward.
+    is_apart : bool
+        Whether the last step that began was one of features apart.
+    """
+
+    def __init__(self, names: Sequence[str], starts: Sequence[int]) -> None:
+        self.names, self.starts = tuple(names), tuple(starts)
+        self.all = (1 << len(self.names)) - 1
+        self.touched = self.left = self._before = 0
+        self.is_apart = False
+        self._step: _Step | None = None
+
+    def every(self) -> int:
+        """Return all features: those of a gradient of all rows."""
+        return self.all
+
+    def is_like(self, other: Features | None) -> bool:
+        """Tell whether `other` are the same features of the same rows."""
+        return other is not None and (self.names, self.starts) == (other.names, other.starts)
+
+    def of(self, rows: Tensor) -> Tensor:
+        """Return the number of the feature of each of `rows` (n,), numbered as in all processes together."""
+        # The last of those that begin at a row has it: others before have no rows.
+        edges = torch.tensor(self.starts[1:], dtype=torch.int64, device="cpu").to(rows.device)
+        return torch.bucketize(rows, edges, right=True)
+
+    def mask_of(self, rows: Tensor) -> int:
+        """Return the features of `rows` (n,)."""
+        return sum(1 << number for number in self.of(rows).unique().tolist())
+
+    def clear(self) -> None:
+        """Forget which have a gradient: there is none."""
+        self._before, self.touched, self.left = self.touched, 0, 0
+
+    def assign(self, rows: Tensor | None, again: bool = False) -> None:
+        """Note that the gradient was assigned, of `rows` (n,) or of all; `again`: the one that was cleared before."""
+        self.touched = self._before if again else self.all if rows is None else self.touched | self.mask_of(rows)
+
+    # --- other processes ------------------------------------------------------------------------------------------------
+
+    def announce(self) -> list[int]:
+        """Return `left` as numbers of so many bits that they can be sent."""
+        return [self.left >> start & (1 << _WORD) - 1 for start in range(0, len(self.names), _WORD)]
+
+    def arrive(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Note the features that each process has announced, each number by process."""
+        self.left = 0
+        for place, told in enumerate(numbers):
+            for number in told:
+                self.touched |= number << place * _WORD
+
+    # --- a step ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, handle: Any, optimizer: Optimizer) -> None:
+        """Find out whether the features make the step that begins apart, and prepare the table for that."""
+        if handle._touched is not None and self.touched != self.all:
+            # The gradient became dense, and may have been written to anywhere.
+            self.touched |= self.mask_of(handle.named_rows((handle.grad != 0).any(1).nonzero().flatten()))
+        rows, state = handle.rows, optimizer.state.get(handle.param) or {}
+        self.is_apart = self.touched != self.all or APART in state or isinstance(rows.lag, FeatureLag)
+        if not self.is_apart:
+            return
+        if handle.table.device.type == "cuda":
+            check_not_capturing(f"a step that leaves features of {handle} out", "look all of them up in each step")
+        handle.trim()
+        if rows.lag is not None and not isinstance(rows.lag, FeatureLag):
+            # Once; what they miss from now on differs.
+            rows.catch_up()
+            rows.lag = FeatureLag(rows.lag, self.names, functools.partial(_feature_of, self, rows.name_rows))
+        if rows.lag is not None:
+            rows.lag.stepping = [n for n in range(len(self.names)) if self.touched >> n & 1]
+
+    def lend(self, handle: Any, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        """Give the optimizer a parameter for each feature with a gradient, in the place of that of the table."""
+        if not self.is_apart:
+            return
+        param = handle.param
+        state = optimizer.state.pop(param, None) or None
+        found = leaves(state or {})
+        if state is None:
+            kept: dict[str, Any] = {}
+        elif APART in state:
+            kept = state[APART]
+        else:
+            kept = {name: _without_rows(state, handle.state.stored_names) for name in self.names}
+        unknown = kept.keys() - set(self.names)
+        grad, param.grad = param.grad, None
+        self._step = step = _Step(group, state, kept, grad, [])
+        if unknown:
+            raise OptimizerError(
+                f"the state of {type(optimizer).__name__} is of the features {sorted(kept)} but {handle} has those named "
+                f"{list(self.names)}; load the state that was saved with these"
+            )
+        numbers = _feature_of(self, handle.rows.name_rows, handle.ids)
+        for number, name in enumerate(self.names):
+            if not self.touched >> number & 1:
+                continue
+            at = (numbers == number).nonzero().flatten()
+            lent = nn.Parameter(handle.active[at], requires_grad=param.requires_grad)
+            lent.grad = sparse_gradient(handle.grad[at], None, len(at)) if handle.state.sparse else handle.grad[at]
+            if name in kept:
+                own = cloned(kept[name])
+                put(own, {plane: found[plane][at] for plane in leaves(own) if plane in handle.state.stored_names})
+                optimizer.state[lent] = own
+            step.lent.append(_Lent(name, at, lent, lent._version))
+        place = next(place for place, each in enumerate(group["params"]) if each is param)
+        group["params"][place + 1 : place + 1] = [lent.param for lent in step.lent]
+
+    def is_changed(self) -> bool:
+        """Tell whether the optimizer has changed rows of a feature since the step began."""
+        return self._step is not None and any(lent.param._version != lent.version for lent in self._step.lent)
+
+    def take_back(self, handle: Any, optimizer: Optimizer) -> None:
+        """Put what the step has made of each feature into the active rows, and into the state of the table."""
+        step = self._step
+        if step is None:
+            return
+        states = self._give_up(handle, optimizer)
+        active, kept, loaded, whole = handle.active, dict(step.kept), leaves(step.state or {}), dict[str, Tensor]()
+
+        def rows_of(name: str) -> Tensor:
+            if name not in whole:
+                whole[name] = loaded[name] if name in loaded else handle.state.initial_rows(name, active)
+            return whole[name]
+
+        for lent, own in zip(step.lent, states, strict=True):
+            active[lent.at] = lent.param.detach()
+            if own:
+                for name, values in handle.state.learned(leaves(own), optimizer).items():
+                    rows_of(name)[lent.at] = values
+                kept[lent.name] = _without_rows(own, handle.state.stored_names)
+        # As by an optimizer.
+        torch.autograd.graph.increment_version(handle.param)
+        if kept:
+            # Of the form of the one with the most: others may not have made all yet.
+            made = cloned(max(kept.values(), key=lambda own: len(leaves(own))))
+            put(made, {name: rows_of(name) for name in leaves(made) if name in handle.state.stored_names})
+            optimizer.state[handle.param] = {**made, APART: kept}
+
+    def restore(self, handle: Any, optimizer: Optimizer) -> None:
+        """Have all be as before the step, which has failed."""
+        step = self._step
+        if step is not None:
+            self._give_up(handle, optimizer)
+            if step.state is not None:
+                optimizer.state[handle.param] = step.state
+
+    def _give_up(self, handle: Any, optimizer: Optimizer) -> list[dict[str, Any] | None]:
+        """Take the parameters of the features from the optimizer, and return what state it has of them."""
+        step, self._step = self._step, None
+        assert step is not None
+        ours = {id(lent.param) for lent in step.lent}
+        step.group["params"][:] = [param for param in step.group["params"] if id(param) not in ours]
+        handle.param.grad = step.grad
+        return [optimizer.state.pop(lent.param, None) for lent in step.lent]
+
+
+def _feature_of(features: Features, name_rows: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:
+    """Return the number of the feature of each of the rows `ids` (n,) of the table here."""
+    return features.of(ids if name_rows is None else name_rows(ids))
+
+
+def _without_rows(state: dict[str, Any], planes: Any) -> dict[str, Any]:
+    """Return a copy of state with zeros, (), in the place of what it has for each row, which a table keeps."""
+    made = cloned({key: value for key, value in state.items() if key != APART}, tensors=False)
+    put(made, {n: v.new_zeros(()) if n in planes else v.detach().clone() for n, v in leaves(made).items()})
+    return made
+
+
+def check_alike(handle: Any, ours: Features, theirs: Features | None) -> None:
+    """Raise unless a weight of features can take the place of another."""
+    if not ours.is_like(theirs):
+        raise InvalidValueError(
+            f"{handle} has the features {list(ours.names)} from the rows {list(ours.starts)} on, and the weight assigned is "
+            "not of the same; assign the weight of a MultiEmbedding of the same features"
+        )

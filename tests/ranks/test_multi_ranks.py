@@ -1,0 +1,149 @@
+"""All rows of a `MultiEmbedding` of several processes: those of one process, or an error of ours in whoever asks alone."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import speedtransfer as st
+from ranks.small import told
+
+SIZES = {"user": 30, "item": 9}
+IDS = {"user": torch.tensor([1, 29, 1]), "item": torch.tensor([8, 0])}
+
+
+def multi(kind: str = "one", **options) -> st.MultiEmbedding:
+    if kind != "one":
+        options["process_group"] = dist.group.WORLD
+    if kind == "shared":
+        options["memory"] = "shared"
+    torch.manual_seed(4)
+    return st.MultiEmbedding(SIZES, 4, **options)
+
+
+def trained(kind: str, **options) -> st.MultiEmbedding:
+    emb = multi(kind, **options)
+    # Rows that miss steps catch up in all processes together, where they share memory.
+    opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+    for _ in range(3):
+        sum(rows.sum() for rows in emb(IDS).values()).backward()
+        opt.step()
+        opt.zero_grad()
+    return emb
+
+
+ALONE = {
+    "state_dict": lambda emb: emb.state_dict(),
+    "state dict of a feature": lambda emb: emb["item"].state_dict(),
+    "weight": lambda emb: emb["user"].weight.detach().clone(),
+    "product": lambda emb: emb["item"].weight @ torch.ones(4),
+    "write": lambda emb: emb["user"].weight.data.mul_(2),
+    "write to a row": lambda emb: emb["item"].weight.data.__setitem__(0, 7.0),
+    "copy": lambda emb: emb["item"].weight.data.copy_(torch.ones(9, 4)),
+    "init": lambda emb: nn.init.normal_(emb["user"].weight),
+    "to_dense": st.to_dense,
+    "to_dense of embeddings": lambda emb: st.to_dense(
+        nn.Sequential(st.Embedding(9, 2, process_group=emb.group), nn.ReLU())
+    ),
+    "to_dense of bags": lambda emb: st.to_dense(st.EmbeddingBag(9, 2, process_group=emb.group)),
+}
+
+
+def asked(kind: str) -> tuple[dict[str, str], bool]:
+    emb, mine = trained(kind), dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    emb.group = mine
+    before = emb.table.gather(torch.arange(39)).clone()
+    # In rank 0 alone, whom the others do not wait for.
+    found = {what: told(lambda use=use: use(emb)) for what, use in ALONE.items()} if dist.get_rank() == 0 else {}
+    return found, torch.equal(emb.table.gather(torch.arange(39)), before)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_one_process_alone_is_refused(two, kind):
+    (found, same), (_, also_same) = two(asked, kind)
+    assert same
+    assert also_same
+    for what, said in found.items():
+        assert re.match("(InvalidTypeError|InvalidValueError): .*processes", said), (what, said)
+
+
+def all_rows(kind: str, dtype: torch.dtype | None) -> bool:
+    shared = nn.ModuleDict({"emb": trained(kind, storage_dtype=dtype), "bag": nn.Linear(2, 2)})
+    tied = nn.ModuleDict({"emb": shared["emb"], "also": shared["emb"]})
+    # In both: a shared table takes part in every backward.
+    one = trained("one", storage_dtype=dtype)
+    ours, also = st.full_state_dict(shared), st.full_state_dict(tied)
+    if dist.get_rank():
+        return ours == also == {}
+    plain = nn.ModuleDict({"emb": multi(storage_dtype=dtype), "bag": nn.Linear(2, 2)})
+    assert list(ours) == list(plain.state_dict())
+    assert ours["emb.user.weight"].dtype == plain.state_dict()["emb.user.weight"].dtype
+    plain.load_state_dict(ours)
+    assert all(torch.equal(also[f"also.{name}.weight"], ours[f"emb.{name}.weight"]) for name in SIZES)
+    # Not those from before the training, and in their places.
+    close = {"rtol": 0, "atol": 1e-6 if dtype is None else 0.02}
+    for name in SIZES:
+        torch.testing.assert_close(plain["emb"][name].weight, one[name].weight, **close)
+    return True
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16, torch.int8])
+def test_full_state_dict(two, kind, dtype):
+    assert two(all_rows, kind, dtype) == [True, True]
+
+
+def few_rows(dtype: torch.dtype) -> torch.Tensor:
+    torch.manual_seed(4)
+    # The last rank has no rows of one chunk.
+    emb = st.Embedding(1, 3, process_group=dist.group.WORLD, storage_dtype=dtype)
+    return st.full_state_dict(emb).get("weight", torch.zeros(0))
+
+
+def test_full_state_dict_of_fewer_rows_than_ranks(two):
+    torch.manual_seed(4)
+    wanted = st.Embedding(1, 3, storage_dtype=torch.bfloat16).state_dict()["weight"]
+    first, second = two(few_rows, torch.bfloat16)
+    assert torch.equal(first, wanted)
+    assert not len(second)
+
+
+def read_ahead(columns: bool) -> tuple[float, list[bool]]:
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    batches = [torch.randint(0, 9, (5, 2), generator=draw) for _ in range(4)]
+    given = batches if columns else [dict(zip(SIZES, ids.unbind(1), strict=True)) for ids in batches]
+    ours, plain = multi("sharded", idle="lazy"), multi("sharded", idle="lazy")
+    opts, used = [torch.optim.SGD(emb.parameters(), lr=0.1) for emb in (ours, plain)], []
+    for ahead, ids in zip(st.prefetch(given, lambda ids: {ours: ids}), given, strict=True):
+        before = ours._handle.reducer.exchange.traffic.calls
+        for emb, of, opt in ((ours, ahead, opts[0]), (plain, ids, opts[1])):
+            rows = emb(of)
+            used.append(ours._handle.reducer.exchange.traffic.calls - before)
+            (rows.sum() if columns else sum(part.square().sum() for part in rows.values())).backward()
+            opt.step()
+            opt.zero_grad()
+    rows = [emb.table.gather(torch.arange(39)) for emb in (ours, plain)]
+    return float((rows[0] - rows[1]).abs().max()), used[::2]
+
+
+@pytest.mark.parametrize("columns", [True, False])
+def test_read_ahead(two, columns):
+    for distance, calls in two(read_ahead, columns):
+        assert distance == 0
+        # Rows alone: the owners knew the ids; a lookup without makes three calls.
+        assert max(calls) <= 2
+
+
+def converted() -> str:
+    """A shared table stays one that processes share."""
+    emb = st.Embedding(9, 2, process_group=dist.group.WORLD, memory="shared").double()
+    assert torch.equal(emb.table.torch(), emb.table.gather(torch.arange(9)))
+    return told(lambda: emb.prefetch(torch.arange(3)))
+
+
+def test_converted(two):
+    assert all("whose rows other processes write unseen" in said for said in two(converted))

@@ -1,0 +1,341 @@
+"""Steps in which some features of a `MultiEmbedding` have no gradient: those of ``nn.ModuleList``, which leaves them out."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import third_party
+import torch
+from exact_pair import COUPLED
+from optimizer_cases import BASE, FOREACH, FUSED, OptimizerCase, case_named
+from torch import Tensor, nn
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
+
+SIZES, DIM = (20, 1, 30, 7), 3
+# Which features have a gradient in each step: one begins late, and in some steps all have one, or none.
+STEPS = [(0, 1), (0, 1, 2), (0, 1, 2, 3), (2,), (), (0, 3), (1, 2, 3), (0, 1, 2, 3), (0, 1), (3,), (0, 1, 2, 3), (0, 2)]
+
+
+def multi(**options: Any) -> st.MultiEmbedding:
+    torch.manual_seed(2)
+    return st.MultiEmbedding(SIZES, DIM, dtype=torch.float64, **options)
+
+
+def modules(idle: str | None = None, **options: Any) -> nn.ModuleList:
+    """One module for each feature, of torch, or of ours with a table each."""
+    torch.manual_seed(2)
+    kind = nn.Embedding if idle is None else st.Embedding
+    options |= {} if idle is None else {"idle": idle}
+    return nn.ModuleList([kind(size, DIM, dtype=torch.float64, **options) for size in SIZES])
+
+
+def ids_of(step: int, feature: int) -> Tensor:
+    generator = torch.Generator().manual_seed(10 * step + feature)
+    # A batch may name no row of a feature, whose gradient is zero then, not None.
+    count = 0 if step % 5 == 2 and feature == 0 else 4
+    return (torch.rand(count, generator=generator) ** 2 * SIZES[feature]).long()
+
+
+def loss_of(embs: Any, step: int, features: tuple[int, ...], together: bool = False) -> Tensor:
+    if together:
+        # All are looked up, and the loss takes the rows of some.
+        rows = embs([ids_of(step, feature) for feature in range(len(SIZES))])
+    else:
+        rows = {feature: embs[feature](ids_of(step, feature)) for feature in features}
+    return sum(((rows[f] - 0.3).square().sum() + rows[f].sum() * f for f in features), torch.zeros(()).double())
+
+
+def train(embs: Any, opt: torch.optim.Optimizer, steps: range, clear: Callable[[Any, int], None] | None = None, **how):
+    for step in steps:
+        opt.zero_grad() if clear is None else clear(opt, step)
+        if STEPS[step]:
+            loss_of(embs, step, STEPS[step], **how).backward()
+        opt.step()
+
+
+def rows_of(embs: Any) -> Tensor:
+    return torch.cat([emb.weight.detach() for emb in embs])
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(rows_of(ours), rows_of(theirs), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [*BASE, *COUPLED], ids=str)
+def test_every_optimizer_with_exact_idle_rows(case: OptimizerCase) -> None:
+    ours, theirs = multi(idle="exact"), modules()
+    for embs, together in ((ours, True), (theirs, False)):
+        train(embs, case.make(embs.parameters()), range(len(STEPS)), together=together)
+    assert_same(ours, theirs)
+
+
+# Fused SGD with momentum raises where some have a buffer and some have none, in torch too.
+VARIANTS = [*FOREACH, *(case for case in FUSED if "momentum" not in case.kwargs)]
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=str)
+def test_every_implementation_with_lazy_idle_rows(case: OptimizerCase) -> None:
+    ours, theirs = multi(idle="lazy"), modules("lazy")
+    for embs in (ours, theirs):
+        train(embs, case.make(embs.parameters()), range(len(STEPS)))
+    assert_same(ours, theirs)
+
+
+# State in containers, numbers of Python, state made late, and what a constructor makes.
+OTHERS = [third_party.Buffers, third_party.History, third_party.AdaBelief, third_party.Yogi]
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_optimizers(kind: Any) -> None:
+    ours, theirs = multi(idle="lazy"), modules("lazy")
+    for embs in (ours, theirs):
+        train(embs, kind(embs.parameters()), range(len(STEPS)))
+    assert_same(ours, theirs)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "cache": {"cache_rows": 5},
+    "rows": {"layout": "rows"},
+    "mmap": {"memory": "mmap"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("case", ["adamw", "asgd", "sgd-momentum-weight-decay"])
+def test_other_tables(name: str, case: str, tmp_path: Path) -> None:
+    options = OPTIONS[name] | ({"path": tmp_path / "rows.npy"} if name == "mmap" else {})
+    ours, theirs = multi(**options), modules()
+    for embs in (ours, theirs):
+        train(embs, case_named(case).make(embs.parameters()), range(len(STEPS)))
+    assert_same(ours, theirs)
+
+
+def keep_zeros(opt: Any, step: int) -> None:
+    opt.zero_grad(set_to_none=step % 4 == 0)
+
+
+def accumulate(opt: Any, step: int) -> None:
+    if step % 2 == 0:
+        opt.zero_grad()
+
+
+@pytest.mark.parametrize("clear", [keep_zeros, accumulate])
+@pytest.mark.parametrize("case", ["adamw", "sgd-momentum", "rprop"])
+def test_gradients_of_zero_and_of_the_step_before(case: str, clear: Any) -> None:
+    ours, theirs = multi(), modules()
+    for embs in (ours, theirs):
+        train(embs, case_named(case).make(embs.parameters()), range(len(STEPS)), clear)
+    assert_same(ours, theirs)
+
+
+def test_clipping_a_schedule_and_hyperparameters() -> None:
+    ours, theirs = multi(), modules()
+    norms: list[list[float]] = []
+    for embs in (ours, theirs):
+        head = nn.Linear(2, 2)
+        opt = torch.optim.Adam(
+            [{"params": head.parameters()}, {"params": embs.parameters(), "weight_decay": 0.1}], lr=0.1
+        )
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.8)
+        norms.append([])
+        for step, features in enumerate(STEPS):
+            opt.zero_grad()
+            if features:
+                loss_of(embs, step, features).backward()
+                norms[-1].append(float(nn.utils.clip_grad_norm_(embs.parameters(), 0.5)))
+            if step == 6:
+                opt.param_groups[1]["weight_decay"] = 0.0
+            opt.step()
+            scheduler.step()
+        assert len(opt.param_groups[1]["params"]) == len(list(embs.parameters()))
+    assert norms[0] == pytest.approx(norms[1], abs=1e-12)
+    assert_same(ours, theirs)
+
+
+def test_a_step_that_fails_changes_nothing() -> None:
+    emb = multi()
+    opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+    # Before and after features have gone apart.
+    for steps in (range(2, 3), range(4, 7)):
+        train(emb, opt, steps)
+        opt.zero_grad()
+        loss_of(emb, 3, (0, 3)).backward()
+        before, state = rows_of(emb), copy.deepcopy(opt.state_dict())
+        opt.param_groups[0]["eps"] = "none"
+        with pytest.raises(TypeError):
+            opt.step()
+        opt.param_groups[0]["eps"] = 1e-8
+        assert torch.equal(rows_of(emb), before)
+        assert repr(opt.state_dict()) == repr(state)
+        assert opt.param_groups[0]["params"] == [emb.weight]
+        opt.step()
+        assert not torch.equal(rows_of(emb), before)
+
+
+def again(how: str, embs: Any, opt: torch.optim.Optimizer, path: Path) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a copy of a model and its optimizer, made in one of the ways there are."""
+    if how == "pickle":
+        return pickle.loads(pickle.dumps((embs, opt)))
+    if how == "deepcopy":
+        return copy.deepcopy((embs, opt))
+    made = multi() if isinstance(embs, st.MultiEmbedding) else modules()
+    other = type(opt)(made.parameters(), lr=0.5)
+    if how == "checkpoint" and isinstance(embs, st.MultiEmbedding):
+        st.save_checkpoint(path, embs, opt)
+        st.load_checkpoint(path, made, other)
+    else:
+        made.load_state_dict(embs.state_dict())
+        other.load_state_dict(copy.deepcopy(opt.state_dict()))
+    return made, other
+
+
+@pytest.mark.parametrize("how", ["state dict", "deepcopy", "pickle", "checkpoint"])
+@pytest.mark.parametrize("case", ["adam", "nadam", "adagrad", "sgd-dampening"])
+@pytest.mark.parametrize("cut", [1, 6])
+def test_training_goes_on(case: str, how: str, cut: int, tmp_path: Path) -> None:
+    found = []
+    for embs in (multi(), modules()):
+        opt = case_named(case).make(embs.parameters())
+        train(embs, opt, range(cut))
+        embs, opt = again(how, embs, opt, tmp_path / "c")
+        train(embs, opt, range(cut, len(STEPS)))
+        found.append(embs)
+    assert_same(*found)
+
+
+def test_each_feature_has_its_count_of_steps() -> None:
+    emb = multi()
+    opt = torch.optim.NAdam(emb.parameters())
+    train(emb, opt, range(2, 3))
+    assert "features" not in opt.state[emb.weight]
+    train(emb, opt, range(3, len(STEPS)))
+    kept = opt.state[emb.weight]["features"]
+    assert {name: int(entry["step"]) for name, entry in kept.items()} == {"0": 6, "1": 5, "2": 6, "3": 6}
+    assert all(value.dim() == 0 for entry in kept.values() for value in entry.values())
+    assert opt.state[emb.weight]["exp_avg"].shape == (sum(SIZES), DIM)
+    opt.state.clear()
+    train(emb, opt, range(1))
+    assert {name: int(entry["step"]) for name, entry in opt.state[emb.weight]["features"].items()} == {"0": 1, "1": 1}
+
+
+def test_the_gradient_of_a_feature() -> None:
+    ours, theirs = multi(), modules()
+    for embs in (ours, theirs):
+        assert embs[0].weight.grad is None
+        loss_of(embs, 1, (0, 2)).backward()
+        assert embs[1].weight.grad is None
+        embs[2].weight.grad.mul_(2)
+        assert nn.utils.clip_grad_norm_(embs[2].parameters(), 0.3) > 0.3
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.weight.grad is None) == (other.weight.grad is None)
+        if one.weight.grad is not None:
+            torch.testing.assert_close(one.weight.grad.to_dense(), other.weight.grad, rtol=0, atol=1e-12)
+            assert one.weight.grad.shape == one.weight.shape
+    with pytest.raises(InvalidTypeError, match=r"weight.grad.to_dense\(\)"):
+        ours[0].weight.grad.add_(1)
+    with pytest.raises(InvalidTypeError, match="assigned a gradient of its own"):
+        ours[0].weight.grad = torch.zeros(SIZES[0], DIM).double()
+    opts = [torch.optim.AdamW(embs.parameters(), lr=0.1) for embs in (ours, theirs)]
+    for embs, opt in zip((ours, theirs), opts, strict=True):
+        embs[0].zero_grad()
+        opt.step()
+    assert_same(ours, theirs)
+    ours[2].zero_grad()
+    assert ours.weight.grad is None
+
+
+def test_uses_of_whole_weights() -> None:
+    ours, theirs = multi(), modules()
+    for embs in (ours, theirs):
+        opt = torch.optim.AdamW(embs.parameters(), lr=0.1)
+        for step in range(len(STEPS)):
+            opt.zero_grad()
+            loss = loss_of(embs, step, STEPS[step]) + embs[1].weight.square().sum()
+            if step == 4:
+                loss = loss + sum(param.abs().sum() for param in embs.parameters())
+            loss.backward()
+            opt.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+@pytest.mark.parametrize("again", [False, True])
+def test_sums_of_a_graph_whose_parts_are_used_one_by_one(again: bool) -> None:
+    ours, theirs = multi(), modules()
+    for embs in (ours, theirs):
+        opt = torch.optim.Adam(embs.parameters(), lr=0.1)
+        ids = [ids_of(0, feature) for feature in range(len(SIZES))]
+        rows = embs(ids) if embs is ours else [emb(part) for emb, part in zip(embs, ids, strict=True)]
+        for feature in (1, 3):
+            opt.zero_grad()
+            rows[feature].square().sum().backward(retain_graph=True, create_graph=again)
+            opt.step() if feature == 3 else None
+    assert_same(ours, theirs)
+
+
+def test_sparse_gradients() -> None:
+    ours, theirs = multi(sparse=True), modules(sparse=True)
+    for embs in (ours, theirs):
+        train(embs, torch.optim.SparseAdam(list(embs.parameters()), lr=0.1), range(len(STEPS)))
+    assert_same(ours, theirs)
+
+
+def test_given_by_hand_and_written_to_as_a_whole() -> None:
+    emb = multi()
+    opt = torch.optim.SGD(emb.parameters(), lr=1.0, weight_decay=0.5)
+    ids = torch.tensor([[1, 0, 3, 2]])
+    before = rows_of(emb)
+    active = emb.activate({"0": ids[0, :1], "2": ids[0, 2:3]})
+    active.add_grad(torch.zeros_like(active.rows))
+    opt.step()
+    changed = (rows_of(emb) != before).all(1).split(SIZES)
+    assert [bool(part.all()) for part in changed] == [True, False, True, False]
+    assert not changed[1].any()
+    # Made dense, it is a gradient of the features that something was written to.
+    opt.zero_grad()
+    emb[0](ids[:, 0]).sum().backward()
+    emb.weight.grad[-1] = 1.0
+    before = rows_of(emb)
+    opt.step()
+    changed = (rows_of(emb) != before).all(1).split(SIZES)
+    assert [bool(part.all()) for part in changed] == [True, False, False, True]
+    assert not changed[2].any()
+
+
+def trained() -> tuple[st.MultiEmbedding, dict[str, Any]]:
+    emb = multi()
+    opt = torch.optim.Adam(emb.parameters())
+    train(emb, opt, range(3))
+    return emb, opt.state_dict()
+
+
+def test_refused() -> None:
+    emb, state = trained()
+    other = st.MultiEmbedding({"a": 20, "b": 1, "c": 37}, DIM, dtype=torch.float64)
+    opt = torch.optim.Adam(other.parameters())
+    opt.load_state_dict(state)
+    loss_of(list(other.values()), 1, (0, 1)).backward()
+    before = other.weight.detach().clone()
+    with pytest.raises(
+        OptimizerError, match=r"those named \['a', 'b', 'c'\]; load the state that was saved with these"
+    ):
+        opt.step()
+    assert torch.equal(other.weight, before)
+    assert opt.param_groups[0]["params"] == list(other.parameters())
+    plain = st.Embedding(sum(SIZES), DIM, dtype=torch.float64)
+    with pytest.raises(OptimizerError, match="a MultiEmbedding of the same features"):
+        torch.optim.Adam(plain.parameters()).load_state_dict(state)
+    with pytest.raises(InvalidValueError, match="assign the weight of a MultiEmbedding of the same features"):
+        other.weight = emb.weight
+    with pytest.raises(InvalidValueError, match=r"has 58 rows, those of 4 features, .* \(60, 3\)"):
+        emb.weight.data = torch.zeros(60, DIM).double()
+    same = multi()
+    same.weight = emb.weight
+    assert same.table is emb.table
