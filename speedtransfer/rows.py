@@ -156,7 +156,7 @@ class Rows(StoredPlanes):
             self.lag.catch_up(rows, last, ids)
         return rows
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor], step: Any = None) -> None:
+    def write(self, ids: Tensor, rows: dict[str, Tensor], step: Any = None, mark: Any = None) -> None:
         """Set the rows `ids` (n,), unique, of each plane to ``(n, *tail)`` values on the compute device.
 
         Encoded planes are rounded stochastically, with new random numbers at each write. `step`: the effect on idle rows of
@@ -169,11 +169,13 @@ class Rows(StoredPlanes):
         with self.lock:
             if step is not None:
                 self.mark_steps()
-            if LAST_STEP in self._codecs:
-                rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step, ids)
-            self._write(ids, rows)
+            # Else it was written, and an interrupt came after it was recorded.
+            if mark is None or mark == self.lag.mark:
+                if LAST_STEP in self._codecs:
+                    rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step, ids)
+                self._write(ids, rows)
             if step is not None:
-                self.lag.record(step)
+                self.lag.record(step, mark)
 
     def _write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
         if self._as_stored:
@@ -309,12 +311,12 @@ class Rows(StoredPlanes):
             # Last: if this is interrupted, each row still has its own last step.
             self.lag.forget()
 
-    def stepped_in_place(self, step: Any) -> None:
+    def stepped_in_place(self, step: Any, mark: Any = None) -> None:
         """Record a step that has updated all rows in place; none had missed any before."""
         if self.lag is not None and step is not None:
             with self.lock:
                 self.mark_steps()
-                if self.lag.record_for_all(step):
+                if self.lag.record_for_all(step, mark):
                     self.table.stored(LAST_STEP).fill_(self.lag.now)
 
     def mark_steps(self) -> None:

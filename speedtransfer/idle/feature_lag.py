@@ -77,10 +77,15 @@ class FeatureLag:
         made = {n: self._lags[n].step_made(optimizer, group, self._of(n, state)) for n in self.stepping}
         return {number: step for number, step in made.items() if step is not None} or None
 
-    def record(self, step: Any) -> None:
-        """Remember a step that only some rows have taken."""
+    @property
+    def mark(self) -> Any:
+        """What changes when a step is recorded."""
+        return [lag.mark for lag in self._lags]
+
+    def record(self, step: Any, mark: Any = None) -> None:
+        """Remember a step that only some rows have taken, as `Lag`."""
         for number, made in step.items():
-            self._lags[number].record(made)
+            self._lags[number].record(made, None if mark is None else mark[number])
 
     def forget(self) -> None:
         """Forget the steps so far: every row has been caught up."""

@@ -41,15 +41,17 @@ class _Shared:
         """Let some histories, which have not made the step to come, go on by themselves."""
         other = _Shared(self.sums.copy(), self.lock)
         for history in histories:
-            self.histories.discard(history)
             other.histories.add(history)
+            # From here on it has others: `behind` passes it over if an interrupt comes now.
             history._shared = other
+            self.histories.discard(history)
 
     def sums_of(self, length: int) -> Sums:
         """Return the sums of so many steps: of those in the sums or, which are then added, also the one to come."""
         if length > self.sums.count:
             assert self.coming is not None
-            behind = [history for history in self.histories if history.now - history.base < length]
+            own = [history for history in self.histories if history._shared is self]
+            behind = [history for history in own if history.now - history.base < length]
             if behind:
                 self.part(behind)
             self.sums.take(self.coming)
@@ -118,9 +120,11 @@ class History:
         with _begun_lock:
             shared = _begun.get(key)
             if shared is None or not shared.join(self):
-                _begun[key] = shared = _Shared(Sums(self.rule, self._dtype))
+                shared = _Shared(Sums(self.rule, self._dtype))
                 shared.coming = step
                 shared.join(self)
+                # Last, when others can join it.
+                _begun[key] = shared
 
     def takes_unsure(self, rows: dict[str, Tensor], last: Tensor) -> bool:
         """Tell whether `catch_up` can take an unsure step of such rows."""

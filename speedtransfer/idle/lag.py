@@ -37,6 +37,7 @@ class Lag:
 
     def __init__(self, rule: Rule, dtype: Any) -> None:
         self._rule, self._dtype = rule, dtype
+        self._form = rule.taken
         self._history = self._new_history(0)
         self._before: Any = None  # what the rule needs of the state before a step
         self._unsure: Unsure | None = None  # the newest step, if the host does not know yet whether it was made
@@ -118,10 +119,12 @@ class Lag:
             There is no rule for what they do to idle rows.
         """
         form = self._rule.form(group, state)
-        if form != self._rule.taken:
+        if form != self._form:
             catch_up_all()
             self._rule.take_form(form)
             self._history = self._new_history(self.now)
+            # Last: after an interrupt all is done again.
+            self._form = form
         self._before = self._rule.before(state)
 
     def step_made(self, optimizer: Optimizer, group: dict[str, Any], state: dict[str, Any]) -> Any:
@@ -137,18 +140,24 @@ class Lag:
         step = self._rule.made(group, state, self._before)
         return Unsure(step, found_inf) if unsure and found_inf is not None and step is not None else step
 
-    def record(self, step: Any) -> None:
-        """Remember a step that only some rows have taken."""
+    @property
+    def mark(self) -> Any:
+        """What changes when a step is recorded."""
+        return self._history.now
+
+    def record(self, step: Any, mark: Any = None) -> None:
+        """Remember a step that only some rows have taken, unless it was recorded since `mark`."""
         if isinstance(step, Unsure):
             self._unsure = step
-        else:
+        elif mark is None or mark == self._history.now:
             self._history.record(step)
 
-    def record_for_all(self, step: Any) -> bool:
+    def record_for_all(self, step: Any, mark: Any = None) -> bool:
         """Count a step that every row has taken; none has missed any before. Return whether it was made."""
         made = not isinstance(step, Unsure) or step.was_made()
         if made:
-            self._history.now += 1
+            if mark is None or mark == self._history.now:
+                self._history.now += 1
             self._history.sweep()
         else:
             self._rule.scalars.forget()

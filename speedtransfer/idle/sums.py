@@ -29,6 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import quadrature
 from speedtransfer.idle.device_copy import DeviceCopy, current_stream
 from speedtransfer.idle.quadrature import BLOCK, NODES, OWN, STEP, SUMS, Floats
@@ -71,6 +72,7 @@ class Sums:
     def __init__(self, rule: Rule, dtype: torch.dtype) -> None:
         self.count = 0  # of the steps that the lines hold
         self.eps = 0.0  # of the newest step
+        self._torn = False  # whether a step was taken in only in part
         self.horizon = 1
         self._floor, self._mixes = rule.floor, rule.partner is not None
         self._has_sums = rule.denominator is not None
@@ -107,9 +109,15 @@ class Sums:
 
     def take(self, step: IdleStep) -> None:
         """Take in one more step."""
+        if self._torn:
+            raise OptimizerError(
+                "what idle rows have missed is not known any more, as its sums were interrupted while they took in a step; "
+                "load a checkpoint, or make the model and its optimizer anew"
+            )
         count, products = self.count, self._products
         if count == len(self.table) - 1:
             self._grow()
+        self._torn = True
         values = self._step
         values[0], values[1:5], values[5:products] = step.decay, step.mix, step.factors
         if self._has_sums:
@@ -128,6 +136,7 @@ class Sums:
             if final > self._final and not self._hard_final:
                 self._hard_final = self._any_hard(self._final, final)
             self._final = final
+        self._torn = False
 
     def _any_hard(self, first: int, stop: int) -> bool:
         column = self._products + SUMS - 1

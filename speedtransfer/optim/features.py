@@ -217,6 +217,8 @@ class Features:
             made = cloned(max(kept.values(), key=lambda own: len(leaves(own))))
             put(made, {name: rows_of(name) for name in leaves(made) if name in handle.state.stored_names})
             optimizer.state[handle.param] = {**made, APART: kept}
+        # Last: an interrupt before is undone by `restore`.
+        self._step = None
 
     def restore(self, handle: Any, optimizer: Optimizer) -> None:
         """Have all be as before the step, which has failed."""
@@ -225,10 +227,11 @@ class Features:
             self._give_up(handle, optimizer)
             if step.state is not None:
                 optimizer.state[handle.param] = step.state
+            self._step = None
 
     def _give_up(self, handle: Any, optimizer: Optimizer) -> list[dict[str, Any] | None]:
         """Take the parameters of the features from the optimizer, and return what state it has of them."""
-        step, self._step = self._step, None
+        step = self._step
         assert step is not None
         ours = {id(lent.param) for lent in step.lent}
         step.group["params"][:] = [param for param in step.group["params"] if id(param) not in ours]

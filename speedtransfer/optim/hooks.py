@@ -331,13 +331,22 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     ended = []
     for handle, group in state_dicts.handles_of(optimizer):
         state = handle.state
-        if state is not None and state.running and state.optimizer() is optimizer:
-            # The end of a step within a step: the outer one goes on with the rows, unless hooks will look at the table.
-            if state.running.frame is not frame and state.stepping() and not _has_hooks(optimizer):
-                continue
+        if state is None or not state.running or state.optimizer() is not optimizer:
+            continue
+        # Else the end of a step within a step: the outer one goes on with the rows, unless hooks will look at the table.
+        if state.running.frame is frame or not state.stepping() or _has_hooks(optimizer):
+            ended.append((handle, group))
+    try:
+        for handle, group in ended:
             handle.end_step(optimizer, group)
-            if handle.acts_after_steps:
-                ended.append(handle)
+    except BaseException as error:
+        if not isinstance(error, Exception):
+            # An interrupt: the optimizer has made the step of all.
+            for handle, group in ended:
+                if handle.state is not None and handle.state.running:
+                    handle.end_step(optimizer, group)
+        raise
     # What may raise comes when all tables have made their step.
-    for handle in ended:
-        handle.step_ended()
+    for handle, _ in ended:
+        if handle.acts_after_steps:
+            handle.step_ended()

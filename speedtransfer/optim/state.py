@@ -21,12 +21,40 @@ from speedtransfer.rows import Rows
 
 
 class _Step(NamedTuple):
-    """A running step: the frame that runs it and its thread, `optimizer.state`, and whether that had no state of the rows."""
+    """A running step: the frame that runs it and its thread, `optimizer.state`, and whether that had no state of the rows.
+
+    `before` are the numbers there that all rows share, as they were: counts of steps, which a step changes in place.
+    """
 
     frame: FrameType | None
     thread: int
     mapping: Any
     first: bool
+    before: dict[str, Any]
+
+
+class MadeStep(NamedTuple):
+    """A step that an optimizer has made, to be written: what `RowState.store` takes, any number of times.
+
+    Attributes
+    ----------
+    ids : Tensor or None
+        ``(n,)``, the rows; None: all, which were updated where they are stored.
+    values : dict of str to Tensor
+        ``(n, *tail)``, by plane.
+    step : object
+        What it does to idle rows; None: nothing.
+    mark : object
+        What says whether that was recorded.
+    state : dict
+        The optimizer's state of the rows.
+    """
+
+    ids: Tensor | None
+    values: dict[str, Tensor]
+    step: Any
+    mark: Any
+    state: dict[str, Any]
 
 
 class RowState(StatePlanes):
@@ -151,7 +179,7 @@ class RowState(StatePlanes):
         given : dict of str to Tensor
             State of the active rows by plane, each ``(n, *tail)``, that was read with their weights.
         """
-        state = optimizer.state.get(self.param)
+        state, active, before = optimizer.state.get(self.param), dict[str, Tensor](), dict[str, Any]()
         if self.rows.lag is not None:
             self.rows.lag.begin(group, state or {}, self.rows.catch_up)
         if not state:
@@ -167,11 +195,19 @@ class RowState(StatePlanes):
                 planes = self._planes
                 if not given.keys() >= set(planes.values()):
                     given = self.rows.read(ids, list(planes.values()))
-                put(state, {name: self._as_state(name, given[plane]) for name, plane in planes.items()})
-        self.running = _Step(frame, threading.get_ident(), optimizer.state, not state)
+                active = {name: self._as_state(name, given[plane]) for name, plane in planes.items()}
+            for name, value in state.items():
+                if isinstance(value, int | float):
+                    before[name] = value
+                elif isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu:
+                    before[name] = value.clone()
+        # From here on what interrupts the step is undone.
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, not state, before)
+        if active:
+            put(state, active)
 
-    def store(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> None:
-        """Write the active rows `ids` (n,) and their state to the table; None: all, as in `load`."""
+    def made(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> MadeStep:
+        """Return the step that the optimizer has made of the active rows `ids` (n,); None: of all, as in `load`."""
         param, rows = self.param, self.rows
         state = optimizer.state.get(param, {})
         found = leaves(state)
@@ -181,22 +217,29 @@ class RowState(StatePlanes):
         count = len(values["weight"])
         for name, plane in self._planes.items():
             if name in found:
-                values[plane] = self._of_plane(name, found[name], count)
-        step = None if rows.lag is None else rows.lag.step_made(optimizer, group, state)
-        if ids is not None:
-            rows.write(ids, values, step)
-        elif all(value.data_ptr() == rows.table.stored(plane).data_ptr() for plane, value in values.items()):
-            rows.stepped_in_place(step)
-        else:
+                part, spec = found[name], self._specs[name]
+                fits = part.shape == (count, *spec.tail) and part.dtype == spec.dtype != torch.bool
+                values[plane] = part if fits else self._of_plane(name, part, count)
+        lag = rows.lag
+        step = None if lag is None else lag.step_made(optimizer, group, state)
+        if ids is None and not all(v.data_ptr() == rows.table.stored(n).data_ptr() for n, v in values.items()):
             # The optimizer has replaced a tensor.
-            rows.write(torch.arange(count, device=param.device), values, step)
-        if state:
-            put(state, self._views)
-        self.running, self._fresh = None, False
+            ids = torch.arange(count, device=param.device)
+        return MadeStep(ids, values, step, None if lag is None else lag.mark, state)
+
+    def store(self, made: MadeStep) -> None:
+        """Write the rows of a step and their state to the table."""
+        if made.ids is not None:
+            self.rows.write(made.ids, made.values, made.step, made.mark)
+        else:
+            self.rows.stepped_in_place(made.step, made.mark)
+        if made.state:
+            put(made.state, self._views)
+        self._fresh = False
 
     def begin_elsewhere(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Begin a step that neither needs the state in `optimizer` nor `store`."""
-        self.running = _Step(frame, threading.get_ident(), optimizer.state, False)
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, False, {})
 
     def end_elsewhere(self) -> None:
         """End such a step, which has been made."""
@@ -258,8 +301,7 @@ class RowState(StatePlanes):
 
     def recover(self, optimizer: Optimizer) -> None:
         """Restore the optimizer's state after a step that failed."""
-        running, self.running = self.running, None
-        state = optimizer.state.get(self.param)
+        running, state = self.running, optimizer.state.get(self.param)
         # load_state_dict makes another `optimizer.state`.
         if running and state and optimizer.state is running.mapping:
             if running.first:
@@ -270,6 +312,12 @@ class RowState(StatePlanes):
                     # Made by the step, for the active rows only.
                     state.pop(name, None)
                 put(state, self._views)
+                for name, value in running.before.items():
+                    if isinstance(value, Tensor):
+                        state[name].copy_(value)
+                    else:
+                        state[name] = value
+        self.running = None
 
 
 def _switches(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, bool]:

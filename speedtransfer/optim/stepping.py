@@ -14,6 +14,7 @@ from speedtransfer.cuda import WARM_UP, capture_number, check_not_capturing, is_
 from speedtransfer.errors import DeviceError, OptimizerError
 from speedtransfer.optim.fused_step import SWITCH, make_step, plan_step
 from speedtransfer.optim.probe import sparse_gradient
+from speedtransfer.optim.state import RowState
 from speedtransfer.optim.table_param import TableParam
 from speedtransfer.tables import is_padded
 
@@ -68,7 +69,10 @@ class Stepping(TableParam):
                 self.features.lend(self, optimizer, group)
 
     def end_step(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Write the active rows and their state to the table, and make the parameter a placeholder again."""
+        """Write the active rows and their state to the table, and make the parameter a placeholder again.
+
+        Once `_made` is set there is a step: what interrupts `_complete` has it called again, at the latest by the next use.
+        """
         state = self.state
         assert state is not None
         with self.rows.lock:
@@ -77,25 +81,46 @@ class Stepping(TableParam):
             if self.rows.table.watched:
                 self.table.discount(self._entered_at, self.param._version - self._entered)
             if self._fused is None:
-                state.store(optimizer, group, None if self.in_place else self.ids)
+                self._made = state.made(optimizer, group, None if self.in_place else self.ids)
             else:
-                assert self.ids is not None
-                assert self.grad is not None
-                assert self.active is not None
-                make_step(self._fused, state, self.ids, self.grad, self.active)
-                before = self.table.version if self.rows.table.watched else 0
-                # As by an optimizer.
-                torch.autograd.graph.increment_version(self.param)
-                self.table.discount(before, 1)
-            # A graph may have saved rows that were written: its backward raises, as in torch.
-            torch.autograd.graph.increment_version([node.values for node in self.alive()])
-            self.joined.clear()
-            self._leave()
+                self._make_fused_step(state)
+            try:
+                self._complete(state)
+            except BaseException:
+                try:
+                    self._complete(state)
+                except Exception:
+                    # It cannot be written: there is no step.
+                    self._made = None
+                    raise
+                raise
             if self.rows.lag is not None and self.rows.lag.is_long:
                 self.rows.catch_up()
             if self.reducer is not None:
                 self.reducer.steps += 1
                 self.reducer.after_step()
+
+    def _make_fused_step(self, state: RowState) -> None:
+        assert self._fused is not None
+        assert self.ids is not None
+        assert self.grad is not None
+        assert self.active is not None
+        make_step(self._fused, state, self.ids, self.grad, self.active)
+        before = self.table.version if self.rows.table.watched else 0
+        # As by an optimizer.
+        torch.autograd.graph.increment_version(self.param)
+        self.table.discount(before, 1)
+
+    def _complete(self, state: RowState) -> None:
+        """Write the step that was made, and leave it; called again after an interrupt it goes on."""
+        if self._made is not None:
+            state.store(self._made)
+        # A graph may have saved rows that were written: its backward raises, as in torch.
+        torch.autograd.graph.increment_version([node.values for node in self.alive()])
+        self.joined.clear()
+        self._leave()
+        state.running = None
+        self._made = None
 
     def fresh_rows(self) -> Tensor | None:
         """Return the rows, (n,), that have become those of new ids since the last step; None: rows have no ids."""
@@ -112,7 +137,9 @@ class Stepping(TableParam):
         state = self.state
         if state is None or not state.running or state.stepping_elsewhere():
             return
-        if state.optimizer() is optimizer:
+        if self._made is not None:
+            self._complete(state)
+        elif state.optimizer() is optimizer:
             if self.features is not None:
                 self.features.restore(self, optimizer)
             self._leave()
@@ -125,7 +152,7 @@ class Stepping(TableParam):
         """
         state = self.state
         if state is not None and state.running and not state.stepping_elsewhere():
-            if self.is_changed() and state.stepping():
+            if self._made is None and self.is_changed() and state.stepping():
                 raise OptimizerError(
                     f"{self} is used in the middle of a step, when an optimizer has changed some of its rows and not written "
                     "them to the table yet; use it before the step or after it"
@@ -144,6 +171,7 @@ class Stepping(TableParam):
         if self._fused is None:
             param.data = self.active
             param.grad = self._sparse_gradient() if sparse else self.grad
+        self._lent = True
         self._entered, table = param._version, self.rows.table
         self._entered_at = table.version if table.watched else 0
 
@@ -173,20 +201,24 @@ class Stepping(TableParam):
         """Make the parameter a placeholder again. The gradient stays until it is cleared."""
         param = self.param_ref()
         assert param is not None
-        grad = param.grad
-        if self._fused is None and (grad is None or not grad.is_sparse):
-            self.grad = grad
-        if self.grad is None:
-            self.ids = self._assigned = None
-        elif self._assigned is not None:
-            self._use_assigned()
-        else:
-            self._grad_version = self.grad._version
+        # Each line may be the last before an interrupt, after which all is called again.
+        if self._lent:
+            grad = param.grad
+            if self._fused is None and (grad is None or not grad.is_sparse):
+                self.grad = grad
+            if self.grad is None:
+                self.ids = self._assigned = None
+            elif self._assigned is not None:
+                self._use_assigned()
+            else:
+                self._grad_version = self.grad._version
+            self._lent = False
         self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self._fused = None
         assert self._placeholder is not None
-        param.grad, param.data = None, self._placeholder
-        param.__class__ = self._kind
+        if param.__class__ is not self._kind:
+            param.grad, param.data = None, self._placeholder
+            param.__class__ = self._kind
 
     def _use_assigned(self) -> None:
         """Take every row of the assigned gradient as active until the step, which looks for zeros."""

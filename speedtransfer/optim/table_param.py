@@ -18,7 +18,7 @@ from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.graph import TableRows, as_tensor, listen
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.optim.state import RowState
+from speedtransfer.optim.state import MadeStep, RowState
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table, num_unique
 
@@ -54,6 +54,9 @@ class TableParam:
         self._kind: type[nn.Parameter] = nn.Parameter
         self._placeholder: Tensor | None = None
         self._entered = self._entered_at = 0
+        # Whether a step has it; the step that was made, until it is written.
+        self._lent = False
+        self._made: MadeStep | None = None
 
         # The state of the optimizer that trains the rows; other optimizers whose state of them was dropped, and why.
         self.state: RowState | None = None
