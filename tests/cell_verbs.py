@@ -244,7 +244,7 @@ class Model(nn.Module):
 class World:
     """A model that trains, and what verbs use. `options` of our module; None: that of torch.nn."""
 
-    def __init__(self, name: str, options: Any, owner: str, path: Path, seed: int = 0, steps: int = 3) -> None:
+    def __init__(self, name: str, options: Any, owner: str, path: Path, seed: int = 0, steps: int = 2) -> None:
         self.name, self.kind, self.ours, self.vocabulary = name, KINDS[name], options is not None, name == "vocabulary"
         self.owner, self.path, self.steps = owner, path, 0
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -314,7 +314,7 @@ class World:
 
     def other(self) -> World:
         """Another model, trained with other numbers, in this process alone."""
-        return World(self.name, {} if self.ours else None, "other", self.path, seed=5, steps=2)
+        return World(self.name, {} if self.ours else None, "other", self.path, seed=5, steps=1)
 
     def copied(self, model: Any, opt: Any = None) -> Tensor:
         """Train a copy of the model, and look its rows up."""
@@ -403,16 +403,18 @@ def after(world: World) -> list[Tensor]:
 
 def cells(kind: str, owner: str, form: str, verbs: list[str], folder: Path) -> dict[str, str]:
     """Return how cells end, in a process of a group: as `cell`; those after an exception that is not ours are left out."""
-    # Models of a group that has ended are not to be told of backward.
-    gc.collect()
-    gc.freeze()
     if owner == "alone":
         dist.destroy_process_group()
     ends: dict[str, str] = {}
+    # A table takes part in every backward until it is gone, which has to be so in all processes at once.
+    gc.disable()
     for number, verb in enumerate(verbs):
+        gc.collect()
+        gc.freeze()
         ends[verb] = cell(kind, owner, form, verb, folder / f"{number}")
         if ends[verb].startswith(FOREIGN):
             break
+    gc.enable()
     return ends
 
 
@@ -433,7 +435,7 @@ def cell(kind: str, owner: str, form: str, verb: str, path: Path) -> str:
             refused, seen = f"{REFUSED}{doing}: {error}", []
             if doing == MAKING:
                 return refused
-        doing, stepped = "training on", world.steps > 3
+        doing, stepped = "training on", world.steps > 2
         try:
             seen += after(world)
         except SpeedtransferError as error:
