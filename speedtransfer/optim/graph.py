@@ -29,7 +29,7 @@ _grad: Any = Tensor.grad
 class TableRows(torch.autograd.Function):
     """Return `values`, rows of a table, as what a graph made of the parameter of its weight.
 
-    Not a leaf of its own: a walk over the graph, and hooks on it, find the parameter. What is guarded cannot be changed in place.
+    Not a leaf of its own: a walk over the graph, and hooks on it, find the parameter. What is guarded raises if it is changed.
     """
 
     @staticmethod
