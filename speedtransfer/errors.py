@@ -8,14 +8,28 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections.abc import Iterable
 from pathlib import PurePath
 
 _MOST_LISTED = 30
 
 
+# What a terminal carries out instead of showing it: control characters, ends of lines, and what turns text round.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything escaped that a terminal would carry out: words, names and paths may be a stranger's."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
 class SpeedtransferError(Exception):
     """Base of every error raised on purpose by this package."""
+
+    def __str__(self) -> str:
+        """Return the message, which may name what is in a file of a stranger, as a terminal may show it."""
+        return printable(super().__str__())
 
 
 class RowIndexError(SpeedtransferError, IndexError):

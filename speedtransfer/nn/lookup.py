@@ -173,10 +173,10 @@ def bag_lookup(
         inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)
     if beside is not None:
         rows, inverse = beside.beside(rows, inverse)
-    if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
-        # With a padding row the last bag of torch extends to the end of the ids. An offset beyond them is for torch to refuse.
-        if offsets.is_cuda or not len(offsets) or int(offsets[-1]) <= len(inverse):
-            offsets, include_last_offset = offsets[:-1], False
+    takes_last = include_last_offset and padding < 0 and has_padding
+    if offsets is not None and takes_last and offsets.dim() == 1 and not _reaches_beyond(offsets, len(inverse)):
+        # With a padding row the last bag of torch extends to the end of the ids.
+        offsets, include_last_offset = offsets[:-1], False
     as_sparse = (
         sparse and beside is None and active.rows.dtype.itemsize == 2 and mode != "max" and not scale_grad_by_freq
     )
@@ -191,6 +191,11 @@ def bag_lookup(
         include_last_offset=include_last_offset,
         padding_idx=padding if padding >= 0 else None,
     )
+
+
+def _reaches_beyond(offsets: Tensor, count: int) -> bool:
+    """Tell whether torch will refuse the last of `offsets`, as far as the host knows."""
+    return not offsets.is_cuda and len(offsets) > 0 and int(offsets[-1]) > count
 
 
 def _checked_offsets(offsets: Tensor, count: int, handle: Handle) -> Tensor:
