@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import PurePath
 
 _MOST_LISTED = 30
+_MOST_COMPARED = 10_000
 
 
 # What a terminal carries out instead of showing it: control characters, ends of lines, and what turns text round.
@@ -68,7 +69,8 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of `choices`, or lists them where none is near."""
     choices = list(choices)
     by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=2, cutoff=0.6)
+    # Comparing with millions of names takes a minute.
+    near = difflib.get_close_matches(str(name).lower(), list(by_lower)[:_MOST_COMPARED], n=2, cutoff=0.6)
     if near:
         return "; did you mean " + " or ".join(repr(by_lower[n]) for n in near) + "?"
     more = f" and {len(choices) - _MOST_LISTED} more" if len(choices) > _MOST_LISTED else ""
