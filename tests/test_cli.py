@@ -225,7 +225,7 @@ def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["", "info", "word2vec", "word2vec train", "word2vec nearest"])
+@pytest.mark.parametrize("command", ["", "info", "plan", "word2vec", "word2vec train", "word2vec nearest"])
 def test_help_imports_neither_torch_nor_numpy(command):
     """It is there at once."""
     code = """
