@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -123,7 +124,7 @@ def gather(
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
         row = index[j]
-        if row < 0 or row >= num_rows:
+        if np.uint64(row) >= np.uint64(num_rows):
             fault[0], fault[1] = j, row
             continue
         _copy_any(rows + j * row_bytes, plane + row * stride_bytes, row_bytes)
@@ -145,7 +146,7 @@ def gather_streaming_lines(
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
         row = index[j]
-        if row < 0 or row >= num_rows:
+        if np.uint64(row) >= np.uint64(num_rows):
             fault[0], fault[1] = j, row
             continue
         to, source = rows + j * row_bytes, plane + row * stride_bytes
@@ -170,7 +171,7 @@ def scatter(
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
         row = index[j]
-        if row < 0 or row >= num_rows:
+        if np.uint64(row) >= np.uint64(num_rows):
             fault[0], fault[1] = j, row
             continue
         _copy_any(plane + row * stride_bytes, rows + j * row_bytes, row_bytes)
@@ -191,7 +192,7 @@ def scatter_streaming_lines(
     """Write dense rows, `plane`, `stride_bytes` and `row_bytes` being multiples of a cache line, past the cache."""
     for j in range(start, stop):
         row = index[j]
-        if row < 0 or row >= num_rows:
+        if np.uint64(row) >= np.uint64(num_rows):
             fault[0], fault[1] = j, row
             continue
         to, source = plane + row * stride_bytes, rows + j * row_bytes
