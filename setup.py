@@ -73,7 +73,7 @@ setup(
         "rich>=13",
         "safetensors>=0.4.3",
         "tomli>=2; python_version < '3.11'",
-        "torch>=2.4",
+        "torch>=2.6",
         "typer>=0.12.4",  # earlier ones do not know `Path | None`
         "typing_extensions>=4.6",
     ],

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperCommand
 
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes, printable
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app
 from speedtransfer.word2vec.commands import in_flags
@@ -226,7 +226,7 @@ class _Warnings(logging.Handler):
     """Shows warnings of this package as lines on the standard error, above a bar if there is one."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(_in_flags(record.getMessage()), file=sys.stderr)
+        print(printable(_in_flags(record.getMessage())), file=sys.stderr)
 
 
 def main() -> None:
@@ -275,5 +275,5 @@ def _give_up_stdout() -> None:
 
 
 def _fail(message: str) -> NoReturn:
-    print(f"speedtransfer: error: {' '.join(message.split())}", file=sys.stderr)
+    print(printable(f"speedtransfer: error: {' '.join(message.split())}"), file=sys.stderr)
     raise SystemExit(2)

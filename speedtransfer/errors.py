@@ -8,14 +8,29 @@ from __future__ import annotations
 
 import difflib
 import operator
+import re
 from collections.abc import Iterable
 from pathlib import PurePath
 
 _MOST_LISTED = 30
+_MOST_COMPARED = 10_000
+
+
+# What a terminal carries out instead of showing it: control characters, ends of lines, and what turns text round.
+_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return `text` with everything escaped that a terminal would carry out: words, names and paths may be a stranger's."""
+    return _UNSAFE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class SpeedtransferError(Exception):
     """Base of every error raised on purpose by this package."""
+
+    def __str__(self) -> str:
+        """Return the message, which may name what is in a file of a stranger, as a terminal may show it."""
+        return printable(super().__str__())
 
 
 class RowIndexError(SpeedtransferError, IndexError):
@@ -54,7 +69,8 @@ def suggest(name: str, choices: Iterable[str]) -> str:
     """Return ``"; did you mean 'x'?"`` for the nearest of `choices`, or lists them where none is near."""
     choices = list(choices)
     by_lower = {choice.lower(): choice for choice in choices}
-    near = difflib.get_close_matches(str(name).lower(), list(by_lower), n=2, cutoff=0.6)
+    # Comparing with millions of names takes a minute.
+    near = difflib.get_close_matches(str(name).lower(), list(by_lower)[:_MOST_COMPARED], n=2, cutoff=0.6)
     if near:
         return "; did you mean " + " or ".join(repr(by_lower[n]) for n in near) + "?"
     more = f" and {len(choices) - _MOST_LISTED} more" if len(choices) > _MOST_LISTED else ""

@@ -7,6 +7,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from speedtransfer.errors import printable
+
 if TYPE_CHECKING:  # imported when a bar appears, which is seldom
     from rich.progress import Progress, TaskID
     from typing_extensions import Self
@@ -46,12 +48,15 @@ class LateBar:
         """Show that so much is done, and what is being done now."""
         if not self._wanted or (self._bar is None and time.monotonic() < self._due):
             return
+        from rich.markup import escape
+
+        shown = escape(printable(self._text if text is None else text))
         if self._bar is None:
             made = self._make()
-            self._bar = made, made.add_task(self._text, total=self._total)
+            self._bar = made, made.add_task(shown, total=self._total)
             made.start()
         bar, task = self._bar
-        bar.update(task, completed=done, description=self._text if text is None else text)
+        bar.update(task, completed=done, description=shown)
 
     def _make(self) -> Progress:
         from rich.console import Console

@@ -215,6 +215,8 @@ class Rows(StoredPlanes):
                 self.lag.settle()
                 fills[LAST_STEP] = self.lag.now
             self.table.lengthen(num_rows, fills)
+            if self.lag is not None and self._as_stored:
+                self.lag.table_bytes = self.table.nbytes
 
     @torch.no_grad()
     def move_state(self, before: Tensor, after: Tensor) -> None:
@@ -264,6 +266,9 @@ class Rows(StoredPlanes):
         They also catch up after `owner`, which holds this object, is gone.
         """
         self.lag = lag
+        # Encoded rows are rounded anew whenever they are caught up.
+        if self._as_stored:
+            lag.table_bytes = self.table.nbytes
         # This object holds the table: a strong reference back would be a cycle, which keeps both until the next gc. So the
         # table has a weak one, and once `owner` is gone a copy of this object that has a weak reference to the table.
         self.table._catch_up, self.table._caught_up = _weakly(self.catch_up), _weakly(self.caught_up)

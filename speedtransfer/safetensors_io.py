@@ -16,11 +16,11 @@ import torch
 
 from speedtransfer.dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from speedtransfer.errors import StorageError
+from speedtransfer.untrusted import MAX_JSON_BYTES, parse_json
 
 METADATA = "__metadata__"
 _ALIGN = 64
-_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library itself
-_MAX_VALUES = 2**60
+MAX_VALUES = 2**60
 _MAX_DIMS = 64
 
 
@@ -62,14 +62,14 @@ def read_header(file: BinaryIO, path: Path) -> tuple[dict[str, Any], int]:
     ------
     StorageError
         The header is longer than the file, or than any header; `path` is the file's name in the message.
-    ValueError, TypeError, RecursionError
+    ValueError, TypeError
         It is not the JSON of an object.
     """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(file.read(8), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+    if size < 8 or length > min(size - 8, MAX_JSON_BYTES):
         raise StorageError(f"{str(path)!r} is no .safetensors file or is truncated ({size} bytes); write it again")
-    header = json.loads(file.read(length))
+    header = parse_json(file.read(length))
     if not isinstance(header, dict):
         raise TypeError("its header is no JSON object")
     return header, 8 + length
@@ -90,6 +90,6 @@ def check_entry(entry: Mapping[str, Any]) -> Entry:
     whole = all(type(n) is int and n >= 0 for n in (begin, end, *shape))
     if not whole or end - begin != math.prod(shape) * dtype.itemsize:
         raise ValueError(f"shape {shape} does not match its bytes")
-    if math.prod(max(n, 1) for n in shape) >= _MAX_VALUES or len(shape) > _MAX_DIMS:
+    if math.prod(max(n, 1) for n in shape) >= MAX_VALUES or len(shape) > _MAX_DIMS:
         raise ValueError(f"{shape} is a shape that no tensor has")
     return Entry(dtype, shape, begin, end)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import tempfile
+import secrets
+import stat
 from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
 from typing import NamedTuple
 
 from speedtransfer.errors import StorageError
+from speedtransfer.untrusted import PathLike, check_file
 
 
 def physical_bytes() -> int:
@@ -115,9 +117,40 @@ def cache_folder() -> Path:
     return Path(folder) if folder else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "speedtransfer")
 
 
+def create_file(path: Path, replaced: PathLike) -> BufferedWriter:
+    """Create the file at `path`, which must not exist, with the permissions of `replaced`, if there is such a file."""
+    mode = _mode_of(replaced)
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags, 0o666 if mode is None else mode)
+
+    # The umask is that of all threads: it is neither changed nor asked for.
+    file = open(path, "xb", opener=opener)  # noqa: SIM115
+    keep_mode(path, replaced)
+    return file
+
+
+def keep_mode(path: PathLike, replaced: PathLike) -> None:
+    """Give the file at `path` the permissions of `replaced`, if there is such a file."""
+    mode = _mode_of(replaced)
+    if mode is not None:
+        # Not all file systems have permissions.
+        with contextlib.suppress(OSError):
+            os.chmod(path, mode)
+
+
+def _mode_of(path: PathLike) -> int | None:
+    try:
+        return stat.S_IMODE(os.stat(path).st_mode) & 0o777
+    except OSError:
+        return None
+
+
 @contextlib.contextmanager
 def replace_file(path: Path, remedy: str = "") -> Iterator[BufferedWriter]:
     """Open a temporary file beside `path` for writing; rename it into place once all of it is on the disk.
+
+    It gets the permissions of the file that it replaces.
 
     Raises
     ------
@@ -125,20 +158,18 @@ def replace_file(path: Path, remedy: str = "") -> Iterator[BufferedWriter]:
         It cannot be written; the message ends with `remedy`. The old file, if there is one, is still there.
     """
     advice = remedy or "choose a folder you may write to"
-    name = None
+    check_file(path, "choose another path")
+    name = path.with_name(f".{path.name}.{secrets.token_urlsafe(6)}") if path.name else path
+    made = False
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        advice = remedy or "free some space or choose another path"
-        with os.fdopen(handle, "wb") as file:
+        with create_file(name, path) as file:
+            made, advice = True, remedy or "free some space or choose another path"
             yield file
             file.flush()
             os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # mkstemp makes files that only their owner reads
         os.replace(name, path)
     except OSError as error:
         raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); {advice}") from error
     finally:
-        if name is not None and os.path.exists(name):
+        if made and os.path.exists(name):
             os.unlink(name)

@@ -84,3 +84,13 @@ def fresh_signals():
 def device():
     """The compute device of the tests; tests/gpu has its own."""
     return torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def pool():
+    """Processes of groups, started by the first test that needs them."""
+    from ranks.run import Pool
+
+    pool = Pool()
+    yield pool
+    pool.close()

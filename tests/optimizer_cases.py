@@ -122,7 +122,7 @@ class RefusedCase:
 REFUSED: tuple[RefusedCase, ...] = tuple(
     RefusedCase(name, getattr(_optim, kind), {"lr": lr}, reason)
     for name, kind, lr, reason in (
-        ("adafactor", "Adafactor", 0.01, "is not row by row"),  # from torch 2.5 on
+        ("adafactor", "Adafactor", 0.01, "is not row by row"),
         ("muon", "Muon", 0.01, "is not row by row"),  # from torch 2.9 on
         ("lbfgs", "LBFGS", 0.1, "evaluates the loss several times"),
         ("sparse-adam", "SparseAdam", 0.01, "takes only sparse gradients"),

@@ -166,8 +166,8 @@ def test_a_forked_process_has_threads_of_its_own(always_compiled, monkeypatch):
 def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, monkeypatch):
     running = []
 
-    def copy(plane, stride, rows, row, index, start, stop):
-        running.append(start)
+    def copy(*arguments):
+        running.append(arguments[-2])
         raise RuntimeError("no memory there")
 
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
@@ -247,3 +247,32 @@ def test_compiled_without_a_folder_to_keep_the_result(monkeypatch):
 
     monkeypatch.setattr(numba, "njit", njit)
     assert jit.compile_function(lambda a: a + 1)(2) == 3
+
+
+@pytest.mark.parametrize("width", [5, 16])
+@pytest.mark.parametrize("bad", [-1, 20, 1 << 40])
+def test_an_index_that_was_changed_after_it_was_checked(always_compiled, width, bad):
+    """The copies address nothing outside of the plane, and nothing is written."""
+    plane, index = torch.zeros(20, width), torch.tensor([1, bad, 3])
+    with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
+        host.gather_rows([plane], index, [torch.zeros(3, width)])
+    with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
+        host.scatter_rows([plane], index, [torch.ones(3, width)])
+    assert not plane.any()
+
+
+@pytest.mark.parametrize("name", ["gather", "gather_streaming_lines", "scatter", "scatter_streaming_lines"])
+def test_an_index_that_changes_while_it_is_read(name):
+    """What another thread does after all checks: the loop moves the other rows, and says which was none."""
+    from speedtransfer.engines import host_copies
+
+    memory = np.ones((2, 6, 16), dtype=np.float32)
+    at = np.zeros((2, 6 * 64 + 64), dtype=np.uint8)
+    planes = [row[-row.ctypes.data % 64 :][: 6 * 64].view(np.float32).reshape(6, 16) for row in at]
+    planes[0][:] = memory[0]
+    plane, rows = planes if name.startswith("gather") else planes[::-1]
+    fault = np.full(2, -1)
+    arguments = plane.ctypes.data, 64, rows.ctypes.data, 64, 6
+    getattr(host_copies, name)(*arguments, np.array([0, 1 << 50, 2, -(1 << 50), 4, 5]), fault, 0, 6)
+    assert fault.tolist() == [3, -(1 << 50)]
+    assert planes[1].sum(axis=1).tolist() == [16.0, 0.0, 16.0, 0.0, 16.0, 16.0]

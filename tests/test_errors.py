@@ -10,6 +10,7 @@ import torch
 
 from speedtransfer import errors
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
+from speedtransfer.word2vec import UnknownWordError
 
 STANDARD = {
     "RowIndexError": IndexError,
@@ -116,3 +117,23 @@ def test_check_size_of_what_is_no_integer(value):
     with pytest.raises(InvalidTypeError) as error:
         check_size(value, "rows")
     assert str(error.value) == f"rows is {value!r} ({type(value).__name__}) but must be an integer; pass int(rows)"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain \u00e9 \u6f22 \u200c", "plain \u00e9 \u6f22 \u200c"),
+        ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
+        ("a\nb\x9b", r"a\nb\x9b"),
+        ("\u202eturned \ud800", r"\u202eturned \ud800"),
+    ],
+)
+def test_messages_show_what_a_terminal_would_carry_out(text, shown):
+    assert errors.printable(text) == shown
+    for name in STANDARD:
+        assert str(getattr(errors, name)(text)) == shown
+    assert str(UnknownWordError(text)) == shown
+
+
+def test_suggest_among_millions_is_soon_done():
+    assert "999970 more" in suggest("x", map(str, range(1_000_000)))

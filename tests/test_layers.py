@@ -17,7 +17,7 @@ PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
     {"errors", "version", "dtypes", "lazy", "once"},
-    {"system", "jit", "progress", "eager"},
+    {"system", "jit", "progress", "eager", "untrusted"},
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},
     {"tables"},

@@ -188,7 +188,6 @@ def test_lazy_rows_are_those_of_an_oracle_to_the_bit(name):
 # --- what language models are trained with ------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*autocast.*:FutureWarning")  # torch 2.4 of its own checkpoint
 @pytest.mark.parametrize("kind", [CheckpointedGPT, Reentrant])
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
 def test_activation_checkpointing_changes_nothing(kind, idle):

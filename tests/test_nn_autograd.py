@@ -124,7 +124,6 @@ def test_one_graph_with_two_lookups_of_the_same_table() -> None:
     torch.testing.assert_close(dense_grad(ours), dense.weight.grad, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:.*autocast.*:FutureWarning")  # torch 2.4 of its own checkpoint
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpointing_deposits_the_gradient_once(reentrant: bool) -> None:
     ours, dense = both()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 
 import pytest
 import torch
+import torch.nn.functional as F
 from lazy_oracle import (
     LazyOracle,
     assert_alike,
@@ -17,6 +19,7 @@ from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer
+from speedtransfer.errors import InvalidValueError
 
 MODES = ["sum", "mean", "max"]
 
@@ -217,3 +220,35 @@ def test_trains_as_the_oracle(mode: str, name: str) -> None:
         oracle.step()
     assert_same(opt, ours, oracle, dense)
     assert torch.equal(copy.deepcopy(ours)(ids), ours(ids))
+
+
+@pytest.mark.parametrize("by_weight", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("offsets", [[0, -5, 7], [0, 10, 5], [0, 20, -20], [0, 2**40, 3], []])
+def test_offsets_that_are_none(offsets: list[int], mode: str, by_weight: bool) -> None:
+    """Torch's kernels address memory by them, and end the process where they name none."""
+    bag = speedtransfer.EmbeddingBag(30, 4, mode=mode, memory="pageable", device="cpu")
+    call = functools.partial(F.embedding_bag, weight=bag.weight, mode=mode) if by_weight else bag
+    with pytest.raises(InvalidValueError, match=r"offsets(\[\d\])? of "):
+        call(torch.arange(20), offsets=torch.tensor(offsets, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets", [[0], [0, 0, 3], [0, 3, 20, 20]])
+def test_offsets_of_empty_bags(offsets: list[int], dtype: torch.dtype, last: bool) -> None:
+    weight = torch.randn(30, 4)
+    ours = speedtransfer.EmbeddingBag(30, 4, mode="sum", include_last_offset=last, _weight=weight)
+    dense = torch.nn.EmbeddingBag(30, 4, mode="sum", include_last_offset=last, _weight=weight)
+    given = torch.arange(20, dtype=dtype), torch.tensor(offsets, dtype=dtype)
+    torch.testing.assert_close(ours(*given), dense(*given))
+    no_bags = torch.arange(0), torch.zeros(0, dtype=torch.int64)
+    if not last:
+        assert ours(*no_bags).shape == dense(*no_bags).shape == (0, 4)
+
+
+@pytest.mark.parametrize("padding", [None, 29])
+def test_a_last_offset_beyond_the_ids(padding: int | None) -> None:
+    bag = speedtransfer.EmbeddingBag(30, 4, padding_idx=padding, include_last_offset=True, memory="pageable")
+    with pytest.raises(RuntimeError, match="offsets"):
+        bag(torch.arange(20), torch.tensor([0, 21]))

@@ -239,9 +239,7 @@ def test_active_rows_are_not_changed_in_place_and_go_with_their_graph() -> None:
     with pytest.raises(RuntimeError, match="modified inplace"):
         rows *= 2
     for change in (Tensor.mul_, lambda weight, factor: torch._foreach_mul_([weight], factor)):
-        with pytest.raises(
-            RuntimeError, match=r"a leaf Variable that requires grad .* operation: weight; write to it under"
-        ):
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad"):
             change(emb.weight, 2)
     with pytest.raises(RuntimeError, match="modified inplace"):
         emb.weight.view(-1).mul_(2)

@@ -225,3 +225,36 @@ def test_what_is_known_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
     for lr in (0.1, 0.2, 0.3):
         probe(lambda p, lr=lr: SGD([p], lr=lr))
     assert 0 < len(outcomes._known) <= 2
+
+
+def first_step(opt: Optimizer, embs: list[Any]) -> None:
+    torch.stack([emb(torch.tensor([1, 2])) for emb in embs]).sum().backward()
+    opt.step()
+
+
+@pytest.mark.filterwarnings("ignore:it is not known what Mine does")
+def test_tables_of_a_step_are_tried_once(steps: list[type]) -> None:
+    """A subclass, which may do something else next time, a rate in a tensor, and a rate for each group."""
+
+    class Mine(AdamW):
+        pass
+
+    def count(make: Callable[[list[Any]], Optimizer], tables: int) -> int:
+        embs, before = [speedtransfer.Embedding(9, 4) for _ in range(tables)], len(steps)
+        first_step(make(embs), embs)
+        return len(steps) - before
+
+    def params(embs: list[Any]) -> list[Any]:
+        return [emb.weight for emb in embs]
+
+    assert count(lambda embs: Mine(params(embs)), 9) == count(lambda embs: Mine(params(embs)), 1) > 0
+    assert count(lambda embs: AdamW(params(embs), lr=torch.tensor(0.5)), 1) > 0
+    assert count(lambda embs: AdamW(params(embs), lr=torch.tensor(0.5)), 9) == 0
+    rates = count(lambda embs: SGD([{"params": [p], "lr": 0.1 + i} for i, p in enumerate(params(embs))], lr=7), 9)
+    assert 0 < rates <= 2 * count(lambda embs: SGD(params(embs), lr=7, momentum=0.1), 1)
+
+
+def test_state_that_begins_with_the_rate_is_tried_for_each(steps: list[type]) -> None:
+    for rate in (0.1, 0.2, 0.3, 0.4):
+        found = probe(lambda p, rate=rate: torch.optim.Rprop([p], lr=rate))
+        assert found["step_size"].initial == pytest.approx(rate)

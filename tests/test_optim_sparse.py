@@ -23,7 +23,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
 import speedtransfer
-from speedtransfer.errors import OptimizerError
+from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.optim.probe import probe_optimizer
 
 # torch warns once a process that it does not check what sparse tensors hold.
@@ -373,3 +373,41 @@ def test_trials_do_not_warn() -> None:
         warnings.simplefilter("error")
         found = probe_optimizer(opt, opt.param_groups[0], param, sparse=True)
     assert set(found) == {"sum"}
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("bad", [[1, 9], [-1, 2], [1 << 34, 2]])
+def test_a_sparse_gradient_with_rows_that_do_not_exist(bad: list[int], sparse: bool) -> None:
+    """Torch makes one without looking (check_invariants=False), and its own step writes outside of the weight."""
+    emb = speedtransfer.Embedding(6, 3, memory="pageable", device="cpu", sparse=sparse)
+    grad = torch.sparse_coo_tensor([bad], torch.ones(2, 3), (6, 3), check_invariants=False)
+    with pytest.raises(
+        InvalidValueError, match=r"gradient of weight is a sparse tensor of shape \(6, 3\) with indices"
+    ):
+        emb.weight.grad = grad
+
+
+def test_a_sparse_gradient_of_single_values() -> None:
+    """As torch: `to_sparse()` names rows and columns."""
+    values = torch.zeros(6, 3)
+    values[1, 2], values[4] = 1.0, 2.0
+    weights = []
+    for kind in (speedtransfer.Embedding, torch.nn.Embedding):
+        emb = kind(6, 3, _weight=torch.ones(6, 3))
+        emb.weight.grad = values.to_sparse()
+        SGD(emb.parameters(), lr=0.5).step()
+        weights.append(emb.weight.detach().clone())
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [8, 5000])
+def test_ids_that_are_changed_before_the_step(rows: int) -> None:
+    """They are public, and the memory by which the step writes: it writes nowhere else, and nothing at all."""
+    emb = speedtransfer.Embedding(10_000, 64, memory="pageable", device="cpu")
+    opt, before = SGD(emb.parameters(), lr=1.0), emb.weight.detach().clone()
+    active = emb.activate(torch.arange(rows))
+    active.rows.sum().backward()
+    active.ids += 1 << 34
+    with pytest.raises(IndexError):
+        opt.step()
+    torch.testing.assert_close(emb.table.torch(), before, rtol=0, atol=0)

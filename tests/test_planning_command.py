@@ -246,3 +246,13 @@ def test_a_ranking_needs_lookups(run):
     code, _, err = run("--rows", "1e6", "--dim", "64", "--rank")
     assert code == 2
     assert "pass --lookups" in err
+
+
+def test_the_help_lists_what_there_is():
+    """It is shown without the modules that know."""
+    from speedtransfer.planning import command
+    from speedtransfer.planning.forms import STATE, STORAGE
+    from speedtransfer.planning.rank import MEASURES
+
+    assert (tuple(STORAGE), tuple(STATE)) == (command.STORAGE_NAMES, command.STATE_NAMES)
+    assert tuple(MEASURES) == command.MEASURE_NAMES

@@ -1,5 +1,6 @@
 """This machine: how much memory it has, where caches go, and files that are replaced whole or not at all."""
 
+import os
 import platform
 from pathlib import Path
 
@@ -142,6 +143,21 @@ class TestReplaceFile:
             system.replace_file(tmp_path / "missing" / "file", **options),
         ):
             pytest.fail("there is no such folder")
+
+    def test_the_umask_is_left_alone(self, tmp_path, monkeypatch):
+        """It is that of all threads, whose new files everybody could read meanwhile."""
+        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("umask"))
+        with system.replace_file(tmp_path / "file"):
+            pass
+
+    @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
+    def test_it_keeps_the_permissions_of_the_one_before(self, tmp_path, mode):
+        (tmp_path / "file").touch()
+        (tmp_path / "file").chmod(mode)
+        with system.replace_file(tmp_path / "file"):
+            (new,) = (each for each in tmp_path.iterdir() if each.name != "file")
+            assert new.stat().st_mode & 0o777 == mode
+        assert (tmp_path / "file").stat().st_mode & 0o777 == mode
 
 
 class TestCpuFeatures:

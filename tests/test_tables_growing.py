@@ -296,3 +296,33 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
     done = run_script(KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix) % 3))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50
+
+
+IN_ANOTHER_PROCESS = """
+import sys
+import speedtransfer as st
+from speedtransfer.errors import StorageError
+try:
+    st.Table.load(sys.argv[1], memory="mmap", writable=True)
+except StorageError as error:
+    print(error)
+else:
+    print("opened")
+print(st.Table.load(sys.argv[1], memory="mmap").num_rows)
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks")
+def test_another_process_cannot_write_to_the_file_of_a_table(tmp_path: Path) -> None:
+    """It would cut off rows that this one adds."""
+    path = tmp_path / "t.safetensors"
+    table = filled(path)
+    # The tables of one process may share a file.
+    again = st.Table.load(path, memory="mmap", writable=True, max_rows=2**40)
+    found = run_script(IN_ANOTHER_PROCESS, str(path))
+    assert "is open for writing in another process" in found.stdout, found.stderr
+    assert found.stdout.endswith("5\n")
+    del again
+    assert "is open for writing" in run_script(IN_ANOTHER_PROCESS, str(path)).stdout
+    del table
+    assert run_script(IN_ANOTHER_PROCESS, str(path)).stdout == "opened\n5\n"

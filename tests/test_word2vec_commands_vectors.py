@@ -205,3 +205,16 @@ def test_errors_are_one_line_and_exit_code_2(folder, monkeypatch, capsys):
     assert out == ""
     assert err.startswith("speedtransfer: error: line 1 of 'v.txt' is '6 2' but must be")
     assert err.count("\n") == 1
+
+
+def test_words_and_names_are_not_carried_out_by_the_terminal(folder):
+    bad = "x\x1b]0;owned\x07"
+    Vectors(["a", bad, "c"], np.array([[1, 0], [1, 0.1], [0, 1]], dtype=np.float32)).save("bad.txt")
+    Path("set.txt").write_text(f"a\tc\t1\na\t{bad}\t2\nc\t{bad}\t3\nzz{bad}\ta\t1\n")
+    Path(f"{bad}.txt").write_text("a c 1\na x 2\n")
+    Path("analogies.txt").write_text(f": {bad}\na {bad} c a\n")
+    for arguments in (("nearest", "bad.txt", "a"), ("analogy", "bad.txt", "a", "c", "a")):
+        assert r"x\x1b]0;owned\x07" in run(*arguments).output
+    assert "\x1b" not in run("evaluate", "bad.txt", "set.txt", "analogies.txt").output
+    copied = run("convert", "bad.txt", f"{bad}.vec").output
+    assert r"\x1b]0;owned\x07.vec" in copied

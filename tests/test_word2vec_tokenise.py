@@ -109,6 +109,7 @@ def test_tokeniser_tells_words_of_equal_hash_apart():
             pairs.append((bytes([first]) + word, bytes([second]) + other))
     assert len(pairs) > 2
     plain, fast = make_tables()
+    fast._secret = np.uint64(0), np.uint64(_PRIME)
     data = b" ".join(word for pair in pairs * 2 for word in pair)
     np.testing.assert_array_equal(fast.number(data), plain.number(data))
     assert len(fast) == 2 * len(pairs)
@@ -223,3 +224,21 @@ def test_the_compiled_way_is_taken(always_fast, monkeypatch):
         Corpus(io.BytesIO(b"a b a b"), 1, threads=threads)
     assert len(taken) == 2
     assert None not in taken
+
+
+def test_tokeniser_hides_where_words_are():
+    """Whoever knows the hash cannot choose words that share a place; what comes out does not depend on it."""
+    from speedtransfer.word2vec import tokenise_compiled
+
+    _, fast = make_tables()
+    prime, seed = tokenise_compiled._PRIME, np.uint64(0)
+    words = [int(n).to_bytes(8, "big").hex().encode() for n in np.random.default_rng(0).integers(0, 1 << 60, 3000)]
+    data = b" ".join(words)
+    numbers = fast.number(data)
+    places = []
+    for _ in range(2):
+        _, other = make_tables()
+        np.testing.assert_array_equal(other.number(data), numbers)
+        assert other._secret != (seed, np.uint64(prime))
+        places.append(np.flatnonzero(other._slots[:, 1] >= 0))
+    assert not np.array_equal(*places)

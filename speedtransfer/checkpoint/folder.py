@@ -18,6 +18,7 @@ from typing import BinaryIO
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.tensors import open_plain
 from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError, format_bytes
+from speedtransfer.system import create_file
 
 try:
     import fcntl
@@ -88,6 +89,8 @@ class NewFiles(dict[str, BinaryIO]):
 def new_files(path: Path, names: dict[str, str], need_bytes: int, made: bool) -> Iterator[NewFiles]:
     """Make a file for each role in the folder `path`; remove all of it again where the block raises.
 
+    They have the permissions of the manifest that is there.
+
     The folder too, if it is `made` by this save. An OSError, of the block too, becomes a StorageError that says that the
     checkpoint needs `need_bytes`.
     """
@@ -100,7 +103,7 @@ def new_files(path: Path, names: dict[str, str], need_bytes: int, made: bool) ->
                     sync()
             with _exclusive(path):
                 for role, name in names.items():
-                    files[role] = stack.enter_context(open(path / name, "xb"))
+                    files[role] = stack.enter_context(create_file(path / name, path / manifest.NAME))
                     _lock(files[role].fileno())
             yield files
         except BaseException as error:
@@ -128,7 +131,7 @@ def commit(path: Path, text: bytes) -> None:
     with _exclusive(path) as sync:
         previous = manifest.names_in(path) or set()
         try:
-            with open(temporary, "xb") as file:
+            with create_file(temporary, path / manifest.NAME) as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())

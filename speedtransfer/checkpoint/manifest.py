@@ -21,6 +21,7 @@ import torch
 from speedtransfer.checkpoint.plain_data import find_shards, find_tensors
 from speedtransfer.checkpoint.tensors import open_plain
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes
+from speedtransfer.untrusted import MAX_JSON_VALUES, parse_json
 from speedtransfer.version import __version__
 
 NAME = "manifest.json"
@@ -52,6 +53,11 @@ def to_bytes(content: dict[str, Any]) -> bytes:
             f"the plain values of extra and the objects take {format_bytes(len(body))} of JSON but a checkpoint takes "
             f"{format_bytes(MAX_BYTES)}; pass long lists as tensors or arrays"
         )
+    if sum(map(body.count, (b",", b"[", b"{"))) >= MAX_JSON_VALUES:
+        raise InvalidValueError(
+            f"the plain values of extra and the objects are over {MAX_JSON_VALUES} numbers, strings and lists, which a "
+            "checkpoint does not take; pass long lists as tensors or arrays"
+        )
     return _head_of(body) + body
 
 
@@ -80,8 +86,8 @@ def peek(folder: Path) -> dict[str, Any]:
     """Return the manifest in `folder`, unchecked; empty where it is none in JSON. StorageError if it cannot be read."""
     raw = read_bytes(folder)
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
+        content = parse_json(raw)
+    except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -91,7 +97,9 @@ def names_in(folder: Path) -> set[str] | None:
     if not os.path.lexists(folder / NAME):
         return set()
     try:
-        return {facts["name"] for facts in peek(folder)["files"].values()}
+        names = {facts["name"] for facts in peek(folder)["files"].values()}
+        # What leads out of the folder is nobody's data file.
+        return {name for name in names if FILE_NAME.fullmatch(name)}
     except (StorageError, TypeError, KeyError, AttributeError):
         return None
 
@@ -111,7 +119,7 @@ def damage_told(path: Path) -> Iterator[None]:
 def parse(raw: bytes, path: Path) -> dict[str, Any]:
     """Return the manifest, its sections and names of files known to be good. StorageError: it is foreign, damaged or later."""
     with damage_told(path):
-        content = json.loads(raw, parse_constant=_no_constant)
+        content = parse_json(raw, finite=True)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise StorageError(f"{str(path)!r} is no manifest of a checkpoint; check the path")
         if content.get("format_version") not in FORMAT_VERSIONS:
@@ -124,10 +132,6 @@ def parse(raw: bytes, path: Path) -> dict[str, Any]:
             raise ValueError("its checksum does not match")
         _check(content)
     return content
-
-
-def _no_constant(text: str) -> Any:
-    raise ValueError(f"{text} is no JSON")
 
 
 def _check(content: dict[str, Any]) -> None:

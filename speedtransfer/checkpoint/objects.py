@@ -16,6 +16,7 @@ from speedtransfer.checkpoint.plain_data import Fetch, Keep, decode, encode
 from speedtransfer.errors import InvalidValueError
 
 _CUDA_BYTES = 16  # seed and offset of Philox
+_MT19937_WORDS = 624
 
 
 def state_methods(value: Any) -> tuple[Any, Any]:
@@ -36,6 +37,8 @@ def states_set(objects: dict[str, Any], states: dict[str, Any]) -> Iterator[None
             get, set_to = state_methods(value)
             before[name] = copy.deepcopy(get()), dict(getattr(value, "__dict__", {}))
             try:
+                if isinstance(value, np.random.Generator):
+                    _check_numpy_state(states[name])
                 set_to(states[name])
             except Exception as error:
                 why = " ".join(str(error).split())[:200]
@@ -77,9 +80,27 @@ def decode_generators(node: dict[str, Any], fetch: Fetch) -> tuple[dict[str, Any
     return decode(node["rng"], fetch), {name: decode(state, fetch) for name, state in node["objects"].items()}
 
 
+def _check_numpy_state(state: Any) -> None:
+    """Raise ValueError where a generator of NumPy would read outside of its numbers: it takes any place among them."""
+    kind, inner = state["bit_generator"], state["state"]
+    if kind == "MT19937":
+        place, count = inner["pos"], _MT19937_WORDS
+        if not isinstance(inner["key"], np.ndarray) or inner["key"].shape != (count,):
+            raise ValueError("the state of a generator without its numbers")
+    elif kind == "Philox":
+        place, count = state["buffer_pos"], len(state["buffer"])
+    else:
+        return
+    if type(place) is not int or not 0 <= place <= count:
+        raise ValueError(f"the state of a generator at number {str(place)[:20]} of {count}")
+
+
 def check_rng_states(states: Any) -> None:
     """Raise whatever comes where a generator does not take its state; those of the process stay as they are."""
+    if type(states["python"][2]) not in (float, type(None)):
+        raise TypeError("the state of Python's generator has no number where one belongs")
     random.Random().setstate(states["python"])
+    _check_numpy_state(states["numpy"])
     np.random.RandomState().set_state(states["numpy"])
     torch.Generator().set_state(states["torch"])
     for state in states["cuda"]:

@@ -16,8 +16,27 @@ from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, VocabularyHandle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, take_loaded, way_to_step
+from speedtransfer.optim.leaves import leaves
 from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly, without_rows
+
+# Of torch.optim: each value of a parameter has one in every tensor of its state.
+_BY_VALUE = frozenset(
+    [
+        "Adadelta",
+        "Adagrad",
+        "Adam",
+        "AdamW",
+        "Adamax",
+        "ASGD",
+        "NAdam",
+        "RAdam",
+        "RMSprop",
+        "Rprop",
+        "SGD",
+        "SparseAdam",
+    ]
+)
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -109,6 +128,8 @@ class SavedOptimizer:
         numbers = [number for group in groups for number in group["params"]]
         if counts != [len(shapes) for shapes in node["params"]] or not all(type(n) is int for n in numbers):
             raise ValueError(f"the groups of {name} are not as many as its parameters")
+        if len(set(numbers)) != len(numbers):
+            raise ValueError(f"{name} has a parameter twice")
         # Each parameter with its group as it will be.
         pairs = zip(optimizer.param_groups, groups, strict=True)
         owners = [(p, {**ours, **saved, "params": ours["params"]}) for ours, saved in pairs for p in ours["params"]]
@@ -137,6 +158,8 @@ class SavedOptimizer:
             if param is not None and type(state[number]) is not dict:
                 raise TypeError(f"the state of {name} has a parameter without names of state")
             state[number].update({k: SavedRows(v, readers).values() for k, v in rows.items() if k not in planes})
+            if param is not None:
+                _check_state(optimizer, param, state[number], f"{name}.state[{number}]")
             state[number] = {k: like(v, param) if isinstance(v, Tensor) else v for k, v in state[number].items()}
         self._ready = _tried(optimizer, self._content)
 
@@ -187,6 +210,33 @@ class SavedOptimizer:
             handle.state.adopt(optimizer, planes)
             for key, (plane, _) in handle.state.stored(optimizer.state[handle.param]).items():
                 planes[key].copy_into(handle, plane, advance)
+
+
+def _check_state(optimizer: Optimizer, param: Tensor, state: dict[str, Any], path: str) -> None:
+    """Raise `InvalidValueError` where a tensor has another shape than the optimizer gives it: fused steps do not look.
+
+    What the optimizer has of the parameter says which, and otherwise, for those of torch that update values one by one, that
+    they have one of the shape of the parameter, and single numbers.
+    """
+    handle, current = find_handle(param), optimizer.state.get(param, {})
+    shape = tuple(param.shape) if handle is None else (handle.num_saved, handle.table.dim)
+    by_value = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_VALUE
+    for key, value in leaves(state).items():
+        if not isinstance(value, Tensor):
+            continue
+        found, ours = tuple(value.shape), leaves(current).get(key)
+        if handle is None and isinstance(ours, Tensor):
+            wanted = [tuple(ours.shape)]
+        elif by_value:
+            # Of a table also what a constructor made of no rows.
+            wanted = [(), shape, *([(0, *shape[1:])] if handle is not None else [])]
+        else:
+            continue
+        if found not in wanted and not (value.numel() == 1 and isinstance(ours, Tensor) and ours.numel() == 1):
+            raise InvalidValueError(
+                f"{path}[{key!r}] in the checkpoint is {found} but must be {' or '.join(map(str, wanted))}; load what was "
+                "saved with these parameters"
+            )
 
 
 def _planes_of(

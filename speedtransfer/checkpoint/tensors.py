@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import math
 import os
 import stat
@@ -20,6 +19,7 @@ from speedtransfer.dtypes import SAFETENSORS_NAMES, bits_of
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
+from speedtransfer.untrusted import parse_json
 
 
 class PickedRows:
@@ -187,8 +187,8 @@ class TensorReader:
         if digest.hexdigest() != self.facts["sha256"]:
             raise self._damaged("does not have the checksum that was written")
         try:
-            header = json.loads(self._read(8, bytearray(length)))
-        except (ValueError, RecursionError):
+            header = parse_json(bytes(self._read(8, bytearray(length))))
+        except ValueError:
             header = None
         if header != self.facts["tensors"]:
             raise self._damaged("has another header than the manifest says")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.util
 import itertools
@@ -20,6 +21,7 @@ import torch
 from speedtransfer.cuda import cuda_status
 from speedtransfer.errors import StorageError
 from speedtransfer.system import cache_folder, cpu_model, replace_file
+from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
 from speedtransfer.version import __version__
 
 Direction = Literal["gather", "scatter"]
@@ -175,6 +177,22 @@ def remember(device: torch.device, calibration: Calibration | None) -> None:
     _known[device] = calibration
 
 
+def _checked(point: Point) -> Point:
+    """Return a point of a file; raise ValueError where it is none that could have been measured."""
+    sizes = point.row_bytes, point.num_rows, point.plane_bytes
+    if point.direction not in DIRECTIONS or not all(type(n) is int and 0 < n < 2**63 for n in sizes):
+        raise ValueError(f"no point is {point.direction!r:.40} of sizes {sizes!s:.80}")
+    if not all(isinstance(name, str) and name.isidentifier() for name in point.seconds):
+        raise ValueError("an engine without a name")
+    return dataclasses.replace(point, seconds={name: _positive(s) for name, s in point.seconds.items()})
+
+
+def _positive(value: Any, least: float = 5e-324) -> float:
+    if type(value) not in (int, float) or not (least <= value < math.inf):
+        raise ValueError(f"{value!r:.40} is no time or rate")
+    return float(value)
+
+
 def load(device: torch.device) -> Calibration | None:
     """Return the calibration of this machine and these versions; None where there is none that can be read."""
     machine = machine_of(device)
@@ -183,13 +201,12 @@ def load(device: torch.device) -> Calibration | None:
     except RuntimeError:  # a user without a home
         return None
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        with open_file(path) as file:
+            data = parse_json(file.read(MAX_JSON_BYTES))
         if data["machine"] != machine:
             return None
-        points = [Point(**point) for point in data["points"]]
-        if not all(seconds > 0 for point in points for seconds in point.seconds.values()):
-            raise ValueError("a time is not positive")
-        return Calibration(machine, points, float(data["copy_bytes_per_s"]))
+        points = [_checked(Point(**point)) for point in data["points"]]
+        return Calibration(machine, points, _positive(data["copy_bytes_per_s"], least=0.0))
     except FileNotFoundError:
         return None
     except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.engines.base import check_host_index
+from speedtransfer.engines.base import check_host_index, out_of_range
 from speedtransfer.engines.reference import put_rows, select_rows
 from speedtransfer.jit import Part, compiled_module, run_on_threads
 
@@ -87,13 +88,19 @@ def _move(
     compiled = compiled_module(_COPIES)
     if compiled is None:
         return False
-    ids, parts = index.numpy(), list[Part]()
+    if choose is _scatter_copy:
+        # Ids of a training step come back from the caller, who can have changed them: then nothing is written.
+        check_host_index(index, planes)
+    ids, fault, parts = index.numpy(), np.full(2, -1), list[Part]()
     for plane, dense in zip(planes, rows, strict=True):
         item = plane.element_size()
         places = plane.data_ptr(), plane.stride(0) * item, dense.data_ptr(), dense.shape[1] * item
         if dense.numel():
-            parts.append((choose(compiled, *places, num_bytes), (*places, ids)))
+            parts.append((choose(compiled, *places, num_bytes), (*places, plane.shape[0], ids, fault)))
     run_on_threads(parts, len(ids), num_bytes, (*planes, *rows))
+    place, row = fault.tolist()
+    if place >= 0:
+        raise out_of_range(f"index[{place}]", row, planes[0].shape[0])
     # torch has not seen the writes: views and saved tensors are told, as after an operation in place.
     for tensor in planes if choose is _scatter_copy else rows:
         if not tensor.is_inference():

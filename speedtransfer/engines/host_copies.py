@@ -4,14 +4,17 @@ Two things that torch's copies do not do: rows are asked for some rows ahead, so
 once; and long results are written past the cache ("streaming"), which saves reading every line before it is overwritten.
 
 The copies move rows ``start`` to ``stop``, without the GIL. They are called as
-``copy(plane, stride_bytes, rows, row_bytes, index, start, stop)``: the address of the plane's first row, the distance of its
-rows, the address of the dense rows, the width of both, and the ids as an int64 array.
+``copy(plane, stride_bytes, rows, row_bytes, num_rows, index, fault, start, stop)``: the address of the plane's first row, the
+distance of its rows, the address of the dense rows, the width of both, the rows of the plane, and the ids as an int64 array.
+An id that is no row moves nothing and sets `fault`, two int64, to its place and itself: whatever has been checked before,
+somebody may change the index meanwhile.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
@@ -106,41 +109,93 @@ def _ask_for(plane: int, stride_bytes: int, row_bytes: int, index: Any, j: int, 
 
 
 @compile_function
-def gather(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int) -> None:
+def gather(
+    plane: int,
+    stride_bytes: int,
+    rows: int,
+    row_bytes: int,
+    num_rows: int,
+    index: Any,
+    fault: Any,
+    start: int,
+    stop: int,
+) -> None:
     """Fill dense rows of any width and alignment."""
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        _copy_any(rows + j * row_bytes, plane + index[j] * stride_bytes, row_bytes)
+        row = index[j]
+        if np.uint64(row) >= np.uint64(num_rows):
+            fault[0], fault[1] = j, row
+            continue
+        _copy_any(rows + j * row_bytes, plane + row * stride_bytes, row_bytes)
 
 
 @compile_function
 def gather_streaming_lines(
-    plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
+    plane: int,
+    stride_bytes: int,
+    rows: int,
+    row_bytes: int,
+    num_rows: int,
+    index: Any,
+    fault: Any,
+    start: int,
+    stop: int,
 ) -> None:
     """Fill dense rows, `rows` and `row_bytes` being multiples of a cache line, past the cache."""
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        to, source = rows + j * row_bytes, plane + index[j] * stride_bytes
+        row = index[j]
+        if np.uint64(row) >= np.uint64(num_rows):
+            fault[0], fault[1] = j, row
+            continue
+        to, source = rows + j * row_bytes, plane + row * stride_bytes
         for done in range(0, row_bytes, LINE_BYTES):
             _stream_64(to + done, source + done)
     _fence()  # streaming stores are not ordered with others: finish them before returning
 
 
 @compile_function
-def scatter(plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int) -> None:
+def scatter(
+    plane: int,
+    stride_bytes: int,
+    rows: int,
+    row_bytes: int,
+    num_rows: int,
+    index: Any,
+    fault: Any,
+    start: int,
+    stop: int,
+) -> None:
     """Write dense rows of any width and alignment to the plane."""
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        _copy_any(plane + index[j] * stride_bytes, rows + j * row_bytes, row_bytes)
+        row = index[j]
+        if np.uint64(row) >= np.uint64(num_rows):
+            fault[0], fault[1] = j, row
+            continue
+        _copy_any(plane + row * stride_bytes, rows + j * row_bytes, row_bytes)
 
 
 @compile_function
 def scatter_streaming_lines(
-    plane: int, stride_bytes: int, rows: int, row_bytes: int, index: Any, start: int, stop: int
+    plane: int,
+    stride_bytes: int,
+    rows: int,
+    row_bytes: int,
+    num_rows: int,
+    index: Any,
+    fault: Any,
+    start: int,
+    stop: int,
 ) -> None:
     """Write dense rows, `plane`, `stride_bytes` and `row_bytes` being multiples of a cache line, past the cache."""
     for j in range(start, stop):
-        to, source = plane + index[j] * stride_bytes, rows + j * row_bytes
+        row = index[j]
+        if np.uint64(row) >= np.uint64(num_rows):
+            fault[0], fault[1] = j, row
+            continue
+        to, source = plane + row * stride_bytes, rows + j * row_bytes
         for done in range(0, row_bytes, LINE_BYTES):
             _stream_64(to + done, source + done)
     _fence()

@@ -89,6 +89,11 @@ class History:
         return self.now - self.base
 
     @property
+    def step_bytes(self) -> int:
+        """What a step takes that is remembered."""
+        return 0 if self._shared is None else self._shared.sums.table.strides[0]
+
+    @property
     def horizon(self) -> int:
         """How many of the newest lines a further step changes."""
         return 1 if self._shared is None else self._shared.sums.horizon

@@ -18,6 +18,8 @@ from speedtransfer.idle.unsure import Unsure
 
 # Steps remembered; then every row is caught up.
 _MAX_STEPS = 1 << 16
+# So many are remembered of a table of any size.
+_MIN_STEPS = 1 << 8
 # The same of steps whose sums each further step changes: beta 1 close to 1.
 _MAX_OPEN = 1 << 10
 # The same of steps that rows take one after the other, so that none has to take very many at once.
@@ -39,6 +41,8 @@ class Lag:
         self._rule, self._dtype = rule, dtype
         self._form = rule.taken
         self._history = self._new_history(0)
+        # Of the table: more than it has is not remembered, as all rows are caught up at less cost.
+        self.table_bytes = 1 << 62
         self._before: Any = None  # what the rule needs of the state before a step
         self._unsure: Unsure | None = None  # the newest step, if the host does not know yet whether it was made
 
@@ -175,4 +179,6 @@ class Lag:
         length = history.now - history.base
         if isinstance(history, Replay):
             return length >= _MAX_REPLAYED
+        if length >= _MIN_STEPS and length * history.step_bytes > self.table_bytes:
+            return True
         return length >= _MAX_STEPS or length >= _MAX_OPEN <= history.horizon

@@ -53,6 +53,7 @@ class ActiveRows:
         padding_idx: int | None = None,
         lookup: Any = None,
         features: UsedFeatures | None = None,
+        guarded: bool = True,
     ) -> None:
         self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
         # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
@@ -70,7 +71,7 @@ class ActiveRows:
                 "lookup": lookup,
             }
             taken = None if features is None else features.take
-            self.rows = handle.join(self.rows, self.ids, functools.partial(handle.deposit, **given), taken)
+            self.rows = handle.join(self.rows, self.ids, functools.partial(handle.deposit, **given), taken, guarded)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -152,7 +153,8 @@ def activate(
     rows = handle.rows.read(groups.ids) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
-    return ActiveRows(handle, groups, shape, rows, training, padding_idx, features=features)
+    # Rows that a caller gets to see cannot be changed in place.
+    return ActiveRows(handle, groups, shape, rows, training, padding_idx, None, features, guarded=not padded)
 
 
 def _activate_shards(

@@ -11,6 +11,7 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.eager import uncompiled
 from speedtransfer.engines import gather_rows
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.ticket import Ticket, find_ticket
 from speedtransfer.optim import Handle, VocabularyHandle
@@ -164,13 +165,16 @@ def bag_lookup(
         What ids read that have no row.
     """
     rows, inverse, padding = active.rows, active.inverse, active._groups.found
+    if type(offsets) is Tensor and inverse.dim() == 1:
+        offsets = _checked_offsets(offsets, len(inverse), active._handle)
     if is_padded(active.ids) and active._padding_idx >= 0:
         # The host does not know the place of the padding row: its ids are those of the last place, which no row has.
         padding = active.rows.shape[0] - 1
         inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)
     if beside is not None:
         rows, inverse = beside.beside(rows, inverse)
-    if include_last_offset and padding < 0 and offsets is not None and offsets.dim() == 1 and has_padding:
+    takes_last = include_last_offset and padding < 0 and has_padding
+    if offsets is not None and takes_last and offsets.dim() == 1 and not _reaches_beyond(offsets, len(inverse)):
         # With a padding row the last bag of torch extends to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
     as_sparse = (
@@ -187,3 +191,30 @@ def bag_lookup(
         include_last_offset=include_last_offset,
         padding_idx=padding if padding >= 0 else None,
     )
+
+
+def _reaches_beyond(offsets: Tensor, count: int) -> bool:
+    """Tell whether torch will refuse the last of `offsets`, as far as the host knows."""
+    return not offsets.is_cuda and len(offsets) > 0 and int(offsets[-1]) > count
+
+
+def _checked_offsets(offsets: Tensor, count: int, handle: Handle) -> Tensor:
+    """Return a copy of the offsets of bags of `count` ids, or raise: torch's kernels on the CPU address memory by them."""
+    if offsets.device.type != "cpu" or offsets.dim() != 1 or offsets.dtype not in (torch.int32, torch.int64):
+        return offsets
+    array = offsets.numpy().copy()
+    if not len(array):
+        if count:
+            raise InvalidValueError(
+                f"offsets of {handle} are empty but there are {count} ids; pass where each bag begins, the first at 0"
+            )
+        return offsets
+    # Torch looks at the first and the last.
+    falls = array[1:] < array[:-1]
+    if falls.any():
+        bad = 1 + int(falls.argmax())
+        raise InvalidValueError(
+            f"offsets[{bad}] of {handle} is {array[bad]} after {array[bad - 1]} but bags follow each other; pass offsets that "
+            "begin at 0 and never fall"
+        )
+    return torch.from_numpy(array)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import init
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.eager import uncompiled
@@ -297,16 +296,15 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
     def whole(weight: Any) -> Tensor:
         handle = handle_of(weight)
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
-        # Now: a copy of all rows may be too large.
-        if (trains or not handle.table.writable) and _writes_to(weight, func, args, kwargs):
+        writes = (trains or not handle.table.writable) and _writes_to(weight, func, args, kwargs)
+        if writes:
+            # Now: a copy of all rows may be too large.
             handle.table.check_writable()
-            # Functions of nn.init write without gradients.
-            if getattr(func, "__module__", None) != init.__name__:
-                raise RuntimeError(
-                    f"a leaf Variable that requires grad is being used in an in-place operation: {handle}; write to it under "
-                    "torch.no_grad()"
-                )
-        values = handle.whole_in_graph() if trains else handle.whole(ids)
+        if writes and trains:
+            # A leaf, as the weight: torch says what may be done to one in place.
+            values = handle.whole(ids).detach().requires_grad_()
+        else:
+            values = handle.whole_in_graph() if trains else handle.whole(ids)
         given[id(values)] = weight, values, handle, values._version
         return values
 

@@ -126,8 +126,10 @@ def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
         handle = handle_of(weight)
         if not isinstance(handle, Handle):
-            # Part of a parameter, which raises.
-            handle.gradient()
+            raise InvalidTypeError(
+                f"{handle} is part of one parameter, whose hooks get the gradient of all features at once; register the hook "
+                "on the weight of the MultiEmbedding"
+            )
         with as_tensor():
             return func(weight, *args, **kwargs)
 

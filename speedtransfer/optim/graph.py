@@ -29,7 +29,7 @@ _grad: Any = Tensor.grad
 class TableRows(torch.autograd.Function):
     """Return `values`, rows of a table, as what a graph made of the parameter of its weight.
 
-    Not a leaf of its own: a walk over the graph, and hooks on it, find the parameter. To change the result in place raises.
+    Not a leaf of its own: a walk over the graph, and hooks on it, find the parameter. What is guarded raises if it is changed.
     """
 
     @staticmethod
@@ -41,6 +41,7 @@ class TableRows(torch.autograd.Function):
         ids: Tensor | None,
         deposit: Callable[..., None],
         features: Callable[[], int] | None,
+        guarded: bool,
     ) -> Tensor:
         """Return `values`, ``(n, dim)``, the rows `ids` (n,), or all (None); `deposit` takes their gradient as `grad`."""
         ctx.set_materialize_grads(False)
@@ -48,7 +49,9 @@ class TableRows(torch.autograd.Function):
         ctx.handle, ctx.values, ctx.ids, ctx.num_rows = handle, values, ids, param.shape[0]
         ctx.deposit, ctx.features = deposit, features
         handle.joined.append(weakref.ref(ctx))
-        return values
+        # What returns its argument returns a view, which autograd guards: also where it is used after a write to its memory,
+        # while another thread steps.
+        return values if guarded else values.detach()
 
     @staticmethod
     @uncompiled
@@ -66,7 +69,7 @@ class TableRows(torch.autograd.Function):
                 if grad.is_cuda:
                     _wait_at_end(grad.device)
                 ctx.deposit(grad=grad.to_dense() if grad.is_sparse else grad, features=features)
-        return total, None, None, None, None, None
+        return total, None, None, None, None, None, None
 
 
 def _wait_at_end(device: torch.device) -> None:

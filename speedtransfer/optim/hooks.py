@@ -28,7 +28,7 @@ from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
 from speedtransfer.optim.placeholder import EncodedPlane
-from speedtransfer.optim.probe import Findings, leaves_idle_rows, probe_optimizer
+from speedtransfer.optim.probe import Findings, Known, leaves_idle_rows, one_step, probe_optimizer
 from speedtransfer.optim.reducers import described, exchange_gradients
 from speedtransfer.optim.state import RowState
 
@@ -191,6 +191,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
         exchange_gradients(shared)
         for reducer in shared:
             reducer.before_step()
+    tried: Known = {}
     for handle, group in found:
         if handle.state is not None and handle.state.running:
             # A step within a step, super().step(): it updates the rows that the outer one has.
@@ -205,7 +206,8 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
             handle.check_not_lost(optimizer)
             replicas.check_same_in_all(handle, optimizer)
             # If this raises nothing has changed.
-            _begin_to_train(handle, optimizer, group)
+            with one_step(tried):
+                _begin_to_train(handle, optimizer, group)
         assert handle.state is not None
         if handle.state.is_assumed_otherwise(optimizer, group):
             # Raises or warns if `idle` does not allow that idle rows move now.

@@ -258,14 +258,29 @@ class PendingGradient(Stepping):
         if isinstance(grad, RowGradient):
             return grad.ids, grad.rows
         if grad.is_sparse:
-            grad = grad.coalesce()
-            return grad.indices()[0], grad.values()
+            return self._rows_of_sparse(grad)
         # With exact idle rows a zero gradient and none are the same. After a softmax over all rows, where no row is zero, one
         # column shows that.
         if self.rows.lag is not None or (grad.shape[1] and bool((grad[:, 0] != 0).all())):
             return torch.arange(len(grad), device=grad.device), grad
         ids = (grad != 0).any(dim=1).nonzero().flatten()
         return ids, grad if len(ids) == len(grad) else grad[ids]
+
+    def _rows_of_sparse(self, grad: Tensor) -> tuple[Tensor, Tensor]:
+        # A copy: torch itself checks indices only where a sparse tensor is made, and not always (check_invariants=False).
+        places, shape = grad._indices().clone(), tuple(grad.shape)
+        for at, size in zip(places, shape, strict=False):
+            if len(at) and not (int(at.min()) >= 0 and int(at.max()) < size):
+                raise InvalidValueError(
+                    f"the gradient of {self} is a sparse tensor of shape {shape} with indices from {int(at.min())} to "
+                    f"{int(at.max())}, which are not all in 0 to {size - 1}; make it with check_invariants=True"
+                )
+        grad = torch.sparse_coo_tensor(places, grad._values(), shape, check_invariants=False).coalesce()
+        ids, values = grad.indices()[0], grad.values()
+        if grad.sparse_dim() == 1:
+            return ids, values
+        rows, inverse = ids.unique_consecutive(return_inverse=True)
+        return rows, values.new_zeros(len(rows), shape[1]).index_put_((inverse, grad.indices()[1]), values)
 
     def hooked(self, grad: Tensor) -> Tensor:
         """Return the gradient of the whole table, ``(num_rows, dim)``, as the hooks of the parameter change it."""

@@ -240,10 +240,12 @@ class TableParam:
         ids: Tensor | None,
         deposit: Callable[..., None],
         features: Callable[[], int] | None = None,
+        guarded: bool = True,
     ) -> Tensor:
         """Return `rows`, ``(n, dim)``, as what a graph made of the weight; `deposit` takes their gradient, `grad`.
 
         `ids`, (n,), name the rows; None: all. `features` returns those that the gradient is of.
+        What is `guarded` cannot be changed in place.
         """
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
@@ -251,7 +253,7 @@ class TableParam:
         late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
         leaf = self.anchor.leaf if late else self.param_ref()
         with as_tensor():
-            return TableRows.apply(leaf, rows, self, ids, deposit, features)
+            return TableRows.apply(leaf, rows, self, ids, deposit, features, guarded)
 
     def alive(self) -> list[Any]:
         """Return the nodes by which graphs have rows, of the graphs that are alive."""

@@ -1,45 +1,27 @@
-"""The command ``speedtransfer plan``: what tables take, where they fit, how long a step is; in one process or several."""
+"""The command ``speedtransfer plan``: what tables take, where they fit, how long a step is; in one process or several.
+
+What needs torch is imported when the command runs: ``--help`` answers without it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
 from speedtransfer.errors import InvalidValueError, check_size
-from speedtransfer.nn.sizing import table_size
-from speedtransfer.planning.command_checks import (
-    check_kind,
-    check_lookups,
-    check_number,
-    check_ranks,
-    check_scale_block,
-    check_unique,
-    chosen,
-    whole_rows,
-)
-from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form, forms_for
-from speedtransfer.planning.given_machine import machine_given
-from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.machine_files import load_machines, published_machines
-from speedtransfer.planning.optimizer_name import named, optimizer_given, optimizer_named
-from speedtransfer.planning.plan_files import check_writable, write_text
-from speedtransfer.planning.plan_text import WIDTH, as_renderable
-from speedtransfer.planning.planner import plan as make_plan
-from speedtransfer.planning.prices import read_prices
-from speedtransfer.planning.rank import MEASURES
-from speedtransfer.planning.ranked_workload import rank_machines
-from speedtransfer.planning.shown_ranking import ranking_data, show_ranking
-from speedtransfer.planning.shown_ranks import Rates, show_ranks
-from speedtransfer.planning.shown_size import show_size
-from speedtransfer.planning.workload import make_workload
 
-_COMM_DTYPES = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
+if TYPE_CHECKING:
+    from speedtransfer.planning.machine import Machine
+
+# For the help, which is shown without torch.
+STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
+STATE_NAMES = "float32", "bfloat16", "uint8"
+MEASURE_NAMES = "time", "bandwidth", "device-price", "machine-price", "hour"
+COMM_NAMES = "float32", "bfloat16", "int8"
 _IDLE = {name: name for name in ("auto", "exact", "lazy")}
 # Rates where none is given. Round numbers, not those of a machine.
 ASSUMED_CALL_US, ASSUMED_NETWORK_GBPS, ASSUMED_BUS_GBPS = 50.0, 10.0, 20.0
@@ -67,11 +49,13 @@ def plan(
     ] = "AdamW",
     storage_dtype: Annotated[
         str | None,
-        typer.Option("--storage-dtype", "--storage", help=f"Of rows: {', '.join(STORAGE)}.", show_default="several"),
+        typer.Option(
+            "--storage-dtype", "--storage", help=f"Of rows: {', '.join(STORAGE_NAMES)}.", show_default="several"
+        ),
     ] = None,
     state_dtype: Annotated[
         str | None,
-        typer.Option("--state-dtype", "--state", help=f"Of state: {', '.join(STATE)}.", show_default="several"),
+        typer.Option("--state-dtype", "--state", help=f"Of state: {', '.join(STATE_NAMES)}.", show_default="several"),
     ] = None,
     scale_block: Annotated[
         int | None, typer.Option(help="Columns that share a scale of float8 rows.", show_default="128")
@@ -107,7 +91,7 @@ def plan(
         ),
     ] = False,
     by: Annotated[
-        str | None, typer.Option(help=f"Order of --rank: {', '.join(MEASURES)}.", show_default="time")
+        str | None, typer.Option(help=f"Order of --rank: {', '.join(MEASURE_NAMES)}.", show_default="time")
     ] = None,
     devices: Annotated[int | None, typer.Option(help="GPUs of each machine ranked.", show_default="its own")] = None,
     prices: Annotated[
@@ -119,7 +103,7 @@ def plan(
         float | None,
         typer.Option(help="Distinct rows of all processes over the sum of those of each.", show_default="by --zipf"),
     ] = None,
-    comm_dtype: Annotated[str, typer.Option(help=f"Of gradients sent: {', '.join(_COMM_DTYPES)}.")] = "float32",
+    comm_dtype: Annotated[str, typer.Option(help=f"Of gradients sent: {', '.join(COMM_NAMES)}.")] = "float32",
     call_us: Annotated[float, typer.Option(help="Latency of a collective call, microseconds.")] = ASSUMED_CALL_US,
     network_gbps: Annotated[
         float, typer.Option(help="What one process can send to others, 1e9 bytes a second.")
@@ -135,6 +119,34 @@ def plan(
     command computes what several processes hold and send; the default rates of
     links between processes are round numbers, not those of a machine.
     """
+    import torch
+    from rich.console import Console
+
+    from speedtransfer.nn.sizing import table_size
+    from speedtransfer.planning.command_checks import (
+        check_kind,
+        check_lookups,
+        check_number,
+        check_ranks,
+        check_scale_block,
+        check_unique,
+        chosen,
+        whole_rows,
+    )
+    from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form, forms_for
+    from speedtransfer.planning.optimizer_name import named, optimizer_given, optimizer_named
+    from speedtransfer.planning.plan_files import check_writable
+    from speedtransfer.planning.plan_text import WIDTH, as_renderable
+    from speedtransfer.planning.planner import plan as make_plan
+    from speedtransfer.planning.prices import read_prices
+    from speedtransfer.planning.rank import MEASURES
+    from speedtransfer.planning.ranked_workload import rank_machines
+    from speedtransfer.planning.shown_ranking import ranking_data, show_ranking
+    from speedtransfer.planning.shown_ranks import Rates, show_ranks
+    from speedtransfer.planning.shown_size import show_size
+    from speedtransfer.planning.workload import make_workload
+
+    comm_dtypes = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
     counts = [whole_rows(each) for each in rows]
     dims = [check_size(each, "--dim", 1) for each in dim]
     if len(dims) not in (1, len(counts)):
@@ -153,7 +165,7 @@ def plan(
     check_number("--dense-ms", dense_ms, zero=True)
     check_number("--network-gbps", network_gbps)
     check_number("--bus-gbps", bus_gbps)
-    comm = chosen("--comm-dtype", comm_dtype, _COMM_DTYPES)
+    comm = chosen("--comm-dtype", comm_dtype, comm_dtypes)
     make = optimizer_named(optimizer)
     asked = None if per_sample is None else round(per_sample * samples)
     unique = check_unique(unique, asked, counts, zipf)
@@ -233,11 +245,16 @@ def _write(json: str | None, data: dict[str, Any], show: Callable[[], None]) -> 
         return
     show()
     if json is not None:
+        from speedtransfer.planning.plan_files import write_text
+
         write_text(Path(json), text + "\n")
 
 
 def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Machine]:
     """Return the machines to rank, those known and those of a file; what is given is for those whose own is not known."""
+    from speedtransfer.planning.given_machine import machine_given
+    from speedtransfer.planning.machine_files import load_machines, published_machines
+
     more = [] if machine is None else load_machines(machine)
     found = {each.name: each for each in [*published_machines(), *more]}
     given = []

@@ -6,7 +6,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, TypeVar
 
-from speedtransfer.errors import InvalidValueError, StorageError, suggest
+from speedtransfer.errors import InvalidValueError, StorageError, printable, suggest
+from speedtransfer.untrusted import open_file
 
 _MOST_BYTES = 1 << 20
 _KINDS = {"scalar": "a single value", "sequence": "a list", "mapping": "a mapping"}
@@ -74,6 +75,10 @@ class YamlMapping:
             )
         if node.tag.startswith("tag:yaml.org,2002:python") or node.tag.startswith("!"):
             raise self._at(node, f"{key} has the tag {node.tag!r}, which is not allowed here; remove it")
+        if printable(" ".join(node.value.split())) != " ".join(node.value.split()):
+            raise self._at(
+                node, f"{key} is {node.value!r}, which a terminal would not show but carry out; write plain text"
+            )
         return str(node.value)
 
     def parsed(self, key: str, parse: Callable[[str], _T]) -> _T | None:
@@ -119,13 +124,16 @@ def read_yaml(path: Path, what: str) -> YamlMapping:
 
     file = str(path)
     try:
-        data = path.read_bytes() if path.is_file() else None
+        data = None
+        if path.is_file():
+            with open_file(path) as opened:
+                data = opened.read(_MOST_BYTES + 1)
     except OSError as error:
         raise StorageError(f"cannot read {file!r} ({error.strerror}); choose a file that you may read") from error
     if data is None:
         raise StorageError(f"{file!r} is no file that is there; check the path")
     if len(data) > _MOST_BYTES:
-        raise InvalidValueError(f"{file} has {len(data):,} bytes, too many for {what}; check the path")
+        raise InvalidValueError(f"{file} has {path.stat().st_size:,} bytes, too many for {what}; check the path")
     try:
         node = yaml.compose(data.decode("utf-8-sig"), Loader=yaml.SafeLoader)
     except UnicodeDecodeError as error:

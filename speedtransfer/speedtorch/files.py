@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,7 @@ from speedtransfer.dtypes import NO_NUMPY_DTYPES
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.system import replace_file
 from speedtransfer.tables import PathLike, plane_chunks
+from speedtransfer.untrusted import check_file, open_file
 
 
 def npy_path(path: PathLike) -> Path:
@@ -62,11 +61,14 @@ def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
         The file is missing, truncated, another format, or holds Python objects.
     """
     try:
+        check_file(path)
         array = np.load(path, mmap_mode="r+" if writable else "c", allow_pickle=False)
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        reason = " ".join(str(error).split())
+    except Exception as error:  # its header is read as a literal of Python, which fails in many ways
+        reason = _reason(error)
         raise StorageError(f"{os.fspath(path)!r} is not a .npy file of numbers ({reason}); write it again") from error
     if not isinstance(array, np.ndarray):
         array.close()
@@ -92,11 +94,19 @@ def read_torch(path: PathLike) -> Any:
         The file is missing, truncated, another format, or holds other objects.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with open_file(path) as file:
+            return torch.load(file, map_location="cpu", weights_only=True)
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle raises anything
         raise StorageError(
-            f"{os.fspath(path)!r} is not a file of tensors by torch.save ({reason}); write it again"
+            f"{os.fspath(path)!r} is not a file of tensors by torch.save ({_reason(error)}); write it again"
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -28,6 +28,7 @@ from speedtransfer.errors import (
     suggest,
 )
 from speedtransfer.system import replace_file
+from speedtransfer.untrusted import open_file
 
 _MAX_SIZE = 2**63 - 1
 # The number of rows and the end of the values may become that much longer in a header of safetensors.
@@ -143,7 +144,7 @@ def read_header(path: Path, key: str | None = None) -> tuple[torch.dtype, tuple[
 
 def open_header(path: Path) -> Header:
     """Return the header of the file at `path`; raise `StorageError` where there is none."""
-    with _as_storage_error(path), open(path, "rb") as file:
+    with _as_storage_error(path), open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         if path.suffix == ".npy":
             dtype, shape, offset = _read_npy(file)
@@ -161,13 +162,16 @@ def find_tensor(
     """Return where the file at `path` has the tensor `key` (by default the only one, or "weight"), of one of `dtypes`."""
     with _as_storage_error(path):
         found = _find(path, header, key, dtypes)
-    if any(n < 0 for n in found.shape) or max(found.shape, default=0) > _MAX_SIZE:
+    if any(n < 0 for n in found.shape):
         raise StorageError(f"{str(path)!r} has a header of shape {found.shape}, which no array has; write it again")
     need = found.offset + math.prod(found.shape) * found.dtype.itemsize
     if need > header.size:
         raise StorageError(
             f"{str(path)!r} is truncated: {header.size} bytes, but its header promises {need}; write it again"
         )
+    # Of none that has bytes: they are in the file.
+    if math.prod(max(n, 1) for n in found.shape) >= safetensors_io.MAX_VALUES:
+        raise StorageError(f"{str(path)!r} has a header of shape {found.shape}, which no array has; write it again")
     return found
 
 
@@ -235,7 +239,8 @@ def open_mapped(path: Path, writable: bool, key: str | None = None) -> tuple[Ten
     dtype, shape, offset = read_header(path, key)
     try:
         # "c" maps privately: torch wants writable memory, and the file stays as it is.
-        return map_tensor(path, offset, shape, dtype, "r+" if writable else "c")
+        with open_file(path, "r+b" if writable else "rb") as file:
+            return map_tensor(file, offset, shape, dtype, "r+" if writable else "c")
     except OSError as error:
         raise StorageError(f"cannot map {str(path)!r} ({error.strerror}); check that you may write to it") from error
 

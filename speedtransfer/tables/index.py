@@ -18,7 +18,7 @@ _MARK_ROWS = 64  # up to so many rows of the table for each one named, marking t
 
 
 def as_index(
-    index: Any, num_rows: int, device: torch.device, check: bool = True
+    index: Any, num_rows: int, device: torch.device, check: bool = True, own: bool = False
 ) -> tuple[Tensor, tuple[int, ...], bool]:
     """Return `index` as a contiguous 1-D int64 tensor, its shape, and whether its values are known to be in range.
 
@@ -35,6 +35,8 @@ def as_index(
         The compute device.
     check : bool
         False: the caller checks whether values on the host are in range.
+    own : bool
+        Copy what is given on the host, so that nobody changes it once it is checked.
 
     Raises
     ------
@@ -62,6 +64,8 @@ def as_index(
     if flat.dtype != torch.int64 or flat.device != where:
         flat = flat.to(device=where, dtype=torch.int64)
     flat = flat.reshape(-1).contiguous()
+    if own and on_host:
+        flat = flat.clone()
     if on_host and check:
         check_bounds(flat, num_rows, given)
     return flat, tuple(tensor.shape), on_host and check

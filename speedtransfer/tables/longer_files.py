@@ -16,6 +16,7 @@ from speedtransfer import safetensors_io
 from speedtransfer.dtypes import NUMPY_OF_TORCH
 from speedtransfer.errors import StorageError
 from speedtransfer.tables import files
+from speedtransfer.untrusted import open_file
 
 
 class LongerFile(NamedTuple):
@@ -44,7 +45,7 @@ class LongerFile(NamedTuple):
 
     def lengthen(self) -> None:
         """Add zeroed rows to the file, which its header does not show yet."""
-        with open(self.path, "r+b") as file:
+        with open_file(self.path, "r+b") as file:
             # Bytes that belong to no row are not to become one.
             if os.fstat(file.fileno()).st_size > self.end:
                 file.truncate(self.end)
@@ -52,13 +53,13 @@ class LongerFile(NamedTuple):
 
     def shorten(self) -> None:
         """Take away again what the header does not show."""
-        with contextlib.suppress(OSError, StorageError), open(self.path, "r+b") as file:
+        with contextlib.suppress(OSError, StorageError), open_file(self.path, "r+b") as file:
             if file.seek(self.at) == self.at and file.read(len(self.header)) != self.header:
                 file.truncate(self.end)
 
     def show(self) -> None:
         """Write the header: a process that is killed has written all of it, or nothing."""
-        with open(self.path, "r+b", buffering=0) as file:
+        with open_file(self.path, "r+b") as file:
             file.seek(self.at)
             file.write(self.header)
 
@@ -76,7 +77,7 @@ def plan_growth(path: Path, key: str | None, num_rows: int) -> LongerFile:
     row_bytes = math.prod(stored.shape[1:]) * stored.dtype.itemsize
     end, size = stored.offset + stored.shape[0] * row_bytes, stored.offset + num_rows * row_bytes
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             before = file.read(header.offset)
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error

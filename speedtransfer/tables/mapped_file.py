@@ -20,6 +20,7 @@ from speedtransfer.tables.longer_files import LongerFile, plan_growth
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.records import Block
 from speedtransfer.tables.reserved import NamelessMap, OpenFile
+from speedtransfer.tables.write_lock import WriteLock, lock_for_writing
 
 
 class MmapMemory(Memory):
@@ -44,6 +45,7 @@ class MmapMemory(Memory):
         self._folder = self.path.parent
         self._weight_map: np.memmap | None = None
         self._key: str | None = None
+        self._lock: WriteLock | None = None
         # Of nameless files that can become longer, by the address where they are.
         self._maps = weakref.WeakValueDictionary[int, NamelessMap]()
 
@@ -87,9 +89,9 @@ class MmapMemory(Memory):
             ) from error
 
     def open(self, key: str | None = None) -> Tensor:
-        """Return the weight plane that the file at `path` holds already."""
+        """Return the weight plane that the file at `path` holds already; no other process may write to it."""
         assert self.path is not None
-        self._key = key
+        self._key, self._lock = key, lock_for_writing(self.path)
         weight, self._weight_map = files.open_mapped(self.path, writable=True, key=key)
         page_advice.expect_random_rows(self._weight_map)
         return weight

@@ -17,6 +17,7 @@ from speedtransfer.tables import files, page_advice, spans
 from speedtransfer.tables.memories import Memory, PageableMemory
 from speedtransfer.tables.parts import Parts, PartsEngine
 from speedtransfer.tables.sources import Source
+from speedtransfer.untrusted import open_file
 
 # The plane of the scales of float8 rows.
 SCALES = "weight" + SCALE
@@ -135,7 +136,7 @@ def _constant(sources: Sequence[Source], counts: Sequence[int]) -> Tensor | Part
         return PageableMemory(torch.device("cpu")).allocate(SCALES, 0, 1, sources[0].dtype)
     values = []
     for source in sources:
-        with open(source.path, "rb") as file:
+        with open_file(source.path) as file:
             file.seek(source.offset)
             values.append(file.read(source.dtype.itemsize))
     with torch.inference_mode(False):

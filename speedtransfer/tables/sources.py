@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
 from speedtransfer.tables import files
+from speedtransfer.untrusted import MAX_JSON_BYTES, is_plain_name, open_file, parse_json
 
 NUMBER = "{}"  # in the name of a tensor: any number
 INDEX = ".safetensors.index.json"
@@ -149,9 +149,19 @@ def _is_file_name(text: str) -> bool:
 
 def _weight_map(path: Path) -> dict[str, str]:
     try:
-        found = json.loads(path.read_bytes())["weight_map"]
+        with open_file(path) as file:
+            data = file.read(MAX_JSON_BYTES + 1)
+        if len(data) > MAX_JSON_BYTES:
+            raise ValueError(f"over {MAX_JSON_BYTES} bytes")
+        found = parse_json(data)["weight_map"]
         if not all(isinstance(text, str) for item in found.items() for text in item):
             raise TypeError("its weight_map names no files")
+        # As published ones do. Others would make a table of any file that whoever opens the index may read.
+        outside = next((name for name in found.values() if not is_plain_name(name)), None)
+        if outside is not None:
+            raise ValueError(f"it names {outside[:100]!r}, which is no file of its folder")
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
     except Exception as error:  # whatever the parser of JSON throws at rubbish

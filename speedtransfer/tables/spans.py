@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.once import once
+from speedtransfer.untrusted import open_file
 
 # The mmap module has no MAP_FIXED, and MAP_NORESERVE of Python 3.13 on; the numbers are those of <sys/mman.h>.
 _MAP_FIXED = 0x10
@@ -125,7 +126,7 @@ def whole_pages(num_bytes: int) -> int:
 
 def _opened(path: Path) -> Any:
     try:
-        return open(path, "rb")
+        return open_file(path)
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
 

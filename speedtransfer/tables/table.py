@@ -253,7 +253,7 @@ class Table(Saving):
         by_plane: Mapping[str, Any] = rows if isinstance(rows, Mapping) else {"weight": rows}
         stored = [self._planes[self._check_plane(name)] for name in by_plane]
         if check:
-            flat, shape, checked = as_index(index, self.num_rows, self.device)
+            flat, shape, checked = as_index(index, self.num_rows, self.device, own=True)
             check_distinct(flat, self.num_rows, index, checked)
             index = flat
             values = []

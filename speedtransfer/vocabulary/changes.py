@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.tables import PathLike, files, row_chunks
+from speedtransfer.untrusted import parse_json
 from speedtransfer.vocabulary.initial import Initial, check_initial
 
 _FORMAT = "speedtransfer.changes"
@@ -89,7 +90,7 @@ class Changes(NamedTuple):
         try:
             if (metadata.get("format"), metadata.get("version")) != (_FORMAT, "1"):
                 raise ValueError(f"format {metadata.get('format')!r}, version {metadata.get('version')!r}")
-            numbers: dict[str, Any] = {name: json.loads(metadata[name]) for name in _NUMBERS}
+            numbers: dict[str, Any] = {name: parse_json(metadata[name].encode()) for name in _NUMBERS}
             if numbers["initial"] is not None:
                 numbers["initial"] = check_initial(numbers["initial"])
             kinds = {name: _FLOATS if name in ("rows", "reserved") else (torch.int64,) for name in _TENSORS}

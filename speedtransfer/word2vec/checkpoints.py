@@ -112,17 +112,19 @@ class Checkpoints(Callback):
         Table files of the saved run are replaced: they may be ahead of the checkpoint. With `own_tables` those in
         `settings.path` are such files, wherever they were when they were saved.
         """
-        settings = self.complete(settings)
-        self._check_corpus(corpus)
+        with manifest.damage_told(self.path / manifest.NAME):
+            settings = self.complete(settings)
+            self._check_corpus(corpus)
         if own_tables or self._facts["settings"]["path"] == _comparable(settings)["path"]:
             self._remove_tables(settings)
         trainer = Trainer(corpus, settings)
         try:
             load_checkpoint(self.path, trainer.model, trainer.optimizer, progress=False)
+            with manifest.damage_told(self.path / manifest.NAME):
+                trainer.load_state(self._facts["training"])
         except BaseException:
             trainer.discard()
             raise
-        trainer.load_state(self._facts["training"])
         self._saved_step = trainer.step
         share = trainer.step / trainer.num_steps
         progress.log(f"resumed at {share:.0%} (epoch {trainer.epoch} of {settings.epochs}) from {str(self.path)!r}")

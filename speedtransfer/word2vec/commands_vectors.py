@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, printable
 
 if TYPE_CHECKING:
     import numpy as np
@@ -105,7 +105,8 @@ def evaluate(
             shown = ", ".join(result.unknown_words[:_SHOW_UNKNOWN])
             more = len(result.unknown_words) - _SHOW_UNKNOWN
             count = len(result.unknown_words)
-            typer.echo(f"{result.name}: {count} unknown words: {shown}{f' and {more} more' if more > 0 else ''}")
+            more_words = f" and {more} more" if more > 0 else ""
+            typer.echo(printable(f"{result.name}: {count} unknown words: {shown}{more_words}"))
 
 
 def _similarity_table(results: list[Similarity]) -> Table:
@@ -117,7 +118,7 @@ def _similarity_table(results: list[Similarity]) -> Table:
     for one in results:
         low, high = one.interval
         table.add_row(
-            one.name, f"{one.num_pairs:,}", f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", f"{one.spearman:.4f}",
+            printable(one.name), f"{one.num_pairs:,}", f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", f"{one.spearman:.4f}",
             f"{low:.3f} to {high:.3f}", f"{one.pearson:.4f}",
         )  # fmt: skip
     return table
@@ -126,7 +127,7 @@ def _similarity_table(results: list[Similarity]) -> Table:
 def _analogy_table(result: Analogies) -> Table:
     from rich.table import Table
 
-    table = Table(result.name, box=None)
+    table = Table(printable(result.name), box=None)
     for title in ("correct", "questions", "accuracy", "95% interval"):
         table.add_column(title, justify="right")
     for section in result.sections:
@@ -139,11 +140,12 @@ def _analogy_table(result: Analogies) -> Table:
 
 
 def _analogy_cells(section: Section) -> tuple[Any, ...]:
+    name = printable(section.name)
     if section.accuracy is None:
-        return section.name, "0", "0", "-", "-"
+        return name, "0", "0", "-", "-"
     low, high = section.interval
     counts = f"{len(section.correct):,}", f"{section.num_questions:,}"
-    return section.name, *counts, f"{section.accuracy:.4f}", f"{low:.3f} to {high:.3f}"
+    return name, *counts, f"{section.accuracy:.4f}", f"{low:.3f} to {high:.3f}"
 
 
 def nearest(
@@ -158,7 +160,7 @@ def nearest(
     loaded = _load(vectors)
     unseen = _unseen(vectors, words, loaded)
     for word in words:
-        typer.echo(f"{word}: {_listed(loaded.most_similar(unseen.get(word, word), number))}")
+        typer.echo(printable(f"{word}: {_listed(loaded.most_similar(unseen.get(word, word), number))}"))
 
 
 def _listed(found: list[tuple[str, float]]) -> str:
@@ -174,7 +176,7 @@ def analogy(
 ) -> None:
     """A is to B as C is to what? Show the nearest answers, with their cosines."""
     loaded = _load(vectors)
-    typer.echo(f"{a} : {b} = {c} : {_listed(loaded.analogy(a, b, c, number))}")
+    typer.echo(printable(f"{a} : {b} = {c} : {_listed(loaded.analogy(a, b, c, number))}"))
 
 
 def plot(
@@ -195,7 +197,7 @@ def plot(
     _check_new(output, overwrite)
     given = None if words is None else [word.strip() for word in words.split(",") if word.strip()]
     draw(_load(vectors), output, number, words=given)
-    typer.echo(f"picture: {output}")
+    typer.echo(printable(f"picture: {output}"))
 
 
 def convert(
@@ -216,4 +218,4 @@ def convert(
     _check_new(target, overwrite)
     loaded = _load(source, max_words)
     loaded.save(target)
-    typer.echo(f"{len(loaded):,} words, dim {loaded.dim}: {target}")
+    typer.echo(printable(f"{len(loaded):,} words, dim {loaded.dim}: {target}"))

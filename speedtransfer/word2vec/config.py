@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import os
 import re
 import sys
@@ -11,7 +10,8 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
+from speedtransfer.untrusted import open_file, parse_json
 from speedtransfer.word2vec.settings import SETTINGS, Settings, check_setting
 
 if sys.version_info >= (3, 11):
@@ -19,6 +19,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+
+_MOST_BYTES = 1 << 20
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -89,7 +91,13 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_bytes().decode("utf-8")
+        with open_file(path) as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise InvalidValueError(f"config {str(path)!r} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
+        text = data.decode("utf-8")
+    except SpeedtransferError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read config {str(path)!r} ({error.strerror}); check the path") from error
     except UnicodeDecodeError as error:
@@ -97,11 +105,11 @@ def _parse(path: Path) -> dict[str, Any]:
     if path.suffix != ".json":
         try:
             return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, RecursionError) as error:
             raise InvalidValueError(f"config {str(path)!r} is no TOML: {error}; fix it") from None
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(data)
+    except ValueError as error:
         raise InvalidValueError(f"config {str(path)!r} is no JSON: {error}; pass the settings.json of a run") from None
     settings = content.get("settings") if isinstance(content, dict) else None
     if not isinstance(settings, dict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import json
 import os
 import shlex
 from collections.abc import Callable
@@ -11,7 +10,8 @@ from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 
-from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.errors import InvalidValueError, format_bytes, printable
+from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
 from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.formats import VECTORS
 from speedtransfer.word2vec.output import PICTURE, OutputFolder
@@ -81,16 +81,17 @@ def run_demo(
             show(f"  {word:8} -> {', '.join(near for near, _ in vectors.most_similar(word, 6))}")
     to_device, back = trainer.moved_bytes
     show(f"rows moved: {format_bytes(to_device)} to the compute device, {format_bytes(back)} back")
-    show(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)")
-    show(f"picture: {picture}")
-    show(f"next: speedtransfer word2vec {NEXT.format(shlex.quote(str(folder.path)))}")
+    show(printable(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)"))
+    show(printable(f"picture: {picture}"))
+    show(printable(f"next: speedtransfer word2vec {NEXT.format(shlex.quote(str(folder.path)))}"))
     return trainer
 
 
 def _is_of_demo(folder: Path) -> bool:
     """Return whether the settings in `folder` name the shipped corpus."""
     try:
-        facts = json.loads((folder / SETTINGS_FILE).read_bytes())
+        with open_file(folder / SETTINGS_FILE) as file:
+            facts = parse_json(file.read(MAX_JSON_BYTES))
     except (OSError, ValueError):
         return False
     return isinstance(facts, dict) and facts.get("corpus") == CORPUS

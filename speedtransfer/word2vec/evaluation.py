@@ -5,6 +5,7 @@ The figures are those that gensim's `evaluate_word_pairs` and `evaluate_word_ana
 
 from __future__ import annotations
 
+import io
 import math
 import os
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
+from speedtransfer.untrusted import open_file
 from speedtransfer.word2vec.evaluation_results import Analogies, Question, Section, Similarity
 from speedtransfer.word2vec.lookup import answer_analogies, lengths
 from speedtransfer.word2vec.vectors import Vectors
@@ -67,7 +69,10 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
     """
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:
+            text = file.read()
+    except StorageError:
+        raise
     except UnicodeDecodeError as error:
         raise StorageError(f"{str(path)!r} is no UTF-8 text ({error}); pass a text file") from None
     except OSError as error:

@@ -16,6 +16,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
+from speedtransfer.untrusted import check_file
 from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.formats_text import (
     ROWS_AT_ONCE,
@@ -131,8 +132,11 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
     """Read what gensim saved: `KeyedVectors`, or a model that has them as `wv`. Raises StorageError where it cannot."""
     keyedvectors = import_gensim()
     try:
+        check_file(path)
         loaded = keyedvectors.utils.SaveLoad.load(str(path))
         words, matrix, counts = from_keyed_vectors(loaded)
+    except StorageError:
+        raise
     except OSError as error:
         raise StorageError(f"cannot read {str(path)!r} ({error.strerror or error}); check the path") from error
     except Exception as error:  # a damaged pickle raises anything
@@ -142,13 +146,14 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
 
 
 _TEXT = Format(write_text, read_text)
+_PICKLED = ".kv"
 FORMATS = {
     ".txt": _TEXT,
     ".vec": _TEXT,
     ".bin": Format(write_binary, read_binary),
     ".safetensors": Format(write_safetensors, read_safetensors, packed=False),
     ".glove": Format(write_glove, read_text),
-    ".kv": Format(write_gensim, read_gensim, import_gensim, packed=False),
+    _PICKLED: Format(write_gensim, read_gensim, import_gensim, packed=False),
 }
 
 
@@ -180,19 +185,28 @@ def check_format(name: str) -> str:
 
 
 def find_vectors(path: str | os.PathLike[str]) -> Path:
-    """Return the vector file that `path` means, itself or the one in the folder of a run; raise where there is none."""
+    """Return the vector file that `path` means, itself or the one in the folder of a run; raise where there is none.
+
+    A pickle is opened only where it is named itself: whoever names a folder need not know what it holds.
+    """
     path = Path(path)
     if not path.exists() and path.suffix not in (*FORMATS, ".gz"):
         raise StorageError(f"{str(path)!r} does not exist; pass a file of vectors, or the folder of a run")
     if path.is_dir():
         for suffix in FORMATS:
-            if (path / (VECTORS + suffix)).exists():
+            if suffix != _PICKLED and (path / (VECTORS + suffix)).exists():
                 return path / (VECTORS + suffix)
+        pickled = path / (VECTORS + _PICKLED)
+        if pickled.exists():
+            raise StorageError(
+                f"folder {str(path)!r} holds no vectors but {pickled.name!r}, a pickle, which can run any code; pass "
+                f"{str(pickled)!r} itself if you trust it"
+            )
         raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
     return path
 
 
 def find_ngrams(path: str | os.PathLike[str]) -> Path | None:
     """Return the file of n-gram vectors beside the vectors at `path`, a file or the folder of a run; None without one."""
-    found = find_vectors(path).with_name(NGRAMS)
+    found = Path(path, NGRAMS) if os.path.isdir(path) else find_vectors(path).with_name(NGRAMS)
     return found if found.exists() else None

@@ -16,13 +16,16 @@ import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
+from speedtransfer.untrusted import open_file
 
 HEADER_BYTES = 100  # a header is shorter
 ROWS_AT_ONCE = 4096
 _MOST_PACKED = 1032  # deflate makes nothing smaller than this share of it
 _WORD_BYTES = 100_000  # a longer "word" means that the reader is lost
 _BYTES_AT_ONCE = 1 << 20
-_MAX_DIM = 2**31
+_MAX_DIM = 2**24
+_NUMBER_BYTES = 64  # a number takes fewer on the average, a space too
+_FIRST_LINE_BYTES = 1 << 24  # of a file without a header, which does not say how many numbers a line has
 _MEASURED_LINES = 1000
 
 
@@ -60,7 +63,7 @@ def encode(word: str) -> bytes:
 def reading(path: Path) -> Iterator[BinaryIO]:
     """Open `path`, unpacked where it ends in .gz; what fails while it is read is a StorageError."""
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as file:
             if path.suffix == ".gz":
                 with gzip.open(file) as unpacked:
                     yield cast(BinaryIO, unpacked)
@@ -147,7 +150,10 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
         num_words = promised if max_words is None else min(promised, max_words)
         words: list[str] = []
         matrix = np.empty((num_words, dim), dtype=np.float32)
-        lines = ((n, line) for n, line in enumerate(file, start=1 + header) if not line.isspace())
+        longest = _WORD_BYTES + _NUMBER_BYTES * dim if header else _FIRST_LINE_BYTES
+        lines = (
+            (n, line) for n, line in enumerate(_lines(file, path, longest), start=1 + header) if not line.isspace()
+        )
         for number, line in itertools.islice(lines, num_words):
             try:
                 word, values = _split(line, dim)
@@ -169,10 +175,20 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
 def _measure(path: Path) -> tuple[int, int]:
     """Return how many lines that are not blank a file without a header has, and the numbers that most of the first have."""
     with reading(path) as file:
-        lines = (line for line in file if not line.isspace())
+        lines = (line for line in _lines(file, path, _FIRST_LINE_BYTES) if not line.isspace())
         found = collections.Counter(map(_count_numbers, itertools.islice(lines, _MEASURED_LINES)))
         # Of two that are as frequent the one met first.
         return found.total() + sum(1 for _ in lines), found.most_common(1)[0][0]
+
+
+def _lines(file: BinaryIO, path: Path, longest: int) -> Iterator[bytes]:
+    """Yield the lines of a file, which a packed one of a few bytes could make as long as the memory."""
+    while line := file.readline(longest):
+        if len(line) == longest and not line.endswith(b"\n"):
+            raise StorageError(
+                f"{str(path)!r} has a line of over {longest} bytes, which no word and vector take; get it again"
+            )
+        yield line
 
 
 def _count_numbers(line: bytes) -> int:

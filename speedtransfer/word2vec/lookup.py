@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, printable
 
 # Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
 _SUGGEST_FROM = 50_000
@@ -33,7 +33,9 @@ class UnknownWordError(InvalidValueError, KeyError):
         super().__init__(message)
         self.words = tuple(words)
 
-    __str__ = Exception.__str__  # KeyError shows its message in quotes
+    def __str__(self) -> str:
+        """Return the message, which KeyError would show in quotes."""
+        return printable(Exception.__str__(self))
 
 
 def check_counts(counts: Any, num_words: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.system import keep_mode
 from speedtransfer.word2vec.formats import FORMATS, NGRAMS, VECTORS
 
 VOCABULARY = "vocab.txt"
@@ -130,6 +131,7 @@ class OutputFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             written = os.listdir(self.staging)
             for name in written:
+                keep_mode(self.staging / name, self.path / name)
                 os.replace(self.staging / name, self.path / name)
             for name in OWN_FILES.difference(written):
                 (self.path / name).unlink(missing_ok=True)

@@ -9,6 +9,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from speedtransfer.errors import printable
+
 LINE_EVERY_S = 10.0
 
 
@@ -57,7 +59,7 @@ class TrainingProgress:
 
     def log(self, text: str) -> None:
         """Write a line, above the bar if there is one."""
-        self._console.print(text, markup=False)
+        self._console.print(printable(text), markup=False)
 
     def reading(self, num_words: int) -> None:
         """Show that `num_words` words of the corpus have been read."""

@@ -22,7 +22,7 @@ import torch
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
+from speedtransfer.errors import InvalidValueError, StorageError, format_bytes, printable
 from speedtransfer.ranks import is_first, joined
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
@@ -121,9 +121,9 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
         f"{trainer.words_per_s:,.0f} words/s, loss {format_loss(trainer.loss)}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )
-    show(f"vectors: {folder / (VECTORS + suffix)}")
+    show(printable(f"vectors: {folder / (VECTORS + suffix)}"))
     if trainer.settings.buckets:
-        show(f"n-grams: {folder / NGRAMS}, for words outside the vocabulary")
+        show(printable(f"n-grams: {folder / NGRAMS}, for words outside the vocabulary"))
 
 
 def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, log: Callable[[str], None]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from speedtransfer.jit import compile_function
 _FIRST_WORDS = 1 << 15
 _WORDS_AT_ONCE = 1 << 12  # between two passes: what they share stays in the cache
 _PRIME = 0x1E3779B97F4A7C15  # odd and without pattern, as Fibonacci hashing has it
+_32 = np.uint64(32)
 _LONG, _NOT_LONG = -(1 << 63), 1 << 62  # 10 in the highest bits: the middle of a character
 
 
@@ -34,9 +36,16 @@ def _wide_space_bytes(data: Any, at: int) -> int:
 
 
 @njit(inline="always")
-def _slot(key: int, num_slots: int) -> int:
-    mixed = key * _PRIME
-    return (mixed ^ (mixed >> 32)) & (num_slots - 1)
+def _mixed(x: Any) -> Any:
+    """Return a permutation of 64-bit integers whose low bits depend on all bits."""
+    x = (x ^ (x >> _32)) * np.uint64(_PRIME)
+    return x ^ (x >> _32)
+
+
+@njit(inline="always")
+def _slot(key: int, seed: Any, multiplier: Any, num_slots: int) -> Any:
+    """Return where the search for a key begins; who does not know the two numbers cannot choose words that share it."""
+    return np.int64(_mixed((np.uint64(key) ^ seed) * multiplier) & np.uint64(num_slots - 1))
 
 
 @njit(inline="always")
@@ -94,6 +103,8 @@ def _look_up(
     num_found: int,
     ids: Any,
     line_end: int,
+    seed: Any,
+    multiplier: Any,
     slots: Any,
     starts: Any,
     text: Any,
@@ -113,11 +124,11 @@ def _look_up(
             continue
         begin = ends[i] - length
         if length > 8:
-            key *= _PRIME
+            hashed = (np.uint64(key) ^ seed) * multiplier
             for k in range(length - 8):
-                key = (key ^ data[begin + k]) * _PRIME
-            key = (key | _LONG) & ~_NOT_LONG
-        slot = _slot(key, num_slots)
+                hashed = (hashed ^ np.uint64(data[begin + k])) * multiplier
+            key = (np.int64(_mixed(hashed)) | _LONG) & ~_NOT_LONG
+        slot = _slot(key, seed, multiplier, num_slots)
         while True:
             number = slots[slot, 1]
             if number < 0:
@@ -139,10 +150,10 @@ def _look_up(
 
 
 @compile_function
-def _move(slots: Any, more_slots: Any) -> None:
+def _move(slots: Any, more_slots: Any, seed: Any, multiplier: Any) -> None:
     for old in range(len(slots)):
         if slots[old, 1] >= 0:
-            slot = _slot(slots[old, 0], len(more_slots))
+            slot = _slot(slots[old, 0], seed, multiplier, len(more_slots))
             while more_slots[slot, 1] >= 0:
                 slot = (slot + 1) & (len(more_slots) - 1)
             more_slots[slot] = slots[old]
@@ -155,9 +166,15 @@ def _longer(array: np.ndarray, length: int) -> np.ndarray:
 
 
 class WordTable:
-    """Distinct words, numbered in order of appearance; as `tokenise.WordDict`."""
+    """Distinct words, numbered in order of appearance; as `tokenise.WordDict`.
+
+    Where their slots are is another secret in each table: a text made for it cannot make the searches long. Numbers do not
+    depend on it.
+    """
 
     def __init__(self) -> None:
+        seed, multiplier = np.frombuffer(os.urandom(16), np.uint64)
+        self._secret = seed, multiplier | np.uint64(1)
         self._size = 0
         self._slots = np.full((2 * _FIRST_WORDS, 2), -1, np.int64)
         self._starts = np.zeros(_FIRST_WORDS + 1, np.int64)
@@ -177,7 +194,7 @@ class WordTable:
             parts.append(np.empty(num_found, np.int32))
             done = 0
             while done < num_found:
-                table = self._slots, self._starts, self._text, self._size
+                table = *self._secret, self._slots, self._starts, self._text, self._size
                 done, self._size = _look_up(source, *self._found, done, num_found, parts[-1], line_end, *table)
                 if done < num_found:
                     self._grow(len(source))
@@ -193,7 +210,7 @@ class WordTable:
         if self._size == len(self._starts) - 1:
             self._starts = _longer(self._starts, 2 * self._size + 1)
             slots = np.full((4 * self._size, 2), -1, np.int64)
-            _move(self._slots, slots)
+            _move(self._slots, slots, *self._secret)
             self._slots = slots
         else:
             self._text = _longer(self._text, 2 * len(self._text) + room_bytes)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import operator
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -279,7 +280,9 @@ class Trainer:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go on from `state`; model and optimizer have been loaded already."""
-        self.step, self.elapsed_s = state["step"], state["elapsed_s"]
+        self.step, self.elapsed_s = operator.index(state["step"]), float(state["elapsed_s"])
+        if not 0 <= self.step <= self.num_steps:
+            raise ValueError(f"step {self.step} of {self.num_steps}")
         self._losses.load_state(state)
         self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
         self.evaluation = state["evaluation"]

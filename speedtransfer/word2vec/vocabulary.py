@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
+from speedtransfer.untrusted import open_file
 from speedtransfer.word2vec.settings import check_setting
 
 _CHUNK_WORDS = 1 << 18
@@ -215,7 +217,7 @@ class Vocabulary:
         """
         words, counts = [], []
         try:
-            with open(path, encoding="utf-8", newline="\n") as file:
+            with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="\n") as file:
                 for number, line in enumerate(file, start=1):
                     word, _, count = line.rstrip("\n").rpartition(" ")
                     if not (word and count.isdecimal() and len(count) < _COUNT_DIGITS):

@@ -6,13 +6,6 @@ from ranks.run import Pool, Ranks
 
 
 @pytest.fixture(scope="session")
-def pool():
-    pool = Pool()
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(scope="session")
 def two(pool: Pool) -> Ranks:
     return pool.of(2)
 

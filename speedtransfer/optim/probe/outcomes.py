@@ -2,11 +2,13 @@
 
 Trials take tens of milliseconds. An outcome is used again only where all that decides it is known and the same: the class is
 one of ``torch.optim``, and it, its bases and their modules have the functions that they had; hyperparameters and attributes
-are plain values. Subclasses, optimizers of others, hyperparameters in tensors and failures are tried anew each time.
+are plain values. Where two learning rates have shown the same, so do others. Subclasses and optimizers of others are tried
+once a step for the tables of the same kind (`one_step`), and anew in the next; failures each time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -22,9 +24,16 @@ from speedtransfer.optim.probe.trial import OWN
 
 _LIMIT = 256
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# By what decides it, an outcome, and the objects whose ids are a part of that: an id is another's when its object is gone.
-_known: dict[Any, tuple[Any, list[Any]]] = {}
+# Of a group, without which what decides an outcome is one key; the others are those of schedulers, which no optimizer reads.
+_NOT_IN_KEY = ("params", "param_names", "lr", "initial_lr", "max_lr", "min_lr")
+
+# By learning rate, an outcome, and the objects whose ids are a part of the key: an id is another's when its object is gone.
+_Rates = dict[str, tuple[Any, list[Any]]]
+# By what decides it but for that.
+Known = dict[Any, _Rates]
+_known: Known = {}
 _lock = threading.Lock()
+_step = threading.local()
 
 Asking = TypeVar("Asking", bound=Callable[..., Any])
 
@@ -38,30 +47,59 @@ def remembered(ask: Asking) -> Asking:
 
     @functools.wraps(ask)
     def asked(optimizer: Optimizer, group: dict[str, Any], param: Tensor, *args: Any, **options: Any) -> Any:
+        code, known = list[Any](), _known
+        key: tuple[Any, ...] = ask.__name__, args, tuple(sorted(options.items()))
+        rate = _plain_or_id(group.get("lr"))
         try:
             code = list(_code(type(optimizer)))
-            key = (
-                ask.__name__,
-                args,
-                tuple(sorted(options.items())),
-                *_decisive(optimizer, group, param),
-                *map(id, code),
-            )
+            key = (*key, *_decisive(optimizer, group, param), *map(id, code))
         except _UnknownError:
-            return ask(optimizer, group, param, *args, **options)
-        if key in _known:
-            outcome, _ = _known[key]
-        else:
+            of_step: Known | None = getattr(_step, "known", None)
+            if of_step is None:
+                return ask(optimizer, group, param, *args, **options)
+            # Others than torch's may read what a scheduler of torch puts there.
+            rest = sorted((name, _plain_or_id(value)) for name, value in group.items() if name not in _NOT_IN_KEY[:3])
+            known = of_step
+            key = (*key, id(optimizer), param.shape[1:], param.dtype, param.device, *rest)
+        outcome = _recalled(known.get(key, {}), rate)
+        if outcome is None:
             outcome = ask(optimizer, group, param, *args, **options)
             # False may come of a trial that failed.
-            if outcome is not False:
+            if outcome is not False or known is not _known:
                 with _lock:
-                    if len(_known) >= _LIMIT:
-                        _known.clear()
-                    _known[key] = outcome, code
+                    if len(known) >= _LIMIT:
+                        known.clear()
+                    rates = known.setdefault(key, {})
+                    if len(rates) >= _LIMIT:
+                        rates.clear()
+                    rates[rate] = outcome, code
         return copy.copy(outcome)
 
     return asked  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def one_step(known: Known) -> Iterator[None]:
+    """Also remember, in `known`, outcomes of optimizers that somebody may change: not in the middle of a step."""
+    outer, _step.known = getattr(_step, "known", None), known
+    try:
+        yield
+    finally:
+        _step.known = outer
+
+
+def _recalled(rates: _Rates, rate: str) -> Any:
+    """Return the outcome for a learning rate; None: not known."""
+    if rate in rates:
+        return rates[rate][0]
+    # It does not depend on the rate, as that of Rprop does, whose state begins with it. Zero is another matter.
+    outcomes = [outcome for outcome, _ in rates.values()]
+    alike = len(outcomes) > 1 and all(_content(each) == _content(outcomes[0]) for each in outcomes)
+    return outcomes[0] if alike and not any("0.0" in each.split() for each in (rate, *rates)) else None
+
+
+def _content(outcome: Any) -> Any:
+    return outcome, getattr(outcome, "shared", None), getattr(outcome, "gradient", None)
 
 
 def _decisive(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Iterator[Any]:
@@ -72,9 +110,8 @@ def _decisive(optimizer: Optimizer, group: dict[str, Any], param: Tensor) -> Ite
     yield from (param.shape[1:], param.dtype, param.device, torch.get_default_dtype())
     yield from (torch.are_deterministic_algorithms_enabled(), torch.is_autocast_enabled(param.device.type))
     own = {k: v for k, v in vars(optimizer).items() if k not in OWN and not k.endswith("_hooks")}
-    hyperparameters = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    for values in (own, hyperparameters, optimizer.defaults):
-        yield tuple(sorted((name, _plain(value)) for name, value in values.items()))
+    for values in (own, group, optimizer.defaults):
+        yield tuple(sorted((name, _plain(value)) for name, value in values.items() if name not in _NOT_IN_KEY))
 
 
 def _plain(value: Any) -> Any:
@@ -82,9 +119,18 @@ def _plain(value: Any) -> Any:
     kind = type(value)
     if kind in (list, tuple):
         return f"{kind.__name__}{[_plain(item) for item in value]}"
+    if kind is Tensor and value.numel() == 1 and value.device.type == "cpu" and not value.requires_grad:
+        return f"Tensor {tuple(value.shape)} {value.dtype} {value.item()!r}"
     if kind not in _PLAIN:
         raise _UnknownError
     return f"{kind.__name__} {value!r}"
+
+
+def _plain_or_id(value: Any) -> str:
+    try:
+        return str(_plain(value))
+    except _UnknownError:
+        return f"object {id(value)}"
 
 
 def _code(kind: type) -> Iterator[Any]:
