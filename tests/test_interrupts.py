@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -26,9 +27,18 @@ class Interrupt:
 
     def __init__(self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt) -> None:
         self.at, self.kind, self.lines, self.place = at, kind, 0, ""
+        # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
+        self._entered: set[tuple[int, int]] = set()
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "return":
+            self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
         if event == "line":
+            entry = id(frame), frame.f_lineno
+            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
+                if entry in self._entered:
+                    return self._line
+                self._entered.add(entry)
             self.lines += 1
             if self.lines == self.at:
                 sys.settrace(None)
@@ -42,8 +52,8 @@ class Interrupt:
     def during(self, call: Callable[[], object]) -> bool:
         """Call, and tell whether it was interrupted."""
         before = sys.gettrace()
-        sys.settrace(self._call)
         try:
+            sys.settrace(self._call)
             call()
         except self.kind:
             return True
@@ -107,7 +117,11 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[int], Any]]] = {
     "rows": (embedding(layout="rows"), adamw, rows_of),
     "bag": (lambda: st.EmbeddingBag(ROWS, DIM), adamw, lambda number: rows_of(number).view(2, 3)),
     "features": (lambda: st.MultiEmbedding([10, 30], DIM), adamw, features_of),
-    "vocabulary": (embedding(vocabulary=st.Vocabulary()), adamw, lambda number: rows_of(number) * 7919),
+    "vocabulary": (
+        lambda: st.Embedding(ROWS, DIM, vocabulary=st.Vocabulary()),
+        adamw,
+        lambda number: rows_of(number) * 7919,
+    ),
     "group": (lambda: st.Embedding(ROWS, DIM, process_group=dist.group.WORLD), adamw, rows_of),
 }
 BEFORE, AFTER = (0, 1, 2), (5, 6)
@@ -125,9 +139,9 @@ def interrupted(name: str, interrupt: Interrupt) -> list[Tensor] | str | None:
     run = Run(*KINDS[name])
     for number in BEFORE:
         run.step(number)
-    if not interrupt.during(lambda: run.step(3)):
-        return None
     try:
+        if not interrupt.during(lambda: run.step(3)):
+            return None
         for number in AFTER:
             run.step(number)
         return run.rows()

@@ -195,7 +195,9 @@ class RowState(StatePlanes):
                 planes = self._planes
                 if not given.keys() >= set(planes.values()):
                     given = self.rows.read(ids, list(planes.values()))
-                active = {name: self._as_state(name, given[plane]) for name, plane in planes.items()}
+                active = {name: given[plane] for name, plane in planes.items()}
+                bools = [name for name in active if self._specs[name].dtype == torch.bool]
+                active |= {name: self._as_state(name, active[name]) for name in bools}
             for name, value in state.items():
                 if isinstance(value, int | float):
                     before[name] = value
@@ -203,7 +205,7 @@ class RowState(StatePlanes):
                     before[name] = value.clone()
         # From here on what interrupts the step is undone.
         self.running = _Step(frame, threading.get_ident(), optimizer.state, not state, before)
-        if active:
+        if state and active:
             put(state, active)
 
     def made(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> MadeStep:
