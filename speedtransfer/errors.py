@@ -30,7 +30,8 @@ class SpeedtransferError(Exception):
 
     def __str__(self) -> str:
         """Return the message, which may name what is in a file of a stranger, as a terminal may show it."""
-        return printable(super().__str__())
+        # Not that of KeyError, which puts quotes around it.
+        return "\n".join(map(printable, Exception.__str__(self).split("\n")))
 
 
 class RowIndexError(SpeedtransferError, IndexError):

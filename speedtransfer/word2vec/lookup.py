@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, printable
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 # Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
 _SUGGEST_FROM = 50_000
@@ -32,10 +32,6 @@ class UnknownWordError(InvalidValueError, KeyError):
     def __init__(self, message: str, words: Sequence[str] = ()) -> None:
         super().__init__(message)
         self.words = tuple(words)
-
-    def __str__(self) -> str:
-        """Return the message, which KeyError would show in quotes."""
-        return printable(Exception.__str__(self))
 
 
 def check_counts(counts: Any, num_words: int) -> np.ndarray:
