@@ -35,7 +35,7 @@ def once(function: F) -> F:
         # In the parent another thread may have had it.
         lock = threading.RLock()
 
-    call.cache_clear = forget  # type: ignore[method-assign]
+    call.cache_clear, call.__wrapped__ = forget, function  # type: ignore[method-assign]
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=renew)
     return call  # type: ignore[return-value]

@@ -177,8 +177,8 @@ class CopiedRows(Tensor):
                 table.check_writable()
         result = func(*args, **kwargs)
         with as_tensor():
-            for tensor, version, _ in copies:
-                if tensor._version != version:
+            for tensor, version, values in copies:
+                if tensor._version != version or _writes_to(values, func, args, kwargs):
                     tensor.write_back()
         if isinstance(result, np.ndarray):
             result.flags.writeable = False
@@ -317,7 +317,8 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
                 f"{handle} is the weight of a table, whose memory {getattr(func, '__name__', func)}() cannot lay out anew; "
                 "use what returns a new tensor (weight.t(), weight.unsqueeze(0)), or weight.data = rows for other rows"
             )
-        if values._version != version and not handle.aliased:
+        # By its name, too: torch's CUDA code does not count all writes to lists of tensors.
+        if not handle.aliased and (values._version != version or _writes_to(values, func, new_args, new_kwargs)):
             handle.store(values)
     writable = all(handle.aliased and handle.table.writable for _, _, handle, _ in given.values())
     if isinstance(result, np.ndarray) and not writable:

@@ -73,8 +73,8 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
-        except BaseException:
-            _recover(args[0])
+        except BaseException as error:
+            _recover(args[0], not isinstance(error, Exception))
             raise
 
     return called
@@ -96,11 +96,11 @@ def _frame_of_step() -> FrameType | None:
     return frame
 
 
-def _recover(optimizer: Optimizer) -> None:
+def _recover(optimizer: Optimizer, interrupted: bool) -> None:
     _forget_closure(optimizer)
     for handle, _ in state_dicts.handles_of(optimizer):
         if handle.state is not None and not handle.state.stepping():
-            handle.abort_step(optimizer)
+            handle.abort_step(optimizer, interrupted)
 
 
 @uncompiled

@@ -96,6 +96,8 @@ class RowState(StatePlanes):
         self.sparse = sparse
         # Set from `load` to `store`; still set afterwards if the step failed.
         self.running: _Step | None = None
+        # Whether the optimizer has made that step.
+        self.has_ended = False
         # Hyperparameters with which the optimizer leaves idle rows alone.
         self._assumed: dict[str, Any] | None = None
         self.add({name: spec for name, spec in specs.items() if not spec.late})
@@ -204,6 +206,7 @@ class RowState(StatePlanes):
                 elif isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu:
                     before[name] = value.clone()
         # From here on what interrupts the step is undone.
+        self.has_ended = False
         self.running = _Step(frame, threading.get_ident(), optimizer.state, not state, before)
         if state and active:
             put(state, active)
@@ -301,8 +304,11 @@ class RowState(StatePlanes):
             else {n: plane for n, (plane, _) in stored.items()}
         )
 
-    def recover(self, optimizer: Optimizer) -> None:
-        """Restore the optimizer's state after a step that failed."""
+    def recover(self, optimizer: Optimizer, interrupted: bool) -> None:
+        """Restore the optimizer's state after a step that failed.
+
+        A step in which the optimizer itself raised stays counted, as in torch; one that was `interrupted` does not.
+        """
         running, state = self.running, optimizer.state.get(self.param)
         # load_state_dict makes another `optimizer.state`.
         if running and state and optimizer.state is running.mapping:
@@ -314,7 +320,8 @@ class RowState(StatePlanes):
                     # Made by the step, for the active rows only.
                     state.pop(name, None)
                 put(state, self._views)
-                for name, value in running.before.items():
+                before = running.before if interrupted or self.has_ended else {}
+                for name, value in before.items():
                     if isinstance(value, Tensor):
                         state[name].copy_(value)
                     else:

@@ -76,6 +76,7 @@ class Stepping(TableParam):
         state = self.state
         assert state is not None
         with self.rows.lock:
+            state.has_ended = True
             if self.features is not None:
                 self.features.take_back(self, optimizer)
             if self.rows.table.watched:
@@ -129,7 +130,7 @@ class Stepping(TableParam):
     def step_ended(self) -> None:
         """Do what follows a step."""
 
-    def abort_step(self, optimizer: Optimizer) -> None:
+    def abort_step(self, optimizer: Optimizer, interrupted: bool = False) -> None:
         """End a step that failed and restore the state in `optimizer`; nothing was written to the table.
 
         The step of another thread goes on.
@@ -143,7 +144,7 @@ class Stepping(TableParam):
             if self.features is not None:
                 self.features.restore(self, optimizer)
             self._leave()
-            state.recover(optimizer)
+            state.recover(optimizer, interrupted)
 
     def recover(self) -> None:
         """End a step that failed without calling a hook, or one that runs and has changed nothing, if there is one.
