@@ -13,7 +13,7 @@ from speedtransfer.idle.lag import Lag
 
 
 class FeatureLag:
-    """In the place of the `Lag` of all features, which no row may lag behind any more.
+    """Takes the place of the `Lag` of all features once every row is caught up.
 
     Parameters
     ----------
