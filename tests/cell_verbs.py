@@ -498,9 +498,11 @@ def inside(text: str) -> Places:
 def shown(places: Places, free: Places) -> str:
     """Return `places` in few boxes, which may have those that are `free` too."""
     left, boxes = set(places), []
-    some = [[c for n in range(1, len(axis) + 1) for c in itertools.combinations(axis, n)] for axis in AXES[:2]]
     while left:
-        found = []
+        found, some = [], []
+        for number, axis in enumerate(AXES[:2]):
+            there = [name for name in axis if any(name == place[number] for place in left)]
+            some.append([c for n in range(1, len(there) + 1) for c in itertools.combinations(there, n)])
         for kinds, owners in itertools.product(*some):
             box = kinds, owners, [f for f in FORMS if places | free >= set(itertools.product(kinds, owners, [f]))]
             found.append((len(left & set(itertools.product(*box))), box))

@@ -41,6 +41,7 @@ def pytest_collection(session):
     worker, count = os.environ.get("PYTEST_XDIST_WORKER", ""), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if not worker or session.config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return
+    importlib.import_module("compiled_once").install()
     names = sorted(path.stem for path in Path(__file__).parent.glob("test_*.py"))
     first = int(worker.removeprefix("gw")) * len(names) // count
     for name in names[first:] + names[:first]:

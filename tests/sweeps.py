@@ -16,7 +16,7 @@ from __future__ import annotations
 import collections
 import itertools
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -56,14 +56,14 @@ def factors(item: pytest.Item, names: Sequence[str] = ()) -> list[Factor]:
     return found + list(values.items())
 
 
-def cover(cases: Mapping[str, Sequence[Factor]], strength: int) -> set[str]:
+def cover(cases: Mapping[str, Sequence[Factor]], strength: int, costly: Container[str] = ()) -> set[str]:
     """Return ids of cases that have all combinations of `strength` factors that any case has.
 
-    Greedy: those that cover most come first. Among equals a hash of the id decides and not the order, so a case that is added
-    changes few of the others, and the same run in every process.
+    Greedy: those that cover most come first. Among equals `costly` ones come last, and else a hash of the id decides and not the
+    order, so a case that is added changes few of the others, and the same run in every process.
     """
     groups = {name: set(itertools.combinations(case, min(strength, len(case)))) for name, case in cases.items()}
-    order = sorted(groups, key=lambda name: (zlib.crc32(name.encode()), name))
+    order = sorted(groups, key=lambda name: (name in costly, zlib.crc32(name.encode()), name))
     left, kept = set().union(*groups.values()), set()
     for gain in range(max(map(len, groups.values())), 0, -1):
         for name in order:

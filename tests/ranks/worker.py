@@ -18,6 +18,7 @@ import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+import compiled_once
 import torch
 import torch.distributed as dist
 
@@ -51,6 +52,7 @@ def serve(pipe: Connection, rank: int, log: str) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
+    compiled_once.install()
     if sys.platform == "linux":
         # The name of a machine need not resolve to an address that it has.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
