@@ -1,45 +1,56 @@
 """Have one process compile what several need at once: the others wait, and read from the disk what it has compiled.
 
-In a new clone three workers, and each of their ranks, would compile the same functions, which takes up to six seconds each.
+In a new clone three workers, and the ranks of each, would all compile the same functions, which takes up to six seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from numba.core.dispatcher import Dispatcher
-
 try:
     import fcntl
 except ImportError:  # Windows
-    fcntl = None
+    fcntl = None  # type: ignore[assignment]
 
-_compile = Dispatcher.compile
 _mine = threading.local()
 
 
-def install() -> None:
-    Dispatcher.compile = _compile_once
-
-
-def _compile_once(self: Any, signature: Any) -> Any:
-    with _locked(self.py_func.__code__.co_filename):
-        return _compile(self, signature)
-
-
 @contextlib.contextmanager
-def _locked(path: str) -> Iterator[None]:
-    """Lock the file of a function, unless it is one that this thread compiles as a part of another one."""
-    if fcntl is None or getattr(_mine, "locked", False) or "speedtransfer" not in path:
+def locked(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Keep other processes out of a file or folder that is locked so, until this is left or the process ends."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
+    finally:
+        os.close(descriptor)
+
+
+def install() -> None:
+    """Have numba compile a function of the package while its file is locked."""
+    try:
+        from numba.core.dispatcher import Dispatcher
+    except ImportError:
         return
-    with open(path, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        _mine.locked = True
-        try:
-            yield
-        finally:
-            _mine.locked = False
+    compile_now = Dispatcher.compile
+
+    @functools.wraps(compile_now)
+    def compile_once(self: Any, signature: Any) -> Any:
+        path = self.py_func.__code__.co_filename
+        # What a thread compiles as a part of another function belongs to that one.
+        if getattr(_mine, "compiles", False) or fcntl is None or "speedtransfer" not in path:
+            return compile_now(self, signature)
+        with locked(path):
+            _mine.compiles = True
+            try:
+                return compile_now(self, signature)
+            finally:
+                _mine.compiles = False
+
+    Dispatcher.compile = compile_once

@@ -32,6 +32,11 @@ def pytest_xdist_auto_num_workers(config):
     return min(4, cores + 1)
 
 
+def pytest_sessionstart():
+    """Collect no garbage until the tests are there: it would look through all of them again and again."""
+    gc.disable()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session):
     """Import the modules of a whole run in each worker from another one on: what one has compiled, the next ones only read.
@@ -49,14 +54,43 @@ def pytest_collection(session):
             importlib.import_module(name)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Before -m takes out what is slow."""
+    """Mark what is slow, which -m takes out, and order the rest."""
     mark_the_rest_as_slow(items)
+    yield
+    if count := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 0)):
+        items[:] = _in_order(items, len(items) // count)
+
+
+# With groups of processes, as those of the folder `ranks`; and with tests of many seconds.
+GROUPS = {"test_benchmark_exchange", "test_benchmark_ranks", "test_cells"}
+LONG = {"test_encoding", "test_example_ngram_lm", "test_kernels", "test_notebooks", "test_readme"}
+LONG |= {"test_ticket_processes", "test_ticket_state_machine", "test_vocabulary_state_machine"}
+
+
+def _in_order(items, share):
+    """Return tests in an order of which each worker begins with a `share`, and then takes over from the ends of others'.
+
+    The first worker has the tests of other processes, as the server of these and the groups take seconds to start; the second
+    one begins with long tests, which are not to be the last.
+    """
+    groups, servers, long, others = [], [], [], []
+    for item in items:
+        if item.path.parent.name == "ranks" or item.path.stem in GROUPS:
+            groups.append(item)
+        elif {"run_script", "started_script"} & vars(item.module).keys():
+            servers.append(item)
+        else:
+            (long if item.path.stem in LONG else others).append(item)
+    fill = max(share - len(groups) - len(servers), 0)
+    return groups + servers + others[:fill] + long + others[fill:]
 
 
 def pytest_collection_finish():
-    _pass_over_what_stays()
+    # Not collected, which takes a second: hardly any of it is garbage.
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_teardown(item, nextitem):

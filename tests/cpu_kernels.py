@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compiled_once import locked
 from torch import Tensor
 
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, BULK_SLOTS, Argument, pack_plane
@@ -45,13 +46,11 @@ def cpu_kernels() -> CpuKernels:
         build_kernels(folder, sources, FLAGS)
         return CpuKernels(folder)
     folder = BUILDS / _digest()
-    if not folder.exists():
-        made = Path(tempfile.mkdtemp(dir=BUILDS))
-        build_kernels(made, sources, FLAGS)
-        try:
+    with contextlib.nullcontext() if folder.exists() else locked(BUILDS):
+        if not folder.exists():
+            made = Path(tempfile.mkdtemp(dir=BUILDS))
+            build_kernels(made, sources, FLAGS)
             made.rename(folder)
-        except OSError:  # another process was faster
-            shutil.rmtree(made)
     return CpuKernels(folder)
 
 

@@ -59,8 +59,8 @@ def factors(item: pytest.Item, names: Sequence[str] = ()) -> list[Factor]:
 def cover(cases: Mapping[str, Sequence[Factor]], strength: int, costly: Container[str] = ()) -> set[str]:
     """Return ids of cases that have all combinations of `strength` factors that any case has.
 
-    Greedy: those that cover most come first. Among equals `costly` ones come last, and else a hash of the id decides and not the
-    order, so a case that is added changes few of the others, and the same run in every process.
+    Greedy: those that cover most come first. Among equals `costly` ones come last, and then a hash of the id decides and not
+    the order, so a case that is added changes few of the others, and the same run in every process.
     """
     groups = {name: set(itertools.combinations(case, min(strength, len(case)))) for name, case in cases.items()}
     order = sorted(groups, key=lambda name: (name in costly, zlib.crc32(name.encode()), name))

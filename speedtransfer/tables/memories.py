@@ -198,7 +198,9 @@ class PageableMemory(Memory):
     def _reserve(self, num_bytes: int, row_bytes: int) -> Tensor | None:
         """Return `num_bytes` of memory, (num_bytes,) uint8, that can become longer; None where there is none of that kind."""
         # All that a plane can ever have: more rows than fit into the memory are refused.
-        most = min((self.max_rows or 0) * row_bytes, physical_bytes())
+        most = (self.max_rows or 0) * row_bytes
+        # Most tables cannot grow, and are not to read again what this machine has.
+        most = most and min(most, physical_bytes())
         if most <= num_bytes:
             return None
         try:
