@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 ROOT = Path(__file__).resolve().parents[1]
 DEVICE = "bench/results/a-device"
@@ -68,10 +68,10 @@ def test_intervals_are_those_of_scipy(number):
     found, rng = module("_statistics"), np.random.default_rng(number)
     ours, theirs = rng.normal(0.4, 0.02, number).tolist(), rng.normal(0.38, 0.01, number).tolist()
     value, half = found.mean(ours)
-    low, high = stats.t.interval(0.95, number - 1, np.mean(ours), stats.sem(ours))
+    low, high = scipy.stats.t.interval(0.95, number - 1, np.mean(ours), scipy.stats.sem(ours))
     assert (value - half, value + half) == pytest.approx((low, high), abs=1e-5)
     value, low, high = found.difference(ours, theirs[: number - 1 or None] if number > 2 else theirs)
-    expected = stats.ttest_ind(ours, theirs[: number - 1] if number > 2 else theirs).confidence_interval(0.95)
+    expected = scipy.stats.ttest_ind(ours, theirs[: number - 1] if number > 2 else theirs).confidence_interval(0.95)
     assert (low, high) == pytest.approx((expected.low, expected.high), abs=1e-5)
     assert value == pytest.approx((low + high) / 2)
 
@@ -381,7 +381,7 @@ def test_vectors_are_asked_alike(tmp_path):
         questions.append(" ".join(words[i] for i in (a, b, c, best if a % 2 else (best + 1) % 20)))
     (tmp_path / "set.txt").write_text("\n".join(questions))
     (tmp_path / "pairs.txt").write_text("".join(f"{words[i]}\t{words[i + 1]}\t{i % 7}\n" for i in range(19)))
-    expected = stats.spearmanr([near[i, i + 1] for i in range(19)], [i % 7 for i in range(19)]).statistic
+    expected = scipy.stats.spearmanr([near[i, i + 1] for i in range(19)], [i % 7 for i in range(19)]).statistic
     sets = [("a", "analogies", str(tmp_path / "set.txt")), ("p", "pairs", str(tmp_path / "pairs.txt"))]
     for order in (np.arange(40), np.arange(40)[::-1]):
         np.save(tmp_path / "vectors.npy", matrix[order])
@@ -604,7 +604,7 @@ def test_zipf_is_drawn_by_its_counts():
     counts = child.zipf_counts(50)
     assert counts[[0, 1, 49]].tolist() == [50, 25, 1]
     drawn = np.bincount(child.draw_ids(counts, 200_000), minlength=50)
-    assert stats.chisquare(drawn, 200_000 * counts / counts.sum()).pvalue > 1e-3
+    assert scipy.stats.chisquare(drawn, 200_000 * counts / counts.sum()).pvalue > 1e-3
 
 
 @pytest.mark.slow

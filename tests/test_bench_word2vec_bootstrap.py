@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy
 
 ROOT = Path(__file__).resolve().parents[1]
 SEEDS, ITEMS = 3, 40
@@ -38,7 +38,7 @@ def in_loops(found, ours, theirs, gold, resamples):
                 if gold is None:
                     scores = [side.mean() for side in sides]
                 else:
-                    scores = [stats.spearmanr(side, gold[rows]).statistic for side in sides]
+                    scores = [scipy.stats.spearmanr(side, gold[rows]).statistic for side in sides]
                 each.append(scores[0] - scores[1])
             values.append(np.mean(each))
     return np.percentile(values, [2.5, 97.5])
@@ -56,7 +56,7 @@ def test_like_loops(found, monkeypatch, kind, seeds):
     measured = found.bootstrap(ours, theirs, gold, resamples=100)
     assert [measured["low"], measured["high"]] == pytest.approx(in_loops(found, ours, theirs, gold, 100), abs=2e-6)
     scores = [
-        np.mean([one.mean() if gold is None else stats.spearmanr(one, gold).statistic for one in side])
+        np.mean([one.mean() if gold is None else scipy.stats.spearmanr(one, gold).statistic for one in side])
         for side in (ours, theirs)
     ]
     assert measured["value"] == pytest.approx(scores[0] - scores[1], abs=2e-6)
@@ -71,8 +71,8 @@ def test_draws(found, monkeypatch):
     assert (items.shape, seeds.shape) == ((ITEMS, 999), (SEEDS, 999))
     assert {*items.sum(axis=0)} == {ITEMS}
     assert {*seeds.sum(axis=0)} == {SEEDS}
-    assert stats.chisquare(items.sum(axis=1)).pvalue > 1e-3
-    assert stats.chisquare(seeds.sum(axis=1)).pvalue > 1e-3
+    assert scipy.stats.chisquare(items.sum(axis=1)).pvalue > 1e-3
+    assert scipy.stats.chisquare(seeds.sum(axis=1)).pvalue > 1e-3
     assert len(np.unique(items, axis=1).T) == 999
     np.testing.assert_array_equal(np.concatenate([part[0] for part in again], axis=1), items)
 

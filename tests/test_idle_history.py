@@ -326,10 +326,16 @@ def test_products_that_vanish_become_zero(compiled: bool, monkeypatch: pytest.Mo
     np.testing.assert_allclose(lines[:, 0], (1 - 1e-6) ** gap, rtol=1e-12)
 
 
-def test_sums_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "betas", [pytest.param(betas, marks=[] if at % 2 == 0 else pytest.mark.slow) for at, betas in enumerate(BETAS)]
+)
+def test_sums_without_numba(betas: tuple[float, float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
-    for betas in BETAS:
-        check(Sums(torch.float64), adam_steps(300, *betas, decay=0.5), torch.float64, 2e-12)
+    check(Sums(torch.float64), adam_steps(300, *betas, decay=0.5), torch.float64, 2e-12)
+
+
+def test_floors_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
     steps = [step._replace(root=1.0) for step in adam_steps(300, 0.9, 0.999)]
     check(Floors(torch.float64), steps, torch.float64, 2e-12)
 

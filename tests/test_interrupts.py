@@ -197,7 +197,7 @@ def sweep(name: str, points: Callable[[int], range], kind: type[BaseException] =
 @pytest.mark.parametrize("name", KINDS)
 def test_some_lines(name: str, alone: Any) -> None:
     first = list(KINDS).index(name) * 5 + 1
-    found = sweep(name, lambda lines: range(first, lines + 1, 53))
+    found = sweep(name, lambda lines: range(first, lines + 1, 97))
     assert found["whole"] > 5
 
 

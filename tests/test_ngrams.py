@@ -7,7 +7,7 @@ import pickle
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 import sympy
 import torch
 from hypothesis import given, settings

@@ -196,6 +196,7 @@ def again(how: str, embs: Any, opt: torch.optim.Optimizer, path: Path) -> tuple[
     return made, other
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("how", ["state dict", "deepcopy", "pickle", "checkpoint"])
 @pytest.mark.parametrize("case", ["adam", "nadam", "adagrad", "sgd-dampening"])
 @pytest.mark.parametrize("cut", [1, 6])

@@ -217,6 +217,7 @@ def compare(moment: Callable[[Run, Look], None], act: Callable[[Run], None], idl
         torch.testing.assert_close(ours.seen, dense.seen)
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
 @pytest.mark.parametrize("moment", [*MOMENTS, *IN_BACKWARD])

@@ -107,10 +107,11 @@ CASES = [
     pytest.param(kind, start, key, value, plan, id=f"{kind}-{number}-{key}-{place}-{plan}")
     for kind, (starts, edits) in EDITS.items()
     for number, start in enumerate(starts)
+    for group in [_group_of(kind, start)]
     for key, values in edits.items()
-    if key in _group_of(kind, start)
+    if key in group
     for place, value in enumerate(values)
-    if value is not _group_of(kind, start)[key]
+    if value is not group[key]
     for plan in PLANS
 ]
 

@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-import scipy.stats
+import scipy
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy.stats import chisquare
+import scipy
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Corpus, Settings, Trainer
@@ -193,7 +193,7 @@ def chance_of(seen, expected):
     counts = np.array([sum(seen.get(to, 0) for to in group) for group in groups])
     enough = shares * total >= 5
     shares, counts = shares[enough], counts[enough]
-    return chisquare(counts, shares / shares.sum() * counts.sum()).pvalue if len(counts) > 1 else 1.0
+    return scipy.stats.chisquare(counts, shares / shares.sum() * counts.sum()).pvalue if len(counts) > 1 else 1.0
 
 
 def test_walks_begin_at_every_node_and_go_along_edges(monkeypatch):

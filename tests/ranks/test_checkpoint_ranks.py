@@ -20,7 +20,6 @@ from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup, run
@@ -127,6 +126,9 @@ def test_other_memories(options, two, three, tmp_path):
 
 def sharded_beside(path: Path | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A table beside a dense part that ``fully_shard`` has shared out."""
+    # Takes half a second of every process.
+    from torch.distributed.fsdp import fully_shard
+
     net = Net(EXACT)
     fully_shard(
         net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=set(st.table_parameters(net))
