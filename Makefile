@@ -47,7 +47,7 @@ help:
 	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
-$(VENV)/.ready: setup.py constraints.txt
+$(VENV)/.ready: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --config-settings editable_mode=compat -e ".[$(EXTRAS)]"
@@ -138,7 +138,7 @@ torch-suite: $(ENV)
 
 # Public projects pin packages that no others should have to take, so they have an environment of their own.
 PROJECTS ?= .venv-projects
-$(PROJECTS)/.ready: setup.py constraints.txt tests/projects/requirements.txt
+$(PROJECTS)/.ready: pyproject.toml setup.py constraints.txt tests/projects/requirements.txt
 	$(PYTHON) -m venv $(PROJECTS)
 	$(PROJECTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--config-settings editable_mode=compat -e ".[dev]"
