@@ -1,4 +1,4 @@
-"""This machine: memory, processor, the folder for caches, how this program was started, and files replaced whole or not at all."""
+"""This machine (memory, processor, caches), how this program was started, and files replaced whole or not at all."""
 
 from __future__ import annotations
 
