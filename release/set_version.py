@@ -1,7 +1,7 @@
 """Set the version in speedtransfer/version.py, CITATION.cff and CHANGELOG.md: ``make set-version VERSION=0.2.0``.
 
-VERSION=0.2.0 gives the unreleased changes that number and today's date. VERSION=0.2.0.dev0 begins the changes after a release. The
-commit and its tag (v0.2.0) are yours to make, after ``make release-check``.
+VERSION=0.2.0 gives the unreleased changes that number and today's date. VERSION=0.2.0.dev0 begins the changes after a release.
+Commit then, have ``make release-check`` pass, and push the tag ``v0.2.0``.
 """
 
 from __future__ import annotations
