@@ -1,8 +1,8 @@
 """All that can be checked of a release before it is one: ``make release-check``.
 
-The last commit is built; the wheel and the source distribution are left in dist/. The wheel is installed into a new environment
-and used away from the checkout; tests of the source distribution run on it. RELEASE_TAG and RELEASE_REPOSITORY in the environment
-are what a release must agree with, as .github/workflows/release.yml sets them.
+The last commit is built; the wheel and the source distribution are left in dist/. The wheel is installed in a new environment,
+used away from the checkout, and tests of the source distribution run on it. RELEASE_TAG and RELEASE_REPOSITORY are what a
+release must agree with, as .github/workflows/release.yml sets them.
 """
 
 from __future__ import annotations
