@@ -53,6 +53,7 @@ html_title = f"speedtransfer {release}"
 html_theme_options = (
     {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"} if REPOSITORY else {}
 )
+copybutton_selector = ":not(.output) > .highlight > pre"  # not on what cells of notebooks have printed
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
