@@ -137,6 +137,16 @@ def fill_tables(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = fill(source[0])
 
 
+def drop_wrong_links_back(
+    app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Node | None
+) -> None:
+    """Leave out links from a source to names that there are not: viewcode has all names of a file in one public module."""
+    if pagename.startswith("_modules/"):
+        names = app.env.domains["py"].data["objects"]
+        back = re.compile(r'<a class="viewcode-back" href="[^"#]*#([^"]*)">.*?</a>')
+        context["body"] = back.sub(lambda link: link[0] if link[1] in names else "", context["body"])
+
+
 def restore_property(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Undo what napoleon makes of a property's first line with a colon: it takes the words before it for a type."""
     text = inspect.getdoc(obj) or ""
@@ -149,4 +159,5 @@ def setup(app: Sphinx) -> None:
     app.add_transform(ForeignNames)
     app.connect("source-read", fill_tables)
     app.connect("autodoc-process-docstring", restore_property, priority=600)  # napoleon's is 500
+    app.connect("html-page-context", drop_wrong_links_back)
     app.connect("missing-reference", find_error)
