@@ -1,9 +1,11 @@
-# Two commands are all a fresh machine needs: `make demo` and `make test`. Both make the environment in .venv first.
+# Two commands are all a fresh machine needs: `make demo` and `make test`. Each target puts what it needs into .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 # The interpreter that runs everything; set PY=python3 to use one that already has the packages (a shared GPU machine).
 PY ?= $(VENV)/bin/python
-ENV := $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready)
+# What a target needs: $(call with,EXTRA). Most need what the development does.
+with = $(if $(filter $(VENV)/bin/python,$(PY)),$(VENV)/.ready-$(1))
+ENV := $(call with,dev)
 # Without a driver that CuPy supports there is no CUDA extra, and everything runs on the CPU. Else it follows the CUDA that torch
 # is built for: the torch that is there, or the one that will be installed. torch's own package is built for CUDA 13, which a
 # CUDA 12 driver cannot run: TORCH_INDEX=URL then names an index with a build for CUDA 12 (cu12 is in its name).
@@ -15,16 +17,22 @@ CUDA_EXTRA := $(if $(filter-out 10 11,$(CUDA_MAJOR)),$(addprefix cuda,$(filter 1
 $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUDA 12 at most, and the usual build of torch is \
 	for CUDA 13: pass TORCH_INDEX=https://download.pytorch.org/whl/cu126))
 comma := ,
-EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches release-check set-version clean
 
 help:
+	@echo "Each target first installs torch and what it needs itself into .venv (VENV=FOLDER), from the package index of pip:"
+	@echo "matplotlib for the demo and the examples, Sphinx for docs, Jupyter for notebooks, and for the rest the tools of"
+	@echo "development, gensim among them (make test). With an NVIDIA driver: CuPy too, and CUDA's compiler. On Linux the default"
+	@echo "torch brings gigabytes of CUDA; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the build for CPUs."
+	@echo "PY=python3 runs everything with that interpreter as it is, and installs nothing."
+	@echo
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
 	@echo "make test        the test suite, on all cores; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
 	@echo "make lint        ruff and mypy"
 	@echo "make docs        the documentation site, into docs/_build"
+	@echo "make release-check  all that can be checked of a release before it is one; set-version VERSION=X.Y.Z begins it"
 	@echo "make notebooks   run every notebook again and write its outputs into it"
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
@@ -47,13 +55,13 @@ help:
 	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
-$(VENV)/.ready: setup.py constraints.txt
+$(VENV)/.ready-%: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --config-settings editable_mode=compat -e ".[$(EXTRAS)]"
-	@touch $@
+		$(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) --config-settings editable_mode=compat -e ".[$*$(addprefix $(comma),$(CUDA_EXTRA))]"
+	@touch $(if $(filter dev,$*),$(addprefix $(VENV)/.ready-,docs notebooks plot)) $@
 
-demo: $(ENV)
+demo: $(call with,plot)
 	$(PY) -m speedtransfer word2vec demo -o demo
 
 # Tests run in WORKERS processes, as many as tests/conftest.py says by default. WORKERS=0: in one process, for -s and --pdb.
@@ -76,12 +84,12 @@ lint: $(ENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-docs: $(ENV)
+docs: $(call with,docs)
 	$(PY) -m sphinx -W --keep-going -n docs docs/_build
 
 # ARGS=notebooks/transfer.ipynb: that one alone. SPEEDTRANSFER_DATA=FOLDER: with data that are not shipped, where a notebook can
 # use them.
-notebooks: $(ENV)
+notebooks: $(call with,notebooks)
 	$(PY) notebooks/execute.py $(ARGS)
 
 # ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes `make gpu` in parts,
@@ -115,11 +123,11 @@ plan-accuracy: $(ENV)
 	$(PY) bench/plan_accuracy.py $(ARGS) && $(PY) bench/readme.py
 
 # ARGS="--data TEXT --dtype float64": on a text of your own, in double precision. ARGS="--only lazy dense": these ways alone.
-ngram-lm: $(ENV)
+ngram-lm: $(call with,plot)
 	$(PY) examples/ngram_lm/run.py $(ARGS)
 
 # ARGS="--processes 4": others than two.
-parallel: $(ENV)
+parallel: $(call with,plot)
 	$(PY) examples/parallel/run.py $(ARGS)
 
 word2vec-scale: $(ENV)
@@ -129,8 +137,7 @@ speedtorch-loop: $(ENV)
 	$(PY) bench/speedtorch_loop.py $(ARGS) && $(PY) bench/readme.py
 
 # ARGS="AdamP Lion": those classes alone. A sweep of all writes docs/optimizer_sweep.json.
-optimizers: $(ENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[optimizers]"
+optimizers: $(call with,optimizers)
 	$(PY) tests/sweep_optimizers.py $(ARGS)
 
 torch-suite: $(ENV)
@@ -138,7 +145,7 @@ torch-suite: $(ENV)
 
 # Public projects pin packages that no others should have to take, so they have an environment of their own.
 PROJECTS ?= .venv-projects
-$(PROJECTS)/.ready: setup.py constraints.txt tests/projects/requirements.txt
+$(PROJECTS)/.ready: pyproject.toml setup.py constraints.txt tests/projects/requirements.txt
 	$(PYTHON) -m venv $(PROJECTS)
 	$(PROJECTS)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
 		--config-settings editable_mode=compat -e ".[dev]"
@@ -158,5 +165,20 @@ launches:
 gpu-status: $(ENV)
 	$(PY) bench/record.py status
 
+# The tools that check a release pin what the tests need in other versions, so they have an environment of their own.
+RELEASE ?= .venv-release
+$(RELEASE)/.ready: release/requirements.txt
+	$(PYTHON) -m venv $(RELEASE)
+	$(RELEASE)/bin/python -m pip install --quiet --disable-pip-version-check -r release/requirements.txt
+	@touch $@
+
+# The last commit. ARGS="--skip install tests": without the steps that take minutes.
+release-check: $(RELEASE)/.ready
+	$(RELEASE)/bin/python release/check.py $(ARGS)
+
+# In version.py, CITATION.cff and the headings of CHANGELOG.md.
+set-version:
+	$(PYTHON) release/set_version.py "$(VERSION)"
+
 clean:
-	rm -rf $(VENV) $(PROJECTS) docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PROJECTS) $(RELEASE) docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

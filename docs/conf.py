@@ -1,14 +1,24 @@
-"""Sphinx configuration: ``make docs``, or ``python -m sphinx -W --keep-going -n docs docs/_build``. Needs no network."""
+"""Sphinx configuration: ``make docs``, or ``python -m sphinx -W --keep-going -n docs docs/_build``.
+
+Needs no network; with one, names of torch, NumPy and Python lead to their documentation.
+"""
 
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
-from docutils.nodes import Element
+from docutils.nodes import Element, Node, literal, reference, title
 from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # the package, also where it is not installed
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -22,13 +32,28 @@ project = "speedtransfer"
 author = "the speedtransfer developers"
 release = version = __version__
 copyright = author
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+PYPROJECT = tomllib.loads((Path(__file__).resolve().parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+REPOSITORY = PYPROJECT["tool"]["speedtransfer"]["repository"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.intersphinx",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinx_inline_tabs",
+]
 exclude_patterns = ["_build", "notebooks/README.md"]
 
 # --- pages --------------------------------------------------------------------------------------------------------------
 
 html_theme = "furo"
 html_title = f"speedtransfer {release}"
+# To the source of each page, once there is a public address.
+html_theme_options = (
+    {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"} if REPOSITORY else {}
+)
+copybutton_selector = ":not(.output) > .highlight > pre"  # not on what cells of notebooks have printed
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
@@ -51,7 +76,15 @@ napoleon_custom_sections = [("Attributes", "params_style")]
 
 # --- references ---------------------------------------------------------------------------------------------------------
 
-# Nitpicky (-n), without the indexes of other projects, which would have to be fetched: their names stay plain text.
+# The second inventory is empty: where the first cannot be fetched, names of these projects stay plain text, without a warning.
+intersphinx_mapping = {
+    "numpy": ("https://numpy.org/doc/stable/", (None, "no-names.inv")),
+    "python": ("https://docs.python.org/3/", (None, "no-names.inv")),
+    "torch": ("https://docs.pytorch.org/docs/stable/", (None, "no-names.inv")),
+}
+intersphinx_timeout = 10
+
+# Nitpicky (-n) but for the names of other projects, which are known only with a network.
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|nn|np|numpy|collections|typing|os|pathlib)\..*"),
@@ -74,9 +107,44 @@ def find_error(app: Sphinx, env: BuildEnvironment, node: pending_xref, contnode:
     return domain.resolve_xref(env, node["refdoc"], app.builder, "exc", target, node, contnode)
 
 
+class ForeignNames(SphinxTransform):
+    """Have `torch.nn.Embedding` in the text lead to where it is documented, if an inventory knows it."""
+
+    default_priority = 500
+    NAME = re.compile(r"(?:torch|numpy|collections|functools|os|pathlib|typing)\.[A-Za-z][\w.]*")
+
+    def apply(self, **_: Any) -> None:
+        """Wrap the names, but not in links and titles."""
+        for node in list(self.document.findall(literal)):
+            name = node.astext()
+            if not self.NAME.fullmatch(name) or _within(node, (reference, pending_xref, title)):
+                continue
+            link = pending_xref("", refdomain="py", reftype="obj", reftarget=name, refexplicit=True, refwarn=False)
+            link["refdoc"] = self.env.docname
+            node.replace_self(link)
+            link += node
+
+
+def _within(node: Node, kinds: tuple[type[Node], ...]) -> bool:
+    while (node := node.parent) is not None:
+        if isinstance(node, kinds):
+            return True
+    return False
+
+
 def fill_tables(app: Sphinx, docname: str, source: list[str]) -> None:
     """Put what the page does not hold itself into it."""
     source[0] = fill(source[0])
+
+
+def drop_wrong_links_back(
+    app: Sphinx, pagename: str, template: str, context: dict[str, Any], doctree: Node | None
+) -> None:
+    """Leave out links from a source to names that there are not: viewcode has all names of a file in one public module."""
+    if pagename.startswith("_modules/"):
+        names = app.env.domains["py"].data["objects"]
+        back = re.compile(r'<a class="viewcode-back" href="[^"#]*#([^"]*)">.*?</a>')
+        context["body"] = back.sub(lambda link: link[0] if link[1] in names else "", context["body"])
 
 
 def restore_property(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -88,6 +156,8 @@ def restore_property(app: Sphinx, what: str, name: str, obj: Any, options: Any, 
 
 def setup(app: Sphinx) -> None:
     """Register what is ours."""
+    app.add_transform(ForeignNames)
     app.connect("source-read", fill_tables)
     app.connect("autodoc-process-docstring", restore_property, priority=600)  # napoleon's is 500
+    app.connect("html-page-context", drop_wrong_links_back)
     app.connect("missing-reference", find_error)

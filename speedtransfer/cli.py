@@ -21,6 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes, printable
+from speedtransfer.system import program
 from speedtransfer.version import __version__
 from speedtransfer.word2vec.commands import app as word2vec_app
 from speedtransfer.word2vec.commands import in_flags
@@ -90,7 +91,8 @@ def info() -> None:
     console.print(table)
     status = cuda_status()
     calibrated = status.available and load(resolve_device(None)) is not None
-    console.print(f"\nnext: {_next_step(status, calibrated)}", markup=False)
+    step = _next_step(status, calibrated).replace("`speedtransfer ", f"`{program()} ")
+    console.print(f"\nnext: {step}", markup=False)
 
 
 def _next_step(status: CudaStatus, calibrated: bool) -> str:

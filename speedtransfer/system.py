@@ -1,4 +1,4 @@
-"""This machine: its memory, its processor, the folder for caches, and files that are replaced whole or not at all."""
+"""This machine (memory, processor, caches), how this program was started, and files replaced whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import os
 import platform
 import secrets
+import shlex
+import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from io import BufferedWriter
 from pathlib import Path
@@ -14,6 +17,21 @@ from typing import NamedTuple
 
 from speedtransfer.errors import StorageError
 from speedtransfer.untrusted import PathLike, check_file
+
+
+def program() -> str:
+    """Return what starts this command line again from this folder: ``speedtransfer``, or with the path it was started by."""
+    path = Path(sys.argv[0])
+    if path.parts[-2:] == ("speedtransfer", "__main__.py"):
+        return f"{_as_typed(Path(sys.executable))} -m speedtransfer"
+    return _as_typed(path) if path.name == "speedtransfer" else "speedtransfer"
+
+
+def _as_typed(path: Path) -> str:
+    """Return the name of a program on PATH, else its path, from this folder where it is below it."""
+    if shutil.which(path.name) == str(path):
+        return path.name
+    return shlex.quote(str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path))
 
 
 def physical_bytes() -> int:

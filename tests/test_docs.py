@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -25,6 +26,11 @@ from myst_parser.slugs import github_slugify, unique_slug
 import speedtransfer
 from speedtransfer import errors, speedtorch, word2vec
 from speedtransfer.cli import app
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -246,6 +252,51 @@ def test_classes_of_tables_have_a_style():
 
 
 @pytest.mark.slow
+def test_names_of_torch_lead_to_its_documentation(tmp_path):
+    """With an inventory that knows them, as where there is a network: not in titles, links and code."""
+    names = "torch.nn.Embedding py:class 1 generated/torch.nn.Embedding.html#$ -\nos.fork py:function 1 library/os.html#$ -\n"
+    head = "".join(f"# {line}\n" for line in ("Sphinx inventory version 2", "Project: p", "Version: 1", "zlib"))
+    (tmp_path / "made.inv").write_bytes(head.encode() + zlib.compress(names.encode()))
+    (tmp_path / "conf.py").write_text(
+        f"import runpy\nglobals().update(runpy.run_path({str(DOCS / 'conf.py')!r}))\nhtml_static_path = html_css_files = []\n"
+        "intersphinx_mapping = {'torch': ('https://example.org/', 'made.inv')}\n"
+    )
+    (tmp_path / "index.md").write_text(
+        "# `os.fork`\n\n`torch.nn.Embedding`, [`os.fork`](#os-fork), `torch.nn.Linear`, `os`\n\n```\ntorch.nn.Embedding\n```\n"
+    )
+    argv = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", str(tmp_path), str(tmp_path / "html")]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    page = BeautifulSoup((tmp_path / "html" / "index.html").read_text(encoding="utf-8"), "html.parser")
+    (link,) = page.article.find_all("a", href=re.compile("^https://example.org/"))
+    assert link["href"] == "https://example.org/generated/torch.nn.Embedding.html#torch.nn.Embedding"
+    assert link.get_text() == "torch.nn.Embedding"
+
+
+@pytest.mark.slow
+def test_code_of_the_api_is_shown_and_can_be_copied(site, pages):
+    source = site / "_modules" / "speedtransfer" / "nn" / "embedding.html"
+    links = [a["href"] for a in pages[site / "api" / "modules.html"].article.select("a:has(.viewcode-link)")]
+    assert "../_modules/speedtransfer/nn/embedding.html#Embedding" in links
+    assert "class" in BeautifulSoup(source.read_text(encoding="utf-8"), "html.parser").pre.get_text()
+    assert "copybutton.js" in (site / "quickstart.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+def test_the_quick_start_has_a_tab_for_each_build_of_torch(site, pages):
+    labels = [label.get_text(strip=True) for label in pages[site / "quickstart.html"].article.select("label.tab-label")]
+    assert labels == ["CPU", "CUDA 13", "CUDA 12"]
+
+
+def test_the_sidebar_is_in_groups():
+    trees = re.findall(r"^```\{toctree}\n(.*?)\n\n(.*?)^```", PAGES["index"], re.MULTILINE | re.DOTALL)
+    groups = {re.search(":caption: (.+)", options)[1]: entries.split() for options, entries in trees}
+    assert all(len(entries) <= 7 for entries in groups.values())
+    named = [entry for entries in groups.values() for entry in entries]
+    assert sorted(named) == sorted({*PAGES, "api/index", "notebooks**"} - {"index", "notebooks"})
+
+
+@pytest.mark.slow
 def test_search_knows_every_page(site):
     index = (site / "searchindex.js").read_text(encoding="utf-8")
     for page in PAGES:
@@ -324,7 +375,7 @@ def test_commands_exist(page, argv):
         assert argv[4:] == ["&&", ".", f"{argv[3]}/bin/activate"]
     else:
         assert argv[:3] == ["pip", "install", "-e"]
-        extras = set(re.findall(r'^ {8}"(\w+)":', (ROOT / "setup.py").read_text(), re.MULTILINE))
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
         assert set(filter(None, arguments[2].strip(".[]").split(","))) <= extras
 
 

@@ -16,7 +16,7 @@ needs_checkout = pytest.mark.skipif(not (ROOT / ".git").exists() or not shutil.w
 @pytest.fixture(scope="module")
 def metadata(tmp_path_factory):
     """The metadata of a built distribution, by name."""
-    pytest.importorskip("setuptools", minversion="70.1")  # older ones need the package wheel beside them
+    pytest.importorskip("setuptools", minversion="77")  # the first that knows licences by their expression
     folder = tmp_path_factory.mktemp("metadata")
     code = (
         "import sys; from setuptools import build_meta; print(build_meta.prepare_metadata_for_build_wheel(sys.argv[1]))"
@@ -36,7 +36,7 @@ def metadata(tmp_path_factory):
 
 
 def test_licence_and_author(metadata):
-    assert metadata["License"] == ["Apache-2.0"]
+    assert metadata["License-Expression"] == ["Apache-2.0"]
     assert metadata["License-File"] == ["LICENSE"]
     assert metadata["Author"] == ["speedtransfer developers"]
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
@@ -72,7 +72,7 @@ def test_the_cuda_extra_is_that_of_torch(tmp_path, driver, torch_cuda, index, ex
     python.write_text(f"#!/bin/sh\n{f'echo {torch_cuda}' if torch_cuda else 'exit 1'}\n")
     python.chmod(0o755)
     command = ["make", "-n", "-C", str(ROOT), f"VENV={tmp_path}", f"CUDA_MAJOR={driver or ''}", f"TORCH_INDEX={index}"]
-    done = subprocess.run([*command, f"{tmp_path}/.ready"], capture_output=True, text=True, check=True)
+    done = subprocess.run([*command, f"{tmp_path}/.ready-dev"], capture_output=True, text=True, check=True)
     assert f'-e ".[dev{extra}]"' in done.stdout
 
 
@@ -84,6 +84,6 @@ def test_cupy_comes_with_its_compiler(metadata):
 
 
 @needs_checkout
-@pytest.mark.parametrize("path", ["docs/_build/x", "docs/jupyter_execute/x", ".venv/x", "demo/x"])
+@pytest.mark.parametrize("path", ["docs/_build/x", "docs/jupyter_execute/x", ".venv/x", ".venv-release/x", "env/x", "demo/x"])
 def test_what_our_commands_leave_is_no_change_of_the_tree(path):
     assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", path]).returncode == 0

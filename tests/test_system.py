@@ -2,6 +2,9 @@
 
 import os
 import platform
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -184,3 +187,44 @@ class TestCpuFeatures:
             info.write_text(text)
         monkeypatch.setattr(system, "Path", lambda path: info)
         assert system.cpu_features() == features
+
+
+class TestProgram:
+    @pytest.fixture
+    def started(self, tmp_path, monkeypatch):
+        """A function that says how the command line calls itself when it was started as `path` in `tmp_path`."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
+        for name in ("on_path/speedtransfer", "on_path/python"):
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).touch(0o755)
+
+        def say(path, python=sys.executable):
+            monkeypatch.setattr(sys, "argv", [str(path), "word2vec", "demo"])
+            monkeypatch.setattr(sys, "executable", str(python))
+            return system.program()
+
+        return say
+
+    def test_by_name(self, started, tmp_path):
+        assert started(tmp_path / "on_path/speedtransfer") == "speedtransfer"
+        assert started(tmp_path / "env dir/bin/speedtransfer") == "'env dir/bin/speedtransfer'"
+        assert started("/elsewhere/bin/speedtransfer") == "/elsewhere/bin/speedtransfer"
+
+    def test_as_a_module(self, started, tmp_path):
+        main = Path(system.__file__).with_name("__main__.py")
+        assert started(main, tmp_path / ".venv/bin/python") == ".venv/bin/python -m speedtransfer"
+        assert started(main, tmp_path / "on_path/python") == "python -m speedtransfer"
+
+    @pytest.mark.parametrize("path", ["", "train.py", "other/__main__.py"])
+    def test_by_the_program_of_somebody_else(self, started, path):
+        assert started(path) == "speedtransfer"
+
+
+def test_what_is_printed_next_can_be_run(tmp_path):
+    """As `make demo` starts it, with the environment not activated."""
+    environment = {**os.environ, "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}
+    run = {"cwd": tmp_path, "env": environment, "capture_output": True, "text": True, "check": True, "timeout": 120}
+    first = subprocess.run([sys.executable, "-m", "speedtransfer", "info"], **run)
+    command = shlex.split(first.stdout.split("`")[-2])
+    assert "Usage" in subprocess.run([*command, "--help"], **run).stdout

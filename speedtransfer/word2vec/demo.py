@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 
 from speedtransfer.errors import InvalidValueError, format_bytes, printable
+from speedtransfer.system import program
 from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
 from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.formats import VECTORS
@@ -83,7 +84,7 @@ def run_demo(
     show(f"rows moved: {format_bytes(to_device)} to the compute device, {format_bytes(back)} back")
     show(printable(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)"))
     show(printable(f"picture: {picture}"))
-    show(printable(f"next: speedtransfer word2vec {NEXT.format(shlex.quote(str(folder.path)))}"))
+    show(printable(f"next: {program()} word2vec {NEXT.format(shlex.quote(str(folder.path)))}"))
     return trainer
 
 
