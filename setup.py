@@ -59,6 +59,8 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
+    # Named, so that `pip install -e .` puts the folder itself on the path: type checkers do not run the import hook it makes else.
+    package_dir={"": "."},
     packages=find_packages(include=["speedtransfer", "speedtransfer.*"]),
     package_data={
         "speedtransfer": ["py.typed"],
