@@ -59,7 +59,7 @@ setup(
         "Typing :: Typed",
     ],
     python_requires=">=3.10",
-    # Named, so that `pip install -e .` puts the folder itself on the path: type checkers do not run the import hook it makes else.
+    # With this, `pip install -e .` puts the folder on the path, where type checkers find the package.
     package_dir={"": "."},
     packages=find_packages(include=["speedtransfer", "speedtransfer.*"]),
     package_data={

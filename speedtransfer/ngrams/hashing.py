@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ class NgramHash(nn.Module):
         rows: int | Sequence[int] | None = None,
         *,
         vocab_size: int = 1 << 20,
-        scheme: str = "xor",
+        scheme: Literal["xor", "polynomial"] = "xor",
         seed: int = 0,
         layer: int = 0,
         eos: int | Sequence[int] | None = None,
