@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,9 +19,11 @@ from speedtransfer.word2vec.lookup import (
     UnknownWordError,
     as_list,
     check_counts,
+    count_nearer,
     find_rows,
     lengths,
     nearest_rows,
+    unit,
 )
 
 __all__ = ["UnknownWordError", "Vectors"]
@@ -178,6 +181,62 @@ class Vectors:
         ``analogy("man", "king", "woman")`` asks for a queen.
         """
         return self.most_similar([b, c], topn, negative=[a])
+
+    def similar_by_word(self, word: str, topn: int = 10) -> list[tuple[str, float]]:
+        """Return the words most similar to one word: `most_similar`, by gensim's name."""
+        return self.most_similar([word], topn)
+
+    def similar_by_vector(self, vector: np.ndarray, topn: int = 10) -> list[tuple[str, float]]:
+        """Return the words most similar to a vector of shape (dim,): `most_similar`, by gensim's name."""
+        return self.most_similar([vector], topn)
+
+    def doesnt_match(self, words: Iterable[str]) -> str:
+        """Return the word that is farthest from the mean of all of `words`, each at length 1.
+
+        The answer is that of gensim's ``KeyedVectors.doesnt_match``, which leaves unknown words out; here they raise
+        `UnknownWordError`.
+        """
+        words, rows = self._several(words, "words")
+        vectors = self.matrix[rows] / np.maximum(self.norms[rows], TINY)[:, None]
+        # Among equals gensim returns the first in the order of the alphabet.
+        return min(zip(vectors @ unit(vectors.mean(axis=0)), words, strict=True))[1]
+
+    def rank(self, first: str, second: str) -> int:
+        """Return which neighbour of `first` the word `second` is: 1 is the nearest; unknown words raise `UnknownWordError`."""
+        row, than = find_rows([first, second], self._row_of)
+        return count_nearer(self.matrix, self.norms, row, than) + 1
+
+    def n_similarity(self, first: Iterable[str], second: Iterable[str]) -> float:
+        """Return the cosine of the mean vectors of two groups of words, 0 where one is zero.
+
+        The figure is that of gensim's ``KeyedVectors.n_similarity``, which leaves unknown words out; here they raise
+        `UnknownWordError`. Vectors are taken at their own length.
+        """
+        groups = [self._several(words, name)[1] for words, name in ((first, "first"), (second, "second"))]
+        a, b = (unit(self.matrix[rows].astype(np.float64).mean(axis=0)) for rows in groups)
+        return float(a @ b)
+
+    def _several(self, words: Any, name: str) -> tuple[list[str], np.ndarray]:
+        """Return a group of words, at least one, and their rows."""
+        if isinstance(words, str) or not isinstance(words, Iterable):
+            raise InvalidTypeError(f"{name} is {words!r} but must be several words; pass a list of str")
+        words = list(words)
+        if not words:
+            raise InvalidValueError(f"{name} is empty; pass at least one word")
+        odd = next((word for word in words if not isinstance(word, str)), None)
+        if odd is not None:
+            raise InvalidTypeError(f"{odd!r} is no word; pass a list of str")
+        return words, np.array(find_rows(words, self._row_of), dtype=np.int64)
+
+    if not TYPE_CHECKING:  # for which any name would be there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__} has no attribute {name!r}"
+            if not name.startswith("_"):
+                near = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], n=1)
+                message += f"; did you mean {near[0]!r}? What" if near else "; what"
+                message += f" gensim's KeyedVectors have beside is there by vectors.to_gensim().{name}"
+            raise AttributeError(message, name=name, obj=self)
 
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
