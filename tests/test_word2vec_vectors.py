@@ -11,9 +11,11 @@ import pytest
 import safetensors.numpy
 import torch
 from gensim.models import KeyedVectors, Word2Vec
+from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
+from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.extras import MissingPackageError
 
 WORDS = ["the", "été", "東京", "x\u00a0y", "France"]
@@ -101,6 +103,22 @@ def test_the_folder_of_a_run_is_read_as_well(vectors, tmp_path):
         Vectors.load(tmp_path / "run")
     vectors.save(tmp_path / "run" / "vectors.bin")
     assert Vectors.load(tmp_path / "run").words == WORDS
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".bin", ".glove"])
+def test_the_folder_of_a_run_has_the_counts(tmp_path, suffix):
+    """Of the vocabulary there: a .kv file made of the folder has them for gensim."""
+    words, counts = ["the", "river", "bank"], [9, 5, 2]
+    Vectors(words, np.eye(3, dtype=np.float32)).save(tmp_path / f"vectors{suffix}")
+    Vocabulary(words, counts).save(tmp_path / "vocab.txt")
+    assert Vectors.load(tmp_path).counts.tolist() == counts
+    assert Vectors.load(tmp_path, max_words=2).counts.tolist() == counts[:2]
+    arguments = ["convert", str(tmp_path), str(tmp_path / "out.kv")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert KeyedVectors.load(str(tmp_path / "out.kv")).get_vecattr("river", "count") == 5
+    for other in ("the 9\nbank 5\nriver 2\n", "no vocabulary\n"):
+        (tmp_path / "vocab.txt").write_text(other)
+        assert Vectors.load(tmp_path).counts is None
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)

@@ -37,7 +37,8 @@ class NgramHash(nn.Module):
     heads : int
         Heads of each order.
     rows : int or sequence of int
-        Rows of a head, at least, or one number for each order: each head has the next prime that no other has.
+        Rows of each head, not of the table, at least, or one number for each order: a head has the next prime that no other
+        has, and the table about ``rows * heads * len(orders)`` rows, which `num_rows` says.
     vocab_size : int
         Token ids are below it. The multipliers of "xor" depend on it.
     scheme : {"xor", "polynomial"}

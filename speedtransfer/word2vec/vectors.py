@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import os
@@ -25,6 +26,8 @@ from speedtransfer.word2vec.lookup import (
     nearest_rows,
     unit,
 )
+from speedtransfer.word2vec.output import VOCABULARY
+from speedtransfer.word2vec.vocabulary import Vocabulary
 
 __all__ = ["UnknownWordError", "Vectors"]
 
@@ -284,7 +287,7 @@ class Vectors:
         Parameters
         ----------
         path : path-like
-            A file, or the output folder of a run.
+            A file, or the output folder of a run, which has the counts of words whatever the format of the vectors.
         max_words : int, optional
             Read only so many words from the beginning, where trainers put the frequent ones.
 
@@ -297,12 +300,24 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        path = formats.find_vectors(path) if os.path.isdir(path) else Path(path)
+        folder = Path(path) if os.path.isdir(path) else None
+        path = Path(path) if folder is None else formats.find_vectors(folder)
         if max_words is not None:
             max_words = check_size(max_words, "max_words", 1)
         stored = formats.find_format(path, reading=True).read(path, max_words)
+        if folder is not None and stored.counts is None:
+            stored = stored._replace(counts=_counts_in(folder / VOCABULARY, stored.words))
         try:
             return cls(*stored)
         except (InvalidValueError, InvalidTypeError) as error:
             what = str(error).partition(";")[0]
             raise StorageError(f"{str(path)!r} holds no word vectors ({what}); get the file again") from error
+
+
+def _counts_in(path: Path, words: Sequence[str]) -> np.ndarray | None:
+    """Return the counts of `words` in the file of a vocabulary; None where it is missing, or of others."""
+    with contextlib.suppress(StorageError):
+        vocabulary = Vocabulary.load(path)
+        if vocabulary.words[: len(words)] == list(words):
+            return vocabulary.counts[: len(words)]
+    return None
