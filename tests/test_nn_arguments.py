@@ -98,7 +98,10 @@ def test_options_reach_the_table(make: Callable[..., Any]) -> None:
 )
 def test_help_names_the_options_with_their_defaults(function: Callable[..., Any]) -> None:
     text = pydoc.render_doc(function, renderer=pydoc.plaintext)
-    for option in ("memory: 'str' = 'auto'", "idle: 'str' = 'auto'", "storage_dtype: 'torch.dtype | None' = None"):
+    for option in (
+        """idle: "Literal['auto', 'exact', 'lazy']" = 'auto'""",
+        "storage_dtype: 'torch.dtype | None' = None",
+    ):
         assert option in text
     assert "scale_block: 'int | None' = None" in text
     assert "**options" not in str(inspect.signature(function))

@@ -214,10 +214,36 @@ def test_tools_that_would_record_the_rows_of_one_batch_raise(tool, frozen) -> No
     assert torch.equal(model(IDS), expected)
 
 
-def test_torch_export_takes_the_weights_along() -> None:
-    model = trained(idle="exact").eval()
-    exported = torch.export.export(model, (IDS,))
-    torch.testing.assert_close(exported.module()(IDS + 0), model(IDS))
+@pytest.mark.parametrize("options", [{"idle": "exact"}, {"storage_dtype": torch.int8}, {"memory": "mmap"}])
+def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
+    if "memory" in options:
+        torch.manual_seed(0)
+        file = tmp_path / "table.safetensors"
+        model: nn.Module = nn.Sequential(speedtransfer.Embedding(20, 4, path=file, **options), nn.Linear(4, 2))
+    else:
+        model = trained(**options).eval()
+    program = torch.export.export(model, (IDS,), strict=False)
+    torch.testing.assert_close(program.module()(IDS + 0), model(IDS))
+    torch.export.save(program, str(tmp_path / "model.pt2"))
+    expected = model(IDS)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    program = torch.export.load(str(tmp_path / "model.pt2"))
+    torch.testing.assert_close(program.module()(IDS + 0), expected)
+    with pytest.raises(IndexError):
+        program.module()(IDS + 1)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_torch_export_cannot_take_raises(strict) -> None:
+    ids = torch.tensor([[1, 2, 0]])
+    with pytest.raises(Exception, match=r"speedtransfer\.to_dense\(model\)"):
+        torch.export.export(speedtransfer.MultiEmbedding([3, 4, 5], 4), (ids,), strict=strict)
+    if not strict:
+        known = speedtransfer.Embedding(20, 4, vocabulary=speedtransfer.Vocabulary())
+        with pytest.raises(InvalidTypeError, match=r"has a vocabulary.*torch\.export"):
+            torch.export.export(known, (ids,), strict=strict)
 
 
 def test_what_does_not_fit(monkeypatch) -> None:

@@ -57,6 +57,45 @@ def test_without_an_optimizer_the_last_one_is_named(model: nn.ModuleDict) -> Non
     assert users.num_bytes == model["users"].table.nbytes
 
 
+class _Plain(torch.optim.Optimizer):
+    """One that nobody knows, with state for each row."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for param in self.param_groups[0]["params"]:
+            mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+            param.sub_(mean.lerp_(param.grad, 0.1))
+
+
+@pytest.mark.filterwarnings("ignore:it is not known what _Plain does")
+@pytest.mark.parametrize(
+    ("optimizer", "sparse", "idle"),
+    [
+        (torch.optim.AdamW, False, "exact"),
+        (torch.optim.SGD, False, "exact"),
+        (torch.optim.SGD, True, "exact"),
+        (torch.optim.SparseAdam, True, "lazy"),
+        (_Plain, False, "lazy"),
+    ],
+)
+def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
+    emb = speedtransfer.Embedding(50, 4, sparse=sparse)
+    opt = optimizer(emb.parameters())
+    assert speedtransfer.summary(emb, opt).tables[0].idle == "auto"
+    emb(IDS).sum().backward()
+    opt.step()
+    before = emb.weight.detach().clone()
+    assert speedtransfer.summary(emb, opt).tables[0].idle == idle
+    opt.zero_grad()
+    emb(IDS + 10).sum().backward()
+    opt.step()
+    moved = (emb.weight.detach() != before).any(1)[IDS]
+    assert moved.all() == moved.any() == (optimizer is torch.optim.AdamW)
+
+
 def test_it_reads_no_row(model: nn.ModuleDict) -> None:
     opt = torch.optim.AdamW(model.parameters())
     for ids in (IDS, IDS + 10):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import struct
 import sys
 
@@ -10,9 +11,11 @@ import pytest
 import safetensors.numpy
 import torch
 from gensim.models import KeyedVectors, Word2Vec
+from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
+from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.extras import MissingPackageError
 
 WORDS = ["the", "été", "東京", "x\u00a0y", "France"]
@@ -100,6 +103,22 @@ def test_the_folder_of_a_run_is_read_as_well(vectors, tmp_path):
         Vectors.load(tmp_path / "run")
     vectors.save(tmp_path / "run" / "vectors.bin")
     assert Vectors.load(tmp_path / "run").words == WORDS
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".bin", ".glove"])
+def test_the_folder_of_a_run_has_the_counts(tmp_path, suffix):
+    """Of the vocabulary there: a .kv file made of the folder has them for gensim."""
+    words, counts = ["the", "river", "bank"], [9, 5, 2]
+    Vectors(words, np.eye(3, dtype=np.float32)).save(tmp_path / f"vectors{suffix}")
+    Vocabulary(words, counts).save(tmp_path / "vocab.txt")
+    assert Vectors.load(tmp_path).counts.tolist() == counts
+    assert Vectors.load(tmp_path, max_words=2).counts.tolist() == counts[:2]
+    arguments = ["convert", str(tmp_path), str(tmp_path / "out.kv")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert KeyedVectors.load(str(tmp_path / "out.kv")).get_vecattr("river", "count") == 5
+    for other in ("the 9\nbank 5\nriver 2\n", "no vocabulary\n"):
+        (tmp_path / "vocab.txt").write_text(other)
+        assert Vectors.load(tmp_path).counts is None
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
@@ -318,6 +337,56 @@ def test_similarity_is_gensims(many):
     kv = many.to_gensim()
     for a, b in (("w1", "w2"), ("w3", "w3"), ("w499", "w0")):
         assert many.similarity(a, b) == pytest.approx(kv.similarity(a, b), abs=1e-6)
+
+
+@pytest.mark.parametrize("rows_at_once", [64, 1 << 18])
+def test_other_names_of_gensim(many, monkeypatch, rows_at_once):
+    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", rows_at_once)
+    kv = many.to_gensim()
+    direction = many["w5"] - many["w6"]
+    for ours, theirs in (
+        (many.similar_by_word("w3", 20), kv.similar_by_word("w3", topn=20)),
+        (many.similar_by_vector(direction, 20), kv.similar_by_vector(direction, topn=20)),
+    ):
+        assert [word for word, _ in ours] == [word for word, _ in theirs]
+        assert [cosine for _, cosine in ours] == pytest.approx([cosine for _, cosine in theirs], abs=1e-6)
+    rng = np.random.default_rng(2)
+    for _ in range(20):
+        first, second = ([f"w{i}" for i in rng.integers(500, size=size)] for size in rng.integers(1, 9, 2))
+        assert many.doesnt_match(first) == kv.doesnt_match(first)
+        assert many.n_similarity(first, second) == pytest.approx(float(kv.n_similarity(first, second)), abs=1e-6)
+        assert many.rank(first[0], second[0]) == kv.rank(first[0], second[0])
+    assert many.rank("w1", many.most_similar("w1", 3)[2][0]) == 3
+
+
+def test_other_names_of_gensim_by_hand():
+    vectors = Vectors(["east", "north", "northeast", "west", "nowhere"], [[2.0, 0], [0, 1], [3, 3], [-1, 0], [0, 0]])
+    assert vectors.doesnt_match(["east", "northeast", "north", "west"]) == "west"
+    assert vectors.doesnt_match(word for word in ("north", "east")) == "east"  # equals: by the alphabet
+    assert vectors.rank("east", "northeast") == vectors.rank("east", "east") == 1
+    assert vectors.rank("east", "north") == vectors.rank("east", "nowhere") == 2
+    assert vectors.n_similarity(["east", "north"], ["northeast"]) == pytest.approx(3 / 10**0.5)
+    assert vectors.n_similarity(["nowhere"], ["east"]) == 0.0
+    for call in (vectors.doesnt_match, lambda words: vectors.n_similarity(words, ["east"])):
+        with pytest.raises(UnknownWordError, match="did you mean 'west'"):
+            call(["east", "wset"])
+        with pytest.raises(InvalidValueError, match="is empty; pass at least one word"):
+            call([])
+        with pytest.raises(InvalidTypeError, match="is 'east' but must be several words; pass a list of str"):
+            call("east")
+        with pytest.raises(InvalidTypeError, match="3 is no word; pass a list of str"):
+            call(["east", 3])
+
+
+def test_names_of_gensim_that_are_not_here(many):
+    with pytest.raises(
+        AttributeError, match=r"no attribute 'wmdistance'; what .* there by vectors\.to_gensim\(\)\.wmdistance"
+    ):
+        many.wmdistance(["w1"], ["w2"])
+    with pytest.raises(AttributeError, match=r"did you mean 'most_similar'\? What gensim's .*\.most_similar_cosmul"):
+        many.most_similar_cosmul("w1")
+    assert not hasattr(many, "__array__")
+    assert copy.deepcopy(many).words == many.words
 
 
 def test_to_gensim_and_back(many):

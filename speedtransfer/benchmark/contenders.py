@@ -82,7 +82,7 @@ def our_name(memory: str, idle: str) -> str:
     return OURS.format(memory) + (f", idle={idle}" if idle != "lazy" else "")
 
 
-def _ours(memory: str, device: torch.device, optimizer: str, idle: str) -> Contender:
+def _ours(memory: Any, device: torch.device, optimizer: str, idle: Any) -> Contender:
     def make(rows: int) -> nn.Module:
         if memory != "mmap":
             return _Ours(rows, DIM, device=device, memory=memory, idle=idle)

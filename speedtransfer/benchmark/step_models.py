@@ -124,9 +124,9 @@ def _method(name: str, role: Role, embed: Embed, exact: bool, optimizer: Callabl
 
 
 def _ours(
-    device: torch.device, idle: str, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any
+    device: torch.device, idle: Any, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any
 ) -> _Method:
-    memory = "pinned" if device.type == "cuda" else "pageable"
+    memory: Any = "pinned" if device.type == "cuda" else "pageable"
     embed = functools.partial(Embedding, device=device, memory=memory, idle=idle)
     made = _method(our_name(memory, idle), "ours", embed, idle == "exact", optimizer, **options)
     return replace(made, kind="exact" * made.exact)

@@ -82,7 +82,7 @@ class Tables:
         assert self._base is not None
         return Table.__new__(Table)._adopt(self._base._place, plane)
 
-    def _flat(self, memory: str, num_bytes: int) -> Tensor:
+    def _flat(self, memory: Any, num_bytes: int) -> Tensor:
         if self._base is None or self._key != (memory, num_bytes):
             self.release()
             num_rows = max(1, num_bytes // (4 * _BASE_DIM))

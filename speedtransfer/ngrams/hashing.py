@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,8 @@ class NgramHash(nn.Module):
     heads : int
         Heads of each order.
     rows : int or sequence of int
-        Rows of a head, at least, or one number for each order: each head has the next prime that no other has.
+        Rows of each head, not of the table, at least, or one number for each order: a head has the next prime that no other
+        has, and the table about ``rows * heads * len(orders)`` rows, which `num_rows` says.
     vocab_size : int
         Token ids are below it. The multipliers of "xor" depend on it.
     scheme : {"xor", "polynomial"}
@@ -104,7 +105,7 @@ class NgramHash(nn.Module):
         rows: int | Sequence[int] | None = None,
         *,
         vocab_size: int = 1 << 20,
-        scheme: str = "xor",
+        scheme: Literal["xor", "polynomial"] = "xor",
         seed: int = 0,
         layer: int = 0,
         eos: int | Sequence[int] | None = None,

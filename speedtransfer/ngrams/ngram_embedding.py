@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,7 +99,7 @@ class NgramEmbedding(nn.Module):
         ngrams: NgramHash,
         dim: int,
         out_dim: int | None = None,
-        combine: str = "concat",
+        combine: Literal["concat", "sum", "mean"] = "concat",
         head_scale: bool = False,
         gate: bool = False,
         conv: int = 0,

@@ -199,7 +199,7 @@ class FeatureHandle:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         """Copy the rows to a table of their own."""
-        memory = "pageable" if self.handle.table.device.type == "cpu" else "device"
+        memory: Any = "pageable" if self.handle.table.device.type == "cpu" else "device"
         values = self.whole().detach().clone()
         made = Table.from_array(values, memory, device=self.handle.table.device, copy=False)
         memo[id(self)] = copied = Handle(made, self.requires_grad, self.handle.idle)

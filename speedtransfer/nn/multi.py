@@ -19,7 +19,7 @@ from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.tracing import unrecorded
+from speedtransfer.nn.tracing import refuse_to_export, unrecorded
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
@@ -156,6 +156,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             An id is not below the rows of its feature. On a CUDA device the table finds it, as `Table.gather` says, and shows
             -1 and its place among all ids.
         """
+        refuse_to_export(self)
         weight = self.weight
         index, padded, shapes = self._feature_ids.rows(ids, device_of(weight))
         used = UsedFeatures((1 << len(self)) - 1 if shapes is None else 0)

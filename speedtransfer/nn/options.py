@@ -6,7 +6,7 @@ import functools
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -14,7 +14,8 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
 from speedtransfer.vocabulary import Vocabulary
 
-IDLE = ("auto", "exact", "lazy")
+Idle: TypeAlias = Literal["auto", "exact", "lazy"]
+IDLE: tuple[Idle, ...] = get_args(Idle)
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,14 +23,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class TableOptions(TypedDict, total=False):
     """Keyword arguments of :class:`speedtransfer.Embedding`, which documents them."""
 
-    memory: str
+    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]
     path: str | os.PathLike[str] | None
-    idle: str
+    idle: Literal["auto", "exact", "lazy"]
     storage_dtype: torch.dtype | None
     state_dtype: torch.dtype | None
     scale_block: int | None
-    layout: str
-    cache_rows: int | str | None
+    layout: Literal["planes", "rows"]
+    cache_rows: int | Literal["auto"] | None
     cache_counts: Any
     process_group: Any
     comm_dtype: torch.dtype | None
@@ -103,12 +104,13 @@ def options_of(handle: Handle) -> TableOptions:
         raise InvalidTypeError(
             f"{handle} has {what}, which a module on the meta device would not keep; leave the module where it is"
         )
+    idle: Any = handle.idle
     table, rows, cache = handle.table, handle.rows, handle.table._cache_options
-    memory = table.memory if table.memory in ("pinned", "pageable", "device") else "auto"
+    memory: Any = table.memory if table.memory in ("pinned", "pageable", "device") else "auto"
     return complete(
         TableOptions(
             memory=memory,
-            idle=handle.idle,
+            idle=idle,
             storage_dtype=rows.storage_dtype,
             state_dtype=rows.state_dtype,
             scale_block=rows.scale_block,

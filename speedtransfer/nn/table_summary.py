@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError, format_bytes
+from speedtransfer.idle import has_rule
 from speedtransfer.nn.export import is_table
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle, ShardHandle
@@ -31,7 +32,7 @@ class TableSummary:
     dtype : torch.dtype
         The dtype that the weights are stored in.
     idle : str
-        What happens to rows that a step does not touch.
+        What happens to rows that a step does not touch, "exact" or "lazy"; "auto" until the first step tells which.
     memory : str
         Where the rows live; for a "mmap" table with its file.
     planes : tuple of str
@@ -130,7 +131,7 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
             rows=handle.num_rows,
             dim=(table := handle.table).dim,
             dtype=table.dtype,
-            idle=modules[handle].idle,
+            idle=_idle(handle, modules[handle].idle),
             memory=_memory(handle),
             planes=table.planes,
             num_bytes=table.nbytes,
@@ -146,6 +147,14 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
         sum(param.numel() for param in others),
         sum(param.numel() * param.element_size() for param in others),
     )
+
+
+def _idle(handle: Handle, asked: str) -> str:
+    """Return what happens to idle rows: with "auto" the optimizer of the last step decides."""
+    last = None if handle.state is None else handle.state.optimizer()
+    if asked != "auto" or handle.state is None or last is None:
+        return asked
+    return "exact" if has_rule(last) and not handle.state.sparse else "lazy"
 
 
 def _memory(handle: Handle) -> str:

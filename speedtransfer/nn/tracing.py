@@ -57,6 +57,12 @@ def recorded_as(
     return decorated
 
 
+def refuse_to_export(module: nn.Module) -> None:
+    """Raise under ``torch.export``, for a lookup that an exported program cannot do with the weight alone."""
+    if _is_exporting is not None and _is_exporting():
+        refuse_to_record(module, "torch.export")
+
+
 def refuse_to_quantize(module: nn.Module, qconfig: Any) -> None:
     """Raise where ``torch.ao.quantization`` would leave a table out without a word: it looks modules up by their class."""
     frame = inspect.currentframe()

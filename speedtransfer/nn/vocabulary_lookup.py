@@ -284,5 +284,5 @@ def refuse_without_rows(handle: Any) -> None:
     if isinstance(handle, VocabularyHandle):
         raise InvalidTypeError(
             f"{handle} has a vocabulary, and its ids are not row numbers of a weight that is swapped in (functional_call, a "
-            "parametrization, torch.func); call the module as it is, outside of transforms"
+            "parametrization, torch.func, torch.export); call the module as it is, outside of transforms"
         )

@@ -131,7 +131,7 @@ class WeightData(Tensor):
 
     def detach_from_table(self, kept: Tensor) -> None:
         """Read and write `kept`, ``(num_rows, dim)``, from now on: the table gets other rows."""
-        memory = "pageable" if kept.device.type == "cpu" else "device"
+        memory: Any = "pageable" if kept.device.type == "cpu" else "device"
         self.handle = Handle(Table.from_array(kept, memory, device=kept.device, copy=False))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:

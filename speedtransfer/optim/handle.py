@@ -246,8 +246,8 @@ class Handle(Binding):
         self._detach_aliases()
         if resized or retyped:
             dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
-            options: Any = {"layout": table.layout, "max_rows": table.max_rows}
-            made = Table(len(values), table.dim, dtype, table.memory, device=table.device, **options)
+            options: Any = {"memory": table.memory, "layout": table.layout, "max_rows": table.max_rows}
+            made = Table(len(values), table.dim, dtype, device=table.device, **options)
             made._start_cache(table._options_of_cache(len(values)))
             reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
             self.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)
@@ -336,7 +336,7 @@ def _shares(values: Tensor, plane: Tensor) -> bool:
 
 
 def _unpickle(
-    weight: Tensor, memory: str, device: str, param: nn.Parameter | bool, idle: str, rows: dict[str, Any]
+    weight: Tensor, memory: Any, device: str, param: nn.Parameter | bool, idle: str, rows: dict[str, Any]
 ) -> Handle:
     # An older version named no dtype.
     weight = weight.view(rows.get("stored", weight.dtype))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -218,7 +218,7 @@ def plan(
         machine=machine,
         host_memory=host_memory,
         disk=disk,
-        idle=idle,
+        idle=cast(Any, idle),
         storage_dtype=storage_dtype,
         state_dtype=state_dtype,
         scale_block=scale_block,

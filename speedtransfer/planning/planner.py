@@ -14,7 +14,7 @@ from torch import nn
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, suggest
-from speedtransfer.nn.options import IDLE
+from speedtransfer.nn.options import IDLE, Idle
 from speedtransfer.planning.configurations import MEASURED, Option, disk_estimated, estimated, make_options
 from speedtransfer.planning.estimate import disk_bytes, estimate_step, served_share
 from speedtransfer.planning.findings import CacheSize
@@ -57,7 +57,7 @@ def plan(
     machine: str | Machine | None = None,
     host_memory: str | float | None = None,
     disk: str | float | None = None,
-    idle: str = "auto",
+    idle: Idle = "auto",
     storage_dtype: torch.dtype | str | None = None,
     state_dtype: torch.dtype | str | None = None,
     scale_block: int | None = None,

@@ -7,7 +7,7 @@ import sys
 import uuid
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -16,6 +16,8 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import PathLike, Table
 
 _warned = False
+
+Memory: TypeAlias = Literal["device", "pinned", "pageable", "mmap"]
 
 
 class Place(NamedTuple):
@@ -31,7 +33,7 @@ class Place(NamedTuple):
         The file of a "mmap" table that is to stay.
     """
 
-    memory: str
+    memory: Memory
     device: torch.device
     folder: Path = Path()
     path: Path | None = None
@@ -48,12 +50,12 @@ class Place(NamedTuple):
         return table
 
 
-def on_cuda(memory: str) -> Place:
+def on_cuda(memory: Memory) -> Place:
     """Return `memory` of the current CUDA device; without CUDA that of the CPU, with a warning once a process."""
     return on_device("cuda", memory)
 
 
-def on_device(device: torch.device | str, memory: str) -> Place:
+def on_device(device: torch.device | str, memory: Memory) -> Place:
     """Return `memory` as the compute device `device` has it; where that is CUDA and there is none, as the CPU has it."""
     cuda = cuda_status()
     if cuda.available or (torch.device(device).type != "cuda" and memory != "pinned"):

@@ -21,7 +21,7 @@ from speedtransfer.system import physical_bytes
 from speedtransfer.tables import forks
 from speedtransfer.tables.chunks import copy_plane
 from speedtransfer.tables.parts import Parts
-from speedtransfer.tables.records import Block, Specs, blocks_of, record_bytes, views_of
+from speedtransfer.tables.records import Block, Layout, Specs, blocks_of, record_bytes, views_of
 from speedtransfer.tables.reserved import Reserved
 
 
@@ -39,7 +39,7 @@ class Memory(ABC):
     name: ClassVar[str]
     path: Path | None = None
     # Of planes that are added together: see `Table`.
-    layout: str = "planes"
+    layout: Layout = "planes"
     # How many rows the table may get; None: it does not grow.
     max_rows: int | None = None
     # Whether a child of fork has this memory itself, and no copy of it.

@@ -16,7 +16,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.opened_files import SCALES, OpenedMemory
-from speedtransfer.tables.planes import Device, DType, PathLike
+from speedtransfer.tables.planes import CacheRows, Device, DType, PathLike, Writable
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.shared_caches import check_not_shared, check_writable
 from speedtransfer.tables.sources import Catalog, Source
@@ -39,9 +39,9 @@ class Opening(UncheckedRows):
         scale_key: str | None = None,
         scale_dtype: DType | None = None,
         scale_block: int | None = None,
-        writable: bool | str = False,
+        writable: Writable = False,
         device: Device = None,
-        cache_rows: int | str | None = None,
+        cache_rows: CacheRows = None,
         cache_counts: Any = None,
     ) -> Self:
         """Open a table in the files that it was published in: its rows are read where they are, and never changed.
@@ -104,7 +104,7 @@ class Opening(UncheckedRows):
 
     @classmethod
     def _open(
-        cls, sources: dict[str, list[Source]], writable: bool | str, device: Device, cache_rows: Any, cache_counts: Any
+        cls, sources: dict[str, list[Source]], writable: Writable, device: Device, cache_rows: Any, cache_counts: Any
     ) -> Self:
         """Open tensors that fit together."""
         weights = sources["weight"]

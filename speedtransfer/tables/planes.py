@@ -6,7 +6,7 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.page_advice import read_ahead
-from speedtransfer.tables.records import check_layout
+from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import CacheOptions, cached_engine
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.write_log import Write, WriteLog
@@ -36,6 +36,10 @@ TorchDevice: TypeAlias = torch.device
 Device: TypeAlias = torch.device | str | int | None
 Generator: TypeAlias = torch.Generator
 PathLike: TypeAlias = str | os.PathLike[str]
+# What the arguments `memory`, `cache_rows` and `writable` take.
+MemoryName: TypeAlias = Literal["auto", "pinned", "pageable", "mmap", "device"]
+CacheRows: TypeAlias = int | Literal["auto"] | None
+Writable: TypeAlias = bool | Literal["shared"]
 
 
 class Planes:
@@ -185,12 +189,12 @@ class Planes:
         return self._engine.runs_kernels
 
     @property
-    def layout(self) -> str:
+    def layout(self) -> Layout:
         """How planes that are added together lie, "planes" or "rows"; set it for those that are added from now on."""
         return self._place.layout
 
     @layout.setter
-    def layout(self, layout: str) -> None:
+    def layout(self, layout: Layout) -> None:
         self._place.layout = check_layout(layout)
 
     @property

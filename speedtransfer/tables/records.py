@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, suggest
 
-LAYOUTS = ("planes", "rows")
+Layout: TypeAlias = Literal["planes", "rows"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 # Width and dtype of planes that are added together, by name.
 Specs: TypeAlias = Mapping[str, tuple[int, torch.dtype]]
 
@@ -19,7 +20,7 @@ _LINE_BYTES = 128  # of a GPU's cache; a CPU fetches 64 bytes, and their neighbo
 _PADDING_PART = 1 / 8  # of a record, at most, to have it begin where a line does
 
 
-def check_layout(layout: str) -> str:
+def check_layout(layout: Layout) -> Layout:
     """Return `layout`, or raise `InvalidValueError` unless it is one of `LAYOUTS`."""
     if layout not in LAYOUTS:
         raise InvalidValueError(f"layout is {layout!r}, not one of its values{suggest(str(layout), LAYOUTS)}")

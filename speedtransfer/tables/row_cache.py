@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from speedtransfer.tables.page_advice import read_ahead_of_rows
 class CacheOptions(NamedTuple):
     """A cache that was asked for: how many rows, or "auto", and how often each row is used, (num_rows,), if that is known."""
 
-    rows: int | str
+    rows: int | Literal["auto"]
     counts: Tensor | None
 
 
@@ -78,9 +78,8 @@ def padded_counts(counts: Tensor, more: int) -> Tensor:
 def cached_engine(engine: Engine, options: CacheOptions, place: Memory, weight: Tensor) -> CachedEngine:
     """Return an engine around `engine` for a table in `place` with the plane `weight`."""
     device = engine.device
-    rows = options.rows
-    if isinstance(rows, str):
-        rows = auto_capacity(weight.shape[1] * weight.element_size(), device)
+    asked = options.rows
+    rows = auto_capacity(weight.shape[1] * weight.element_size(), device) if isinstance(asked, str) else asked
     rows = min(rows, len(weight))
     # Tensors of inference mode could not be used outside of it.
     with torch.inference_mode(False), torch.no_grad():

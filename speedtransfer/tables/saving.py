@@ -21,8 +21,8 @@ from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
 from speedtransfer.tables.opened_files import SCALES
 from speedtransfer.tables.opening import SCALE_BLOCK, Opening, saved_planes
-from speedtransfer.tables.planes import Device, PathLike, check_dtype
-from speedtransfer.tables.records import check_layout
+from speedtransfer.tables.planes import CacheRows, Device, MemoryName, PathLike, Writable, check_dtype
+from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import tensor_of
 from speedtransfer.tables.shared_caches import check_writable
@@ -73,13 +73,13 @@ class Saving(Opening):
     def from_array(
         cls,
         array: Any,
-        memory: str = "auto",
+        memory: MemoryName = "auto",
         path: PathLike | None = None,
         device: Device = None,
         *,
         copy: bool = True,
-        layout: str = "planes",
-        cache_rows: int | str | None = None,
+        layout: Layout = "planes",
+        cache_rows: CacheRows = None,
         cache_counts: Any = None,
         max_rows: int | None = None,
     ) -> Self:
@@ -110,13 +110,13 @@ class Saving(Opening):
     def load(
         cls,
         path: PathLike,
-        memory: str = "auto",
+        memory: MemoryName = "auto",
         device: Device = None,
         *,
         key: str | None = None,
-        writable: bool | str = False,
-        layout: str = "planes",
-        cache_rows: int | str | None = None,
+        writable: Writable = False,
+        layout: Layout = "planes",
+        cache_rows: CacheRows = None,
         cache_counts: Any = None,
         max_rows: int | None = None,
     ) -> Self:
@@ -182,11 +182,11 @@ class Saving(Opening):
 
 
 def open_memory(
-    memory: str,
+    memory: MemoryName,
     path: PathLike | None,
     device: Device,
     size: tuple[int, int],
-    layout: str,
+    layout: Layout,
     max_rows: int | None,
 ) -> Memory:
     """Return the memory for a table of `size`, rows and bytes of each."""

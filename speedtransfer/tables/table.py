@@ -20,7 +20,8 @@ from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.memories import Memory
 from speedtransfer.tables.padded import padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
-from speedtransfer.tables.planes import Device, DType, PathLike, check_dtype
+from speedtransfer.tables.planes import CacheRows, Device, DType, MemoryName, PathLike, check_dtype
+from speedtransfer.tables.records import Layout
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap
 from speedtransfer.tables.saving import Saving, open_memory
@@ -79,11 +80,11 @@ class Table(Saving):
         num_rows: int,
         dim: int,
         dtype: DType = torch.float32,
-        memory: str = "auto",
+        memory: MemoryName = "auto",
         path: PathLike | None = None,
         device: Device = None,
-        layout: str = "planes",
-        cache_rows: int | str | None = None,
+        layout: Layout = "planes",
+        cache_rows: CacheRows = None,
         cache_counts: Any = None,
         *,
         max_rows: int | None = None,

@@ -6,7 +6,7 @@ import datetime
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -19,8 +19,8 @@ from speedtransfer.vocabulary.sightings import Sightings
 # lowest go first.
 EvictFunction = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 
-Admit = str | int | float
-Evict = str | int | datetime.timedelta | EvictFunction | None
+Admit = Literal["always"] | int | float
+Evict = Literal["lru", "lfu"] | int | datetime.timedelta | EvictFunction | None
 
 # Counters of sightings rise to this at least, and are halved after so many for each counter of a line.
 _LEAST_LIMIT = 255
@@ -127,7 +127,7 @@ def check_admit(admit: Any) -> Admit:
     if isinstance(admit, str):
         if admit != "always":
             raise InvalidValueError(f"admit is {admit!r}, not one of its values{suggest(admit, ['always'])}")
-        return admit
+        return "always"
     if isinstance(admit, numbers.Real) and not isinstance(admit, bool):
         if isinstance(admit, numbers.Integral):
             if 1 <= int(admit) < 2**32:
@@ -148,7 +148,7 @@ def check_evict(evict: Any) -> Evict:
     if isinstance(evict, str):
         if evict not in ("lru", "lfu"):
             raise InvalidValueError(f"evict is {evict!r}, not one of its values{suggest(evict, ['lru', 'lfu'])}")
-        return evict
+        return "lru" if evict == "lru" else "lfu"
     in_time, in_steps = isinstance(evict, datetime.timedelta), isinstance(evict, numbers.Integral)
     if in_time or (in_steps and not isinstance(evict, bool)):
         if not evict > (datetime.timedelta(0) if in_time else 0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
@@ -94,7 +94,7 @@ class Vocabulary(Contents, ChangeLog, SavedVocabulary, Lookups, Room, Owned):
         max_capacity: int | str | float | None = None,
         admit: Admit = "always",
         evict: Evict = None,
-        unseen: str = "initial",
+        unseen: Literal["initial", "zeros", "row"] = "initial",
         *,
         initial: Any = ("normal", 0.0, 1.0),
         seed: int | None = None,

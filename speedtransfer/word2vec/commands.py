@@ -83,11 +83,12 @@ def _as_option(name: str, kind: Any) -> Any:
     """Return how typer takes a setting; `options` comes as pairs."""
     if name == "options":
         return None
+    choices = SETTINGS[name].metadata.get("choices", ())
     return Annotated[
-        _SHELL_TYPES.get(name, kind),
+        str if choices else _SHELL_TYPES.get(name, kind),
         typer.Option(
             help=described(name),
-            metavar="|".join(SETTINGS[name].metadata.get("choices", ())) or None,
+            metavar="|".join(choices) or None,
             show_default=_NONE_MEANS.get(name, SETTINGS[name].default is not None),
             rich_help_panel=next(panel for panel, names in _PANELS.items() if name in names),
         ),

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
 from speedtransfer.untrusted import open_file, parse_json
@@ -28,7 +28,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class SequenceSettings(TypedDict, total=False):
     """The settings of what a line of a corpus is, as keyword arguments: see :class:`Settings`."""
 
-    kind: str
+    kind: Literal["text", "lines", "graph", "adjacency"]
     phrases: int
     phrase_threshold: float
     walks: int
@@ -43,7 +43,7 @@ class MoreSettings(SequenceSettings, total=False):
 
     clip: float | None
     options: Mapping[str, Any] | None
-    model: str
+    model: Literal["skipgram", "cbow"]
     epochs: int | None
     window: int
     negative: int
@@ -55,7 +55,7 @@ class MoreSettings(SequenceSettings, total=False):
     max_n: int
     block_words: int | None
     shared_negatives: int | None
-    memory: str
+    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]
     path: str | os.PathLike[str] | None
     device: Any
 

@@ -94,6 +94,31 @@ def lengths(matrix: np.ndarray) -> np.ndarray:
     return norms
 
 
+def unit(vector: np.ndarray) -> np.ndarray:
+    """Return a vector at length 1, float32; a zero vector as it is."""
+    return (vector / max(float(np.linalg.norm(vector)), TINY)).astype(np.float32)
+
+
+def _cosines(matrix: np.ndarray, norms: np.ndarray, direction: np.ndarray, start: int) -> np.ndarray:
+    """Return the cosines of some rows, from `start` on, to `direction`, which has length 1."""
+    some = slice(start, start + _ROWS_AT_ONCE)
+    cosines: np.ndarray = matrix[some] @ direction / np.maximum(norms[some], TINY)
+    return cosines
+
+
+def count_nearer(matrix: np.ndarray, norms: np.ndarray, row: int, than: int) -> int:
+    """Return how many rows have a larger cosine to `row` than the row `than` has, without `row` itself."""
+    direction, place = unit(matrix[row].astype(np.float64)), than % _ROWS_AT_ONCE
+    limit = _cosines(matrix, norms, direction, than - place)[place]
+    count = 0
+    for start in range(0, len(matrix), _ROWS_AT_ONCE):
+        nearer = _cosines(matrix, norms, direction, start) > limit
+        if start <= row < start + len(nearer):
+            nearer[row - start] = False
+        count += int(nearer.sum())
+    return count
+
+
 def nearest_rows(
     matrix: np.ndarray, norms: np.ndarray, direction: np.ndarray, leave_out: set[int], topn: int
 ) -> tuple[list[int], list[float]]:
@@ -101,12 +126,11 @@ def nearest_rows(
 
     `matrix` (num_rows, dim) and its `norms` (num_rows,) are float32; the rows `leave_out` are not returned.
     """
-    direction = (direction / max(float(np.linalg.norm(direction)), TINY)).astype(np.float32)
+    direction = unit(direction)
     best, cosine = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
     topn = min(topn, len(matrix) - len(leave_out))
     for start in range(0, len(matrix), _ROWS_AT_ONCE) if topn else ():
-        some = slice(start, start + _ROWS_AT_ONCE)
-        cosines = matrix[some] @ direction / np.maximum(norms[some], TINY)
+        cosines = _cosines(matrix, norms, direction, start)
         cosines[[row - start for row in leave_out if start <= row < start + len(cosines)]] = -np.inf
         size = min(topn, len(cosines))
         top = np.argpartition(-cosines, size - 1)[:size]

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 
@@ -161,7 +161,7 @@ class Settings:
     lr: float | None = _number(None, "above 0")
     clip: float | None = _number(None, "above 0")
     options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
-    model: str = _choice("skipgram", "cbow")
+    model: Literal["skipgram", "cbow"] = _choice("skipgram", "cbow")
     epochs: int | None = _size(None, minimum=1)
     window: int = _size(5, minimum=1)
     negative: int = _size(5, minimum=1)
@@ -171,7 +171,7 @@ class Settings:
     buckets: int = _size(0, minimum=0)
     min_n: int = _size(3, minimum=1)
     max_n: int = _size(6, minimum=1)
-    kind: str = _choice("text", "lines", "graph", "adjacency")
+    kind: Literal["text", "lines", "graph", "adjacency"] = _choice("text", "lines", "graph", "adjacency")
     phrases: int = _size(0, minimum=0)
     phrase_threshold: float = _number(10.0, "above 0")
     walks: int = _size(10, minimum=1)
@@ -181,7 +181,9 @@ class Settings:
     block_words: int | None = _size(None, minimum=2)
     shared_negatives: int | None = _size(None, minimum=1)
     seed: int = _size(1, minimum=0)
-    memory: str = _choice("auto", "pinned", "pageable", "mmap", "device", "shared")  # `tables.MEMORIES`
+    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"] = _choice(
+        "auto", "pinned", "pageable", "mmap", "device", "shared"
+    )  # `tables.MEMORIES`
     path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
     device: Any = None
 

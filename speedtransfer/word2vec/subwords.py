@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.tables import UniqueRows, move_together, unique_rows
-from speedtransfer.word2vec.vectors import UnknownWordError
+from speedtransfer.word2vec.lookup import UnknownWordError
 
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)

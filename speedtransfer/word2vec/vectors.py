@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 import torch
@@ -18,10 +20,14 @@ from speedtransfer.word2vec.lookup import (
     UnknownWordError,
     as_list,
     check_counts,
+    count_nearer,
     find_rows,
     lengths,
     nearest_rows,
+    unit,
 )
+from speedtransfer.word2vec.output import VOCABULARY
+from speedtransfer.word2vec.vocabulary import Vocabulary
 
 __all__ = ["UnknownWordError", "Vectors"]
 
@@ -179,6 +185,62 @@ class Vectors:
         """
         return self.most_similar([b, c], topn, negative=[a])
 
+    def similar_by_word(self, word: str, topn: int = 10) -> list[tuple[str, float]]:
+        """Return the words most similar to one word: `most_similar`, by gensim's name."""
+        return self.most_similar([word], topn)
+
+    def similar_by_vector(self, vector: np.ndarray, topn: int = 10) -> list[tuple[str, float]]:
+        """Return the words most similar to a vector of shape (dim,): `most_similar`, by gensim's name."""
+        return self.most_similar([vector], topn)
+
+    def doesnt_match(self, words: Iterable[str]) -> str:
+        """Return the word that is farthest from the mean of all of `words`, each at length 1.
+
+        The answer is that of gensim's ``KeyedVectors.doesnt_match``, which leaves unknown words out; here they raise
+        `UnknownWordError`.
+        """
+        words, rows = self._several(words, "words")
+        vectors = self.matrix[rows] / np.maximum(self.norms[rows], TINY)[:, None]
+        # Among equals gensim returns the first in the order of the alphabet.
+        return min(zip(vectors @ unit(vectors.mean(axis=0)), words, strict=True))[1]
+
+    def rank(self, first: str, second: str) -> int:
+        """Return which neighbour of `first` the word `second` is: 1 is the nearest; unknown words raise `UnknownWordError`."""
+        row, than = find_rows([first, second], self._row_of)
+        return count_nearer(self.matrix, self.norms, row, than) + 1
+
+    def n_similarity(self, first: Iterable[str], second: Iterable[str]) -> float:
+        """Return the cosine of the mean vectors of two groups of words, 0 where one is zero.
+
+        The figure is that of gensim's ``KeyedVectors.n_similarity``, which leaves unknown words out; here they raise
+        `UnknownWordError`. Vectors are taken at their own length.
+        """
+        groups = [self._several(words, name)[1] for words, name in ((first, "first"), (second, "second"))]
+        a, b = (unit(self.matrix[rows].astype(np.float64).mean(axis=0)) for rows in groups)
+        return float(a @ b)
+
+    def _several(self, words: Any, name: str) -> tuple[list[str], np.ndarray]:
+        """Return a group of words, at least one, and their rows."""
+        if isinstance(words, str) or not isinstance(words, Iterable):
+            raise InvalidTypeError(f"{name} is {words!r} but must be several words; pass a list of str")
+        words = list(words)
+        if not words:
+            raise InvalidValueError(f"{name} is empty; pass at least one word")
+        odd = next((word for word in words if not isinstance(word, str)), None)
+        if odd is not None:
+            raise InvalidTypeError(f"{odd!r} is no word; pass a list of str")
+        return words, np.array(find_rows(words, self._row_of), dtype=np.int64)
+
+    if not TYPE_CHECKING:  # for which any name would be there
+
+        def __getattr__(self, name: str) -> NoReturn:
+            message = f"{type(self).__name__} has no attribute {name!r}"
+            if not name.startswith("_"):
+                near = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], n=1)
+                message += f"; did you mean {near[0]!r}? What" if near else "; what"
+                message += f" gensim's KeyedVectors have beside is there by vectors.to_gensim().{name}"
+            raise AttributeError(message, name=name, obj=self)
+
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
         return formats.to_keyed_vectors(self.words, self.matrix, self.counts)
@@ -225,7 +287,7 @@ class Vectors:
         Parameters
         ----------
         path : path-like
-            A file, or the output folder of a run.
+            A file, or the output folder of a run, which has the counts of words whatever the format of the vectors.
         max_words : int, optional
             Read only so many words from the beginning, where trainers put the frequent ones.
 
@@ -238,12 +300,24 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        path = formats.find_vectors(path) if os.path.isdir(path) else Path(path)
+        folder = Path(path) if os.path.isdir(path) else None
+        path = Path(path) if folder is None else formats.find_vectors(folder)
         if max_words is not None:
             max_words = check_size(max_words, "max_words", 1)
         stored = formats.find_format(path, reading=True).read(path, max_words)
+        if folder is not None and stored.counts is None:
+            stored = stored._replace(counts=_counts_in(folder / VOCABULARY, stored.words))
         try:
             return cls(*stored)
         except (InvalidValueError, InvalidTypeError) as error:
             what = str(error).partition(";")[0]
             raise StorageError(f"{str(path)!r} holds no word vectors ({what}); get the file again") from error
+
+
+def _counts_in(path: Path, words: Sequence[str]) -> np.ndarray | None:
+    """Return the counts of `words` in the file of a vocabulary; None where it is missing, or of others."""
+    with contextlib.suppress(StorageError):
+        vocabulary = Vocabulary.load(path)
+        if vocabulary.words[: len(words)] == list(words):
+            return vocabulary.counts[: len(words)]
+    return None
