@@ -253,7 +253,7 @@ class TableParam:
         late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
         leaf = self.anchor.leaf if late else self.param_ref()
         with as_tensor():
-            return TableRows.apply(leaf, rows, self, ids, deposit, features, guarded)
+            return TableRows.apply(leaf, rows, (self, ids, deposit, features, guarded))
 
     def alive(self) -> list[Any]:
         """Return the nodes by which graphs have rows, of the graphs that are alive."""
