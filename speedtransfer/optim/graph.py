@@ -70,6 +70,10 @@ class TableRows(torch.autograd.Function):
         return total, None, None
 
 
+# What `TableRows.apply` calls outside of transforms of torch.func, where nothing has to be unwrapped.
+apply_plainly: Any = super(torch.autograd.Function, TableRows).apply
+
+
 def _wait_at_end(device: torch.device) -> None:
     """Have the stream of the caller of this backward wait for the current one, as autograd does where gradients end."""
     stream = current_stream(device)
