@@ -25,18 +25,3 @@ def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
         return function(*args, **kwargs)
 
     return call
-
-
-def ungraded(function: Callable[P, T]) -> Callable[P, T]:
-    """Run `function` as ``torch.no_grad`` does, which takes several times as long."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        before = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch._C._set_grad_enabled(before)
-
-    return call

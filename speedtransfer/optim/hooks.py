@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 )
 
 from speedtransfer.cuda import count_graphs
-from speedtransfer.eager import uncompiled, ungraded
+from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.once import once
@@ -180,7 +180,7 @@ def _forget_closure(optimizer: Optimizer) -> None:
         closure.frame = None
 
 
-@ungraded
+@torch.no_grad()
 def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     """Begin the step of `optimizer` for the tables among its parameters; return whether there are any."""
     found = state_dicts.handles_of(optimizer)
@@ -328,7 +328,7 @@ def _has_hooks(optimizer: Optimizer) -> bool:
 
 
 @uncompiled
-@ungraded
+@torch.no_grad()
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     frame = _frame_of_step()
     if optimizer in _closures and _closures[optimizer].frame is frame:
