@@ -76,7 +76,7 @@ class Rows(StoredPlanes):
         They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned.
         """
         if not self.lag:
-            return self.finish(self.fetch(ids, planes), ids)
+            return self.table.read(ids, planes) if self._as_stored else self.finish(self.fetch(ids, planes), ids)
         with self.lock:
             of_parent = self.table._place.refuses_writes
             return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids), ids)

@@ -50,10 +50,12 @@ class _Shared:
         """Return the sums of so many steps: of those in the sums or, which are then added, also the one to come."""
         if length > self.sums.count:
             assert self.coming is not None
-            own = [history for history in self.histories if history._shared is self]
-            behind = [history for history in own if history.now - history.base < length]
-            if behind:
-                self.part(behind)
+            # One alone is the one that asks.
+            if len(self.histories) > 1:
+                own = [history for history in self.histories if history._shared is self]
+                behind = [history for history in own if history.now - history.base < length]
+                if behind:
+                    self.part(behind)
             self.sums.take(self.coming)
             self.coming = None
         return self.sums

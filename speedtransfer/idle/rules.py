@@ -165,10 +165,9 @@ class _Adam(Rule):
         return made.decay, 1 - made.first, made.second, 1 - made.second, root, eps, scale, gradient_scale
 
     def _read(self, group: dict[str, Any], state: dict[str, Any]) -> _Made:
-        betas = dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-        names = "lr", "weight_decay", "eps", "momentum_decay", "beta1", "beta2"
-        lr, decay, eps, momentum_decay, first, second = self._numbers({**group, **betas}, *names)
-        return _Made(lr, decay, eps, momentum_decay, first, second, self._count(state))
+        lr, decay, eps, momentum_decay = self._numbers(group, "lr", "weight_decay", "eps", "momentum_decay")
+        first, second = group["betas"]
+        return _Made(lr, decay, eps, momentum_decay, float(first), float(second), self._count(state))
 
     def _term(self, made: _Made) -> tuple[float, float, float]:
         """Return scale, root and eps of a step."""

@@ -55,7 +55,8 @@ class ActiveRows:
         features: UsedFeatures | None = None,
         guarded: bool = True,
     ) -> None:
-        self.ids, self.inverse, self.rows = groups.ids, groups.inverse.view(shape), rows.pop("weight")
+        self.ids, self.rows = groups.ids, rows.pop("weight")
+        self.inverse = groups.inverse if len(shape) == 1 else groups.inverse.view(shape)
         # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
         self._padding_idx = -1 if padding_idx is None else padding_idx
         self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
@@ -63,15 +64,10 @@ class ActiveRows:
         self._lookup, self._features = lookup, features
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
-            given: Any = {
-                "ids": self.ids,
-                "rows": self.rows,
-                "version": self._version,
-                "state_rows": rows,
-                "lookup": lookup,
-            }
-            taken = None if features is None else features.take
-            self.rows = handle.join(self.rows, self.ids, functools.partial(handle.deposit, **given), taken, guarded)
+            deposit = functools.partial(
+                handle.deposit, self.ids, rows=self.rows, version=self._version, state_rows=rows, lookup=lookup
+            )
+            self.rows = handle.join(self.rows, self.ids, deposit, None if features is None else features.take, guarded)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.

@@ -110,7 +110,8 @@ def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
     rows, inverse, padding = active.rows, active.inverse, active._groups.found
     if _is_ours(active, scale_grad_by_freq):
         return _Lookup.apply(rows, active, scale_grad_by_freq)
-    return F.embedding(inverse, rows, padding if padding >= 0 else None, scale_grad_by_freq=scale_grad_by_freq)
+    # What F.embedding calls.
+    return torch.embedding(rows, inverse, padding, scale_grad_by_freq, False)
 
 
 def _is_ours(active: ActiveRows, by_freq: bool) -> bool:

@@ -37,39 +37,41 @@ class TableRows(torch.autograd.Function):
         ctx: Any,
         param: Tensor,
         values: Tensor,
-        handle: Any,
-        ids: Tensor | None,
-        deposit: Callable[..., None],
-        features: Callable[[], int] | None,
-        guarded: bool,
+        use: tuple[Any, Tensor | None, Callable[..., None], Callable[[], int] | None, bool],
     ) -> Tensor:
-        """Return `values`, ``(n, dim)``, the rows `ids` (n,), or all (None); `deposit` takes their gradient as `grad`."""
+        """Return `values`, ``(n, dim)``, the rows that `use` names; it is what `join` was given, in one: each argument costs.
+
+        Of the handle the rows `ids` (n,), or all (None); `deposit` takes their gradient as `grad`.
+        """
         ctx.set_materialize_grads(False)
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
-        ctx.handle, ctx.values, ctx.ids, ctx.num_rows = handle, values, ids, param.shape[0]
-        ctx.deposit, ctx.features = deposit, features
-        handle.joined.append(weakref.ref(ctx))
+        ctx.values, ctx.num_rows, ctx.use = values, param.shape[0], use
+        use[0].joined.append(weakref.ref(ctx))
         # What returns its argument returns a view, which autograd guards: also where it is used after a write to its memory,
         # while another thread steps.
-        return values if guarded else values.detach()
+        return values if use[4] else values.detach()
 
     @staticmethod
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Deposit the gradient, or return that of all rows."""
-        handle, grad, total = ctx.handle, grads[0], None
+        (handle, ids, deposit, take_features, _), grad, total = ctx.use, grads[0], None
         # Frozen since the forward pass: torch drops the gradient too.
         if grad is not None and handle.requires_grad:
-            features = None if ctx.features is None else ctx.features()
+            features = None if take_features is None else take_features()
             if handle.is_observed():
                 if features is not None and not handle.askers:
-                    handle.note_features(ctx.ids, features)
-                total = handle.of_all_rows(ctx.ids, grad, ctx.num_rows)
+                    handle.note_features(ids, features)
+                total = handle.of_all_rows(ids, grad, ctx.num_rows)
             else:
                 if grad.is_cuda:
                     _wait_at_end(grad.device)
-                ctx.deposit(grad=grad.to_dense() if grad.is_sparse else grad, features=features)
-        return total, None, None, None, None, None, None
+                deposit(grad=grad.to_dense() if grad.is_sparse else grad, features=features)
+        return total, None, None
+
+
+# What `TableRows.apply` calls outside of transforms of torch.func, where nothing has to be unwrapped.
+apply_plainly: Any = super(torch.autograd.Function, TableRows).apply
 
 
 def _wait_at_end(device: torch.device) -> None:

@@ -83,7 +83,7 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
 # Functions that a step runs in: as torch wraps it, and around that as we do, which is what a compiled step keeps. By names, as
 # compiled code is another object.
 _AROUND_STEPS = {
-    (function.__code__.co_filename, function.__code__.co_name)
+    function.__code__.co_name: function.__code__.co_filename
     for function in (Optimizer.profile_hook_step(install), _recovering(install))
 }
 
@@ -91,7 +91,10 @@ _AROUND_STEPS = {
 def _frame_of_step() -> FrameType | None:
     """Return the frame of the step whose hook runs; None within a function that is compiled as a whole."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) not in _AROUND_STEPS:
+    while frame is not None:
+        code = frame.f_code
+        if _AROUND_STEPS.get(code.co_name) == code.co_filename:
+            break
         frame = frame.f_back
     return frame
 

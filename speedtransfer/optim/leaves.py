@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.optim.placeholder import EncodedPlane
 
+_TENSORS = (Tensor, EncodedPlane)
 _SEQUENCES = (list, tuple, deque)
 _CONTAINERS = (dict, *_SEQUENCES)
 
@@ -24,14 +25,14 @@ def leaves(state: dict[Any, Any]) -> dict[str, Any]:
     Those that features have of their own are left out.
     """
     found: dict[str, Any] = {}
-    _collect((item for item in state.items() if item[0] != APART), "", found)
+    _collect([item for item in state.items() if item[0] != APART], "", found)
     return found
 
 
 def _collect(items: Iterable[tuple[Any, Any]], prefix: str, found: dict[str, Any]) -> None:
     for key, value in items:
         name = f"{prefix}{key}"
-        if isinstance(value, (Tensor, EncodedPlane)):
+        if isinstance(value, _TENSORS):
             if name in found:
                 raise ValueError(f"two entries of its state are called {name!r}")
             found[name] = value
@@ -44,7 +45,11 @@ def put(state: dict[Any, Any], values: dict[str, Any]) -> None:
 
     A name without a dot that `state` lacks is added; there is no telling the container of any other.
     """
-    if all(isinstance(state.get(name), (Tensor, EncodedPlane)) for name in values):  # nothing lies deeper
+    for name in values:
+        if not isinstance(state.get(name), _TENSORS):
+            break
+    else:
+        # Nothing lies deeper.
         state.update(values)
         return
     names = {str(key) for key in state}

@@ -19,6 +19,8 @@ from speedtransfer.optim.probe import PlaneSpec
 from speedtransfer.optim.state_planes import RowOwner, StatePlanes
 from speedtransfer.rows import Rows
 
+_NUMBERS = (int, float)
+
 
 class _Step(NamedTuple):
     """A running step: the frame that runs it and its thread, `optimizer.state`, and whether that had no state of the rows.
@@ -190,9 +192,11 @@ class RowState(StatePlanes):
                 self.rows.catch_up()
                 self._reset(list(self._views))
         else:
-            found, views = leaves(state), self._views
-            if found.keys() != views.keys() | self._shared or any(found[n] is not v for n, v in views.items()):
-                given = self._adopt(found, optimizer, given)
+            if not self._is_own(state):
+                found = leaves(state)
+                if found.keys() != self._views.keys() | self._shared or not self._has_views(found):
+                    given = self._adopt(found, optimizer, given)
+            views = self._views
             if views and ids is not None:
                 planes = self._planes
                 if not given.keys() >= set(planes.values()):
@@ -201,10 +205,10 @@ class RowState(StatePlanes):
                 bools = [name for name in active if self._specs[name].dtype == torch.bool]
                 active |= {name: self._as_state(name, active[name]) for name in bools}
             for name, value in state.items():
-                if isinstance(value, int | float):
+                if isinstance(value, _NUMBERS):
                     before[name] = value
-                elif isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu:
-                    before[name] = value.clone()
+                elif name not in views and isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu:
+                    before[name] = value.item()
         # From here on what interrupts the step is undone.
         self.has_ended = False
         self.running = _Step(frame, threading.get_ident(), optimizer.state, not state, before)
@@ -219,7 +223,7 @@ class RowState(StatePlanes):
         if found.keys() - self._views.keys() - self._shared:
             self._learn(found, optimizer)
         values = {"weight": param.data}
-        count = len(values["weight"])
+        count = values["weight"].shape[0]
         for name, plane in self._planes.items():
             if name in found:
                 part, spec = found[name], self._specs[name]
@@ -241,6 +245,23 @@ class RowState(StatePlanes):
         if made.state:
             put(made.state, self._views)
         self._fresh = False
+
+    def _has_views(self, found: dict[str, Any]) -> bool:
+        return all(found.get(name) is view for name, view in self._views.items())
+
+    def _is_own(self, state: dict[str, Any]) -> bool:
+        """Tell whether the optimizer's `state` is as the last step has left it, where that takes no more than a look."""
+        views, shared, count = self._views, self._shared, 0
+        for name, value in state.items():
+            if name in views:
+                if value is not views[name]:
+                    return False
+                count += 1
+            elif name in shared and isinstance(value, Tensor):
+                count += 1
+            elif value is not None and not isinstance(value, _NUMBERS):
+                return False
+        return count == len(views) + len(shared)
 
     def begin_elsewhere(self, optimizer: Optimizer, frame: FrameType | None) -> None:
         """Begin a step that neither needs the state in `optimizer` nor `store`."""
@@ -322,8 +343,8 @@ class RowState(StatePlanes):
                 put(state, self._views)
                 before = running.before if interrupted or self.has_ended else {}
                 for name, value in before.items():
-                    if isinstance(value, Tensor):
-                        state[name].copy_(value)
+                    if isinstance(state[name], Tensor):
+                        state[name].fill_(value)
                     else:
                         state[name] = value
         self.running = None

@@ -15,7 +15,7 @@ from speedtransfer.errors import DeviceError
 from speedtransfer.optim.anchor import Anchor
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.fused_step import FusedStep
-from speedtransfer.optim.graph import TableRows, as_tensor, listen
+from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor, listen
 from speedtransfer.optim.reducers import Reducer
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import MadeStep, RowState
@@ -252,8 +252,10 @@ class TableParam:
         # Hooks that get the gradient later would be called with None.
         late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
         leaf = self.anchor.leaf if late else self.param_ref()
+        apply = TableRows.apply if torch._C._are_functorch_transforms_active() else apply_plainly
         with as_tensor():
-            return TableRows.apply(leaf, rows, self, ids, deposit, features, guarded)
+            made: Tensor = apply(leaf, rows, (self, ids, deposit, features, guarded))
+        return made
 
     def alive(self) -> list[Any]:
         """Return the nodes by which graphs have rows, of the graphs that are alive."""

@@ -63,7 +63,8 @@ def as_index(
     flat = tensor.detach()
     if flat.dtype != torch.int64 or flat.device != where:
         flat = flat.to(device=where, dtype=torch.int64)
-    flat = flat.reshape(-1).contiguous()
+    # A view costs as much as all of the other calls here.
+    flat = flat if flat.dim() == 1 and flat.is_contiguous() else flat.reshape(-1).contiguous()
     if own and on_host:
         flat = flat.clone()
     if on_host and check:

@@ -83,7 +83,8 @@ def unique_rows(
             check_bounds(flat, num_rows, flat if given is None else given)
         largest = int(flat.numpy().max())
     if few or largest >> (63 - bits):
-        ids, inverse = torch.unique(flat, return_inverse=True)
+        # What torch.unique calls.
+        ids, inverse, _ = torch._unique2(flat, True, True)
         array = ids.numpy()
         if num_rows is not None and (array[0] < 0 or array[-1] >= num_rows):
             check_bounds(flat, num_rows, flat if given is None else given)
