@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from forked import run_script
 from in_child import in_child, plain
 from torch import Tensor, nn
 
@@ -27,7 +26,7 @@ ROWS, DIM = 30, 4
 
 # --- first use --------------------------------------------------------------------------------------------------------------
 
-FIRST_USES = r'''
+FIRST_USES = r"""
 import sys, threading, traceback
 sys.setswitchinterval(1e-5)
 
@@ -147,12 +146,12 @@ for name, (got, want) in found.items():
         if each != want:
             print(name, each if isinstance(each, str) else f"{each} is not {want}", sep=": ")
             raise SystemExit(1)
-'''
+"""
 
 
 def test_first_use_of_everything_by_eight_threads() -> None:
     """They get what one thread gets, whichever comes first."""
-    ran = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=300, check=False)
+    ran = run_script(FIRST_USES)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
 
 
@@ -308,7 +307,12 @@ def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused(midway: Any) 
 
         def disturb() -> list[Any]:
             found = []
-            for use in (optimizer.step, other.step, loss.backward, lambda: emb.activate([1]).add_grad(torch.ones(1, DIM))):  # noqa: B023
+            for use in (
+                optimizer.step,
+                other.step,
+                loss.backward,
+                lambda: emb.activate([1]).add_grad(torch.ones(1, DIM)),
+            ):  # noqa: B023
                 with pytest.raises(OptimizerError, match=r"for weight in the middle of a step of another thread"):
                     elsewhere(use)
                 found.append(use)
