@@ -319,7 +319,7 @@ class Rows(StoredPlanes):
             self.lag.forget()
 
     def _changed(self, part: slice, rows: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Leave out of `rows`, those of `part`, the planes that have these values: state that is still zero takes no memory."""
+        """Leave out of `rows`, those of `part`, planes that have these values: state that is still zero takes no memory."""
         table = self.table
         if not self._as_stored or table.device.type != "cpu" or table.cache_rows is not None:
             return rows

@@ -299,32 +299,27 @@ def test_a_step_that_begins_while_another_thread_reads_the_weight(
 
 def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused(midway: Any) -> None:
     """And the step is made as without."""
-    ends = []
-    for disturbed in (False, True):
+
+    def end(disturbed: bool) -> tuple[Tensor, Tensor]:
         emb, optimizer = training()
         other = torch.optim.Adam(emb.parameters(), lr=1.0)
         loss = emb(torch.tensor([5])).sum()
+        uses = [optimizer.step, other.step, loss.backward, lambda: emb.activate([1]).add_grad(torch.ones(1, DIM))]
 
-        def disturb() -> list[Any]:
-            found = []
-            for use in (
-                optimizer.step,
-                other.step,
-                loss.backward,
-                lambda: emb.activate([1]).add_grad(torch.ones(1, DIM)),
-            ):  # noqa: B023
+        def disturb() -> None:
+            for use in uses if disturbed else ():
                 with pytest.raises(OptimizerError, match=r"for weight in the middle of a step of another thread"):
                     elsewhere(use)
-                found.append(use)
-            return found
 
-        assert len(midway(optimizer, disturb if disturbed else lambda: [0] * 4)) == 4
-        ends.append((emb.weight.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()))
+        midway(optimizer, disturb)
+        found = emb.weight.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()
         optimizer.zero_grad()
         emb(torch.tensor([1])).sum().backward()
         optimizer.step()
         assert emb.weight.isfinite().all()
-    torch.testing.assert_close(*ends, rtol=0, atol=0)
+        return found
+
+    torch.testing.assert_close(end(True), end(False), rtol=0, atol=0)
 
 
 def test_threads_that_train_models_of_their_own() -> None:

@@ -166,8 +166,8 @@ class Stepping(TableParam):
         """Raise if another thread steps: what it has of the rows and their gradient must not change meanwhile."""
         if self.state is not None and self.state.stepping_elsewhere():
             raise OptimizerError(
-                f"{what} for {self} in the middle of a step of another thread; let one thread at a time run backward, step and "
-                "zero_grad for a table (with a lock), or give each thread a model of its own"
+                f"{what} for {self} in the middle of a step of another thread; let one thread at a time run backward, step "
+                "and zero_grad for a table (with a lock), or give each thread a model of its own"
             )
 
     def _enter(self, sparse: bool) -> None:
