@@ -84,12 +84,14 @@ class EncodedPlanes:
 
     def _keep_layout(self, name: str, codec: Codec | None, tail: tuple[int, ...] = ()) -> None:
         """Set the codec of a plane; None: the plane was dropped."""
+        # New dicts: other threads may be reading.
         if codec is None:
-            self._codecs.pop(name, None)
-            self._tails.pop(name, None)
+            self._codecs = {other: codec for other, codec in self._codecs.items() if other != name}
+            self._tails = {other: tail for other, tail in self._tails.items() if other != name}
             self._initial.pop(name, None)
         else:
-            self._codecs[name], self._tails[name] = codec, tail
+            self._tails = {**self._tails, name: tail}
+            self._codecs = {**self._codecs, name: codec}
         # Whether every plane is a 2-D plane of the table without a codec: then rows need no decoding.
         self._as_stored = all(codec.name == "plain" and len(self._tails[n]) == 1 for n, codec in self._codecs.items())
 

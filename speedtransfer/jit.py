@@ -8,6 +8,7 @@ import importlib.util
 import itertools
 import logging
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 from speedtransfer.once import once
 
 THREAD_BYTES = 1 << 20  # work for which one more thread is worth waking
+_ANNOUNCED_S = 1.0
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +49,40 @@ def compile_function(function: Any) -> Any:
     """Compile at the first call, without the GIL; the result is kept on disk where numba finds a folder for it."""
     from numba import njit
 
+    _announce_compiling()
     try:
         return njit(nogil=True, cache=True, error_model="numpy")(function)
     except RuntimeError:  # no such folder
         return njit(nogil=True, error_model="numpy")(function)
+
+
+@once
+def _announce_compiling() -> None:
+    """Log it, once a process, when numba has compiled functions of this package for a second; it tells of no others."""
+    from numba.core import event
+
+    begun, before_s, told = list[tuple[float, bool]](), 0.0, False
+
+    class Compiling(event.Listener):
+        def on_start(self, begins: Any) -> None:
+            nonlocal told
+            function = begins.data["dispatcher"].py_func
+            # One function has others compiled.
+            begun.append((time.monotonic(), bool(begun) or function.__module__.startswith("speedtransfer.")))
+            if begun[0][1] and not told and before_s + time.monotonic() - begun[0][0] > _ANNOUNCED_S:
+                told = True
+                log.warning(
+                    "numba compiles functions that this process uses for the first time, which takes some seconds; it keeps "
+                    "them for the next process where it may write (NUMBA_CACHE_DIR)"
+                )
+
+        def on_end(self, ends: Any) -> None:
+            nonlocal before_s
+            since, ours = begun.pop()
+            if ours and not begun:
+                before_s += time.monotonic() - since
+
+    event.register("numba:compile", Compiling())
 
 
 def run_on_threads(parts: list[Part], count: int, num_bytes: int, memory: tuple[Tensor, ...]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,6 +18,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
 from speedtransfer.idle import Lag
+from speedtransfer.once import forked_lock
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
 from speedtransfer.tables import Table, WriteLog, kept, on_host, overlay, row_chunks
@@ -66,7 +66,7 @@ class Rows(StoredPlanes):
         # Of a table in memory that processes share.
         self.own: OwnRows | None = None
         # Other threads may read rows (evaluation) while this one trains them.
-        self.lock = threading.RLock()
+        self.lock = forked_lock()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
@@ -309,12 +309,25 @@ class Rows(StoredPlanes):
             with ByteProgress("idle rows take the steps they missed", own.size * row_bytes) as bar:
                 for part in row_chunks(own.size, row_bytes):
                     self._count = count
-                    self.catch_up(own.numbers(part.start, part.stop).to(table.device))
+                    ids = own.numbers(part.start, part.stop).to(table.device)
+                    rows = self.read(ids)
+                    self.write(ids, rows if self.own is not None else self._changed(part, rows))
                     bar.advance((part.stop - part.start) * row_bytes)
             self._count = count + 1
             own.meet()
             # Last: if this is interrupted, each row still has its own last step.
             self.lag.forget()
+
+    def _changed(self, part: slice, rows: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Leave out of `rows`, those of `part`, planes that have these values: state that is still zero takes no memory."""
+        table = self.table
+        if not self._as_stored or table.device.type != "cpu" or table.cache_rows is not None:
+            return rows
+        return {
+            name: values
+            for name, values in rows.items()
+            if name == "weight" or not torch.equal(bits_of(values), bits_of(table.stored(name)[part]))
+        }
 
     def stepped_in_place(self, step: Any, mark: Any = None) -> None:
         """Record a step that has updated all rows in place; none had missed any before."""

@@ -33,7 +33,7 @@ LAYERS = [
     {"__init__", "__main__"},
 ]
 # Parts that must not see more of the package.
-KNOWS_ONLY = {"idle": {"errors", "jit", "cuda"}, "encoding": {"errors", "dtypes", "buffers", "jit", "cuda"}}
+KNOWS_ONLY = {"idle": {"errors", "jit", "cuda", "once"}, "encoding": {"errors", "dtypes", "buffers", "jit", "cuda"}}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -9,6 +9,7 @@ import io
 
 import pytest
 import torch
+from forked import run_script
 from lazy_oracle import (
     LAZY,
     LazyOracle,
@@ -340,3 +341,26 @@ def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: boo
         train()
     torch.testing.assert_close(seen[1], seen[0])
     torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+
+
+AFTER_A_STEP = """
+import resource, sys, torch, speedtransfer as st
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+for rows in (100, 400_000):
+    emb = st.Embedding(rows, 64)
+    opt = torch.optim.Adam(emb.parameters())
+    for ids in (torch.arange(64), torch.arange(3)):
+        emb(ids).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    before = peak()
+    state = opt.state_dict()["state"][0]
+assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (rows, 64)
+print((peak() - before) / emb.table.torch().nbytes)
+"""
+
+
+def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> None:
+    """They are zero, and caught up: written again they would take that of a table for each plane."""
+    ran = run_script(AFTER_A_STEP)
+    assert float(ran.stdout) < 0.7, ran.stdout + ran.stderr

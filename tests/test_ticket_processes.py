@@ -93,7 +93,7 @@ def test_a_process_forked_while_a_thread_counts_its_rows_can_read(emb):
     counts, go_on = threading.Event(), threading.Event()
 
     def count() -> None:
-        with stats.counting.lock:
+        with stats.counting:
             counts.set()
             go_on.wait(LIMIT_S)
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import os
-import threading
 import weakref
 from collections.abc import Callable
 
-from speedtransfer.once import once
+from speedtransfer.once import forked_lock, once
 
 
 class Behind:
     """One write at a time that a thread makes. Nothing is lost: a write that failed is made again until it succeeds."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = forked_lock()
         self._write: Callable[[], None] | None = None
         self._future: concurrent.futures.Future[None] | None = None
         _all.add(self)

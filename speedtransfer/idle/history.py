@@ -6,7 +6,6 @@ is read after a step computes; one that makes another step, or misses one, goes 
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import Any
 
@@ -17,6 +16,7 @@ from speedtransfer.idle.missed import is_done_on_cuda, take_missed_steps
 from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Sums
 from speedtransfer.idle.unsure import Unsure
+from speedtransfer.once import forked_lock
 
 
 class _Shared:
@@ -26,7 +26,7 @@ class _Shared:
         self.sums = sums
         self.coming: IdleStep | None = None
         self.histories = weakref.WeakSet[History]()
-        self.lock = lock or threading.RLock()  # also of those that go on by themselves
+        self.lock = lock or forked_lock()  # also of those that go on by themselves
 
     def join(self, history: History) -> bool:
         """Let a history, whose first step is the one to come, share the sums if that has not come yet."""
@@ -63,7 +63,7 @@ class _Shared:
 
 # By what their sums depend on: those that have begun with a step, which is to come.
 _begun: weakref.WeakValueDictionary[tuple[Any, ...], _Shared] = weakref.WeakValueDictionary()
-_begun_lock = threading.Lock()
+_begun_lock = forked_lock()
 
 
 class History:

@@ -72,7 +72,9 @@ def take_step(
         multiply(blocks[number], step, products)
     if columns > products:
         term = step[products:]
-        lines[newest, columns - STEP :] = term
+        # No slice is assigned: for its error message numba would compile text functions, half of the time that all takes.
+        for column in range(STEP):
+            lines[newest, columns - STEP + column] = term[column]
         for number in range(final, newest + 1):
             add_term(lines[number, products:], term, limits, floor)
 

@@ -298,8 +298,11 @@ class TableModule(VocabularyModule):
         if name == "weight" and "_handle" in self.__dict__:
             # After a step that failed the parameter would still be the active rows; in that of another thread it is.
             self._handle.recover()
+            weight = super().__getattr__(name)
+            # Last: it may begin meanwhile.
             if self._handle.state is not None and self._handle.state.running:
                 return WeightData(self._handle)
+            return weight
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

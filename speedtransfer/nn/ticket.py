@@ -18,12 +18,13 @@ from speedtransfer.cuda import check_not_capturing, current_stream, is_capturing
 from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.ahead import Ahead, begin_to_read, use
+from speedtransfer.once import forked_lock
 from speedtransfer.optim import Handle
-from speedtransfer.tables import as_index, is_padded, stats
+from speedtransfer.tables import as_index, is_padded
 
 # Tickets that no lookup has used yet.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
-_turn = stats.ForkedLock()
+_turn = forked_lock()
 
 
 class Ticket:
@@ -129,7 +130,7 @@ class Ticket:
 
     def forget(self) -> None:
         """Let no lookup find it any more."""
-        with _turn.lock:
+        with _turn:
             tickets = _open.get(self._handle)
             if tickets is not None:
                 tickets.discard(self)
@@ -146,14 +147,14 @@ class Ticket:
 
 def begin_to_wait(ticket: Ticket) -> None:
     """Let lookups find a ticket by its ids."""
-    with _turn.lock:
+    with _turn:
         _open.setdefault(ticket._handle, weakref.WeakSet()).add(ticket)
     ticket._handle.reads_ahead = True
 
 
 def open_tickets(handle: Handle) -> list[Ticket]:
     """Return the tickets of `handle` that no lookup has used."""
-    with _turn.lock:
+    with _turn:
         return list(_open.get(handle, ()))
 
 

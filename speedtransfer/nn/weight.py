@@ -223,6 +223,12 @@ def handle_of(weight: Any) -> Handle:
     return handle
 
 
+def is_lent_elsewhere(param: Tensor) -> bool:
+    """Tell whether `param` was a weight when a function was called with it, and is lent to a step of another thread now."""
+    handle = find_handle(param) if type(param) is nn.Parameter else None
+    return handle is not None and handle.state is not None and handle.state.stepping_elsewhere()
+
+
 def is_ordinary(param: Any) -> bool:
     """Tell whether a table can have the values of `param`: other classes than those of torch have rules of their own."""
     if find_handle(param) is not None:
@@ -294,6 +300,8 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
     given: dict[int, tuple[Any, Tensor, Handle, int]] = {}
 
     def whole(weight: Any) -> Tensor:
+        if not isinstance(weight, weights) and not is_lent_elsewhere(weight):
+            return weight
         handle = handle_of(weight)
         trains = torch.is_grad_enabled() and handle.requires_grad and not isinstance(weight, WeightData)
         writes = (trains or not handle.table.writable) and _writes_to(weight, func, args, kwargs)
@@ -309,7 +317,7 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
         return values
 
     weights = TableWeight, WeightData
-    new_args, new_kwargs = tree_map_only(weights, whole, (args, kwargs))
+    new_args, new_kwargs = tree_map_only(Tensor, whole, (args, kwargs))
     result = func(*new_args, **new_kwargs)
     for _, values, handle, version in given.values():
         if values.shape != (handle.num_rows, handle.table.dim) or not values.is_contiguous():

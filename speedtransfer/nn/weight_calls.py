@@ -180,7 +180,7 @@ def activated(
     check_named_by_row(handle)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += handle.num_rows
-    training = isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle.requires_grad
+    training = not isinstance(weight, WeightData) and torch.is_grad_enabled() and handle.requires_grad
     return activate(handle, input, training, max_norm, norm_type, padding_idx)
 
 

@@ -105,7 +105,7 @@ def _range(rows: range) -> Tensor:
 
 
 def _trains(weight: Any) -> bool:
-    return isinstance(weight, TableWeight) and torch.is_grad_enabled() and handle_of(weight).requires_grad
+    return not isinstance(weight, WeightData) and torch.is_grad_enabled() and handle_of(weight).requires_grad
 
 
 def _without_gradients(

@@ -116,11 +116,12 @@ class Handle(Binding):
 
         Active rows that are not among them need not be read again.
         """
-        self._exposed_rows.append(ids)
-        if len(self._exposed_rows) > 16:
-            self._exposed_rows, self._exposed = [], True
-        if self.ids is not None and self._version == version and not self.is_active(ids):
-            self._version = self.table.version
+        with self.rows.lock:
+            self._exposed_rows.append(ids)
+            if len(self._exposed_rows) > 16:
+                self._exposed_rows, self._exposed = [], True
+            if self.ids is not None and self._version == version and not self.is_active(ids):
+                self._version = self.table.version
 
     def check_whole(self) -> None:
         """Raise unless this process may read all rows of the weight by itself."""

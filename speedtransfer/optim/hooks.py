@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import sys
@@ -196,27 +197,30 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
             reducer.before_step()
     tried: Known = {}
     for handle, group in found:
-        if handle.state is not None and handle.state.running:
-            # A step within a step, super().step(): it updates the rows that the outer one has.
-            if handle.state.optimizer() is optimizer and handle.state.stepping():
+        # The lock: of two threads one begins. Not where other processes have to answer meanwhile.
+        with handle.rows.lock if handle.reducer is None else contextlib.nullcontext():
+            if handle.state is not None and handle.state.running:
+                handle.check_steps_here(f"a step of {type(optimizer).__name__} begins")
+                # A step within a step, super().step(): it updates the rows that the outer one has.
+                if handle.state.optimizer() is optimizer and handle.state.stepping():
+                    continue
+                handle.recover()
+            if handle.grad is None:
                 continue
-            handle.recover()
-        if handle.grad is None:
-            continue
-        if handle.grad.is_cuda:
-            handle.check_step_capturable(optimizer)
-        if handle.state is None or handle.state.optimizer() is not optimizer:
-            handle.check_not_lost(optimizer)
-            replicas.check_same_in_all(handle, optimizer)
-            # If this raises nothing has changed.
-            with one_step(tried):
-                _begin_to_train(handle, optimizer, group)
-        assert handle.state is not None
-        if handle.state.is_assumed_otherwise(optimizer, group):
-            # Raises or warns if `idle` does not allow that idle rows move now.
-            way_to_step(handle, optimizer, group, Findings())
-            handle.state.assume(optimizer, group)
-        handle.begin_step(optimizer, group, frame)
+            if handle.grad.is_cuda:
+                handle.check_step_capturable(optimizer)
+            if handle.state is None or handle.state.optimizer() is not optimizer:
+                handle.check_not_lost(optimizer)
+                replicas.check_same_in_all(handle, optimizer)
+                # If this raises nothing has changed.
+                with one_step(tried):
+                    _begin_to_train(handle, optimizer, group)
+            assert handle.state is not None
+            if handle.state.is_assumed_otherwise(optimizer, group):
+                # Raises or warns if `idle` does not allow that idle rows move now.
+                way_to_step(handle, optimizer, group, Findings())
+                handle.state.assume(optimizer, group)
+            handle.begin_step(optimizer, group, frame)
     return bool(found)
 
 

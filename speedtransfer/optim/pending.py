@@ -82,6 +82,7 @@ class PendingGradient(Stepping):
             if self.has_grown:
                 ids = padded_anew(ids, self.table.num_rows)
             if self.state is not None and self.state.running:
+                self.check_steps_here("a gradient arrives")
                 self.recover()
             if self.grad is not None:
                 self._check_capture(self.grad)
@@ -363,7 +364,11 @@ class PendingGradient(Stepping):
         """Set the gradient of the whole table to `grad`, ``(num_rows, dim)`` or None."""
         self.recover()
         if grad is None:
-            self.clear()
+            # Not while another thread begins a step, or adds to it.
+            with self.rows.lock:
+                if self.state is not None and self.state.running:
+                    self.check_steps_here("no gradient is set")
+                self.clear()
             return
         if self.table.device.type == "cuda":
             check_not_capturing(f"assigning a gradient to {self}")

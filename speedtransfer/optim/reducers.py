@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.once import forked_lock
 from speedtransfer.ranks import DifferenceError, Exchange, Segment
 
 
@@ -103,7 +103,7 @@ class Reducer(ABC):
 # In the order in which they were made, which is the same on every process. Empty: no table has other processes.
 made: list[weakref.ref[Reducer]] = []
 # Threads run backward one after the other: messages of two exchanges at once would be mixed up.
-turn = threading.RLock()
+turn = forked_lock()
 _running = False
 
 

@@ -163,6 +163,14 @@ class Stepping(TableParam):
             if optimizer is not None:
                 self.abort_step(optimizer)
 
+    def check_steps_here(self, what: str) -> None:
+        """Raise if another thread steps: what it has of the rows and their gradient must not change meanwhile."""
+        if self.state is not None and self.state.stepping_elsewhere():
+            raise OptimizerError(
+                f"{what} for {self} in the middle of a step of another thread; let one thread at a time run backward, step "
+                "and zero_grad for a table (with a lock), or give each thread a model of its own"
+            )
+
     def _enter(self, sparse: bool) -> None:
         param = self.param_ref()
         assert param is not None
@@ -231,11 +239,13 @@ class Stepping(TableParam):
 
     def is_active(self, ids: Tensor) -> bool:
         """Tell whether one of the rows `ids` (n,) has a pending gradient."""
-        if self.ids is None or not len(self.ids):
+        # Another thread may make a step.
+        active = self.ids
+        if active is None or not len(active):
             return False
-        ids = ids.to(self.ids.device)
-        places = torch.searchsorted(self.ids, ids).clamp_(max=len(self.ids) - 1)
-        return bool((self.ids[places] == ids).any())
+        ids = ids.to(active.device)
+        places = torch.searchsorted(active, ids).clamp_(max=len(active) - 1)
+        return bool((active[places] == ids).any())
 
     def refresh(self) -> None:
         """Read the active rows again if the table has changed since: a step must not undo those writes."""

@@ -21,6 +21,7 @@ from speedtransfer.cuda import (
 from speedtransfer.dtypes import PLANE_DTYPES, TABLE_DTYPES
 from speedtransfer.engines import CachedEngine, Engine, HostEngine, ReferenceEngine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.once import forked_lock
 from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
@@ -61,6 +62,9 @@ class Planes:
         # What rows of other planes are at first, where that is a number.
         self._fills = dict[str, float]()
         self._writes = 0
+        # Writes of rows that have begun, and that have ended: with their lock. Who reads, without it, reads again with it if
+        # there was one.
+        self._turn, self._begun, self._ended = forked_lock(), 0, 0
         # Of those who read rows ahead of their use, while they live; and whether there ever was one.
         self._logs: weakref.WeakSet[WriteLog] = weakref.WeakSet()
         self.watched = False
@@ -242,7 +246,7 @@ class Planes:
         log = WriteLog(self._planes, self.version)
         if self._viewed:
             log.forget()
-        with stats.logging.lock:
+        with stats.logging:
             self._logs.add(log)
         self.watched = True
         return log
@@ -256,7 +260,7 @@ class Planes:
             log.discount(before, self.version, count)
 
     def _all_logs(self) -> list[WriteLog]:
-        with stats.logging.lock:
+        with stats.logging:
             return list(self._logs)
 
     def written_since(self, log: WriteLog) -> list[Write] | None:
@@ -326,7 +330,8 @@ class Planes:
             elif fill != 0:
                 fill_plane(plane, _filler(fill))
             wait_until_filled(plane)
-        self._planes.update(added)
+        # A new dict: other threads may be reading.
+        self._planes = {**self._planes, **added}
         self._fills.update({name: fill for name, (*_, fill) in planes.items() if not isinstance(fill, Tensor)})
         for plane in added.values():
             self._writes -= plane._version  # what has filled it was no change
@@ -341,7 +346,8 @@ class Planes:
         if self._place.read_only:
             self.check_writable()
         self._engine.wait()
-        dropped = self._planes.pop(name)
+        dropped = self._planes[name]
+        self._planes = {other: plane for other, plane in self._planes.items() if other != name}
         self._fills.pop(name, None)
         self._release(dropped)
         self._writes += dropped._version  # its changes count on
@@ -419,7 +425,7 @@ class Planes:
         self._release(old)
         self._outlive(old)
         self._place.adopt(values)
-        self._planes[name] = wait_until_filled(values)
+        self._planes = {**self._planes, name: wait_until_filled(values)}
         self._writes += before + 1 - self.version  # another tensor counts its changes from zero
 
     def wait(self) -> None:

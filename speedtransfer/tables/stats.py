@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import is_capturing
+from speedtransfer.once import forked_lock
 from speedtransfer.tables.padded import num_unique
 
 
@@ -60,7 +59,7 @@ class PaddedStats:
         # By what they count, "gathered" or "scattered", bytes a row, and the device.
         self._counts: dict[tuple[str, int, torch.device], list[Tensor]] = {}
         # Threads that evaluate count as well.
-        self._lock = threading.Lock()
+        self._lock = forked_lock()
 
     def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
         """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
@@ -86,20 +85,8 @@ class PaddedStats:
         return found
 
 
-class ForkedLock:
-    """Has a `lock` that a forked process gets anew: a thread that it does not have may have held it."""
-
-    def __init__(self) -> None:
-        self._renew()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew)
-
-    def _renew(self) -> None:
-        # Garbage that is collected meanwhile may want it too.
-        self.lock = threading.RLock()
-
-
-# Held by who counts: threads that train, evaluate or read ahead. One for all tables.
-counting = ForkedLock()
+# Held by who counts: threads that train, evaluate or read ahead. One for all tables. Garbage that is collected meanwhile may
+# want it too.
+counting = forked_lock()
 # Held by who adds to the logs of a table, or lists them.
-logging = ForkedLock()
+logging = forked_lock()

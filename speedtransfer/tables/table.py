@@ -189,12 +189,16 @@ class Table(Saving):
             rows = [values.view(flat.numel(), values.shape[-1]) for values in shaped]
         if self._cache is None:
             read_ahead_of_rows(stored, flat)
+        ended = self._ended
         self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
+        if self._begun != ended:
+            with self._turn:
+                self._engine.gather(stored, flat, rows, check=not checked, unsorted=True)
         if caught_up is not None:
             for name, values in zip(names, rows, strict=True):
                 values.copy_(rows_at(caught_up[name], groups.inverse.view(-1)))
         num_bytes = flat.numel() * sum(plane.shape[1] * plane.element_size() for plane in stored)
-        with stats.counting.lock:
+        with stats.counting:
             self._stats.gathered_rows += flat.numel()
             self._stats.gathered_bytes += num_bytes
         if out is not None:
@@ -212,7 +216,7 @@ class Table(Saving):
         """Return the weights at an index where one call of torch or of the engine does; None where `gather` has to."""
         weight, count = self._planes["weight"], index.numel()
         dim = weight.shape[1]
-        num_bytes = count * dim * weight.element_size()
+        num_bytes, ended = count * dim * weight.element_size(), self._ended
         if index.is_cuda:
             if index.dtype != torch.int64 or index.device != self._place.device or not index.is_contiguous():
                 return None
@@ -227,7 +231,10 @@ class Table(Saving):
             except IndexError:
                 # `gather` raises the error that names the value and its place.
                 return None
-        with stats.counting.lock:
+        if self._begun != ended:
+            # Another thread writes.
+            return None
+        with stats.counting:
             self._stats.gathered_rows += count
             self._stats.gathered_bytes += num_bytes
         return rows

@@ -30,6 +30,7 @@ class UncheckedRows(WholePlanes):
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
         few = self._selects and stored and count * stored[0].shape[1] * len(stored) <= _FEW_VALUES and count < FEW_ROWS
+        ended = self._ended
         if few and SELECTED.issuperset([plane.dtype for plane in stored]):
             # What the engine does, in fewer calls.
             rows = [plane.index_select(0, ids) for plane in stored]
@@ -41,10 +42,13 @@ class UncheckedRows(WholePlanes):
             if count >= FEW_ROWS and self._cache is None:
                 read_ahead_of_rows(stored, ids)
             self._engine.gather(stored, ids, rows)
+        if self._begun != ended:
+            with self._turn:
+                self._engine.gather(stored, ids, rows)
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("gathered", ids, rows)
         else:
-            with stats.counting.lock:
+            with stats.counting:
                 self._stats.gathered_rows += count
                 for values in rows:
                     self._stats.gathered_bytes += values.nbytes
@@ -67,31 +71,36 @@ class UncheckedRows(WholePlanes):
         turns = forks.turns if self._place.is_shared_by_forks else None
         if turns is not None:
             turns.begin()
-        try:
-            if self.watched:
-                # Those of somebody else may be changed, and the log keeps them.
-                ids = ids.clone() if unsorted else ids
+        # So do other threads.
+        with self._turn:
+            self._begun += 1
+            try:
+                if self.watched:
+                    # Those of somebody else may be changed, and the log keeps them.
+                    ids = ids.clone() if unsorted else ids
 
-                def scatter(given: list[Tensor], behind: bool) -> None:
-                    to = _uncounted(planes) if behind and self._cache is None else planes
-                    self._engine.scatter(to, ids, given, unsorted, behind)
+                    def scatter(given: list[Tensor], behind: bool) -> None:
+                        to = _uncounted(planes) if behind and self._cache is None else planes
+                        self._engine.scatter(to, ids, given, unsorted, behind)
 
-                self._write_watched(ids, rows, scatter)
-            else:
-                self._engine.scatter(planes, ids, values, unsorted)
-                self._writes += 1
-        finally:
-            if turns is not None:
-                turns.end()
+                    self._write_watched(ids, rows, scatter)
+                else:
+                    self._engine.scatter(planes, ids, values, unsorted)
+                    self._writes += 1
+            finally:
+                self._ended = self._begun
+                if turns is not None:
+                    turns.end()
         if not self._captured and ids.is_cuda and is_capturing():
             count_graphs()
             self._captured = True
         if self._engine.takes_padding and is_padded(ids):
             self._padded_stats.add("scattered", ids, values)
             return
-        self._stats.scattered_rows += ids.shape[0]
-        for value in values:
-            self._stats.scattered_bytes += value.nbytes
+        with stats.counting:
+            self._stats.scattered_rows += ids.shape[0]
+            for value in values:
+                self._stats.scattered_bytes += value.nbytes
 
     def update(
         self,
@@ -114,11 +123,16 @@ class UncheckedRows(WholePlanes):
             self.check_writable()
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
-        if self.watched:
-            self._write_watched(ids, None, lambda *_: engine.update(lambda: queue(stored)))
-        else:
-            engine.update(lambda: queue(stored))
-            self._writes += 1
+        with self._turn:
+            self._begun += 1
+            try:
+                if self.watched:
+                    self._write_watched(ids, None, lambda *_: engine.update(lambda: queue(stored)))
+                else:
+                    engine.update(lambda: queue(stored))
+                    self._writes += 1
+            finally:
+                self._ended = self._begun
         for kind, planes in (("gathered", came), ("scattered", stored)):
             if is_padded(ids) and planes:
                 self._padded_stats.add(kind, ids, planes)
