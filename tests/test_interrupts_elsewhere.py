@@ -127,6 +127,15 @@ def in_file(path: Path, **options: Any) -> nn.Module:
     return st.Embedding(ROWS, DIM, memory="mmap", path=tempfile.mktemp(dir=path, suffix=".npy"), **options)
 
 
+def growing(memory: str = "pageable", cache_rows: int = 0) -> Callable[[Path], nn.Module]:
+    def make(path: Path) -> nn.Module:
+        file = tempfile.mktemp(dir=path, suffix=".npy") if memory == "mmap" else None
+        table = st.Table(ROWS, DIM, memory=memory, path=file, max_rows=100, cache_rows=cache_rows).normal_()
+        return st.Embedding.from_pretrained(table, freeze=False)
+
+    return make
+
+
 KINDS: dict[str, tuple[Callable[[Path], nn.Module], Any]] = {
     "exact": (embedding(), adamw),
     "coupled": (embedding(), adam),
@@ -141,9 +150,9 @@ KINDS: dict[str, tuple[Callable[[Path], nn.Module], Any]] = {
     "features": (lambda path: st.MultiEmbedding([10, 30], DIM), adamw),
     "vocabulary": (lambda path: st.Embedding(ROWS, DIM, vocabulary=st.Vocabulary(max_capacity=200)), adamw),
     "evicting": (lambda path: st.Embedding(20, DIM, vocabulary=st.Vocabulary(20, max_capacity=32, evict="lru")), adamw),
-    "growing": (embedding(max_rows=100), adamw),
-    "growing file": (lambda path: in_file(path, max_rows=100), adamw),
-    "growing cache": (embedding(max_rows=100, cache_rows=8), adamw),
+    "growing": (growing(), adamw),
+    "growing file": (growing(memory="mmap"), adamw),
+    "growing cache": (growing(cache_rows=8), adamw),
     "group": (lambda path: st.Embedding(ROWS, DIM, process_group=dist.group.WORLD), adamw),
 }
 
@@ -155,6 +164,8 @@ class Act(NamedTuple):
     kinds: tuple[str, ...]
     end: Callable[[World], list[Tensor]] = World.rows
     again: Callable[[World], object] | None = None
+    # Whether each tensor counts by itself, as in torch.
+    each: bool = False
 
 
 def saved(world: World) -> None:
@@ -233,7 +244,7 @@ ACTS: dict[str, Act] = {
     "loader": Act(looped, ("exact", "cache", "vocabulary")),
     "save": Act(saved, ALL, loaded),
     "load": Act(load, ALL),
-    "load_state_dict": Act(loaded_dict, (*PLAIN, "vocabulary"), World.now),
+    "load_state_dict": Act(loaded_dict, (*PLAIN, "vocabulary"), World.now, each=True),
     "opt.load_state_dict": Act(loaded_state, (*PLAIN, "vocabulary")),
     "weight[i] =": Act(set_rows, IN_PLACE),
     "weight.copy_": Act(copy_rows, IN_PLACE),
@@ -253,6 +264,16 @@ def alike(one: list[Tensor], other: list[Tensor], coarse: bool) -> bool:
     # Of stored numbers of 8 bits another rounding.
     bound = 0.2 if coarse else 1e-5
     return all(torch.allclose(*pair, rtol=bound, atol=bound) for pair in zip(one, other, strict=True))
+
+
+def outcome(found: list[Tensor], before: list[Tensor], after: list[Tensor], coarse: bool, each: bool) -> str:
+    if alike(found, before, coarse):
+        return "before"
+    if alike(found, after, coarse):
+        return "after"
+    parts = zip(found, before, after, strict=False)
+    whole = each and all(alike([own], [old], coarse) or alike([own], [new], coarse) for own, old, new in parts)
+    return "each" if whole else "torn"
 
 
 def result(act: Act, world: World) -> Any:
@@ -305,11 +326,9 @@ def sweep(
                 what = "locked"
             elif refusal is not None:
                 what = "refused" if alike(ended, after, coarse) else f"refused and torn: {refusal}"
-            elif alike(ended, before, coarse):
-                what = "before"
             else:
-                what = "after" if alike(ended, after, coarse) else "torn"
-        if what not in ("before", "after", "refused"):
+                what = outcome(ended, before, after, coarse, act.each)
+        if what not in ("before", "after", "each", "refused"):
             torn.append(f"{interrupt.place} {what}")
             what = "torn"
         found[what] += 1

@@ -102,8 +102,10 @@ class UncheckedRows(WholePlanes):
                 return
             self._writes += 1
 
-        Unfinished(self, write)
-        self.wait()
+        # Else it has not begun.
+        if not isinstance(self._engine, Unfinished):
+            Unfinished(self, write)
+            self.wait()
 
     def update(
         self,
