@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import sys
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class Interrupt:
         self._entered: set[tuple[int, int]] = set()
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "return":
+        # To trace, a generator that yields returns.
+        if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
         if event == "line":
             # Python looks for signals after calls, not before the first line of a handler.
