@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import FLOAT8_DTYPES, bits_of
 from speedtransfer.encoded_planes import EncodedPlanes
 from speedtransfer.encoding import BlocksFloat8, Codec, codec_for, encode_rows
-from speedtransfer.tables import Placement, Table, check_room, row_chunks
+from speedtransfer.tables import Placement, Table, check_room, refuse, row_chunks
 
 
 class StoredPlanes(EncodedPlanes):
@@ -38,22 +39,38 @@ class StoredPlanes(EncodedPlanes):
             for suffix, part in codec.parts.items():
                 parts[name + suffix] = part.width, part.dtype, fills[name][suffix]
             codecs[name] = codec
-        self.table.add_planes(parts)
-        for name, codec in codecs.items():
-            self._keep_layout(name, codec, planes[name][0])
-            self._initial[name] = None if planes[name][2] is None else fills[name]
+        there = set(self.table.planes)
         try:
+            self.table.add_planes(parts)
+            for name, codec in codecs.items():
+                self._keep_layout(name, codec, planes[name][0])
+                self._initial[name] = None if planes[name][2] is None else fills[name]
             for name, (_, _, initial) in planes.items():
                 if initial is None:
                     self._fill(name, lambda rows: self._chunk("weight", rows))
         except BaseException:
-            self.drop(*planes)
+            if there.isdisjoint(parts):
+                self._drop(codecs, parts)
             raise
+
+    def has(self, name: str) -> bool:
+        """Tell whether there is a plane of this name."""
+        return name in self._codecs
 
     def drop(self, *names: str) -> None:
         """Remove planes."""
-        for plane in self._stored_names(names):
-            self.table.drop_plane(plane)
+        parts = self._stored_names(names)
+        try:
+            self._drop(names, parts)
+        except BaseException:
+            # Again, after an interrupt.
+            self._drop(names, parts)
+            raise
+
+    def _drop(self, names: Iterable[str], parts: Iterable[str]) -> None:
+        for part in parts:
+            if part in self.table.planes:
+                self.table.drop_plane(part)
         for name in names:
             self._keep_layout(name, None)
 
@@ -160,15 +177,33 @@ class StoredPlanes(EncodedPlanes):
     ) -> None:
         """Set rows to what `values` returns for each chunk; `keep`: but not those that have the values already."""
         self.table.check_writable()
-        planes = self.parts(name)
-        for rows in self._chunks(name, start, stop):
-            given = values(rows)
-            same = self._same(name, rows, given) if keep else None
-            for suffix, part in self.encode(name, given).items():
-                part = part.to(planes[suffix].device)
+        planes, todo, began = self.parts(name), deque(self._chunks(name, start, stop)), list[bool]()
+
+        def fill() -> None:
+            while todo:
+                rows = todo[0]
+                given = values(rows)
+                same = self._same(name, rows, given) if keep else None
+                parts = {suffix: part.to(planes[suffix].device) for suffix, part in self.encode(name, given).items()}
                 if same is not None:
-                    part = torch.where(same, bits_of(planes[suffix][rows]), bits_of(part)).view(part.dtype)
-                planes[suffix][rows] = part
+                    for suffix, part in parts.items():
+                        parts[suffix] = torch.where(same, bits_of(planes[suffix][rows]), bits_of(part)).view(part.dtype)
+                began.append(True)
+                for suffix, part in parts.items():
+                    planes[suffix][rows] = part
+                todo.popleft()
+
+        try:
+            fill()
+        except BaseException:
+            # What has been begun is brought to its end.
+            if began:
+                try:
+                    fill()
+                except BaseException:
+                    refuse(self.table, f"plane {name!r} of a table", "st.load_checkpoint")
+                    raise
+            raise
         wait_until_filled(planes[""])
 
     def _same(self, name: str, rows: slice, values: Tensor) -> Tensor | None:

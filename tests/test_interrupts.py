@@ -2,64 +2,20 @@
 
 from __future__ import annotations
 
-import linecache
-import sys
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from interrupt import Interrupt
 from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import SpeedtransferError
 
-PACKAGE = str(Path(st.__file__).parent)
 ROWS, DIM = 40, 4
-
-
-class Interrupt:
-    """Raises `kind` at the n-th line of the package that runs; None: counts them."""
-
-    def __init__(self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt) -> None:
-        self.at, self.kind, self.lines, self.place = at, kind, 0, ""
-        # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
-        self._entered: set[tuple[int, int]] = set()
-
-    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "return":
-            self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
-        if event == "line":
-            entry = id(frame), frame.f_lineno
-            if linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith("with "):
-                if entry in self._entered:
-                    return self._line
-                self._entered.add(entry)
-            self.lines += 1
-            if self.lines == self.at:
-                sys.settrace(None)
-                self.place = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
-                raise self.kind
-        return self._line
-
-    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) else None
-
-    def during(self, call: Callable[[], object]) -> bool:
-        """Call, and tell whether it was interrupted."""
-        before = sys.gettrace()
-        try:
-            sys.settrace(self._call)
-            call()
-        except self.kind:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
 
 
 class Run:

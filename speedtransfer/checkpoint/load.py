@@ -20,6 +20,7 @@ from speedtransfer.checkpoint.table_rows import Readers
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.checkpoint.together import Processes, ShardReader, files_to_check, processes_of
 from speedtransfer.errors import InvalidValueError, StorageError, suggest
+from speedtransfer.tables import loading
 
 _TRIES = 20
 
@@ -102,19 +103,23 @@ def load_checkpoint(
                 states.update({name: state for name, state in generators.items() if name in others})
             check_rng_states(rng)
 
-        with ExitStack() as changed:
+        handles = saved_model.handles + [handle for saved in saved_optimizers for handle in saved.handles]
+        tables = {handle.table: str(handle) for handle in handles}
+        with loading(tables, "st.load_checkpoint", ("load_state_dict",)) as changes:
+            with ExitStack() as changed:
+                with processes.together():
+                    changed.enter_context(states_set(others, states))
+                with processes.together():
+                    saved_model.allocate()
+                    for saved in saved_optimizers:
+                        saved.allocate()
+            changes.append(True)
+            processes.tell_sizes()
             with processes.together():
-                changed.enter_context(states_set(others, states))
-            with processes.together():
-                saved_model.allocate()
+                saved_model.load(bar.advance)
                 for saved in saved_optimizers:
-                    saved.allocate()
-        processes.tell_sizes()
-        with processes.together():
-            saved_model.load(bar.advance)
-            for saved in saved_optimizers:
-                saved.load(bar.advance)
-            set_rng_states(rng)
+                    saved.load(bar.advance)
+                set_rng_states(rng)
     return extra
 
 

@@ -105,6 +105,11 @@ class SavedModel:
         if not all(type(n) is int for counters in self._counters.values() for n in counters.values()):
             raise TypeError("counters that are no integers")
 
+    @property
+    def handles(self) -> list[Handle]:
+        """Of the tables that it goes into."""
+        return list(self._tables.values())
+
     def allocate(self) -> None:
         """Give tables the rows that they lack for their ids. May run out of memory, as `SavedOptimizer.allocate`."""
         for handle, plan in self._plans.items():

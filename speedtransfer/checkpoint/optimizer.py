@@ -185,6 +185,11 @@ class SavedOptimizer:
                     f"{str(theirs[number])[:200]}; pass the same parameters in the same order"
                 )
 
+    @property
+    def handles(self) -> list[Handle]:
+        """Of the tables whose state it goes into."""
+        return [handle for handle, *_ in self._planes]
+
     def allocate(self) -> None:
         """Make the planes that tables lack. May run out of memory, and is therefore called before anything is loaded."""
         for handle, group, specs, planes in self._planes:

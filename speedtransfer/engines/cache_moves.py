@@ -97,14 +97,14 @@ def write_through(slots: Slots, planes: list[Tensor], ids: Tensor, rows: list[Te
     """Write `rows` (n, width_i) of `planes` to the slots of `ids` (n,), and those of ids without a slot to the planes."""
     slots.notice()
     slots.epoch += 1
+    # Those that have slots by tensors that count changes by themselves: after an interrupt the planes are as they were noted.
+    to = [plane.data for plane in planes] if slots.capacity else planes
     if not slots.may_have(ids):
-        slots.inner.scatter(planes, ids, rows, unsorted)
-        slots.note_versions()
+        slots.inner.scatter(to, ids, rows, unsorted)
         return
     places, known = slots.find(ids)
     parts = [slots.of(plane) for plane in planes]
-    _write_others(slots, planes, ids, rows, existing(ids, planes[0]) & ~known, unsorted)
-    slots.note_versions()
+    _write_others(slots, to, ids, rows, existing(ids, planes[0]) & ~known, unsorted)
     some = ids.device.type == "cpu" and not bool(known.all())
     for part, source in zip(parts, rows, strict=True):
         if some:

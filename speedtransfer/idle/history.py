@@ -162,7 +162,9 @@ class History:
     def sweep(self) -> None:
         """Forget all steps: every row has been caught up."""
         if self._shared is not None:
-            with self._shared.lock:
-                self._shared.histories.discard(self)
-                self._shared = self._first = None
+            shared = self._shared
+            with shared.lock:
+                # In one go: an interrupt comes before it or after it.
+                self._shared, self._first, self.base = None, None, self.now
+                shared.histories.discard(self)
         self.base = self.now

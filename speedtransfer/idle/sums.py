@@ -21,7 +21,9 @@ All of it is kept on the host, whatever device the rows are caught up on: there 
 
 from __future__ import annotations
 
+import collections
 import copy
+import functools
 import math
 from typing import NamedTuple
 
@@ -88,12 +90,11 @@ class Sums:
         self._device_copies = dict[tuple[torch.device, int], DeviceCopy]()
         self._final = 0  # lines before this one have their sums for good
         self._hard_final = False  # whether one of them is not good for every x
-        self._allocate(_CAPACITY)
+        self.table, self.blocks = self._allocated(_CAPACITY)
 
-    def _allocate(self, capacity: int) -> None:
+    def _allocated(self, capacity: int) -> tuple[Floats, Floats]:
         line = quadrature.identity(self._products, self._has_sums)
-        self.table: Floats = np.tile(line, (capacity + 1, 1))
-        self.blocks: Floats = np.tile(line[: self._products], (capacity // BLOCK + 1, 1))
+        return np.tile(line, (capacity + 1, 1)), np.tile(line[: self._products], (capacity // BLOCK + 1, 1))
 
     def copy(self) -> Sums:
         """Return sums of the same steps, for other steps to come."""
@@ -103,9 +104,10 @@ class Sums:
         return other
 
     def _grow(self) -> None:
-        lines, blocks = self.table, self.blocks
-        self._allocate(2 * (len(lines) - 1))
-        self.table[: len(lines)], self.blocks[: len(blocks)] = lines, blocks
+        count, size = len(self.table), len(self.blocks)
+        lines, blocks = self._allocated(2 * (count - 1))
+        lines[:count], blocks[:size] = self.table, self.blocks
+        self.table, self.blocks = lines, blocks
 
     def take(self, step: IdleStep) -> None:
         """Take in one more step."""
@@ -117,26 +119,32 @@ class Sums:
         count, products = self.count, self._products
         if count == len(self.table) - 1:
             self._grow()
-        self._torn = True
         values = self._step
         values[0], values[1:5], values[5:products] = step.decay, step.mix, step.factors
         if self._has_sums:
             values[products:] = self._term(step)
         arguments = self.table, self.blocks, count, self._final, values, self._limits, self._floor
         compiled = compiled_module("speedtransfer.idle.numba_sums")
+        taken = [
+            functools.partial(setattr, self, "count", count + 1),
+            functools.partial(setattr, self, "eps", step.eps),
+        ]
         if compiled is not None:
-            compiled.take_step(*arguments)
+            # One loop of C: signals are handled before it or after it.
+            parts = functools.partial(compiled.take_step, *arguments), *taken
+            collections.deque(map(functools.partial.__call__, parts), maxlen=0)
         else:
+            self._torn = True
             with np.errstate(all="ignore"):
                 quadrature.take_step(*arguments)
-        self.count += 1
-        self.eps = step.eps
+            for note in taken:
+                note()
+            self._torn = False
         if self._has_sums:
             final = max(self._final, self.count - self.horizon)
             if final > self._final and not self._hard_final:
                 self._hard_final = self._any_hard(self._final, final)
             self._final = final
-        self._torn = False
 
     def _any_hard(self, first: int, stop: int) -> bool:
         column = self._products + SUMS - 1
@@ -152,8 +160,10 @@ class Sums:
         if growth > self._growth or shrink > self._shrink:
             if growth >= 1 > self._growth:
                 self._reopen()
-            self._growth, self._shrink = max(self._growth, growth), max(self._shrink, shrink)
-            self.horizon = max(self.horizon, self._needed_horizon())
+            growth, shrink = max(self._growth, growth), max(self._shrink, shrink)
+            self.horizon = max(self.horizon, self._needed_horizon(growth, shrink))
+            # Last: after an interrupt all is done again.
+            self._growth, self._shrink = growth, shrink
         return step.scale, step.root, step.eps, numerator, root, step.decay
 
     def _reopen(self) -> None:
@@ -164,14 +174,14 @@ class Sums:
         if self._root is not None:
             root = products[:, 5 + self._root]
             self.table[number, own + 2] = root if self._floor else np.sqrt(root)
-        self._final = 0
         # They are sent from the first line that may have changed.
         self._device_copies.clear()
+        self._final = 0
 
-    def _needed_horizon(self) -> int:
+    def _needed_horizon(self, growth: float, shrink: float) -> int:
         """Return the number of missed steps after which no term adds anything, whatever x is."""
         steps = 1 << 20
-        for factor, small in ((self._growth, self._tolerance), (self._shrink, 1e-24)):
+        for factor, small in ((growth, self._tolerance), (shrink, 1e-24)):
             if factor < 1:
                 steps = min(steps, math.ceil(math.log(small) / math.log(max(factor, _SMALLEST_FACTOR))))
         return max(steps, 1)

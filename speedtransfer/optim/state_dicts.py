@@ -28,7 +28,9 @@ from speedtransfer.optim.vocabulary_handle import VocabularyHandle
 from speedtransfer.tables import Placement
 
 # Planes between the two hooks of a load: torch must not copy them to the device of the parameter, nor cast them to its dtype.
-_held: weakref.WeakKeyDictionary[Optimizer, list[tuple[nn.Parameter, dict[str, Tensor]]]] = weakref.WeakKeyDictionary()
+# With `optimizer.state` as it was before, in the place of which torch puts another.
+_held: weakref.WeakKeyDictionary[Optimizer, tuple[Any, list[tuple[nn.Parameter, dict[str, Tensor]]]]]
+_held = weakref.WeakKeyDictionary()
 
 _without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 
@@ -62,7 +64,12 @@ def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) 
     def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if any_handles() and handles_of(self):
             prepare(self)
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        except BaseException:
+            # Where it was loaded, and something came into what follows.
+            _after_load(self)
+            raise
 
     return called
 
@@ -235,7 +242,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         state[key] = cloned(state[key], tensors=False)
         put(state[key], {name: found[name].new_empty(0) for name in rows})
         held.append((handle.param, {name: found[name] for name in rows}))
-    _held[optimizer] = held
+    _held[optimizer] = optimizer.state, held
     return {**state_dict, "state": state}
 
 
@@ -249,5 +256,7 @@ def _expect(handle: Handle, planes: list[Tensor]) -> None:
 
 def _after_load(optimizer: Optimizer) -> None:
     """Put the planes into the optimizer's state; the next step copies them into the table."""
-    for param, planes in _held.pop(optimizer, []):
+    before, held = _held.get(optimizer, (optimizer.state, []))
+    for param, planes in held if optimizer.state is not before else ():
         put(optimizer.state[param], planes)
+    _held.pop(optimizer, None)

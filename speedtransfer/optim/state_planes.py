@@ -74,10 +74,11 @@ class StatePlanes:
         planes = {name: "state.weight" if name == "weight" else name for name in specs}
         # Tables have no bool.
         dtypes = {name: torch.uint8 if spec.dtype == torch.bool else spec.dtype for name, spec in specs.items()}
-        self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
-        self._specs.update(specs)
-        self._planes.update(planes)
+        self._drop_left(planes)
         try:
+            self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
+            self._specs.update(specs)
+            self._planes.update(planes)
             for name, plane in planes.items():
                 if not self.rows.is_viewable(plane):
                     self._views[name] = EncodedPlane(self.rows, plane)
@@ -88,19 +89,25 @@ class StatePlanes:
                 else:
                     self._views[name] = self._as_state(name, self.rows.whole(plane))
         except BaseException:
-            self._remove(specs)
+            self._drop_left(planes)
             raise
+
+    def _drop_left(self, planes: dict[str, str]) -> None:
+        """Drop those of `planes`, by the name of the state, that were added, or dropped, in part only."""
+        for name, plane in planes.items():
+            self._planes.pop(name, None)
+            view = self._views.pop(name, None)
+            if isinstance(view, EncodedPlane):
+                view.drop()
+            if self.rows.has(plane):
+                self.rows.drop(plane)
 
     def _as_state(self, name: str, values: Tensor) -> Tensor:
         """Return `values` of a plane in the dtype of the state, without a copy."""
         return values.view(torch.bool) if self._specs[name].dtype == torch.bool else values
 
     def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            self.rows.drop(self._planes.pop(name))
-            view = self._views.pop(name, None)
-            if isinstance(view, EncodedPlane):
-                view.drop()
+        self._drop_left({name: self._planes[name] for name in names})
 
     def stored(self, state: dict[str, Any]) -> dict[str, tuple[str, PlaneSpec]]:
         """Return, for the entries of the optimizer's `state` that are planes of the table, name and spec of the plane."""

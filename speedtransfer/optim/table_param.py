@@ -175,17 +175,25 @@ class TableParam:
         # Weak, as this object holds the table.
         self.table._handle = weakref.ref(self)
         if param is not None:
-            param.__class__ = nn.Parameter
-            param.grad = None
-            self._placeholder = self.placeholder()
-            if param.shape != self._placeholder.shape:
-                # Another dtype for a moment gives it a new node in the graph: the old one expects gradients of the old shape.
-                other = torch.float16 if param.dtype != torch.float16 else torch.float32
-                param.data = param.new_empty(0, dtype=other)
-            param.data = self._placeholder
-            param.requires_grad_(self.requires_grad)
-            listen(param)
-            param.__class__ = self._kind
+            try:
+                self._set_placeholder(param)
+            except BaseException:
+                # After an interrupt it would be an ordinary parameter, of NaN.
+                self._set_placeholder(param)
+                raise
+
+    def _set_placeholder(self, param: nn.Parameter) -> None:
+        param.__class__ = nn.Parameter
+        param.grad = None
+        self._placeholder = self.placeholder()
+        if param.shape != self._placeholder.shape:
+            # Another dtype for a moment gives it a new node in the graph: the old one expects gradients of the old shape.
+            other = torch.float16 if param.dtype != torch.float16 else torch.float32
+            param.data = param.new_empty(0, dtype=other)
+        param.data = self._placeholder
+        param.requires_grad_(self.requires_grad)
+        listen(param)
+        param.__class__ = self._kind
 
     def check_capturable(self, writes: bool) -> None:
         """Raise unless rows of this table can be read in a CUDA graph that is being captured, and written if `writes`."""

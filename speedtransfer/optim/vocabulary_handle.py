@@ -16,6 +16,7 @@ from speedtransfer.errors import InvalidTypeError
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.vocabulary_gradient import VocabularyGradient
 from speedtransfer.rows import LAST_STEP, Rows
+from speedtransfer.tables import loading
 from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, Vocabulary
 
 
@@ -172,10 +173,12 @@ class VocabularyHandle(VocabularyGradient):
         with self.rows.lock:
             if plan is None or not plan.is_for(state, num_saved):
                 plan = self.vocabulary.plan_load(state, num_saved)
-            self.vocabulary.load(plan)
-            if values is not None:
-                self.table.wait()
-                self.rows.place("weight", values.detach(), plan.placement)
+            with loading({self.table: str(self)}, "load_state_dict") as changes:
+                changes.append(True)
+                self.vocabulary.load(plan)
+                if values is not None:
+                    self.table.wait()
+                    self.rows.place("weight", values.detach(), plan.placement)
 
     # --- changes of the table -----------------------------------------------------------------------------------------
 

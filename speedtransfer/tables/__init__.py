@@ -12,6 +12,7 @@ from speedtransfer.tables.row_values import as_rows, overlap, tensor_of
 from speedtransfer.tables.saving import MEMORIES
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import Table
+from speedtransfer.tables.unfinished import loading, refuse
 from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
 from speedtransfer.tables.write_back import overlay
 from speedtransfer.tables.write_log import WriteLog
@@ -34,6 +35,7 @@ __all__ = [
     "copy_plane",
     "is_padded",
     "kept",
+    "loading",
     "move_together",
     "num_unique",
     "on_host",
@@ -43,6 +45,7 @@ __all__ = [
     "padded_unique",
     "plane_chunks",
     "read_ahead",
+    "refuse",
     "row_chunks",
     "sum_rows",
     "tensor_of",

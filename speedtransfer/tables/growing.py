@@ -115,10 +115,11 @@ class Growing(Planes):
             self._cache_options = options = options._replace(counts=padded_counts(options.counts, more))
         if cache.capacity < self.num_rows - more or options.rows == cache.capacity:
             return
+        # First what only the cache has.
+        cache.shrink(0)
         self._stats.add(cache.counts())
         self._cache = None
         self._set_engine(cache.inner)
-        cache.shrink(0)
         self._start_cache(options)
         if self._viewed and self._cache is not None:
             self._cache.shrink(0)

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, is_capturing
-from speedtransfer.engines import SELECTED, KernelEngine
+from speedtransfer.engines import SELECTED, Engine, KernelEngine
 from speedtransfer.tables import forks, stats
 from speedtransfer.tables.padded import is_padded
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
+from speedtransfer.tables.unfinished import Unfinished
 from speedtransfer.tables.unique import on_host
 from speedtransfer.tables.whole_planes import WholePlanes
 from speedtransfer.tables.write_back import beside, copied
@@ -87,6 +88,9 @@ class UncheckedRows(WholePlanes):
                 else:
                     self._engine.scatter(planes, ids, values, unsorted)
                     self._writes += 1
+            except BaseException:
+                self._write_again(planes, ids, values, unsorted)
+                raise
             finally:
                 self._ended = self._begun
                 if turns is not None:
@@ -101,6 +105,24 @@ class UncheckedRows(WholePlanes):
             self._stats.scattered_rows += ids.shape[0]
             for value in values:
                 self._stats.scattered_bytes += value.nbytes
+
+    def _write_again(self, planes: list[Tensor], ids: Tensor, values: list[Tensor], unsorted: bool) -> None:
+        """Write rows again that may be in some planes only; where something comes into that too, before they are used."""
+
+        def write(engine: Engine) -> None:
+            try:
+                engine.scatter(planes, ids, values, unsorted)
+            except MemoryError:
+                raise
+            except Exception:
+                # What cannot be written has raised that already.
+                return
+            self._writes += 1
+
+        # Else it has not begun.
+        if not isinstance(self._engine, Unfinished):
+            Unfinished(self, write)
+            self.wait()
 
     def update(
         self,

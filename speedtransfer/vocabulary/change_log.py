@@ -114,10 +114,12 @@ class ChangeLog(Base):
                 "ids and rows (export, update, forget)"
             )
 
-    def _follow_changes(self, changes: Changes) -> None:
-        """Take what is not by row, and note up to when this is a copy."""
+    def _follow_clock(self, changes: Changes) -> None:
         if not self._eviction.by_time:
             self._clock = max(self._clock, changes.clock)
+
+    def _follow_changes(self, changes: Changes) -> None:
+        """Take what is not by row, and note up to when this is a copy."""
         if changes.seed is not None:
             self.seed = changes.seed
         if changes.initial is not None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.changes import Changes
+from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.mixing import owners_of
 
@@ -138,29 +139,38 @@ class Contents(Base):
                     np.setdiff1d(known, wanted) if changes.complete else changes.evicted.cpu().numpy()
                 )
             at = live.index.find(wanted)
-            new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
-            self._make_room(len(new) - len(gone), np.concatenate([at, gone]))
-            if changes is not None:
-                self._follow_changes(changes)
-            self._take_from_ids(gone, archive=False)
-            self._begin_chunks(wanted, new, values)
-            row_bytes = live.table.dim * values.element_size()
-            for part in row_chunks(len(old), row_bytes):
-                self._put(at[old[part]], values[torch.from_numpy(old[part])])
-            live.last_use[at[old]] = self.clock
-            if changes is not None:
-                self._put(np.arange(live.reserved), changes.reserved)
+            self._make_room(np.count_nonzero(at < 0) - len(gone), np.concatenate([at, gone]))
+            try:
+                self._write(wanted, values, gone, changes)
+            except BaseException:
+                # An interrupt: all is written again, so that none has what it had before.
+                self._write(wanted, values, gone, changes)
+                raise
+
+    def _write(self, ids: np.ndarray, values: Tensor, gone: np.ndarray, changes: Changes | None) -> None:
+        """Set the weights of ids (n,) to `values`, ``(n, dim)``; there is room, also in the rows `gone`, whose ids go."""
+        live, _ = self._bound()
+        if changes is not None:
+            self._follow_clock(changes)
+        self._take_from_ids(gone[live.last_use[gone] != FREE], archive=False)
+        at = live.index.find(ids)
+        new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
+        self._begin_chunks(ids, new, values)
+        for part in row_chunks(len(old), live.table.dim * values.element_size()):
+            self._put(at[old[part]], values[torch.from_numpy(old[part])])
+        live.last_use[at[old]] = self.clock
+        if changes is not None:
+            self._put(np.arange(live.reserved), changes.reserved)
+            # Last: if something comes in before, the next changes are refused.
+            self._follow_changes(changes)
 
     def _begin_chunks(self, ids: np.ndarray, new: np.ndarray, values: Tensor) -> None:
         """Give those of `ids` (n,) that are at `new` (m,) rows with their `values`, ``(n, dim)``; there is room."""
         live, _ = self._bound()
-        rows = live.take(len(new))
-        for part in row_chunks(len(new), live.table.dim * values.element_size()):
-            try:
+        with live.changing():
+            rows = live.take(len(new))
+            for part in row_chunks(len(new), live.table.dim * values.element_size()):
                 self._begin(ids[new[part]], rows[part], values[torch.from_numpy(new[part])])
-            except BaseException:
-                live.put_back(rows[part.stop :])
-                raise
 
     def _put(self, rows: np.ndarray, values: Tensor) -> None:
         """Set the weights of `rows` (n,), distinct, and keep their state."""
@@ -203,8 +213,14 @@ class Contents(Base):
 
     def _erase(self, rows: np.ndarray) -> None:
         """Take `rows` (n,) from their ids, and set their weights and state to zero."""
+        try:
+            self._take_from_ids(rows, archive=False)
+            self._clear(rows)
+        except BaseException:
+            self._clear(rows[self._bound()[0].last_use[rows] == FREE])
+            raise
+
+    def _clear(self, rows: np.ndarray) -> None:
         live, owner = self._bound()
-        self._take_from_ids(rows, archive=False)
-        if len(rows):
-            at = torch.from_numpy(rows).to(live.table.device)
-            owner.rows.reset(at, torch.zeros(len(rows), live.table.dim, dtype=owner.rows.dtype, device="cpu"))
+        at = torch.from_numpy(rows).to(live.table.device)
+        owner.rows.reset(at, torch.zeros(len(rows), live.table.dim, dtype=owner.rows.dtype, device="cpu"))

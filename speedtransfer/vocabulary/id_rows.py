@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ class IdRows:
         Rows at its start that are of no id.
     counted : bool
         Whether uses are counted.
+    padding : (int, int), optional
+        The id and the row of padding.
 
     Attributes
     ----------
@@ -48,8 +51,10 @@ class IdRows:
         Where the search for rows that may go begins, counted from the first row of ids.
     """
 
-    def __init__(self, table: Table, reserved: int, counted: bool) -> None:
-        self.table, self.reserved = table, reserved
+    def __init__(self, table: Table, reserved: int, counted: bool, padding: tuple[int, int] | None = None) -> None:
+        self.table, self.reserved, self._padding = table, reserved, padding
+        # Whether something came into a change, so that index and free rows may not be those of the planes.
+        self.torn = False
         self._kinds = {ID: torch.int64, LAST_USE: torch.int64} | ({COUNT: torch.float32} if counted else {})
         # The host needs them: those of a table in the memory of a GPU are kept here.
         self._beside: dict[str, Tensor] = {}
@@ -66,7 +71,7 @@ class IdRows:
         self._released, self._num_released = np.empty(0, dtype=np.int64), 0
         self.fresh = reserved
         # By row, whether it must stay while rows that may go are looked for; between two searches False everywhere.
-        self._stays = np.empty(0, dtype=bool)
+        self._stays, self._any_stays = np.empty(0, dtype=bool), False
         self.hand = 0
         self.follow()
 
@@ -111,6 +116,19 @@ class IdRows:
         """Return the rows with an id, (n,) int64, sorted."""
         return np.flatnonzero(self.last_use[self.reserved :] != FREE) + self.reserved
 
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Have index and free rows made anew from the planes if something comes into a change of them, or it fails.
+
+        The last use of a row says whether it has an id: it is written at once, after the id and before it is gone.
+        """
+        try:
+            yield
+        except BaseException:
+            self.torn = True
+            self.rebuild()
+            raise
+
     def take(self, count: int) -> np.ndarray:
         """Return `count` free rows, which are no longer free."""
         again = min(count, self._num_released)
@@ -120,10 +138,6 @@ class IdRows:
         rows[again:] = np.arange(self.fresh, self.fresh + count - again)
         self.fresh += count - again
         return rows
-
-    def put_back(self, rows: np.ndarray) -> None:
-        """Let `rows` (n,), which were taken and got no id, be free again."""
-        self._push(rows[::-1])
 
     def assign(self, ids: np.ndarray, rows: np.ndarray, now: int) -> None:
         """Give `rows` (n,), which were taken, to `ids` (n,), distinct and unknown."""
@@ -154,13 +168,14 @@ class IdRows:
         self._released[self._num_released : count] = rows
         self._num_released = count
 
-    def rebuild(self, padding: tuple[int, int] | None) -> None:
-        """Make the index from the planes; `padding` is the id and the row of padding."""
+    def rebuild(self) -> None:
+        """Make the index from the planes."""
         rows = self.occupied()
         self.index = IdIndex.of(self.ids[rows], rows)
-        if padding is not None:
-            self.index.insert(np.array(padding[:1]), np.array(padding[1:]))
+        if self._padding is not None:
+            self.index.insert(np.array(self._padding[:1]), np.array(self._padding[1:]))
         self._find_free()
+        self.torn = False
 
     def load(
         self,
@@ -217,6 +232,10 @@ class IdRows:
         once : bool
             Look at one window of rows only, so that there may be fewer.
         """
+        if self._any_stays:
+            # Something came into the search before this one.
+            self._stays[:] = False
+        self._any_stays = True
         for rows in in_use:
             self._stays[rows] = True
         try:
@@ -224,6 +243,7 @@ class IdRows:
         finally:
             for rows in in_use:
                 self._stays[rows] = False
+            self._any_stays = False
 
     def _search(self, count: int, eviction: Eviction, now: int, once: bool) -> np.ndarray:
         size = len(self.ids) - self.reserved

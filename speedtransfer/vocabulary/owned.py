@@ -110,8 +110,8 @@ class Owned(Base):
         self.check_unbound()
         rows, reserved = owner.rows, self.reserved_rows(padding_idx)
         self._padding = None if padding_idx is None else (int(as_ids([padding_idx])), PADDING_ROW)
-        self._live = IdRows(rows.table, reserved, self._eviction.counts)
-        self._live.rebuild(self._padding)
+        self._live = IdRows(rows.table, reserved, self._eviction.counts, self._padding)
+        self._live.rebuild()
         self._owner = weakref.ref(owner)
         self._admission = Admission(self.admit, self.seed, max(self.capacity, _LEAST_COUNTERS))
         self._clock = 0
@@ -140,20 +140,29 @@ class Owned(Base):
                 "this vocabulary has no rows yet, or those of a module that is gone; pass it to a module: "
                 "st.Embedding(..., vocabulary=vocabulary)"
             )
+        if self._live.torn or len(self._live.ids) < self._live.table.num_rows:
+            # Something came into a change of the ids, or of the table.
+            with owner.rows.lock:
+                self._mend(self._live)
         return self._live, owner
+
+    def _mend(self, live: IdRows) -> None:
+        live.follow()
+        more = len(live.ids) - len(self._changed_at)
+        self._changed_at = np.concatenate([self._changed_at, np.zeros(max(more, 0), dtype=np.int64)])
+        if live.torn:
+            live.rebuild()
 
     def follow(self) -> None:
         """See the table as it is now: it has got more rows, or the handle has another one."""
         live, owner = self._bound()
         if live.table is not owner.rows.table:
-            moved = IdRows(owner.rows.table, live.reserved, self._eviction.counts)
+            moved = IdRows(owner.rows.table, live.reserved, self._eviction.counts, self._padding)
             for name in moved.names:
                 moved.plane(name)[: len(live.ids)].copy_(live.plane(name))
-            moved.rebuild(self._padding)
+            moved.rebuild()
             self._live = live = moved
-        live.follow()
-        more = len(live.ids) - len(self._changed_at)
-        self._changed_at = np.concatenate([self._changed_at, np.zeros(max(more, 0), dtype=np.int64)])
+        self._mend(live)
 
     # --- changes of rows ----------------------------------------------------------------------------------------------
 
