@@ -16,9 +16,9 @@ from speedtransfer.nn.new_shard import make_shard
 from speedtransfer.nn.new_vocabulary import make_vocabulary_handle
 from speedtransfer.nn.new_vocabulary_shard import make_vocabulary_shard
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary
-from speedtransfer.nn.weight_shards import refuse_fills_of_whole
+from speedtransfer.nn.patches import install
 from speedtransfer.once import once
-from speedtransfer.optim import Handle, Rows, install
+from speedtransfer.optim import Handle, Rows
 from speedtransfer.tables import Table
 
 
@@ -38,9 +38,7 @@ def make_handle(
     """
     _follow_names()
     install()
-    if options["process_group"] is not None:
-        refuse_fills_of_whole()
-    elif options["memory"] == "shared" or options["comm_dtype"] is not None:
+    if options["process_group"] is None and (options["memory"] == "shared" or options["comm_dtype"] is not None):
         raise InvalidValueError(
             "memory='shared' and comm_dtype are for tables of several processes; pass process_group=dist.group.WORLD of "
             "torch.distributed too, or leave them out"

@@ -17,13 +17,14 @@ from speedtransfer.nn.lookup_ops import register
 from speedtransfer.nn.module_state import with_weight
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
+from speedtransfer.nn.patches import install
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrecorded
 from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
-from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle, install
+from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle
 from speedtransfer.tables import Table
 
 

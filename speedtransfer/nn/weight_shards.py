@@ -13,7 +13,6 @@ from torch.nn import init
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
-from speedtransfer.once import once
 from speedtransfer.optim import ShardHandle, VocabularyHandle
 
 
@@ -81,8 +80,11 @@ def _kaiming_uniform(
     return tensor
 
 
-def _of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
+def of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of ``torch.nn.init`` that raises before it writes if it would have to see all rows at once."""
+    # Older versions of torch cut a normal distribution off by a formula of each value.
+    if "erfinv_" in func.__code__.co_names:
+        return func
 
     @functools.wraps(func)
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,12 +111,3 @@ special.update({getattr(Tensor, name): _changed(getattr(Tensor, name)) for name 
 # Those that torch gives to __torch_function__ as a whole.
 special.update({func: _initialized(func) for func in (init.uniform_, init.normal_, init.constant_)})
 special.update({init.kaiming_uniform_: _kaiming_uniform, Tensor.copy_: _copied})
-
-
-@once
-def refuse_fills_of_whole() -> None:
-    """Let functions of ``torch.nn.init`` that write, then ask for all values, raise before they write."""
-    # Others may have imported trunc_normal_ already, which looks this up.
-    if "erfinv_" not in init._no_grad_trunc_normal_.__code__.co_names:
-        init._no_grad_trunc_normal_ = _of_whole(init._no_grad_trunc_normal_)
-    init.sparse_ = _of_whole(init.sparse_)

@@ -2,7 +2,6 @@
 
 from speedtransfer.optim.features import Features, UsedFeatures, check_alike
 from speedtransfer.optim.handle import Handle, find_handle, handles_over
-from speedtransfer.optim.hooks import install
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
 from speedtransfer.optim.shard_handle import ShardHandle
 from speedtransfer.optim.shared import SharedHandle
@@ -23,6 +22,5 @@ __all__ = [
     "check_alike",
     "find_handle",
     "handles_over",
-    "install",
     "probe_optimizer",
 ]

@@ -17,12 +17,9 @@ from speedtransfer.optim.handle import any_handles, find_handle
 from speedtransfer.optim.reducers import beside_others, exchange_gradients, forget, made, turn
 
 
-def install() -> None:
-    """Make ``torch.autograd.backward``, which ``Tensor.backward`` calls, know of tables."""
-    torch.autograd.backward = _with_leaves(torch.autograd.backward)
+def knowing_tables(backward: Callable[..., None]) -> Callable[..., None]:
+    """Return ``torch.autograd.backward``, which ``Tensor.backward`` calls, with these two."""
 
-
-def _with_leaves(backward: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(backward)
     def called(*args: Any, **kwargs: Any) -> None:
         if kwargs.get("inputs") is not None and any_handles():

@@ -16,15 +16,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
-    register_optimizer_step_pre_hook,
 )
 
-from speedtransfer.cuda import count_graphs
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
-from speedtransfer.once import once
-from speedtransfer.optim import backward, data_parallel, param_guards, replicas, state_dicts
+from speedtransfer.optim import replicas, state_dicts
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
@@ -34,31 +31,12 @@ from speedtransfer.optim.reducers import described, exchange_gradients
 from speedtransfer.optim.state import RowState
 
 
-@once
-def install() -> None:
-    """Register the hooks, once a process."""
-    register_optimizer_step_pre_hook(_before_hooks)
-    count_graphs()
-    state_dicts.install(take_loaded)
-    backward.install()
-    replicas.install()
-    data_parallel.install()
-    param_guards.install()
-    _guard_steps()
+def guarding_steps(hooking: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``Optimizer.profile_hook_step``, by which torch wraps the steps of a class, so that they end if they raise.
 
+    Torch calls no hook then, and the parameter would stay the active rows.
+    """
 
-def _guard_steps() -> None:
-    """End a step that raises at once: torch calls no hook then, and the parameter would stay the active rows."""
-    Optimizer.profile_hook_step = staticmethod(_guarded(Optimizer.profile_hook_step))  # type: ignore[method-assign]
-    kinds: list[type[Optimizer]] = [Optimizer]
-    for kind in kinds:
-        kinds.extend(kind.__subclasses__())
-        # Already wrapped by torch: there have been optimizers of this class.
-        if getattr(vars(kind).get("step"), "hooked", False):
-            kind.step = _recovering(kind.step)  # type: ignore[method-assign]
-
-
-def _guarded(hooking: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(hooking)
     def hook(step: Callable[..., Any]) -> Callable[..., Any]:
         hooked: Any = hooking(step)
@@ -67,6 +45,16 @@ def _guarded(hooking: Callable[..., Any]) -> Callable[..., Any]:
         return _recovering(hooked)
 
     return hook
+
+
+def guard_steps(guard: bool) -> None:
+    """Guard the steps that torch has wrapped, of classes whose optimizers there have been; False: no longer."""
+    kinds: list[type[Optimizer]] = [Optimizer]
+    for kind in kinds:
+        kinds.extend(kind.__subclasses__())
+        step: Any = vars(kind).get("step")
+        if getattr(step, "hooked", False) and (step.__code__ is _GUARD) != guard:
+            kind.step = _recovering(step) if guard else step.__wrapped__  # type: ignore[method-assign]
 
 
 def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,11 +69,12 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
+_GUARD = _recovering(print).__code__
 # Functions that a step runs in: as torch wraps it, and around that as we do, which is what a compiled step keeps. By names, as
 # compiled code is another object.
 _AROUND_STEPS = {
     function.__code__.co_name: function.__code__.co_filename
-    for function in (Optimizer.profile_hook_step(install), _recovering(install))
+    for function in (Optimizer.profile_hook_step(print), _recovering(print))
 }
 
 
@@ -108,7 +97,7 @@ def _recover(optimizer: Optimizer, interrupted: bool) -> None:
 
 
 @uncompiled
-def _before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def before_hooks(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Make `_before_step` the last hook before the steps of `optimizer`, and `_after_step` the first after them.
 
     The hooks of others see the whole table, and gradients before they are lent.

@@ -106,14 +106,8 @@ class Replicas(Reducer):
 # --- DistributedDataParallel ---------------------------------------------------------------------------------------------
 
 
-def install() -> None:
-    """Make `DistributedDataParallel` look for tables before it takes a model, and optimizers that shard before they do."""
-    DistributedDataParallel.__init__ = _replicating(DistributedDataParallel.__init__)  # type: ignore[method-assign]
-    DistributedDataParallel.join = _refusing_tables(DistributedDataParallel.join)  # type: ignore[method-assign]
-    Optimizer.__init__ = _refusing_zero(Optimizer.__init__)  # type: ignore[method-assign]
-
-
-def _replicating(method: Callable[..., None]) -> Callable[..., None]:
+def replicating_tables(method: Callable[..., None]) -> Callable[..., None]:
+    """Return ``DistributedDataParallel.__init__``, which looks for tables before it takes a model."""
     signature = inspect.signature(method)
 
     @functools.wraps(method)
@@ -255,7 +249,9 @@ def _copy_from_first(handle: Handle, exchange: Exchange, copy_rows: bool) -> Non
     handle.table.wait()
 
 
-def _refusing_tables(method: Callable[..., Any]) -> Callable[..., Any]:
+def refusing_tables(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``DistributedDataParallel.join``, which refuses tables."""
+
     @functools.wraps(method)
     def refusing(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> Any:
         tables = _tables_of(self.module)
@@ -272,7 +268,9 @@ def _refusing_tables(method: Callable[..., Any]) -> Callable[..., Any]:
 # --- what shards parameters by itself ------------------------------------------------------------------------------------
 
 
-def _refusing_zero(method: Callable[..., None]) -> Callable[..., None]:
+def refusing_zero(method: Callable[..., None]) -> Callable[..., None]:
+    """Return ``Optimizer.__init__``, which refuses tables to an optimizer that shares its parameters out."""
+
     @functools.wraps(method)
     def refusing(self: Optimizer, params: Any, *args: Any, **kwargs: Any) -> None:
         if any_handles() and any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(self).__mro__):

@@ -38,40 +38,25 @@ _without_rows: ContextVar[bool] = ContextVar("without_rows", default=False)
 load_plainly = Optimizer.load_state_dict
 
 
-def install(take_loaded: Callable[[Optimizer], None]) -> None:
-    """Make every optimizer look for tables before its state is saved, copied or loaded.
+def preparing(*steps: Callable[[Optimizer], None]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Return what makes a method of all optimizers call `steps` first, where an optimizer has tables."""
 
-    `take_loaded` writes state that was loaded, and that no step has taken yet, to tables whose rows belong to ids.
-    """
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            if any_handles() and handles_of(self):
+                for step in steps:
+                    step(self)
+            try:
+                return method(self, *args, **kwargs)
+            except BaseException:
+                # Where it was loaded, and something came into what follows.
+                _after_load(self)
+                raise
 
-    def save(optimizer: Optimizer) -> None:
-        _begin(optimizer)
-        take_loaded(optimizer)
+        return called
 
-    def copy(optimizer: Optimizer) -> None:
-        take_loaded(optimizer)
-        _before_save(optimizer)
-
-    Optimizer.state_dict = _prepared(save, Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _prepared(_begin, Optimizer.load_state_dict)  # type: ignore[method-assign]
-    Optimizer.__getstate__ = _prepared(copy, Optimizer.__getstate__)  # type: ignore[method-assign]
-
-
-def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `method` so that it calls `prepare` first for an optimizer of tables."""
-
-    @functools.wraps(method)
-    def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if any_handles() and handles_of(self):
-            prepare(self)
-        try:
-            return method(self, *args, **kwargs)
-        except BaseException:
-            # Where it was loaded, and something came into what follows.
-            _after_load(self)
-            raise
-
-    return called
+    return wrap
 
 
 @contextmanager
@@ -84,7 +69,8 @@ def without_rows() -> Iterator[None]:
         _without_rows.reset(token)
 
 
-def _begin(optimizer: Optimizer) -> None:
+def begin(optimizer: Optimizer) -> None:
+    """Raise if several processes own the rows of a table; else register the hooks of `optimizer`."""
     for handle, _ in () if _without_rows.get() else handles_of(optimizer):
         if isinstance(handle, ShardHandle):
             raise OptimizerError(
@@ -98,7 +84,7 @@ def _begin(optimizer: Optimizer) -> None:
 def watch(optimizer: Optimizer) -> None:
     """Register the hooks of `optimizer`, so that those of others see whole planes in every state dict."""
     for kind, hook, last in (
-        ("state_dict_pre", _before_save, False),
+        ("state_dict_pre", show_planes, False),
         ("state_dict_post", _after_save, False),
         ("load_state_dict_pre", _before_load, True),
         ("load_state_dict_post", _after_load, False),
@@ -146,7 +132,7 @@ def _planes(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> dict
 
 
 @torch.no_grad()
-def _before_save(optimizer: Optimizer) -> None:
+def show_planes(optimizer: Optimizer) -> None:
     """Put whole planes, caught up, into the state, also after a step that failed (Ctrl-C, then a checkpoint)."""
     for handle, group in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:

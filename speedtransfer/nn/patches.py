@@ -1,0 +1,82 @@
+"""Every function of torch that is replaced where there are tables, with what is put in its place: with the first table.
+
+Two more are those of ``torch.cuda.CUDAGraph`` (`cuda.graphs`), which have captures counted for tables without a module, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from speedtransfer.cuda import count_graphs
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.weight_shards import of_whole
+from speedtransfer.once import once
+from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
+from speedtransfer.optim.handle import any_handles
+
+# Where torch has a function, its name there, and what makes of it the one that takes its place.
+PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
+    (Optimizer, "__init__", replicas.refusing_zero),
+    (Optimizer, "profile_hook_step", lambda function: staticmethod(hooks.guarding_steps(function))),
+    (Optimizer, "state_dict", state_dicts.preparing(state_dicts.begin, hooks.take_loaded)),
+    (Optimizer, "load_state_dict", state_dicts.preparing(state_dicts.begin)),
+    (Optimizer, "__getstate__", state_dicts.preparing(hooks.take_loaded, state_dicts.show_planes)),
+    (torch.autograd, "backward", backward.knowing_tables),
+    (nn.Parameter, "__new__", param_guards.making_no_other),
+    (torch.utils, "swap_tensors", param_guards.swapping_none),
+    (nn.DataParallel, "__init__", param_guards.taking_none),
+    (nn.DataParallel, "replicate", param_guards.copying_none),
+    (nn.parallel.DistributedDataParallel, "__init__", replicas.replicating_tables),
+    (nn.parallel.DistributedDataParallel, "join", replicas.refusing_tables),
+    (nn.init, "sparse_", of_whole),
+    # Others may have imported trunc_normal_ already, which looks this up.
+    (nn.init, "_no_grad_trunc_normal_", of_whole),
+]
+# What torch has at each of them, and what is there since.
+_replaced: list[tuple[Any, Any]] = []
+_hooks: list[RemovableHandle] = []
+
+
+@once
+def install() -> None:
+    """Replace the functions, and register the hook that comes before the steps of all optimizers."""
+    count_graphs()
+    for owner, name, patch in PATCHES:
+        own = vars(owner)[name]
+        setattr(owner, name, patch(getattr(owner, name)))
+        _replaced.append((own, vars(owner)[name]))
+    hooks.guard_steps(True)
+    _hooks.append(register_optimizer_step_pre_hook(hooks.before_hooks))
+
+
+def uninstall() -> None:
+    """Put torch's own functions back; the next table installs them again.
+
+    Raises
+    ------
+    InvalidValueError
+        There are tables, or somebody else has replaced one of the functions since; nothing is changed.
+    """
+    if any_handles():
+        raise InvalidValueError("torch's functions cannot be put back while there are tables; delete the modules first")
+    for (owner, name, _), (_, ours) in zip(PATCHES, _replaced, strict=False):
+        if vars(owner)[name] is not ours:
+            raise InvalidValueError(
+                f"{owner.__name__}.{name} has been replaced by {vars(owner)[name]!r} since the first table, and cannot be put "
+                "back; undo that first"
+            )
+    for (owner, name, _), (own, _) in zip(PATCHES, _replaced, strict=False):
+        setattr(owner, name, own)
+    for hook in _hooks:
+        hook.remove()
+    hooks.guard_steps(False)
+    _replaced.clear()
+    _hooks.clear()
+    install.cache_clear()  # type: ignore[attr-defined]
