@@ -38,22 +38,28 @@ class StoredPlanes(EncodedPlanes):
             for suffix, part in codec.parts.items():
                 parts[name + suffix] = part.width, part.dtype, fills[name][suffix]
             codecs[name] = codec
-        self.table.add_planes(parts)
-        for name, codec in codecs.items():
-            self._keep_layout(name, codec, planes[name][0])
-            self._initial[name] = None if planes[name][2] is None else fills[name]
+        others = set(self.table.planes)
         try:
+            self.table.add_planes(parts)
+            for name, codec in codecs.items():
+                self._keep_layout(name, codec, planes[name][0])
+                self._initial[name] = None if planes[name][2] is None else fills[name]
             for name, (_, _, initial) in planes.items():
                 if initial is None:
                     self._fill(name, lambda rows: self._chunk("weight", rows))
         except BaseException:
-            self.drop(*planes)
+            for added in parts.keys() - others:
+                if added in self.table.planes:
+                    self.table.drop_plane(added)
+            for name in planes:
+                self._keep_layout(name, None)
             raise
 
     def drop(self, *names: str) -> None:
-        """Remove planes."""
-        for plane in self._stored_names(names):
-            self.table.drop_plane(plane)
+        """Remove planes, those of `names` that there are."""
+        for plane in self._stored_names([name for name in names if name in self._codecs]):
+            if plane in self.table.planes:
+                self.table.drop_plane(plane)
         for name in names:
             self._keep_layout(name, None)
 

@@ -294,16 +294,21 @@ class Handle(Binding):
                     "process_group, with a table of its own)"
                 )
             before = self.table.num_rows
-            self.rows.grow(num_rows)
-            if self.table.num_rows == before:
-                return
-            # What shows the weight, or its gradient, has as many rows as before.
-            self.has_grown, self._whole, self._shown = True, None, None
-            if self.ids is not None and self.grad is not None:
-                self.ids = padded_anew(self.ids, self.table.num_rows)
-            for task, (ids, grad) in self._arriving.items():
-                self._arriving[task] = padded_anew(ids, self.table.num_rows), grad
-            self.reset_param()
+            try:
+                self.rows.grow(num_rows)
+            finally:
+                # Also if an interrupt has come after the table has more.
+                if self.table.num_rows != before:
+                    self._follow_growth()
+
+    def _follow_growth(self) -> None:
+        """Have what shows the weight, or its gradient, as many rows as the table now."""
+        self.has_grown, self._whole, self._shown = True, None, None
+        if self.ids is not None and self.grad is not None:
+            self.ids = padded_anew(self.ids, self.table.num_rows)
+        for task, (ids, grad) in self._arriving.items():
+            self._arriving[task] = padded_anew(ids, self.table.num_rows), grad
+        self.reset_param()
 
     def __reduce__(self) -> Any:
         """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""

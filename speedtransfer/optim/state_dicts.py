@@ -51,7 +51,7 @@ def install(take_loaded: Callable[[Optimizer], None]) -> None:
         _before_save(optimizer)
 
     Optimizer.state_dict = _prepared(save, Optimizer.state_dict)  # type: ignore[method-assign]
-    Optimizer.load_state_dict = _prepared(_begin, Optimizer.load_state_dict)  # type: ignore[method-assign]
+    Optimizer.load_state_dict = _prepared(_begin, _finishing(Optimizer.load_state_dict))  # type: ignore[method-assign]
     Optimizer.__getstate__ = _prepared(copy, Optimizer.__getstate__)  # type: ignore[method-assign]
 
 
@@ -63,6 +63,19 @@ def _prepared(prepare: Callable[[Optimizer], None], method: Callable[..., Any]) 
         if any_handles() and handles_of(self):
             prepare(self)
         return method(self, *args, **kwargs)
+
+    return called
+
+
+def _finishing(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `load` so that what it has loaded has its planes, also if it was interrupted."""
+
+    @functools.wraps(load)
+    def called(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return load(self, *args, **kwargs)
+        finally:
+            _after_load(self)
 
     return called
 
@@ -249,5 +262,10 @@ def _expect(handle: Handle, planes: list[Tensor]) -> None:
 
 def _after_load(optimizer: Optimizer) -> None:
     """Put the planes into the optimizer's state; the next step copies them into the table."""
-    for param, planes in _held.pop(optimizer, []):
-        put(optimizer.state[param], planes)
+    for param, planes in _held.get(optimizer, []):
+        state = optimizer.state.get(param) or {}
+        # It has those before the load if this was interrupted.
+        put(
+            state, {name: planes[name] for name, value in leaves(state).items() if name in planes and not value.numel()}
+        )
+    _held.pop(optimizer, None)

@@ -74,10 +74,10 @@ class StatePlanes:
         planes = {name: "state.weight" if name == "weight" else name for name in specs}
         # Tables have no bool.
         dtypes = {name: torch.uint8 if spec.dtype == torch.bool else spec.dtype for name, spec in specs.items()}
-        self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
-        self._specs.update(specs)
         self._planes.update(planes)
         try:
+            self.rows.add_together({planes[n]: (spec.tail, dtypes[n], spec.initial) for n, spec in specs.items()})
+            self._specs.update(specs)
             for name, plane in planes.items():
                 if not self.rows.is_viewable(plane):
                     self._views[name] = EncodedPlane(self.rows, plane)
@@ -97,8 +97,10 @@ class StatePlanes:
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
-            self.rows.drop(self._planes.pop(name))
+            # Each line may be the last before an interrupt, after which all is called again.
+            self.rows.drop(self._planes[name])
             view = self._views.pop(name, None)
+            del self._planes[name]
             if isinstance(view, EncodedPlane):
                 view.drop()
 

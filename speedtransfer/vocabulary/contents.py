@@ -78,10 +78,11 @@ class Contents(Base):
             if self._padding is not None and 0 <= self._padding[0] < len(weights):
                 ids = ids[ids != self._padding[0]]
                 owner.rows.load("weight", weights[self._padding[0]][None], self._padding[1])
-            rows = live.take(len(ids))
-            for part in row_chunks(len(ids), 4 * live.table.dim):
-                owner.rows.load("weight", weights[torch.from_numpy(ids[part])], int(rows[part][0]))
-            live.assign(ids, rows, self.clock)
+            with live.changing():
+                rows = live.take(len(ids))
+                for part in row_chunks(len(ids), 4 * live.table.dim):
+                    owner.rows.load("weight", weights[torch.from_numpy(ids[part])], int(rows[part][0]))
+                live.assign(ids, rows, self.clock)
 
     @torch.no_grad()
     def update(self, ids: Any, rows: Any = None) -> None:
@@ -154,13 +155,10 @@ class Contents(Base):
     def _begin_chunks(self, ids: np.ndarray, new: np.ndarray, values: Tensor) -> None:
         """Give those of `ids` (n,) that are at `new` (m,) rows with their `values`, ``(n, dim)``; there is room."""
         live, _ = self._bound()
-        rows = live.take(len(new))
-        for part in row_chunks(len(new), live.table.dim * values.element_size()):
-            try:
+        with live.changing():
+            rows = live.take(len(new))
+            for part in row_chunks(len(new), live.table.dim * values.element_size()):
                 self._begin(ids[new[part]], rows[part], values[torch.from_numpy(new[part])])
-            except BaseException:
-                live.put_back(rows[part.stop :])
-                raise
 
     def _put(self, rows: np.ndarray, values: Tensor) -> None:
         """Set the weights of `rows` (n,), distinct, and keep their state."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,8 @@ class IdRows:
                 table.add_plane(name, 1, dtype, fill)
         self.counts: np.ndarray | None = None
         self.index = IdIndex()
+        # The id and the row of padding.
+        self._padding: tuple[int, int] | None = None
         self.watcher: Any = None
         # Rows that had ids before, the last of the first `_num_released` of which is used first.
         self._released, self._num_released = np.empty(0, dtype=np.int64), 0
@@ -121,9 +124,14 @@ class IdRows:
         self.fresh += count - again
         return rows
 
-    def put_back(self, rows: np.ndarray) -> None:
-        """Let `rows` (n,), which were taken and got no id, be free again."""
-        self._push(rows[::-1])
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Go by the planes again if an exception comes within: each row has the id that it has there, or none."""
+        try:
+            yield
+        except BaseException:
+            self.rebuild(self._padding)
+            raise
 
     def assign(self, ids: np.ndarray, rows: np.ndarray, now: int) -> None:
         """Give `rows` (n,), which were taken, to `ids` (n,), distinct and unknown."""
@@ -137,11 +145,12 @@ class IdRows:
 
     def release(self, rows: np.ndarray) -> None:
         """Let `rows` (n,), distinct, have no id any more."""
-        self.index.remove(self.ids[rows])
-        if self.watcher is not None:
-            self.watcher.note(self.ids[rows], np.full(len(rows), -1))
-        self.last_use[rows] = FREE
-        self._push(rows)
+        with self.changing():
+            self.index.remove(self.ids[rows])
+            if self.watcher is not None:
+                self.watcher.note(self.ids[rows], np.full(len(rows), -1))
+            self.last_use[rows] = FREE
+            self._push(rows)
 
     def _push(self, rows: np.ndarray) -> None:
         """Let `rows` (n,) be free, the last one to be used first."""
@@ -156,7 +165,7 @@ class IdRows:
 
     def rebuild(self, padding: tuple[int, int] | None) -> None:
         """Make the index from the planes; `padding` is the id and the row of padding."""
-        rows = self.occupied()
+        rows, self._padding = self.occupied(), padding
         self.index = IdIndex.of(self.ids[rows], rows)
         if padding is not None:
             self.index.insert(np.array(padding[:1]), np.array(padding[1:]))

@@ -87,8 +87,9 @@ class Room(Base):
         # First: if these cannot be made nothing has changed.
         weights = to_device(self.initial_values(new, live.table.dim, owner.rows.dtype), live.table.device)
         self._make_room(len(new), rows)
-        given = live.take(len(new))
-        self._begin(new, given, weights)
+        with live.changing():
+            given = live.take(len(new))
+            self._begin(new, given, weights)
         self._synced = None
         row_of = np.full(len(unknown), -1, dtype=np.int64)
         row_of[chosen] = given
@@ -97,13 +98,9 @@ class Room(Base):
     def _begin(self, ids: np.ndarray, rows: np.ndarray, weights: Tensor) -> None:
         """Let `rows` (n,), which were free, be those of `ids` (n,), distinct and unknown, with `weights`, ``(n, dim)``."""
         live, owner = self._bound()
-        try:
-            owner.rows.reset(to_device(torch.from_numpy(rows), live.table.device), weights)
-        except BaseException:
-            live.put_back(rows)
-            raise
-        live.assign(ids, rows, self.clock)
+        owner.rows.reset(to_device(torch.from_numpy(rows), live.table.device), weights)
         self._note_change(rows)
+        live.assign(ids, rows, self.clock)
         self._counts[0] += len(ids)
         self._admitted_now += len(ids)
 
@@ -175,11 +172,12 @@ class Room(Base):
             with torch.no_grad(), torch.inference_mode(False), self._calling_out():
                 weights = owner.rows.read(torch.from_numpy(rows).to(live.table.device))["weight"]
                 self.on_evict(torch.from_numpy(ids.copy()), weights)
-        live.release(rows)
+        # First what is harmless if an interrupt has the ids keep their rows.
         self._note_change(rows)
-        owner.rows_released(rows)
-        self._counts[1] += len(rows)
         self._log(ids)
+        owner.rows_released(rows)
+        live.release(rows)
+        self._counts[1] += len(rows)
 
     def _victims(self, count: int, in_use: Sequence[np.ndarray], once: bool = False) -> np.ndarray:
         with self._calling_out():
