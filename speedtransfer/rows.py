@@ -156,14 +156,17 @@ class Rows(StoredPlanes):
             self.lag.catch_up(rows, last, ids)
         return rows
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor], step: Any = None, mark: Any = None) -> None:
+    def write(
+        self, ids: Tensor, rows: dict[str, Tensor], step: Any = None, mark: Any = None, count: int | None = None
+    ) -> None:
         """Set the rows `ids` (n,), unique, of each plane to ``(n, *tail)`` values on the compute device.
 
         Encoded planes are rounded stochastically, with new random numbers at each write. `step`: the effect on idle rows of
-        the step that made the values, recorded once they are written.
+        the step that made the values, recorded once they are written. `count`: how many writes there were before; one that is
+        made again after an interrupt has the same random numbers.
         """
         if self.lag is None:
-            self._write(ids, rows)
+            self._write(ids, rows, count)
             return
         # The record last: if the write fails there was no step.
         with self.lock:
@@ -173,11 +176,13 @@ class Rows(StoredPlanes):
             if mark is None or mark == self.lag.mark:
                 if LAST_STEP in self._codecs:
                     rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step, ids)
-                self._write(ids, rows)
+                self._write(ids, rows, count)
             if step is not None:
                 self.lag.record(step, mark)
 
-    def _write(self, ids: Tensor, rows: dict[str, Tensor]) -> None:
+    def _write(self, ids: Tensor, rows: dict[str, Tensor], count: int | None = None) -> None:
+        if count is not None:
+            self._count = count
         if self._as_stored:
             encoded = {name: values if values.is_contiguous() else values.contiguous() for name, values in rows.items()}
         else:
@@ -265,15 +270,16 @@ class Rows(StoredPlanes):
 
         They also catch up after `owner`, which holds this object, is gone.
         """
-        self.lag = lag
         # Encoded rows are rounded anew whenever they are caught up.
         if self._as_stored:
             lag.table_bytes = self.table.nbytes
         # This object holds the table: a strong reference back would be a cycle, which keeps both until the next gc. So the
         # table has a weak one, and once `owner` is gone a copy of this object that has a weak reference to the table.
-        self.table._catch_up, self.table._caught_up = _weakly(self.catch_up), _weakly(self.caught_up)
         self._at_end = weakref.finalize(owner, _outlive, self)
         self._at_end.atexit = False
+        self.table._catch_up, self.table._caught_up = _weakly(self.catch_up), _weakly(self.caught_up)
+        # Last: what is undone if there is one.
+        self.lag = lag
 
     def disable_catch_up(self) -> None:
         """Forget the steps that rows have missed, and the last step of each."""
@@ -282,9 +288,14 @@ class Rows(StoredPlanes):
         self.table._catch_up = self.table._caught_up = None
         # The finalizer holds the table.
         self._at_end.detach()
-        if LAST_STEP in self._codecs:
+        if self.has(LAST_STEP):
             self.drop(LAST_STEP)
         self.lag = None
+
+    def begin_anew(self) -> None:
+        """Remove all planes but the weights, whatever an interrupt has left of them."""
+        self.disable_catch_up()
+        self.drop(*[name for name in self._codecs if name != "weight"])
 
     @torch.no_grad()
     def catch_up(self, ids: Tensor | None = None) -> None:

@@ -2,58 +2,203 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import linecache
+import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from inspect import CO_GENERATOR
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from interrupt import Interrupt
 from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import SpeedtransferError
 
+# Where an interrupt may come: in the package, and in the optimizer.
+TRACED = str(Path(st.__file__).parent), str(Path(torch.optim.__file__).parent)
 ROWS, DIM = 40, 4
+FOLDER = tempfile.TemporaryDirectory(prefix="speedtransfer-interrupts-")
+FILES = itertools.count()
+
+
+class Interrupt:
+    """Raises `kind` at the n-th point: where a line begins, or where a function has returned; None: counts them.
+
+    Between two bytecodes an interrupt comes there too: after calls.
+    """
+
+    def __init__(self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt) -> None:
+        self.at, self.kind, self.points, self.place = at, kind, 0, ""
+        # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
+        self._entered: set[tuple[int, int]] = set()
+
+    def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
+        code = frame.f_code
+        if event == "return":
+            self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
+        if event == "line" and _source(code.co_filename, frame.f_lineno).startswith("with "):
+            entry = id(frame), frame.f_lineno
+            if entry in self._entered:
+                return self._line
+            self._entered.add(entry)
+        # Python leaves a generator that is interrupted where it yields without its `finally`.
+        if event == "line" or (event == "return" and not code.co_flags & CO_GENERATOR):
+            self.points += 1
+            if self.points == self.at:
+                sys.settrace(None)
+                self.place = f"{Path(code.co_filename).name}:{frame.f_lineno}:{event}"
+                raise self.kind
+        return self._line
+
+    def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
+        return self._line if frame.f_code.co_filename.startswith(TRACED) else None
+
+    def during(self, call: Callable[[], object]) -> None:
+        """Call; an interrupt may have become an error of ours, but does not get lost."""
+        before = sys.gettrace()
+        try:
+            sys.settrace(self._call)
+            call()
+        except (self.kind, SpeedtransferError):
+            return
+        finally:
+            sys.settrace(before)
+            # What torch does itself when it is interrupted as it leaves a step.
+            torch.set_grad_enabled(True)
+        assert not self.place, f"the interrupt at {self.place} got lost"
+
+
+def _source(path: str, number: int) -> str:
+    return linecache.getline(path, number).lstrip()
 
 
 class Run:
-    """Two tables that one optimizer trains, and a dense layer."""
+    """Two tables that one optimizer trains."""
 
-    def __init__(self, make: Callable[[], nn.Module], kind: Any, ids: Callable[[int], Any]) -> None:
+    def __init__(self, kind: Kind) -> None:
         torch.manual_seed(0)
-        self.tables = nn.ModuleList([make(), make()])
-        self.opt = kind(self.tables.parameters(), lr=0.05)
-        self.ids = ids
+        self.kind = kind
+        self.tables = nn.ModuleList([kind.make(), kind.make()])
+        self.opt = kind.optimizer(kind.groups(self.tables), lr=0.05)
+        for number in kind.before:
+            kind.step(self, number)
 
-    def step(self, number: int) -> None:
-        self.opt.zero_grad()
-        for shift, table in enumerate(self.tables):
-            table(self.ids(number + shift)).square().sum().backward()
-        self.opt.step()
+    def take_over(self) -> None:
+        self.opt = self.kind.optimizer(self.kind.groups(self.tables), lr=0.05)
 
-    def rows(self) -> list[Tensor]:
+    def backward(self, number: int) -> Tensor:
+        losses = [table(self.kind.ids(number + shift)).square().sum() for shift, table in enumerate(self.tables)]
+        for loss in losses:
+            loss.backward()
+        return sum(losses).detach()
+
+    def end(self) -> list[Tensor]:
+        """Make two steps more, and return some rows of each table."""
+        for number in (5, 6):
+            self.kind.step(self, number)
         with torch.no_grad():
-            return [table(self.ids(0)).clone() for table in self.tables] + [
-                table(self.ids(1)).clone() for table in self.tables
-            ]
+            return [torch.cat([table(self.kind.ids(n)).view(-1, DIM) for n in (0, 1, 3, 4)]) for table in self.tables]
 
 
-def adamw(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, lr=lr, weight_decay=0.1)
+def plainly(run: Run, number: int) -> None:
+    run.opt.zero_grad()
+    run.backward(number)
+    run.opt.step()
 
 
-def adam(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.Adam(params, lr=lr, weight_decay=0.1)
+def by_closure(run: Run, number: int) -> None:
+    def closure() -> Tensor:
+        run.opt.zero_grad()
+        return run.backward(number)
+
+    run.opt.step(closure)
 
 
-def momentum(params: Any, lr: float) -> torch.optim.Optimizer:
-    return torch.optim.SGD(params, lr=lr, momentum=0.9)
+def scheduled(run: Run, number: int) -> None:
+    for group in run.opt.param_groups:
+        group["lr"] = 0.05 / (1 + number)
+    plainly(run, number)
+
+
+def scaled(run: Run, number: int) -> None:
+    # A new one: torch's own takes no second step after an interrupt in the first.
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    run.opt.zero_grad()
+    for shift, table in enumerate(run.tables):
+        scaler.scale(table(run.kind.ids(number + shift)).square().sum()).backward()
+    scaler.step(run.opt)
+    scaler.update()
+
+
+def with_zeros(run: Run, number: int) -> None:
+    run.opt.zero_grad(set_to_none=False)
+    run.backward(number)
+    nn.utils.clip_grad_norm_(run.tables.parameters(), 5.0)
+    run.opt.step()
+
+
+def taken_over(run: Run, number: int) -> None:
+    run.take_over()
+    plainly(run, number)
+
+
+def loaded(run: Run, number: int) -> None:
+    """Load the state of the optimizer before the step."""
+    if number == 3:
+        run.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+    plainly(run, number)
+
+
+def switched_on(run: Run, number: int) -> None:
+    """Have state from the fourth step on."""
+    for group in run.opt.param_groups:
+        group["momentum"] = 0.9 if number > 2 else 0
+    plainly(run, number)
+
+
+def twice_backward(run: Run, number: int) -> None:
+    run.backward(number)
+    run.backward(number + 7)
+
+
+def looked_up(run: Run) -> None:
+    run.backward(3)
+    run.opt.zero_grad()
+
+
+def reading_ahead(run: Run, number: int) -> None:
+    plainly(run, number)
+    for shift, table in enumerate(run.tables):
+        table.prefetch(run.kind.ids(number + 1 + shift))
+
+
+def apart(run: Run, number: int) -> None:
+    """Leave a feature of each table out."""
+    run.opt.zero_grad()
+    for shift, table in enumerate(run.tables):
+        table[(number + shift) % 2](rows_of(number) % 10).square().sum().backward()
+    run.opt.step()
+
+
+def nothing(run: Run) -> None:
+    """Do nothing."""
 
 
 def rows_of(number: int) -> Tensor:
     return (torch.arange(6) * 3 + 2 * number) % ROWS
+
+
+def later_new(number: int) -> Tensor:
+    """Return ids the last of which come in the step that is interrupted."""
+    return torch.arange(6) * 7919 + min((number + 1) // 2, 2)
 
 
 def features_of(number: int) -> Tensor:
@@ -64,61 +209,130 @@ def embedding(**options: Any) -> Callable[[], nn.Module]:
     return lambda: st.Embedding(ROWS, DIM, **options)
 
 
-KINDS: dict[str, tuple[Callable[[], nn.Module], Any, Callable[[int], Any]]] = {
-    "exact": (embedding(), adamw, rows_of),
-    "coupled": (embedding(), adam, rows_of),
-    "momentum": (embedding(), momentum, rows_of),
-    "lazy": (embedding(idle="lazy"), adamw, rows_of),
-    "cache": (embedding(cache_rows=8), adamw, rows_of),
-    "rows": (embedding(layout="rows"), adamw, rows_of),
-    "bag": (lambda: st.EmbeddingBag(ROWS, DIM), adamw, lambda number: rows_of(number).view(2, 3)),
-    "features": (lambda: st.MultiEmbedding([10, 30], DIM), adamw, features_of),
-    "vocabulary": (
-        lambda: st.Embedding(ROWS, DIM, vocabulary=st.Vocabulary()),
-        adamw,
-        lambda number: rows_of(number) * 7919,
+def in_a_file() -> nn.Module:
+    return st.Embedding(ROWS, DIM, memory="mmap", path=Path(FOLDER.name) / f"{next(FILES)}.npy")
+
+
+def with_vocabulary(rows: int = ROWS, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: st.Embedding(rows, DIM, vocabulary=st.Vocabulary(**options))
+
+
+def of_a_group(**options: Any) -> Callable[[], nn.Module]:
+    return lambda: st.Embedding(ROWS, DIM, process_group=dist.group.WORLD, **options)
+
+
+def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
+    return lambda params, lr: kind(params, lr=lr, **options)
+
+
+def two_groups(tables: nn.ModuleList) -> list[dict[str, Any]]:
+    return [{"params": list(table.parameters()), "weight_decay": 0.1 * n} for n, table in enumerate(tables)]
+
+
+adamw = optimizer(torch.optim.AdamW, weight_decay=0.1)
+
+
+USES: tuple[Callable[[Run], object], ...] = (
+    nothing,
+    lambda run: run.opt.state_dict(),
+    lambda run: run.tables.state_dict(),
+    lambda run: [table.weight.sum() for table in run.tables],
+)
+
+
+class Kind(NamedTuple):
+    """Tables, and how they are trained.
+
+    `before`: the steps before the one that is interrupted, `step(run, 3)` unless there is another `part`. `then` comes after
+    this. `others`: what it may have come to besides nothing and all of it. `uses`: what the next use
+    may be. `like`: a kind whose rows those may be too, each for itself: with which none are evicted.
+    """
+
+    make: Callable[[], nn.Module] = embedding()
+    optimizer: Any = adamw
+    ids: Callable[[int], Any] = rows_of
+    step: Callable[[Run, int], None] = plainly
+    groups: Callable[[nn.ModuleList], Any] = nn.Module.parameters
+    before: tuple[int, ...] = (0, 1, 2)
+    part: Callable[[Run, int], None] | None = None
+    then: Callable[[Run], object] = nothing
+    others: tuple[Callable[[Run], object], ...] = ()
+    like: str = ""
+    uses: tuple[Callable[[Run], object], ...] = USES
+
+    def interrupted_part(self, run: Run) -> None:
+        (self.part or self.step)(run, 3)
+
+
+KINDS = {
+    "exact": Kind(),
+    "first": Kind(before=()),
+    "coupled": Kind(optimizer=optimizer(torch.optim.Adam, weight_decay=0.1)),
+    "momentum": Kind(optimizer=optimizer(torch.optim.SGD, momentum=0.9)),
+    "rmsprop": Kind(optimizer=optimizer(torch.optim.RMSprop, momentum=0.9)),
+    "adagrad": Kind(optimizer=optimizer(torch.optim.Adagrad)),
+    "rprop": Kind(optimizer=optimizer(torch.optim.Rprop)),
+    "nadam": Kind(optimizer=optimizer(torch.optim.NAdam)),
+    "lazy": Kind(embedding(idle="lazy")),
+    "sparse": Kind(embedding(sparse=True), optimizer(torch.optim.SparseAdam)),
+    "closure": Kind(step=by_closure),
+    "schedule": Kind(step=scheduled),
+    "scaler": Kind(step=scaled),
+    "zeros": Kind(step=with_zeros),
+    "two groups": Kind(groups=two_groups),
+    "every row": Kind(ids=lambda number: torch.arange(ROWS) - 0 * number),
+    "cache": Kind(embedding(cache_rows=8)),
+    "rows": Kind(embedding(layout="rows")),
+    "int8": Kind(embedding(storage_dtype=torch.int8, idle="lazy")),
+    "8-bit state": Kind(embedding(state_dtype=torch.uint8, idle="lazy")),
+    "bfloat16": Kind(embedding(storage_dtype=torch.bfloat16, state_dtype=torch.bfloat16, idle="lazy")),
+    "mmap": Kind(in_a_file),
+    "shared": Kind(of_a_group(memory="shared"), uses=(nothing,)),
+    "bag": Kind(lambda: st.EmbeddingBag(ROWS, DIM), ids=lambda number: rows_of(number).view(2, 3)),
+    "features": Kind(lambda: st.MultiEmbedding([10, 30], DIM), ids=features_of),
+    "apart": Kind(lambda: st.MultiEmbedding([10, 30], DIM), ids=features_of, step=apart),
+    "vocabulary": Kind(with_vocabulary(), ids=lambda number: rows_of(number) * 7919, others=(looked_up,)),
+    "evicting": Kind(
+        with_vocabulary(14, max_capacity=14, evict="lru"),
+        ids=later_new,
+        others=(looked_up,),
+        like="growing",
     ),
-    "group": (lambda: st.Embedding(ROWS, DIM, process_group=dist.group.WORLD), adamw, rows_of),
+    "group": Kind(of_a_group(), uses=(nothing,)),
+    "taken over": Kind(part=taken_over, others=(lambda run: run.take_over(),)),
+    "loaded": Kind(step=loaded),
+    "switched on": Kind(optimizer=optimizer(torch.optim.SGD), step=switched_on),
+    "growing": Kind(with_vocabulary(12, max_capacity=40), ids=later_new, others=(looked_up,)),
+    "prefetch": Kind(step=reading_ahead),
+    "two backwards": Kind(part=twice_backward, then=lambda run: run.opt.step(), others=(lambda run: run.backward(3),)),
 }
-BEFORE, AFTER = (0, 1, 2), (5, 6)
 
 
-def end_of(name: str, steps: tuple[int, ...]) -> list[Tensor]:
-    run = Run(*KINDS[name])
-    for number in steps:
-        run.step(number)
-    return run.rows()
+def ends_of(kind: Kind) -> list[list[Tensor]]:
+    """Return what the rows may be at the end."""
+    found = []
+    for part in (nothing, kind.interrupted_part, *kind.others):
+        run = Run(kind)
+        part(run)
+        kind.then(run)
+        found.append(run.end())
+    return found + (ends_of(KINDS[kind.like]) if kind.like else [])
 
 
-def interrupted(name: str, interrupt: Interrupt) -> list[Tensor] | str | None:
-    """Return the rows of a run in which step 3 is interrupted, or the error that it then raises; None: it was not."""
-    run = Run(*KINDS[name])
-    for number in BEFORE:
-        run.step(number)
+def outcome(kind: Kind, interrupt: Interrupt, ends: list[list[Tensor]], next_use: Callable[[Run], object]) -> str:
+    """Interrupt a run, and tell what has become of it."""
+    run = Run(kind)
+    interrupt.during(lambda: kind.interrupted_part(run))
     try:
-        if not interrupt.during(lambda: run.step(3)):
-            return None
-        for number in AFTER:
-            run.step(number)
-        return run.rows()
+        next_use(run)
+        kind.then(run)
+        found = run.end()
     except SpeedtransferError as error:
-        return str(error)
-
-
-def outcome(name: str, found: list[Tensor] | str, without: list[Tensor], made: list[Tensor]) -> str:
-    if isinstance(found, str):
-        return "refused"
-    # Two tables: each for itself.
-    for table in range(2):
-        own = [found[table], found[table + 2]]
-        alike = [
-            all(
-                torch.allclose(*pair, rtol=1e-5, atol=1e-6)
-                for pair in zip(own, (ends[table], ends[table + 2]), strict=True)
-            )
-            for ends in (without, made)
-        ]
-        if not any(alike):
+        return f"refused: {error}"
+    # Each table for itself.
+    for table, rows in enumerate(found):
+        alike = torch.stack([torch.isclose(rows, end[table], rtol=1e-5, atol=1e-6).all(1) for end in ends])
+        if not (alike.any(0).all() if kind.like else alike.all(1).any()):
             return "torn"
     return "whole"
 
@@ -130,36 +344,31 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-def sweep(name: str, points: Callable[[int], range], kind: type[BaseException] = KeyboardInterrupt) -> Counter[str]:
-    without, made = end_of(name, (*BEFORE, *AFTER)), end_of(name, (*BEFORE, 3, *AFTER))
-    counting = Interrupt()
-    run = Run(*KINDS[name])
-    for number in BEFORE:
-        run.step(number)
-    counting.during(lambda: run.step(3))
+def sweep(kind: Kind, points: Callable[[int], range], error: type[BaseException] = KeyboardInterrupt) -> Counter[str]:
+    ends, counting, run = ends_of(kind), Interrupt(), Run(kind)
+    counting.during(lambda: kind.interrupted_part(run))
     found: Counter[str] = Counter()
     torn = []
-    for at in points(counting.lines):
-        interrupt = Interrupt(at, kind)
-        result = interrupted(name, interrupt)
-        if result is not None:
-            found[outcome(name, result, without, made)] += 1
-            if outcome(name, result, without, made) == "torn":
-                torn.append(interrupt.place)
-    assert not torn, f"{name}: {len(torn)} of {sum(found.values())} points: {Counter(torn).most_common(12)}"
+    for at in points(counting.points):
+        interrupt = Interrupt(at, error)
+        result = outcome(kind, interrupt, ends, kind.uses[at % len(kind.uses)])
+        found[result.partition(":")[0]] += 1
+        if result == "torn":
+            torn.append(interrupt.place)
+    assert not torn, f"{len(torn)} of {sum(found.values())} points: {Counter(torn).most_common(12)}"
     return found
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_some_lines(name: str, alone: Any) -> None:
-    first = list(KINDS).index(name) * 5 + 1
-    found = sweep(name, lambda lines: range(first, lines + 1, 97))
+    first = list(KINDS).index(name) * 29 + 1
+    found = sweep(KINDS[name], lambda points: range(first % 211, points + 1, 211))
     assert found["whole"] > 5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_line(name: str, kind: type[BaseException], alone: Any) -> None:
-    found = sweep(name, lambda lines: range(1, lines + 1), kind)
-    print(name, kind.__name__, dict(found))
+def test_every_line(name: str, error: type[BaseException], alone: Any) -> None:
+    found = sweep(KINDS[name], lambda points: range(1, points + 1), error)
+    print(name, error.__name__, dict(found))

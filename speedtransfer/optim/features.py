@@ -56,13 +56,17 @@ class _Lent(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """A running step of features apart: the state of the table, of each feature before, the gradient, and what is lent."""
+    """A running step of features apart: the state of the table, of each feature before, the gradient, and what is lent.
+
+    `made` is the state of each that the optimizer has left.
+    """
 
     group: dict[str, Any]
     state: dict[str, Any] | None
     kept: dict[str, Any]
     grad: Tensor | None
     lent: list[_Lent]
+    made: list[dict[str, Any] | None]
 
 
 class Features:
@@ -156,7 +160,7 @@ class Features:
         if not self.is_apart:
             return
         param = handle.param
-        state = optimizer.state.pop(param, None) or None
+        state = optimizer.state.get(param) or None
         found = leaves(state or {})
         if state is None:
             kept: dict[str, Any] = {}
@@ -165,8 +169,10 @@ class Features:
         else:
             kept = {name: _without_rows(state, handle.state.stored_names) for name in self.names}
         unknown = kept.keys() - set(self.names)
-        grad, param.grad = param.grad, None
-        self._step = step = _Step(group, state, kept, grad, [])
+        # First: from here on `restore` undoes it.
+        self._step = step = _Step(group, state, kept, param.grad, [], [])
+        optimizer.state.pop(param, None)
+        param.grad = None
         if unknown:
             raise OptimizerError(
                 f"the state of {type(optimizer).__name__} is of the features {sorted(kept)} but {handle} has those named "
@@ -179,11 +185,11 @@ class Features:
             at = (numbers == number).nonzero().flatten()
             lent = nn.Parameter(handle.active[at], requires_grad=param.requires_grad)
             lent.grad = sparse_gradient(handle.grad[at], None, len(at)) if handle.state.sparse else handle.grad[at]
+            step.lent.append(_Lent(name, at, lent, lent._version))
             if name in kept:
                 own = cloned(kept[name])
                 put(own, {plane: found[plane][at] for plane in leaves(own) if plane in handle.state.stored_names})
                 optimizer.state[lent] = own
-            step.lent.append(_Lent(name, at, lent, lent._version))
         place = next(place for place, each in enumerate(group["params"]) if each is param)
         group["params"][place + 1 : place + 1] = [lent.param for lent in step.lent]
 
@@ -192,11 +198,16 @@ class Features:
         return self._step is not None and any(lent.param._version != lent.version for lent in self._step.lent)
 
     def take_back(self, handle: Any, optimizer: Optimizer) -> None:
-        """Put what the step has made of each feature into the active rows, and into the state of the table."""
+        """Put what the step has made of each feature into the active rows, and into the state of the table.
+
+        Called again after an interrupt it does the same; `restore` undoes it, until `end`.
+        """
         step = self._step
         if step is None:
             return
-        states = self._give_up(handle, optimizer)
+        if not step.made:
+            step.made[:] = [optimizer.state.get(lent.param) for lent in step.lent]
+        self._give_up(handle, optimizer)
         active, kept, loaded, whole = handle.active, dict(step.kept), leaves(step.state or {}), dict[str, Tensor]()
 
         def rows_of(name: str) -> Tensor:
@@ -204,7 +215,7 @@ class Features:
                 whole[name] = loaded[name] if name in loaded else handle.state.initial_rows(name, active)
             return whole[name]
 
-        for lent, own in zip(step.lent, states, strict=True):
+        for lent, own in zip(step.lent, step.made, strict=True):
             active[lent.at] = lent.param.detach()
             if own:
                 for name, values in handle.state.learned(leaves(own), optimizer).items():
@@ -217,8 +228,6 @@ class Features:
             made = cloned(max(kept.values(), key=lambda own: len(leaves(own))))
             put(made, {name: rows_of(name) for name in leaves(made) if name in handle.state.stored_names})
             optimizer.state[handle.param] = {**made, APART: kept}
-        # Last: an interrupt before is undone by `restore`.
-        self._step = None
 
     def restore(self, handle: Any, optimizer: Optimizer) -> None:
         """Have all be as before the step, which has failed."""
@@ -227,16 +236,20 @@ class Features:
             self._give_up(handle, optimizer)
             if step.state is not None:
                 optimizer.state[handle.param] = step.state
-            self._step = None
 
-    def _give_up(self, handle: Any, optimizer: Optimizer) -> list[dict[str, Any] | None]:
-        """Take the parameters of the features from the optimizer, and return what state it has of them."""
+    def end(self) -> None:
+        """Forget the step, which was made or undone."""
+        self._step = None
+
+    def _give_up(self, handle: Any, optimizer: Optimizer) -> None:
+        """Take the parameters of the features from the optimizer."""
         step = self._step
         assert step is not None
         ours = {id(lent.param) for lent in step.lent}
         step.group["params"][:] = [param for param in step.group["params"] if id(param) not in ours]
         handle.param.grad = step.grad
-        return [optimizer.state.pop(lent.param, None) for lent in step.lent]
+        for lent in step.lent:
+            optimizer.state.pop(lent.param, None)
 
 
 def _feature_of(features: Features, name_rows: Callable[[Tensor], Tensor] | None, ids: Tensor) -> Tensor:

@@ -253,6 +253,7 @@ def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], spec
     rule, sparse = way_to_step(handle, optimizer, group, specs)
     given = _given_by_another(handle, optimizer)
     handle.drop_state(f"a new {type(optimizer).__name__} took it over")
+    handle.rows.begin_anew()
     if given:
         # Both may have one mapping: `new.state = old.state`.
         optimizer.state[handle.param] = given

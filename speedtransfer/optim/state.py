@@ -48,6 +48,8 @@ class MadeStep(NamedTuple):
         What it does to idle rows; None: nothing.
     mark : object
         What says whether that was recorded.
+    writes : int
+        How many writes of the rows there were before.
     state : dict
         The optimizer's state of the rows.
     """
@@ -56,6 +58,7 @@ class MadeStep(NamedTuple):
     values: dict[str, Tensor]
     step: Any
     mark: Any
+    writes: int
     state: dict[str, Any]
 
 
@@ -104,15 +107,11 @@ class RowState(StatePlanes):
         self._assumed: dict[str, Any] | None = None
         self.add({name: spec for name, spec in specs.items() if not spec.late})
         if rule is not None:
-            try:
-                rows.enable_catch_up(Lag(rule, rows.dtype), owner)
-            except BaseException:
-                self.drop()
-                raise
+            rows.enable_catch_up(Lag(rule, rows.dtype), owner)
 
     def drop(self) -> None:
         """Remove the planes and the views of them that the optimizer holds."""
-        self._remove(list(self._views))
+        self._remove(list(self._planes))
         self.rows.disable_catch_up()
         optimizer, param = self.optimizer(), self._param()
         if optimizer is not None and param is not None:
@@ -234,12 +233,12 @@ class RowState(StatePlanes):
         if ids is None and not all(v.data_ptr() == rows.table.stored(n).data_ptr() for n, v in values.items()):
             # The optimizer has replaced a tensor.
             ids = torch.arange(count, device=param.device)
-        return MadeStep(ids, values, step, None if lag is None else lag.mark, state)
+        return MadeStep(ids, values, step, None if lag is None else lag.mark, rows._count, state)
 
     def store(self, made: MadeStep) -> None:
         """Write the rows of a step and their state to the table."""
         if made.ids is not None:
-            self.rows.write(made.ids, made.values, made.step, made.mark)
+            self.rows.write(made.ids, made.values, made.step, made.mark, made.writes)
         else:
             self.rows.stepped_in_place(made.step, made.mark)
         if made.state:

@@ -223,6 +223,8 @@ class Stepping(TableParam):
             else:
                 self._grad_version = self.grad._version
             self._lent = False
+        if self.features is not None:
+            self.features.end()
         self.active, self.state_rows, self.in_place, self._waiting_since = None, {}, False, None
         self._fused = None
         assert self._placeholder is not None

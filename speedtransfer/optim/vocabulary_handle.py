@@ -185,9 +185,11 @@ class VocabularyHandle(VocabularyGradient):
     def grow(self, num_rows: int) -> None:
         """Give the table more rows."""
         before = self.ids
-        super().grow(num_rows)
-        self._join_noted(before)
-        self.vocabulary.follow()
+        try:
+            super().grow(num_rows)
+        finally:
+            self._join_noted(before)
+            self.vocabulary.follow()
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the table to `dtype`, as `Binding.convert`."""
