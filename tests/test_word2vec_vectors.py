@@ -378,6 +378,13 @@ def test_other_names_of_gensim_by_hand():
             call(["east", 3])
 
 
+@pytest.mark.parametrize("path", [None, 3, ["x.txt"]])
+def test_what_is_no_path(many, path):
+    for call in (many.save, Vectors.load):
+        with pytest.raises(InvalidTypeError, match=r"^path is .* but must be the path of a file; pass one$"):
+            call(path)
+
+
 def test_names_of_gensim_that_are_not_here(many):
     with pytest.raises(
         AttributeError, match=r"no attribute 'wmdistance'; what .* there by vectors\.to_gensim\(\)\.wmdistance"

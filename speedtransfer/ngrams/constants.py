@@ -80,8 +80,9 @@ class HashConstants:
 
     def _tokens(self, tokens: int | Sequence[int] | None, name: str) -> tuple[int, ...]:
         tokens = as_list(tokens)
-        given = () if tokens is None else tokens if isinstance(tokens, Sequence) else (tokens,)
-        return tuple(self._token(token, name) for token in given)
+        if not isinstance(tokens, Sequence) or isinstance(tokens, str):
+            tokens = () if tokens is None else (tokens,)
+        return tuple(self._token(token, name) for token in tokens)
 
     def _sizes(self, rows: int | Sequence[int] | None, sizes: Sequence[int] | None, layer: int) -> tuple[int, ...]:
         if (rows is None) == (sizes is None):
@@ -156,6 +157,8 @@ def as_list(values: Any) -> Any:
 def listed(values: Any, name: str) -> list[Any]:
     """Return `values`, a sequence, as a list; raise `InvalidTypeError` where it is none."""
     values = as_list(values)
+    if isinstance(values, str):
+        raise InvalidTypeError(f"{name} is {values!r} (str) but must be a number or a sequence of numbers; pass these")
     if not isinstance(values, Iterable):
         raise InvalidTypeError(f"{name} is {values!r} but must be a sequence of numbers; pass ({values!r},)")
     return list(values)

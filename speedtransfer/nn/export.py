@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, format_bytes
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.options import check_model
 from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle, ShardHandle, find_handle
@@ -45,6 +46,7 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
     HostMemoryError
         The rows of all tables do not fit there.
     """
+    check_model(model)
     found: dict[int, nn.Module] = {}
     _refuse_rows_elsewhere(model)
     names: dict[Handle, str] = {}

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.errors import InvalidTypeError, RowIndexError, suggest
+from speedtransfer.errors import InvalidTypeError, RowIndexError, check_size, suggest
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
@@ -48,6 +48,7 @@ class Feature(nn.Embedding):
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
         self.scale_grad_by_freq, self.sparse = multi.scale_grad_by_freq, multi.sparse
         if padding_idx is not None:
+            padding_idx = check_size(padding_idx, f"padding_idx of feature {name!r}", -(2**63))
             # The same exception as torch.nn raises, for code that catches it.
             assert -num_embeddings <= padding_idx < num_embeddings, (
                 f"padding_idx of feature {name!r} must be within its {num_embeddings} rows but is {padding_idx}"

@@ -73,9 +73,14 @@ class MultiEmbedding(FeatureModules, TableModule):
     ) -> None:
         refuse_vocabulary(options, "a MultiEmbedding", "make an Embedding for each feature that needs one")
         nn.Module.__init__(self)
+        if not isinstance(num_embeddings, Iterable) or isinstance(num_embeddings, str):
+            raise InvalidTypeError(
+                f"num_embeddings is {num_embeddings!r} but must be several; pass one for each feature, such as [1000, 50], or "
+                "a dict by name"
+            )
         self.named = isinstance(num_embeddings, Mapping)
         sizes = _by_name(num_embeddings)
-        one_for_all = padding_idx is None or isinstance(padding_idx, int)
+        one_for_all = not isinstance(padding_idx, Iterable) or isinstance(padding_idx, str)
         paddings = dict.fromkeys(sizes, padding_idx) if one_for_all else _by_name(padding_idx)
         if paddings.keys() != sizes.keys():
             raise InvalidValueError(

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, TypedDict, TypeVar, get_args
 
 import torch
+from torch import nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
@@ -83,6 +84,12 @@ def complete(options: TableOptions) -> TableOptions:
             f"idle is {options['idle']!r}, not one of its values{suggest(str(options['idle']), IDLE)}"
         )
     return options
+
+
+def check_model(model: object) -> None:
+    """Raise unless `model` is an ``nn.Module``."""
+    if not isinstance(model, nn.Module):
+        raise InvalidTypeError(f"model is a {type(model).__name__} but must be an nn.Module; pass the model itself")
 
 
 def refuse_vocabulary(options: TableOptions, where: str, remedy: str) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.module_state import placeholder_rows
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.options import check_model
 from speedtransfer.optim import Handle, ShardHandle, SharedHandle, VocabularyShardHandle, find_handle
 from speedtransfer.ranks import Segment, is_first
 from speedtransfer.tables import row_chunks
@@ -22,6 +23,7 @@ def table_parameters(model: nn.Module) -> set[nn.Parameter]:
     FSDP2 must leave them out: ``fully_shard(model, ignored_params=st.table_parameters(model))``. Make the tables with
     `process_group`, or the processes would train each its own. `DistributedDataParallel` leaves them out by itself.
     """
+    check_model(model)
     return {param for param in model.parameters() if find_handle(param) is not None}
 
 
@@ -48,6 +50,8 @@ def clip_grad_norm_(
     RuntimeError
         With `error_if_nonfinite`, the norm is no number or infinite.
     """
+    if isinstance(parameters, nn.Module):
+        raise InvalidTypeError(f"parameters is a {type(parameters).__name__}; pass its parameters()")
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
@@ -89,6 +93,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     Collective: every process of the tables' group must call it. Others than its rank 0 get an empty dict. Rows come in chunks
     of 16 MB; rank 0 needs memory for all of them.
     """
+    check_model(model)
     with placeholder_rows() as met:
         state = model.state_dict()
     handles = {id(placeholder): handle for placeholder, handle in met}

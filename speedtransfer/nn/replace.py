@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +14,7 @@ from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
-from speedtransfer.nn.options import TableOptions, complete, takes_options
+from speedtransfer.nn.options import TableOptions, check_model, complete, takes_options
 from speedtransfer.nn.subclasses import empty_table_module, table_class
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.weight import TableWeight, is_ordinary
@@ -99,8 +99,18 @@ def replace_embeddings(
     check_size(min_rows, "min_rows")
     check_size(min_bytes, "min_bytes")
     options = complete(options)
-    if not isinstance(model, nn.Module):
-        raise InvalidTypeError(f"model is a {type(model).__name__} but must be an nn.Module; pass the model itself")
+    check_model(model)
+    if isinstance(names, Iterable):
+        names = [names] if isinstance(names, str) else list(names)
+        odd = next((pattern for pattern in names if not isinstance(pattern, str)), None)
+        if odd is not None:
+            raise InvalidTypeError(
+                f"names holds {odd!r} ({type(odd).__name__}), no pattern; pass strings, such as '*.embed'"
+            )
+    elif names is not None and not callable(names):
+        raise InvalidTypeError(
+            f"names is {names!r} but must be a pattern, several or a function; pass for instance 'user*'"
+        )
     report, found, users = Replaced(), {}, _users(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule | Feature):
@@ -149,7 +159,7 @@ def _wanted(name: str, module: nn.Module, names: Names | None) -> bool:
         return True
     if callable(names):
         return names(name, module)
-    return any(fnmatchcase(name, pattern) for pattern in ([names] if isinstance(names, str) else names))
+    return any(fnmatchcase(name, pattern) for pattern in names)
 
 
 def _weight_bytes(module: nn.Embedding | nn.EmbeddingBag) -> int:

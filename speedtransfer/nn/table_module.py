@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
@@ -51,6 +52,8 @@ class TableModule(VocabularyModule):
         """
         options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
+        if self.padding_idx is not None:
+            self.padding_idx = check_size(self.padding_idx, "padding_idx", -(2**63))
         if self.padding_idx is not None and options["vocabulary"] is None:
             rows = self.num_embeddings
             # The same exception as torch.nn raises, for code that catches it.
@@ -59,7 +62,10 @@ class TableModule(VocabularyModule):
             )
             self.padding_idx %= rows
         self.idle = options["idle"]
-        device = torch.get_default_device() if device is None else torch.device(device)
+        if device is None:
+            device = torch.get_default_device()
+        else:
+            device = torch.device("meta") if str(device).startswith("meta") else resolve_device(device)
         given = shape if weight is None else shape_of(weight)
         if given != shape:
             raise InvalidValueError(

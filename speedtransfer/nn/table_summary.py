@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, format_bytes
 from speedtransfer.idle import has_rule
 from speedtransfer.nn.export import is_table
+from speedtransfer.nn.options import check_model
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle, ShardHandle
 
@@ -118,6 +119,7 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
     InvalidTypeError
         `opt` is no optimizer.
     """
+    check_model(model)
     names: dict[Handle, list[str]] = {}
     modules: dict[Handle, TableModule] = {}
     for name, module in model.named_modules(remove_duplicate=False):

@@ -39,7 +39,7 @@ class Saving(Opening):
         float8 rows that have scales ("weight.scale") are written with them, which `load` and `open` find again; where blocks
         of columns are not all as wide that raises `InvalidValueError`.
         """
-        path = Path(path)
+        path = check_path(path)
         for own in [*self._place.files, self.path]:
             if own is not None and path.exists() and path.samefile(own):
                 remedy = (
@@ -143,11 +143,7 @@ class Saving(Opening):
         StorageError, InvalidValueError, InvalidTypeError
             The file is missing, truncated or foreign, or may not be changed; it holds no 2-D array; its dtype has no table.
         """
-        if not isinstance(path, str | os.PathLike):
-            raise InvalidTypeError(
-                f"path is a {type(path).__name__} but must be the path of a file; pass one, or Table.open for several"
-            )
-        path = Path(path)
+        path = check_path(path, ", or Table.open for several")
         check_writable(writable)
         if memory != "mmap":
             if writable:
@@ -181,6 +177,13 @@ class Saving(Opening):
         return table
 
 
+def check_path(path: Any, more: str = "") -> Path:
+    """Return `path`, or raise where it is none; `more` ends the message."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidTypeError(f"path is a {type(path).__name__} but must be the path of a file; pass one{more}")
+    return Path(path)
+
+
 def open_memory(
     memory: MemoryName,
     path: PathLike | None,
@@ -198,9 +201,10 @@ def open_memory(
         fits = 3 * max(num_rows, max_rows or 0) * row_bytes <= 0.8 * physical_bytes()
         memory = "pinned" if fits and cuda_status().available else "pageable"
     if not isinstance(memory, str) or memory not in MEMORIES:
-        raise InvalidValueError(
-            f"memory is {memory!r}, not one of its values{suggest(str(memory), ['auto', *MEMORIES])}"
-        )
+        near = suggest(memory if isinstance(memory, str) else "", ["auto", *MEMORIES])
+        raise InvalidValueError(f"memory is {memory!r}, not one of its values{near}")
+    if path is not None:
+        path = check_path(path)
     place = MEMORIES[memory](resolve_device(device), path)
     place.layout, place.max_rows = layout, max_rows
     return place

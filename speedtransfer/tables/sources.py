@@ -77,6 +77,8 @@ class Catalog:
             raise InvalidValueError(f"{of_key} is {key!r} but {what} has (file, key) pairs; pass one of the two")
         many = [path for path, _ in given if path.is_dir() or path.name.endswith(INDEX)]
         if many and key is None:
+            if many[0].is_dir():
+                _files_in(many[0])
             raise InvalidValueError(
                 f"{str(many[0])!r} has many tensors; pass {of_key}, the name of one, or with {NUMBER} in the place of a "
                 "number that of several: 'shard_{}.weight'"
@@ -95,10 +97,7 @@ class Catalog:
     def _tensors(self, path: Path) -> Iterable[tuple[str, Path]]:
         """Yield the tensors of a file, or those that a folder or an index names, with their files."""
         if path.is_dir():
-            found = sorted(path.glob(f"*{INDEX}")) or sorted(path.glob("*.safetensors"))
-            if not found:
-                raise StorageError(f"folder {str(path)!r} has no .safetensors files; check the path")
-            for one in found:
+            for one in _files_in(path):
                 yield from self._tensors(one)
         elif path.name.endswith(INDEX):
             for name, file in _weight_map(path).items():
@@ -106,6 +105,14 @@ class Catalog:
         else:
             for name in self._header(path).tensors:
                 yield name, path
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the indexes in a folder, or its files with tensors; raise where it has neither."""
+    found = sorted(folder.glob(f"*{INDEX}")) or sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise StorageError(f"folder {str(folder)!r} has no .safetensors files; check the path")
+    return found
 
 
 def _listed(parts: Any, what: str) -> list[_Pair]:

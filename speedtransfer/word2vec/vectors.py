@@ -274,7 +274,7 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        path = Path(path)
+        path = formats.as_path(path)
         formats.find_format(path).write(path, self.words, self.matrix, self.counts)
 
     @classmethod
@@ -300,8 +300,9 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        folder = Path(path) if os.path.isdir(path) else None
-        path = Path(path) if folder is None else formats.find_vectors(folder)
+        path = formats.as_path(path)
+        folder = path if path.is_dir() else None
+        path = path if folder is None else formats.find_vectors(folder)
         if max_words is not None:
             max_words = check_size(max_words, "max_words", 1)
         stored = formats.find_format(path, reading=True).read(path, max_words)

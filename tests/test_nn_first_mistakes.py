@@ -1,0 +1,93 @@
+"""What people get wrong in their first hour raises by name, where it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError, StorageError
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "words"),
+    [
+        (lambda: st.Embedding(10, 4, device="gpu"), InvalidValueError, "device is 'gpu' but .* a CPU or CUDA device"),
+        (lambda: st.Embedding(10, 4, device=99), DeviceError, "'cuda:99'"),
+        (
+            lambda: st.Embedding(10, 4, padding_idx=0.0),
+            InvalidTypeError,
+            r"padding_idx is 0\.0 \(float\) but must be an i",
+        ),
+        (lambda: st.EmbeddingBag(10, 4, padding_idx="0"), InvalidTypeError, r"padding_idx is '0' \(str\)"),
+        (
+            lambda: st.MultiEmbedding([3, 4], 4, padding_idx=["0", 1]),
+            InvalidTypeError,
+            "padding_idx of feature '0' is '0'",
+        ),
+        (
+            lambda: st.MultiEmbedding([3, 4], 4, padding_idx=0.5),
+            InvalidTypeError,
+            r"padding_idx of feature '0' is 0\.5",
+        ),
+        (
+            lambda: st.MultiEmbedding(10, 4),
+            InvalidTypeError,
+            "num_embeddings is 10 but must be several; pass one for each",
+        ),
+        (
+            lambda: st.Embedding(3, 2, memory=None),
+            InvalidValueError,
+            "memory is None, .*; choose from 'auto', 'pinned'",
+        ),
+        (
+            lambda: st.Embedding(3, 2, memory="mmap", path=3),
+            InvalidTypeError,
+            "path is a int but must be the path of a file",
+        ),
+        (lambda: st.Table(3, 2).save(None), InvalidTypeError, "path is a NoneType but must be the path of a file"),
+        (
+            lambda: st.NgramHash(rows=10, orders="23"),
+            InvalidTypeError,
+            r"orders is '23' \(str\) but must be a number or",
+        ),
+        (lambda: st.NgramHash(rows=10, eos="</s>"), InvalidTypeError, r"eos is '</s>' \(str\) but must be an integer"),
+        (lambda: st.clip_grad_norm_(nn.Linear(2, 2), 1.0), InvalidTypeError, r"a Linear; pass its parameters\(\)"),
+    ],
+)
+def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        make()
+
+
+@pytest.mark.parametrize("function", [st.summary, st.to_dense, st.table_parameters, st.full_state_dict])
+def test_no_model(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(InvalidTypeError, match=r"model is a list but must be an nn\.Module; pass the model itself"):
+        function([nn.Embedding(3, 2)])
+
+
+def test_names_of_replace_embeddings() -> None:
+    model = nn.ModuleDict({name: nn.Embedding(5, 2) for name in ("users", "films", "tags")})
+    with pytest.raises(InvalidTypeError, match=r"names holds 0 \(int\), no pattern"):
+        st.replace_embeddings(model, names=[0], min_rows=1)
+    with pytest.raises(InvalidTypeError, match="names is 0 but must be a pattern, several or a function"):
+        st.replace_embeddings(model, names=0, min_rows=1)
+    # An iterator too is asked for every module, and not for the first one alone.
+    assert st.replace_embeddings(model, names=iter(["films", "users"]), min_rows=1) == ["users", "films"]
+    assert type(model["tags"]) is nn.Embedding
+
+
+def test_a_device_may_be_named_in_every_way() -> None:
+    for device in ("cpu", torch.device("cpu")):
+        assert st.Embedding(3, 2, device=device).weight.device.type == "cpu"
+    for device in ("meta", torch.device("meta")):
+        assert st.Embedding(3, 2, device=device).weight.is_meta
+
+
+def test_a_folder_without_tensors_does_not_have_many(tmp_path) -> None:
+    with pytest.raises(StorageError, match=r"has no \.safetensors files; check the path"):
+        st.Table.open(tmp_path)
