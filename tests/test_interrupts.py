@@ -32,11 +32,13 @@ FILES = itertools.count()
 class Interrupt:
     """Raises `kind` at the n-th point: where a line begins, or where a function has returned; None: counts them.
 
-    Between two bytecodes an interrupt comes there too: after calls.
+    Between two bytecodes an interrupt comes there too: after calls. `within`: points are those within functions of that name.
     """
 
-    def __init__(self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt) -> None:
-        self.at, self.kind, self.points, self.place = at, kind, 0, ""
+    def __init__(
+        self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt, within: str | None = None
+    ) -> None:
+        self.at, self.kind, self.within, self.points, self.place = at, kind, within, 0, ""
         # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
         self._entered: set[tuple[int, int]] = set()
 
@@ -51,7 +53,7 @@ class Interrupt:
             self._entered.add(entry)
         # Python leaves a generator that is interrupted where it yields without its `finally`.
         if event == "line" or (event == "return" and not code.co_flags & CO_GENERATOR):
-            self.points += 1
+            self.points += self.within is None or _is_within(frame, self.within)
             if self.points == self.at:
                 sys.settrace(None)
                 self.place = f"{Path(code.co_filename).name}:{frame.f_lineno}:{event}"
@@ -74,6 +76,12 @@ class Interrupt:
             # What torch does itself when it is interrupted as it leaves a step.
             torch.set_grad_enabled(True)
         assert not self.place, f"the interrupt at {self.place} got lost"
+
+
+def _is_within(frame: FrameType | None, name: str) -> bool:
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _source(path: str, number: int) -> str:
@@ -308,6 +316,23 @@ KINDS = {
 }
 
 
+# Kinds, functions, and how many points within these come to one that is tried.
+WITHIN = [
+    ("first", "add_together", 41),
+    ("first", "enable_catch_up", 7),
+    ("first", "__init__", 31),
+    ("apart", "lend", 23),
+    ("apart", "take_back", 31),
+    ("loaded", "catch_up", 67),
+    ("loaded", "called", 331),
+    ("8-bit state", "_leave", 3),
+    ("group", "exchange_gradients", 97),
+    ("evicting", "release", 5),
+    ("evicting", "_begin", 11),
+    ("growing", "grow", 19),
+]
+
+
 def ends_of(kind: Kind) -> list[list[Tensor]]:
     """Return what the rows may be at the end."""
     found = []
@@ -344,13 +369,18 @@ def alone() -> Any:
     dist.destroy_process_group()
 
 
-def sweep(kind: Kind, points: Callable[[int], range], error: type[BaseException] = KeyboardInterrupt) -> Counter[str]:
-    ends, counting, run = ends_of(kind), Interrupt(), Run(kind)
+def sweep(
+    kind: Kind,
+    points: Callable[[int], range],
+    error: type[BaseException] = KeyboardInterrupt,
+    within: str | None = None,
+) -> Counter[str]:
+    ends, counting, run = ends_of(kind), Interrupt(within=within), Run(kind)
     counting.during(lambda: kind.interrupted_part(run))
     found: Counter[str] = Counter()
     torn = []
     for at in points(counting.points):
-        interrupt = Interrupt(at, error)
+        interrupt = Interrupt(at, error, within)
         result = outcome(kind, interrupt, ends, kind.uses[at % len(kind.uses)])
         found[result.partition(":")[0]] += 1
         if result == "torn":
@@ -364,6 +394,11 @@ def test_some_lines(name: str, alone: Any) -> None:
     first = list(KINDS).index(name) * 29 + 1
     found = sweep(KINDS[name], lambda points: range(first % 211, points + 1, 211))
     assert found["whole"] > 5
+
+
+@pytest.mark.parametrize(("name", "within", "every"), WITHIN)
+def test_functions_that_have_torn(name: str, within: str, every: int, alone: Any) -> None:
+    assert sweep(KINDS[name], lambda points: range(1, points + 1, every), within=within)["whole"] > 3
 
 
 @pytest.mark.slow

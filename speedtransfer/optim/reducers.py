@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -104,7 +106,8 @@ class Reducer(ABC):
 made: list[weakref.ref[Reducer]] = []
 # Threads run backward one after the other: messages of two exchanges at once would be mixed up.
 turn = forked_lock()
-_running = False
+# The frame of the exchange that runs; after an interrupt maybe of one that does not run any more.
+_running: FrameType | None = None
 
 
 def _alive() -> list[Reducer]:
@@ -141,13 +144,16 @@ def exchange_gradients(only: Iterable[Reducer] | None = None) -> None:
     # In a backward, which has the turn, perhaps on another thread.
     with contextlib.nullcontext() if torch._C._current_graph_task_id() >= 0 else turn:
         # Within an exchange hooks may step: those gradients are on their way.
-        if _running:
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not _running:
+            frame = frame.f_back
+        if frame is not None:
             return
-        _running = True
+        _running = sys._getframe()
         try:
             _exchange_all(only)
         finally:
-            _running = False
+            _running = None
 
 
 def _exchange_all(only: Iterable[Reducer] | None) -> None:
