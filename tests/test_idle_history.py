@@ -12,6 +12,7 @@ import torch
 from exact_pair import CASES, warmup_and_cosine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interrupt import Interrupt
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import OptimizerCase
 
@@ -338,6 +339,28 @@ def test_floors_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
     steps = [step._replace(root=1.0) for step in adam_steps(300, 0.9, 0.999)]
     check(Floors(torch.float64), steps, torch.float64, 2e-12)
+
+
+@pytest.mark.parametrize("compiled", [True, False], ids=["numba", "python"])
+def test_a_step_into_which_an_interrupt_comes(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
+    rule, length = Sums(torch.float32), sums_module.BLOCK
+    # The last one needs more lines, and reopens the others: its terms grow.
+    steps = [*adam_steps(length, 0.9, 0.999), IdleStep(0.9, (1.1, 0.5), scale=0.1, root=1.0, eps=1e-6)]
+    before = record(rule, steps[:-1], torch.float32).sums
+    wanted = before.copy()
+    wanted.take(steps[-1])
+    counting = Interrupt()
+    counting.during(lambda: before.copy().take(steps[-1]))
+    for at in counting.visits(2)[:: 1 if compiled else 6]:
+        sums = before.copy()
+        Interrupt(at).during(lambda: sums.take(steps[-1]))  # noqa: B023 - called now
+        if sums.count == length:
+            sums.take(steps[-1])
+        found, lines = (made.lines(torch.arange(length + 2)) for made in (sums, wanted))
+        torch.testing.assert_close(found, lines, rtol=1e-12, atol=0)
+        assert (sums.count, sums.eps, sums.horizon) == (wanted.count, wanted.eps, wanted.horizon)
 
 
 def test_lines_of_many_blocks() -> None:

@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import quadrature
 from speedtransfer.idle.device_copy import DeviceCopy, current_stream
 from speedtransfer.idle.quadrature import BLOCK, NODES, OWN, STEP, SUMS, Floats
@@ -74,7 +73,6 @@ class Sums:
     def __init__(self, rule: Rule, dtype: torch.dtype) -> None:
         self.count = 0  # of the steps that the lines hold
         self.eps = 0.0  # of the newest step
-        self._torn = False  # whether a step was taken in only in part
         self.horizon = 1
         self._floor, self._mixes = rule.floor, rule.partner is not None
         self._has_sums = rule.denominator is not None
@@ -111,11 +109,6 @@ class Sums:
 
     def take(self, step: IdleStep) -> None:
         """Take in one more step."""
-        if self._torn:
-            raise OptimizerError(
-                "what idle rows have missed is not known any more, as its sums were interrupted while they took in a step; "
-                "load a checkpoint, or make the model and its optimizer anew"
-            )
         count, products = self.count, self._products
         if count == len(self.table) - 1:
             self._grow()
@@ -123,23 +116,22 @@ class Sums:
         values[0], values[1:5], values[5:products] = step.decay, step.mix, step.factors
         if self._has_sums:
             values[products:] = self._term(step)
-        arguments = self.table, self.blocks, count, self._final, values, self._limits, self._floor
+        rest = count, self._final, values, self._limits, self._floor
         compiled = compiled_module("speedtransfer.idle.numba_sums")
-        taken = [
-            functools.partial(setattr, self, "count", count + 1),
-            functools.partial(setattr, self, "eps", step.eps),
-        ]
         if compiled is not None:
             # One loop of C: signals are handled before it or after it.
-            parts = functools.partial(compiled.take_step, *arguments), *taken
+            parts = (
+                functools.partial(compiled.take_step, self.table, self.blocks, *rest),
+                functools.partial(setattr, self, "count", count + 1),
+                functools.partial(setattr, self, "eps", step.eps),
+            )
             collections.deque(map(functools.partial.__call__, parts), maxlen=0)
         else:
-            self._torn = True
+            # Into copies, which an interrupt may leave half done.
+            table, blocks = self.table.copy(), self.blocks.copy()
             with np.errstate(all="ignore"):
-                quadrature.take_step(*arguments)
-            for note in taken:
-                note()
-            self._torn = False
+                quadrature.take_step(table, blocks, *rest)
+            self.table, self.blocks, self.count, self.eps = table, blocks, count + 1, step.eps
         if self._has_sums:
             final = max(self._final, self.count - self.horizon)
             if final > self._final and not self._hard_final:
