@@ -296,10 +296,13 @@ class Handle(Binding):
             before = self.table.num_rows
             try:
                 self.rows.grow(num_rows)
-            finally:
-                # Also if an interrupt has come after the table has more.
                 if self.table.num_rows != before:
                     self._follow_growth()
+            except BaseException:
+                # An interrupt may have come after the table got more.
+                if self.table.num_rows != before:
+                    self._follow_growth()
+                raise
 
     def _follow_growth(self) -> None:
         """Have what shows the weight, or its gradient, as many rows as the table now."""
