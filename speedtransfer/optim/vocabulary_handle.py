@@ -187,9 +187,13 @@ class VocabularyHandle(VocabularyGradient):
         before = self.ids
         try:
             super().grow(num_rows)
-        finally:
             self._join_noted(before)
             self.vocabulary.follow()
+        except BaseException:
+            # All of it again: an interrupt may have come in between.
+            self._join_noted(before)
+            self.vocabulary.follow()
+            raise
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the table to `dtype`, as `Binding.convert`."""
