@@ -17,6 +17,7 @@ IDS = torch.tensor([1, 5, 5, 2])
 @pytest.fixture
 def capturing(monkeypatch):
     """Say whether the current stream is being captured."""
+
     def say(now):
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now)
