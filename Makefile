@@ -17,7 +17,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 comma := ,
 EXTRAS := dev$(if $(CUDA_EXTRA),$(comma)$(CUDA_EXTRA))
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects matrix gpu gpu-status launches clean
 
 help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
@@ -40,6 +40,7 @@ help:
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
+	@echo "make matrix      the fast tests with the lowest and newest Python, torch and NumPy, into docs/versions.md (environments in .nox)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
 	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  8 min: facts, first tests, first look, transfer --quick"
 	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: all GPU tests"
@@ -149,6 +150,12 @@ $(PROJECTS)/.ready: setup.py constraints.txt tests/projects/requirements.txt
 projects: $(PROJECTS)/.ready
 	OMP_NUM_THREADS=1 $(PROJECTS)/bin/python -m pytest tests/projects $(ARGS)
 
+# Of the Pythons that are found. ARGS="-s 'matrix(3.13-newest)'": that one alone; ARGS="-- tests/test_nn.py": those tests alone.
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu: without the gigabytes of CUDA that torch brings on Linux.
+matrix: $(ENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check nox
+	TORCH_INDEX=$(TORCH_INDEX) $(PY) -m nox $(ARGS)
+
 gpu: $(ENV)
 	$(call RECORD,gpu)
 
@@ -159,4 +166,4 @@ gpu-status: $(ENV)
 	$(PY) bench/record.py status
 
 clean:
-	rm -rf $(VENV) $(PROJECTS) docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PROJECTS) .nox docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
