@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 	for CUDA 13: pass TORCH_INDEX=https://download.pytorch.org/whl/cu126))
 comma := ,
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches release-check set-version clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches matrix release-check set-version clean
 
 help:
 	@echo "Each target first installs torch and what it needs itself into .venv (VENV=FOLDER), from the package index of pip:"
@@ -48,6 +48,7 @@ help:
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
+	@echo "make matrix      the fast tests with the lowest and newest Python, torch and NumPy, into docs/versions.md (environments in .nox)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
 	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  8 min: facts, first tests, first look, transfer --quick"
 	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: all GPU tests"
@@ -156,6 +157,12 @@ $(PROJECTS)/.ready: pyproject.toml setup.py constraints.txt tests/projects/requi
 projects: $(PROJECTS)/.ready
 	OMP_NUM_THREADS=1 $(PROJECTS)/bin/python -m pytest tests/projects $(ARGS)
 
+# Of the Pythons that are found. ARGS="-s 'matrix(3.13-newest)'": that one alone; ARGS="-- tests/test_nn.py": those tests alone.
+# TORCH_INDEX=https://download.pytorch.org/whl/cpu: without the gigabytes of CUDA that torch brings on Linux.
+matrix: $(ENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check nox
+	TORCH_INDEX=$(TORCH_INDEX) $(PY) -m nox $(ARGS)
+
 gpu: $(ENV)
 	$(call RECORD,gpu)
 
@@ -181,4 +188,4 @@ set-version:
 	$(PYTHON) release/set_version.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(PROJECTS) $(RELEASE) docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PROJECTS) $(RELEASE) .nox docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

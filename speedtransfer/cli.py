@@ -175,10 +175,11 @@ def _rows() -> list[tuple[str, str]]:
     from speedtransfer.system import physical_bytes
 
     status = cuda_status()
+    built = f"for CUDA {status.torch_cuda}" if status.torch_cuda else "without CUDA"
     rows = [
         ("speedtransfer", __version__),
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
-        ("torch", f"{torch.__version__} (CUDA {status.torch_cuda or 'not in this build'}), {_threads()}"),
+        ("torch", f"{torch.__version__} (built {built}), {_threads()}"),
         ("numpy", numpy.__version__),
         (
             "host rows",

@@ -2,7 +2,10 @@
 
 import contextlib
 import importlib.metadata
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -129,6 +132,16 @@ class TestStatus:
         status = cuda.cuda_status.__wrapped__()
         assert not status.available
         assert "OSError: the disk is on fire" in status.reason
+
+
+@without_cuda
+def test_a_torch_for_cuda_works_without_a_driver(tmp_path):
+    """What most install on Linux, on a machine without a GPU; tests/without_driver.py says what is run."""
+    command = [sys.executable, str(Path(__file__).with_name("without_driver.py")), str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "(built for CUDA " in result.stdout
+    assert "CUDA           not usable: " in result.stdout
 
 
 class TestResolveDevice:

@@ -140,7 +140,11 @@ class TestCapture:
 
     @pytest.fixture
     def capturing(self, monkeypatch):
-        return lambda now: monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now)
+        def say(now):
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+            monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: now)
+
+        return say
 
     @pytest.fixture
     def on(self, cpu_as_cuda, monkeypatch):

@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
 from speedtransfer.nn.lookup_ops import register
+from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim.anchor import _handles, handle_at
 
 F64 = torch.float64
 pytestmark = [
-    pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph"),
+    pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph"),
     # Of torch: inductor's own use of torch.jit, and tensors that come from one graph into the next.
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),

@@ -205,6 +205,8 @@ TOOLS = {
 @pytest.mark.parametrize("tool", TOOLS)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_tools_that_would_record_the_rows_of_one_batch_raise(tool, frozen) -> None:
+    if tool == "torch.export" and torch.__version__ < "2.7":
+        pytest.skip("torch.export raises by itself, and does not say that it is the one who traces")
     model = trained().requires_grad_(not frozen)
     expected = model(IDS)
     with warnings.catch_warnings():

@@ -13,8 +13,6 @@ from speedtransfer.once import once
 
 WARM_UP = "do a few steps like it before the capture, on another stream, as torch asks for every graph"
 
-# A torch that was built without CUDA raises instead of answering.
-_WITHOUT_CUDA = None if torch.backends.cuda.is_built() else torch.cuda.is_current_stream_capturing
 # Calls of methods of CUDAGraph so far.
 _calls = {"capture_begin": 0, "replay": 0}
 
@@ -37,8 +35,8 @@ def _counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
 
 def is_capturing() -> bool:
     """Tell whether the current stream is being captured in a CUDA graph."""
-    asks = torch.cuda.is_current_stream_capturing
-    return asks is not _WITHOUT_CUDA and asks()
+    # Only what uses CUDA captures. Elsewhere torch raises instead of answering: without CUDA, a driver or a device.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def capture_number() -> int | None:

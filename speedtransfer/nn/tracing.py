@@ -16,8 +16,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-# Not in older versions of torch: whether torch.export is the one who traces.
-_is_exporting: Callable[[], bool] | None = getattr(torch.compiler, "is_exporting", None)
+# The compilers of older ones cannot trace what decides how a lookup is recorded.
+ONE_GRAPH = torch.__version__ >= "2.13"
 
 
 def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
@@ -37,11 +37,11 @@ def recorded_as(
         @functools.wraps(method)
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
             if torch.compiler.is_compiling():
-                if _is_exporting is not None:
-                    if _is_exporting() and self._has_rows():
-                        refuse_to_record(self, "torch.export")
-                    if fits is not None and instead is not None and fits(self, *args, **kwargs):
-                        return instead(self, *args, **kwargs)
+                # Not is_exporting(), which torch 2.6 does not have and torch 2.12 makes true of all that it compiles.
+                if getattr(torch.compiler, "_is_exporting_flag", False) and self._has_rows():
+                    refuse_to_record(self, "torch.export")
+                if ONE_GRAPH and fits is not None and instead is not None and fits(self, *args, **kwargs):
+                    return instead(self, *args, **kwargs)
                 return torch.compiler.disable(method)(self, *args, **kwargs)
             if torch._C._get_tracing_state() is not None:
                 refuse_to_record(self, "torch.jit")

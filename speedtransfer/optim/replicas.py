@@ -123,7 +123,8 @@ def replicating_tables(method: Callable[..., None]) -> Callable[..., None]:
                 _check_others(module, tables)
                 group = mesh.get_group(0) if mesh is not None else group if group is not None else dist.group.WORLD
                 _leave_out(module, tables)
-                _replicate(tables, exchange_of(group), given.arguments["init_sync"])
+                # torch 2.6 has no init_sync.
+                _replicate(tables, exchange_of(group), given.arguments.get("init_sync", True))
         method(self, *args, **kwargs)
         replicas = [handle.reducer for handle in tables.values() if isinstance(handle.reducer, Replicas)]
         if replicas:

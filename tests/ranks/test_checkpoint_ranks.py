@@ -159,6 +159,7 @@ def load_beside_fsdp(path: Path) -> list:
     return whole_of(*sharded_beside(path))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
 def test_beside_a_dense_part_of_fsdp(two, three, tmp_path):
     again = two(save_beside_fsdp, tmp_path)[0]
     for ours in three(load_beside_fsdp, tmp_path):

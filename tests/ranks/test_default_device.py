@@ -28,6 +28,7 @@ def trained(options: dict) -> torch.Tensor:
             return emb(more)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own optimizers count their steps on the default device")
 @pytest.mark.parametrize(
     "options", [{"idle": "lazy"}, {"idle": "exact"}, {"memory": "shared"}, {"comm_dtype": torch.int8}], ids=str
 )
