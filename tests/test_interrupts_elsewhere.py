@@ -90,7 +90,8 @@ class World:
     def now(self) -> list[Tensor]:
         """Return the weights as they are."""
         with torch.no_grad():
-            return [self.emb.weight.detach() + 0, self.model["dense"].weight + 0]
+            tables = self.emb if self.name == "features" else [self.emb]
+            return [*(table.weight.detach() + 0 for table in tables), self.model["dense"].weight + 0]
 
     def admitted(self) -> list[Tensor]:
         """Return the rows by id after those of all acts were looked up, which must be those that the vocabulary knows."""
@@ -421,9 +422,11 @@ def ended_by_sigterm(call: Callable[[], object], delay: float) -> bool:
 
 
 def check_sigterm(path: Path, name: str, runs: int) -> None:
-    began = time.perf_counter()
-    (path / "whole").mkdir()
-    train(path / "whole", name)
+    for folder in (path / "first", path / "whole"):
+        # The first one also compiles.
+        began = time.perf_counter()
+        folder.mkdir()
+        train(folder, name)
     took = time.perf_counter() - began
     wanted = loaded(World(path / "whole", name, steps=0))
     draws, ended = random.Random(5), 0
