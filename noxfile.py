@@ -1,4 +1,4 @@
-"""The fast tests with the lowest and the newest versions that pyproject.toml allows, each in an environment in .nox: `make matrix`.
+"""The fast tests with the lowest and newest versions that are supported, each in an environment in .nox: `make matrix`.
 
 Pythons that are not installed are left out. What ran is written into docs/versions.md, where rows of earlier runs stay.
 """

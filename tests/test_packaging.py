@@ -84,6 +84,8 @@ def test_cupy_comes_with_its_compiler(metadata):
 
 
 @needs_checkout
-@pytest.mark.parametrize("path", ["docs/_build/x", "docs/jupyter_execute/x", ".venv/x", ".venv-release/x", "env/x", "demo/x"])
+@pytest.mark.parametrize(
+    "path", ["docs/_build/x", "docs/jupyter_execute/x", ".venv/x", ".venv-release/x", "env/x", "demo/x"]
+)
 def test_what_our_commands_leave_is_no_change_of_the_tree(path):
     assert subprocess.run(["git", "-C", str(ROOT), "check-ignore", "-q", path]).returncode == 0

@@ -20,6 +20,11 @@ T = TypeVar("T")
 ONE_GRAPH = torch.__version__ >= "2.13"
 
 
+def _is_exporting() -> bool:
+    # Not torch's function of this name, which torch 2.6 does not have and torch 2.12 makes true of all that it compiles.
+    return bool(getattr(torch.compiler, "_is_exporting_flag", False))
+
+
 def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
     """Run a method of a table module eagerly inside a compiled model: ids are known only when it runs.
 
@@ -37,8 +42,7 @@ def recorded_as(
         @functools.wraps(method)
         def call(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
             if torch.compiler.is_compiling():
-                # Not is_exporting(), which torch 2.6 does not have and torch 2.12 makes true of all that it compiles.
-                if getattr(torch.compiler, "_is_exporting_flag", False) and self._has_rows():
+                if _is_exporting() and self._has_rows():
                     refuse_to_record(self, "torch.export")
                 if ONE_GRAPH and fits is not None and instead is not None and fits(self, *args, **kwargs):
                     return instead(self, *args, **kwargs)
@@ -59,7 +63,7 @@ def recorded_as(
 
 def refuse_to_export(module: nn.Module) -> None:
     """Raise under ``torch.export``, for a lookup that an exported program cannot do with the weight alone."""
-    if _is_exporting is not None and _is_exporting():
+    if _is_exporting():
         refuse_to_record(module, "torch.export")
 
 
