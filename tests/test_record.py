@@ -934,7 +934,7 @@ def test_make_picks_the_cuda_extra_of_the_torch_that_it_installs(tmp_path, cuda,
     tool.write_text("#!/bin/sh\n" + (f"echo '| Driver Version: 1 CUDA Version: {cuda} |'\n" if cuda else "exit 1\n"))
     tool.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready"]
+    argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready-dev"]
     done = subprocess.run(argv, cwd=SCRIPT.parents[1], env=environment, capture_output=True, text=True, check=True)
     assert f'".[{extras}]"' in done.stdout
     # A build of torch that this driver can run: the package index has one for CUDA 13.

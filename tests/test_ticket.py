@@ -27,13 +27,13 @@ def make(seed: int = 0, **options) -> st.Embedding:
 @pytest.fixture
 def fetched(monkeypatch) -> list[torch.Tensor]:
     """The ids of each read, in order."""
-    seen, fetch = [], Rows.fetch
+    seen, read = [], st.Table.read
 
-    def noted(rows, ids, planes=None):
+    def noted(table, ids, planes):
         seen.append(ids)
-        return fetch(rows, ids, planes)
+        return read(table, ids, planes)
 
-    monkeypatch.setattr(Rows, "fetch", noted)
+    monkeypatch.setattr(st.Table, "read", noted)
     return seen
 
 

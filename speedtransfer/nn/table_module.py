@@ -52,9 +52,9 @@ class TableModule(VocabularyModule):
         """
         options = complete(options)
         shape = (check_size(self.num_embeddings, "num_embeddings"), check_size(self.embedding_dim, "embedding_dim"))
-        if self.padding_idx is not None:
-            self.padding_idx = check_size(self.padding_idx, "padding_idx", -(2**63))
+        # With a vocabulary it is an id, which is checked there.
         if self.padding_idx is not None and options["vocabulary"] is None:
+            self.padding_idx = check_size(self.padding_idx, "padding_idx", -(2**63))
             rows = self.num_embeddings
             # The same exception as torch.nn raises, for code that catches it.
             assert -rows <= self.padding_idx < rows, (

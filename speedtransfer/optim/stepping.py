@@ -55,8 +55,7 @@ class Stepping(TableParam):
             if self.features is not None:
                 self.features.begin(self, optimizer)
             self.refresh()
-            assert self.grad is not None
-            fuses = self.grad.is_cuda and SWITCH in os.environ and not self.in_place and not self._is_apart()
+            fuses = SWITCH in os.environ and not self.in_place and not self._is_apart()
             self._fused = plan_step(state, optimizer, group) if fuses else None
             if self._fused is None:
                 state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)
