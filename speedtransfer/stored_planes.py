@@ -192,6 +192,8 @@ class StoredPlanes(EncodedPlanes):
                 for suffix, part in parts.items():
                     planes[suffix][rows] = part
                 todo.popleft()
+                # Before the next ones: what is freed while they are there stays with the process.
+                del given, same, parts, part
 
         try:
             fill()
