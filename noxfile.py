@@ -22,7 +22,11 @@ VERSIONS = """
 import platform, importlib.metadata as found
 print(platform.python_version(), *map(found.version, ("torch", "numpy", "numba")))
 """
-HEAD = """# Versions
+HEAD = """---
+orphan: true
+---
+
+# Versions
 
 What the tests that need no GPU passed with, on Linux; `make matrix` runs them and writes this page. "lowest" are the versions
 that an installation asks for, "pinned" those of `constraints.txt`, "newest" what pip found on that day.
