@@ -125,7 +125,7 @@ def test_a_process_that_fails_or_ends_is_told_and_replaced():
     assert not world.processes
     assert world.call("sent") == [0, 0]
     world.processes[1].kill()
-    with pytest.raises(WorldError, match="ended|Connection"):
+    with pytest.raises(WorldError, match=r"ended|Connection"):
         world.call("steps", DENSE, SIZES, 1)
     assert world.call("sent") == [0, 0]
     processes = list(world.processes)
