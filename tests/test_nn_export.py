@@ -237,6 +237,7 @@ def test_torch_export_takes_the_weights_along(options, tmp_path) -> None:
         program.module()(IDS + 1)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.7", reason="torch.export raises by itself, and does not say that it traces")
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_torch_export_cannot_take_raises(strict) -> None:
     ids = torch.tensor([[1, 2, 0]])
