@@ -19,7 +19,7 @@ _locks: set[weakref.ref[Any]] = set()
 _taken: list[Any] = []
 
 
-def forked_lock() -> Any:
+def fork_safe_lock() -> Any:
     """Return an RLock that a forked process finds free.
 
     A fork waits until the threads that hold such locks are done, so that the child has what they write whole; a second at
@@ -59,7 +59,7 @@ if hasattr(os, "register_at_fork"):
 def once(function: F) -> F:
     """Call `function` once for the same arguments, as ``functools.cache``, but have other threads wait for the first call."""
     found: dict[Any, Any] = {}
-    lock = forked_lock()
+    lock = fork_safe_lock()
 
     @functools.cache
     @functools.wraps(function)

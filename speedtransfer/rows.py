@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
 from speedtransfer.idle import Lag
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
 from speedtransfer.tables import Table, WriteLog, kept, on_host, overlay, row_chunks
@@ -66,7 +66,7 @@ class Rows(StoredPlanes):
         # Of a table in memory that processes share.
         self.own: OwnRows | None = None
         # Other threads may read rows (evaluation) while this one trains them.
-        self.lock = forked_lock()
+        self.lock = fork_safe_lock()
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

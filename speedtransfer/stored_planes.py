@@ -16,6 +16,7 @@ from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import FLOAT8_DTYPES, bits_of
 from speedtransfer.encoded_planes import EncodedPlanes
 from speedtransfer.encoding import BlocksFloat8, Codec, codec_for, encode_rows
+from speedtransfer.interrupts import to_its_end
 from speedtransfer.tables import Placement, Table, check_room, refuse, row_chunks
 
 
@@ -60,12 +61,7 @@ class StoredPlanes(EncodedPlanes):
     def drop(self, *names: str) -> None:
         """Remove planes."""
         parts = self._stored_names(names)
-        try:
-            self._drop(names, parts)
-        except BaseException:
-            # Again, after an interrupt.
-            self._drop(names, parts)
-            raise
+        to_its_end(lambda: self._drop(names, parts))
 
     def _drop(self, names: Iterable[str], parts: Iterable[str]) -> None:
         for part in parts:

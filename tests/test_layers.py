@@ -16,7 +16,7 @@ import speedtransfer
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
-    {"errors", "version", "dtypes", "lazy", "once"},
+    {"errors", "version", "dtypes", "interrupts", "lazy", "once"},
     {"system", "jit", "progress", "eager", "untrusted"},
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},

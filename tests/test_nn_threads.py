@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from midway import midway
 from torch import nn
 
 import speedtransfer as st
@@ -92,28 +93,6 @@ def test_the_weight_stays_while_a_module_is_converted() -> None:
     assert module.weight.dtype == module.scale.dtype == torch.float64
 
 
-@pytest.fixture
-def midway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Callable[[], Any]], Any]:
-    """Make a step of an Adam, in the middle of which another thread calls `use`, and return what that returned."""
-
-    def step(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:
-        seen = []
-        begin = torch.optim.Adam._init_group
-
-        def begun(self: Any, *args: Any) -> Any:
-            found = begin(self, *args)
-            if self is optimizer:
-                seen.append(elsewhere(use))
-            return found
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.Adam, "_init_group", begun)
-            optimizer.step()
-        return seen[0]
-
-    return step
-
-
 def save(path: Any, model: Any, optimizer: Any) -> Any:
     st.save_checkpoint(path, model, optimizer)
     again = type(model)([type(model[0])(ROWS, 3)])
@@ -138,7 +117,7 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"idle": "lazy"}], ids=["exact", "cache", "lazy"])
 @pytest.mark.parametrize("name", USES)
-def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: Any, midway: Any) -> None:
+def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: Any) -> None:
     """What is seen is what was there before it; and the step is made as without."""
     ends = []
     for use in (lambda *_: None, USES[name]):
@@ -149,7 +128,7 @@ def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: A
             model[0](torch.arange(number, number + 5)).pow(2).sum().backward()
             before = {key: USES[key](model, optimizer, tmp_path / "before") for key in ("state_dict", "state")}
             before = copy.deepcopy(before)
-            seen = midway(optimizer, lambda: use(model, optimizer, tmp_path / "saved"))  # noqa: B023
+            seen = midway(optimizer, lambda: elsewhere(lambda: use(model, optimizer, tmp_path / "saved")))  # noqa: B023
             optimizer.zero_grad()
             if use is not USES[name]:
                 continue
@@ -166,13 +145,13 @@ def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: A
     assert torch.equal(*ends)
 
 
-def test_a_state_dict_that_is_kept_stays_that_of_all_rows(midway: Any) -> None:
+def test_a_state_dict_that_is_kept_stays_that_of_all_rows() -> None:
     """What another thread writes to a file during the next step."""
     emb = st.Embedding(ROWS, 3)
     optimizer = torch.optim.Adam(emb.parameters())
     kept: list[Any] = []
     for _ in range(2):
         emb(torch.tensor([4])).sum().backward()
-        shapes = midway(optimizer, lambda: [state["exp_avg"].shape for state in kept])
+        shapes = midway(optimizer, lambda: elsewhere(lambda: [state["exp_avg"].shape for state in kept]))
         kept.append(optimizer.state_dict()["state"][0])
     assert shapes == [(ROWS, 3)]

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from forked import run_script
 from in_child import in_child, plain
+from midway import midway
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -212,28 +213,6 @@ def test_a_row_that_is_being_written_is_read_whole(read: Callable[[Any, Tensor],
         assert torch.equal(found[0].result(60), torch.ones(ROWS, DIM))
 
 
-@pytest.fixture
-def midway(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any, Callable[[], Any]], Any]:
-    """Make a step of an Adam, call `use` in the middle of it, and return what that returned."""
-
-    def step(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:
-        seen, begin = [], torch.optim.Adam._init_group
-
-        def begun(self: Any, *args: Any) -> Any:
-            found = begin(self, *args)
-            if not seen:
-                seen.append(None)
-                seen.append(use())
-            return found
-
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.optim.Adam, "_init_group", begun)
-            optimizer.step()
-        return seen[1]
-
-    return step
-
-
 def training(**options: Any) -> tuple[Any, Any]:
     emb = st.Embedding(ROWS, DIM, _weight=torch.arange(ROWS * DIM).view(ROWS, DIM).float(), **options)
     optimizer = torch.optim.Adam(emb.parameters(), lr=0.1)
@@ -257,7 +236,7 @@ OVERTAKEN: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("held", ["attribute", "function"])
 @pytest.mark.parametrize("name", OVERTAKEN)
 def test_a_step_that_begins_while_another_thread_reads_the_weight(
-    name: str, held: str, options: dict[str, Any], midway: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, held: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parameter is lent to it; what is read are rows of the table, and those that a gradient belongs to."""
     emb, optimizer = training(**options)
@@ -297,7 +276,7 @@ def test_a_step_that_begins_while_another_thread_reads_the_weight(
         assert trains == (name != "detach")
 
 
-def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused(midway: Any) -> None:
+def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused() -> None:
     """And the step is made as without."""
 
     def end(disturbed: bool) -> tuple[Tensor, Tensor]:

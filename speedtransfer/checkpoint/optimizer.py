@@ -8,35 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.idle import has_rule
 from speedtransfer.optim import Handle, VocabularyHandle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, take_loaded, way_to_step
 from speedtransfer.optim.leaves import leaves
 from speedtransfer.optim.probe import Findings, PlaneSpec
 from speedtransfer.optim.state_dicts import handles_of, has_other_hooks, load_plainly, without_rows
-
-# Of torch.optim: each value of a parameter has one in every tensor of its state.
-_BY_VALUE = frozenset(
-    [
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "ASGD",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-        "SparseAdam",
-    ]
-)
 
 
 def _shapes(optimizer: Optimizer) -> list[list[list[int]]]:
@@ -225,7 +208,7 @@ def _check_state(optimizer: Optimizer, param: Tensor, state: dict[str, Any], pat
     """
     handle, current = find_handle(param), optimizer.state.get(param, {})
     shape = tuple(param.shape) if handle is None else (handle.num_saved, handle.table.dim)
-    by_value = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in _BY_VALUE
+    by_value = has_rule(optimizer) or type(optimizer) is SparseAdam
     for key, value in leaves(state).items():
         if not isinstance(value, Tensor):
             continue

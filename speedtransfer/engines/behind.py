@@ -8,14 +8,14 @@ import os
 import weakref
 from collections.abc import Callable
 
-from speedtransfer.once import forked_lock, once
+from speedtransfer.once import fork_safe_lock, once
 
 
 class Behind:
     """One write at a time that a thread makes. Nothing is lost: a write that failed is made again until it succeeds."""
 
     def __init__(self) -> None:
-        self._lock = forked_lock()
+        self._lock = fork_safe_lock()
         self._write: Callable[[], None] | None = None
         self._future: concurrent.futures.Future[None] | None = None
         _all.add(self)

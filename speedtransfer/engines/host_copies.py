@@ -108,6 +108,16 @@ def _ask_for(plane: int, stride_bytes: int, row_bytes: int, index: Any, j: int, 
             prefetch(coming + line * LINE_BYTES)
 
 
+@njit(inline="always")
+def _row_at(index: Any, j: int, num_rows: int, fault: Any) -> int:
+    """Return the row that is number `j` of the index; -1, noted as the fault, if it has been changed to one that is none."""
+    row = index[j]
+    if np.uint64(row) < np.uint64(num_rows):
+        return row
+    fault[0], fault[1] = j, row
+    return -1
+
+
 @compile_function
 def gather(
     plane: int,
@@ -123,9 +133,8 @@ def gather(
     """Fill dense rows of any width and alignment."""
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        row = index[j]
-        if np.uint64(row) >= np.uint64(num_rows):
-            fault[0], fault[1] = j, row
+        row = _row_at(index, j, num_rows, fault)
+        if row < 0:
             continue
         _copy_any(rows + j * row_bytes, plane + row * stride_bytes, row_bytes)
 
@@ -145,9 +154,8 @@ def gather_streaming_lines(
     """Fill dense rows, `rows` and `row_bytes` being multiples of a cache line, past the cache."""
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        row = index[j]
-        if np.uint64(row) >= np.uint64(num_rows):
-            fault[0], fault[1] = j, row
+        row = _row_at(index, j, num_rows, fault)
+        if row < 0:
             continue
         to, source = rows + j * row_bytes, plane + row * stride_bytes
         for done in range(0, row_bytes, LINE_BYTES):
@@ -170,9 +178,8 @@ def scatter(
     """Write dense rows of any width and alignment to the plane."""
     for j in range(start, stop):
         _ask_for(plane, stride_bytes, row_bytes, index, j, stop)
-        row = index[j]
-        if np.uint64(row) >= np.uint64(num_rows):
-            fault[0], fault[1] = j, row
+        row = _row_at(index, j, num_rows, fault)
+        if row < 0:
             continue
         _copy_any(plane + row * stride_bytes, rows + j * row_bytes, row_bytes)
 
@@ -191,9 +198,8 @@ def scatter_streaming_lines(
 ) -> None:
     """Write dense rows, `plane`, `stride_bytes` and `row_bytes` being multiples of a cache line, past the cache."""
     for j in range(start, stop):
-        row = index[j]
-        if np.uint64(row) >= np.uint64(num_rows):
-            fault[0], fault[1] = j, row
+        row = _row_at(index, j, num_rows, fault)
+        if row < 0:
             continue
         to, source = plane + row * stride_bytes, rows + j * row_bytes
         for done in range(0, row_bytes, LINE_BYTES):

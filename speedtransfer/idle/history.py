@@ -16,7 +16,7 @@ from speedtransfer.idle.missed import is_done_on_cuda, take_missed_steps
 from speedtransfer.idle.rule import IdleStep, Rule
 from speedtransfer.idle.sums import Sums
 from speedtransfer.idle.unsure import Unsure
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 
 
 class _Shared:
@@ -26,7 +26,7 @@ class _Shared:
         self.sums = sums
         self.coming: IdleStep | None = None
         self.histories = weakref.WeakSet[History]()
-        self.lock = lock or forked_lock()  # also of those that go on by themselves
+        self.lock = lock or fork_safe_lock()  # also of those that go on by themselves
 
     def join(self, history: History) -> bool:
         """Let a history, whose first step is the one to come, share the sums if that has not come yet."""
@@ -63,7 +63,7 @@ class _Shared:
 
 # By what their sums depend on: those that have begun with a step, which is to come.
 _begun: weakref.WeakValueDictionary[tuple[Any, ...], _Shared] = weakref.WeakValueDictionary()
-_begun_lock = forked_lock()
+_begun_lock = fork_safe_lock()
 
 
 class History:

@@ -18,13 +18,13 @@ from speedtransfer.cuda import check_not_capturing, current_stream, is_capturing
 from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.ahead import Ahead, begin_to_read, use
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim import Handle
 from speedtransfer.tables import as_index, is_padded
 
 # Tickets that no lookup has used yet.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
-_turn = forked_lock()
+_turn = fork_safe_lock()
 
 
 class Ticket:

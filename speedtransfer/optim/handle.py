@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.interrupts import to_its_end
 from speedtransfer.optim.binding import Binding
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.graph import KEY
@@ -297,11 +298,9 @@ class Handle(Binding):
             before = self.table.num_rows
             try:
                 self.rows.grow(num_rows)
-                self._follow_growth(before)
-            except BaseException:
+            finally:
                 # After an interrupt the table may have grown.
-                self._follow_growth(before)
-                raise
+                to_its_end(lambda: self._follow_growth(before))
 
     def _follow_growth(self, before: int) -> None:
         """Show as many rows as the table has, which had `before`."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.ranks import DifferenceError, Exchange, Segment
 
 
@@ -105,7 +105,7 @@ class Reducer(ABC):
 # In the order in which they were made, which is the same on every process. Empty: no table has other processes.
 made: list[weakref.ref[Reducer]] = []
 # Threads run backward one after the other: messages of two exchanges at once would be mixed up.
-turn = forked_lock()
+turn = fork_safe_lock()
 # The frame of the exchange that runs; after an interrupt maybe of one that does not run any more.
 _running: FrameType | None = None
 

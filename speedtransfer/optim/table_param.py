@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
+from speedtransfer.interrupts import to_its_end
 from speedtransfer.optim.anchor import Anchor
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.fused_step import FusedStep
@@ -175,12 +176,8 @@ class TableParam:
         # Weak, as this object holds the table.
         self.table._handle = weakref.ref(self)
         if param is not None:
-            try:
-                self._set_placeholder(param)
-            except BaseException:
-                # After an interrupt it would be an ordinary parameter, of NaN.
-                self._set_placeholder(param)
-                raise
+            # Else it would be an ordinary parameter, of NaN.
+            to_its_end(lambda: self._set_placeholder(param))
 
     def _set_placeholder(self, param: nn.Parameter) -> None:
         param.__class__ = nn.Parameter

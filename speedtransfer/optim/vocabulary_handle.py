@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidTypeError
+from speedtransfer.interrupts import to_its_end
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.vocabulary_gradient import VocabularyGradient
 from speedtransfer.rows import LAST_STEP, Rows
@@ -187,13 +188,12 @@ class VocabularyHandle(VocabularyGradient):
         before = self.ids
         try:
             super().grow(num_rows)
-            self._join_noted(before)
-            self.vocabulary.follow()
-        except BaseException:
-            # All of it again: an interrupt may have come in between.
-            self._join_noted(before)
-            self.vocabulary.follow()
-            raise
+        finally:
+            to_its_end(lambda: self._follow_rows(before))
+
+    def _follow_rows(self, before: Tensor | None) -> None:
+        self._join_noted(before)
+        self.vocabulary.follow()
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the table to `dtype`, as `Binding.convert`."""

@@ -21,7 +21,7 @@ from speedtransfer.cuda import (
 from speedtransfer.dtypes import PLANE_DTYPES, TABLE_DTYPES
 from speedtransfer.engines import CachedEngine, Engine, HostEngine, ReferenceEngine, engine_names, make_engine
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.tables import stats
 from speedtransfer.tables.chunks import check_fill, copy_plane, fill_plane, row_chunks
 from speedtransfer.tables.memories import Memory, check_room
@@ -64,7 +64,7 @@ class Planes:
         self._writes = 0
         # Writes of rows that have begun, and that have ended: with their lock. Who reads, without it, reads again with it if
         # there was one.
-        self._turn, self._begun, self._ended = forked_lock(), 0, 0
+        self._turn, self._begun, self._ended = fork_safe_lock(), 0, 0
         # Of those who read rows ahead of their use, while they live; and whether there ever was one.
         self._logs: weakref.WeakSet[WriteLog] = weakref.WeakSet()
         self.watched = False

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import is_capturing
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.tables.padded import num_unique
 
 
@@ -59,7 +59,7 @@ class PaddedStats:
         # By what they count, "gathered" or "scattered", bytes a row, and the device.
         self._counts: dict[tuple[str, int, torch.device], list[Tensor]] = {}
         # Threads that evaluate count as well.
-        self._lock = forked_lock()
+        self._lock = fork_safe_lock()
 
     def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
         """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
@@ -87,6 +87,6 @@ class PaddedStats:
 
 # Held by who counts: threads that train, evaluate or read ahead. One for all tables. Garbage that is collected meanwhile may
 # want it too.
-counting = forked_lock()
+counting = fork_safe_lock()
 # Held by who adds to the logs of a table, or lists them.
-logging = forked_lock()
+logging = fork_safe_lock()

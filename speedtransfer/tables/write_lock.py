@@ -7,7 +7,7 @@ import weakref
 from pathlib import Path
 
 from speedtransfer.errors import StorageError
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 
 try:
     import fcntl
@@ -24,7 +24,7 @@ class WriteLock:
 
 # By device and number of a file: the tables of one process share its lock.
 _held: weakref.WeakValueDictionary[tuple[int, int], WriteLock] = weakref.WeakValueDictionary()
-_lock = forked_lock()
+_lock = fork_safe_lock()
 
 
 def lock_for_writing(path: Path) -> WriteLock | None:

@@ -184,13 +184,6 @@ def check_format(name: str) -> str:
     return suffix
 
 
-def as_path(path: Any) -> Path:
-    """Return `path`, or raise `InvalidTypeError` where it is none."""
-    if not isinstance(path, str | os.PathLike):
-        raise InvalidTypeError(f"path is {path!r} ({type(path).__name__}) but must be the path of a file; pass one")
-    return Path(path)
-
-
 def find_vectors(path: str | os.PathLike[str]) -> Path:
     """Return the vector file that `path` means, itself or the one in the folder of a run; raise where there is none.
 

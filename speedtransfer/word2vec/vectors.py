@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec import formats
 from speedtransfer.word2vec.lookup import (
     TINY,
@@ -274,7 +275,7 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        path = formats.as_path(path)
+        path = check_path(path)
         formats.find_format(path).write(path, self.words, self.matrix, self.counts)
 
     @classmethod
@@ -300,7 +301,7 @@ class Vectors:
         MissingPackageError
             A .kv file, and gensim is not installed.
         """
-        path = formats.as_path(path)
+        path = check_path(path)
         folder = path if path.is_dir() else None
         path = path if folder is None else formats.find_vectors(folder)
         if max_words is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from speedtransfer.once import forked_lock
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim.probe.trial import OWN
 
 _LIMIT = 256
@@ -33,7 +33,7 @@ _Rates = dict[str, tuple[Any, list[Any]]]
 # By what decides it but for that.
 Known = dict[Any, _Rates]
 _known: Known = {}
-_lock = forked_lock()
+_lock = fork_safe_lock()
 _step = threading.local()
 
 Asking = TypeVar("Asking", bound=Callable[..., Any])

@@ -1,0 +1,14 @@
+"""An exception may come between any two lines: Ctrl-C, a handler of a signal that raises, `MemoryError`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+
+def to_its_end(call: Callable[[], object]) -> None:
+    """Call what does the same again, or goes on, when it is called once more: so it is where something comes into it."""
+    try:
+        call()
+    except BaseException:
+        call()
+        raise
