@@ -185,7 +185,7 @@ class Words:
         words, position = zipf_ids(vocabulary, num_words, generator), torch.arange(num_words)
         windows = torch.randint(0, WINDOW + 1, (num_words,), generator=generator)
         before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
-        negatives = torch.randint(vocabulary, (num_words // 512 + 1, NEGATIVES), generator=generator)
+        negatives = torch.randint(vocabulary, ((num_words // 512 + 1) * NEGATIVES,), generator=generator)
         return Block(words, before, after, negatives, num_words)
 
 

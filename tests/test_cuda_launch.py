@@ -69,28 +69,71 @@ class TestLaunch:
         cupy.ExternalStream = lambda pointer, index: ("external", pointer, index)
         assert self.launch(Stream(5)) == ("external", 5, 0)
 
-    @pytest.mark.parametrize(("before", "wanted", "after"), [(49152, 0, 49152), (49152, 66560, 66560), (99, 50, 99)])
-    def test_shared_memory_only_grows(self, cupy, monkeypatch, before, wanted, after):
-        kernel = types.SimpleNamespace(max_dynamic_shared_size_bytes=before)
-        monkeypatch.setattr(launch, "require_cuda", lambda what: None)
-        monkeypatch.setattr(launch, "_compiled", lambda *names: kernel)
-        assert launch.load_kernel("a.cu", "a", torch.device("cuda", 0), wanted) is kernel
-        assert kernel.max_dynamic_shared_size_bytes == after
+    @pytest.fixture
+    def attributes(self, monkeypatch):
+        """What a driver knows of a kernel, by attribute; it refuses more than 200,000 bytes."""
 
-    def test_too_much_shared_memory(self, cupy, monkeypatch):
-        class Kernel:
-            @property
-            def max_dynamic_shared_size_bytes(self):
-                return 49152
-
-            @max_dynamic_shared_size_bytes.setter
-            def max_dynamic_shared_size_bytes(self, size):
+        def change(pointer, name, value):
+            if value > 200_000:
                 raise RuntimeError("CUDA_ERROR_INVALID_VALUE: invalid argument")
+            known[name] = value
 
-        monkeypatch.setattr(launch, "require_cuda", lambda what: None)
-        monkeypatch.setattr(launch, "_compiled", lambda *names: Kernel())
+        known = {8: 49152}
+        driver = types.SimpleNamespace(
+            CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=8,
+            funcGetAttribute=lambda name, pointer: known[name],
+            funcSetAttribute=change,
+        )
+        cuda = types.SimpleNamespace(driver=driver, Device=self.entered)
+        for module in (status, launch):
+            monkeypatch.setattr(module, "load_cupy", lambda: types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(torch.cuda, "device", self.entered)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
+        monkeypatch.setattr(launch, "require_cuda", lambda what: None)
+        monkeypatch.setattr(launch, "_compiled", lambda *names: types.SimpleNamespace(ptr=1))
+        return known
+
+    @pytest.mark.parametrize(("wanted", "after"), [(0, 49152), (66560, 66560), (50, 49152)])
+    def test_shared_memory_only_grows(self, attributes, wanted, after):
+        assert launch.load_kernel("a.cu", "a", torch.device("cuda", 0), wanted).ptr == 1
+        assert attributes == {8: after}
+
+    def test_too_much_shared_memory(self, attributes):
         with pytest.raises(
             DeviceError, match=r"^a asks for 600000 bytes of shared memory .+ A Device refuses .+; pass "
         ):
             launch.load_kernel("a.cu", "a", torch.device("cuda", 0), 600000)
+
+
+class TestBinaries:
+    """Kernels are compiled once a machine, without flush-to-zero."""
+
+    @pytest.fixture
+    def compiled(self, monkeypatch, tmp_path):
+        """The options of each compilation."""
+        found = []
+
+        def compile_using_nvrtc(source, options):
+            found.append(options)
+            return b"the binary", None
+
+        cuda = types.SimpleNamespace(
+            compiler=types.SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
+            nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
+            Device=lambda: types.SimpleNamespace(compute_capability="90"),
+        )
+        monkeypatch.setattr(launch, "load_cupy", lambda: types.SimpleNamespace(cuda=cuda, __version__="14"))
+        monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
+        return found
+
+    def test_it_is_kept(self, compiled):
+        assert launch._binary("source", "a.cu") == launch._binary("source", "a.cu") == b"the binary"
+        assert compiled == [("-std=c++17",)]
+        launch._binary("another", "a.cu")
+        assert len(compiled) == 2
+
+    def test_where_nothing_can_be_kept(self, compiled, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
+        assert launch._binary("source", "a.cu") == launch._binary("source", "a.cu") == b"the binary"
+        assert len(compiled) == 2

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.resources
+import logging
 import struct
 import warnings
 from collections.abc import Callable
@@ -15,15 +17,18 @@ import torch
 from speedtransfer.cuda.graphs import WARM_UP, check_not_capturing
 from speedtransfer.cuda.status import cuda_status, cupy_package, first_line, load_cupy, on_device, require_cuda
 from speedtransfer.cuda.streams import cupy_stream
-from speedtransfer.errors import DeviceError
+from speedtransfer.errors import DeviceError, StorageError
 from speedtransfer.once import once
+from speedtransfer.system import cache_folder, replace_file
+
+log = logging.getLogger(__name__)
 
 
 def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
     """Return the kernel `function_name` of ``speedtransfer/kernels/<source_name>``, compiled for `device`.
 
     Call it by :func:`launch_kernel`, with at most `shared_bytes` of dynamic shared memory a block. It is compiled once a
-    process and device; CuPy keeps the binary in its cache folder.
+    process and device; the binary is kept below $SPEEDTRANSFER_CACHE, or the user's cache folder.
 
     Raises
     ------
@@ -34,9 +39,11 @@ def load_kernel(source_name: str, function_name: str, device: torch.device, shar
     kernel = _compiled(source_name, function_name, device.index)
     with on_device(device.index):
         # Beyond 48 KiB a kernel must ask; engines share it, and the largest wish must stay.
-        if shared_bytes > kernel.max_dynamic_shared_size_bytes:
+        driver = load_cupy().cuda.driver
+        attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        if shared_bytes > driver.funcGetAttribute(attribute, kernel.ptr):
             try:
-                kernel.max_dynamic_shared_size_bytes = shared_bytes
+                driver.funcSetAttribute(kernel.ptr, attribute, shared_bytes)
             except Exception as error:
                 raise DeviceError(
                     f"{function_name} asks for {shared_bytes} bytes of shared memory a block, which "
@@ -62,7 +69,7 @@ def launch_kernel(
 def kernel_source(name: str) -> str:
     """Return the text of ``speedtransfer/kernels/<name>`` with its includes in place.
 
-    CuPy keys its cache by the text that it is given, and would go on using a binary of an older header.
+    Binaries are kept by this text, so that none of an older header is used.
     """
     text = importlib.resources.files("speedtransfer.kernels").joinpath(name).read_text(encoding="utf-8")
     lines = [f'#line 1 "{name}"']  # errors then name the file and its own lines
@@ -139,10 +146,35 @@ def _compiled(source_name: str, function_name: str, index: int) -> Any:
     check_not_capturing(f"compiling the kernel {function_name}", WARM_UP)
     with on_device(index):
         try:
-            module = load_cupy().RawModule(code=kernel_source(source_name), options=("-std=c++17",))
+            module = load_cupy().cuda.function.Module()
+            module.load(_binary(kernel_source(source_name), source_name))
             return get_function(module, function_name)
         except Exception as error:  # CuPy has its own for each part: compiler, headers, driver
             raise DeviceError(
                 f"cannot compile {function_name} of {source_name} for cuda:{index}: {' '.join(str(error).split())}; "
                 f"reinstall CuPy with its CUDA toolkit, pip install '{cupy_package()}[ctk]'"
             ) from error
+
+
+def _binary(source: str, name: str) -> bytes:
+    """Return `source` compiled for the current device, of the cache if it is there.
+
+    ``cupy.RawModule`` would compile it with ``-ftz=true``: numbers below 1.2e-38 would be zero, which on the host they are not.
+    """
+    cupy = load_cupy()
+    compiler, capability = cupy.cuda.compiler, cupy.cuda.Device().compute_capability
+    about = (source, capability, cupy.cuda.nvrtc.getVersion(), cupy.__version__, _OPTIONS)
+    path = cache_folder() / "kernels" / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    binary: bytes = compiler.compile_using_nvrtc(source, _OPTIONS)[0]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with replace_file(path) as file:
+            file.write(binary)
+    except (OSError, StorageError) as error:
+        log.info("%s is compiled anew by each process: %s", name, error)
+    return binary
+
+
+_OPTIONS = ("-std=c++17",)
