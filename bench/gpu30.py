@@ -75,7 +75,7 @@ def tables_of(count, rows, engine="mapped", idle="lazy"):
     made = [Zero(rows, DIM, memory=MEM, device=DEV, idle=idle) for _ in range(count)]
     for one in made:
         if CUDA:
-            one.table.engine = engine
+            one.table.engine = MappedEngine("cuda", **json.loads(os.environ["MAPPED"])) if "MAPPED" in os.environ else engine
     return made
 
 
@@ -194,6 +194,67 @@ def few(args):
             say(what="few", kernel=kernel, blocks=blocks, error=str(error)[:200])
 
 
+def pages(args):
+    """Rates by allocator, size and launch: rows sorted."""
+    import first_look
+
+    engines = {f"{k} {b}": MappedEngine("cuda", max_blocks=b, kernel=k) for k, b in
+               [("lanes", 16), ("lanes", 32), ("lanes", 66), ("lanes", 264), ("bulk", 33), ("bulk", 132)]}
+    x = torch.zeros(131_072, DIM, device="cuda")
+    for name, make in first_look.ALLOCATORS.items():
+        start = time.perf_counter()
+        try:
+            flat, free = make(int(max(args.gb) * 2**9) << 21)
+        except Exception as error:
+            say(what="pages", allocator=name, error=str(error)[:200])
+            continue
+        say(what="pages", allocator=name, gb=max(args.gb), seconds=time.perf_counter() - start, pages=first_look.pages(flat.data_ptr()))
+        flat.zero_()
+        for gb in args.gb:
+            table = flat[: int(gb * 2**9) << 21].view(torch.float32).view(-1, DIM)
+            sets = itertools.cycle([torch.randint(len(table), (131_072,), device="cuda").unique() for _ in range(6)])
+            for label, engine in engines.items():
+                rates = []
+                for way in ("gather", "scatter"):
+                    def call():
+                        ids = next(sets)
+                        getattr(engine, way)([table], ids, [x[: len(ids)]])
+                    rates += timed((torch.cuda.current_stream(), x.nbytes, call), repeats=5)
+                say(what="pages", allocator=name, gb=gb, engine=label, gather=rates[0], scatter=rates[1])
+        torch.cuda.synchronize()
+        del table
+        free()
+        del flat
+
+
+def together(args):
+    """A gather of one plane beside a scatter of another, by launch: do both ways add up?"""
+    (a, b), (i, j), (x, y) = planes(args)
+    one, two = torch.cuda.Stream(), torch.cuda.Stream()
+    for (rk, rb), (wk, wb) in itertools.product([("lanes", 16), ("lanes", 264), ("bulk", 33)], repeat=2):
+        read, write = MappedEngine("cuda", rb, kernel=rk), MappedEngine("cuda", wb, kernel=wk)
+        gather = one, x.nbytes, lambda: read.gather([a], i, [x])
+        scatter = two, y.nbytes, lambda: write.scatter([b], j, [y])
+        alone = timed(gather, repeats=4) + timed(scatter, repeats=4)
+        say(what="together", rows=args.rows, read=f"{rk} {rb}", write=f"{wk} {wb}", alone=alone, both=timed(gather, scatter, repeats=5))
+
+
+def host(args):
+    """Where the host's time of ten small tables goes."""
+    import cProfile, pstats
+
+    for name in OPTIMIZERS:
+        batches = [[ids_of(100_000, 2_000, 1_000, 10 * s + t) for t in range(10)] for s in range(4)]
+        one = stepper(tables_of(10, 100_000), batches, OPTIMIZERS[name])
+        total, queued = ms(one, 50)
+        say(what="host", optimizer=name, tables=10, lookups=2_000, ms=total, host_ms=queued)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        ms(one, 50, 0)
+        profiler.disable()
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(45)
+
+
 def w2v(args):
     """Words a second of a block step of word2vec, on the device and on the host. Experiment 9."""
     import dataclasses
@@ -216,7 +277,8 @@ def w2v(args):
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("name", choices=["profile", "step", "fbgemm", "duplex", "few", "w2v"])
+    parser.add_argument("name", choices=["profile", "step", "fbgemm", "duplex", "few", "w2v", "pages", "together", "host"])
+    parser.add_argument("--gb", type=float, nargs="+", default=[2.0, 4.0, 8.0, 16.0, 32.0])
     parser.add_argument("--rows", type=int, default=8_000_000)
     args = parser.parse_args()
     os.environ.setdefault("SPEEDTRANSFER_CALIBRATE", "0")

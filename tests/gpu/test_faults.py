@@ -79,12 +79,13 @@ class TestWhatIsSaid:
 
     def test_of_two_gathers_the_earlier(self, engine, device, store):
         plane, rows = store(torch.ones(10, 3)), torch.ones(2, 3, device=device)
+        first, second = torch.tensor([[4, 11], [12, 4]], device=device)
         side = torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             hold(side, 50)
-            engine.gather([plane], torch.tensor([4, 11], device=device), [rows], check=True)
-            engine.gather([plane], torch.tensor([12, 4], device=device), [rows], check=True)
+            engine.gather([plane], first, [rows], check=True)
+            engine.gather([plane], second, [rows], check=True)
         with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is 11 "):
             engine.wait()
         engine.wait()
