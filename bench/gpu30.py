@@ -2,11 +2,19 @@
 
 Run from the root of the repository. Prints lines as it goes and appends them to $OUT/gpu30.jsonl. Nothing here has run on a GPU.
 """
-import argparse, itertools, json, os, statistics, sys, tempfile, time
+import argparse
+import itertools
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 sys.path[:0] = [os.getcwd(), os.path.join(os.getcwd(), "bench")]
 import torch
+
 import speedtransfer as st
 from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine
@@ -115,7 +123,8 @@ def fbgemm(args):
 
 def profile(args):
     """Device time by kernel of one lazy step: which are not the bus. Experiment 2."""
-    from torch.profiler import ProfilerActivity as Activity, profile as record
+    from torch.profiler import ProfilerActivity as Activity
+    from torch.profiler import profile as record
 
     batches = [[ids_of(args.rows, 131_072, 120_000, seed)] for seed in range(4)]
     for fused in ("0", "1"):
@@ -241,7 +250,8 @@ def together(args):
 
 def host(args):
     """Where the host's time of ten small tables goes."""
-    import cProfile, pstats
+    import cProfile
+    import pstats
 
     for name in OPTIMIZERS:
         batches = [[ids_of(100_000, 2_000, 1_000, 10 * s + t) for t in range(10)] for s in range(4)]

@@ -102,7 +102,7 @@ def _count(name: str, sizes: Any) -> dict[str, Any]:
     """Return what a form does, counted in a process of its own, or its error."""
     options = [f"--{option}={value}" for option, value in sizes._asdict().items()]
     command = [sys.executable, __file__, "--form", name, *options]
-    environment = {"FAKE_DEVICE_BYTES": str(8 << 30), "SPEEDTRANSFER_CALIBRATE": "0", **os.environ}
+    environment = {"FAKE_DEVICE_BYTES": str(8 << 30), **os.environ}
     try:
         # Without a calibration that an emulated run has left: it would choose the engine.
         with tempfile.TemporaryDirectory() as cache:

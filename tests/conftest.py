@@ -15,7 +15,6 @@ from sweeps import mark_the_rest_as_slow
 # What was measured on this machine must not decide which engine a test runs on; set before anything looks, for children too.
 _cache = tempfile.TemporaryDirectory(prefix="speedtransfer-test-")
 os.environ["SPEEDTRANSFER_CACHE"] = _cache.name
-os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"
 
 # Without a device of these kinds, torch.manual_seed keeps the seed and the stack as text for each: a millisecond a call.
 for _accelerator in (torch.cuda, torch.xpu, torch.mtia):

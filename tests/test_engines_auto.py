@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +10,7 @@ from test_engines import OnCpu
 
 import speedtransfer as st
 from speedtransfer.engines import AutoEngine, HostEngine, ReferenceEngine, auto, calibration, timing
-from speedtransfer.engines.calibration import Calibration, Point, file_of, load, machine_of, remember
+from speedtransfer.engines.calibration import Calibration, Point, load, machine_of, remember
 from speedtransfer.errors import DeviceError, InvalidValueError
 
 CPU = torch.device("cpu")
@@ -19,7 +18,6 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.delenv("SPEEDTRANSFER_CALIBRATE", raising=False)
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
     calibration._known.clear()
     yield tmp_path / "cache"
@@ -62,17 +60,6 @@ class TestChoice:
         made([("gather", 16, 10, {"other": 1e-9, "reference": 1e-6}), ("scatter", 16, 10, {"other": 1e-9})]).save()
         assert self.engine().choose("gather", 16, 10) == "reference"
         assert self.engine().choose("scatter", 16, 10) == "host"
-
-    def test_measured_once_and_only_for_calls_worth_it(self):
-        calls = []
-        engine = self.engine(measure=calls.append)
-        engine.choose("gather", 16, 10)
-        assert calls == []
-        for _ in range(3):
-            assert engine.choose("gather", 512, 10_000) == "host"
-        assert calls == [256 << 20]
-        assert engine.choose("gather", 512, 10_000, 5 << 30) == "host"
-        assert calls == [256 << 20, 4 << 30]
 
     def test_an_engine_waits_for_what_others_may_still_do(self):
         calls = []
@@ -155,16 +142,10 @@ class TestChoice:
             for d in ("gather", "scatter")
         ]
         remember(CPU, Calibration(machine_of(CPU), points))
-        engine = self.engine(measure=lambda plane_bytes: None)
+        engine = self.engine()
         assert [engine.choose("gather", 512, 1000, 10**e) for e in (6, 8, 9, 10, 11)] == ["host"] * 3 + [
             "reference"
         ] * 2
-
-    def test_sizes_of_planes(self):
-        sizes = [256 << 20, 1 << 30, 4 << 30, 16 << 30]
-        assert [calibration.size_class(size) for size in sizes] == sizes
-        assert [calibration.size_class(size) for size in (0, 1, 100 << 20, 10**13)] == [sizes[0]] * 3 + [sizes[-1]]
-        assert calibration.size_class(600 << 20) == sizes[1]
 
     def test_a_new_measurement_counts_at_once(self):
         engine = self.engine()
@@ -256,26 +237,6 @@ class TestCalibration:
         timing.calibrate({"host": HostEngine()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert ("4.0 times as long as at best; measure again by `speedtransfer calibrate`" in caplog.text) == (slow > 0)
 
-    def test_planes_of_several_sizes(self, monkeypatch):
-        """Each is measured once and kept beside the others."""
-        asked = []
-
-        def measure(device, sizes):
-            asked.extend(sizes)
-            return Calibration(machine_of(CPU), [Point("gather", 16, 10, {"host": len(asked)}, size) for size in sizes])
-
-        monkeypatch.setattr(auto, "calibrate_device", measure)
-        monkeypatch.setattr(auto, "available_bytes", lambda: 20 << 30)
-        for size in (1 << 30, 4 << 30, 1 << 30, 64 << 30):  # the last does not fit: a quarter of what is free is 5 GB
-            auto.measure_machine(CPU, size)
-        assert asked == [1 << 30, 4 << 30]
-        assert [(p.plane_bytes, p.seconds) for p in load(CPU).points] == [
-            (1 << 30, {"host": 1}),
-            (4 << 30, {"host": 2}),
-        ]
-        again = load(CPU).joined(measure(CPU, [1 << 30]))
-        assert [(p.plane_bytes, p.seconds) for p in again.points] == [(4 << 30, {"host": 2}), (1 << 30, {"host": 3})]
-
     def test_ids_are_sorted_and_reach_all_of_the_plane(self):
         given = timing._Given(torch.zeros(1000, 4, dtype=torch.uint8), 100, CPU)
         assert torch.equal(given.index, given.index.sort().values)
@@ -294,37 +255,6 @@ class TestCalibration:
         with pytest.raises(InvalidValueError, match="at least one engine and a uint8 plane of at least one row"):
             timing.calibrate({"reference": ReferenceEngine()}, CPU, torch.zeros(4, dtype=torch.uint8))
 
-    def test_a_machine_that_cannot_be_measured(self, monkeypatch, caplog):
-        def fail(device, sizes):
-            raise DeviceError("no such luck")
-
-        monkeypatch.setattr(auto, "calibrate_device", fail)
-        assert auto.measure_machine(CPU) is None
-        assert "no such luck" in caplog.text
-
-    def test_left_out_on_request(self, monkeypatch):
-        monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "0")
-        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: pytest.fail("measured"))
-        assert auto.measure_machine(CPU) is None
-
-    def test_kept_in_the_process_where_it_cannot_be_saved(self, monkeypatch, tmp_path, caplog):
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
-        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: made(POINTS))
-        assert auto.measure_machine(CPU).points == calibration.known(CPU).points
-        assert "not measured for good" in caplog.text
-
-    def test_another_process_is_measuring(self, monkeypatch):
-        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: pytest.fail("measured"))
-        lock = file_of(machine_of(CPU)).with_suffix(".lock")
-        lock.parent.mkdir()
-        lock.touch()
-        assert auto.measure_machine(CPU) is None
-        monkeypatch.setattr(auto, "_LOCK_S", -1.0)  # its process is dead
-        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: made(POINTS))
-        assert auto.measure_machine(CPU) is not None
-        assert not lock.exists()
-
     def test_no_home(self, monkeypatch):
         def no_home():
             raise RuntimeError("Could not determine home directory.")
@@ -333,7 +263,6 @@ class TestCalibration:
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr("pathlib.Path.home", no_home)
         assert load(CPU) is None
-        assert auto.measure_machine(CPU) is None
 
     def test_draws_nothing_from_the_generator_of_the_user(self):
         torch.manual_seed(0)
@@ -343,12 +272,6 @@ class TestCalibration:
         with torch.device("meta"):  # whatever the default device is
             timing.calibrate({"reference": ReferenceEngine()}, CPU, plane, (16,), (100,))
         assert torch.equal(torch.rand(3), expected)
-
-    def test_the_result_is_kept(self, monkeypatch, caplog):
-        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: made(POINTS))
-        with caplog.at_level(logging.INFO):
-            assert auto.measure_machine(CPU).points == load(CPU).points
-        assert str(file_of(machine_of(CPU))) in caplog.text
 
 
 class TestEngineOfATable:

@@ -69,7 +69,7 @@ class TestCompile:
         places = {
             "move.cuh": "struct Plane {",
             "lanes.cuh": "struct Same {",
-            "rows.cu": "report_faults(move);\n    for",
+            "rows.cu": "report_faults(move);\n    visit",
         }
         for name, at in places.items():
             text = importlib.resources.files("speedtransfer.kernels").joinpath(name).read_text()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import multiprocessing
-import os
 import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -47,8 +46,7 @@ def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: b
 
 
 def _answer(pipe: Connection, function: Callable[..., dict[str, int]], arguments: tuple[Any, ...]) -> None:
-    # Calibration would allocate buffers. The parent process handles Ctrl-C.
-    os.environ["SPEEDTRANSFER_CALIBRATE"] = "0"
+    # The parent process handles Ctrl-C.
     with contextlib.suppress(KeyboardInterrupt, ConnectionError):
         try:
             answer: dict[str, int] | str = function(*arguments)

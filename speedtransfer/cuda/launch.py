@@ -159,7 +159,7 @@ def _compiled(source_name: str, function_name: str, index: int) -> Any:
 def _binary(source: str, name: str) -> bytes:
     """Return `source` compiled for the current device, of the cache if it is there.
 
-    ``cupy.RawModule`` would compile it with ``-ftz=true``: numbers below 1.2e-38 would be zero, which on the host they are not.
+    ``cupy.RawModule`` would compile it with ``-ftz=true``: numbers below 1.2e-38 would be zero, and on the host are not.
     """
     cupy = load_cupy()
     compiler, capability = cupy.cuda.compiler, cupy.cuda.Device().compute_capability

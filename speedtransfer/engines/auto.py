@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -18,33 +16,26 @@ from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
     Direction,
-    file_of,
     known,
-    load,
     log,
     machine_of,
-    remember,
-    size_class,
 )
 from speedtransfer.engines.host import HostEngine
 from speedtransfer.engines.mapped import MappedEngine
 from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
 from speedtransfer.engines.timing import calibrate
-from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes, suggest
+from speedtransfer.errors import HostMemoryError, InvalidValueError, suggest
 from speedtransfer.system import available_bytes
-
-_WORTH_BYTES = 1 << 20  # what a call moves at least before this machine is measured for it
-_LOCK_S = 120.0  # after that the lock of another process is a dead one's
-_measuring = threading.Lock()
 
 
 class AutoEngine:
     """Hands each call to one of several engines over the same planes.
 
     Which one: that of the pair, one to gather and one to scatter, with the smallest sum at the nearest point of the machine's
-    calibration for a table of this size, so that a step rarely changes engines; or the first of `engines` without one. From
-    the first call that is captured in a CUDA graph on it is the first: it alone is in order with replays, by the stream.
+    calibration for a table of this size (`speedtransfer calibrate`), so that a step rarely changes engines; without one the
+    first of `engines`, since measuring takes as long as many steps. From the first call that is captured in a CUDA graph on it
+    is the first: it alone is in order with replays, by the stream.
 
     Order: each engine keeps its own calls in order. Before another one gathers the host waits for the scatters of the others,
     before it scatters for all of their calls, and for nothing where those move rows on the host. Threads take turns, since one
@@ -56,23 +47,15 @@ class AutoEngine:
         The default first.
     device : torch.device
         The compute device.
-    measure : callable, optional
-        Makes the calibration for planes of so many bytes where there is none, at the first call worth it.
     """
 
     name = "auto"
     takes_padding = True
 
-    def __init__(
-        self,
-        engines: dict[str, Engine],
-        device: torch.device,
-        measure: Callable[[int], Calibration | None] = lambda plane_bytes: None,
-    ) -> None:
-        self.engines, self.device, self._measure = engines, device, measure
+    def __init__(self, engines: dict[str, Engine], device: torch.device) -> None:
+        self.engines, self.device = engines, device
         self._names = list(engines)
         self._turn = threading.Lock()
-        self._tried = set[int]()  # sizes of planes that were to be measured
         self._busy = set[str]()  # engines that may not be done with the planes
         self._captured = False
         self._row_bytes = 0  # of all planes of the table, as far as calls have shown
@@ -139,11 +122,6 @@ class AutoEngine:
         key = row_bytes, num_rows >> size, size, table_bytes
         chosen = self._chosen.get(key)
         if chosen is None:
-            plane_bytes = size_class(table_bytes)
-            missing = calibration is None or not calibration.measured(plane_bytes)
-            if missing and plane_bytes not in self._tried and num_rows * row_bytes >= _WORTH_BYTES:
-                self._tried.add(plane_bytes)  # once, whatever comes of it
-                calibration = self._measure(plane_bytes) or calibration
             if calibration is None:
                 return self._names[0]
             chosen = self._chosen[key] = calibration.pair(self._names, row_bytes, num_rows, table_bytes)
@@ -201,8 +179,7 @@ def make_engine(memory: str, device: torch.device, name: str | None = None) -> E
 
 
 def _make_auto(device: torch.device) -> AutoEngine:
-    engines: dict[str, Engine] = {"mapped": MappedEngine(device), "staged": StagedEngine(device)}
-    return AutoEngine(engines, device, lambda plane_bytes: measure_machine(device, plane_bytes))
+    return AutoEngine({"mapped": MappedEngine(device), "staged": StagedEngine(device)}, device)
 
 
 _MAKE: dict[str, Callable[[torch.device], Engine]] = {
@@ -212,53 +189,6 @@ _MAKE: dict[str, Callable[[torch.device], Engine]] = {
     "reference": ReferenceEngine,
     "staged": StagedEngine,
 }
-
-
-def measure_machine(device: torch.device, plane_bytes: int = PLANE_BYTES) -> Calibration | None:
-    """Measure the engines of page-locked memory once, and keep the result beside those for planes of other sizes.
-
-    A plane of `plane_bytes` is made, or the largest that takes no more than a quarter of the memory that is free, and nothing
-    is done where that was measured before. Returns what is known then; None where that is nothing.
-
-    SPEEDTRANSFER_CALIBRATE=0 in the environment leaves it out, and so does another thread or process that measures.
-    """
-    if os.environ.get("SPEEDTRANSFER_CALIBRATE", "1") == "0" or not _measuring.acquire(blocking=False):
-        return known(device)
-    try:
-        while plane_bytes > PLANE_BYTES and plane_bytes > available_bytes() // 4:
-            plane_bytes //= 4
-        with _alone(device) as alone:
-            before = load(device)  # another process may have measured since
-            if not alone or (before is not None and before.measured(plane_bytes)):
-                remember(device, before or known(device))
-                return known(device)
-            log.info("measuring how rows move best on %s to and from %s, once", device, format_bytes(plane_bytes))
-            result = calibrate_device(device, sizes=(plane_bytes,))
-            result = before.joined(result) if before is not None else result
-            remember(device, result)
-            log.info("kept in %s; see `speedtransfer calibrate --show`", result.save())
-    except Exception as error:  # rows move without it too: nothing here may end a training
-        log.warning("this machine was not measured for good (%s: %s)", type(error).__name__, error)
-    finally:
-        _measuring.release()
-    return known(device)
-
-
-@contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[bool]:
-    """Say whether no other process of this machine is measuring; each would slow the other down."""
-    path, ours = file_of(machine_of(device)).with_suffix(".lock"), False
-    with contextlib.suppress(OSError):  # nowhere to write: then no other process does either
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and time.time() - path.stat().st_mtime > _LOCK_S:
-            path.unlink()  # of a process that was killed
-        path.touch(exist_ok=False)
-        ours = True
-    try:
-        yield ours or not path.exists()
-    finally:
-        if ours:
-            path.unlink(missing_ok=True)
 
 
 def calibrate_device(
@@ -273,7 +203,7 @@ def calibrate_device(
         Called with every point.
     sizes : sequence of int, optional
         Bytes of the planes to measure on. By default 256 MB and, on CUDA, as much as 4 GB in steps of four where that is less
-        than a quarter of the memory that is free; other sizes are measured when a table of theirs is used.
+        than a quarter of the memory that is free.
 
     Raises
     ------

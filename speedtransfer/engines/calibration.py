@@ -26,10 +26,9 @@ from speedtransfer.version import __version__
 
 Direction = Literal["gather", "scatter"]
 DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
-# Of the planes that it is measured on, each four times the one before, up to 64 GB: the larger a table, the fewer of its rows
-# share translations of addresses. The smallest is far larger than a cache.
+# Of the smallest plane that it is measured on, far larger than a cache. The larger a table, the fewer of its rows share
+# translations of addresses.
 PLANE_BYTES = 256 << 20
-_CLASSES = 4
 # What a choice of two engines must win over one for both directions: the host waits once a step for one of them, and cannot
 # queue meanwhile. Not measured on a GPU yet.
 _SWITCH_S = 50e-6
@@ -132,12 +131,6 @@ def check_writable(path: Path) -> Path:
             return path
     except OSError as error:
         raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); {_REMEDY}") from error
-
-
-def size_class(table_bytes: int) -> int:
-    """Return the bytes of the plane that speaks for a table of `table_bytes`."""
-    step = round(math.log(max(1, table_bytes) / PLANE_BYTES, 4))
-    return int(PLANE_BYTES * 4 ** min(max(step, 0), _CLASSES - 1))
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

@@ -61,8 +61,8 @@ class MappedEngine:
     device : torch.device
         The compute device, on CUDA.
     max_blocks : int, optional
-        The largest launch, in blocks of `threads`. Fewer leave more of the device to training. By default two for each
-        multiprocessor.
+        The largest launch, in blocks of `threads`. Fewer leave more of the device to training. By default one for every four
+        multiprocessors, and two for each where the planes are on the device.
     threads : int, optional
         Threads of a block. By default 256, and 32 with "bulk", where each takes 2 KiB of shared memory.
     kernel : {"lanes", "bulk"}
@@ -96,7 +96,9 @@ class MappedEngine:
         if kernel not in _THREADS:
             raise InvalidValueError(f"kernel must be one of 'lanes', 'bulk'; got {kernel!r}")
         self.kernel, self.sort_rows = kernel, sort_rows
-        self.max_blocks = max_blocks or 2 * torch.cuda.get_device_properties(self.device).multi_processor_count
+        processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        # A few fill the bus, and ask for rows of few pages at a time, which large tables need: more are slower there.
+        self._host_blocks, self._device_blocks = max_blocks or max(8, processors // 4), max_blocks or 2 * processors
         self.threads = threads or _THREADS[kernel]
         if kernel == "bulk":
             self._require_bulk()
@@ -201,8 +203,9 @@ class MappedEngine:
         table_rows, step = planes[0].shape[0], _PLANE_WORDS * MAX_PLANES
         faults = (self._fault_pointer, self._claimed.data_ptr()) if check else (0, 0)
         there = 0 if places is None else places.data_ptr()
+        max_blocks = self._device_blocks if planes[0].is_cuda else self._host_blocks
         for name, found, threads_a_row in ((kind, lanes, 32), ("bulk", bulk, 1)):
-            blocks = min(self.max_blocks, -(-num_rows * threads_a_row // self.threads))
+            blocks = min(max_blocks, -(-num_rows * threads_a_row // self.threads))
             for start in range(0, len(found), step):
                 words = found[start : start + step]
                 move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, words, there)

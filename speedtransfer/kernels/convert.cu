@@ -41,33 +41,34 @@ struct Converted {
 };
 
 template <bool kGather, int kStored, int kDense>
-__device__ inline void move_converted(const Move& move, const Plane& plane) {
-    move_plane<kGather>(move, plane, Converted<kGather, kStored, kDense>{plane.stored_type, plane.dense_type});
+__device__ inline void move_converted(const Move& move, const Plane& plane, long long first, long long end) {
+    const Converted<kGather, kStored, kDense> change = {plane.stored_type, plane.dense_type};
+    move_plane<kGather>(move, plane, change, first, end);
 }
 
 template <bool kGather>
-__device__ inline void move_any(const Move& move, const Plane& plane) {
+__device__ inline void move_any(const Move& move, const Plane& plane, long long first, long long end) {
     if (plane.stored_type == plane.dense_type) {
-        move_bits<kGather>(move, plane);
+        move_bits<kGather>(move, plane, first, end);
     } else if (plane.dense_type == kFloat32) {
         switch (plane.lane_bytes) {
-            case 16: move_converted<kGather, 16, 32>(move, plane); break;
-            case 8: move_converted<kGather, 8, 16>(move, plane); break;
-            case 4: move_converted<kGather, 4, 8>(move, plane); break;
-            default: move_converted<kGather, 2, 4>(move, plane); break;
+            case 16: move_converted<kGather, 16, 32>(move, plane, first, end); break;
+            case 8: move_converted<kGather, 8, 16>(move, plane, first, end); break;
+            case 4: move_converted<kGather, 4, 8>(move, plane, first, end); break;
+            default: move_converted<kGather, 2, 4>(move, plane, first, end); break;
         }
     } else if (plane.stored_type == kFloat32) {
         switch (plane.lane_bytes) {
-            case 16: move_converted<kGather, 16, 8>(move, plane); break;
-            case 8: move_converted<kGather, 8, 4>(move, plane); break;
-            default: move_converted<kGather, 4, 2>(move, plane); break;
+            case 16: move_converted<kGather, 16, 8>(move, plane, first, end); break;
+            case 8: move_converted<kGather, 8, 4>(move, plane, first, end); break;
+            default: move_converted<kGather, 4, 2>(move, plane, first, end); break;
         }
     } else {
         switch (plane.lane_bytes) {
-            case 16: move_converted<kGather, 16, 16>(move, plane); break;
-            case 8: move_converted<kGather, 8, 8>(move, plane); break;
-            case 4: move_converted<kGather, 4, 4>(move, plane); break;
-            default: move_converted<kGather, 2, 2>(move, plane); break;
+            case 16: move_converted<kGather, 16, 16>(move, plane, first, end); break;
+            case 8: move_converted<kGather, 8, 8>(move, plane, first, end); break;
+            case 4: move_converted<kGather, 4, 4>(move, plane, first, end); break;
+            default: move_converted<kGather, 2, 2>(move, plane, first, end); break;
         }
     }
 }
@@ -76,9 +77,9 @@ __device__ inline void move_any(const Move& move, const Plane& plane) {
 
 extern "C" __global__ void gather_converted(const __grid_constant__ Move move) {
     report_faults(move);
-    for (long long p = 0; p < move.num_planes; ++p) move_any<true>(move, move.planes[p]);
+    visit_tiles(move, [&](const Plane& plane, long long first, long long end) { move_any<true>(move, plane, first, end); });
 }
 
 extern "C" __global__ void scatter_converted(const __grid_constant__ Move move) {
-    for (long long p = 0; p < move.num_planes; ++p) move_any<false>(move, move.planes[p]);
+    visit_tiles(move, [&](const Plane& plane, long long first, long long end) { move_any<false>(move, plane, first, end); });
 }

@@ -2,8 +2,10 @@
 //
 // A row is a string of bytes here, unless its type changes on the way. It moves in lanes of 16, 8, 4, 2 or 1 bytes,
 // whichever divides every address, stride and width of the plane (the host picks it). A team of 1 to 32 neighbouring
-// threads moves a row, so that its lanes are read and written together; narrow rows share a warp. Teams stride over the
-// rows, so any launch size is right. Every offset is 64 bits wide: planes of more than 2^31 elements are the normal case.
+// threads moves a row, so that its lanes are read and written together; narrow rows share a warp. A block moves the rows of a
+// tile, of one plane after the other, then its next tile, so any launch size is right: rows that lie together in ascending
+// order, or in one record, are asked for together, which what translates addresses for the bus needs where tables are large.
+// Every offset is 64 bits wide: planes of more than 2^31 elements are the normal case.
 //
 // No thread looks at another, on purpose: the tests run this same source on the CPU.
 
@@ -72,34 +74,62 @@ struct Same {
     __device__ Lane<kBytes> operator()(const Lane<kBytes>& lane) const { return lane; }
 };
 
+// How the threads of a block share the rows of a plane.
+struct Teams {
+    int log_team = 0;
+    long long teams;
+    // What a thread reads before it writes: lanes of one row, or, where a team has a thread for each lane, of several rows.
+    bool several_rows;
+
+    __device__ explicit Teams(long long lanes) {
+        while ((1 << log_team) < kMaxTeam && (1 << log_team) < lanes && (2u << log_team) <= blockDim.x) ++log_team;
+        teams = blockDim.x >> log_team;
+        several_rows = lanes <= (1 << log_team);
+    }
+    __device__ long long rows_at_once() const { return several_rows ? kInFlight * teams : teams; }
+};
+
+// Calls visit(plane, first, end) for the rows of this block: of each tile one plane after the other.
+template <typename Visit>
+__device__ inline void visit_tiles(const Move& move, const Visit& visit) {
+    long long tile = move.num_rows;  // as many rows as a block reads at once of the widest plane
+    for (long long p = 0; p < move.num_planes; ++p) {
+        const long long rows = Teams(move.planes[p].lanes).rows_at_once();
+        if (rows < tile) tile = rows;
+    }
+    for (long long first = blockIdx.x * tile; first < move.num_rows; first += gridDim.x * tile) {
+        const long long end = first + tile < move.num_rows ? first + tile : move.num_rows;
+        for (long long p = 0; p < move.num_planes; ++p) visit(move.planes[p], first, end);
+    }
+}
+
 template <bool kGather, typename Change>
-__device__ inline void move_plane(const Move& move, const Plane& plane, const Change& change) {
+__device__ inline void move_plane(
+    const Move& move, const Plane& plane, const Change& change, long long first, long long end
+) {
     constexpr int kStored = Change::kStoredBytes, kDense = Change::kDenseBytes;
     constexpr int kRead = kGather ? kStored : kDense, kWritten = kGather ? kDense : kStored;
-    const long long lanes = plane.lanes, num_rows = move.num_rows;
-    int log_team = 0;  // a team is no larger than the launch
-    while ((1 << log_team) < kMaxTeam && (1 << log_team) < lanes && (2 << log_team) <= all_threads()) ++log_team;
-    const int team = 1 << log_team;
-    const long long member = this_thread() & (team - 1), teams = all_threads() >> log_team;
-    long long j = this_thread() >> log_team;
-    if (j >= teams) return;  // the launch is no multiple of the team: the rest has no row
-
-    // What a thread reads before it writes: lanes of one row, or, where a team has a thread for each lane, of several rows.
-    const bool several_rows = lanes <= team;
-    const long long row_step = several_rows ? teams : 0, lane_step = several_rows ? 0 : team;
+    const long long lanes = plane.lanes;
+    const Teams shared(lanes);
+    const int team = 1 << shared.log_team;
+    const long long member = threadIdx.x & (team - 1), teams = shared.teams;
+    long long j = threadIdx.x >> shared.log_team;
+    if (j >= teams) return;  // the block is no multiple of the team: the rest has no row
+    j += first;
+    const long long row_step = shared.several_rows ? teams : 0, lane_step = shared.several_rows ? 0 : team;
     const auto stored_at = [&](long long row, long long lane) {
         return plane.plane + row * plane.stride_bytes + lane * kStored;
     };
     const auto dense_at = [&](long long at, long long lane) {
         return plane.rows + (place_of(move, at) * lanes + lane) * kDense;
     };
-    for (; j < num_rows; j += several_rows ? kInFlight * teams : teams) {
+    for (; j < end; j += shared.rows_at_once()) {
         for (long long lane = member; lane < lanes; lane += kInFlight * team) {
             long long row[kInFlight];
             Lane<kRead> held[kInFlight];
 #pragma unroll
             for (int k = 0; k < kInFlight; ++k) {
-                const bool mine = j + k * row_step < num_rows && lane + k * lane_step < lanes;
+                const bool mine = j + k * row_step < end && lane + k * lane_step < lanes;
                 row[k] = mine ? move.index[j + k * row_step] : -1;
             }
 #pragma unroll
@@ -113,7 +143,7 @@ __device__ inline void move_plane(const Move& move, const Plane& plane, const Ch
 #pragma unroll
             for (int k = 0; k < kInFlight; ++k) {
                 const long long at = j + k * row_step, here = lane + k * lane_step;
-                if (kGather ? at < num_rows && here < lanes : row_exists(move, row[k])) {
+                if (kGather ? at < end && here < lanes : row_exists(move, row[k])) {
                     write_lane<kWritten>(kGather ? dense_at(at, here) : stored_at(row[k], here), change(held[k]));
                 }
             }
@@ -123,13 +153,13 @@ __device__ inline void move_plane(const Move& move, const Plane& plane, const Ch
 
 // Planes whose bytes arrive as they left.
 template <bool kGather>
-__device__ inline void move_bits(const Move& move, const Plane& plane) {
+__device__ inline void move_bits(const Move& move, const Plane& plane, long long first, long long end) {
     switch (plane.lane_bytes) {
-        case 16: move_plane<kGather>(move, plane, Same<16>()); break;
-        case 8: move_plane<kGather>(move, plane, Same<8>()); break;
-        case 4: move_plane<kGather>(move, plane, Same<4>()); break;
-        case 2: move_plane<kGather>(move, plane, Same<2>()); break;
-        default: move_plane<kGather>(move, plane, Same<1>()); break;
+        case 16: move_plane<kGather>(move, plane, Same<16>(), first, end); break;
+        case 8: move_plane<kGather>(move, plane, Same<8>(), first, end); break;
+        case 4: move_plane<kGather>(move, plane, Same<4>(), first, end); break;
+        case 2: move_plane<kGather>(move, plane, Same<2>(), first, end); break;
+        default: move_plane<kGather>(move, plane, Same<1>(), first, end); break;
     }
 }
 

@@ -7,10 +7,10 @@
 // rows[p][places[j]] = plane[p][index[j]]; zeros, and a fault, where there is no such row
 extern "C" __global__ void gather_rows(const __grid_constant__ Move move) {
     report_faults(move);
-    for (long long p = 0; p < move.num_planes; ++p) move_bits<true>(move, move.planes[p]);
+    visit_tiles(move, [&](const Plane& plane, long long first, long long end) { move_bits<true>(move, plane, first, end); });
 }
 
 // plane[p][index[j]] = rows[p][places[j]]; index holds no row twice
 extern "C" __global__ void scatter_rows(const __grid_constant__ Move move) {
-    for (long long p = 0; p < move.num_planes; ++p) move_bits<false>(move, move.planes[p]);
+    visit_tiles(move, [&](const Plane& plane, long long first, long long end) { move_bits<false>(move, plane, first, end); });
 }

@@ -61,6 +61,9 @@ __device__ inline void write_sum(const Sums& given, long long group, long long c
     reinterpret_cast<typename T::Stored*>(given.sums)[group * given.width + column] = T::write(sum);
 }
 
+// How many rows a thread has asked for before it adds the first.
+constexpr int kAhead = 8;
+
 // Each thread has a column of a piece.
 template <typename T>
 __device__ inline void sum_within(const Sums& given) {
@@ -78,14 +81,26 @@ __device__ inline void sum_within(const Sums& given) {
         };
         long long group = given.inverse[given.order[first]];
         Sum sum = 0;
-        for (long long place = first; place < end; ++place) {
-            const long long row = given.order[place];
-            if (given.inverse[row] != group) {
-                keep(group, sum);
-                group = given.inverse[row];
-                sum = 0;
+        for (long long place = first; place < end; place += kAhead) {
+            long long row[kAhead], group_of[kAhead];
+            typename T::Stored value[kAhead];
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) row[k] = given.order[place + k < end ? place + k : end - 1];
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                group_of[k] = given.inverse[row[k]];
+                value[k] = rows[row[k] * given.width + column];
             }
-            sum += T::read(rows[row * given.width + column]);
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                if (place + k >= end) break;
+                if (group_of[k] != group) {
+                    keep(group, sum);
+                    group = group_of[k];
+                    sum = 0;
+                }
+                sum += T::read(value[k]);
+            }
         }
         keep(group, sum);
     }
@@ -102,8 +117,18 @@ __device__ inline void add_parts(const Sums& given) {
         const long long last = given.starts[group + 1];
         if (given.starts[group] < piece * given.piece || last <= end) continue;
         Sum sum = reinterpret_cast<const Sum*>(given.tails)[item];
-        for (long long next = piece + 1; next * given.piece < last; ++next) {
-            sum += reinterpret_cast<const Sum*>(given.heads)[next * given.width + column];
+        const auto* heads = reinterpret_cast<const Sum*>(given.heads);
+        const long long last_piece = (last - 1) / given.piece;
+        for (long long next = piece + 1; next <= last_piece; next += kAhead) {
+            Sum head[kAhead];
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                head[k] = heads[(next + k < last_piece ? next + k : last_piece) * given.width + column];
+            }
+#pragma unroll
+            for (int k = 0; k < kAhead; ++k) {
+                if (next + k <= last_piece) sum += head[k];
+            }
         }
         write_sum<T>(given, group, column, sum);
     }

@@ -1,10 +1,9 @@
 """A step of torch's Adam, AdamW or SGD on active rows by one kernel, which reads and writes their state where it is stored.
 
-It takes the place of a gather, the optimizer's own operations and a scatter. It is off unless the environment has
-``SPEEDTRANSFER_FUSED_STEP=1``, as it has not been measured on a GPU yet. `plan_step` says whether the kernel does what the
-optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no
-gradient, so that it leaves them alone. Weights and state differ by rounding at most, and the gradient stays as it is, where
-foreach SGD with nesterov changes it.
+It takes the place of a gather, the optimizer's own operations and a scatter, unless the environment has
+``SPEEDTRANSFER_FUSED_STEP=0``. `plan_step` says whether the kernel does what the optimizer would do; where that is not known
+the step goes the ordinary way. While the optimizer steps the rows have no gradient, so that it leaves them alone. Weights and
+state differ by rounding at most, and the gradient stays as it is, where foreach SGD with nesterov changes it.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class FusedStep(NamedTuple):
 def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> FusedStep | None:
     """Return how the kernel makes the step of `optimizer`, or None where the step goes the ordinary way."""
     rows, table = state.rows, state.rows.table
-    if os.environ.get(SWITCH) != "1" or not table.runs_kernels:
+    if not table.runs_kernels or os.environ.get(SWITCH) == "0":
         return None
     plan = _PLANS.get(type(optimizer))
     # Idle rows that miss steps catch up when they are read, which the kernel does not do.

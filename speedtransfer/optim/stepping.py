@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -12,7 +11,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.cuda import WARM_UP, capture_number, check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError, OptimizerError
-from speedtransfer.optim.fused_step import SWITCH, make_step, plan_step
+from speedtransfer.optim.fused_step import make_step, plan_step
 from speedtransfer.optim.probe import sparse_gradient
 from speedtransfer.optim.state import RowState
 from speedtransfer.optim.table_param import TableParam
@@ -55,7 +54,7 @@ class Stepping(TableParam):
             if self.features is not None:
                 self.features.begin(self, optimizer)
             self.refresh()
-            fuses = SWITCH in os.environ and not self.in_place and not self._is_apart()
+            fuses = not self.in_place and self.table.runs_kernels and not self._is_apart()
             self._fused = plan_step(state, optimizer, group) if fuses else None
             if self._fused is None:
                 state.load(optimizer, group, frame, None if self.in_place else self.ids, self.state_rows)

@@ -155,8 +155,8 @@ def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded:
     assert order is not None
     assert starts is not None
     total = values.new_zeros(groups.ids.shape[0], width)
-    # So that the longest group takes as long within a piece as from piece to piece.
-    piece = 1 << max(4, count.bit_length() // 2)
+    # Short, so that many threads read at once. Not much shorter than the root, or a row that everybody looks up takes long.
+    piece = 1 << max(4, count.bit_length() // 2 - 3)
     pieces = -(-count // piece)
     kind = torch.float64 if values.dtype == torch.float64 else torch.float32
     parts = torch.empty((2, pieces, width), dtype=kind, device=values.device)

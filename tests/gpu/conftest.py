@@ -79,10 +79,9 @@ def device():
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory):
-    """Leave the user's calibration alone, and measure none by the way."""
+    """Leave the user's calibration alone."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path_factory.mktemp("cache")))
-        patch.setenv("SPEEDTRANSFER_CALIBRATE", "0")
         patch.delenv("SPEEDTRANSFER_ENGINE", raising=False)
         calibration._known.clear()
         yield

@@ -1,7 +1,6 @@
 """Choice by measurement on a CUDA device: whatever is chosen, the results are the same bits, in order."""
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
     Point,
-    file_of,
     known,
     load,
     machine_of,
@@ -76,20 +74,6 @@ class TestMeasured:
             total = seconds["gather"][pair[0]] + seconds["scatter"][pair[1]]
             assert total <= min(seconds["gather"][name] + seconds["scatter"][name] for name in NAMES)
 
-    def test_the_first_call_worth_it_measures(self, measured, device, monkeypatch, caplog):
-        monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "1")
-        calls = []
-        monkeypatch.setattr(auto, "calibrate_device", lambda device, sizes: [calls.append(sizes), measured][1])
-        table = st.Table(10_000, 128, memory="pinned", device=device)
-        table.gather(torch.arange(100, device=device))
-        assert calls == []
-        with caplog.at_level(logging.INFO):
-            for _ in range(3):
-                table.gather(torch.arange(10_000, device=device))
-        assert calls == [(PLANE_BYTES,)]
-        assert file_of(machine_of(device)).exists()
-        assert "measuring how rows move best" in caplog.text
-
     def test_no_memory_for_the_larger_planes(self, device, monkeypatch, caplog):
         allocate, sizes = auto.pinned_empty, []
 
@@ -104,16 +88,6 @@ class TestMeasured:
         assert {point.plane_bytes for point in found.points} == {1 << 20}
         assert sizes == [1 << 20, 4 << 20]
         assert "larger tables are not measured: no room; none at all" in caplog.text
-
-    def test_memory_that_cannot_be_locked_for_it(self, device, monkeypatch, caplog):
-        def refuse(num_bytes, device):
-            raise HostMemoryError("no room; none at all")
-
-        monkeypatch.setenv("SPEEDTRANSFER_CALIBRATE", "1")
-        monkeypatch.setattr(auto, "pinned_empty", refuse)
-        table = st.Table(10_000, 128, memory="pinned", device=device).fill_(2)
-        assert table.gather(torch.arange(10_000, device=device)).eq(2).all()
-        assert "this machine was not measured for good (HostMemoryError: no room; none at all)" in caplog.text
 
 
 def train(device, memory="pinned", steps=12):

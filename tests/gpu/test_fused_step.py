@@ -1,5 +1,7 @@
 """Steps by one kernel on a CUDA device: what the optimizer would have done, where the planes are."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from lazy_oracle import skewed_batches, squared_loss
@@ -37,7 +39,7 @@ def fused(monkeypatch):
         made.append(args)
         make_step(*args)
 
-    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(stepping, "make_step", counted)
     return made
 
@@ -74,18 +76,21 @@ def test_a_training_as_the_ordinary_way(make, memory, dim, device, fused, monkey
     found = train(memory, device, make, dim, padding_idx=0)
     # The first step makes the state.
     assert len(fused) == 11
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv(SWITCH, "0")
     expected = train(memory, device, make, dim, padding_idx=0)
     assert len(fused) == 11
     assert_same(found[0], expected[0])
-    assert found[1] == expected[1]
+    # The first step may read its rows once more.
+    counts = [replace(stats, gathered_rows=0, gathered_bytes=0) for stats in (found[1], expected[1])]
+    assert counts[0] == counts[1]
+    assert expected[1].gathered_rows <= found[1].gathered_rows <= expected[1].gathered_rows + NUM_ROWS
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_planes_side_by_side(name, device, fused, monkeypatch):
     found = train("pinned", device, OPTIMIZERS[name], layout="rows")
     assert len(fused) == 11
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv(SWITCH, "0")
     expected = train("pinned", device, OPTIMIZERS[name], layout="planes")
     assert_same(found[0], expected[0])
     assert found[1] == expected[1]
@@ -122,7 +127,7 @@ def test_a_scaler(name, steps, device, fused, monkeypatch):
 
     found = run()
     assert len(fused) == steps
-    monkeypatch.delenv(SWITCH)
+    monkeypatch.setenv(SWITCH, "0")
     assert_same(found, run())
 
 
@@ -170,7 +175,7 @@ def test_one_launch(name, device, fused):
 
 
 def test_the_benchmark_compares_both(device, monkeypatch):
-    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv(SWITCH, "0")
     for group in step_fused.groups(device, Batches(300, 64, 0), {"host": 1e8, "device": 1e8}):
         cases = group.make()
         assert len(cases) == 4

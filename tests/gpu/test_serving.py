@@ -136,7 +136,9 @@ def test_the_operators(device, memory):
 
 
 @pytest.mark.skipif(fakegpu is not None, reason="the emulator compiles nothing")
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")  # torch's import of inductor
+@pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
+)  # torch's import of inductor
 @pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph")
 @pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
 def test_a_compiled_model(device, memory):
