@@ -53,6 +53,10 @@ class TestCaptures:
             def capture_begin(self, *args, **kwargs):
                 self.begun = args, kwargs
 
+            def capture_end(self):
+                if not self.begun:
+                    raise RuntimeError("there is none")
+
             def replay(self):
                 self.replays += 1
 
@@ -63,10 +67,18 @@ class TestCaptures:
         one = Graph()
         one.capture_begin(1, capture_error_mode="relaxed")
         assert one.begun == ((1,), {"capture_error_mode": "relaxed"})
+        assert graphs.some_thread_captures()
+        one.capture_end()
+        assert not graphs.some_thread_captures()
+        with pytest.raises(TypeError):
+            Graph.capture_begin()
+        assert not graphs.some_thread_captures()
         capturing(True)
         first = graphs.capture_number()
-        Graph().capture_begin()
+        another = Graph()
+        another.capture_begin(2)
         assert graphs.capture_number() == first + 1
+        another.capture_end()
         capturing(False)
         assert graphs.capture_number() is None
         before = graphs.num_replays()

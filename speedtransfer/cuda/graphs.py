@@ -13,8 +13,8 @@ from speedtransfer.once import once
 
 WARM_UP = "do a few steps like it before the capture, on another stream, as torch asks for every graph"
 
-# Calls of methods of CUDAGraph so far.
-_calls = {"capture_begin": 0, "replay": 0}
+# Calls of methods of CUDAGraph so far; a capture that could not begin has ended.
+_calls = {"capture_begin": 0, "capture_end": 0, "replay": 0}
 
 
 @once
@@ -27,8 +27,17 @@ def count_graphs() -> None:
 def _counting(name: str, method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def called(*args: Any, **kwargs: Any) -> None:
+        if name == "capture_end":
+            try:
+                return method(*args, **kwargs)
+            finally:
+                _calls[name] += 1
         _calls[name] += 1
-        method(*args, **kwargs)
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            _calls["capture_end"] += name == "capture_begin"
+            raise
 
     return called
 
@@ -37,6 +46,11 @@ def is_capturing() -> bool:
     """Tell whether the current stream is being captured in a CUDA graph."""
     # Only what uses CUDA captures. Elsewhere torch raises instead of answering: without CUDA, a driver or a device.
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def some_thread_captures() -> bool:
+    """Tell whether any thread may capture a CUDA graph, which waits, queries and frees of others would end (mode "global")."""
+    return _calls["capture_begin"] > _calls["capture_end"] or is_capturing()
 
 
 def capture_number() -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import weakref
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer import buffers
-from speedtransfer.cuda.graphs import is_capturing
+from speedtransfer.cuda.graphs import some_thread_captures
 from speedtransfer.cuda.status import cuda_status, first_line, load_cupy, on_device, require_cuda, resolve_cuda
 from speedtransfer.cuda.streams import torch_stream
 from speedtransfer.dtypes import INTEGER_OF_SIZE
@@ -76,6 +77,10 @@ def _allocated(runtime: Any, num_bytes: int) -> tuple[int, Callable[[], object]]
 
 
 def _registered(runtime: Any, num_bytes: int) -> tuple[int, Callable[[], object]]:
+    have = physical_bytes()
+    if have and num_bytes > have:
+        # The system may hand out what it does not have, and end a process for it when the pages are locked.
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     block = buffers.anonymous(num_bytes)
     pointer, locked = np.frombuffer(block, dtype=np.uint8).ctypes.data, list[int]()
 
@@ -187,7 +192,7 @@ def _free_host(free: Callable[[], object], index: int, process: int, wait: Calla
     with contextlib.suppress(Exception):
         # A capture of a CUDA graph would fail of it: whoever frees next does this too.
         _to_free.append((free, index, wait))
-        while _to_free and not is_capturing():
+        while _to_free and not some_thread_captures():
             free, index, wait = _to_free.pop()
             wait()
             with on_device(index):

@@ -17,8 +17,9 @@ from speedtransfer.once import once
 from speedtransfer.rows import Rows
 from speedtransfer.tables import UniqueRows, WriteLog, is_padded, kept, num_unique, padded_unique, unique_rows
 
-# Rows beyond this are not padded: the host waits for their number, which is little beside what they take themselves.
-_MOST_PADDED_BYTES = 1 << 29
+# Rows that take more than this share of the device's memory are not padded: the host waits for their number, which is little
+# beside what they take themselves.
+_MOST_PADDED = 1 / 32
 THREADS = 2  # they wait for pages of files, and copy; more would take the cores of whoever trains
 
 
@@ -179,7 +180,12 @@ def _unique(rows: Rows, flat: Tensor, shape: tuple[int, ...], padding_idx: int |
 
 def may_pad(rows: Rows, count: int) -> bool:
     """Tell whether `count` rows on a CUDA device should be padded."""
-    return count * rows.table.dim * rows.dtype.itemsize <= _MOST_PADDED_BYTES
+    return count * rows.table.dim * rows.dtype.itemsize <= _MOST_PADDED * _memory_of(rows.table.device)
+
+
+@once
+def _memory_of(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
 
 
 @once
