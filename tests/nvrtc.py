@@ -7,6 +7,8 @@ import functools
 import importlib.util
 from pathlib import Path
 
+from speedtransfer.cuda.launch import OPTIONS
+
 ARCHITECTURES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -38,7 +40,7 @@ def compile_cubin(
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
     try:
         # As CuPy calls it.
-        flags = ("-std=c++17", "--device-as-default-execution-space", f"--gpu-architecture={architecture}", *options)
+        flags = (*OPTIONS, "--device-as-default-execution-space", f"--gpu-architecture={architecture}", *options)
         array = (ctypes.c_char_p * len(flags))(*(flag.encode() for flag in flags))
         code = nvrtc.nvrtcCompileProgram(program, len(flags), array)
         log = _read(program, "ProgramLog").rstrip(b"\0").decode()

@@ -59,6 +59,12 @@ class TestCompile:
         assert {b"mul.rn.f32", b"mul.rn.f64", b"div.rn.f32", b"sqrt.rn.f32"} <= found
         assert not [kind for kind in found if kind.startswith((b"fma", b"mad", b"mul.f"))]
 
+    @pytest.mark.parametrize("source", ["codecs.cu", "step.cu", "sums.cu", "word2vec.cu"])
+    def test_subnormal_numbers_stay(self, source):
+        code, _ = nvrtc.compile_cubin(kernel_source(source), source, "compute_90", kind="PTX")
+        # The last one is of CUDA's own expf.
+        assert set(re.findall(rb"[\w.]+\.ftz[\w.]*", code)) <= {b"ex2.approx.ftz.f32"}
+
     def test_the_bulk_copy_engine_is_asked_where_there_is_one(self):
         for architecture, asked in (("sm_89", False), ("sm_90", True)):
             cubin, _ = nvrtc.compile_cubin(kernel_source("bulk.cu"), "bulk.cu", architecture)

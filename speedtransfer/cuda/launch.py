@@ -163,11 +163,11 @@ def _binary(source: str, name: str) -> bytes:
     """
     cupy = load_cupy()
     compiler, capability = cupy.cuda.compiler, cupy.cuda.Device().compute_capability
-    about = (source, capability, cupy.cuda.nvrtc.getVersion(), cupy.__version__, _OPTIONS)
+    about = (source, capability, cupy.cuda.nvrtc.getVersion(), cupy.__version__, OPTIONS)
     path = cache_folder() / "kernels" / f"{name}-{hashlib.sha256(repr(about).encode()).hexdigest()[:24]}.cubin"
     if path.is_file():
         return path.read_bytes()
-    binary: bytes = compiler.compile_using_nvrtc(source, _OPTIONS)[0]
+    binary: bytes = compiler.compile_using_nvrtc(source, OPTIONS)[0]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with replace_file(path) as file:
@@ -177,4 +177,4 @@ def _binary(source: str, name: str) -> bytes:
     return binary
 
 
-_OPTIONS = ("-std=c++17",)
+OPTIONS = ("-std=c++17",)
