@@ -50,9 +50,9 @@ help:
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
 	@echo "make matrix      the fast tests with the lowest and newest Python, torch and NumPy, into docs/versions.md (environments in .nox)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
-	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  8 min: facts, first tests, first look, transfer --quick"
-	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: all GPU tests"
-	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: transfer, step, speedtorch (--part 4: the rest)"
+	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  9 min: facts, all GPU tests, experiments"
+	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: step, transfer, cache, prefetch"
+	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: sanitizer, speedtorch, precision, mixed, memory"
 	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
 	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
 
@@ -70,6 +70,7 @@ WORKERS ?= auto
 # Bytecode is kept whatever the environment says: without it each process takes ten seconds to compile the tests anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(1)" $(ARGS)
 # The tests of a device start processes themselves (tests/gpu/processes.py), so they come after the others and without workers.
+# `make gpu` runs them in several, some minutes faster.
 GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest tests/gpu -m "$(1)" $(ARGS))
 
 test: $(ENV)

@@ -2,74 +2,78 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
 import shutil
 import sys
 import time
-import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import FIRST_FILES, FIRST_TESTS
-from running import run
+from gpu_parts import ALONE
+from running import run, run_together
 from store import write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
+WORKERS, TEST_S = 8, 60  # processes that run tests at once, and seconds of a test
+MARK = "pytest.mark.sanitizer"
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 SANITIZER_FOUND = 86  # our choice, for findings in tests that pass
 STOPPED, REFUSED = "stopped at its time limit", "could not run"
-SANITIZED = ["tests/gpu", "-m", "sanitizer"]  # every kernel, little of each: all of it runs many times slower
 
 
 def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Run the GPU tests; return what went wrong."""
-    chosen = FIRST_FILES if about["part"] == FIRST_TESTS else ["tests/gpu"]
-    junit = logs_beside(path) / f"{about['part']}.xml"
-    junit.unlink(missing_ok=True)
-    options = ["-q", "--tb=short", "-p", "failures_at_once", f"--junitxml={junit}"]
-    code, _ = run([sys.executable, "-m", "pytest", *chosen, "-m", "gpu", *options], limit_s, cwd=root)
-    if code == NO_TESTS_COLLECTED:
-        return "there are none"
-    if not junit.exists():
-        return ending(code)
-    complete = code in (0, 1)
-    result = {**about, **summary(junit, complete), "complete": complete}
-    write(path, result)
-    return f"{result['failed']} failed" if code == 1 else ending(code)
+    """Run the GPU tests, some of them in a process of their own beside the others; return what went wrong."""
+    alone = [name for name in ALONE if (root / name).exists()]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "outcomes", "-m", "gpu"]
+    pytest += ["-p", "no:cacheprovider"]
+    commands = [
+        [*pytest, *workers(), "tests/gpu", *(f"--ignore={name}" for name in alone)],
+        *([[*pytest, *alone]] if alone else []),
+    ]
+    outcomes = logs_beside(path) / f"{about['part']}.jsonl"
+    outcomes.unlink(missing_ok=True)
+    start = time.monotonic()
+    # The cores are shared by the workers.
+    environment = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2"}
+    ended = run_together(commands, limit_s, cwd=root, env=environment)
+    codes = {code for code, _ in ended}
+    # The others are done where a process has none to run; 1: tests failed.
+    worst = None if None in codes else max((code or 0 for code in codes - {NO_TESTS_COLLECTED}), key=abs, default=0)
+    if not outcomes.exists():
+        return ending(worst) or "there are none"
+    found = summary(outcomes)
+    seconds = round(time.monotonic() - start, 1)
+    write(path, {**about, **found, "seconds": seconds, "complete": worst in (0, 1)})
+    return f"{found['failed']} failed" if worst == 1 else ending(worst)
+
+
+def workers() -> list[str]:
+    """Return the options for tests in several processes, where pytest has its plugins for that."""
+    count = min(WORKERS, os.cpu_count() or 1)
+    options = ["-n", str(count), "--dist", "worksteal", "--max-worker-restart", "30"]
+    there = count > 1 and importlib.util.find_spec("xdist") is not None
+    # Nothing but the end of its process stops a test whose host waits for a kernel.
+    limit = ["--timeout", str(TEST_S), "--timeout-method", "thread"]
+    return [*options, *limit] if there and importlib.util.find_spec("pytest_timeout") is not None else []
 
 
 def ending(code: int | None) -> str:
     return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
 
 
-def summary(junit: Path, complete: bool) -> dict[str, Any]:
-    """Return counts, seconds and failures of a JUnit file of pytest, without the last test if the run was stopped."""
-    cases = list(ElementTree.parse(junit).iter("testcase"))
-    cases = cases if complete else cases[:-1]
-    failures = {}
-    for case in cases:
-        problem = case.find("failure") if case.find("failure") is not None else case.find("error")
-        if problem is not None:
-            name = f"{case.get('classname')}.{case.get('name')}"
-            failures[name] = (problem.get("message") or "").strip().splitlines()[:1]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    passed = [case for case in cases if len(case) == 0 or {part.tag for part in case} <= _NO_OUTCOME]
+def summary(outcomes: Path) -> dict[str, Any]:
+    """Return counts, passed tests by file, and failures with their messages, of what outcomes.py has written."""
+    tests = [json.loads(line) for line in outcomes.read_text(encoding="utf-8").splitlines()]
+    counts = Counter(test["outcome"] for test in tests)
+    passed = (test["test"].partition("::")[0] for test in tests if test["outcome"] == "passed")
     return {
-        "files": dict(Counter(name for name in map(_file_of, passed) if name)),
-        "passed": len(cases) - len(failures) - skipped,
-        "failed": len(failures),
-        "skipped": skipped,
-        "seconds": sum(float(case.get("time", 0)) for case in cases),
-        "failures": failures,
+        "files": dict(Counter(Path(name).stem for name in passed)),
+        **{outcome: counts[outcome] for outcome in ("passed", "failed", "skipped")},
+        "failures": {test["test"]: test["message"] for test in tests if test["outcome"] == "failed"},
     }
-
-
-_NO_OUTCOME = {"system-out", "system-err", "properties"}
-
-
-def _file_of(case: ElementTree.Element) -> str:
-    """Return the file name of a test without folder and suffix; empty where it is unknown."""
-    return next((name for name in (case.get("classname") or "").split(".") if name.startswith("test_")), "")
 
 
 def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
@@ -80,7 +84,7 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
     write(path, result)
     end = time.monotonic() + limit_s
     for number, tool in enumerate(() if absent else TOOLS):
-        pytest = [sys.executable, "-m", "pytest", "-q", *SANITIZED]
+        pytest = [sys.executable, "-m", "pytest", "-q", "-m", "sanitizer", *sanitized(root)]
         command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), *pytest]
         # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
@@ -103,6 +107,12 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
     return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text not in ("clean", "no tests"))
 
 
+def sanitized(root: Path) -> list[str]:
+    """Return the files with tests for the sanitizer, little of each kernel; to collect all under it takes minutes."""
+    files = (path for path in sorted((root / "tests" / "gpu").glob("test_*.py")) if MARK in path.read_text())
+    return [path.relative_to(root).as_posix() for path in files] or ["tests/gpu"]
+
+
 def verdict(found: dict[str, Any]) -> str:
     """Return the verdict of a sanitizer tool on the tests it ran."""
     code, summary = found["exit"], found["summary"]
@@ -120,5 +130,5 @@ def verdict(found: dict[str, Any]) -> str:
 
 
 def logs_beside(path: Path) -> Path:
-    """Return the folder for logs and JUnit files of a result; git ignores it."""
+    """Return the folder for logs of a result; git ignores it."""
     return path.parent if path.parent.name == "logs" else path.parent / "logs"

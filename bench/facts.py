@@ -32,6 +32,7 @@ FILES = (
     "/proc/meminfo",
     "/proc/self/limits",
     "/proc/sys/vm/nr_hugepages",
+    "/proc/sys/vm/overcommit_memory",
     "/proc/driver/nvidia/version",
     "/proc/driver/nvidia/params",
     "/sys/kernel/mm/transparent_hugepage/enabled",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-FACTS, FIRST_TESTS, FIRST_LOOK = "facts", "first_tests", "first_look"  # beside the parts of store.PARTS
-FIRST_FILES = [f"tests/gpu/test_{name}.py" for name in ("devices", "streams", "faults", "all_kernels")]
+from store import EXPERIMENTS
+
+FACTS = "facts"  # beside the parts of store.PARTS
+
+# Tests in a process of their own beside the others: of kernels whose waits could last for ever, and of much memory.
+ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("all_kernels", "bulk", "cuda", "large"))
 
 # What only a GPU proves, and the tests of tests/gpu that run it.
 FEATURES = {
@@ -41,23 +44,32 @@ class Part(NamedTuple):
         tasks = (task._replace(limit_s=task.limit_s * factor) for task in self.tasks)
         return Part(seconds, self.host_bytes, tuple(tasks))
 
-    def environment(self) -> dict[str, str]:
-        """Return environment variables to set unless they are set already."""
+    def environment(self, folder: Path) -> dict[str, str]:
+        """Return environment variables to set unless they are set; what is calibrated and compiled goes to `folder`."""
         from speedtransfer.system import physical_bytes
 
         return {
             "SPEEDTRANSFER_HOST_BYTES": f"{min(self.host_bytes, physical_bytes() or self.host_bytes):.0f}",
-            "CUPY_CACHE_DIR": os.fspath(Path(tempfile.gettempdir(), "speedtransfer-cupy")),
+            "SPEEDTRANSFER_CACHE": os.fspath(folder),
+            "CUPY_CACHE_DIR": os.fspath(folder / "cupy"),
         }
 
 
 REST = 1000.0
+QUICK_SUITES = (Task("step", 60, True), Task("transfer", 45, True), Task("cache", 35, True), Task("prefetch", 35, True))
 GPU_PARTS = {
-    1: Part(
-        480, 110e9, (Task(FACTS, 40), Task(FIRST_TESTS, 110), Task(FIRST_LOOK, 210), Task("transfer", REST, quick=True))
-    ),
-    2: Part(560, 110e9, (Task("tests", REST),)),
+    1: Part(540, 110e9, (Task(FACTS, 30), Task("tests", 190), Task(EXPERIMENTS, REST))),
     # With more memory the step on the largest table would not be reached.
-    3: Part(560, 67e9, (Task("transfer", 240), Task("step", 230), Task("speedtorch", REST))),
-    4: Part(560, 67e9, (Task("sanitizer", 200), Task("precision", 110), Task("mixed", 110), Task("memory", REST))),
+    2: Part(540, 67e9, (*QUICK_SUITES, Task("step", 190), Task("transfer", REST))),
+    3: Part(
+        540,
+        67e9,
+        (
+            Task("sanitizer", 180),
+            Task("speedtorch", 90),
+            Task("precision", 80),
+            Task("mixed", 80),
+            Task("memory", REST),
+        ),
+    ),
 }

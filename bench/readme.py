@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from experiment import save_picture
 from store import (
     DRIFT,
+    EXPERIMENTS,
     IDLE,
     LOOP,
     NGRAM_EXAMPLE,
@@ -63,6 +64,7 @@ class Section(NamedTuple):
 
 
 IN_NUMBERS = Section("in numbers", tuple((part, "in_numbers") for part in ("step", IDLE, NGRAM_EXAMPLE, WORD2VEC)))
+ON_A_GPU = Section("experiments", ((EXPERIMENTS, "experiments_report"),), "docs/gpu.md")
 IDLE_ROWS = Section("idle rows", ((IDLE, "idle"),), "docs/optimizers.md")
 WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_report"), (SCALE, "word2vec_scale")), "docs/word2vec.md")
 SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop"),), "docs/migration.md")
@@ -74,6 +76,7 @@ MIXED = Section("mixed precision", (("mixed", "suite_pages"),), "docs/mixed-prec
 PLAN_ACCURACY = Section("plan accuracy", ((PLAN, "plan_accuracy"),), "docs/plan.md")
 SECTIONS = (
     IN_NUMBERS,
+    ON_A_GPU,
     IDLE_ROWS,
     WORD2VEC_SECTION,
     SPEEDTORCH_LOOP,

@@ -20,27 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from device_tests import ending, logs_beside, run_sanitizer, run_tests
-from gpu_parts import FACTS, FIRST_LOOK, FIRST_TESTS, GPU_PARTS, Task
+from gpu_parts import FACTS, GPU_PARTS, Task
 from running import log, logged, run
 from status import status
-from store import PARTIAL, PARTS, QUICK, ROOT, SUITES, header, path_of, read
+from store import EXPERIMENTS, PARTIAL, PARTS, QUICK, ROOT, SUITES, header, path_of, read
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
 SPARE_S = 25.0  # of a part of `make gpu`, for stopping its last task and what comes after
 MARGIN_S = 10.0  # that a program ends by itself before it is stopped
+EXPERIMENT_S = 20.0  # the same where one measurement takes longer
 
 HELP = """\
-On a machine that is lent for ten minutes a command, thirty minutes are three commands, each in the order of what matters most:
-  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   8 min: facts, tests of devices, kernels, streams and faults,
-                                                                 the first look (bench/first_look.py), transfer --quick
-  make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: all tests of tests/gpu
-  make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: transfer, step, speedtorch
-  make gpu PY=python3 ARGS="--part 4 --archive $OUT/part4.tgz"   9 min: sanitizer, precision, mixed, memory; if time is left
-Each ends by itself in its time and leaves two files: the archive (results, pictures, JUnit files and logs; kept up to date
-while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results, and a plain log
-beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the commit where
-there is no git; "+changes" means that the tree had some."""
+On a machine that is lent for ten minutes a command, three commands do it, each in the order of what tells most:
+  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   9 min: facts, all tests of tests/gpu, bench/experiments.py
+  make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: step, transfer, cache, prefetch --quick; step, transfer
+  make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: sanitizer, speedtorch, precision, mixed, memory
+Each ends by itself in its time and leaves two files: the archive (results, pictures, logs, calibrations and compiled kernels;
+kept up to date while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results,
+and a plain log beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the
+commit where there is no git; "+changes" means that the tree had some."""
 
 sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
@@ -66,19 +65,21 @@ def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
 
 
 def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Run a script of this folder, which writes its results itself; return what went wrong."""
+    """Run a script of this folder; return what went wrong."""
     command = [sys.executable, str(Path(__file__).with_name(f"{about['part']}.py"))]
-    if about["part"] == FIRST_LOOK:
-        command += ["--seconds", f"{max(1.0, limit_s - MARGIN_S):.0f}"]
-        command += ["--sizes", "0.02", "--rows", "1024", "--repeats", "2"] if quick else []
+    if about["part"] == EXPERIMENTS:
+        command += ["--out", str(path), "--seconds", f"{max(1.0, limit_s - EXPERIMENT_S):.0f}"]
+        command += ["--quick"] if quick else []
     code, _ = run(command, limit_s, cwd=root)
+    if code == 0 and path.exists() and not read(path)["complete"]:
+        return "the time was up before some experiments"
     return ending(code)
 
 
 def runner_of(name: str) -> Callable[[Path, Path, dict[str, Any], float, bool], str]:
     """Return what runs a task: a function of the root, the path of the result, its header, seconds and whether it is quick."""
-    others = {"sanitizer": run_sanitizer, "tests": run_tests, FIRST_TESTS: run_tests}
-    return {**others, FACTS: run_script, FIRST_LOOK: run_script}.get(name, run_suite)
+    others = {"sanitizer": run_sanitizer, "tests": run_tests, FACTS: run_script, EXPERIMENTS: run_script}
+    return others.get(name, run_suite)
 
 
 # --- the commands -------------------------------------------------------------------------------------------------------
@@ -96,7 +97,8 @@ def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, arc
     """Run a part of `make gpu`; `total_s` is the most it may take, in place of its own time."""
     part = GPU_PARTS[number]
     part = part if total_s == float("inf") else part.scaled(total_s)
-    for name, value in part.environment().items():
+    folder = path_of(root, header(root, EXPERIMENTS)["environment"]["device"], "").parent
+    for name, value in part.environment(folder / "cache").items():
         os.environ.setdefault(name, value)
     tasks = [task._replace(quick=task.quick or quick) for task in part.tasks]
     return record_tasks(tasks, STARTED + part.seconds - SPARE_S, root, archive, f"part{number}")
@@ -130,9 +132,7 @@ def _run_task(task: Task, limit_s: float, root: Path) -> str:
     """Run a task and put its result where results of its kind lie; return what went wrong."""
     about = header(root, task.name)  # before: the sources as they are when it starts
     device = about["environment"]["device"]
-    path = path_of(root, device, task.name, QUICK if task.quick and task.name in SUITES else PARTIAL)
-    if task.name == FIRST_TESTS:
-        path = logs_beside(path) / f"{task.name}.json"  # some of the tests, not a result of all
+    path = path_of(root, device, task.name, QUICK if task.quick and task.name in (*SUITES, EXPERIMENTS) else PARTIAL)
     path.unlink(missing_ok=True)
     logs_beside(path).mkdir(parents=True, exist_ok=True)
     problem = runner_of(task.name)(root, path, about, limit_s, task.quick)
@@ -142,13 +142,14 @@ def _run_task(task: Task, limit_s: float, root: Path) -> str:
 
 
 def pack(archive: Path, folder: Path, root: Path) -> None:
-    """Put the results, plots and logs of `folder` into one file, to be unpacked at the root of another copy of the tree."""
+    """Put the results, plots, logs and caches of `folder` into a file, to be unpacked at the root of another copy."""
     new = archive.with_name(archive.name + ".new")  # an interrupted write leaves the old one
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(new, "w:gz") as file:
-            for path in sorted((*folder.glob("*.json"), *folder.glob("*.png"), *folder.glob("logs/*"))):
-                file.add(path, path.relative_to(root).as_posix())
+            for pattern in ("*.json", "*.png", "logs/*", "cache/**/*"):
+                for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
+                    file.add(path, path.relative_to(root).as_posix())
         new.replace(archive)
     except OSError as error:  # the results themselves are not affected
         print(f"cannot write {archive}: {error}", file=sys.stderr)
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, parts in (("gpu", PARTS), ("here", SUITES)):
+    for name, parts in (("gpu", (*PARTS, EXPERIMENTS)), ("here", SUITES)):
         command = commands.add_parser(name, help=f"run {', '.join(parts)} and write their results")
         command.add_argument("--only", type=lambda text: text.split(","), default=list(parts), help="some of them: a,b")
         command.add_argument("--quick", action="store_true", help="small sizes and few samples")

@@ -62,10 +62,16 @@ def listening_to_interrupts() -> Iterator[None]:
 
 
 def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | None, str]:
-    """Return the exit code of `command` and its output, which is shown as it comes.
+    """Return the exit code of `command` and its output, which is shown as it comes; see `run_together`."""
+    (found,) = run_together([command], limit_s, **kwargs)
+    return found
 
-    After `limit_s` it is stopped with all that it has started, and the code is None. It finds the package also where that is
-    not installed, and listens to SIGINT also where this process does not, as background jobs of a script do not.
+
+def run_together(commands: Sequence[Sequence[str]], limit_s: float, **kwargs: Any) -> list[tuple[int | None, str]]:
+    """Run `commands` at once and return the exit code of each and its output, which is shown as it comes.
+
+    After `limit_s` they are stopped with all that they have started, and their codes are None. They find the package also
+    where that is not installed, and listen to SIGINT also where this process does not, as background jobs of a script do not.
     """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **kwargs.pop("env", {})}
     environment["PYTHONPATH"] = os.pathsep.join(
@@ -77,40 +83,52 @@ def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | No
         "stdout": subprocess.PIPE,
         "stderr": subprocess.STDOUT,
     }
-    lines: list[str] = []
     end = time.monotonic() + max(1.0, limit_s)
-    with listening_to_interrupts():
-        process = subprocess.Popen(command, start_new_session=True, env=environment, **options, **kwargs)
-    reader = threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True)
-    reader.start()
+    processes: list[subprocess.Popen[str]] = []
+    outputs: list[list[str]] = [[] for _ in commands]
+    readers = []
     try:
-        code = _wait(process, end)
+        for command, lines in zip(commands, outputs, strict=True):
+            with listening_to_interrupts():
+                process = subprocess.Popen(command, start_new_session=True, env=environment, **options, **kwargs)
+            processes.append(process)
+            readers.append(threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True))
+            readers[-1].start()
+        codes = _wait(processes, end)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        # A process stuck in the driver must not block the other tasks.
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_S)
-        reader.join(GRACE_S)  # a process that left the group may hold the pipe
-    return code, "".join(lines)
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            # A process stuck in the driver must not block the other tasks.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(GRACE_S)
+        for reader in readers:
+            reader.join(GRACE_S)  # a process that left the group may hold the pipe
+    return [(code, "".join(lines)) for code, lines in zip(codes, outputs, strict=True)]
 
 
-def _wait(process: subprocess.Popen[str], end: float) -> int | None:
-    """Return the exit code, or None after stopping the process: by SIGINT, at which pytest writes its results."""
-    while True:
+def _wait(processes: Sequence[subprocess.Popen[str]], end: float) -> list[int | None]:
+    """Return exit codes, None of those that had to be stopped: by SIGINT, at which pytest and suites write their results."""
+    running = list(processes)
+    while running:
         try:
-            return process.wait(timeout=max(0.0, min(KEEP_S, end - time.monotonic())))
+            running[0].wait(timeout=max(0.0, min(KEEP_S, end - time.monotonic())))
+            del running[0]
         except subprocess.TimeoutExpired:
             for keep in _keep:
                 keep()
-        if time.monotonic() >= end:
-            break
+            if time.monotonic() >= end:
+                break
+    late = [process for process in running if process.poll() is None]
     for number, grace in ((signal.SIGINT, GRACE_S), (signal.SIGTERM, GRACE_S / 5)):
-        os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=grace)
-            break
-    return None
+        there = [process for process in late if process.poll() is None]
+        for process in there:
+            os.killpg(process.pid, number)
+        for process in there:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace)
+    return [None if process in late else process.returncode for process in processes]
 
 
 def _pass_on(stream: IO[str], lines: list[str]) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import bars
 from device_tests import SANITIZER, verdict
-from gpu_parts import FEATURES, FIRST_TESTS
+from gpu_parts import FEATURES
 from store import (
     DRIFT,
+    EXPERIMENTS,
     FULL,
     IDLE,
+    LAUNCHES,
     LOOP,
     NGRAM_EXAMPLE,
     PARTIAL,
@@ -50,7 +52,7 @@ def status(root: Path = ROOT) -> int:
             commit = facts["commit"][:7] + ("+changes" if facts["dirty"] else "")
             row = (part, facts["date"][:10], commit, state, _outcome(part, result))
             rows.setdefault(facts["device"], []).append(row)
-            gpu = gpu or facts["cuda"]
+            gpu = gpu or _is_gpu(facts)
             if part in SUITES:
                 devices = suites if facts["cuda"] else cpus
                 devices.setdefault(facts["device"], {}).setdefault(part, result)  # the full one where there is one
@@ -104,16 +106,21 @@ def never_run(root: Path = ROOT) -> list[str]:
     """Return the features, and the other files of tests/gpu, of which no recorded run on a GPU has passed a test."""
     passed: set[str] = set()
     for path in sorted((root / "bench" / "results").glob("*/*.json")):
-        if path.name.partition(".")[0] in ("tests", FIRST_TESTS):
+        if path.name.partition(".")[0] == "tests":
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
                 result = read(path)
-                passed |= set(result["files"]) if result["environment"]["cuda"] else set()
+                passed |= set(result["files"]) if _is_gpu(result["environment"]) else set()
     features = {what: f"test_{name}" for what, name in FEATURES.items() if f"test_{name}" not in passed}
     files = {path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - passed - set(features.values())
     return [
         *(f"{what}: tests/gpu/{name}.py" for what, name in features.items()),
         *(f"tests/gpu/{name}.py" for name in sorted(files)),
     ]
+
+
+def _is_gpu(facts: dict[str, Any]) -> bool:
+    """Tell whether a result is of a GPU, and not of an emulated one."""
+    return bool(facts["cuda"]) and not facts["device"].endswith("(fake)")
 
 
 def _outcome(part: str, result: dict[str, Any]) -> str:
@@ -130,6 +137,13 @@ def _outcome(part: str, result: dict[str, Any]) -> str:
         text = ", ".join(f"{name} {len(stream['runs'])} tables" for name, stream in result["streams"].items())
     elif part == NGRAM_EXAMPLE:
         text = f"{len(result['contenders'])} contenders"
+    elif part == EXPERIMENTS:
+        cases = [case for every in result["experiments"].values() for case in every]
+        failed = sum("error" in case for case in cases)
+        text = f"{len(cases) - failed} measured" + (f", {failed} not" if failed else "")
+        text += ", quick" if result["quick"] else ""
+    elif part == LAUNCHES:
+        text = f"{len(result['forms'])} forms counted"
     elif part in HEADLINES:
         text = importlib.import_module(HEADLINES[part]).headline(result) + (", quick" if result["quick"] else "")
     elif part not in SUITES:

@@ -46,7 +46,23 @@ LOOP = "speedtorch_loop"  # of bench/speedtorch_loop.py
 DRIFT = "vocabulary_drift"  # of bench/vocabulary_drift.py, shown in docs/vocabulary.md
 PLAN = "plan_accuracy"  # of bench/plan_accuracy.py, shown in docs/plan.md
 LAYOUT = "layout"  # of bench/layout.py, which no page shows
-OTHERS = (IDLE, WORD2VEC, SCALE, LOOP, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, DRIFT, PLAN)
+EXPERIMENTS = "experiments"  # of bench/experiments.py, shown in docs/gpu.md
+LAUNCHES = "launches"  # of bench/launches.py, on an emulated GPU
+OTHERS = (
+    EXPERIMENTS,
+    IDLE,
+    WORD2VEC,
+    SCALE,
+    LOOP,
+    NODE2VEC,
+    NGRAM_EXAMPLE,
+    PARALLEL_EXAMPLE,
+    GOWALLA,
+    DRIFT,
+    PLAN,
+    LAYOUT,
+    LAUNCHES,
+)
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 # What results depend on. Parts of the package that count for few of them:
@@ -59,6 +75,8 @@ _PRESENTING = ("commands", "drawing", "html", "report", "run", "suites", "units"
 _MORE = {
     "mixed": ("checkpoint", "word2vec"),
     "ngram": ("ngrams",),
+    EXPERIMENTS: ("word2vec",),
+    LAUNCHES: ("word2vec",),
     WORD2VEC: ("word2vec",),
     SCALE: ("word2vec",),
     NODE2VEC: ("word2vec",),
@@ -67,6 +85,8 @@ _MORE = {
     NGRAM_EXAMPLE: ("ngrams",),
 }
 _SCRIPTS = {
+    EXPERIMENTS: ("bench/experiments*.py", "bench/warm_steps.py", ":!bench/experiments_report.py"),
+    LAUNCHES: ("bench/launches*.py", "bench/warm_steps.py"),
     IDLE: ("bench/idle_*.py",),
     WORD2VEC: ("bench/word2vec_child.py", "bench/word2vec_data.py", "bench/process.py"),
     SCALE: ("bench/word2vec_scale_child.py", "bench/process.py"),

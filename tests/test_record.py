@@ -141,6 +141,22 @@ def test_results_of_a_cpu_are_none_of_a_gpu(record, store, tree, capsys):
     assert any(line.startswith("no GPU results yet; run `make gpu`") for line in listed(record, tree, capsys))
 
 
+def test_an_emulated_gpu_is_none(record, status, store, tree, capsys):
+    environment = {"device": "NVIDIA H200 (fake)", "cuda": True, "date": "2026-01-02", "commit": "0123", "dirty": False}
+    put(store, tree, "launches", environment=environment, forms={"lazy": {}, "exact": {}})
+    put(store, tree, "tests", environment=environment, files={"test_device": 1})
+    lines = listed(record, tree, capsys)
+    assert any(line.startswith("launches") and line.endswith("2 forms counted") for line in lines)
+    assert any(line.startswith("no GPU results yet") for line in lines)
+    assert "tests/gpu/test_device.py" in status.never_run(tree)
+
+
+def test_experiments_are_listed(record, store, tree, capsys):
+    experiments = {"step": [{"ms": 1.0}, {"ms": 2.0}], "pages": [{"error": "no memory"}]}
+    put(store, tree, "experiments", experiments=experiments)
+    assert listed(record, tree, capsys)[3].endswith("2 measured, 1 not")
+
+
 def test_every_part_is_listed(record, store, tree, capsys):
     put(store, tree, "tests")
     put(store, tree, "sanitizer")
@@ -249,8 +265,7 @@ def test_a_renamed_file_changes_the_digest(store, tree):
 
 def test_the_paths_of_every_result_are_there(store):
     """Of the package, and of what is left out of it."""
-    others = (store.NODE2VEC, store.GOWALLA, store.LAYOUT)
-    for part in (*store.PARTS, *store.OTHERS, *others):
+    for part in (*store.PARTS, *store.OTHERS):
         for path in store.paths_of(part):
             assert list(store.ROOT.glob(path.removeprefix(":!"))), (part, path)
             left_out = [path.removeprefix(":!") for path in store.paths_of(part) if path.startswith(":!")]
@@ -320,15 +335,54 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["files"] == {"test_device": 1}
-    assert found["failures"]["tests.gpu.test_device.test_bad"] == ["assert 1 == 2"]
+    assert found["failures"]["tests/gpu/test_device.py::test_bad"] == "assert 1 == 2"
     assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", True)
     assert found["digest"] == store.digest(tree)
     logs = store.path_of(tree, gpu["device"], "").parent / "logs"
-    assert "no" in (logs / "tests.xml").read_text()
+    assert '"ValueError: no"' in (logs / "tests.jsonl").read_text()
     printed = (logs / "parts.log").read_text()
     # When it happens: a run that is stopped has no summary.
     assert "tests/gpu/test_device.py::test_bad, call:" in printed.partition("= FAILURES =")[0]
     assert "tests/gpu/test_device.py::test_error, setup:" in printed.partition("= FAILURES =")[0]
+
+
+def test_some_gpu_tests_run_alone_beside_the_others(record, store, tree, gpu):
+    """And a test that outlives its worker's time, or its worker, costs no other."""
+    (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+    (tree / "tests/gpu/test_device.py").write_text(
+        "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\n"
+        "def test_beside():\n"
+        "    while not pathlib.Path('alone').exists(): time.sleep(0.02)\n"
+        "def test_crashes(): os._exit(3)\n"
+        "@pytest.mark.parametrize('number', range(4))\ndef test_good(number): pass\n"
+    )
+    (tree / "tests/gpu/test_bulk.py").write_text(
+        "import os, pathlib, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_alone():\n"
+        "    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
+        "    pathlib.Path('alone').touch()\n"
+    )
+    assert record.record(["tests"], False, 100, 100, tree) == 1
+    found = store.read(store.path_of(tree, gpu["device"], "tests"))
+    assert (found["files"], found["failed"]) == ({"test_device": 5, "test_bulk": 1}, 1)
+    assert "crashed while running" in found["failures"]["tests/gpu/test_device.py::test_crashes"]
+
+
+@pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="tests run in one process")
+def test_a_test_that_hangs_in_the_device_ends_with_its_worker(record, store, tree, gpu, monkeypatch):
+    """It hears no signal, as a host that waits for a kernel does not."""
+    monkeypatch.setattr(importlib.import_module("device_tests"), "TEST_S", 1)
+    (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
+    (tree / "tests/gpu/test_device.py").write_text(
+        "import pytest, signal, time\npytestmark = pytest.mark.gpu\n"
+        "def test_hangs():\n"
+        "    signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 32))\n"
+        "    time.sleep(1000)\n"
+        "def test_good(): pass\n"
+    )
+    assert record.record(["tests"], False, 100, 100, tree) == 1
+    found = store.read(store.path_of(tree, gpu["device"], "tests"))
+    assert (found["passed"], list(found["failures"])) == (1, ["tests/gpu/test_device.py::test_hangs"])
 
 
 @pytest.fixture
@@ -593,8 +647,8 @@ def test_groups_get_no_time_but_those_that_reserve_it(store, tmp_path, monkeypat
 
 def test_every_part_fits_into_a_lease(record, store):
     parts = importlib.import_module("gpu_parts")
-    assert sorted(parts.GPU_PARTS) == [1, 2, 3, 4]
-    assert sum(parts.GPU_PARTS[number].seconds for number in (1, 2, 3)) <= 30 * 60
+    assert sorted(parts.GPU_PARTS) == [1, 2, 3]
+    assert sum(part.seconds for part in parts.GPU_PARTS.values()) <= 30 * 60
     for part in parts.GPU_PARTS.values():
         assert part.seconds < 600
         *limited, last = part.tasks
@@ -602,14 +656,14 @@ def test_every_part_fits_into_a_lease(record, store):
         assert sum(task.limit_s for task in limited) < part.seconds - record.SPARE_S
         for task in part.tasks:
             is_script = record.runner_of(task.name) is record.run_script and (BENCH / f"{task.name}.py").exists()
-            assert is_script or task.name in (*store.PARTS, parts.FIRST_TESTS)
-    assert all((BENCH.parent / name).exists() for name in parts.FIRST_FILES)
+            assert is_script or task.name in store.PARTS
+    assert all((BENCH.parent / name).exists() for name in parts.ALONE)
 
 
 def test_the_large_step_of_a_part_is_what_its_bar_asks_for():
     parts, bars = importlib.import_module("gpu_parts"), importlib.import_module("bars")
     batches = types.SimpleNamespace(rows=1_000_000, lookups=98_304)
-    room = step._LARGE_SHARE * parts.GPU_PARTS[3].host_bytes
+    room = step._LARGE_SHARE * parts.GPU_PARTS[2].host_bytes
     params = step._under_gpu_limit(torch.device("cpu"), batches, room).params
     assert bars._not_as_asked(PLANES["AdamW"] * params["rows"] * params["dim"] * 4, bars.LARGE_BYTES) == ""
 
@@ -637,36 +691,41 @@ def part(record, gpu, monkeypatch):
     for name in ("run_script", "run_tests", "run_sanitizer", "run_suite"):
         monkeypatch.setattr(record, name, runner)
     monkeypatch.setattr(record, "STARTED", time.monotonic())
-    for name in ("SPEEDTRANSFER_HOST_BYTES", "CUPY_CACHE_DIR"):
+    for name in ("SPEEDTRANSFER_HOST_BYTES", "SPEEDTRANSFER_CACHE", "CUPY_CACHE_DIR"):
         monkeypatch.setenv(name, "before")  # so that it is put back
         monkeypatch.delenv(name)
     return asked
 
 
-def test_a_part_goes_on_after_failures(record, tree, part, capsys):
+def test_a_part_goes_on_after_failures(record, store, tree, part, capsys):
     archive = tree / "out" / "part1.tgz"
     assert record.record_part(1, False, float("inf"), tree, archive) == 1
-    assert [(name, quick) for name, _, quick, _ in part] == [
-        ("facts", False),
-        ("first_tests", False),
-        ("first_look", False),
-        ("transfer", True),
-    ]
-    assert part[-1][1] > 400, "what the others have left"
-    assert part[1][3].parent.name == "logs", "some of the tests are no result of all"
+    assert [(name, quick) for name, _, quick, _ in part] == [("facts", False), ("tests", False), ("experiments", False)]
+    assert part[-1][1] > 490, "what the others have left"
     assert float(os.environ["SPEEDTRANSFER_HOST_BYTES"]) > 0
-    assert "CUPY_CACHE_DIR" in os.environ
-    assert capsys.readouterr().err.splitlines()[-1] == "transfer: broken"
+    assert capsys.readouterr().err.splitlines()[-1] == "experiments: broken"
     with tarfile.open(archive) as file:
         (log,) = file.getnames()
         assert log.endswith("logs/part1.log")
-        assert b"this is first_look" in file.extractfile(log).read()
+        assert b"this is experiments" in file.extractfile(log).read()
     assert "this is facts" in archive.with_suffix(".log").read_text()
 
 
+def test_what_was_calibrated_and_compiled_is_in_the_archive(record, store, tree, part, gpu):
+    """The next machine then need not do it again."""
+    folder = store.path_of(tree, gpu["device"], "").parent / "cache"
+    (folder / "kernels").mkdir(parents=True)
+    (folder / "kernels" / "rows.cubin").touch()
+    record.record_part(3, True, 60.0, tree, tree / "part3.tgz")
+    assert os.environ["SPEEDTRANSFER_CACHE"] == str(folder)
+    assert Path(os.environ["CUPY_CACHE_DIR"]).parent == folder
+    with tarfile.open(tree / "part3.tgz") as file:
+        assert "bench/results/nvidia-h200/cache/kernels/rows.cubin" in file.getnames()
+
+
 def test_a_part_for_a_shorter_time(record, tree, part):
-    assert record.record_part(1, True, 240.0, tree) == 1
-    assert [round(limit) for _, limit, _, _ in part[:3]] == [20, 55, 105]
+    assert record.record_part(1, True, 270.0, tree) == 1
+    assert [round(limit) for _, limit, _, _ in part[:2]] == [15, 95]
     assert all(quick for _, _, quick, _ in part)
 
 
@@ -709,16 +768,12 @@ def test_the_facts_need_no_gpu(tmp_path):
 
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
-@pytest.mark.parametrize(
-    ("script", "says"), [("first_look", "needs CUDA, but"), ("launches", "counts on the emulated GPU")]
-)
-def test_what_needs_a_device_says_so(script, says, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
-    assert importlib.import_module(script).main() == 2
+def test_launches_need_the_emulated_device(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["launches.py"])
+    assert importlib.import_module("launches").main() == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("error: ")
-    assert says in printed.err
+    assert printed.err.startswith("error: this counts on the emulated GPU")
 
 
 # --- the bars -----------------------------------------------------------------------------------------------------------
@@ -913,6 +968,7 @@ def test_options(record, monkeypatch, capsys):
                 "ranks",
                 "exchange",
                 "ngram",
+                "experiments",
             ],
             False,
             300.0,
