@@ -1,6 +1,8 @@
 """The CUDA kernels without a GPU: compiled for every architecture, and run on the CPU from the same source."""
 
+import importlib
 import importlib.resources
+import inspect
 import mmap
 import re
 
@@ -9,6 +11,7 @@ import nvrtc
 import pytest
 import torch
 from cpu_kernels import cpu_kernels, pack
+from gpu.test_all_kernels import CHECKS, MOVING
 
 from speedtransfer.cuda import kernel_source
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, MAX_PLANES, pack_plane
@@ -32,6 +35,13 @@ COMPILED = [
     for source in SOURCES
     for architecture in nvrtc.ARCHITECTURES
 ]
+
+
+def test_the_sanitizer_sees_every_source():
+    assert sorted({*CHECKS, *MOVING}) == SOURCES
+    for check in (check for every in CHECKS.values() for check in every):
+        module, _, name = check.partition(":")
+        assert f"{name}(" in inspect.getsource(importlib.import_module(module)).partition("is_trusted(")[2], check
 
 
 @pytest.mark.skipif(nvrtc.library() is None, reason="nvidia-cuda-nvrtc is not installed")

@@ -86,11 +86,12 @@ def groups(
     in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
     # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
-    found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
+    # What decides most comes first, in case the time does not reach the others.
+    found = list(step_fused.groups(device, batches, room))
+    found += [group(size, every if size == rows else in_memory, "size") for size in sizes]
     history = check_size(history or (QUICK_HISTORY if quick else HISTORY), "history", 1)
     found += step_models.groups(device, rows, batches.seed, history, quick)
     found += step_idle.groups(device, batches, room, history, quick)
-    found += step_fused.groups(device, batches, room)
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
     if device.type == "cuda" and not quick:
