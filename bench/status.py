@@ -35,6 +35,7 @@ from store import (
 WIDTH = 120  # of the table where there is no terminal
 HEADING = ("part", "date", "commit", "state", "result")
 STALE = "STALE"
+NO_DEVICE = "test_processes"  # of tests/gpu, which needs none
 HEADLINES = {WORD2VEC: "word2vec_statistics", SCALE: "word2vec_scale", LOOP: "speedtorch_loop"}  # modules of `headline`
 
 
@@ -111,7 +112,8 @@ def never_run(root: Path = ROOT) -> list[str]:
                 result = read(path)
                 passed |= set(result["files"]) if _is_gpu(result["environment"]) else set()
     features = {what: f"test_{name}" for what, name in FEATURES.items() if f"test_{name}" not in passed}
-    files = {path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - passed - set(features.values())
+    needed = {path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - {NO_DEVICE}
+    files = needed - passed - set(features.values())
     return [
         *(f"{what}: tests/gpu/{name}.py" for what, name in features.items()),
         *(f"tests/gpu/{name}.py" for name in sorted(files)),

@@ -69,7 +69,7 @@ def test_those_that_are_named_run_and_others_are_kept(experiments, tmp_path, cap
     assert list(json.loads(out.read_text())["experiments"]) == ["pages"]
     with pytest.raises(SystemExit):
         experiments.main(["paging"])
-    assert "there is no experiment 'paging'; choose from profile, step" in capsys.readouterr().err
+    assert "there is no experiment 'paging'; choose from step, fbgemm" in capsys.readouterr().err
 
 
 def test_nothing_begins_when_the_time_is_up(experiments, tmp_path):
