@@ -2,8 +2,9 @@
 
 ``step``: one table, small and large, by optimizer, idle rows and layout, with the step in one kernel and without, beside dense
 training. ``fbgemm``: ten tables, of the sizes that FBGEMM publishes. ``both_ways``: rows read beside rows written.
-``few_blocks``: launches of few blocks, beside a product of matrices. ``host``: the host's time of ten small tables. ``words``:
-words a second of word2vec. ``profile``: the device's time of a step by kernel. ``pages``: memory by allocator, size and launch.
+``few_blocks``: launches of few blocks, beside a product of matrices. ``host``: the host's time of ten small tables.
+``words``: words a second of word2vec. ``profile``: the device's time of a step by kernel. ``pages``: memory by allocator, size
+and launch.
 
 All run in that order, some five minutes; results go to ``bench/results/<device>/experiments.json`` as far as they have come.
 Without a GPU those that need none run on the CPU, and the others say so.
@@ -51,11 +52,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     end, about = time.monotonic() + args.seconds, header(ROOT, EXPERIMENTS)
     cuda = about["environment"]["cuda"]
-    # Another engine, or a measurement of engines by the way, would be another experiment. Memory that is registered serves rows
-    # as fast as what CUDA allocates, and is there in a fraction of the time (see `pages`).
-    on_cuda = {"SPEEDTRANSFER_ENGINE": "mapped", "SPEEDTRANSFER_PINNED": "register"} if cuda else {}
-    for name, value in {"SPEEDTRANSFER_CALIBRATE": "0", **on_cuda}.items():
-        os.environ.setdefault(name, value)
+    if cuda:
+        # Another engine would be another experiment. Memory that is registered serves rows as fast as what CUDA allocates,
+        # and is there in a fraction of the time (see `pages`).
+        os.environ.setdefault("SPEEDTRANSFER_ENGINE", "mapped")
+        os.environ.setdefault("SPEEDTRANSFER_PINNED", "register")
     out = args.out or path_of(ROOT, about["environment"]["device"], EXPERIMENTS, QUICK if args.quick else FULL)
     before = read(out) if out.exists() else {}
     same = all(before.get(key) == value for key, value in (("digest", about["digest"]), ("quick", args.quick)))

@@ -18,9 +18,6 @@ pytestmark = pytest.mark.skipif(cuda_status().available, reason="there is a CUDA
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    for name in ("SPEEDTRANSFER_CALIBRATE", "SPEEDTRANSFER_ENGINE"):
-        monkeypatch.setenv(name, "0")  # put back: the bench sets them where they are not set
-        monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -33,7 +30,6 @@ def found(tmp_path_factory):
     """The result of all experiments, with tiny sizes."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "bench"))
-        patch.setenv("SPEEDTRANSFER_CALIBRATE", "0")
         out = tmp_path_factory.mktemp("experiments") / "experiments.json"
         assert importlib.import_module("experiments").main(["--quick", "--out", str(out)]) == 0
     return json.loads(out.read_text())
