@@ -36,8 +36,8 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
     outcomes = logs_beside(path) / f"{about['part']}.jsonl"
     outcomes.unlink(missing_ok=True)
     start = time.monotonic()
-    # The cores are shared by the workers.
-    environment = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2"}
+    # Workers share the cores, and what one of them has compiled.
+    environment = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": ""}
     ended = run_together(commands, limit_s, cwd=root, env=environment)
     codes = {code for code, _ in ended}
     # The others are done where a process has none to run; 1: tests failed.

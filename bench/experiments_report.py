@@ -24,36 +24,37 @@ def _number(case: Case, key: str, digits: int = 1) -> str:
     return f"{case[key]:,.{digits}f}" if key in case else "-"
 
 
+# Steps in several kernels, in one, and of the host.
+_TIMES = {"ms": "several kernels", "fused_ms": "one kernel", "host_ms": "host, several", "fused_host_ms": "host, one"}
+
+
 def _steps(cases: list[Case]) -> str:
     dense = {(case["rows"], case["optimizer"]): case for case in cases if case.get("dense")}
     rows = [
         [
             f"{case['rows']:,}",
-            case["optimizer"],
-            case["idle"],
-            case["layout"],
-            *(_number(case, key, 2) for key in ("ms", "fused_ms", "host_ms")),
+            *(case[key] for key in ("optimizer", "idle", "layout")),
+            *(_number(case, key, 2) for key in _TIMES),
             _number(dense.get((case["rows"], case["optimizer"]), {}), "ms", 2),
         ]
         for case in cases
         if not case.get("dense")
     ]
     title = f"A step of {cases[0]['lookups']:,} lookups, ms; beside it `nn.Embedding` in the memory of the GPU:"
-    return _titled(title, ["rows", "optimizer", "idle", "layout", "step", "in one kernel", "host", "dense"], *rows)
+    return _titled(title, ["rows", "optimizer", "idle", "layout", *_TIMES.values(), "dense"], *rows)
 
 
 def _many(cases: list[Case]) -> str:
     rows = [
         [
             "MultiEmbedding" if case["together"] else f"{case['tables']} Embeddings",
-            case["optimizer"],
-            case["idle"],
-            *(_number(case, key) for key in ("ms", "fused_ms", "host_ms")),
+            *(case[key] for key in ("optimizer", "idle")),
+            *(_number(case, key) for key in _TIMES),
         ]
         for case in cases
     ]
     title = f"A step of {cases[0]['tables']} tables of {cases[0]['rows']:,} rows, {cases[0]['lookups']:,} lookups in all, ms:"
-    return _titled(title, ["modules", "optimizer", "idle", "step", "in one kernel", "host"], *rows)
+    return _titled(title, ["modules", "optimizer", "idle", *_TIMES.values()], *rows)
 
 
 def _profile(cases: list[Case]) -> str:
@@ -73,29 +74,30 @@ def _profile(cases: list[Case]) -> str:
 
 
 def _both_ways(cases: list[Case]) -> str:
-    best = sorted(cases, key=lambda case: (case["rows"], -sum(case["at_once"])))
-    chosen = [
-        case for rows in sorted({case["rows"] for case in cases}) for case in [c for c in best if c["rows"] == rows][:4]
-    ]
+    best = sorted(cases, key=lambda case: -sum(case["at_once"]))
+    kernels = [case for case in best if "copy" not in (case["read"], case["written"])]
+    copies = [case for case in best if case["read"] == case["written"] == "copy"]
     rows = [
-        [
-            f"{case['rows']:,}",
-            case["read"],
-            case["written"],
-            *(f"{rate:.1f}" for rate in (*case["alone"], *case["at_once"])),
+        [f"{count:,}", case["read"], case["written"]] + [f"{rate:.1f}" for rate in (*case["alone"], *case["at_once"])]
+        for count in sorted({case["rows"] for case in cases})
+        for case in [
+            *[one for one in kernels if one["rows"] == count][:3],
+            *[one for one in copies if one["rows"] == count],
         ]
-        for case in chosen
     ]
     heading = ["rows", "read by", "written by", "read alone", "written alone", "read at once", "written at once"]
-    return _titled("Rows read beside rows written, GB/s, the best of all launches and of plain copies:", heading, *rows)
+    return _titled("Rows read beside rows written, GB/s, by the best launches and by plain copies:", heading, *rows)
 
 
 def _few(cases: list[Case]) -> str:
     rows = [
-        [f"{case['kernel']} {case['blocks']}", *(_number(case, key) for key in ("alone", "beside", "tflop_per_s"))]
+        [
+            f"{case['kernel']} {case['blocks'] or ''}".strip(),
+            *(_number(case, key) for key in ("alone", "beside", "tflop_per_s")),
+        ]
         for case in cases
     ]
-    title = "Rows read by few blocks, GB/s, alone and beside a product of matrices, and what that reaches:"
+    title = f"Rows read from a table of {cases[0]['rows']:,}, GB/s, alone and beside a product of matrices:"
     return _titled(title, ["kernel and blocks", "alone", "beside", "product, TFLOP/s"], *rows)
 
 

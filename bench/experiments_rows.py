@@ -58,9 +58,9 @@ def few_blocks(scale: Scale) -> Cases:
     out = torch.empty_like(left)
     # Operations for bytes: thousands of them make GB/s TFLOP/s.
     product = main, 2 * scale.product**3 / 1e3, lambda: torch.mm(left, left, out=out)
-    yield {"kernel": "none", "blocks": 0}, lambda: {"tflop_per_s": _rates(product)[0]}
     plane = _plane(scale.rows(8 * scale.small, 1))
     index = _draw(len(plane), scale)
+    yield {"rows": len(plane), "kernel": "none", "blocks": 0}, lambda: {"tflop_per_s": _rates(product)[0]}
     rows = torch.zeros(len(index), DIM, device="cuda")
     for name, engine in _engines(FEW):
 
@@ -70,7 +70,7 @@ def few_blocks(scale: Scale) -> Cases:
             return {"alone": alone, "beside": beside, "tflop_per_s": speed}
 
         kernel, _, blocks = name.partition(" ")
-        yield {"kernel": kernel, "blocks": int(blocks)}, measure
+        yield {"rows": len(plane), "kernel": kernel, "blocks": int(blocks)}, measure
 
 
 def pages(scale: Scale) -> Cases:

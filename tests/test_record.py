@@ -725,7 +725,7 @@ def test_what_was_calibrated_and_compiled_is_in_the_archive(record, store, tree,
 
 def test_a_part_for_a_shorter_time(record, tree, part):
     assert record.record_part(1, True, 270.0, tree) == 1
-    assert [round(limit) for _, limit, _, _ in part[:2]] == [15, 95]
+    assert [round(limit) for _, limit, _, _ in part[:2]] == [15, 110]
     assert all(quick for _, _, quick, _ in part)
 
 
