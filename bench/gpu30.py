@@ -272,7 +272,30 @@ def w2v(args):
             with tempfile.TemporaryDirectory() as folder:
                 one = form.build(Sizes(rows=140_000, lookups=16 * words, dim=100), torch.device(device), Path(folder))
                 total, host = ms(one, 10, 3)
-            say(what="w2v", device=device, model=model, ms_a_block=total, host_ms=host, words_per_s=round(words / total * 1e3))
+                kernels = {} if device == "cpu" else kernels_of(one)
+            rate = round(words / total * 1e3)
+            say(what="w2v", device=device, model=model, ms_a_block=total, host_ms=host, words_per_s=rate, **kernels)
+
+
+def kernels_of(one, repeats=10):
+    """Milliseconds of the kernels of word2vec alone within a step."""
+    from speedtransfer.word2vec import spans
+
+    right, marks = spans.train_by_kernel, []
+
+    def timed_kernel(*given):
+        marks.append([torch.cuda.Event(enable_timing=True) for _ in range(2)])
+        marks[-1][0].record()
+        result = right(*given)
+        marks[-1][1].record()
+        return result
+
+    spans.train_by_kernel = timed_kernel
+    for _ in range(repeats):
+        one()
+        sync()
+    spans.train_by_kernel = right
+    return {"kernels_ms": statistics.median(start.elapsed_time(stop) for start, stop in marks)}
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def test_any_number_of_threads_in_any_order_gives_the_same_bits(model, blocks):
     places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
     first, *others = [
         train(tables, places, model, threads, backwards, blocks=blocks)
-        for threads, backwards in ((1, False), (1, True), (7, False), (64, True), (256, False), (672, True))
+        for threads, backwards in ((1, False), (1, True), (7, False), (64, True), (128, False))
     ]
     check_equal(others, first)
 

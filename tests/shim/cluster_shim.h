@@ -3,8 +3,8 @@
 #pragma once
 
 #undef _FORTIFY_SOURCE  // longjmp between stacks is what this is for
+#include <algorithm>
 #include <csetjmp>
-#include <cstdio>
 #include <memory>
 
 #include "cuda_shim.h"
@@ -145,6 +145,7 @@ long long launch_clusters(
 ) {
     mistakes = 0;
     gridDim = {blocks, 1, 1};
+    threads = std::min(threads, 128u);  // more take minutes, and change no result
     blockDim = {threads, 1, 1};
     std::remove_const_t<Argument> copy;
     std::memcpy(&copy, argument, sizeof copy);
