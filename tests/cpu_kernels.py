@@ -107,11 +107,15 @@ class CpuKernels:
         """Let the bulk copy engine copy as late as it may, or as early."""
         self._late = late_loads, late_stores
 
-    def launch(self, function: str, blocks: int, threads: int, move: np.ndarray, backwards: bool = False) -> None:
+    def launch(
+        self, function: str, blocks: int, threads: int, move: np.ndarray, backwards: bool = False, shared_bytes: int = 0
+    ) -> None:
         """Run `function` ("gather_rows", ...) on the argument `move`; `backwards`: the last thread comes first."""
         library = next(lib for lib in self._libraries.values() if hasattr(lib, f"cpu_{function}"))
         if function.endswith("_bulk"):
-            library.set_engine(threads * BULK_SLOTS * (BULK_SLOT_BYTES + 8), *self._late)
+            shared_bytes = threads * BULK_SLOTS * (BULK_SLOT_BYTES + 8)
+        if hasattr(library, "set_engine"):
+            library.set_engine(shared_bytes, *self._late)
         call = getattr(library, f"cpu_{function}")
         call.restype = ctypes.c_longlong
         size = ctypes.c_uint(blocks), ctypes.c_uint(threads)

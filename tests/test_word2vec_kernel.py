@@ -15,12 +15,14 @@ from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.subwords import Subwords
 
 
-def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_loss=True, negative=5):
+def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_loss=True, negative=5, blocks=1):
     rows = [tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]]
-    losses = torch.zeros(threads, dtype=torch.float64) if with_loss else None
-    packed, room = spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses)
-    room.fill_(float("nan"))  # what was there before must not count
-    cpu_kernels().launch("train_spans", 1, threads, packed, backwards)
+    losses = torch.zeros(blocks, threads, dtype=torch.float64) if with_loss else None
+    work = spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses, blocks)
+    for memory in work.memory:
+        memory.fill_(-1 if memory.dtype == torch.int32 else float("nan"))  # what was there before must not count
+    cpu_kernels().launch("plan_spans", work.num_spans, threads, work.argument, backwards)
+    cpu_kernels().launch("train_spans", blocks, threads, work.argument, backwards, work.shared_bytes)
     return [*rows, losses.sum().to(torch.float32) if with_loss else None]
 
 
@@ -32,6 +34,13 @@ def train_in_torch(tables, places, model, rate=0.05, negative=5):
 def check_same(found, expected):
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-6)
+
+
+def check_equal(others, first):
+    for other in others:
+        assert torch.equal(other[0], first[0])
+        assert torch.equal(other[1], first[1])
+        torch.testing.assert_close(other[2], first[2])
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -46,7 +55,9 @@ def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim
     tables = draw_tables(dim, num_rows, torch.float32)
     block_words = block.words, block.before, block.after, block.negatives
     places = Places.find(*block_words, num_rows, num_draws, window=window if weighted else 0)
-    check_same(train(tables, places, model), train_in_torch(tables, places, model))
+    expected = train_in_torch(tables, places, model)
+    for blocks in (1, 2, 3, spans.CLUSTER):
+        check_same(train(tables, places, model, blocks=blocks), expected)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -58,18 +69,26 @@ def test_words_of_several_rows(model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_any_number_of_threads_in_any_order_gives_the_same_bits(model):
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_any_number_of_threads_in_any_order_gives_the_same_bits(model, blocks):
     """Were a thread to read what another has yet to write, or to write what another reads, it would not."""
     block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(9, 60, torch.float32)
     places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
     first, *others = [
-        train(tables, places, model, threads, backwards)
-        for threads, backwards in ((1, False), (7, False), (64, True), (256, False), (spans.THREADS, True))
+        train(tables, places, model, threads, backwards, blocks=blocks)
+        for threads, backwards in ((1, False), (1, True), (7, False), (64, True), (128, False))
     ]
-    for other in others:
-        assert torch.equal(other[0], first[0])
-        assert torch.equal(other[1], first[1])
-        torch.testing.assert_close(other[2], first[2])
+    check_equal(others, first)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_what_shared_memory_does_not_hold_is_elsewhere(model, blocks, monkeypatch):
+    block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(33, 60, torch.float32)
+    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    first = train(tables, places, model, blocks=blocks)
+    monkeypatch.setattr(spans, "_SHARED_BYTES", 0)
+    check_equal([train(tables, places, model, 64, backwards, blocks=blocks) for backwards in (False, True)], first)
 
 
 def test_loss_is_left_out_on_demand():
@@ -92,8 +111,8 @@ def test_extreme_scores():
 
 @pytest.mark.parametrize("fault", [None, "center_rows", "loss"])
 def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
-    def launch(kernel, blocks, threads, packed, stream):
-        cpu_kernels().launch(kernel, blocks, threads, packed)
+    def launch(kernel, blocks, threads, packed, stream, shared_bytes=0):
+        cpu_kernels().launch(kernel, blocks, threads, packed, shared_bytes=shared_bytes)
 
     right = spans.train_in_torch
 
@@ -103,7 +122,8 @@ def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
             center_rows[3, 2] += 1e-3
         return loss + 1 if fault == "loss" else loss
 
-    monkeypatch.setattr(spans, "_kernel", lambda device: "train_spans")
+    monkeypatch.setattr(spans, "_kernel", lambda device, name: name)
+    monkeypatch.setattr(spans, "_blocks", lambda device: spans.CLUSTER)
     monkeypatch.setattr(spans, "current_stream", lambda device: None)
     monkeypatch.setattr(spans, "launch_kernel", launch)
     monkeypatch.setattr(spans, "train_in_torch", other)

@@ -1,207 +1,457 @@
 // Train the rows of a block of words, copies of those of the tables, as word2vec/compiled.py does: span after span, all scores
-// of a span of the rows as the span finds them. One block of threads does it alone. It shares out the numbers of a phase, and
-// each number is the work of one thread, in a fixed order: results are the same each time. What a span has is counted in 32 bits,
-// as divisions in 64 take long.
+// of a span of the rows as the span finds them.
+//
+// What follows from indices alone is found before, for all spans at once: the plans. Then the blocks of a cluster share out the
+// columns: what a span does to a column depends on other columns through the scores alone. So each block has a part of every
+// score, sends it to the block that sums it, and gets what that makes of it: two meetings a span, all else is a block's own. It
+// keeps what a span needs in shared memory, four columns of a row at once. Each number is the work of one thread, in a fixed
+// order: results are the same each time.
+
+#include "cluster.cuh"
 
 namespace {
 
-constexpr unsigned int kParts = 8;  // threads that share a score
+constexpr unsigned int kSpan = 16;      // words of a span, at most; as in word2vec/places.py
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr unsigned int kThreads = 512;  // of a block, at most; as in word2vec/spans.py
+#else
+constexpr unsigned int kThreads = 672;  // each has a score of a span with the usual windows and draws
+#endif
+constexpr unsigned int kBlocks = 8;     // of a cluster; as there
+constexpr unsigned int kParts = 4;      // threads that share a sum of the rows of all targets
+static_assert(kThreads % 32 == 0 && kBlocks <= 8, "whole warps; no device has to run larger clusters");
 
 struct Train {
-    float* center_rows;        // (any, dim)
-    float* context_rows;       // (any, dim)
+    float* center_rows;         // (any, dim)
+    float* context_rows;        // (any, dim)
     const long long* bag_rows;  // rows of `center_rows`
     const long long* starts;    // (count + 1,): where the bag of each word begins among them
     const long long* contexts;  // (count,): rows of `context_rows`
     const long long* before;    // (count,): the windows
     const long long* after;
     const long long* draws;     // (spans, num_draws): rows of `context_rows`
-    float* vectors;             // (span, dim): what predicts; the rest, too, is room to work in
-    float* moves;               // (span, dim): of the rows that vectors are made of
-    float* context_moves;       // (span + 2 * reach, dim)
-    float* noise_moves;         // (num_draws, dim)
-    float* parts;               // (span, targets, kParts): of scores
-    float* slopes;              // (span, targets)
-    double* loss;               // (threads,), or null
+    int* plans;                 // (spans, plan_size)
+    float* room;                // (blocks, room_size) to work in, or null: shared memory holds it
+    double* loss;               // (blocks, threads), or null
     long long count;
     long long dim;
     long long span;
     long long reach;            // the widest window to a side
     long long num_draws;
+    long long num_bag_rows;     // of the bags that a span reads, at most, and for words that a block has not a row each
+    long long single;           // every bag has one row
     long long cbow;
     long long window;           // pairs count with the probability that a window of 1 to this reaches so far; 0: each once
+    long long plan_size;
+    long long room_size;
     double negative;
     double rate;
+};
 
-    // Of a word: the places of its window, of which that in the middle is the only one that CBOW predicts, and the negatives.
-    __device__ unsigned int places() const { return static_cast<unsigned int>(2 * reach + 1); }
-    __device__ unsigned int targets() const { return places() + static_cast<unsigned int>(num_draws); }
-    __device__ unsigned int width() const { return static_cast<unsigned int>(dim); }
+// How many there are of what a span has. A target of a word is a place in its window, of which that in the middle is the only
+// one that CBOW predicts and that skip-gram does not, or a draw. Rows of a span: of bags, of words near it, of draws.
+struct Counts {
+    unsigned int side, places, targets, bag_rows, near, rows, bags;
 
-    // Whether the word at `near` is in the window of the word at `i`, which is not in it itself.
-    __device__ bool in_window(long long i, long long near) const {
-        return near != i && near >= i - before[i] && near <= i + after[i];
+    __device__ explicit Counts(const Train& given) {
+        const unsigned int reach = static_cast<unsigned int>(given.reach), draws = static_cast<unsigned int>(given.num_draws);
+        side = given.cbow ? 0 : reach;
+        places = 2 * side + 1;
+        targets = places + draws;
+        bag_rows = static_cast<unsigned int>(given.num_bag_rows);
+        near = kSpan + 2 * side;
+        rows = bag_rows + near + draws;
+        bags = kSpan + (given.cbow ? 2 * reach : 0);
     }
 
-    // Whether the word at `i` predicts that at `near`.
-    __device__ bool predicts(long long i, long long near) const {
-        return cbow ? near == i && before[i] + after[i] > 0 : near >= 0 && near < count && in_window(i, near);
-    }
-
-    // What a pair of words that are `distance` apart counts, and all pairs up to a distance of `reached`.
-    __device__ float pair_weight(long long distance) const {
-        return window ? static_cast<float>(window + 1 - distance) / static_cast<float>(window) : 1.0f;
-    }
-    __device__ double side_weight(long long reached) const {
-        const double sum = static_cast<double>(reached);
-        return window ? sum * static_cast<double>(2 * window + 1 - reached) / static_cast<double>(2 * window) : sum;
-    }
-
-    __device__ float* context_row(long long i, unsigned int target, const long long* drawn) const {
-        return context_rows + dim * (target < places() ? contexts[i - reach + target] : drawn[target - places()]);
-    }
-
-    // The number `d` of the vector of the word at `i`.
-    __device__ float of_word(long long i, unsigned int d) const {
-        float sum = 0;
-        for (long long bag = starts[i]; bag < starts[i + 1]; ++bag) sum += center_rows[bag_rows[bag] * dim + d];
-        return sum / static_cast<float>(starts[i + 1] - starts[i]);
+    // Which of the rows is a target of a word.
+    __device__ unsigned int row_of(unsigned int word, unsigned int target) const {
+        return bag_rows + (target < places ? word + target : near + target - places);
     }
 };
 
+// What a span needs to know, of numbers of 32 bits.
+struct Plan {
+    int* rows;      // (rows,): of the tables, or -1
+    int* links;     // (rows,): twice the next one that is the same row, or the number of rows; one more for the first of these
+    int* bag_of;    // (bag_rows,)
+    int* bags;      // (bags + 1,): where each begins among these
+    int* movers;    // (bags,): bit by bit, the words whose moves its rows make
+    int* before;    // (kSpan,)
+    int* after;     // (kSpan,)
+    float* weights;  // (kSpan,): what a draw counts
+
+    __device__ Plan(const Counts& counts, int* at) {
+        rows = at;
+        links = rows + counts.rows;
+        bag_of = links + counts.rows;
+        bags = bag_of + counts.bag_rows;
+        movers = bags + counts.bags + 1;
+        before = movers + counts.bags;
+        after = before + kSpan;
+        weights = reinterpret_cast<float*>(after + kSpan);
+    }
+};
+
+__device__ inline bool in_window(const Train& given, long long i, long long near) {
+    return near != i && near >= i - given.before[i] && near <= i + given.after[i];
+}
+
+// What the pairs count that a word has up to a distance of `reached`.
+__device__ inline double side_weight(long long window, long long reached) {
+    const double sum = static_cast<double>(reached);
+    return window ? sum * static_cast<double>(2 * window + 1 - reached) / static_cast<double>(2 * window) : sum;
+}
+
+__device__ inline void plan_span(const Train& given, const Counts& counts, const Plan& plan, long long number) {
+    const long long start = number * given.span, left = given.count - start;
+    const long long words = left < given.span ? left : given.span, stop = start + words;
+    const long long first = given.cbow ? start - given.reach : start, last = given.cbow ? stop + given.reach : stop;
+    const long long low = first > 0 ? first : 0, high = last < given.count ? last : given.count;
+    const long long bags = given.starts[low], bags_end = given.starts[high];
+    const long long base = bags - (low - first);  // a word that the block has not takes the place of one row
+    const long long *drawn = given.draws + number * given.num_draws;
+    for (unsigned int row = threadIdx.x; row < counts.rows; row += blockDim.x) {
+        long long found = -1;
+        if (row < counts.bag_rows) {
+            const long long bag = base + row;
+            if (bag >= bags && bag < bags_end) found = given.bag_rows[bag];
+        } else if (row < counts.bag_rows + counts.near) {
+            const long long near = start - counts.side + row - counts.bag_rows;
+            if (near >= 0 && near < given.count && near < stop + counts.side) found = given.contexts[near];
+        } else {
+            found = drawn[row - counts.bag_rows - counts.near];
+        }
+        plan.rows[row] = static_cast<int>(found);
+    }
+    for (unsigned int bag = threadIdx.x; bag <= counts.bags; bag += blockDim.x) {
+        const long long near = first + bag, inside = near < low ? low : near < high ? near : high;
+        plan.bags[bag] = static_cast<int>(given.starts[inside] - base);
+        if (bag == counts.bags) continue;
+        int movers = 0;
+        if (near >= low && near < high)
+            for (int word = 0; word < words; ++word)
+                movers |= (given.cbow ? in_window(given, start + word, near) : start + word == near) << word;
+        plan.movers[bag] = movers;
+        if (near >= low && near < high)
+            for (long long at = given.starts[near]; at < given.starts[near + 1]; ++at)
+                plan.bag_of[at - base] = static_cast<int>(bag);
+    }
+    for (unsigned int word = threadIdx.x; word < kSpan; word += blockDim.x) {
+        const long long before = word < words ? given.before[start + word] : 0;
+        const long long after = word < words ? given.after[start + word] : 0;
+        const double served = given.cbow ? before + after > 0 : side_weight(given.window, before) + side_weight(given.window, after);
+        plan.before[word] = static_cast<int>(before);
+        plan.after[word] = static_cast<int>(after);
+        plan.weights[word] = static_cast<float>(given.negative * served / static_cast<double>(given.num_draws));
+    }
+    meet();
+    for (unsigned int row = threadIdx.x; row < counts.rows; row += blockDim.x) {
+        const unsigned int from = row < counts.bag_rows ? 0 : counts.bag_rows;
+        const unsigned int to = row < counts.bag_rows ? counts.bag_rows : counts.rows;
+        const int same = plan.rows[row];
+        unsigned int next = row + 1;
+        bool is_first = same >= 0;
+        for (unsigned int other = from; other < row; ++other) is_first &= plan.rows[other] != same;
+        while (next < to && plan.rows[next] != same) ++next;
+        plan.links[row] = static_cast<int>((next < to ? next : counts.rows) * 2 + is_first);
+    }
+    meet();
+}
+
+__device__ inline float4 get(const float* from) { return *reinterpret_cast<const float4*>(from); }
+__device__ inline void put(float* to, float4 value) { *reinterpret_cast<float4*>(to) = value; }
+__device__ inline void add(float4& sum, float4 value) {
+    sum.x += value.x;
+    sum.y += value.y;
+    sum.z += value.z;
+    sum.w += value.w;
+}
+__device__ inline void add_product(float4& sum, float factor, float4 value) {
+    sum.x += factor * value.x;
+    sum.y += factor * value.y;
+    sum.z += factor * value.z;
+    sum.w += factor * value.w;
+}
+__device__ inline float4 zeros() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
+
 __device__ inline float softplus(float score) { return fmaxf(score, 0.0f) + log1pf(expf(-fabsf(score))); }
 
-__device__ inline void find_vectors(const Train& given, long long start, unsigned int words) {
-    for (unsigned int item = threadIdx.x; item < words * given.width(); item += blockDim.x) {
-        const long long i = start + item / given.width();
-        const unsigned int d = item % given.width();
-        float sum = 0;
-        if (given.cbow) {
-            for (long long near = i - given.before[i]; near <= i + given.after[i]; ++near)
-                if (near != i) sum += given.of_word(near, d);
-            const long long around = given.before[i] + given.after[i];
-            sum /= static_cast<float>(around > 0 ? around : 1);
-        } else {
-            sum = given.of_word(i, d);
-        }
-        given.vectors[item] = sum;
-    }
-}
+// A block of the cluster at its columns: chunks of four, with zeros beyond the last column. Some threads share a row, its
+// chunks among them: a power of two, `lanes`.
+struct Columns {
+    const Train& given;
+    const Counts counts;
+    float *parts, *slopes, *weights;           // shared memory: (blocks, slots), (targets, kSpan), (slots,)
+    float *rows, *words, *vectors, *moves;     // (any, stride); moves (sum_parts, kSpan, stride)
+    Plan plan;
+    unsigned int blocks, block, slots, sum_parts, first, chunks, stride, log_lanes;
+    bool wide;  // rows of tables begin at multiples of 16 bytes
 
-__device__ inline void find_parts(const Train& given, long long start, unsigned int words, const long long* drawn) {
-    for (unsigned int item = threadIdx.x; item < words * given.targets() * kParts; item += blockDim.x) {
-        const unsigned int word = item / kParts / given.targets(), target = item / kParts % given.targets();
-        const long long i = start + word;
-        float sum = 0;
-        if (target >= given.places() || given.predicts(i, i - given.reach + target)) {
-            const float *vector = given.vectors + word * given.dim, *row = given.context_row(i, target, drawn);
-            for (unsigned int d = item % kParts; d < given.width(); d += kParts) sum += vector[d] * row[d];
-        }
-        given.parts[item] = sum;
+    __device__ Columns(const Train& given_, float* shared, float* memory)
+        : given(given_), counts(given_), plan(counts, nullptr) {
+        blocks = gridDim.x;
+        block = blockIdx.x;
+        const unsigned int all = static_cast<unsigned int>(given.dim + 3) / 4, most = (all + blocks - 1) / blocks;
+        first = block * all / blocks;
+        chunks = (block + 1) * all / blocks - first;
+        first *= 4;
+        stride = 4 * (most | 1);  // an odd number of chunks: those of eight rows that follow one another are in all banks
+        for (log_lanes = 0; log_lanes < 5 && 1u << log_lanes < most;) ++log_lanes;
+        wide = given.dim % 4 == 0 && is_aligned(given.center_rows) && is_aligned(given.context_rows);
+        slots = ((counts.targets * kSpan + 31) / 32 + blocks - 1) / blocks * 32;
+        sum_parts = blocks > 1 && !given.cbow ? kParts : 1;
+        parts = shared;
+        slopes = parts + blocks * slots;
+        weights = slopes + counts.targets * kSpan;
+        rows = memory + 2 * given.plan_size;
+        words = given.single ? rows : rows + counts.rows * stride;
+        vectors = given.cbow ? words + (given.single ? counts.rows : counts.bags) * stride : words;
+        moves = given.cbow ? vectors + kSpan * stride : given.single ? rows + counts.rows * stride : words + counts.bags * stride;
     }
-}
 
-__device__ inline double find_slopes(const Train& given, long long start, unsigned int words) {
+    __device__ static bool is_aligned(const void* pointer) { return reinterpret_cast<unsigned long long>(pointer) % 16 == 0; }
+
+    __device__ float* table_row(unsigned int row) const {
+        float* table = row < counts.bag_rows ? given.center_rows : given.context_rows;
+        return table + plan.rows[row] * given.dim + first;
+    }
+    __device__ float4 read(const float* row, unsigned int chunk) const {
+        const float* from = row + 4 * chunk;
+        if (wide) return get(from);
+        const unsigned int left = static_cast<unsigned int>(given.dim) - first - 4 * chunk;
+        return {from[0], left > 1 ? from[1] : 0.0f, left > 2 ? from[2] : 0.0f, left > 3 ? from[3] : 0.0f};
+    }
+    __device__ void write(float* row, unsigned int chunk, float4 value) const {
+        float* to = row + 4 * chunk;
+        if (wide) return put(to, value);
+        const unsigned int left = static_cast<unsigned int>(given.dim) - first - 4 * chunk;
+        to[0] = value.x;
+        if (left > 1) to[1] = value.y;
+        if (left > 2) to[2] = value.z;
+        if (left > 3) to[3] = value.w;
+    }
+
+    __device__ unsigned int lane(unsigned int item) const { return item & ((1u << log_lanes) - 1); }
+    __device__ unsigned int lanes() const { return 1u << log_lanes; }
+
+    // Read the rows of this span, and the plan of the next one, which is there when they are.
+    __device__ void read_rows(int* next_plan, const int* next) const {
+        const unsigned int items = counts.rows << log_lanes;
+        const unsigned int size = next == nullptr ? 0 : static_cast<unsigned int>(given.plan_size);
+        for (unsigned int item = threadIdx.x; item < items + size; item += blockDim.x) {
+            if (item >= items) {
+                next_plan[item - items] = next[item - items];
+                continue;
+            }
+            const unsigned int row = item >> log_lanes;
+            const bool is_there = plan.rows[row] >= 0;
+            const float* from = table_row(row);
+            for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes())
+                put(rows + row * stride + 4 * chunk, is_there ? read(from, chunk) : zeros());
+        }
+    }
+
+    // The vectors of words are means of bags, and those that predict in CBOW are means of these.
+    __device__ void find_words() const {
+        for (unsigned int item = threadIdx.x; item < counts.bags << log_lanes; item += blockDim.x) {
+            const unsigned int bag = item >> log_lanes, begin = plan.bags[bag], end = plan.bags[bag + 1];
+            const float size = static_cast<float>(end > begin ? end - begin : 1);
+            for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
+                float4 sum = zeros();
+                for (unsigned int row = begin; row < end; ++row) add(sum, get(rows + row * stride + 4 * chunk));
+                put(words + bag * stride + 4 * chunk, {sum.x / size, sum.y / size, sum.z / size, sum.w / size});
+            }
+        }
+    }
+    __device__ void find_vectors() const {
+        for (unsigned int item = threadIdx.x; item < kSpan << log_lanes; item += blockDim.x) {
+            const unsigned int word = item >> log_lanes, here = word + static_cast<unsigned int>(given.reach);
+            const unsigned int before = plan.before[word], after = plan.after[word];
+            const float size = static_cast<float>(before + after > 0 ? before + after : 1);
+            for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
+                float4 sum = zeros();
+                for (unsigned int near = here - before; near <= here + after; ++near)
+                    if (near != here) add(sum, get(words + near * stride + 4 * chunk));
+                put(vectors + word * stride + 4 * chunk, {sum.x / size, sum.y / size, sum.z / size, sum.w / size});
+            }
+        }
+    }
+
+    // Items are scores: of all words a target, then the next. A warp's go to one block, those of the next warp to the next.
+    __device__ void send_parts() const {
+        for (unsigned int item = threadIdx.x; item < counts.targets * kSpan; item += blockDim.x) {
+            const unsigned int word = item % kSpan, target = item / kSpan, warp = item / 32;
+            const float *vector = vectors + word * stride, *row = rows + counts.row_of(word, target) * stride;
+            float4 sum = zeros();
+            for (unsigned int chunk = 0; chunk < chunks; ++chunk) {
+                const float4 a = get(vector + 4 * chunk), b = get(row + 4 * chunk);
+                sum.x += a.x * b.x;
+                sum.y += a.y * b.y;
+                sum.z += a.z * b.z;
+                sum.w += a.w * b.w;
+            }
+            send(parts + block * slots + warp / blocks * 32 + item % 32, warp % blocks, (sum.x + sum.y) + (sum.z + sum.w));
+        }
+    }
+
+    // The score that this block sums in a slot.
+    __device__ unsigned int item_of(unsigned int slot) const { return (slot / 32 * blocks + block) * 32 + slot % 32; }
+
+    __device__ float weight_of(unsigned int item) const {
+        const unsigned int word = item % kSpan, target = item / kSpan;
+        if (target >= counts.targets) return 0.0f;
+        if (target >= counts.places) return plan.weights[word];
+        if (given.cbow) return plan.before[word] + plan.after[word] > 0 ? 1.0f : 0.0f;
+        const int to = static_cast<int>(target) - static_cast<int>(counts.side), distance = to < 0 ? -to : to;
+        if (to == 0 || to < -plan.before[word] || to > plan.after[word]) return 0.0f;
+        const int window = static_cast<int>(given.window);
+        return window ? static_cast<float>(window + 1 - distance) / static_cast<float>(window) : 1.0f;
+    }
+    __device__ void find_weights() const {
+        for (unsigned int slot = threadIdx.x; slot < slots; slot += blockDim.x) weights[slot] = weight_of(item_of(slot));
+    }
+
+    __device__ double send_slopes() const {
+        double loss = 0;
+        for (unsigned int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
+            const unsigned int item = item_of(slot);
+            if (item >= counts.targets * kSpan) continue;
+            const bool is_noise = item >= counts.places * kSpan;
+            const float weight = weights[slot];
+            float score = 0;
+            for (unsigned int from = 0; from < blocks; ++from) score += parts[from * slots + slot];
+            if (is_noise) score = -score;
+            const float steepest = static_cast<float>(given.rate) * weight, slope = steepest / (1.0f + expf(score));
+            const float signed_slope = weight == 0.0f ? 0.0f : is_noise ? -slope : slope;
+            for (unsigned int to = 0; to < blocks; ++to) send(slopes + item, to, signed_slope);
+            if (given.loss != nullptr && weight != 0.0f) loss += static_cast<double>(weight * softplus(-score));
+        }
+        return loss;
+    }
+
+    // How far a row is moved that words predict: the words in whose window it is, or all.
+    __device__ float4 move_of(unsigned int row, unsigned int chunk) const {
+        const unsigned int place = row - counts.bag_rows;
+        const bool is_near = place < counts.near;
+        const unsigned int low = is_near && place >= counts.places ? place - counts.places + 1 : 0;
+        const unsigned int high = is_near && place < kSpan ? place + 1 : kSpan;
+        const int step = is_near ? 1 - static_cast<int>(kSpan) : 1;  // a word further on has it a place nearer
+        const float* slope = slopes + (is_near ? place - low : counts.places + place - counts.near) * kSpan + low;
+        const float* vector = vectors + low * stride + 4 * chunk;
+        float4 sum = zeros();
+#pragma unroll 4
+        for (unsigned int word = low; word < high; ++word, slope += step, vector += stride) add_product(sum, *slope, get(vector));
+        return sum;
+    }
+
+    // Find how far what predicts is moved, and move what is predicted. A row that is there several times is moved by the
+    // thread of the first, by all their moves.
+    __device__ void move_contexts() const {
+        const unsigned int sums = sum_parts * kSpan << log_lanes, moved = (counts.rows - counts.bag_rows) << log_lanes;
+        for (unsigned int item = threadIdx.x; item < sums + moved; item += blockDim.x) {
+            if (item < sums) {
+                const unsigned int sum_of = item >> log_lanes, word = sum_of % kSpan, part = sum_of / kSpan;
+                for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
+                    const float *slope = slopes + word, *row = rows + 4 * chunk;
+                    float4 sum = zeros();
+                    unsigned int target = part;
+#pragma unroll 4
+                    for (; target < counts.places; target += sum_parts)
+                        add_product(sum, slope[target * kSpan], get(row + (counts.bag_rows + word + target) * stride));
+#pragma unroll 4
+                    for (; target < counts.targets; target += sum_parts)
+                        add_product(sum, slope[target * kSpan], get(row + counts.row_of(word, target) * stride));
+                    put(moves + sum_of * stride + 4 * chunk, sum);
+                }
+                continue;
+            }
+            const unsigned int row = counts.bag_rows + ((item - sums) >> log_lanes);
+            if (!(plan.links[row] & 1)) continue;
+            for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
+                float4 value = get(rows + row * stride + 4 * chunk);
+                for (unsigned int same = row; same < counts.rows; same = static_cast<unsigned int>(plan.links[same]) / 2)
+                    add(value, move_of(same, chunk));
+                write(table_row(row), chunk, value);
+            }
+        }
+    }
+    __device__ void move_centers() const {
+        for (unsigned int item = threadIdx.x; item < counts.bag_rows << log_lanes; item += blockDim.x) {
+            const unsigned int row = item >> log_lanes;
+            if (!(plan.links[row] & 1)) continue;
+            for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
+                float4 value = get(rows + row * stride + 4 * chunk);
+                for (unsigned int same = row; same < counts.rows; same = static_cast<unsigned int>(plan.links[same]) / 2) {
+                    const unsigned int bag = plan.bag_of[same], movers = plan.movers[bag];
+                    const unsigned int low = given.cbow ? 0 : bag, high = given.cbow ? kSpan : bag + 1;
+                    float4 move = zeros();
+                    for (unsigned int word = low; word < high; ++word)
+                        if (movers >> word & 1)
+                            for (unsigned int part = 0; part < sum_parts; ++part)
+                                add(move, get(moves + (part * kSpan + word) * stride + 4 * chunk));
+                    add(value, move);
+                }
+                write(table_row(row), chunk, value);
+            }
+        }
+    }
+};
+
+// In a block's turn at a span no thread reads what another has written since they last met.
+__device__ __forceinline__ void train_columns(const Train& given, float* shared, float* memory) {
+    Columns columns(given, shared, memory);
+    int* plans = reinterpret_cast<int*>(memory);
+    const long long spans = (given.count + given.span - 1) / given.span;
     double loss = 0;
-    for (unsigned int item = threadIdx.x; item < words * given.targets(); item += blockDim.x) {
-        const long long i = start + item / given.targets();
-        const unsigned int target = item % given.targets();
-        float score = 0;
-        for (unsigned int part = 0; part < kParts; ++part) score += given.parts[item * kParts + part];
-        const bool is_noise = target >= given.places();
-        const long long around = given.before[i] + given.after[i];
-        const long long near = i - given.reach + target;
-        float weight = given.predicts(i, near) ? 1.0f : 0.0f;
-        if (weight != 0.0f && !given.cbow) weight = given.pair_weight(near > i ? near - i : i - near);
-        if (is_noise) {
-            const double served = given.cbow ? around > 0 : given.side_weight(given.before[i]) + given.side_weight(given.after[i]);
-            weight = static_cast<float>(given.negative * served / static_cast<double>(given.num_draws));
-            score = -score;
+    for (unsigned int at = threadIdx.x; at < given.plan_size; at += blockDim.x) plans[at] = given.plans[at];
+    arrive_at_all();  // no block may be sent anything before it runs
+    wait_for_all();
+    for (long long number = 0; number < spans; ++number) {
+        int *plan = plans + number % 2 * given.plan_size, *next_plan = plans + (number + 1) % 2 * given.plan_size;
+        columns.plan = Plan(columns.counts, plan);
+        columns.read_rows(next_plan, number + 1 < spans ? given.plans + (number + 1) * given.plan_size : nullptr);
+        meet();
+        if (!given.single) {
+            columns.find_words();
+            meet();
         }
-        const float slope = static_cast<float>(given.rate) * weight / (1.0f + expf(score));
-        given.slopes[item] = weight == 0.0f ? 0.0f : is_noise ? -slope : slope;
-        if (given.loss != nullptr && weight != 0.0f) loss += static_cast<double>(weight * softplus(-score));
+        if (given.cbow) {
+            columns.find_vectors();
+            meet();
+        }
+        columns.send_parts();
+        arrive_at_all();
+        columns.find_weights();
+        wait_for_all();
+        loss += columns.send_slopes();
+        arrive_at_all();
+        wait_for_all();
+        columns.move_contexts();
+        meet();
+        columns.move_centers();
+        meet();
     }
-    return loss;
-}
-
-__device__ inline void find_moves(const Train& given, long long start, unsigned int words, const long long* drawn) {
-    const unsigned int dim = given.width(), places = given.places(), targets = given.targets();
-    const unsigned int near_words = words + places - 1, rows = words + near_words + targets - places;
-    for (unsigned int item = threadIdx.x; item < rows * dim; item += blockDim.x) {
-        const unsigned int row = item / dim, d = item % dim;
-        float sum = 0;
-        if (row < words) {  // of what predicts
-            const long long i = start + row;
-            const float* slopes = given.slopes + row * targets;
-            for (unsigned int target = 0; target < targets; ++target)
-                if (target >= places || given.predicts(i, i - given.reach + target))
-                    sum += slopes[target] * given.context_row(i, target, drawn)[d];
-            given.moves[item] = sum;
-        } else if (row < words + near_words) {  // of what is predicted: the word at start - reach, and so on
-            const unsigned int place = row - words;
-            for (unsigned int word = 0; word < words && word <= place; ++word) {
-                const unsigned int target = place - word;  // in the window of that word
-                if (target < places && given.predicts(start + word, start - given.reach + place))
-                    sum += given.slopes[word * targets + target] * given.vectors[word * dim + d];
-            }
-            given.context_moves[place * dim + d] = sum;
-        } else {
-            const unsigned int draw = row - words - near_words;
-            for (unsigned int word = 0; word < words; ++word)
-                sum += given.slopes[word * targets + places + draw] * given.vectors[word * dim + d];
-            given.noise_moves[draw * dim + d] = sum;
-        }
-    }
-}
-
-// Words may share rows, so a number of all rows of a table is the work of one thread.
-__device__ inline void move_rows(const Train& given, long long start, unsigned int words, const long long* drawn) {
-    const long long stop = start + words;
-    const long long low = start > given.reach ? start - given.reach : 0;
-    const long long high = stop + given.reach < given.count ? stop + given.reach : given.count;
-    for (unsigned int item = threadIdx.x; item < 2 * given.width(); item += blockDim.x) {
-        const unsigned int d = item % given.width();
-        if (item < given.width()) {
-            for (long long near = low; near < high; ++near)
-                given.context_rows[given.contexts[near] * given.dim + d] +=
-                    given.context_moves[(near - start + given.reach) * given.dim + d];
-            for (long long draw = 0; draw < given.num_draws; ++draw)
-                given.context_rows[drawn[draw] * given.dim + d] += given.noise_moves[draw * given.dim + d];
-            continue;
-        }
-        for (long long near = given.cbow ? low : start; near < (given.cbow ? high : stop); ++near) {
-            float move = 0;
-            if (given.cbow) {
-                for (long long i = start; i < stop; ++i)
-                    if (given.in_window(i, near)) move += given.moves[(i - start) * given.dim + d];
-            } else {
-                move = given.moves[(near - start) * given.dim + d];
-            }
-            for (long long bag = given.starts[near]; bag < given.starts[near + 1]; ++bag)
-                given.center_rows[given.bag_rows[bag] * given.dim + d] += move;
-        }
-    }
+    if (given.loss != nullptr) given.loss[blockIdx.x * blockDim.x + threadIdx.x] = loss;
 }
 
 }  // namespace
 
+extern "C" __global__ void plan_spans(const __grid_constant__ Train given) {
+    const Counts counts(given);
+    for (long long number = blockIdx.x; number * given.span < given.count; number += gridDim.x)
+        plan_span(given, counts, Plan(counts, given.plans + number * given.plan_size), number);
+}
+
+extern "C" CLUSTER_OF(kBlocks, kThreads) __global__ void train_spans(const __grid_constant__ Train given);
+
 extern "C" __global__ void train_spans(const __grid_constant__ Train given) {
-    double loss = 0;
-    for (long long start = 0; start < given.count; start += given.span) {
-        const long long left = given.count - start;
-        const unsigned int words = static_cast<unsigned int>(left < given.span ? left : given.span);
-        const long long* drawn = given.draws + start / given.span * given.num_draws;
-        find_vectors(given, start, words);
-        __syncthreads();
-        find_parts(given, start, words, drawn);
-        __syncthreads();
-        loss += find_slopes(given, start, words);
-        __syncthreads();
-        find_moves(given, start, words, drawn);
-        __syncthreads();
-        move_rows(given, start, words, drawn);
-        __syncthreads();
+    // Twice, so that the compiler knows which memory it is.
+    if (given.room == nullptr) {
+        const Counts counts(given);
+        const unsigned int blocks = gridDim.x, slots = ((counts.targets * kSpan + 31) / 32 + blocks - 1) / blocks * 32;
+        train_columns(given, shared_floats(), shared_floats() + (blocks + 1) * slots + counts.targets * kSpan);
+    } else {
+        train_columns(given, shared_floats(), given.room + blockIdx.x * given.room_size);
     }
-    if (given.loss != nullptr) given.loss[threadIdx.x] = loss;
 }

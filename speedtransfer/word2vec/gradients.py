@@ -108,7 +108,7 @@ def block_gradients(
     compiled = _compiled() if _may_be_compiled(center_rows) else None
     if compiled is None:
         center, context = center_rows.clone(), context_rows.clone()
-        train = spans.train_by_kernel if _may_use_kernel(center_rows, places) else spans.train_in_torch
+        train = spans.train_by_kernel if _may_use_kernel(center_rows, places, cbow) else spans.train_in_torch
         loss = train(center, context, places, cbow, negative, rate, with_loss)
         for start, end in zip(starts, (center, context), strict=True):
             torch.sub(start, end, out=end).div_(rate)
@@ -128,9 +128,9 @@ def _compiled() -> Any:
     return compiled_module("speedtransfer.word2vec.compiled")
 
 
-def _may_use_kernel(rows: Tensor, places: Places) -> bool:
+def _may_use_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:
     """Return whether the kernel of `spans` can train these rows; it is tested once per device."""
-    suitable = spans.fits_kernel(rows, places)
+    suitable = spans.fits_kernel(rows, places, cbow)
     return suitable and is_trusted("word2vec", rows.device, lambda: _check_kernel(rows.device))
 
 

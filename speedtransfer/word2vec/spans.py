@@ -1,8 +1,8 @@
-"""Train the rows of a block on a CUDA device by one kernel, or in torch by two dozen operations a span."""
+"""Train the rows of a block on a CUDA device by two kernels, or in torch by two dozen operations a span."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,11 +11,32 @@ from torch import Tensor
 
 from speedtransfer.cuda import KernelArgument, current_stream, launch_kernel, load_kernel
 from speedtransfer.once import once
-from speedtransfer.word2vec.places import Places, pair_weight
+from speedtransfer.word2vec.places import MOST_WORDS_AT_ONCE, Places, pair_weight
 
-THREADS = 512  # of the block that does it alone
-_PARTS = 8  # kParts of word2vec.cu
+CLUSTER = 8  # kBlocks of word2vec.cu: that many of Hopper and later train together, and before it there is one
+THREADS = {CLUSTER: 672, 1: 512}  # kThreads, of each block
+_PLAN_THREADS = 128
+_SPAN, _PARTS = MOST_WORDS_AT_ONCE, 4  # kSpan, kParts
+_SHARED_BYTES = 64 << 10  # of a block: every device that torch supports has as much
 _TRAIN = KernelArgument("22q2d")  # struct Train
+
+
+class Work(NamedTuple):
+    """What the kernels plan_spans and train_spans are launched with."""
+
+    argument: np.ndarray
+    num_spans: int
+    shared_bytes: int
+    memory: list[Tensor]  # that they work in, to be kept until they are queued
+
+
+class _Sizes(NamedTuple):
+    """Numbers of 4 bytes that the kernels work in."""
+
+    bag_rows: int
+    plan: int  # of each span
+    exchanged: int  # of each block: scores and slopes
+    room: int  # of each block: the rest
 
 
 def pack_spans(
@@ -26,8 +47,9 @@ def pack_spans(
     negative: int,
     rate: float,
     losses: Tensor | None,
-) -> tuple[np.ndarray, Tensor]:
-    """Return the argument of the kernel train_spans, and the memory that it works in, to be kept until it is queued.
+    blocks: int,
+) -> Work:
+    """Return what the kernels are launched with.
 
     Parameters
     ----------
@@ -37,34 +59,80 @@ def pack_spans(
         On their device.
     cbow, negative, rate
         As in `gradients.block_gradients`.
-    losses : Tensor of float64, shape (threads,), optional
+    losses : Tensor of float64, shape (blocks, threads), optional
         Gets the loss in parts, to be summed.
+    blocks : int
+        That train together.
     """
-    dim, span, reach, num_draws = center_rows.shape[1], places.span, places.reach, places.draws.shape[1]
-    sizes = _sizes(places, dim)
-    room = center_rows.new_empty(sum(sizes))
+    dim, num_spans = center_rows.shape[1], len(places.draws)
+    sizes = _sizes(places, dim, cbow, blocks)
+    shared = 4 * (sizes.exchanged + sizes.room)
+    in_shared = shared <= _SHARED_BYTES
+    plans = torch.empty(num_spans * sizes.plan, dtype=torch.int32, device=center_rows.device)
+    room = center_rows.new_empty(0 if in_shared else blocks * sizes.room)
     bags = places.bags
     given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     assert all(tensor.is_contiguous() for tensor in (center_rows, context_rows, *given))
-    pointers = [tensor.data_ptr() for tensor in (center_rows, context_rows, *given, *room.split(sizes))]
     packed = _TRAIN.pack(
-        *(*pointers, 0 if losses is None else losses.data_ptr()),
-        *(len(places.before), dim, span, reach, num_draws, cbow, places.window),
+        *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans)),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (None if in_shared else room, losses)),
+        *(
+            len(places.before),
+            dim,
+            places.span,
+            places.reach,
+            places.draws.shape[1],
+            sizes.bag_rows,
+            _is_single(places),
+        ),
+        *(cbow, places.window, sizes.plan, sizes.room),
         *(negative, rate),
     )
-    return packed, room
+    return Work(packed, num_spans, shared if in_shared else 4 * sizes.exchanged, [plans, room])
 
 
-def fits_kernel(rows: Tensor, places: Places) -> bool:
-    """Return whether the kernel can train such rows: float32, in spans whose parts can be counted in 32 bits."""
-    return rows.is_cuda and rows.dtype == torch.float32 and sum(_sizes(places, rows.shape[1])) < 1 << 32
+def fits_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:
+    """Return whether the kernel can train such rows: float32, in spans whose scores fit into shared memory."""
+    if not rows.is_cuda or rows.dtype != torch.float32:
+        return False
+    sizes = _sizes(places, rows.shape[1], cbow, _blocks(rows.device))
+    ids = max(len(places.bags.rows.ids), len(places.outputs.ids))
+    return 4 * sizes.exchanged <= _SHARED_BYTES and max(ids, CLUSTER * sizes.room, 2 * sizes.plan) < 1 << 31
 
 
-def _sizes(places: Places, dim: int) -> tuple[int, ...]:
-    """Return how many numbers each of the arrays has that the kernel works in."""
-    span, near, num_draws = places.span, 2 * places.reach, places.draws.shape[1]
-    scores = span * (near + 1 + num_draws)
-    return span * dim, span * dim, (span + near) * dim, num_draws * dim, scores * _PARTS, scores
+def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> _Sizes:
+    num_draws, reach = places.draws.shape[1], places.reach
+    targets, near = (1, _SPAN) if cbow else (2 * reach + 1, _SPAN + 2 * reach)
+    bags = _SPAN + 2 * reach if cbow else _SPAN
+    bag_rows, single = bags, _is_single(places)
+    if not single:  # words that a block has not take the place of a row each
+        starts, count, beside = places.starts, len(places.before), reach if cbow else 0
+        firsts = range(0, count, places.span)
+        bag_rows = beside + max(
+            starts[min(first + places.span + beside, count)] - starts[max(first - beside, 0)] for first in firsts
+        )
+    rows, targets = bag_rows + near + num_draws, targets + num_draws
+    plan = _up(2 * rows + bag_rows + 2 * bags + 1 + 3 * _SPAN, 4)
+    slots = _up(-(-targets * _SPAN // 32), blocks) // blocks * 32
+    parts = _PARTS if blocks > 1 and not cbow else 1
+    rows += (0 if single else bags) + (_SPAN if cbow else 0) + parts * _SPAN
+    chunks = _up(_up(dim, 4) // 4, blocks) // blocks  # of four columns, of each block
+    return _Sizes(bag_rows, plan, (blocks + 1) * slots + targets * _SPAN, 2 * plan + rows * 4 * (chunks | 1))
+
+
+def _up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _is_single(places: Places) -> bool:
+    """Return whether each word has a row of its own."""
+    return places.starts[-1] == len(places.before)
+
+
+@once
+def _blocks(device: torch.device) -> int:
+    """Return how many blocks train together."""
+    return CLUSTER if torch.cuda.get_device_capability(device) >= (9, 0) else 1
 
 
 def train_by_kernel(
@@ -72,18 +140,22 @@ def train_by_kernel(
 ) -> Tensor | None:
     """Train rows in place; arguments as `pack_spans`. Return the loss, shape (), where it is wanted."""
     device = center_rows.device
-    losses = torch.zeros(THREADS, dtype=torch.float64, device=device) if with_loss else None
-    # `room` may go once the kernel is queued: its memory is given to nothing that does not queue behind it.
-    packed, room = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses)
-    launch_kernel(_kernel(device), 1, THREADS, packed, current_stream(device))
-    del room
+    blocks = _blocks(device)
+    losses = torch.zeros(blocks, THREADS[blocks], dtype=torch.float64, device=device) if with_loss else None
+    work = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses, blocks)
+    if work.num_spans:
+        stream = current_stream(device)
+        launch_kernel(_kernel(device, "plan_spans"), min(work.num_spans, 65_535), _PLAN_THREADS, work.argument, stream)
+        launch_kernel(_kernel(device, "train_spans"), blocks, THREADS[blocks], work.argument, stream, work.shared_bytes)
+    # The memory may go once the kernels are queued: it is given to nothing that does not queue behind them.
+    del work
     return None if losses is None else losses.sum().to(center_rows.dtype)
 
 
 # Finding it again would make the device current each time.
 @once
-def _kernel(device: torch.device) -> Any:
-    return load_kernel("word2vec.cu", "train_spans", device)
+def _kernel(device: torch.device, name: str) -> Any:
+    return load_kernel("word2vec.cu", name, device, _SHARED_BYTES if name == "train_spans" else 0)
 
 
 def train_in_torch(

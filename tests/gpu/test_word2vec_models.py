@@ -91,7 +91,7 @@ def test_a_kernel_does_it_and_torch_where_it_does_not_suit(kernel, kind, buckets
         right = getattr(spans, way)
         monkeypatch.setattr(spans, way, lambda *given, right=right, name=name: (used.append(name), right(*given))[1])
     if not kernel:
-        monkeypatch.setattr(spans, "fits_kernel", lambda rows, places: False)
+        monkeypatch.setattr(spans, "fits_kernel", lambda rows, places, cbow: False)
     got = train(block, "cuda", "device", model=kind, buckets=buckets)
     assert {*used} == {"kernel" if kernel else "torch"}
     for ours, host in zip(got, expected, strict=True):

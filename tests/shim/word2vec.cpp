@@ -1,6 +1,10 @@
-// The kernel of word2vec.cu, unmodified, for the CPU. Built by tests/cpu_kernels.py.
-#include "cuda_shim.h"
+// The kernels of word2vec.cu, unmodified, for the CPU. Built by tests/cpu_kernels.py.
+#include "cluster_shim.h"
 
 #include "word2vec.cu"
 
-KERNEL_TOGETHER(train_spans)
+// Bytes of shared memory that a block of the next launches may use.
+extern "C" void set_engine(unsigned int bytes, int, int) { shared_bytes = bytes; }
+
+KERNEL_CLUSTERS(plan_spans, 1)
+KERNEL_CLUSTERS(train_spans, blocks)

@@ -1,0 +1,173 @@
+// The steps of cluster.cuh for the CPU: all threads of all blocks, each with a stack of its own, that run as far as they may
+// without those of other blocks. What is sent to a block is there at once, or as late as it may be.
+#pragma once
+
+#undef _FORTIFY_SOURCE  // longjmp between stacks is what this is for
+#include <algorithm>
+#include <csetjmp>
+#include <memory>
+
+#include "cuda_shim.h"
+
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+#define __forceinline__ inline
+#define CLUSTER_OF(blocks, threads)
+
+// Of a cluster that runs.
+struct Cluster {
+    enum State { kRuns, kMeets, kWaits, kDone };
+    struct Sent {
+        float* to;
+        float value;
+    };
+    static constexpr std::size_t kStack = 1 << 15, kBeyond = 1 << 10;  // bytes that a block must leave alone
+
+    std::function<void()> kernel;
+    unsigned int first, blocks, threads, now = 0;  // blocks of the launch, from the first of this cluster on
+    bool late;
+    std::size_t shared;  // bytes that a block may use
+    std::unique_ptr<char[]> stacks;
+    std::vector<float4> memory;
+    std::vector<State> states;
+    std::vector<char> arrived;
+    std::vector<Sent> sent;
+    std::unique_ptr<jmp_buf[]> places;
+    std::vector<ucontext_t> starts;
+    jmp_buf back;
+    ucontext_t main;
+
+    float* of_block(unsigned int block) { return &memory[block * room()].x; }
+    std::size_t room() const { return (shared + kBeyond) / sizeof(float4); }
+    unsigned int block() const { return now / threads; }
+
+    void stop(State state) {
+        states[now] = state;
+        if (_setjmp(places[now]) == 0) _longjmp(back, 1);
+    }
+    void go_on(unsigned int thread, bool is_new) {
+        now = thread;
+        blockIdx = {first + thread / threads, 0, 0};
+        threadIdx = {thread % threads, 0, 0};
+        if (_setjmp(back) != 0) return;
+        if (is_new) setcontext(&starts[thread]);
+        _longjmp(places[thread], 1);
+    }
+    bool all(unsigned int from, unsigned int to, State state) const {
+        for (unsigned int i = from; i < to; ++i)
+            if (states[i] != state) return false;
+        return true;
+    }
+    void set(unsigned int from, unsigned int to, State state) { std::fill(&states[from], &states[0] + to, state); }
+    void run(bool backwards);
+};
+inline Cluster* cluster = nullptr;
+inline std::size_t shared_bytes = 0;
+
+inline float* shared_floats() { return cluster->of_block(cluster->block()); }
+
+inline void meet() { cluster->stop(Cluster::kMeets); }
+
+inline void send(float* to, unsigned int block, float value) {
+    const std::ptrdiff_t place = to - shared_floats();
+    expect(block < cluster->blocks && place >= 0 && (place + 1) * sizeof(float) <= cluster->shared);
+    float* there = cluster->of_block(block) + place;
+    if (cluster->late) cluster->sent.push_back({there, value});
+    if (!cluster->late) *there = value;
+}
+
+inline void arrive_at_all() {
+    expect(!cluster->arrived[cluster->now]);
+    cluster->arrived[cluster->now] = true;
+}
+inline void wait_for_all() {
+    expect(cluster->arrived[cluster->now]);
+    cluster->stop(Cluster::kWaits);
+}
+
+inline void run_in_cluster() {
+    cluster->kernel();
+    cluster->stop(Cluster::kDone);
+}
+
+inline void Cluster::run(bool backwards) {
+    const unsigned int count = blocks * threads;
+    stacks.reset(new char[count * kStack]);  // not filled: most of it is never touched
+    memory.resize(blocks * room());
+    std::memset(memory.data(), 0xff, memory.size() * sizeof(float4));  // not a number
+    states.assign(count, kRuns);
+    arrived.assign(count, false);
+    places.reset(new jmp_buf[count]);
+    starts.resize(count);
+    std::vector<char> is_new(count, true);
+    for (unsigned int i = 0; i < count; ++i) {
+        getcontext(&starts[i]);
+        starts[i].uc_stack.ss_sp = &stacks[i * kStack];
+        starts[i].uc_stack.ss_size = kStack;
+        starts[i].uc_link = &main;
+        makecontext(&starts[i], run_in_cluster, 0);
+    }
+    while (!all(0, count, kDone)) {
+        for (unsigned int b = 0; b < blocks; ++b) {
+            const unsigned int block = backwards ? blocks - 1 - b : b, from = block * threads, to = from + threads;
+            while (all(from, to, kRuns)) {
+                for (unsigned int t = 0; t < threads; ++t) {
+                    const unsigned int thread = backwards ? to - 1 - t : from + t;
+                    go_on(thread, is_new[thread]);
+                    is_new[thread] = false;
+                }
+                if (all(from, to, kMeets)) set(from, to, kRuns);
+            }
+        }
+        if (all(0, count, kDone)) break;
+        if (!all(0, count, kWaits)) {  // a device would wait for ever
+            expect(false);
+            return;
+        }
+        for (const Sent& one : sent) *one.to = one.value;
+        sent.clear();
+        std::fill(arrived.begin(), arrived.end(), false);
+        set(0, count, kRuns);
+    }
+    for (const char one : arrived) expect(!one);
+    for (unsigned int block = 0; block < blocks; ++block) {
+        const char *start = reinterpret_cast<const char*>(of_block(block)), *end = start + shared + kBeyond;
+        for (start += shared; start < end; ++start) expect(*start == '\xff');
+    }
+}
+
+template <typename Argument>
+long long launch_clusters(
+    void (*kernel)(Argument), unsigned int size, unsigned int blocks, unsigned int threads, const void* argument,
+    bool backwards
+) {
+    mistakes = 0;
+    gridDim = {blocks, 1, 1};
+    threads = std::min(threads, 128u);  // more take minutes, and change no result
+    blockDim = {threads, 1, 1};
+    std::remove_const_t<Argument> copy;
+    std::memcpy(&copy, argument, sizeof copy);
+    for (unsigned int first = 0; first < blocks; first += size) {
+        Cluster all{};
+        all.kernel = [&] { kernel(copy); };
+        all.first = first;
+        all.blocks = size;
+        all.threads = threads;
+        all.late = backwards;
+        all.shared = shared_bytes;
+        cluster = &all;
+        all.run(backwards);
+    }
+    cluster = nullptr;
+    return mistakes;
+}
+
+// Make a kernel whose blocks run in clusters of `size` a function of this library.
+#define KERNEL_CLUSTERS(name, size)                                                                              \
+    extern "C" long long JOINED(KERNEL_PREFIX, name)(                                                            \
+        unsigned int blocks, unsigned int threads, const void* argument, int backwards                           \
+    ) {                                                                                                          \
+        return launch_clusters(name, size, blocks, threads, argument, backwards);                                \
+    }
