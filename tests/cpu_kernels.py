@@ -125,13 +125,21 @@ def pack(
     rows: Sequence[Tensor],
     fault: np.ndarray | None = None,
     places: Tensor | None = None,
+    named: Tensor | None = None,
 ) -> np.ndarray:
-    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it."""
+    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it.
+
+    It is looked for in `named` (m,), or in `index`.
+    """
     words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
     at = 0 if fault is None else fault.ctypes.data
     argument = Argument()
     there = 0 if places is None else places.data_ptr()
-    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there)
+    checked = index if named is None else named
+    return argument.pack(
+        *(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there),
+        *(checked.data_ptr(), len(checked)),
+    )
 
 
 @contextlib.contextmanager

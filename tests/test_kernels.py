@@ -310,6 +310,13 @@ class TestFaults:
         self.gather(kernels, torch.tensor([-8]), fault)
         assert fault.tolist() == [1, 0, -8, NUM_ROWS, 1]
 
+    @pytest.mark.parametrize("kind", ["rows", "converted", "bulk"])
+    def test_of_what_the_index_was_made_from(self, kernels, kind):
+        plane, rows, fault = aligned_zeros(NUM_ROWS, 16), aligned_zeros(3, 16), np.zeros(5, dtype=np.int64)
+        index, named = torch.tensor([1, 4, NUM_ROWS]), torch.tensor([4, 1, 4, 1, *BAD])
+        kernels.launch(f"gather_{kind}", 1, 2, pack([plane], index, [rows], fault, named=named))
+        assert fault.tolist() == [1, 4, BAD[0], NUM_ROWS, 1]
+
     def test_unchecked_reports_nothing_and_touches_nothing(self, kernels):
         self.gather(kernels, torch.tensor([1, *BAD, 2]), None)
 
