@@ -15,7 +15,8 @@
 #define __global__
 #define __device__
 #define __grid_constant__
-#define __shared__
+// One for the threads of a block, which run on one of ours.
+#define __shared__ static thread_local
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct dim3 {
