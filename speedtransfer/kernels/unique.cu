@@ -8,7 +8,7 @@ namespace {
 
 // As in tables/padded.py.
 constexpr int kFewBits = 12, kFew = 1 << kFewBits;
-constexpr int kFewThreads = 1024;
+constexpr int kFewThreads = 256;
 
 struct Unique {
     const long long* index;  // (count,)
@@ -37,7 +37,7 @@ __device__ inline void set_number(char* numbers, const Unique& given, long long 
 
 }  // namespace
 
-// All of the rest for a short index, by one block: keys that fit into kFewBits less than 64 bits are sorted with their places.
+// All of it for a short index, by one block, which sorts keys of 64 - kFewBits bits together with their places.
 extern "C" __global__ void find_few(const __grid_constant__ Unique given) {
     __shared__ unsigned long long sorted[kFew];
     __shared__ int firsts[kFewThreads + 1];  // of each thread, then of all before it

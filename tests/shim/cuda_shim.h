@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -134,7 +135,7 @@ struct Together {
     std::function<void()> kernel;
     ucontext_t back;
     std::vector<ucontext_t> threads;
-    std::vector<std::vector<char>> stacks;
+    std::vector<std::unique_ptr<char[]>> stacks;
     std::vector<bool> done;
 };
 inline Together* together = nullptr;
@@ -150,10 +151,10 @@ inline void run_together() {
 }
 
 __attribute__((noinline)) inline void prepare(ucontext_t& thread, Together& block) {
-    block.stacks.emplace_back(1 << 16);
+    block.stacks.emplace_back(new char[1 << 16]);
     getcontext(&thread);
-    thread.uc_stack.ss_sp = block.stacks.back().data();
-    thread.uc_stack.ss_size = block.stacks.back().size();
+    thread.uc_stack.ss_sp = block.stacks.back().get();
+    thread.uc_stack.ss_size = 1 << 16;
     thread.uc_link = &block.back;
     makecontext(&thread, run_together, 0);
 }
