@@ -13,12 +13,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from compiled_once import locked
 from torch import Tensor
 
+from speedtransfer.cuda import ARGUMENT_AT
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, BULK_SLOTS, Argument, pack_plane
 
 SHIM = Path(__file__).parent / "shim"
@@ -107,7 +109,7 @@ class CpuKernels:
         """Let the bulk copy engine copy as late as it may, or as early."""
         self._late = late_loads, late_stores
 
-    def launch(self, function: str, blocks: int, threads: int, move: np.ndarray, backwards: bool = False) -> None:
+    def launch(self, function: str, blocks: int, threads: int, move: Any, backwards: bool = False) -> None:
         """Run `function` ("gather_rows", ...) on the argument `move`; `backwards`: the last thread comes first."""
         library = next(lib for lib in self._libraries.values() if hasattr(lib, f"cpu_{function}"))
         if function.endswith("_bulk"):
@@ -115,7 +117,7 @@ class CpuKernels:
         call = getattr(library, f"cpu_{function}")
         call.restype = ctypes.c_longlong
         size = ctypes.c_uint(blocks), ctypes.c_uint(threads)
-        mistakes = call(*size, ctypes.c_void_p(move.ctypes.data), ctypes.c_int(backwards))
+        mistakes = call(*size, ctypes.c_void_p(ctypes.addressof(move) + ARGUMENT_AT), ctypes.c_int(backwards))
         assert mistakes == 0, f"{function} broke {mistakes} rules: alignment, waits, places in shared memory"
 
 
@@ -126,7 +128,7 @@ def pack(
     fault: np.ndarray | None = None,
     places: Tensor | None = None,
     named: Tensor | None = None,
-) -> np.ndarray:
+) -> Any:
     """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it.
 
     It is looked for in `named` (m,), or in `index`.

@@ -6,13 +6,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import (
+    ARGUMENT_AT,
     WARM_UP,
     StreamOrder,
+    argument_memory,
     check_not_capturing,
     keep_until_done,
     launch_kernel,
@@ -37,7 +38,6 @@ _SOURCES = {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}
 # struct Move, by the number of its planes: ten 64-bit words, and seven for each plane.
 _PLANE_WORDS = 7
 _MOVES = [struct.Struct(f"{10 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
-MOVE_BYTES = _MOVES[-1].size
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # enum Type; where nothing is converted, 0
 
 
@@ -249,8 +249,7 @@ class Argument:
     """Memory for a ``struct Move`` (move.cuh), what every kernel takes: the driver has copied it when a launch returns."""
 
     def __init__(self) -> None:
-        self._memory = bytearray(MOVE_BYTES)
-        self._array = np.frombuffer(self._memory, np.dtype((np.void, MOVE_BYTES)))
+        self._memory = argument_memory()
 
     def pack(
         self,
@@ -263,8 +262,8 @@ class Argument:
         places: int = 0,
         named: int = 0,
         num_named: int = 0,
-    ) -> np.ndarray:
-        """Return the memory, an array of one element, that now holds this; pointers are ints.
+    ) -> Any:
+        """Return the memory that now holds this; pointers are ints.
 
         `index` is (num_rows,) int64 on the device, and so is `places`, which rows of the buffers they are, or 0; `fault` and
         `claimed` are where a row of `named`, (num_named,) int64, that does not exist is reported, or 0; `words` are those of
@@ -273,7 +272,7 @@ class Argument:
         planes = len(words) // _PLANE_WORDS
         _MOVES[planes].pack_into(
             self._memory,
-            0,
+            ARGUMENT_AT,
             index,
             num_rows,
             table_rows,
@@ -286,7 +285,7 @@ class Argument:
             num_named,
             *words,
         )
-        return self._array
+        return self._memory
 
 
 def pack_plane(plane: Tensor, rows: Tensor) -> tuple[int, int, int, int, int, int, int]:
