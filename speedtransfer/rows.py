@@ -70,16 +70,19 @@ class Rows(StoredPlanes):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def read(self, ids: Tensor, planes: Sequence[str] = ("weight",)) -> dict[str, Tensor]:
+    def read(self, ids: Tensor, planes: Sequence[str] = ("weight",), check: Tensor | None = None) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), not checked, of each plane: ``(n, *tail)`` on the compute device.
 
-        They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned.
+        They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned. `check`
+        is for `Table.read`.
         """
         if not self.lag:
-            return self.table.read(ids, planes) if self._as_stored else self.finish(self.fetch(ids, planes), ids)
+            if self._as_stored:
+                return self.table.read(ids, planes, check)
+            return self.finish(self.fetch(ids, planes, check), ids)
         with self.lock:
             of_parent = self.table._place.refuses_writes
-            return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids), ids)
+            return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids, None, check), ids)
 
     def _fetch_of_parent(self, ids: Tensor) -> dict[str, Tensor]:
         """Do what `fetch` does in a child of fork, whose parent may be writing the rows.
@@ -108,14 +111,14 @@ class Rows(StoredPlanes):
             rows[LAST_STEP] = self.lag.last_steps(len(ids), ids.device, None, ids)
             return {n + s: part for n, values in rows.items() for s, part in self.encode(n, values, ids).items()}
 
-    def fetch(self, ids: Tensor, planes: Sequence[str] | None = None) -> dict[str, Tensor]:
+    def fetch(self, ids: Tensor, planes: Sequence[str] | None = None, check: Tensor | None = None) -> dict[str, Tensor]:
         """Gather the rows `ids` (n,), not checked, as they are stored; on any thread and stream.
 
         By default of every plane, which `finish` needs to catch up; it may be called after further steps, as long as these did
         not write the rows.
         """
         planes = tuple(self._codecs) if planes is None else planes
-        return self.table.read(ids, planes if self._as_stored else self._stored_names(planes))
+        return self.table.read(ids, planes if self._as_stored else self._stored_names(planes), check)
 
     def refetch(
         self, ids: Tensor, planes: Sequence[str] | None, fetched: dict[str, Tensor], log: WriteLog

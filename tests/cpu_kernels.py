@@ -13,12 +13,14 @@ import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from compiled_once import locked
 from torch import Tensor
 
+from speedtransfer.cuda import ARGUMENT_AT
 from speedtransfer.engines.mapped import BULK_SLOT_BYTES, BULK_SLOTS, Argument, pack_plane
 
 SHIM = Path(__file__).parent / "shim"
@@ -108,7 +110,7 @@ class CpuKernels:
         self._late = late_loads, late_stores
 
     def launch(
-        self, function: str, blocks: int, threads: int, move: np.ndarray, backwards: bool = False, shared_bytes: int = 0
+        self, function: str, blocks: int, threads: int, move: Any, backwards: bool = False, shared_bytes: int = 0
     ) -> None:
         """Run `function` ("gather_rows", ...) on the argument `move`; `backwards`: the last thread comes first."""
         library = next(lib for lib in self._libraries.values() if hasattr(lib, f"cpu_{function}"))
@@ -119,7 +121,7 @@ class CpuKernels:
         call = getattr(library, f"cpu_{function}")
         call.restype = ctypes.c_longlong
         size = ctypes.c_uint(blocks), ctypes.c_uint(threads)
-        mistakes = call(*size, ctypes.c_void_p(move.ctypes.data), ctypes.c_int(backwards))
+        mistakes = call(*size, ctypes.c_void_p(ctypes.addressof(move) + ARGUMENT_AT), ctypes.c_int(backwards))
         assert mistakes == 0, f"{function} broke {mistakes} rules: alignment, waits, places in shared memory"
 
 
@@ -129,13 +131,21 @@ def pack(
     rows: Sequence[Tensor],
     fault: np.ndarray | None = None,
     places: Tensor | None = None,
-) -> np.ndarray:
-    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it."""
+    named: Tensor | None = None,
+) -> Any:
+    """Return the argument of the kernels; `fault` (5,) int64 takes the record of a fault and, last, who claimed it.
+
+    It is looked for in `named` (m,), or in `index`.
+    """
     words = [word for plane, dense in zip(planes, rows, strict=True) for word in pack_plane(plane, dense)]
     at = 0 if fault is None else fault.ctypes.data
     argument = Argument()
     there = 0 if places is None else places.data_ptr()
-    return argument.pack(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there)
+    checked = index if named is None else named
+    return argument.pack(
+        *(index.data_ptr(), len(index), len(planes[0]), at, at and at + 32, words, there),
+        *(checked.data_ptr(), len(checked)),
+    )
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@
 compute device.
 """
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -369,6 +371,22 @@ class PaddingCases:
         for got, content, dtype in zip(rows, contents, dtypes, strict=True):
             assert torch.equal(bits_of(got[:real]), bits_of(content[index[:real]].to(dtype)))
             assert not bits_of(got[real:]).any()
+
+    def test_check_of_what_the_index_was_made_from(self, engine, device, store):
+        planes = [store(torch.randn(29, 12)), store(torch.randn(29, 1))]
+        rows = [torch.ones(3, plane.shape[1], device=device) for plane in planes]
+        index = torch.tensor([4, 28, 29]).to(device)
+        for bad, position in (([28, 4, -3, 4, 29], 2), ([28, 4, 28, 4, 29], 4), ([4, 28, 4], None)):
+            given = torch.tensor(bad).to(device)
+            with pytest.raises(RowIndexError) if position is not None else contextlib.nullcontext() as error:
+                engine.gather(planes, index, rows, check=given)
+                engine.wait()
+            if position is not None:
+                assert str(error.value).startswith(f"index[{position}]")
+                assert f" is {bad[position]} but" in str(error.value)
+        for got, plane in zip(rows, planes, strict=True):
+            assert torch.equal(got[:2].cpu(), plane.cpu()[[4, 28]])
+            assert not got[2].any()
 
     @pytest.mark.parametrize("where", ["device", "host"])
     @pytest.mark.parametrize("real", [0, 1, 7, 29])

@@ -1,6 +1,9 @@
 """A kernel's launch with another CuPy; what needs a device is in tests/gpu/test_cuda.py."""
 
 import contextlib
+import ctypes
+import struct
+import threading
 import types
 
 import pytest
@@ -16,16 +19,13 @@ class TestLaunch:
 
     @pytest.fixture
     def cupy(self, monkeypatch):
-        class CupyStream:
-            @classmethod
-            def from_external(cls, handle):
-                stream = cls()
-                stream.version, stream.ptr = handle.__cuda_stream__()
-                return stream
-
-        cuda = types.SimpleNamespace(Stream=CupyStream, Device=self.entered)
-        for module in (status, streams):
+        self.calls, self.asked = [], []
+        driver = types.SimpleNamespace(launchKernel=lambda *given: self.calls.append(given))
+        runtime = types.SimpleNamespace(memGetInfo=lambda: self.asked.append(threading.get_ident()))
+        cuda = types.SimpleNamespace(driver=driver, runtime=runtime, Device=self.entered)
+        for module in (status, streams, launch):
             monkeypatch.setattr(module, "load_cupy", lambda: types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(launch, "_thread", launch._Thread())
         monkeypatch.setattr(torch.cuda, "device", self.entered)
         streams.cupy_stream.cache_clear()
         yield cuda
@@ -44,30 +44,52 @@ class TestLaunch:
         yield
 
     def launch(self, stream):
-        calls = []
-        launch.launch_kernel(lambda *args, **kwargs: calls.append((*args, kwargs)), 3, 64, "move", stream, 128)
-        ((grid, block, arguments, keywords),) = calls
-        assert (grid, block, arguments, keywords["shared_mem"]) == ((3,), (64,), ("move",), 128)
-        return keywords["stream"]
+        """Return the stream that the driver gets."""
+        argument = launch.KernelArgument("2qd").pack(4, -7, 0.5)
+        launch.launch_kernel(types.SimpleNamespace(ptr=9), 3, 64, argument, stream, 128)
+        *how, pointer, parameters, extra = self.calls.pop()
+        assert (how, extra) == ([9, 3, 1, 1, 64, 1, 1, 128], 0)
+        # The address of the address of each argument: of one.
+        at = ctypes.c_int64.from_address(parameters).value
+        assert struct.unpack("2qd", ctypes.string_at(at, 24)) == (4, -7, 0.5)
+        return pointer
 
     def test_one_device_needs_no_switching(self, cupy):
-        stream = self.launch(Stream(5))
-        assert (stream.version, stream.ptr) == (0, 5)
+        assert self.launch(Stream(5)) == 5
+        assert self.launch(Stream(6)) == 6
         assert self.inside == []
-        assert self.launch(Stream(5)) is stream
-        assert self.launch(Stream(6)).ptr == 6
 
     def test_several_devices(self, cupy, devices):
         devices.devices = ("A Device", "Another")
         stream = Stream(5)
         stream.device_index = 1
-        assert self.launch(stream).ptr == 5
+        assert self.launch(stream) == 5
         assert self.inside == [1, 1]  # torch's and CuPy's
 
-    def test_cupy_13(self, cupy):
-        del cupy.Stream.from_external
+    def test_each_thread_gets_the_context_once(self, cupy):
+        other = threading.Thread(target=lambda: [self.launch(Stream(5)) for _ in range(2)])
+        other.start()
+        other.join()
+        self.launch(Stream(5))
+        self.launch(Stream(5))
+        assert self.asked == [other.ident, threading.get_ident()]
+
+    def test_streams_of_cupy(self, cupy):
+        class CupyStream:
+            @classmethod
+            def from_external(cls, handle):
+                stream = cls()
+                stream.version, stream.ptr = handle.__cuda_stream__()
+                return stream
+
+        cupy.Stream = CupyStream
+        stream = streams.cupy_stream(5, 0)
+        assert (stream.version, stream.ptr) == (0, 5)
+        assert streams.cupy_stream(5, 0) is stream
+        streams.cupy_stream.cache_clear()
+        del CupyStream.from_external
         cupy.ExternalStream = lambda pointer, index: ("external", pointer, index)
-        assert self.launch(Stream(5)) == ("external", 5, 0)
+        assert streams.cupy_stream(5, 0) == ("external", 5, 0)
 
     @pytest.fixture
     def attributes(self, monkeypatch):

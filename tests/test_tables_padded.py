@@ -8,7 +8,7 @@ from cpu_kernels import cpu_kernels
 from speedtransfer.tables import padded
 from speedtransfer.tables.padded import is_padded, num_unique, padded_unique, sum_rows, trimmed
 
-WAYS = ["torch", "kernels"]
+WAYS = ["torch", "kernels", "kernels, many"]
 
 
 @pytest.fixture(params=WAYS)
@@ -27,6 +27,11 @@ def way(request, monkeypatch):
         kernels.launch(name, blocks, threads, packed, backwards=bool(number % 3))
 
     monkeypatch.setattr(padded, "launch_over", launch)
+    monkeypatch.setattr(padded, "_kernel", lambda source, name, device: name)
+    monkeypatch.setattr(padded, "current_stream", lambda device: None)
+    monkeypatch.setattr(padded, "launch_kernel", lambda name, *how: kernels.launch(name, *how[:3], next(launches) % 2))
+    if request.param == "kernels, many":
+        monkeypatch.setattr(padded, "_FEW", 0)
     monkeypatch.setattr(padded, "_find", padded._find_by_kernels)
     monkeypatch.setattr(padded, "_sum", padded._sum_by_kernels)
 
@@ -37,7 +42,9 @@ def index_of(count, num_rows, seed=0):
 
 class TestUnique:
     @pytest.mark.parametrize("spare", [False, True])
-    @pytest.mark.parametrize(("count", "num_rows"), [(1, 1), (1, 9), (5, 3), (300, 50), (300, 2**31 + 5), (1000, 7)])
+    @pytest.mark.parametrize(
+        ("count", "num_rows"), [(1, 1), (1, 9), (5, 3), (300, 50), (300, 2**31 + 5), (1000, 7), (4096, 90)]
+    )
     def test_is_that_of_torch_and_padding(self, way, count, num_rows, spare):
         flat = index_of(count, num_rows)
         ids, inverse = torch.unique(flat, return_inverse=True)
@@ -74,7 +81,9 @@ class TestUnique:
 
 class TestSums:
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-    @pytest.mark.parametrize(("count", "num_rows", "width"), [(1, 1, 1), (40, 5, 3), (700, 50, 16), (5000, 3, 5)])
+    @pytest.mark.parametrize(
+        ("count", "num_rows", "width"), [(1, 1, 1), (40, 5, 3), (700, 50, 16), (4000, 9, 5), (5000, 3, 5)]
+    )
     def test_are_those_of_the_groups(self, way, count, num_rows, width, dtype):
         flat = index_of(count, num_rows)
         groups = padded_unique(flat, num_rows, spare=True)

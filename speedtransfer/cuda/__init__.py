@@ -9,7 +9,15 @@ from speedtransfer.cuda.graphs import (
     num_replays,
 )
 from speedtransfer.cuda.items import launch_over
-from speedtransfer.cuda.launch import KernelArgument, is_trusted, kernel_source, launch_kernel, load_kernel
+from speedtransfer.cuda.launch import (
+    ARGUMENT_AT,
+    KernelArgument,
+    argument_memory,
+    is_trusted,
+    kernel_source,
+    launch_kernel,
+    load_kernel,
+)
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy
 from speedtransfer.cuda.status import CudaStatus, cuda_status, require_cuda, resolve_cuda, resolve_device
 from speedtransfer.cuda.streams import (
@@ -24,10 +32,12 @@ from speedtransfer.cuda.streams import (
 )
 
 __all__ = [
+    "ARGUMENT_AT",
     "WARM_UP",
     "CudaStatus",
     "KernelArgument",
     "StreamOrder",
+    "argument_memory",
     "capture_number",
     "check_not_capturing",
     "count_graphs",

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import hashlib
 import importlib.resources
 import logging
 import struct
+import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from speedtransfer.cuda.graphs import WARM_UP, check_not_capturing
 from speedtransfer.cuda.status import cuda_status, cupy_package, first_line, load_cupy, on_device, require_cuda
-from speedtransfer.cuda.streams import cupy_stream
 from speedtransfer.errors import DeviceError, StorageError
 from speedtransfer.once import once
 from speedtransfer.system import cache_folder, replace_file
@@ -53,17 +52,41 @@ def load_kernel(source_name: str, function_name: str, device: torch.device, shar
 
 
 def launch_kernel(
-    kernel: Any, blocks: int, threads: int, argument: np.ndarray, stream: torch.cuda.Stream, shared_bytes: int = 0
+    kernel: Any, blocks: int, threads: int, argument: Any, stream: torch.cuda.Stream, shared_bytes: int = 0
 ) -> None:
     """Queue a kernel from :func:`load_kernel` on `stream`.
 
-    The kernel takes `argument`, an array of one element, by value: it may be changed as soon as this returns.
+    The kernel takes `argument`, which is :func:`argument_memory`, by value: it may be changed as soon as this returns.
     """
-    index = stream.device_index
-    given = cupy_stream(stream.cuda_stream, index)
     # A single device is the current one in every thread: nothing to switch.
-    with contextlib.nullcontext() if len(cuda_status().devices) == 1 else on_device(index):
-        kernel((blocks,), (threads,), (argument,), shared_mem=shared_bytes, stream=given)
+    if len(cuda_status().devices) > 1:
+        with on_device(stream.device_index):
+            _launch(kernel, blocks, threads, argument, stream, shared_bytes)
+    else:
+        _launch(kernel, blocks, threads, argument, stream, shared_bytes)
+
+
+def _launch(
+    kernel: Any, blocks: int, threads: int, argument: Any, stream: torch.cuda.Stream, shared_bytes: int
+) -> None:
+    cuda = load_cupy().cuda
+    if stream.device_index not in _thread.devices:
+        # A call of the runtime gives a thread the context of the device, which the driver needs.
+        cuda.runtime.memGetInfo()
+        _thread.devices.add(stream.device_index)
+    # What calling the kernel does, which takes CuPy several times as long.
+    size = blocks, 1, 1, threads, 1, 1, shared_bytes
+    cuda.driver.launchKernel(kernel.ptr, *size, stream.cuda_stream, ctypes.addressof(argument), 0)
+
+
+class _Thread(threading.local):
+    """The devices, by index, whose context this thread has."""
+
+    def __init__(self) -> None:
+        self.devices = set[int]()
+
+
+_thread = _Thread()
 
 
 def kernel_source(name: str) -> str:
@@ -95,20 +118,29 @@ class KernelArgument:
         Of the struct, as in the module `struct`: every field is 8 bytes wide ("q" or "d").
     """
 
-    # The largest argument of a kernel here, and more: an emulated driver does not know how much to copy.
-    _BYTES = 1024
-
     def __init__(self, layout: str) -> None:
         self._struct = struct.Struct(layout)
 
-    def pack(self, *values: float) -> np.ndarray:
-        """Return an array of one element that holds `values`; pointers are ints."""
-        memory = bytearray(self._BYTES)
-        self._struct.pack_into(memory, 0, *values)
-        return np.frombuffer(memory, _ARGUMENT)
+    def pack(self, *values: float) -> Any:
+        """Return memory that holds `values`; pointers are ints."""
+        memory = argument_memory()
+        self._struct.pack_into(memory, ARGUMENT_AT, *values)
+        return memory
 
 
-_ARGUMENT = np.dtype((np.void, KernelArgument._BYTES))
+# Where in its memory an argument begins: before it is its address, as the driver wants it.
+ARGUMENT_AT = 8
+# The largest argument of a kernel here, and more: an emulated driver does not know how much to copy.
+_Memory = ctypes.c_int64 * (1 + 1024 // 8)
+
+
+def argument_memory() -> Any:
+    """Return memory for the struct that a kernel takes, of at most 1024 bytes."""
+    memory = _Memory()
+    memory[0] = ctypes.addressof(memory) + ARGUMENT_AT
+    return memory
+
+
 _trusted: dict[tuple[str, int], bool] = {}
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import is_capturing, pinned_empty
-from speedtransfer.engines.base import Engine, KernelEngine
+from speedtransfer.engines.base import Engine, KernelEngine, check_apart
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
@@ -68,12 +68,16 @@ class AutoEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         with self._turn:
-            self._ready("gather", planes, index).gather(planes, index, rows, check, unsorted)
+            engine, first = self._ready("gather", planes, index), self.engines[self._names[0]]
+            if isinstance(check, Tensor) and engine is not first:
+                check_apart(first, planes, check)
+                check = False
+            engine.gather(planes, index, rows, check, unsorted)
 
     def scatter(
         self,

@@ -46,7 +46,7 @@ class Engine(Protocol):
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i][j]`` from ``planes[i][index[j]]``, ordered on the current stream of the compute device.
@@ -54,6 +54,7 @@ class Engine(Protocol):
         With `check`, `index` has not been checked to be in range yet. A value that is not raises
         :class:`~speedtransfer.errors.RowIndexError` for the first one: at once where the host sees the index; where only the
         device does, by the next call of this engine (`wait` included) after the device has reached it, and its row is zero.
+        A tensor on the device, (m,) int64, of whose values `index` has the unique ones, padded, is checked in its place.
 
         With `unsorted`, `index` may be in any order, as far as the caller knows, and an engine may sort it first.
         """
@@ -122,6 +123,12 @@ def out_of_range(where: str, value: int, num_rows: int) -> RowIndexError:
     have = f"{num_rows} rows (0 to {num_rows - 1})" if num_rows else "no rows"
     rule = "but rows count from 0, negative ones do not exist" if value < 0 else f"but the table has {have}"
     return RowIndexError(f"{where} is {value} {rule}; clamp or filter the index")
+
+
+def check_apart(engine: Engine, planes: Sequence[Tensor], index: Tensor) -> None:
+    """Let `engine` check `index` (n,) by a gather of no columns."""
+    nothing = planes[0][:, :0]
+    engine.gather([nothing], index, [nothing.new_empty((len(index), 0), device=engine.device)], check=True)
 
 
 def check_host_index(index: Tensor, planes: Sequence[Tensor]) -> None:

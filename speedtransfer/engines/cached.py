@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing, current_stream, keep_until_done, to_device
-from speedtransfer.engines.base import Engine, check_host_index
+from speedtransfer.engines.base import Engine, check_apart, check_host_index
 from speedtransfer.engines.cache_moves import Reading, existing, write_through
 from speedtransfer.engines.cache_policy import NO_ROW, CachePolicy
 from speedtransfer.engines.cache_slots import Ahead, Slots, close
@@ -80,12 +80,12 @@ class CachedEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         self._check_not_capturing()
-        if check and index.device.type == "cpu":
+        if check is True and index.device.type == "cpu":
             check_host_index(index, planes)
             check = False
         wide = [number for number, plane in enumerate(planes) if plane.shape[1]]
@@ -93,10 +93,9 @@ class CachedEngine:
             self.inner.gather(planes, index, rows, check, unsorted)
             return
         ids = to_device(index, self.device)
-        if check:
+        if check is not False:
             # Of the index as it is, so that the error says where in it a row is out of range.
-            nothing = planes[0][:, :0]
-            self.inner.gather([nothing], ids, [nothing.new_empty((len(ids), 0), device=self.device)], check=True)
+            check_apart(self.inner, planes, ids if check is True else check)
         some, found = [planes[number] for number in wide], [rows[number] for number in wide]
         self._with_less_memory(lambda: self._gather(some, ids, found, unsorted))
         self._keep((index, *rows))

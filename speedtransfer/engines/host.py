@@ -41,12 +41,12 @@ class HostEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
-        if check:
-            check_host_index(index, planes)
+        if check is not False:
+            check_host_index(index if check is True else check, planes)
         gather_rows(planes, index, rows)
 
     def scatter(

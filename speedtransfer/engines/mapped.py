@@ -6,13 +6,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import (
+    ARGUMENT_AT,
     WARM_UP,
     StreamOrder,
+    argument_memory,
     check_not_capturing,
     keep_until_done,
     launch_kernel,
@@ -34,10 +35,9 @@ _SORT_BYTES = 1 << 20
 _THREADS = {"lanes": 256, "bulk": 32}  # of a block, by default
 _SOURCES = {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}
 
-# struct Move, by the number of its planes: eight 64-bit words, and seven for each plane.
+# struct Move, by the number of its planes: ten 64-bit words, and seven for each plane.
 _PLANE_WORDS = 7
-_MOVES = [struct.Struct(f"{8 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
-MOVE_BYTES = _MOVES[-1].size
+_MOVES = [struct.Struct(f"{10 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # enum Type; where nothing is converted, 0
 
 
@@ -121,21 +121,22 @@ class MappedEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         self._raise_fault()
         if index.device != self.device:
             check_not_capturing("a gather by an index on the host")
-            if check:
+            if check is True:
                 check_host_index(index, planes)
                 check = False
             index = to_device(index, self.device)
         ids, places = self._sorted(planes, index) if unsorted else (index, None)
+        named = ids if check is True else None if check is False else check
         with self._order.reading() as stream:
-            self._move("gather", planes, ids, rows, stream, check, places)
-            keep_until_done((index, *rows), stream)
+            self._move("gather", planes, ids, rows, stream, named, places)
+            keep_until_done((index, *rows) if named is ids or named is None else (index, named, *rows), stream)
 
     def scatter(
         self,
@@ -152,7 +153,7 @@ class MappedEngine:
             index = to_device(index, self.device)
         ids, places = self._sorted(planes, index) if unsorted else (index, None)
         with self._order.writing() as stream:
-            self._move("scatter", planes, ids, rows, stream, False, places)
+            self._move("scatter", planes, ids, rows, stream, None, places)
             keep_until_done((index, *rows), stream)
 
     def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
@@ -182,10 +183,10 @@ class MappedEngine:
         index: Tensor,
         rows: Sequence[Tensor],
         stream: Any,
-        check: bool,
+        named: Tensor | None,
         places: Tensor | None = None,
     ) -> None:
-        """Queue the launches of a call: of each kind of kernel as few as its planes fit into."""
+        """Queue the launches of a call: of each kind of kernel as few as its planes fit into. `named` are checked."""
         num_rows = index.shape[0]
         if not planes or not num_rows:
             return
@@ -198,17 +199,19 @@ class MappedEngine:
             elif self.kernel == "bulk" and num_lanes and lane_bytes == 16:
                 bulk += packed
                 continue
-            if num_lanes or check:
+            if num_lanes or named is not None:
                 lanes += packed
         table_rows, step = planes[0].shape[0], _PLANE_WORDS * MAX_PLANES
-        faults = (self._fault_pointer, self._claimed.data_ptr()) if check else (0, 0)
+        faults, checked = (0, 0), (0, 0)
+        if named is not None:
+            faults, checked = (self._fault_pointer, self._claimed.data_ptr()), (named.data_ptr(), named.shape[0])
         there = 0 if places is None else places.data_ptr()
         max_blocks = self._device_blocks if planes[0].is_cuda else self._host_blocks
         for name, found, threads_a_row in ((kind, lanes, 32), ("bulk", bulk, 1)):
             blocks = min(max_blocks, -(-num_rows * threads_a_row // self.threads))
             for start in range(0, len(found), step):
                 words = found[start : start + step]
-                move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, words, there)
+                move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, words, there, *checked)
                 kernel, shared_bytes = self._kernel(direction, name)
                 launch_kernel(kernel, blocks, self.threads, move, stream, shared_bytes)
 
@@ -249,8 +252,7 @@ class Argument:
     """Memory for a ``struct Move`` (move.cuh), what every kernel takes: the driver has copied it when a launch returns."""
 
     def __init__(self) -> None:
-        self._memory = bytearray(MOVE_BYTES)
-        self._array = np.frombuffer(self._memory, np.dtype((np.void, MOVE_BYTES)))
+        self._memory = argument_memory()
 
     def pack(
         self,
@@ -261,18 +263,32 @@ class Argument:
         claimed: int,
         words: Sequence[int],
         places: int = 0,
-    ) -> np.ndarray:
-        """Return the memory, an array of one element, that now holds this; pointers are ints.
+        named: int = 0,
+        num_named: int = 0,
+    ) -> Any:
+        """Return the memory that now holds this; pointers are ints.
 
         `index` is (num_rows,) int64 on the device, and so is `places`, which rows of the buffers they are, or 0; `fault` and
-        `claimed` are where a row that does not exist is reported, or 0; `words` are those of :func:`pack_plane` of at most
-        ``MAX_PLANES`` planes.
+        `claimed` are where a row of `named`, (num_named,) int64, that does not exist is reported, or 0; `words` are those of
+        :func:`pack_plane` of at most ``MAX_PLANES`` planes.
         """
         planes = len(words) // _PLANE_WORDS
         _MOVES[planes].pack_into(
-            self._memory, 0, index, num_rows, table_rows, planes, fault, claimed, BULK_SLOT_BYTES, places, *words
+            self._memory,
+            ARGUMENT_AT,
+            index,
+            num_rows,
+            table_rows,
+            planes,
+            fault,
+            claimed,
+            BULK_SLOT_BYTES,
+            places,
+            named,
+            num_named,
+            *words,
         )
-        return self._array
+        return self._memory
 
 
 def pack_plane(plane: Tensor, rows: Tensor) -> tuple[int, int, int, int, int, int, int]:

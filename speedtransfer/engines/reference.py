@@ -40,16 +40,16 @@ class ReferenceEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``; `check` waits for `index`."""
-        if check:
+        if check is not False:
             if self._order is not None:
                 check_not_capturing(
                     "looking at an index on the host (engine 'reference')", "use table.engine = 'mapped'"
                 )
-            check_host_index(index.cpu(), planes)
+            check_host_index((index if check is True else check).cpu(), planes)
         if self._order is None:
             select_rows(planes, index, rows)
             return

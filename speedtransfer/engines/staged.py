@@ -78,7 +78,7 @@ class StagedEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
@@ -88,8 +88,8 @@ class StagedEngine:
             stream = torch.cuda.current_stream(self.device)
             host_index = self._to_host(index, stream)
             self._index.wait()
-            if check:
-                check_host_index(host_index, planes)
+            if check is not False:
+                check_host_index(host_index if check is True else check.cpu(), planes)
             ids = _without_padding(host_index, planes)
             crossing = [_like(out, plane.dtype) for plane, out in zip(planes, rows, strict=True)]
             for part in self._chunks(crossing, len(ids)):

@@ -33,6 +33,8 @@ struct Move {
     int* claimed;            // set to 1 by the thread that writes the fault; in device memory
     long long slot_bytes;    // of bulk.cu
     const long long* places; // (num_rows,): rows of the buffers; null: each in its place
+    const long long* named;  // (num_named,): where faults are looked for, `index` itself or what its rows are from
+    long long num_named;
     Plane planes[kMaxPlanes];
 };
 
@@ -52,16 +54,16 @@ __device__ inline long long place_of(const Move& move, long long j) {
 // Report the row that does not exist and has the first place.
 __device__ inline void report_faults(const Move& move) {
     if (move.fault == nullptr) return;
-    for (long long j = this_thread(); j < move.num_rows; j += all_threads()) {
-        if (row_exists(move, move.index[j]) || atomicExch(move.claimed, 1) != 0) continue;
+    for (long long j = this_thread(); j < move.num_named; j += all_threads()) {
+        if (row_exists(move, move.named[j]) || atomicExch(move.claimed, 1) != 0) continue;
         // This need not be the first: threads come to their rows in any order. One of them looks, in no hurry any more.
         long long first = j;
-        for (long long i = 0; i < (move.places == nullptr ? first : move.num_rows); ++i) {
-            if (!row_exists(move, move.index[i]) && place_of(move, i) < place_of(move, first)) first = i;
+        for (long long i = 0; i < (move.places == nullptr ? first : move.num_named); ++i) {
+            if (!row_exists(move, move.named[i]) && place_of(move, i) < place_of(move, first)) first = i;
         }
         volatile Fault* fault = move.fault;
         fault->position = place_of(move, first);
-        fault->value = move.index[first];
+        fault->value = move.named[first];
         fault->table_rows = move.table_rows;
         __threadfence_system();  // the host that sees the state sees the rest
         fault->state = 1;

@@ -13,7 +13,7 @@ namespace {
 
 struct Sums {
     const char* rows;          // (count, width), contiguous, of `type`
-    char* sums;                // (groups, width), zeros, of `type`
+    char* sums;                // (groups, width), of `type`
     const long long* order;    // (count,): the rows group by group
     const long long* inverse;  // (count,): of each row its group
     const long long* starts;   // (groups + 1,): where in `order` each group begins; the last is `count`
@@ -26,6 +26,7 @@ struct Sums {
     long long excluded;        // the group of this id has the sum zero, and so have
     long long table_rows;      // those of ids from here on
     long long type;            // 0: float64, else Type
+    long long groups;          // the last may have no rows: their sums are zero
 };
 
 struct Float64 {
@@ -56,21 +57,31 @@ struct Half {
 
 template <typename T>
 __device__ inline void write_sum(const Sums& given, long long group, long long column, typename T::Sum sum) {
+    if (group >= given.groups) return;
     const long long id = given.ids[group];
-    if (id >= given.table_rows || id == given.excluded) return;
+    if (id >= given.table_rows || id == given.excluded) sum = 0;
     reinterpret_cast<typename T::Stored*>(given.sums)[group * given.width + column] = T::write(sum);
 }
 
 // How many rows a thread has asked for before it adds the first.
 constexpr int kAhead = 8;
 
-// Each thread has a column of a piece.
+// Groups without rows come last.
 template <typename T>
-__device__ inline void sum_within(const Sums& given) {
+__device__ inline void clear_rest(const Sums& given) {
+    const long long used = given.inverse[given.order[given.count - 1]] + 1;
+    for (long long item = used * given.width + this_thread(); item < given.groups * given.width; item += all_threads()) {
+        reinterpret_cast<typename T::Stored*>(given.sums)[item] = T::write(0);
+    }
+}
+
+// Each thread has a column of a piece: that of item `first`, and of others that are `step` apart.
+template <typename T>
+__device__ inline void sum_within(const Sums& given, long long first_item, long long step) {
     using Sum = typename T::Sum;
     const auto* rows = reinterpret_cast<const typename T::Stored*>(given.rows);
     const long long pieces = (given.count + given.piece - 1) / given.piece;
-    for (long long item = this_thread(); item < pieces * given.width; item += all_threads()) {
+    for (long long item = first_item; item < pieces * given.width; item += step) {
         const long long piece = item / given.width, column = item % given.width;
         const long long first = piece * given.piece;
         const long long end = first + given.piece < given.count ? first + given.piece : given.count;
@@ -107,10 +118,10 @@ __device__ inline void sum_within(const Sums& given) {
 }
 
 template <typename T>
-__device__ inline void add_parts(const Sums& given) {
+__device__ inline void add_parts(const Sums& given, long long first_item, long long step) {
     using Sum = typename T::Sum;
     const long long pieces = (given.count + given.piece - 1) / given.piece;
-    for (long long item = this_thread(); item < (pieces - 1) * given.width; item += all_threads()) {
+    for (long long item = first_item; item < (pieces - 1) * given.width; item += step) {
         const long long piece = item / given.width, column = item % given.width;
         const long long end = (piece + 1) * given.piece;
         const long long group = given.inverse[given.order[end - 1]];
@@ -134,22 +145,51 @@ __device__ inline void add_parts(const Sums& given) {
     }
 }
 
+template <typename T>
+__device__ inline void sum_pieces_of(const Sums& given) {
+    clear_rest<T>(given);
+    sum_within<T>(given, this_thread(), all_threads());
+}
+
+// Each block has some columns of all pieces, so that it need not wait for others.
+template <typename T>
+__device__ inline void sum_columns(const Sums& given) {
+    const long long columns = (given.width + gridDim.x - 1) / gridDim.x, teams = blockDim.x / columns;
+    const long long team = threadIdx.x / columns, column = blockIdx.x * columns + threadIdx.x % columns;
+    const bool works = team < teams && column < given.width;
+    const long long first = works ? team * given.width + column : given.count * given.width;
+    clear_rest<T>(given);
+    sum_within<T>(given, first, teams * given.width);
+    __syncthreads();
+    add_parts<T>(given, first, teams * given.width);
+}
+
 }  // namespace
+
+// Both of the others where there are few rows; a block has no fewer threads than columns.
+extern "C" __global__ void sum_few(const __grid_constant__ Sums given) {
+    switch (given.type) {
+        case kFloat32: sum_columns<Float32>(given); break;
+        case kFloat16: sum_columns<Half<kFloat16>>(given); break;
+        case kBFloat16: sum_columns<Half<kBFloat16>>(given); break;
+        default: sum_columns<Float64>(given); break;
+    }
+}
 
 extern "C" __global__ void sum_pieces(const __grid_constant__ Sums given) {
     switch (given.type) {
-        case kFloat32: sum_within<Float32>(given); break;
-        case kFloat16: sum_within<Half<kFloat16>>(given); break;
-        case kBFloat16: sum_within<Half<kBFloat16>>(given); break;
-        default: sum_within<Float64>(given); break;
+        case kFloat32: sum_pieces_of<Float32>(given); break;
+        case kFloat16: sum_pieces_of<Half<kFloat16>>(given); break;
+        case kBFloat16: sum_pieces_of<Half<kBFloat16>>(given); break;
+        default: sum_pieces_of<Float64>(given); break;
     }
 }
 
 extern "C" __global__ void add_pieces(const __grid_constant__ Sums given) {
     switch (given.type) {
-        case kFloat32: add_parts<Float32>(given); break;
-        case kFloat16: add_parts<Half<kFloat16>>(given); break;
-        case kBFloat16: add_parts<Half<kBFloat16>>(given); break;
-        default: add_parts<Float64>(given); break;
+        case kFloat32: add_parts<Float32>(given, this_thread(), all_threads()); break;
+        case kFloat16: add_parts<Half<kFloat16>>(given, this_thread(), all_threads()); break;
+        case kBFloat16: add_parts<Half<kBFloat16>>(given, this_thread(), all_threads()); break;
+        default: add_parts<Float64>(given, this_thread(), all_threads()); break;
     }
 }

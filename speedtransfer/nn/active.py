@@ -123,7 +123,7 @@ def activate(
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
         _check_capturable(handle, ids, training or max_norm is not None, padded)
-    ahead = None
+    ahead = check = None
     if handle.reads_ahead or isinstance(ids, Ticket):
         ticket = find_ticket(handle, ids)
         if ticket is not None:
@@ -137,7 +137,7 @@ def activate(
     else:
         flat, shape, _ = as_index(ids, num_rows, device, check=False)
         if flat.is_cuda and table.takes_padding and len(flat):
-            groups = _unique_on_device(handle, flat, padded, spare, padding_idx)
+            groups, check = _unique_on_device(handle, flat, padded, spare, padding_idx)
         else:
             # An engine that moves rows on the host takes ids there.
             flat = flat.cpu() if table.moves_on_host else flat
@@ -146,7 +146,7 @@ def activate(
     # Rescaled rows are written back, or refused: those of the parent of a forked process.
     if max_norm is not None and handle.table.writable:
         handle.rows.catch_up(groups.ids)
-    rows = handle.rows.read(groups.ids) if ahead is None else ahead.rows(handle.rows)
+    rows = handle.rows.read(groups.ids, check=check) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
     # Rows that a caller gets to see cannot be changed in place.
@@ -206,17 +206,20 @@ def _check_capturable(handle: Handle, ids: Any, writes: bool, padded: bool) -> N
     handle.check_capturable(writes)
 
 
-def _unique_on_device(handle: Handle, flat: Tensor, padded: bool, spare: bool, padding_idx: int | None) -> UniqueRows:
+def _unique_on_device(
+    handle: Handle, flat: Tensor, padded: bool, spare: bool, padding_idx: int | None
+) -> tuple[UniqueRows, Tensor | None]:
+    """Return the unique rows of `flat` (n,), and what the read of these has to check."""
     table = handle.rows.table
-    table.check(flat)
     groups = padded_unique(flat, table.num_rows, spare)
-    if padded and (is_capturing() or may_pad(handle.rows, len(groups.ids))):
-        return groups
+    if padded and (may_pad(handle.rows, len(groups.ids)) or is_capturing()):
+        return groups, flat
+    table.check(flat)
     groups = trimmed(groups)
     # Raises if an id is out of range.
     table.wait()
     at = (groups.ids == padding_idx).nonzero().flatten().tolist() if padding_idx is not None else []
-    return groups._replace(found=at[0] if at else -1)
+    return groups._replace(found=at[0] if at else -1), None
 
 
 def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:

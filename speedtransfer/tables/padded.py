@@ -11,12 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import KernelArgument, check_not_capturing, is_trusted, launch_over
+from speedtransfer.cuda import (
+    KernelArgument,
+    check_not_capturing,
+    current_stream,
+    is_trusted,
+    launch_kernel,
+    launch_over,
+    load_kernel,
+)
+from speedtransfer.once import once
 from speedtransfer.tables.unique import UniqueRows
 
 _INT32_MAX = 2**31 - 1
 # struct Unique of unique.cu, struct Sums of sums.cu.
-_UNIQUE, _SUMS = KernelArgument("12q"), KernelArgument("14q")
+_UNIQUE, _SUMS = KernelArgument("13q"), KernelArgument("15q")
+# kFew and kFewThreads of unique.cu, and the rows of a table whose numbers it can sort.
+_FEW, _FEW_THREADS, _FEW_ROWS = 1 << 12, 256, 1 << 51
+# Of few rows a block sums so many columns: 32 bytes at least, which memory gives at once.
+_COLUMNS = 8
 # enum Type of move.cuh; float64 where no type is meant.
 _TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
@@ -56,6 +69,31 @@ def _find(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
 
 
 def _find_by_kernels(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
+    few = flat.shape[0] <= _FEW and num_rows < _FEW_ROWS
+    return (_find_few if few else _find_many)(flat, num_rows, room)
+
+
+def _find_few(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
+    count, device = flat.shape[0], flat.device
+    made = flat.new_empty(2 * room + 2 * count + 1)
+    ids, starts, inverse, order = made.split_with_sizes([room, room + 1, count, count])
+    # By itself: it may be kept for long.
+    num_unique, at = flat.new_empty(1), made.data_ptr()
+    made_at = at, at + 8 * room, at + 8 * (2 * room + 1), num_unique.data_ptr(), at + 8 * (2 * room + 1 + count)
+    argument = _UNIQUE.pack(flat.data_ptr(), count, num_rows, 0, 0, 0, 0, room, *made_at)
+    # A thread for each pair that is compared.
+    threads = min(max(1 << (count - 1).bit_length() >> 1, 32), _FEW_THREADS)
+    launch_kernel(_kernel("unique.cu", "find_few", device), 1, threads, argument, current_stream(device))
+    return _padded(ids, inverse, order, starts, num_unique)
+
+
+# Finding it again would make the device current each time.
+@once
+def _kernel(source_name: str, function_name: str, device: torch.device) -> Any:
+    return load_kernel(source_name, function_name, device)
+
+
+def _find_many(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
     count, device = flat.shape[0], flat.device
     wide = max(num_rows, count) > _INT32_MAX
     keys, groups = flat.new_empty((2, count), dtype=torch.int64 if wide else torch.int32)
@@ -66,7 +104,7 @@ def _find_by_kernels(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
 
     def launch(name: str, keys: Tensor, groups: Tensor, order: int) -> None:
         buffers = keys.data_ptr(), groups.data_ptr(), order
-        argument = _UNIQUE.pack(flat.data_ptr(), count, num_rows, wide, *buffers, room, *pointers)
+        argument = _UNIQUE.pack(flat.data_ptr(), count, num_rows, wide, *buffers, room, *pointers, 0)
         launch_over(max(count, room + 1), "unique.cu", name, device, argument)
 
     launch("find_keys", keys, groups, 0)
@@ -154,35 +192,41 @@ def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded:
     (count, width), order, starts = values.shape, groups.order, groups.starts
     assert order is not None
     assert starts is not None
-    total = values.new_zeros(groups.ids.shape[0], width)
+    num_groups, device = groups.ids.shape[0], values.device
+    total = values.new_empty((num_groups, width))
     # Short, so that many threads read at once. Not much shorter than the root, or a row that everybody looks up takes long.
     piece = 1 << max(4, count.bit_length() // 2 - 3)
     pieces = -(-count // piece)
     kind = torch.float64 if values.dtype == torch.float64 else torch.float32
-    parts = torch.empty((2, pieces, width), dtype=kind, device=values.device)
-    tensors = values, total, order, groups.inverse, starts, groups.ids, parts[0], parts[1]
+    parts = values.new_empty(2 * pieces * width, dtype=kind)
+    tensors = values, total, order, groups.inverse, starts, groups.ids, parts
     pointers = [tensor.data_ptr() for tensor in tensors]
-    argument = _SUMS.pack(*pointers, count, width, piece, excluded, num_rows, _TYPES[values.dtype])
-    launch_over(pieces * width, "sums.cu", "sum_pieces", values.device, argument)
-    launch_over((pieces - 1) * width, "sums.cu", "add_pieces", values.device, argument)
+    tails, shape = pointers[-1] + pieces * width * kind.itemsize, (count, width, piece)
+    argument = _SUMS.pack(*pointers, tails, *shape, excluded, num_rows, _TYPES[values.dtype], num_groups)
+    if count <= _FEW:
+        kernel, blocks = _kernel("sums.cu", "sum_few", device), -(-width // _COLUMNS)
+        launch_kernel(kernel, blocks, _FEW_THREADS, argument, current_stream(device))
+    else:
+        launch_over(pieces * width, "sums.cu", "sum_pieces", device, argument)
+        launch_over((pieces - 1) * width, "sums.cu", "add_pieces", device, argument)
     return total
 
 
 def _check_unique(like: Tensor) -> Any:
     def right() -> bool:
         flat = torch.tensor([5, 0, -1, 5, 9, 7, 2**40, 0], device=like.device)
-        found, wanted = _find_by_kernels(flat, 9, 8), _find(flat, 9, 8)
-        tensors = [(*rows[:4], num_unique(rows.ids)) for rows in (found, wanted)]
-        return all(a is not None and b is not None and torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+        few, many, wanted = (find(flat, 9, 8) for find in (_find_few, _find_many, _find))
+        tensors = [(*rows[:4], num_unique(rows.ids)) for rows in (few, many, wanted)]
+        return all(torch.equal(a, c) and torch.equal(b, c) for a, b, c in zip(*tensors, strict=True))
 
     return right
 
 
 def _check_sums(like: Tensor) -> Any:
-    def right() -> bool:
-        flat = torch.arange(200, device=like.device) % 7
-        groups = _find(flat.clamp_(max=5), 5, 6)
-        values = torch.arange(600, device=like.device).view(200, 3).to(torch.float32)
+    def right_for(count: int) -> bool:
+        flat = torch.arange(count, device=like.device) % 7
+        groups = _find(flat.clamp_(max=5), 5, 8)
+        values = (torch.arange(3 * count, device=like.device) % 600).view(count, 3).to(torch.float32)
         return torch.equal(_sum_by_kernels(values, groups, 5, 2), _sum(values, groups, 5, 2))
 
-    return right
+    return lambda: right_for(200) and right_for(_FEW + 1)

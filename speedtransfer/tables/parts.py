@@ -129,13 +129,13 @@ class PartsEngine:
         planes: Sequence[Tensor],
         index: Tensor,
         rows: Sequence[Tensor],
-        check: bool = False,
+        check: bool | Tensor = False,
         unsorted: bool = False,
     ) -> None:
         """Fill ``rows[i]`` (n, width_i) with the rows `index` (n,) of ``planes[i]``."""
         index = index.cpu()
-        if check:
-            check_host_index(index, planes)
+        if check is not False:
+            check_host_index(index if check is True else check.cpu(), planes)
         whole = list[tuple[Tensor, Tensor]]()
         for plane, out in zip(planes, rows, strict=True):
             parts = self._parts.get(id(plane))

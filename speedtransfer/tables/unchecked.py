@@ -9,7 +9,7 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, is_capturing
-from speedtransfer.engines import SELECTED, Engine, KernelEngine
+from speedtransfer.engines import SELECTED, Engine, KernelEngine, check_apart
 from speedtransfer.tables import forks, stats
 from speedtransfer.tables.padded import is_padded
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
@@ -26,8 +26,11 @@ _FEW_VALUES = 1 << 13
 class UncheckedRows(WholePlanes):
     """The part of a :class:`~speedtransfer.Table` that moves rows unchecked: for `Rows`, and for the checked `scatter`."""
 
-    def read(self, ids: Tensor, planes: Sequence[str]) -> dict[str, Tensor]:
-        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded."""
+    def read(self, ids: Tensor, planes: Sequence[str], check: Tensor | None = None) -> dict[str, Tensor]:
+        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded.
+
+        Those that were padded may come with what they are the unique rows of: the device checks it, as in `check`.
+        """
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
         few = self._selects and stored and count * stored[0].shape[1] * len(stored) <= _FEW_VALUES and count < FEW_ROWS
@@ -42,7 +45,7 @@ class UncheckedRows(WholePlanes):
                 ids = on_host(ids, ids)
             if count >= FEW_ROWS and self._cache is None:
                 read_ahead_of_rows(stored, ids)
-            self._engine.gather(stored, ids, rows)
+            self._engine.gather(stored, ids, rows, False if check is None else check)
         if self._begun != ended:
             with self._turn:
                 self._engine.gather(stored, ids, rows)
@@ -57,8 +60,7 @@ class UncheckedRows(WholePlanes):
 
     def check(self, flat: Tensor) -> None:
         """Let the device check that `flat`, (n,) int64 on it, is in range; if not, the next call raises, as after `gather`."""
-        nothing = self._planes["weight"][:, :0]
-        self._engine.gather([nothing], flat, [nothing.new_empty((len(flat), 0), device=flat.device)], check=True)
+        check_apart(self._engine, [self._planes["weight"]], flat)
 
     def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""

@@ -11,6 +11,9 @@
 
 using Barrier = unsigned long long;  // kReady and the number of completed phases
 
+// bulk.cu has the dynamic one only.
+#undef __shared__
+#define __shared__
 extern char shared_memory[];
 
 constexpr std::size_t kSharedMax = 1 << 20;

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <type_traits>
 #include <vector>
 
@@ -15,7 +16,8 @@
 #define __global__
 #define __device__
 #define __grid_constant__
-#define __shared__
+// One for the threads of a block, which run on one of ours.
+#define __shared__ static thread_local
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 struct dim3 {
@@ -133,7 +135,7 @@ struct Together {
     std::function<void()> kernel;
     ucontext_t back;
     std::vector<ucontext_t> threads;
-    std::vector<std::vector<char>> stacks;
+    std::vector<std::unique_ptr<char[]>> stacks;
     std::vector<bool> done;
 };
 inline Together* together = nullptr;
@@ -149,10 +151,10 @@ inline void run_together() {
 }
 
 __attribute__((noinline)) inline void prepare(ucontext_t& thread, Together& block) {
-    block.stacks.emplace_back(1 << 16);
+    block.stacks.emplace_back(new char[1 << 16]);
     getcontext(&thread);
-    thread.uc_stack.ss_sp = block.stacks.back().data();
-    thread.uc_stack.ss_size = block.stacks.back().size();
+    thread.uc_stack.ss_sp = block.stacks.back().get();
+    thread.uc_stack.ss_size = 1 << 16;
     thread.uc_link = &block.back;
     makecontext(&thread, run_together, 0);
 }

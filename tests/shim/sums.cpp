@@ -3,5 +3,6 @@
 
 #include "sums.cu"
 
+KERNEL_TOGETHER(sum_few)
 KERNEL(sum_pieces)
 KERNEL(add_pieces)

@@ -3,6 +3,7 @@
 
 #include "unique.cu"
 
+KERNEL_TOGETHER(find_few)
 KERNEL(find_keys)
 KERNEL(mark_groups)
 KERNEL(write_groups)
