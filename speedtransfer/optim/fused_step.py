@@ -1,32 +1,41 @@
 """A step of torch's Adam, AdamW or SGD on active rows by one kernel, which reads and writes their state where it is stored.
 
-It takes the place of a gather, the optimizer's own operations and a scatter, unless the environment has
-``SPEEDTRANSFER_FUSED_STEP=0``. `plan_step` says whether the kernel does what the optimizer would do; where that is not known
-the step goes the ordinary way. While the optimizer steps the rows have no gradient, so that it leaves them alone. Weights and
-state differ by rounding at most, and the gradient stays as it is, where foreach SGD with nesterov changes it.
+It takes the place of a gather, the optimizer's own operations and a scatter. `plan_step` says whether the kernel does what
+the optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no
+gradient, so that it leaves them alone. Only the gradient may differ after the step: it stays as it is, where foreach SGD with
+nesterov changes it.
+
+Torch makes a step in several ways (foreach, fused), each with a rounding of its own, and so does the kernel. It is used where
+a first comparison on the device gives the bits of torch; with ``SPEEDTRANSFER_FUSED_STEP=1`` in the environment also where it
+gives them to rounding, with ``SPEEDTRANSFER_FUSED_STEP=0`` nowhere.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import operator
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import _default_to_fused_or_foreach, _global_optimizer_pre_hooks
 
-from speedtransfer.cuda import KernelArgument, is_capturing, is_trusted, launch_over
+from speedtransfer.cuda import WARM_UP, KernelArgument, check_not_capturing, is_capturing, is_trusted, launch_over
+from speedtransfer.once import once
+from speedtransfer.optim.graph import KEY
 from speedtransfer.optim.state import RowState
 
 SWITCH = "SPEEDTRANSFER_FUSED_STEP"
+log = logging.getLogger(__name__)
 
 # struct Step of step.cu
-_STEP = "19q11d"
+_STEP = "20q11d"
 _MAX_STATES = 3
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Whose functions may make up the step of an optimizer: its own, and what torch and this package wrap around it.
@@ -39,10 +48,21 @@ _OURS = {
 }
 
 
+# enum Way of step.cu: how torch would make the step.
+_CPU, _FOREACH, _SINGLE, _FUSED = range(4)
+_OPTIONS: dict[int, dict[str, Any]] = {
+    _CPU: {},
+    _FOREACH: {"foreach": True},
+    _SINGLE: {"foreach": False},
+    _FUSED: {"fused": True},
+}
+
+
 class FusedStep(NamedTuple):
     """What the kernel needs to know: the planes of state in its order, its numbers, and how many steps came before."""
 
     planes: tuple[str, ...]
+    way: int = _CPU
     maximize: bool = False
     nesterov: bool = False
     decay: float = 0.0
@@ -66,8 +86,8 @@ class FusedStep(NamedTuple):
 
 def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> FusedStep | None:
     """Return how the kernel makes the step of `optimizer`, or None where the step goes the ordinary way."""
-    rows, table = state.rows, state.rows.table
-    if not table.runs_kernels or os.environ.get(SWITCH) == "0":
+    rows, table, switch = state.rows, state.rows.table, os.environ.get(SWITCH)
+    if not table.runs_kernels or switch == "0":
         return None
     plan = _PLANS.get(type(optimizer))
     # Idle rows that miss steps catch up when they are read, which the kernel does not do.
@@ -77,10 +97,13 @@ def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> F
         return None
     found = optimizer.state.get(state.param) or {}
     planes = state.planes_in_use(found)
-    made = None if planes is None else plan(group, found, planes)
-    if made is None or not _are_numbers(made[3:-1]):
+    way = _way_of(optimizer, group, table.device)
+    made = None if planes is None else plan(group, found, planes, way)
+    if made is None or not _are_numbers(made[4:-1]):
         return None
-    return made if is_trusted("fused steps", table.device, lambda: _check(table.device)) else None
+    if not is_trusted("fused steps", table.device, lambda: _check(table.device)):
+        return None
+    return made if switch == "1" or _has_bits_of_torch(way, table.device) else None
 
 
 def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, active: Tensor) -> None:
@@ -127,12 +150,35 @@ def _is_altered(optimizer: Optimizer) -> bool:
     return False
 
 
+def _way_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> int:
+    """Return how `optimizer` would step the parameters of `group`."""
+    if device.type != "cuda":
+        return _CPU
+    if group.get("fused"):
+        return _FUSED
+    foreach = group.get("foreach")
+    if foreach is None:
+        # Asking every parameter takes its time. Tables are ordinary parameters in the step.
+        known, params = _foreach_by_default.setdefault(optimizer, {}), group["params"]
+        key = id(params), len(params)
+        if key not in known:
+            others = [param for param in params if KEY not in param.__dict__]
+            known[key] = _default_to_fused_or_foreach(others, differentiable=False)[1]
+        foreach = known[key]
+    return _FOREACH if foreach else _SINGLE
+
+
+_foreach_by_default = weakref.WeakKeyDictionary[Optimizer, dict[tuple[int, int], bool]]()
+
+
 def _are_numbers(values: tuple[Any, ...]) -> bool:
     """Tell whether hyperparameters are numbers, no tensors, which float32 can hold."""
     return all(type(value) in (int, float) and abs(value) <= _FLOAT32_MAX for value in values)
 
 
-def _plan_sgd(group: dict[str, Any], found: dict[str, Any], planes: dict[str, str]) -> FusedStep | None:
+def _plan_sgd(
+    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], way: int = _CPU
+) -> FusedStep | None:
     numbers = [group[key] for key in ("lr", "momentum", "dampening", "weight_decay")]
     if group["differentiable"] or not _are_numbers(tuple(numbers)):
         return None
@@ -142,7 +188,9 @@ def _plan_sgd(group: dict[str, Any], found: dict[str, Any], planes: dict[str, st
         return None
     return FusedStep(
         tuple(planes[name] for name in names),
+        way,
         maximize=group["maximize"],
+        shrink=0.0 if way == _FUSED else 1.0,
         nesterov=group["nesterov"],
         decay=decay,
         rate=-lr,
@@ -152,7 +200,7 @@ def _plan_sgd(group: dict[str, Any], found: dict[str, Any], planes: dict[str, st
 
 
 def _plan_adam(
-    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], decoupled: bool = False
+    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], way: int = _CPU, decoupled: bool = False
 ) -> FusedStep | None:
     numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
     names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
@@ -171,11 +219,13 @@ def _plan_adam(
         number = (steps + 1).item()
         first, second = 1 - beta1**number, 1 - beta2**number
     decoupled = group.get("decoupled_weight_decay", decoupled)
+    taken_off = lr * decay if decoupled else 0.0
     return FusedStep(
         tuple(planes[name] for name in names),
+        way,
         maximize=group["maximize"],
         decay=0.0 if decoupled else decay,
-        shrink=1 - lr * decay if decoupled else 1.0,
+        shrink=taken_off if way == _FUSED else 1 - taken_off,
         rate=-(lr / first),
         beta1=beta1,
         first_share=1 - beta1,
@@ -188,7 +238,7 @@ def _plan_adam(
 
 
 # By class, not subclass: another may do anything.
-_PLANS: dict[type, Callable[[dict[str, Any], dict[str, Any], dict[str, str]], FusedStep | None]] = {
+_PLANS: dict[type, Callable[..., FusedStep | None]] = {
     SGD: _plan_sgd,
     Adam: _plan_adam,
     # Where its groups do not say so themselves.
@@ -214,40 +264,66 @@ def _queue(plan: FusedStep, ids: Tensor, grad: Tensor, active: Tensor, weight: T
     launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument)
 
 
+_KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (SGD, {"weight_decay": 0.1}),
+    (SGD, {"momentum": 0.9, "dampening": 0.1}),
+    (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
+    (Adam, {"weight_decay": 0.1}),
+    (Adam, {"maximize": True}),
+    (AdamW, {"betas": (0.4, 0.9), "weight_decay": 0.1, "amsgrad": True}),
+]
+
+
 def _check(device: torch.device) -> bool:
     """Compare the kernel with torch, for every kind, dimensions of whole lanes and others, and a row that does not exist."""
-    kinds: list[tuple[type[Optimizer], dict[str, Any]]] = [
-        (SGD, {"weight_decay": 0.1}),
-        (SGD, {"momentum": 0.9, "dampening": 0.1}),
-        (SGD, {"momentum": 0.9, "nesterov": True, "maximize": True}),
-        (Adam, {"weight_decay": 0.1}),
-        (Adam, {"fused": True}),
-        (AdamW, {"betas": (0.4, 0.9), "weight_decay": 0.1, "amsgrad": True}),
-    ]
+    ways = (_CPU, _CPU) if device.type == "cpu" else (_FOREACH, _FUSED)
+    return all(_is_right(*kind, way, width, device) for kind in _KINDS for width, way in zip((3, 8), ways, strict=True))
+
+
+@once
+def _has_bits_of_torch(way: int, device: torch.device) -> bool:
+    """Tell whether the kernel rounds as torch does: asked once a process."""
+    check_not_capturing("the first use of the kernels for steps", WARM_UP)
+    if way == _CPU:
+        return True
+    found = all(_is_right(*kind, way, 1024, device, exact=True) for kind in _KINDS)
+    if not found:
+        log.info("steps go by torch's operations on %s: those of one kernel are rounded otherwise (%s)", device, way)
+    return found
+
+
+def _is_right(
+    kind: type[Any], options: dict[str, Any], way: int, width: int, device: torch.device, exact: bool = False
+) -> bool:
+    """Take one step by the optimizer, and then another by both; `exact`: they must give the same bits."""
     with torch.inference_mode(False), torch.no_grad():
-        return all(_is_right(kind, options, width, device) for kind, options in kinds for width in (3, 8))
+        # Without hooks, which are not meant for this one.
+        step, draw = inspect.unwrap(kind.step), torch.Generator().manual_seed(width)
 
+        def drawn() -> Tensor:
+            sizes = 10.0 ** torch.randint(-6, 3, (5, width), generator=draw, device="cpu") if exact else 1
+            return (torch.randn(5, width, generator=draw, dtype=torch.float32, device="cpu") * sizes).to(
+                device, torch.float32
+            )
 
-def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torch.device) -> bool:
-    """Take one step by the optimizer, and then another by both."""
-    # Without hooks, which are not meant for this one.
-    step = inspect.unwrap(kind.step)
-    weight = torch.nn.Parameter(torch.arange(5 * width, dtype=torch.float32, device=device).view(5, width) / 7 - 1)
-    optimizer = kind([weight], lr=0.1, **options)
-    (group,) = optimizer.param_groups
-    weight.grad = weight.detach().cos()
-    step(optimizer)
-    found = optimizer.state[weight]
-    names = [name for name, value in found.items() if isinstance(value, Tensor) and value.dim()]
-    plan = _PLANS[kind](group, found, {name: name for name in names})
-    if plan is None:
-        return False
-    ids = torch.tensor([5, 3, 0, 1, 4, 2], device=device)
-    before = {name: found[name].clone() for name in plan.planes}
-    table, grad = weight.detach().clone(), weight.grad.sin()
-    grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
-    _queue(plan, ids, grads, rows, table, list(before.values()))
-    weight.grad = grad
-    step(optimizer)
-    pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in before)]
-    return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in pairs)
+        weight = torch.nn.Parameter(drawn())
+        optimizer = kind([weight], lr=0.1, **options, **_OPTIONS[way])
+        (group,) = optimizer.param_groups
+        weight.grad = drawn()
+        step(optimizer)
+        found = optimizer.state[weight]
+        names = [name for name, value in found.items() if isinstance(value, Tensor) and value.dim()]
+        plan = _PLANS[kind](group, found, {name: name for name in names}, way)
+        if plan is None:
+            return False
+        ids = torch.tensor([5, 3, 0, 1, 4, 2], device=device)
+        before = {name: found[name].clone() for name in plan.planes}
+        table, grad = weight.detach().clone(), drawn()
+        grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
+        _queue(plan, ids, grads, rows, table, list(before.values()))
+        weight.grad = grad
+        step(optimizer)
+        pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in before)]
+        if exact:
+            return all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in pairs)

@@ -39,7 +39,7 @@ def fused(monkeypatch):
         made.append(args)
         make_step(*args)
 
-    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setattr(stepping, "make_step", counted)
     return made
 
