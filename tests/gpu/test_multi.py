@@ -78,7 +78,7 @@ def test_launches_of_a_step_are_those_of_one_table(device, monkeypatch, forward,
             look_up(module, ids).square().sum().backward()
             optimizer.step()
         counts.append(len(names))
-    assert counts[0] == counts[1] > 1
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("padding", [None, 2])

@@ -10,6 +10,7 @@ from torch import nn
 import speedtransfer as st
 from speedtransfer.errors import RowIndexError
 from speedtransfer.nn import lookup_ops
+from speedtransfer.nn.tracing import ONE_GRAPH
 
 try:
     import fakegpu  # the emulated GPU, which lists every call
@@ -103,7 +104,7 @@ def test_trained_rows_that_idle(device):
         torch.testing.assert_close(emb(ids.to(device)).cpu(), dense(ids), rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph")
+@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
 @pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
 def test_the_operators(device, memory):
     """What a compiled graph calls, with the gradient that the lookup itself leaves."""
@@ -139,7 +140,7 @@ def test_the_operators(device, memory):
 @pytest.mark.filterwarnings(
     "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning"
 )  # torch's import of inductor
-@pytest.mark.skipif(not hasattr(torch.compiler, "is_exporting"), reason="older versions of torch break the graph")
+@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
 @pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
 def test_a_compiled_model(device, memory):
     torch.compiler.reset()
