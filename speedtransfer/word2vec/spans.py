@@ -14,7 +14,7 @@ from speedtransfer.once import once
 from speedtransfer.word2vec.places import MOST_WORDS_AT_ONCE, Places, pair_weight
 
 CLUSTER = 8  # kBlocks of word2vec.cu: that many of Hopper and later train together, and before it there is one
-THREADS = {CLUSTER: 672, 1: 512}  # kThreads, of each block
+THREADS = 512  # kThreads, of each block
 _PLAN_THREADS = 128
 _SPAN, _PARTS = MOST_WORDS_AT_ONCE, 4  # kSpan, kParts
 _SHARED_BYTES = 64 << 10  # of a block: every device that torch supports has as much
@@ -113,11 +113,11 @@ def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> _Sizes:
         )
     rows, targets = bag_rows + near + num_draws, targets + num_draws
     plan = _up(2 * rows + bag_rows + 2 * bags + 1 + 3 * _SPAN, 4)
-    slots = _up(-(-targets * _SPAN // 32), blocks) // blocks * 32
+    slots = 4 * _up(targets * _SPAN // 4, blocks) // blocks
     parts = _PARTS if blocks > 1 and not cbow else 1
     rows += (0 if single else bags) + (_SPAN if cbow else 0) + parts * _SPAN
     chunks = _up(_up(dim, 4) // 4, blocks) // blocks  # of four columns, of each block
-    return _Sizes(bag_rows, plan, (blocks + 1) * slots + targets * _SPAN, 2 * plan + rows * 4 * (chunks | 1))
+    return _Sizes(bag_rows, plan, 4 + (blocks + 1) * slots + targets * _SPAN, 2 * plan + rows * 4 * (chunks | 1))
 
 
 def _up(number: int, multiple: int) -> int:
@@ -141,12 +141,12 @@ def train_by_kernel(
     """Train rows in place; arguments as `pack_spans`. Return the loss, shape (), where it is wanted."""
     device = center_rows.device
     blocks = _blocks(device)
-    losses = torch.zeros(blocks, THREADS[blocks], dtype=torch.float64, device=device) if with_loss else None
+    losses = torch.zeros(blocks, THREADS, dtype=torch.float64, device=device) if with_loss else None
     work = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses, blocks)
     if work.num_spans:
         stream = current_stream(device)
         launch_kernel(_kernel(device, "plan_spans"), min(work.num_spans, 65_535), _PLAN_THREADS, work.argument, stream)
-        launch_kernel(_kernel(device, "train_spans"), blocks, THREADS[blocks], work.argument, stream, work.shared_bytes)
+        launch_kernel(_kernel(device, "train_spans"), blocks, THREADS, work.argument, stream, work.shared_bytes)
     # The memory may go once the kernels are queued: it is given to nothing that does not queue behind them.
     del work
     return None if losses is None else losses.sum().to(center_rows.dtype)
