@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import nvrtc
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
@@ -9,6 +10,7 @@ from test_word2vec_gradients import draw_block, draw_tables
 from test_word2vec_model import BUCKETS, WORDS
 from test_word2vec_model import draw_block as draw_words
 
+from speedtransfer.cuda import kernel_source
 from speedtransfer.word2vec import gradients, spans
 from speedtransfer.word2vec.gradients import MODELS
 from speedtransfer.word2vec.places import Places
@@ -20,7 +22,8 @@ def train(tables, places, model, threads=16, backwards=False, rate=0.05, with_lo
     losses = torch.zeros(blocks, threads, dtype=torch.float64) if with_loss else None
     work = spans.pack_spans(*rows, places, model == "cbow", negative, rate, losses, blocks)
     for memory in work.memory:
-        memory.fill_(-1 if memory.dtype == torch.int32 else float("nan"))  # what was there before must not count
+        if memory is not None:
+            memory.fill_(-1 if memory.dtype == torch.int32 else float("nan"))  # what was there before must not count
     cpu_kernels().launch("plan_spans", work.num_spans, threads, work.argument, backwards)
     cpu_kernels().launch("train_spans", blocks, threads, work.argument, backwards, work.shared_bytes)
     return [*rows, losses.sum().to(torch.float32) if with_loss else None]
@@ -128,3 +131,12 @@ def test_a_kernel_is_tried_out_before_it_is_used(fault, monkeypatch):
     monkeypatch.setattr(spans, "launch_kernel", launch)
     monkeypatch.setattr(spans, "train_in_torch", other)
     assert gradients._check_kernel(torch.device("cpu")) == (fault is None)
+
+
+@pytest.mark.skipif(nvrtc.library() is None, reason="nvidia-cuda-nvrtc is not installed")
+@pytest.mark.parametrize(("architecture", "together"), [("compute_80", 0), ("compute_90", spans.CLUSTER)])
+def test_blocks_are_a_cluster_from_hopper_on(architecture, together):
+    code, _ = nvrtc.compile_cubin(kernel_source("word2vec.cu"), "word2vec.cu", architecture, kind="PTX")
+    assert f".maxntid {spans.THREADS},".encode() in code
+    assert code.count(b".reqnctapercluster") == bool(together)
+    assert not together or f".reqnctapercluster {together},".encode() in code

@@ -12,12 +12,9 @@
 namespace {
 
 constexpr unsigned int kSpan = 16;      // words of a span, at most; as in word2vec/places.py
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr unsigned int kThreads = 512;  // of a block, at most; as in word2vec/spans.py
-#else
-constexpr unsigned int kThreads = 672;  // each has a score of a span with the usual windows and draws
-#endif
 constexpr unsigned int kBlocks = 8;     // of a cluster; as there
+constexpr unsigned int kMail = 4;       // numbers of 4 bytes in place of which there are two mails
 constexpr unsigned int kParts = 4;      // threads that share a sum of the rows of all targets
 static_assert(kThreads % 32 == 0 && kBlocks <= 8, "whole warps; no device has to run larger clusters");
 
@@ -173,6 +170,12 @@ __device__ inline void add_product(float4& sum, float factor, float4 value) {
     sum.z += factor * value.z;
     sum.w += factor * value.w;
 }
+__device__ inline void add_dot(float& sum, float4 a, float4 b) {
+    sum += a.x * b.x;
+    sum += a.y * b.y;
+    sum += a.z * b.z;
+    sum += a.w * b.w;
+}
 __device__ inline float4 zeros() { return {0.0f, 0.0f, 0.0f, 0.0f}; }
 
 __device__ inline float softplus(float score) { return fmaxf(score, 0.0f) + log1pf(expf(-fabsf(score))); }
@@ -182,10 +185,11 @@ __device__ inline float softplus(float score) { return fmaxf(score, 0.0f) + log1
 struct Columns {
     const Train& given;
     const Counts counts;
-    float *parts, *slopes, *weights;           // shared memory: (blocks, slots), (targets, kSpan), (slots,)
+    Mail *parts_mail, *slopes_mail;            // shared memory
+    float *parts, *slopes, *weights;           // too: (blocks, slots), (targets, kSpan), (slots,)
     float *rows, *words, *vectors, *moves;     // (any, stride); moves (sum_parts, kSpan, stride)
     Plan plan;
-    unsigned int blocks, block, slots, sum_parts, first, chunks, stride, log_lanes;
+    unsigned int blocks, block, quads, slots, sum_parts, first, chunks, stride, log_lanes;
     bool wide;  // rows of tables begin at multiples of 16 bytes
 
     __device__ Columns(const Train& given_, float* shared, float* memory)
@@ -199,15 +203,27 @@ struct Columns {
         stride = 4 * (most | 1);  // an odd number of chunks: those of eight rows that follow one another are in all banks
         for (log_lanes = 0; log_lanes < 5 && 1u << log_lanes < most;) ++log_lanes;
         wide = given.dim % 4 == 0 && is_aligned(given.center_rows) && is_aligned(given.context_rows);
-        slots = ((counts.targets * kSpan + 31) / 32 + blocks - 1) / blocks * 32;
+        quads = counts.targets * kSpan / 4;
+        slots = slots_of(counts, blocks);
         sum_parts = blocks > 1 && !given.cbow ? kParts : 1;
-        parts = shared;
+        parts_mail = reinterpret_cast<Mail*>(shared);
+        slopes_mail = parts_mail + 1;
+        parts = shared + kMail;
         slopes = parts + blocks * slots;
         weights = slopes + counts.targets * kSpan;
         rows = memory + 2 * given.plan_size;
         words = given.single ? rows : rows + counts.rows * stride;
         vectors = given.cbow ? words + (given.single ? counts.rows : counts.bags) * stride : words;
         moves = given.cbow ? vectors + kSpan * stride : given.single ? rows + counts.rows * stride : words + counts.bags * stride;
+    }
+
+    // Scores that a block sums.
+    __device__ static unsigned int slots_of(const Counts& counts, unsigned int blocks) {
+        return (counts.targets * kSpan / 4 + blocks - 1) / blocks * 4;
+    }
+    // What shared memory holds beside what may be elsewhere.
+    __device__ static unsigned int exchanged(const Counts& counts, unsigned int blocks) {
+        return kMail + (blocks + 1) * slots_of(counts, blocks) + counts.targets * kSpan;
     }
 
     __device__ static bool is_aligned(const void* pointer) { return reinterpret_cast<unsigned long long>(pointer) % 16 == 0; }
@@ -236,9 +252,9 @@ struct Columns {
     __device__ unsigned int lanes() const { return 1u << log_lanes; }
 
     // Read the rows of this span, and the plan of the next one, which is there when they are.
-    __device__ void read_rows(int* next_plan, const int* next) const {
+    __device__ void read_rows(uint4* next_plan, const uint4* next) const {
         const unsigned int items = counts.rows << log_lanes;
-        const unsigned int size = next == nullptr ? 0 : static_cast<unsigned int>(given.plan_size);
+        const unsigned int size = next == nullptr ? 0 : static_cast<unsigned int>(given.plan_size) / 4;
         for (unsigned int item = threadIdx.x; item < items + size; item += blockDim.x) {
             if (item >= items) {
                 next_plan[item - items] = next[item - items];
@@ -247,6 +263,7 @@ struct Columns {
             const unsigned int row = item >> log_lanes;
             const bool is_there = plan.rows[row] >= 0;
             const float* from = table_row(row);
+#pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes())
                 put(rows + row * stride + 4 * chunk, is_there ? read(from, chunk) : zeros());
         }
@@ -257,8 +274,10 @@ struct Columns {
         for (unsigned int item = threadIdx.x; item < counts.bags << log_lanes; item += blockDim.x) {
             const unsigned int bag = item >> log_lanes, begin = plan.bags[bag], end = plan.bags[bag + 1];
             const float size = static_cast<float>(end > begin ? end - begin : 1);
+#pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
                 float4 sum = zeros();
+#pragma unroll 2
                 for (unsigned int row = begin; row < end; ++row) add(sum, get(rows + row * stride + 4 * chunk));
                 put(words + bag * stride + 4 * chunk, {sum.x / size, sum.y / size, sum.z / size, sum.w / size});
             }
@@ -269,8 +288,10 @@ struct Columns {
             const unsigned int word = item >> log_lanes, here = word + static_cast<unsigned int>(given.reach);
             const unsigned int before = plan.before[word], after = plan.after[word];
             const float size = static_cast<float>(before + after > 0 ? before + after : 1);
+#pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
                 float4 sum = zeros();
+#pragma unroll 2
                 for (unsigned int near = here - before; near <= here + after; ++near)
                     if (near != here) add(sum, get(words + near * stride + 4 * chunk));
                 put(vectors + word * stride + 4 * chunk, {sum.x / size, sum.y / size, sum.z / size, sum.w / size});
@@ -278,29 +299,43 @@ struct Columns {
         }
     }
 
-    // Items are scores: of all words a target, then the next. A warp's go to one block, those of the next warp to the next.
+    // Scores come in fours: four words and a target of each; of all words a target, then the next. Blocks have as many fours
+    // each.
+    __device__ unsigned int own_quads() const {
+        const unsigned int most = slots / 4, before = block * most;
+        return before >= quads ? 0 : quads - before < most ? quads - before : most;
+    }
+
+    // By one thread, before anything is sent that is of the rows of this span.
+    __device__ void expect() const {
+        expect_mail(parts_mail, own_quads() * blocks * 16);
+        expect_mail(slopes_mail, quads * 16);
+    }
+
     __device__ void send_parts() const {
-        for (unsigned int item = threadIdx.x; item < counts.targets * kSpan; item += blockDim.x) {
-            const unsigned int word = item % kSpan, target = item / kSpan, warp = item / 32;
+        for (unsigned int quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+            const unsigned int word = quad * 4 % kSpan, target = quad * 4 / kSpan, to = quad / (slots / 4);
+            const unsigned int step = target < counts.places ? stride : 0;  // a draw is one for all words
             const float *vector = vectors + word * stride, *row = rows + counts.row_of(word, target) * stride;
-            float4 sum = zeros();
-            for (unsigned int chunk = 0; chunk < chunks; ++chunk) {
-                const float4 a = get(vector + 4 * chunk), b = get(row + 4 * chunk);
-                sum.x += a.x * b.x;
-                sum.y += a.y * b.y;
-                sum.z += a.z * b.z;
-                sum.w += a.w * b.w;
+            float4 sums = zeros();
+#pragma unroll 1
+            for (unsigned int chunk = 0; chunk < chunks; ++chunk, vector += 4, row += 4) {
+                add_dot(sums.x, get(vector), get(row));
+                add_dot(sums.y, get(vector + stride), get(row + step));
+                add_dot(sums.z, get(vector + 2 * stride), get(row + 2 * step));
+                add_dot(sums.w, get(vector + 3 * stride), get(row + 3 * step));
             }
-            send(parts + block * slots + warp / blocks * 32 + item % 32, warp % blocks, (sum.x + sum.y) + (sum.z + sum.w));
+            send(parts + block * slots + (quad * 4 - to * slots), to, sums, parts_mail);
         }
     }
 
-    // The score that this block sums in a slot.
-    __device__ unsigned int item_of(unsigned int slot) const { return (slot / 32 * blocks + block) * 32 + slot % 32; }
-
+    // Find what the scores count that this block sums. Its last threads do, which have no row to read.
+    __device__ void find_weights() const {
+        for (unsigned int slot = blockDim.x - 1 - threadIdx.x; slot < own_quads() * 4; slot += blockDim.x)
+            weights[slot] = weight_of(block * slots + slot);
+    }
     __device__ float weight_of(unsigned int item) const {
         const unsigned int word = item % kSpan, target = item / kSpan;
-        if (target >= counts.targets) return 0.0f;
         if (target >= counts.places) return plan.weights[word];
         if (given.cbow) return plan.before[word] + plan.after[word] > 0 ? 1.0f : 0.0f;
         const int to = static_cast<int>(target) - static_cast<int>(counts.side), distance = to < 0 ? -to : to;
@@ -308,24 +343,31 @@ struct Columns {
         const int window = static_cast<int>(given.window);
         return window ? static_cast<float>(window + 1 - distance) / static_cast<float>(window) : 1.0f;
     }
-    __device__ void find_weights() const {
-        for (unsigned int slot = threadIdx.x; slot < slots; slot += blockDim.x) weights[slot] = weight_of(item_of(slot));
+
+    __device__ float slope_of(float score, float weight, bool is_noise, double& loss) const {
+        if (weight == 0.0f) return 0.0f;
+        if (is_noise) score = -score;
+        if (given.loss != nullptr) loss += static_cast<double>(weight * softplus(-score));
+        const float slope = static_cast<float>(given.rate) * weight / (1.0f + expf(score));
+        return is_noise ? -slope : slope;
     }
 
+    // The thread that has read parts of scores sends what they make to all blocks: what has come from everywhere has been
+    // read everywhere, and other parts may be sent.
     __device__ double send_slopes() const {
         double loss = 0;
-        for (unsigned int slot = threadIdx.x; slot < slots; slot += blockDim.x) {
-            const unsigned int item = item_of(slot);
-            if (item >= counts.targets * kSpan) continue;
+        for (unsigned int quad = threadIdx.x; quad < own_quads(); quad += blockDim.x) {
+            const unsigned int item = block * slots + 4 * quad;
             const bool is_noise = item >= counts.places * kSpan;
-            const float weight = weights[slot];
-            float score = 0;
-            for (unsigned int from = 0; from < blocks; ++from) score += parts[from * slots + slot];
-            if (is_noise) score = -score;
-            const float steepest = static_cast<float>(given.rate) * weight, slope = steepest / (1.0f + expf(score));
-            const float signed_slope = weight == 0.0f ? 0.0f : is_noise ? -slope : slope;
-            for (unsigned int to = 0; to < blocks; ++to) send(slopes + item, to, signed_slope);
-            if (given.loss != nullptr && weight != 0.0f) loss += static_cast<double>(weight * softplus(-score));
+            const float4 weight = get(weights + 4 * quad);
+            float4 score = zeros();
+            for (unsigned int from = 0; from < blocks; ++from) add(score, get(parts + from * slots + 4 * quad));
+            const float4 slope = {
+                slope_of(score.x, weight.x, is_noise, loss), slope_of(score.y, weight.y, is_noise, loss),
+                slope_of(score.z, weight.z, is_noise, loss), slope_of(score.w, weight.w, is_noise, loss)
+            };
+#pragma unroll 2
+            for (unsigned int to = 0; to < blocks; ++to) send(slopes + item, to, slope, slopes_mail);
         }
         return loss;
     }
@@ -352,6 +394,7 @@ struct Columns {
         for (unsigned int item = threadIdx.x; item < sums + moved; item += blockDim.x) {
             if (item < sums) {
                 const unsigned int sum_of = item >> log_lanes, word = sum_of % kSpan, part = sum_of / kSpan;
+#pragma unroll 1
                 for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
                     const float *slope = slopes + word, *row = rows + 4 * chunk;
                     float4 sum = zeros();
@@ -368,6 +411,7 @@ struct Columns {
             }
             const unsigned int row = counts.bag_rows + ((item - sums) >> log_lanes);
             if (!(plan.links[row] & 1)) continue;
+#pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
                 float4 value = get(rows + row * stride + 4 * chunk);
                 for (unsigned int same = row; same < counts.rows; same = static_cast<unsigned int>(plan.links[same]) / 2)
@@ -380,14 +424,17 @@ struct Columns {
         for (unsigned int item = threadIdx.x; item < counts.bag_rows << log_lanes; item += blockDim.x) {
             const unsigned int row = item >> log_lanes;
             if (!(plan.links[row] & 1)) continue;
+#pragma unroll 1
             for (unsigned int chunk = lane(item); chunk < chunks; chunk += lanes()) {
                 float4 value = get(rows + row * stride + 4 * chunk);
                 for (unsigned int same = row; same < counts.rows; same = static_cast<unsigned int>(plan.links[same]) / 2) {
                     const unsigned int bag = plan.bag_of[same], movers = plan.movers[bag];
                     const unsigned int low = given.cbow ? 0 : bag, high = given.cbow ? kSpan : bag + 1;
                     float4 move = zeros();
+#pragma unroll 4
                     for (unsigned int word = low; word < high; ++word)
                         if (movers >> word & 1)
+#pragma unroll 1
                             for (unsigned int part = 0; part < sum_parts; ++part)
                                 add(move, get(moves + (part * kSpan + word) * stride + 4 * chunk));
                     add(value, move);
@@ -405,12 +452,19 @@ __device__ __forceinline__ void train_columns(const Train& given, float* shared,
     const long long spans = (given.count + given.span - 1) / given.span;
     double loss = 0;
     for (unsigned int at = threadIdx.x; at < given.plan_size; at += blockDim.x) plans[at] = given.plans[at];
-    arrive_at_all();  // no block may be sent anything before it runs
-    wait_for_all();
+    if (threadIdx.x == 0) {
+        open_mail(columns.parts_mail);
+        open_mail(columns.slopes_mail);
+    }
+    meet_all();  // no block may be sent anything before
     for (long long number = 0; number < spans; ++number) {
-        int *plan = plans + number % 2 * given.plan_size, *next_plan = plans + (number + 1) % 2 * given.plan_size;
-        columns.plan = Plan(columns.counts, plan);
-        columns.read_rows(next_plan, number + 1 < spans ? given.plans + (number + 1) * given.plan_size : nullptr);
+        columns.plan = Plan(columns.counts, plans + number % 2 * given.plan_size);
+        if (threadIdx.x == 0) columns.expect();
+        columns.find_weights();
+        const int* next = number + 1 < spans ? given.plans + (number + 1) * given.plan_size : nullptr;
+        columns.read_rows(
+            reinterpret_cast<uint4*>(plans + (number + 1) % 2 * given.plan_size), reinterpret_cast<const uint4*>(next)
+        );
         meet();
         if (!given.single) {
             columns.find_words();
@@ -421,17 +475,15 @@ __device__ __forceinline__ void train_columns(const Train& given, float* shared,
             meet();
         }
         columns.send_parts();
-        arrive_at_all();
-        columns.find_weights();
-        wait_for_all();
+        wait_for_mail(columns.parts_mail, static_cast<unsigned int>(number));
         loss += columns.send_slopes();
-        arrive_at_all();
-        wait_for_all();
+        wait_for_mail(columns.slopes_mail, static_cast<unsigned int>(number));
         columns.move_contexts();
         meet();
         columns.move_centers();
         meet();
     }
+    meet_all();  // no block may end before what it was sent, and what it has sent, is there
     if (given.loss != nullptr) given.loss[blockIdx.x * blockDim.x + threadIdx.x] = loss;
 }
 
@@ -443,14 +495,12 @@ extern "C" __global__ void plan_spans(const __grid_constant__ Train given) {
         plan_span(given, counts, Plan(counts, given.plans + number * given.plan_size), number);
 }
 
-extern "C" CLUSTER_OF(kBlocks, kThreads) __global__ void train_spans(const __grid_constant__ Train given);
+extern "C" CLUSTER_OF(kBlocks) __launch_bounds__(kThreads, 1) __global__ void train_spans(const __grid_constant__ Train given);
 
 extern "C" __global__ void train_spans(const __grid_constant__ Train given) {
     // Twice, so that the compiler knows which memory it is.
     if (given.room == nullptr) {
-        const Counts counts(given);
-        const unsigned int blocks = gridDim.x, slots = ((counts.targets * kSpan + 31) / 32 + blocks - 1) / blocks * 32;
-        train_columns(given, shared_floats(), shared_floats() + (blocks + 1) * slots + counts.targets * kSpan);
+        train_columns(given, shared_floats(), shared_floats() + Columns::exchanged(Counts(given), gridDim.x));
     } else {
         train_columns(given, shared_floats(), given.room + blockIdx.x * given.room_size);
     }

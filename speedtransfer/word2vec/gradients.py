@@ -11,7 +11,7 @@ Words are taken in spans of a few (`Places.span`): all scores of a span are of t
 next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
 prediction. These come from a pool that the block draws from the noise distribution (`sampler`). One that happens to be the
 context word itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability. On the host numba
-goes along the pairs (`compiled`), on a CUDA device a kernel (`spans`); torch (`spans`, too) replaces either.
+goes along the pairs (`compiled`), on a CUDA device kernels do (`spans`); torch (`spans`, too) replaces either.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from speedtransfer.once import once
 from speedtransfer.word2vec.places import MOST_WORDS_AT_ONCE, Places, pair_weight
 
 CLUSTER = 8  # kBlocks of word2vec.cu: that many of Hopper and later train together, and before it there is one
-THREADS = {CLUSTER: 672, 1: 512}  # kThreads, of each block
+THREADS = 512  # kThreads, of each block
 _PLAN_THREADS = 128
 _SPAN, _PARTS = MOST_WORDS_AT_ONCE, 4  # kSpan, kParts
 _SHARED_BYTES = 64 << 10  # of a block: every device that torch supports has as much
@@ -27,16 +27,15 @@ class Work(NamedTuple):
     argument: np.ndarray
     num_spans: int
     shared_bytes: int
-    memory: list[Tensor]  # that they work in, to be kept until they are queued
+    memory: tuple[Tensor | None, ...]  # that they work in, to be kept until they are queued
 
 
 class _Sizes(NamedTuple):
-    """Numbers of 4 bytes that the kernels work in."""
+    """Rows of bags that a span reads at most, and numbers of 4 bytes that the kernels work in."""
 
     bag_rows: int
     plan: int  # of each span
-    exchanged: int  # of each block: scores and slopes
-    room: int  # of each block: the rest
+    room: int  # of each block, beside what blocks exchange
 
 
 def pack_spans(
@@ -66,16 +65,16 @@ def pack_spans(
     """
     dim, num_spans = center_rows.shape[1], len(places.draws)
     sizes = _sizes(places, dim, cbow, blocks)
-    shared = 4 * (sizes.exchanged + sizes.room)
-    in_shared = shared <= _SHARED_BYTES
+    exchanged = 4 * _exchanged(places, cbow, blocks)
+    in_shared = exchanged + 4 * sizes.room <= _SHARED_BYTES
     plans = torch.empty(num_spans * sizes.plan, dtype=torch.int32, device=center_rows.device)
-    room = center_rows.new_empty(0 if in_shared else blocks * sizes.room)
+    room = None if in_shared else center_rows.new_empty(blocks * sizes.room)
     bags = places.bags
     given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     assert all(tensor.is_contiguous() for tensor in (center_rows, context_rows, *given))
     packed = _TRAIN.pack(
         *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans)),
-        *(0 if tensor is None else tensor.data_ptr() for tensor in (None if in_shared else room, losses)),
+        *(0 if tensor is None else tensor.data_ptr() for tensor in (room, losses)),
         *(
             len(places.before),
             dim,
@@ -88,22 +87,27 @@ def pack_spans(
         *(cbow, places.window, sizes.plan, sizes.room),
         *(negative, rate),
     )
-    return Work(packed, num_spans, shared if in_shared else 4 * sizes.exchanged, [plans, room])
+    return Work(packed, num_spans, exchanged + (4 * sizes.room if in_shared else 0), (plans, room))
 
 
 def fits_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:
     """Return whether the kernel can train such rows: float32, in spans whose scores fit into shared memory."""
     if not rows.is_cuda or rows.dtype != torch.float32:
         return False
-    sizes = _sizes(places, rows.shape[1], cbow, _blocks(rows.device))
-    ids = max(len(places.bags.rows.ids), len(places.outputs.ids))
-    return 4 * sizes.exchanged <= _SHARED_BYTES and max(ids, CLUSTER * sizes.room, 2 * sizes.plan) < 1 << 31
+    ids = max(len(places.bags.rows.ids), len(places.outputs.ids))  # of 32 bits in a plan
+    return 4 * _exchanged(places, cbow, _blocks(rows.device)) <= _SHARED_BYTES and ids < 1 << 31
+
+
+def _exchanged(places: Places, cbow: bool, blocks: int) -> int:
+    """Return how many numbers of 4 bytes each block has for scores and slopes."""
+    targets = (1 if cbow else 2 * places.reach + 1) + places.draws.shape[1]
+    slots = 4 * _up(targets * _SPAN // 4, blocks) // blocks
+    return 4 + (blocks + 1) * slots + targets * _SPAN
 
 
 def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> _Sizes:
-    num_draws, reach = places.draws.shape[1], places.reach
-    targets, near = (1, _SPAN) if cbow else (2 * reach + 1, _SPAN + 2 * reach)
-    bags = _SPAN + 2 * reach if cbow else _SPAN
+    reach = places.reach
+    near, bags = (_SPAN, _SPAN + 2 * reach) if cbow else (_SPAN + 2 * reach, _SPAN)
     bag_rows, single = bags, _is_single(places)
     if not single:  # words that a block has not take the place of a row each
         starts, count, beside = places.starts, len(places.before), reach if cbow else 0
@@ -111,13 +115,12 @@ def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> _Sizes:
         bag_rows = beside + max(
             starts[min(first + places.span + beside, count)] - starts[max(first - beside, 0)] for first in firsts
         )
-    rows, targets = bag_rows + near + num_draws, targets + num_draws
+    rows = bag_rows + near + places.draws.shape[1]
     plan = _up(2 * rows + bag_rows + 2 * bags + 1 + 3 * _SPAN, 4)
-    slots = _up(-(-targets * _SPAN // 32), blocks) // blocks * 32
     parts = _PARTS if blocks > 1 and not cbow else 1
     rows += (0 if single else bags) + (_SPAN if cbow else 0) + parts * _SPAN
     chunks = _up(_up(dim, 4) // 4, blocks) // blocks  # of four columns, of each block
-    return _Sizes(bag_rows, plan, (blocks + 1) * slots + targets * _SPAN, 2 * plan + rows * 4 * (chunks | 1))
+    return _Sizes(bag_rows, plan, 2 * plan + rows * 4 * (chunks | 1))
 
 
 def _up(number: int, multiple: int) -> int:
@@ -141,12 +144,12 @@ def train_by_kernel(
     """Train rows in place; arguments as `pack_spans`. Return the loss, shape (), where it is wanted."""
     device = center_rows.device
     blocks = _blocks(device)
-    losses = torch.zeros(blocks, THREADS[blocks], dtype=torch.float64, device=device) if with_loss else None
+    losses = torch.zeros(blocks, THREADS, dtype=torch.float64, device=device) if with_loss else None
     work = pack_spans(center_rows, context_rows, places, cbow, negative, rate, losses, blocks)
     if work.num_spans:
         stream = current_stream(device)
         launch_kernel(_kernel(device, "plan_spans"), min(work.num_spans, 65_535), _PLAN_THREADS, work.argument, stream)
-        launch_kernel(_kernel(device, "train_spans"), blocks, THREADS[blocks], work.argument, stream, work.shared_bytes)
+        launch_kernel(_kernel(device, "train_spans"), blocks, THREADS, work.argument, stream, work.shared_bytes)
     # The memory may go once the kernels are queued: it is given to nothing that does not queue behind them.
     del work
     return None if losses is None else losses.sum().to(center_rows.dtype)

@@ -1,11 +1,12 @@
-// The steps of cluster.cuh for the CPU: all threads of all blocks, each with a stack of its own, that run as far as they may
-// without those of other blocks. What is sent to a block is there at once, or as late as it may be.
+// The steps of cluster.cuh for the CPU: all threads of all blocks, each with a stack of its own. A block runs as far as it may
+// before the next one does, and what is sent to a block is there at once, or as late as it may be.
 #pragma once
 
 #undef _FORTIFY_SOURCE  // longjmp between stacks is what this is for
 #include <algorithm>
 #include <csetjmp>
 #include <memory>
+#include <utility>
 
 #include "cuda_shim.h"
 
@@ -14,14 +15,29 @@ struct alignas(16) float4 {
 };
 
 #define __forceinline__ inline
-#define CLUSTER_OF(blocks, threads)
+#define __launch_bounds__(...)
+#define CLUSTER_OF(blocks)
+
+// An mbarrier: bytes that are yet to come in a turn, and kPending more while nobody has said how many.
+struct Mail {
+    static constexpr int kPending = 1 << 28;
+    int turn, left;
+
+    void take(int bytes) {
+        left -= bytes;
+        if (left != 0) return;
+        ++turn;
+        left = kPending;
+    }
+};
 
 // Of a cluster that runs.
 struct Cluster {
-    enum State { kRuns, kMeets, kWaits, kDone };
+    enum State { kRuns, kMeets, kMeetsAll, kWaits, kDone };
     struct Sent {
         float* to;
-        float value;
+        float4 value;
+        Mail* mail;
     };
     static constexpr std::size_t kStack = 1 << 15, kBeyond = 1 << 10;  // bytes that a block must leave alone
 
@@ -32,7 +48,7 @@ struct Cluster {
     std::unique_ptr<char[]> stacks;
     std::vector<float4> memory;
     std::vector<State> states;
-    std::vector<char> arrived;
+    std::vector<std::pair<const Mail*, int>> waits;  // for what a thread waits, and in which turn
     std::vector<Sent> sent;
     std::unique_ptr<jmp_buf[]> places;
     std::vector<ucontext_t> starts;
@@ -49,18 +65,28 @@ struct Cluster {
     }
     void go_on(unsigned int thread, bool is_new) {
         now = thread;
+        states[thread] = kRuns;
         blockIdx = {first + thread / threads, 0, 0};
         threadIdx = {thread % threads, 0, 0};
         if (_setjmp(back) != 0) return;
         if (is_new) setcontext(&starts[thread]);
         _longjmp(places[thread], 1);
     }
-    bool all(unsigned int from, unsigned int to, State state) const {
+    bool may_go_on(unsigned int thread) const {
+        const auto& [mail, turn] = waits[thread];
+        return states[thread] == kRuns || (states[thread] == kWaits && mail->turn != turn);
+    }
+    // Let threads go on if all of these are there.
+    bool release(unsigned int from, unsigned int to, State state) {
         for (unsigned int i = from; i < to; ++i)
             if (states[i] != state) return false;
+        std::fill(&states[from], &states[0] + to, kRuns);
         return true;
     }
-    void set(unsigned int from, unsigned int to, State state) { std::fill(&states[from], &states[0] + to, state); }
+    void deliver(const Sent& one) {
+        std::memcpy(one.to, &one.value, sizeof one.value);
+        one.mail->take(sizeof one.value);
+    }
     void run(bool backwards);
 };
 inline Cluster* cluster = nullptr;
@@ -69,22 +95,31 @@ inline std::size_t shared_bytes = 0;
 inline float* shared_floats() { return cluster->of_block(cluster->block()); }
 
 inline void meet() { cluster->stop(Cluster::kMeets); }
+inline void meet_all() { cluster->stop(Cluster::kMeetsAll); }
 
-inline void send(float* to, unsigned int block, float value) {
-    const std::ptrdiff_t place = to - shared_floats();
-    expect(block < cluster->blocks && place >= 0 && (place + 1) * sizeof(float) <= cluster->shared);
-    float* there = cluster->of_block(block) + place;
-    if (cluster->late) cluster->sent.push_back({there, value});
-    if (!cluster->late) *there = value;
+inline void open_mail(Mail* mail) { *mail = {0, Mail::kPending}; }
+
+inline void expect_mail(Mail* mail, unsigned int bytes) {
+    expect(mail->left > Mail::kPending / 2);  // once a turn
+    mail->take(Mail::kPending - static_cast<int>(bytes));
 }
 
-inline void arrive_at_all() {
-    expect(!cluster->arrived[cluster->now]);
-    cluster->arrived[cluster->now] = true;
+inline void send(float* to, unsigned int block, float4 value, Mail* mail) {
+    const std::ptrdiff_t place = to - shared_floats(), mail_place = reinterpret_cast<float*>(mail) - shared_floats();
+    expect(block < cluster->blocks && place >= 0 && (place + 4) * sizeof(float) <= cluster->shared && place % 4 == 0);
+    float* there = cluster->of_block(block);
+    cluster->sent.push_back({there + place, value, reinterpret_cast<Mail*>(there + mail_place)});
+    if (cluster->late) return;
+    cluster->deliver(cluster->sent.back());
+    cluster->sent.pop_back();
 }
-inline void wait_for_all() {
-    expect(cluster->arrived[cluster->now]);
-    cluster->stop(Cluster::kWaits);
+
+inline void wait_for_mail(Mail* mail, unsigned int turn) {
+    const int wanted = static_cast<int>(turn);
+    expect(mail->turn == wanted || mail->turn == wanted + 1);  // a device sees no more than whether it is odd
+    cluster->waits[cluster->now] = {mail, wanted};
+    if (mail->turn == wanted) cluster->stop(Cluster::kWaits);
+    expect(mail->turn == wanted + 1);
 }
 
 inline void run_in_cluster() {
@@ -98,7 +133,7 @@ inline void Cluster::run(bool backwards) {
     memory.resize(blocks * room());
     std::memset(memory.data(), 0xff, memory.size() * sizeof(float4));  // not a number
     states.assign(count, kRuns);
-    arrived.assign(count, false);
+    waits.resize(count);
     places.reset(new jmp_buf[count]);
     starts.resize(count);
     std::vector<char> is_new(count, true);
@@ -109,29 +144,37 @@ inline void Cluster::run(bool backwards) {
         starts[i].uc_link = &main;
         makecontext(&starts[i], run_in_cluster, 0);
     }
-    while (!all(0, count, kDone)) {
-        for (unsigned int b = 0; b < blocks; ++b) {
-            const unsigned int block = backwards ? blocks - 1 - b : b, from = block * threads, to = from + threads;
-            while (all(from, to, kRuns)) {
-                for (unsigned int t = 0; t < threads; ++t) {
-                    const unsigned int thread = backwards ? to - 1 - t : from + t;
-                    go_on(thread, is_new[thread]);
-                    is_new[thread] = false;
-                }
-                if (all(from, to, kMeets)) set(from, to, kRuns);
-            }
-        }
-        if (all(0, count, kDone)) break;
-        if (!all(0, count, kWaits)) {  // a device would wait for ever
+    unsigned int done = 0;
+    for (bool moves = true; done < count;) {
+        if (!moves && sent.empty()) {  // a device would wait for ever
             expect(false);
             return;
         }
-        for (const Sent& one : sent) *one.to = one.value;
-        sent.clear();
-        std::fill(arrived.begin(), arrived.end(), false);
-        set(0, count, kRuns);
+        // What is late comes when nobody can do anything else.
+        if (!moves)
+            for (const Sent& one : sent) deliver(one);
+        if (!moves) sent.clear();
+        moves = false;
+        for (unsigned int b = 0; b < blocks; ++b) {
+            const unsigned int block = backwards ? blocks - 1 - b : b, from = block * threads, to = from + threads;
+            for (bool goes_on = true; goes_on;) {
+                goes_on = false;
+                for (unsigned int t = 0; t < threads; ++t) {
+                    const unsigned int thread = backwards ? to - 1 - t : from + t;
+                    if (!may_go_on(thread)) continue;
+                    go_on(thread, is_new[thread]);
+                    is_new[thread] = false;
+                    done += states[thread] == kDone;
+                    goes_on = moves = true;
+                }
+                if (release(from, to, kMeets)) goes_on = true;
+            }
+        }
+        if (release(0, count, kMeetsAll)) {
+            expect(sent.empty());
+            moves = true;
+        }
     }
-    for (const char one : arrived) expect(!one);
     for (unsigned int block = 0; block < blocks; ++block) {
         const char *start = reinterpret_cast<const char*>(of_block(block)), *end = start + shared + kBeyond;
         for (start += shared; start < end; ++start) expect(*start == '\xff');
