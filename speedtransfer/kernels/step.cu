@@ -14,7 +14,7 @@ namespace {
 constexpr int kMaxStates = 3;
 
 enum Kind : long long { kSgd, kMomentum, kAdam, kAmsgrad };  // the number of planes of state
-enum Way : long long { kCpu, kForeach, kSingle, kFused };    // torch's code for the CPU; foreach=, neither, or fused= on CUDA
+enum Way : long long { kCpu, kForeach, kSingle };            // torch's code for the CPU; on CUDA with foreach, and without
 
 struct Step {
     const long long* ids;      // (num_rows,): rows of the planes; one that does not exist is left out
@@ -34,7 +34,7 @@ struct Step {
     long long maximize;
     long long nesterov;
     double decay;              // of weights, through the gradient
-    double shrink;             // what weights are multiplied by first; kFused: the part of them that is taken off
+    double shrink;             // what weights are multiplied by first
     double rate;               // minus the learning rate; Adam's divided by the correction of its first moment
     double momentum;
     double gradient_share;     // of momentum_buffer: 1 - dampening
@@ -69,42 +69,13 @@ __device__ inline double power(double base, long long exponent) {
 template <Kind kKind>
 __device__ inline Scale scale_of(const Step& step) {
     if (kKind == kSgd || kKind == kMomentum || step.steps == nullptr) return {f(step.rate), f(step.root_correction)};
-    const float number = *step.steps + 1.0f;
-    if (step.way == kFused) {
-        const double first = 1 - pow(step.beta1, static_cast<double>(number));
-        const double second = 1 - pow(step.beta2, static_cast<double>(number));
-        return {f(step.rate / f(first)), f(sqrt(second))};
-    }
-    const long long exponent = static_cast<long long>(number);
-    const double first = 1 - power(step.beta1, exponent), second = 1 - power(step.beta2, exponent);
+    const long long number = static_cast<long long>(*step.steps + 1.0f);
+    const double first = 1 - power(step.beta1, number), second = 1 - power(step.beta2, number);
     return {f(step.rate / first), f(sqrt(second))};
-}
-
-// As with fused=True: in double precision, but for what it keeps in float32.
-template <Kind kKind>
-__device__ inline float update_fused(const Step& step, const Scale& scale, float weight, float grad, float* state) {
-    if (step.maximize) grad = -grad;
-    if (step.shrink != 0) weight = f(weight - step.shrink * weight);
-    if (step.decay != 0) grad = f(grad + step.decay * weight);
-    if constexpr (kKind == kSgd || kKind == kMomentum) {
-        if constexpr (kKind == kMomentum) {
-            const double buffer = step.momentum * state[0] + step.gradient_share * grad;
-            state[0] = f(buffer);
-            grad = step.nesterov ? f(grad + step.momentum * buffer) : f(buffer);
-        }
-        return f(weight + step.rate * grad);
-    }
-    state[0] = f(step.beta1 * state[0] + step.first_share * grad);
-    state[1] = f(step.beta2 * state[1] + step.second_share * grad * grad);
-    float second = state[1];
-    if constexpr (kKind == kAmsgrad) second = state[2] = maximum(state[2], state[1]);
-    const float below = f(__fdiv_rn(__fsqrt_rn(second), scale.root_correction) + step.eps);
-    return __fadd_rn(weight, __fdiv_rn(__fmul_rn(scale.rate, state[0]), below));
 }
 
 template <Kind kKind>
 __device__ inline float update(const Step& step, const Scale& scale, float weight, float grad, float* state) {
-    if (step.way == kFused) return update_fused<kKind>(step, scale, weight, grad, state);
     if (step.maximize) grad = -grad;
     weight = __fmul_rn(weight, f(step.shrink));
     if (step.decay != 0) grad = __fmaf_rn(f(step.decay), weight, grad);
@@ -118,8 +89,8 @@ __device__ inline float update(const Step& step, const Scale& scale, float weigh
     const float share = f(step.first_share), apart = __fsub_rn(grad, state[0]);
     state[0] = fabsf(share) < 0.5f ? __fmaf_rn(share, apart, state[0]) : __fmaf_rn(-apart, __fsub_rn(1, share), grad);
     const float share_of_square = f(step.second_share), kept = __fmul_rn(state[1], f(step.beta2));
-    state[1] = step.way == kForeach ? __fmaf_rn(share_of_square, __fmul_rn(grad, grad), kept)
-                                    : __fmaf_rn(__fmul_rn(share_of_square, grad), grad, kept);
+    state[1] = step.way == kCpu ? __fmaf_rn(__fmul_rn(share_of_square, grad), grad, kept)
+                                : __fmaf_rn(share_of_square, __fmul_rn(grad, grad), kept);
     float second = state[1];
     if constexpr (kKind == kAmsgrad) second = state[2] = maximum(state[2], state[1]);
     const float root = __fsqrt_rn(second);

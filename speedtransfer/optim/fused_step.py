@@ -48,7 +48,8 @@ _OURS = {
 }
 
 
-# enum Way of step.cu: how torch would make the step.
+# How torch would make the step, as in enum Way of step.cu, and what has it do so. The kernel has nothing for fused=True that
+# rounds as torch does, but comes near.
 _CPU, _FOREACH, _SINGLE, _FUSED = range(4)
 _OPTIONS: dict[int, dict[str, Any]] = {
     _CPU: {},
@@ -190,7 +191,6 @@ def _plan_sgd(
         tuple(planes[name] for name in names),
         way,
         maximize=group["maximize"],
-        shrink=0.0 if way == _FUSED else 1.0,
         nesterov=group["nesterov"],
         decay=decay,
         rate=-lr,
@@ -219,13 +219,12 @@ def _plan_adam(
         number = (steps + 1).item()
         first, second = 1 - beta1**number, 1 - beta2**number
     decoupled = group.get("decoupled_weight_decay", decoupled)
-    taken_off = lr * decay if decoupled else 0.0
     return FusedStep(
         tuple(planes[name] for name in names),
         way,
         maximize=group["maximize"],
         decay=0.0 if decoupled else decay,
-        shrink=taken_off if way == _FUSED else 1 - taken_off,
+        shrink=1 - lr * decay if decoupled else 1.0,
         rate=-(lr / first),
         beta1=beta1,
         first_share=1 - beta1,
@@ -284,8 +283,8 @@ def _check(device: torch.device) -> bool:
 def _has_bits_of_torch(way: int, device: torch.device) -> bool:
     """Tell whether the kernel rounds as torch does: asked once a process."""
     check_not_capturing("the first use of the kernels for steps", WARM_UP)
-    if way == _CPU:
-        return True
+    if way == _FUSED:
+        return False
     found = all(_is_right(*kind, way, 1024, device, exact=True) for kind in _KINDS)
     if not found:
         log.info("steps go by torch's operations on %s: those of one kernel are rounded otherwise (%s)", device, way)

@@ -16,6 +16,11 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH
 
+try:
+    import fakegpu  # the emulated GPU
+except ImportError:
+    fakegpu = None
+
 NUM_ROWS, DIM = 41, 16
 OPTIMIZERS = {
     "sgd": lambda params: SGD(params, 0.01, weight_decay=0.03),
@@ -98,6 +103,22 @@ def test_planes_side_by_side(name, device, fused, monkeypatch):
 
 def test_the_kernel_is_trusted(device):
     assert fused_step._check(device)
+
+
+@pytest.mark.skipif(fakegpu is not None, reason="the emulator rounds as torch does on the CPU")
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
+def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
+    def make(params):
+        return kind(params, 0.01, weight_decay=0.1, foreach=foreach)
+
+    monkeypatch.delenv(SWITCH)
+    found, _ = train("pinned", device, make)
+    assert len(fused) == 11
+    monkeypatch.setenv(SWITCH, "0")
+    expected, _ = train("pinned", device, make)
+    assert len(fused) == 11
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize(("memory", "engine"), [("pageable", None), ("pinned", "staged"), ("device", "reference")])
