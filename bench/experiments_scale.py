@@ -22,7 +22,7 @@ class Scale(NamedTuple):
     large: int = 16_000_000
     lookups: int = 131_072
     steps: int = 20
-    gb: tuple[float, ...] = (2, 8, 32)
+    gb: tuple[float, ...] = (2, 8)
     product: int = 8192
 
     def rows(self, wanted: int, planes: int) -> int:
