@@ -40,7 +40,7 @@ def _steps(cases: list[Case]) -> str:
         for case in cases
         if not case.get("dense")
     ]
-    title = f"A step of {cases[0]['lookups']:,} lookups, ms; beside it `nn.Embedding` in the memory of the GPU (AdamW with `fused=True`):"
+    title = f"A step of {cases[0]['lookups']:,} lookups, ms; beside it `nn.Embedding` on the GPU, its AdamW with `fused=True`:"
     return _titled(title, ["rows", "optimizer", "idle", "layout", *_TIMES.values(), "dense"], *rows)
 
 

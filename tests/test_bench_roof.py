@@ -98,4 +98,4 @@ def test_the_steps_of_the_experiments_beside_what_was_measured(roof, capsys, tmp
     assert lines[-1][-1].strip() == "5.25", "one table of all ten is another step"
     by_name = {line[0].strip(): line[2].strip() for line in lines}
     assert by_name["1,000,000 x 128, 131,072 lookups, AdamW, lazy, planes"] == "22"
-    assert by_name["10 x 1,500,000 x 128, 104,857 lookups, AdamW, exact, planes"] == "100"
+    assert by_name["10 x 1,000,000 x 128, 104,857 lookups, AdamW, exact, planes"] == "100"

@@ -12,7 +12,7 @@ import nvrtc
 import pytest
 import torch
 from cpu_kernels import cpu_kernels, pack
-from gpu.test_all_kernels import CHECKS, MOVING
+from kernel_checks import CHECKS, MOVING
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
 from speedtransfer.engines.mapped import _MOVES, BULK_SLOT_BYTES, MAX_PLANES, pack_plane

@@ -346,8 +346,9 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert "tests/gpu/test_device.py::test_error, setup:" in printed.partition("= FAILURES =")[0]
 
 
-def test_some_gpu_tests_run_alone_beside_the_others(record, store, tree, gpu):
+def test_some_gpu_tests_run_alone_beside_the_others(record, store, tree, gpu, monkeypatch):
     """And a test that outlives its worker's time, or its worker, costs no other."""
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     (tree / "tests/gpu/test_device.py").write_text(
         "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\n"

@@ -29,9 +29,9 @@ def fetched(monkeypatch) -> list[torch.Tensor]:
     """The ids of each read, in order."""
     seen, read = [], st.Table.read
 
-    def noted(table, ids, planes):
+    def noted(table, ids, *rest):
         seen.append(ids)
-        return read(table, ids, planes)
+        return read(table, ids, *rest)
 
     monkeypatch.setattr(st.Table, "read", noted)
     return seen

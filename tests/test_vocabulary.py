@@ -469,13 +469,13 @@ def test_a_lookup_in_training_waits_for_none() -> None:
     module.weight.grad = None
     read, others = Rows.read, []
 
-    def late(rows: Rows, *args: Any) -> Any:
+    def late(rows: Rows, *args: Any, **options: Any) -> Any:
         if not others:
             others.append(threading.Thread(target=lambda: vocabulary.forget([1])))
             others[0].start()
             others[0].join(0.05)
             assert others[0].is_alive()
-        return read(rows, *args)
+        return read(rows, *args, **options)
 
     with mock.patch.object(Rows, "read", late):
         out = module(ids(2))

@@ -57,10 +57,10 @@ class Gate:
             assert self.opened.wait(LIMIT_S)
 
 
-def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None) -> dict[str, torch.Tensor]:
+def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None, check: Any = None) -> dict[str, torch.Tensor]:
     gate = getattr(_here, "gate", None)
     if gate is None:
-        return _fetch(rows, ids, planes)
+        return _fetch(rows, ids, planes, check)
     gate.hold("before")
     middle = len(ids) // 2 if gate.moment == "middle" else 0
     first = _fetch(rows, ids[:middle], planes)

@@ -30,7 +30,7 @@ DIRECTIONS: tuple[Direction, ...] = ("gather", "scatter")
 # translations of addresses.
 PLANE_BYTES = 256 << 20
 # What a choice of two engines must win over one for both directions: the host waits once a step for one of them, and cannot
-# queue meanwhile. Not measured on a GPU yet.
+# queue meanwhile. An estimate.
 _SWITCH_S = 50e-6
 _REMEDY = "let SPEEDTRANSFER_CACHE name a folder that you may write to"
 

@@ -30,7 +30,7 @@ MAX_PLANES = 16  # of one launch, as in move.cuh
 BULK_SLOTS = 4  # of a thread, as in bulk.cu
 BULK_SLOT_BYTES = 512  # a piece of a row: more than a packet on the bus holds
 _BARRIER_BYTES = 8
-# Below this an index is as well left as it is. Neither this nor `sort_rows` has been measured on a GPU yet.
+# Below this an index is as well left as it is: an estimate, as `sort_rows` is.
 _SORT_BYTES = 1 << 20
 _THREADS = {"lanes": 256, "bulk": 32}  # of a block, by default
 _SOURCES = {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}

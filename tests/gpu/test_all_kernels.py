@@ -9,6 +9,7 @@ import pkgutil
 import pytest
 import torch
 from engine_cases import any_bits, same_values
+from kernel_checks import CHECKS
 
 from gpu.tools import check_same, pinned
 from speedtransfer.engines import MappedEngine
@@ -156,19 +157,6 @@ def test_ids(device, dtype):
     values = torch.zeros(40, 7, dtype=dtype, device=device)
     fill_unseen(values, ids, found, 99, 1, ("normal", 0.0, 1.0))
     assert values.any(dim=1).tolist() == [row % 2 == 0 for row in range(40)]
-
-
-# What compares the kernels of a source with torch before they are trusted: small calls of each.
-CHECKS = {
-    "catch_up.cu": ("speedtransfer.idle.missed:_check_kernel", "speedtransfer.idle.replay:_check_kernel"),
-    "codecs.cu": ("speedtransfer.encoding.cuda_codecs:_check",),
-    "ids.cu": ("speedtransfer.vocabulary.device_map:_are_right",),
-    "step.cu": ("speedtransfer.optim.fused_step:_check",),
-    "sums.cu": ("speedtransfer.tables.padded:_check_sums",),
-    "unique.cu": ("speedtransfer.tables.padded:_check_unique",),
-    "word2vec.cu": ("speedtransfer.word2vec.gradients:_check_kernel",),
-}
-MOVING = ("bulk.cu", "convert.cu", "rows.cu")  # the tests above
 
 
 @pytest.mark.parametrize("check", [check for every in CHECKS.values() for check in every])
