@@ -1,9 +1,9 @@
 // A step of Adam, AdamW or SGD on the active rows: their state is read from its planes, updated with the weights, and both are
 // written to the planes at once. A plane may live in device memory or in page-locked host memory across the bus.
 //
-// The arithmetic is that of torch's optimizers, operation by operation, in each of the ways in which torch makes a step, so that
-// the bits are those of a step by torch. A product that torch adds to something is fused with the addition, as in its code;
-// nothing else is, so that the compiler has no choice.
+// The arithmetic is that of torch's optimizers, operation by operation, so that the bits are those of a step by torch, whose code
+// for the CPU and for CUDA differ. A product that torch adds to something is fused with the addition, as there; nothing else is,
+// so that the compiler has no choice.
 
 #include "move.cuh"
 #include "lanes.cuh"
@@ -14,7 +14,7 @@ namespace {
 constexpr int kMaxStates = 3;
 
 enum Kind : long long { kSgd, kMomentum, kAdam, kAmsgrad };  // the number of planes of state
-enum Way : long long { kCpu, kForeach, kSingle };            // torch's code for the CPU; on CUDA with foreach, and without
+enum Way : long long { kCpu, kForeach };                     // torch's code for the CPU, and that for CUDA with foreach
 
 struct Step {
     const long long* ids;      // (num_rows,): rows of the planes; one that does not exist is left out
@@ -93,10 +93,7 @@ __device__ inline float update(const Step& step, const Scale& scale, float weigh
                                 : __fmaf_rn(share_of_square, __fmul_rn(grad, grad), kept);
     float second = state[1];
     if constexpr (kKind == kAmsgrad) second = state[2] = maximum(state[2], state[1]);
-    const float root = __fsqrt_rn(second);
-    const float corrected = step.way == kSingle ? __fmul_rn(root, __fdiv_rn(1, scale.root_correction))
-                                                : __fdiv_rn(root, scale.root_correction);
-    const float below = __fadd_rn(corrected, f(step.eps));
+    const float below = __fadd_rn(__fdiv_rn(__fsqrt_rn(second), scale.root_correction), f(step.eps));
     return step.way == kCpu ? __fadd_rn(weight, __fdiv_rn(__fmul_rn(scale.rate, state[0]), below))
                             : __fmaf_rn(scale.rate, __fdiv_rn(state[0], below), weight);
 }

@@ -5,9 +5,10 @@ the optimizer would do; where that is not known the step goes the ordinary way. 
 gradient, so that it leaves them alone. Only the gradient may differ after the step: it stays as it is, where foreach SGD with
 nesterov changes it.
 
-Torch makes a step in several ways (foreach, fused), each with a rounding of its own, and so does the kernel. It is used where
-a first comparison on the device gives the bits of torch; with ``SPEEDTRANSFER_FUSED_STEP=1`` in the environment also where it
-gives them to rounding, with ``SPEEDTRANSFER_FUSED_STEP=0`` nowhere.
+Torch makes a step in several ways (foreach, fused, neither), each with a rounding of its own. The kernel has that of foreach,
+torch's default on CUDA, and is used where a first comparison on the device gives the same bits; with
+``SPEEDTRANSFER_FUSED_STEP=1`` in the environment also where it gives them to rounding, with ``SPEEDTRANSFER_FUSED_STEP=0``
+nowhere.
 """
 
 from __future__ import annotations
@@ -48,15 +49,8 @@ _OURS = {
 }
 
 
-# How torch would make the step, as in enum Way of step.cu, and what has it do so. The kernel has nothing for fused=True that
-# rounds as torch does, but comes near.
-_CPU, _FOREACH, _SINGLE, _FUSED = range(4)
-_OPTIONS: dict[int, dict[str, Any]] = {
-    _CPU: {},
-    _FOREACH: {"foreach": True},
-    _SINGLE: {"foreach": False},
-    _FUSED: {"fused": True},
-}
+# How torch would make the step: what the kernel has in enum Way of step.cu, and others, to which it only comes near.
+_CPU, _FOREACH, _OTHER = range(3)
 
 
 class FusedStep(NamedTuple):
@@ -156,7 +150,7 @@ def _way_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -
     if device.type != "cuda":
         return _CPU
     if group.get("fused"):
-        return _FUSED
+        return _OTHER
     foreach = group.get("foreach")
     if foreach is None:
         # Asking every parameter takes its time. Tables are ordinary parameters in the step.
@@ -166,7 +160,7 @@ def _way_of(optimizer: Optimizer, group: dict[str, Any], device: torch.device) -
             others = [param for param in params if KEY not in param.__dict__]
             known[key] = _default_to_fused_or_foreach(others, differentiable=False)[1]
         foreach = known[key]
-    return _FOREACH if foreach else _SINGLE
+    return _FOREACH if foreach else _OTHER
 
 
 _foreach_by_default = weakref.WeakKeyDictionary[Optimizer, dict[tuple[int, int], bool]]()
@@ -275,54 +269,51 @@ _KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
 
 def _check(device: torch.device) -> bool:
     """Compare the kernel with torch, for every kind, dimensions of whole lanes and others, and a row that does not exist."""
-    ways = (_CPU, _CPU) if device.type == "cpu" else (_FOREACH, _FUSED)
-    return all(_is_right(*kind, way, width, device) for kind in _KINDS for width, way in zip((3, 8), ways, strict=True))
+    return all(_is_right(*kind, width, device) for kind in _KINDS for width in (3, 8))
 
 
 @once
 def _has_bits_of_torch(way: int, device: torch.device) -> bool:
     """Tell whether the kernel rounds as torch does: asked once a process."""
     check_not_capturing("the first use of the kernels for steps", WARM_UP)
-    if way == _FUSED:
+    if way == _OTHER:
         return False
-    found = all(_is_right(*kind, way, 1024, device, exact=True) for kind in _KINDS)
+    found = all(_is_right(*kind, 1024, device, exact=True) for kind in _KINDS)
     if not found:
-        log.info("steps go by torch's operations on %s: those of one kernel are rounded otherwise (%s)", device, way)
+        log.info("steps go by torch's operations on %s: those of one kernel are rounded otherwise", device)
     return found
 
 
-def _is_right(
-    kind: type[Any], options: dict[str, Any], way: int, width: int, device: torch.device, exact: bool = False
-) -> bool:
-    """Take one step by the optimizer, and then another by both; `exact`: they must give the same bits."""
+def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torch.device, exact: bool = False) -> bool:
+    """Take one step by the optimizer, and then others by both; `exact`: they must give the same bits."""
+    way = _CPU if device.type == "cpu" else _FOREACH
     with torch.inference_mode(False), torch.no_grad():
         # Without hooks, which are not meant for this one.
         step, draw = inspect.unwrap(kind.step), torch.Generator().manual_seed(width)
 
         def drawn() -> Tensor:
             sizes = 10.0 ** torch.randint(-6, 3, (5, width), generator=draw, device="cpu") if exact else 1
-            return (torch.randn(5, width, generator=draw, dtype=torch.float32, device="cpu") * sizes).to(
-                device, torch.float32
-            )
+            values = torch.randn(5, width, generator=draw, dtype=torch.float32, device="cpu") * sizes
+            return values.to(device, torch.float32)
 
         weight = torch.nn.Parameter(drawn())
-        optimizer = kind([weight], lr=0.1, **options, **_OPTIONS[way])
+        optimizer = kind([weight], lr=0.1, foreach=way == _FOREACH, **options)
         (group,) = optimizer.param_groups
         weight.grad = drawn()
         step(optimizer)
         found = optimizer.state[weight]
         names = [name for name, value in found.items() if isinstance(value, Tensor) and value.dim()]
-        plan = _PLANS[kind](group, found, {name: name for name in names}, way)
-        if plan is None:
-            return False
         ids = torch.tensor([5, 3, 0, 1, 4, 2], device=device)
-        before = {name: found[name].clone() for name in plan.planes}
-        table, grad = weight.detach().clone(), drawn()
-        grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
-        _queue(plan, ids, grads, rows, table, list(before.values()))
-        weight.grad = grad
-        step(optimizer)
-        pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in before)]
+        table, before = weight.detach().clone(), {name: found[name].clone() for name in names}
+        for _ in range(8 if exact else 1):
+            plan = _PLANS[kind](group, found, {name: name for name in names}, way)
+            if plan is None:
+                return False
+            weight.grad = grad = drawn()
+            grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
+            _queue(plan, ids, grads, rows, table, [before[name] for name in plan.planes])
+            step(optimizer)
+        pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in names)]
         if exact:
             return all(torch.equal(ours, theirs) for ours, theirs in pairs)
         return all(torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6) for ours, theirs in pairs)

@@ -74,6 +74,19 @@ def assert_same(found, expected):
         )
 
 
+def assert_counted(found, expected):
+    """Rows are read and written as often, but that the first step of a process may read its rows once more."""
+    assert replace(found, gathered_rows=0, gathered_bytes=0) == replace(expected, gathered_rows=0, gathered_bytes=0)
+    assert expected.gathered_rows <= found.gathered_rows <= expected.gathered_rows + NUM_ROWS
+
+
+@pytest.mark.parametrize("fused_by_torch", [{"foreach": False}, {"fused": True}], ids=["single", "fused"])
+def test_another_rounding_than_the_kernels(fused_by_torch, device, fused, monkeypatch):
+    monkeypatch.delenv(SWITCH)
+    train("pinned", device, lambda params: AdamW(params, 0.01, **fused_by_torch))
+    assert fused == []
+
+
 @pytest.mark.parametrize("dim", [16, 7])
 @pytest.mark.parametrize("memory", ["pinned", "device"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -85,10 +98,7 @@ def test_a_training_as_the_ordinary_way(make, memory, dim, device, fused, monkey
     expected = train(memory, device, make, dim, padding_idx=0)
     assert len(fused) == 11
     assert_same(found[0], expected[0])
-    # The first step may read its rows once more.
-    counts = [replace(stats, gathered_rows=0, gathered_bytes=0) for stats in (found[1], expected[1])]
-    assert counts[0] == counts[1]
-    assert expected[1].gathered_rows <= found[1].gathered_rows <= expected[1].gathered_rows + NUM_ROWS
+    assert_counted(found[1], expected[1])
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -98,7 +108,7 @@ def test_planes_side_by_side(name, device, fused, monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
     expected = train("pinned", device, OPTIMIZERS[name], layout="planes")
     assert_same(found[0], expected[0])
-    assert found[1] == expected[1]
+    assert_counted(found[1], expected[1])
 
 
 def test_the_kernel_is_trusted(device):
@@ -106,7 +116,7 @@ def test_the_kernel_is_trusted(device):
 
 
 @pytest.mark.skipif(fakegpu is not None, reason="the emulator rounds as torch does on the CPU")
-@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("foreach", [None, True])
 @pytest.mark.parametrize("kind", [SGD, Adam, AdamW])
 def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
     def make(params):
