@@ -419,8 +419,12 @@ def test_gpu_tests_that_hang_leave_those_before(
     monkeypatch.setattr(running, "GRACE_S", 200.0)
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     (tree / "tests/gpu/test_device.py").write_text(
-        "import pathlib, pytest, time\npytestmark = pytest.mark.gpu\ndef test_good(): pass\n"
-        "def test_hangs():\n    pathlib.Path('hangs').touch()\n    time.sleep(1000)\n"
+        "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\ndef test_good(): pass\n"
+        "def test_hangs():\n"
+        "    outcomes = pathlib.Path(os.environ['OUTCOMES'])\n"
+        "    while not (outcomes.exists() and 'test_good' in outcomes.read_text()): time.sleep(0.02)\n"
+        "    pathlib.Path('hangs').touch()\n"
+        "    time.sleep(1000)\n"
     )
     up_when(tree / "hangs")
     assert record.record(["tests"], False, 1000, 1000, tree) == 1

@@ -52,12 +52,12 @@ class HostCost(NamedTuple):
 # As bench/launches.py has counted them for 1 and for 26 tables (tests/test_planning_estimate.py compares): CPU time of the
 # host on an emulated device, without its driver, to which `LAUNCH_US` a kernel is added. Encoded rows take `CODEC_US` more.
 HOST: Mapping[str, HostCost] = {
-    DENSE: HostCost(159, 61, 30, 22),
-    "lazy": HostCost(544, 279, 22, 14.8),
-    "exact": HostCost(680, 321, 23, 15.8),
-    "frozen": HostCost(185, 185, 15, 15),
+    DENSE: HostCost(360, 86, 30, 22),
+    "lazy": HostCost(963, 340, 20, 5.5),
+    "exact": HostCost(1085, 478, 21, 6.5),
+    "frozen": HostCost(261, 261, 14, 14),
 }
-CODEC_US, LAUNCH_US = 336.0, 2.5
+CODEC_US, LAUNCH_US = 133.0, 2.5
 
 
 @dataclass(frozen=True)
