@@ -1,4 +1,4 @@
-"""The picture and the numbers of README.md: one sentence from each of four recorded results, and one from a notebook."""
+"""The picture and the numbers of README.md: one sentence from each of five recorded results, and one from a notebook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import word2vec_statistics as statistics
 from idle_data import TOP
 from idle_training import DENSE, EXACT, LAZY
-from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
+from store import EXPERIMENTS, IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
 from word2vec_report import OPTIMIZERS
 
 from speedtransfer.benchmark.results import GroupResult
@@ -23,7 +23,13 @@ _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.
 
 def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the sentence that `result` gives README.md; the one on steps stands below its picture."""
-    describe = {STEP: _steps, IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model}[result["part"]]
+    describe = {
+        STEP: _steps,
+        EXPERIMENTS: _on_a_gpu,
+        IDLE: _same_numbers,
+        WORD2VEC: _words,
+        NGRAM_EXAMPLE: _language_model,
+    }[result["part"]]
     environment = result["environment"]
     line = f"- {describe(result)} ({environment['device']}, commit {environment['commit'][:12]}, {environment['date'][:10]})"
     return f"![{_TITLE}]({picture})\n\n{line}\n\n{_oversized()}" if picture and result["part"] == STEP else line
@@ -39,6 +45,21 @@ def _steps(result: dict[str, Any]) -> str:
         f"**Speed.** {what} in {format_count(rows)} x {sizes[0].params['dim']}: {found[_OURS]:.0f} ms; dense training "
         f"{found[_DENSE]:.0f} ms, SparseAdam {found[_SPARSE]:.0f} ms. In {format_count(most)} rows "
         f"{times[most][_OURS]:.0f} ms."
+    )
+
+
+def _on_a_gpu(result: dict[str, Any]) -> str:
+    steps = [case for case in result["experiments"]["step"] if case["optimizer"] == "AdamW"]
+    rows = max(case["rows"] for case in steps)
+    largest = [case for case in steps if case["rows"] == rows]
+    dense = next(case for case in largest if case.get("dense"))
+    ours = {
+        case["idle"]: case for case in largest if case.get("layout") == "rows"
+    }  # as it is meant for tables of this size
+    return (
+        f"**On a GPU.** AdamW step, {dense['lookups']:,} lookups in {format_count(rows)} x 128 in host memory, with "
+        f'`layout="rows"`: idle rows lazy {ours["lazy"]["fused_ms"]:.1f} ms, exact {ours["exact"]["ms"]:.1f} ms; dense '
+        f"training in the memory of the GPU {dense['ms']:.1f} ms. [More](docs/gpu.md#measured)."
     )
 
 

@@ -63,7 +63,9 @@ class Section(NamedTuple):
         return f"<!-- end of {self.name} -->"
 
 
-IN_NUMBERS = Section("in numbers", tuple((part, "in_numbers") for part in ("step", IDLE, NGRAM_EXAMPLE, WORD2VEC)))
+IN_NUMBERS = Section(
+    "in numbers", tuple((part, "in_numbers") for part in ("step", EXPERIMENTS, IDLE, NGRAM_EXAMPLE, WORD2VEC))
+)
 ON_A_GPU = Section("experiments", ((EXPERIMENTS, "experiments_report"),), "docs/gpu.md")
 IDLE_ROWS = Section("idle rows", ((IDLE, "idle"),), "docs/optimizers.md")
 WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_report"), (SCALE, "word2vec_scale")), "docs/word2vec.md")
