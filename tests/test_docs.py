@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -240,6 +241,13 @@ def test_code_fits_the_page():
         for language in ("python", "bash", "text", "diff", "toml"):
             for line in "".join(blocks(page, language)).splitlines():
                 assert len(line) <= 110, (page, line)
+
+
+def test_tables_that_the_site_takes_from_the_readme():
+    """Those that a change of README.md can break; the slow tests build them all."""
+    tables = runpy.run_path(str(DOCS / "reference_tables.py"))["TABLES"]
+    assert "GPU" in tables["status"]()
+    assert "Speed" in tables["first screen"]()
 
 
 def test_classes_of_tables_have_a_style():
