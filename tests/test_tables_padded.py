@@ -27,7 +27,7 @@ def way(request, monkeypatch):
         kernels.launch(name, blocks, threads, packed, backwards=bool(number % 3))
 
     monkeypatch.setattr(padded, "launch_over", launch)
-    monkeypatch.setattr(padded, "_kernel", lambda source, name, device: name)
+    monkeypatch.setattr(padded, "kernel_on", lambda source, name, device: name)
     monkeypatch.setattr(padded, "current_stream", lambda device: None)
     monkeypatch.setattr(padded, "launch_kernel", lambda name, *how: kernels.launch(name, *how[:3], next(launches) % 2))
     if request.param == "kernels, many":

@@ -8,7 +8,7 @@ from speedtransfer.cuda.graphs import (
     is_capturing,
     num_replays,
 )
-from speedtransfer.cuda.items import launch_over
+from speedtransfer.cuda.items import kernel_on, launch_over
 from speedtransfer.cuda.launch import (
     ARGUMENT_AT,
     KernelArgument,
@@ -46,6 +46,7 @@ __all__ = [
     "is_capturing",
     "is_trusted",
     "keep_until_done",
+    "kernel_on",
     "kernel_source",
     "launch_kernel",
     "launch_over",

@@ -20,10 +20,10 @@ def launch_over(num_items: int, source_name: str, function_name: str, device: to
     """Queue a kernel on the current stream of `device`, with the argument that a `KernelArgument` has packed."""
     if num_items:
         blocks = min(-(-num_items // _THREADS), _MAX_BLOCKS)
-        launch_kernel(_kernel(source_name, function_name, device), blocks, _THREADS, packed, current_stream(device))
+        launch_kernel(kernel_on(source_name, function_name, device), blocks, _THREADS, packed, current_stream(device))
 
 
-# Finding it again would make the device current each time.
 @once
-def _kernel(source_name: str, function_name: str, device: torch.device) -> Any:
+def kernel_on(source_name: str, function_name: str, device: torch.device) -> Any:
+    """Return what `load_kernel` does, which makes the device current each time."""
     return load_kernel(source_name, function_name, device)

@@ -90,15 +90,17 @@ def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> F
         return None
     if is_capturing() or _is_altered(optimizer):
         return None
+    way = _way_of(optimizer, group, table.device)
+    if way == _OTHER and switch != "1":
+        return None
     found = optimizer.state.get(state.param) or {}
     planes = state.planes_in_use(found)
-    way = _way_of(optimizer, group, table.device)
-    made = None if planes is None else plan(group, found, planes, way)
+    made = None if planes is None else plan(group, found, planes)
     if made is None or not _are_numbers(made[4:-1]):
         return None
     if not is_trusted("fused steps", table.device, lambda: _check(table.device)):
         return None
-    return made if switch == "1" or _has_bits_of_torch(way, table.device) else None
+    return made._replace(way=way) if switch == "1" or _has_bits_of_torch(table.device) else None
 
 
 def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, active: Tensor) -> None:
@@ -171,9 +173,7 @@ def _are_numbers(values: tuple[Any, ...]) -> bool:
     return all(type(value) in (int, float) and abs(value) <= _FLOAT32_MAX for value in values)
 
 
-def _plan_sgd(
-    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], way: int = _CPU
-) -> FusedStep | None:
+def _plan_sgd(group: dict[str, Any], found: dict[str, Any], planes: dict[str, str]) -> FusedStep | None:
     numbers = [group[key] for key in ("lr", "momentum", "dampening", "weight_decay")]
     if group["differentiable"] or not _are_numbers(tuple(numbers)):
         return None
@@ -183,7 +183,6 @@ def _plan_sgd(
         return None
     return FusedStep(
         tuple(planes[name] for name in names),
-        way,
         maximize=group["maximize"],
         nesterov=group["nesterov"],
         decay=decay,
@@ -194,7 +193,7 @@ def _plan_sgd(
 
 
 def _plan_adam(
-    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], way: int = _CPU, decoupled: bool = False
+    group: dict[str, Any], found: dict[str, Any], planes: dict[str, str], decoupled: bool = False
 ) -> FusedStep | None:
     numbers = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
     names = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
@@ -215,7 +214,6 @@ def _plan_adam(
     decoupled = group.get("decoupled_weight_decay", decoupled)
     return FusedStep(
         tuple(planes[name] for name in names),
-        way,
         maximize=group["maximize"],
         decay=0.0 if decoupled else decay,
         shrink=1 - lr * decay if decoupled else 1.0,
@@ -231,7 +229,7 @@ def _plan_adam(
 
 
 # By class, not subclass: another may do anything.
-_PLANS: dict[type, Callable[..., FusedStep | None]] = {
+_PLANS: dict[type, Callable[[dict[str, Any], dict[str, Any], dict[str, str]], FusedStep | None]] = {
     SGD: _plan_sgd,
     Adam: _plan_adam,
     # Where its groups do not say so themselves.
@@ -273,11 +271,9 @@ def _check(device: torch.device) -> bool:
 
 
 @once
-def _has_bits_of_torch(way: int, device: torch.device) -> bool:
+def _has_bits_of_torch(device: torch.device) -> bool:
     """Tell whether the kernel rounds as torch does: asked once a process."""
     check_not_capturing("the first use of the kernels for steps", WARM_UP)
-    if way == _OTHER:
-        return False
     found = all(_is_right(*kind, 1024, device, exact=True) for kind in _KINDS)
     if not found:
         log.info("steps go by torch's operations on %s: those of one kernel are rounded otherwise", device)
@@ -306,9 +302,10 @@ def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torc
         ids = torch.tensor([5, 3, 0, 1, 4, 2], device=device)
         table, before = weight.detach().clone(), {name: found[name].clone() for name in names}
         for _ in range(8 if exact else 1):
-            plan = _PLANS[kind](group, found, {name: name for name in names}, way)
+            plan = _PLANS[kind](group, found, {name: name for name in names})
             if plan is None:
                 return False
+            plan = plan._replace(way=way)
             weight.grad = grad = drawn()
             grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
             _queue(plan, ids, grads, rows, table, [before[name] for name in plan.planes])

@@ -16,11 +16,10 @@ from speedtransfer.cuda import (
     check_not_capturing,
     current_stream,
     is_trusted,
+    kernel_on,
     launch_kernel,
     launch_over,
-    load_kernel,
 )
-from speedtransfer.once import once
 from speedtransfer.tables.unique import UniqueRows
 
 _INT32_MAX = 2**31 - 1
@@ -83,14 +82,8 @@ def _find_few(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
     argument = _UNIQUE.pack(flat.data_ptr(), count, num_rows, 0, 0, 0, 0, room, *made_at)
     # A thread for each pair that is compared.
     threads = min(max(1 << (count - 1).bit_length() >> 1, 32), _FEW_THREADS)
-    launch_kernel(_kernel("unique.cu", "find_few", device), 1, threads, argument, current_stream(device))
+    launch_kernel(kernel_on("unique.cu", "find_few", device), 1, threads, argument, current_stream(device))
     return _padded(ids, inverse, order, starts, num_unique)
-
-
-# Finding it again would make the device current each time.
-@once
-def _kernel(source_name: str, function_name: str, device: torch.device) -> Any:
-    return load_kernel(source_name, function_name, device)
 
 
 def _find_many(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
@@ -204,7 +197,7 @@ def _sum_by_kernels(values: Tensor, groups: UniqueRows, num_rows: int, excluded:
     tails, shape = pointers[-1] + pieces * width * kind.itemsize, (count, width, piece)
     argument = _SUMS.pack(*pointers, tails, *shape, excluded, num_rows, _TYPES[values.dtype], num_groups)
     if count <= _FEW:
-        kernel, blocks = _kernel("sums.cu", "sum_few", device), -(-width // _COLUMNS)
+        kernel, blocks = kernel_on("sums.cu", "sum_few", device), -(-width // _COLUMNS)
         launch_kernel(kernel, blocks, _FEW_THREADS, argument, current_stream(device))
     else:
         launch_over(pieces * width, "sums.cu", "sum_pieces", device, argument)
