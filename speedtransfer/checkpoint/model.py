@@ -14,7 +14,7 @@ from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encod
 from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.module_state import OF_VOCABULARY, ids_of, placeholder_rows, refuse_ids
-from speedtransfer.optim import Handle, VocabularyHandle
+from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import LoadPlan
 
 
@@ -73,7 +73,7 @@ class SavedModel:
             saved: Any = decode(entry, reader.mapped) if "complex" in entry else SavedRows(entry, readers)
             shape, dtype = tuple(saved.shape), saved.dtype
             handle = self._tables.get(key)
-            if isinstance(handle, VocabularyHandle):
+            if handle is not None and handle.id_space.come_and_go:
                 # Of any number of rows.
                 current = torch.empty(*shape[:1], *current.shape[1:], dtype=current.dtype, device="meta")
             if shape != tuple(current.shape) or dtype != current.dtype:
@@ -84,9 +84,9 @@ class SavedModel:
             if key in self._tables:
                 self._rows[key], self._state[key] = saved, current  # the placeholder
                 assert handle is not None
-                if isinstance(handle, VocabularyHandle):
+                if handle.id_space.come_and_go:
                     state_of_ids = ids_of(self._state, key.removesuffix("weight"))
-                    self._plans[handle] = handle.vocabulary.plan_load(state_of_ids, shape[0])
+                    self._plans[handle] = handle.id_space.vocabulary.plan_load(state_of_ids, shape[0])
                 else:
                     refuse_ids(self._state, key.removesuffix("weight"), handle)
                 if handle.table.is_read_only:

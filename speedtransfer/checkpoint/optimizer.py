@@ -15,7 +15,7 @@ from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encod
 from speedtransfer.checkpoint.together import like
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.idle import has_rule
-from speedtransfer.optim import Handle, VocabularyHandle, find_handle, probe_optimizer
+from speedtransfer.optim import Handle, find_handle, probe_optimizer
 from speedtransfer.optim.hooks import give_state, take_loaded, way_to_step
 from speedtransfer.optim.leaves import leaves
 from speedtransfer.optim.probe import Findings, PlaneSpec
@@ -159,7 +159,8 @@ class SavedOptimizer:
             )
         for number, group in enumerate(self.optimizer.param_groups):
             for shape, saved, param in zip(ours[number], theirs[number], group["params"], strict=False):
-                if isinstance(find_handle(param), VocabularyHandle) and len(saved) == len(shape):
+                handle = find_handle(param)
+                if handle is not None and handle.id_space.come_and_go and len(saved) == len(shape):
                     # Its ids say which rows those are.
                     shape[0] = saved[0]
             if theirs[number] != ours[number]:

@@ -16,7 +16,7 @@ from speedtransfer.cuda import wait_until_filled
 from speedtransfer.dtypes import TABLE_DTYPES, bits_of, rows_at
 from speedtransfer.encoding import Part, codec_named, decode_rows
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim import Handle, ShardHandle, SharedHandle
+from speedtransfer.optim import Handle, Sharded
 from speedtransfer.ranks import Partition
 from speedtransfer.ranks.partition import BUCKETS
 from speedtransfer.rows import Rows
@@ -47,11 +47,13 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
     """Return what the manifest says of a plane of ``(*tail)`` values of `dtype` a row, and have its raw parts kept."""
     raw: dict[str, Any] = {part: _kept(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
     keep, layout = keeps.whole, {}
-    if isinstance(handle, ShardHandle):
-        keep, layout = keeps.shard, {"layout": _LAYOUT if handle.saved_sizes is None else _in_order(handle.saved_sizes)}
-        if isinstance(handle, SharedHandle):
-            size = handle.partition.size(handle.reducer.exchange.rank)
-            raw = {part: PickedRows(whole, size, handle.own_rows) for part, whole in raw.items()}
+    owners = handle.owners
+    if isinstance(owners, Sharded):
+        sizes = owners.partition.saved_sizes
+        keep, layout = keeps.shard, {"layout": _LAYOUT if sizes is None else _in_order(sizes)}
+        if owners.is_shared:
+            size = owners.partition.size(owners.exchange.rank)
+            raw = {part: PickedRows(whole, size, owners.own_rows) for part, whole in raw.items()}
     parts = {part: keep(f"{path}:{part}" if part else path, values) for part, values in raw.items()}
     name, shape = str(dtype).removeprefix("torch."), [handle.num_saved, *tail]
     return {
@@ -177,15 +179,15 @@ class SavedRows:
 
         Of a table whose rows belong to ids they go where these have theirs (`Rows.placement`).
         """
-        rows, placement = handle.rows, handle.rows.placement
+        rows, placement, owners = handle.rows, handle.rows.placement, handle.owners
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)
         first, count = 0, self.shape[0]
-        if isinstance(handle, ShardHandle):
+        if isinstance(owners, Sharded):
             # Rows that have been read ahead are old.
-            handle.reducer.changes += 1
+            owners.changes += 1
             if self._places is not None and placement is None:
-                rank = handle.reducer.exchange.rank
-                first, count = handle.partition.start(rank), handle.partition.size(rank)
+                rank = owners.exchange.rank
+                first, count = owners.partition.start(rank), owners.partition.size(rank)
         buffers: dict[str, Tensor] = {}  # the allocator would not always give the memory of a chunk to the next
         for chunk in row_chunks(count, self.row_bytes):
             picked = None
@@ -199,12 +201,12 @@ class SavedRows:
             if picked is not None:
                 at, place = picked
                 parts = {part: rows_at(values, at) for part, values in parts.items()}
-            elif not isinstance(handle, ShardHandle):
+            elif not isinstance(owners, Sharded):
                 place = self._ids(chunk)
             elif self._places is not None:
-                place = handle.own_rows(chunk.start, chunk.stop)
+                place = owners.own_rows(chunk.start, chunk.stop)
             else:
-                at, place = handle.owned(torch.arange(chunk.start, chunk.stop))
+                at, place = owners.owned(torch.arange(chunk.start, chunk.stop))
                 parts = {part: rows_at(values, at) for part, values in parts.items()}
             if not alike:
                 parts = rows.encode(plane, self._decoded(parts))

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.optim import ShardHandle, find_handle
+from speedtransfer.optim import Handle, find_handle
 from speedtransfer.progress import ByteProgress
 from speedtransfer.ranks import Exchange
 
@@ -31,11 +31,11 @@ class Processes:
     point : {"saves", "loads"}
     exchange : Exchange, optional
         To the others.
-    handles : list of ShardHandle
+    handles : list of Handle
         The tables that they own.
     """
 
-    def __init__(self, point: str, exchange: Exchange | None, handles: Iterable[ShardHandle] = ()) -> None:
+    def __init__(self, point: str, exchange: Exchange | None, handles: Iterable[Handle] = ()) -> None:
         self._point, self._exchange, self._handles = point, exchange, handles
         self.rank, self.ranks = (0, 1) if exchange is None else (exchange.rank, exchange.ranks)
         self.is_first, self.is_alone = self.rank == 0, exchange is None
@@ -62,17 +62,17 @@ class Processes:
             # A child of fork copies the rows of its parent.
             if handle.table.writable:
                 handle.rows.catch_up()
-            handle.gather_ids()
+            handle.id_space.gather()
 
     def tell_sizes(self) -> None:
         """Tell the others how many rows tables have by now, which may have grown."""
         for handle in self._handles:
-            handle.tell_sizes()
+            handle.id_space.tell_sizes()
 
     def release(self) -> None:
         """Forget what is known of ids in other processes."""
         for handle in self._handles:
-            handle.release_ids()
+            handle.id_space.release()
 
     def check_same(self, text: str) -> None:
         """Raise `ProcessGroupError` in all processes if `text` is not the same in all."""
@@ -109,7 +109,7 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
 
     InvalidValueError: tables of several process groups.
     """
-    found: dict[Exchange, list[ShardHandle]] = {}
+    found: dict[Exchange, list[Handle]] = {}
     for value in values:
         params: Iterable[Tensor] = ()
         if isinstance(value, nn.Module):
@@ -117,8 +117,8 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
         elif isinstance(value, Optimizer):
             params = (param for group in value.param_groups for param in group["params"])
         for handle in map(find_handle, params):
-            if isinstance(handle, ShardHandle):
-                found.setdefault(handle.reducer.exchange, []).append(handle)
+            if handle is not None and not handle.owners.has_whole:
+                found.setdefault(handle.owners.exchange, []).append(handle)
     if len(found) > 1:
         groups = [f"{handles[0]}: {dist.get_process_group_ranks(each.group)}" for each, handles in found.items()]
         raise InvalidValueError(

@@ -12,7 +12,7 @@ from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import Ticket, find_ticket
-from speedtransfer.optim import Handle, ShardHandle, UsedFeatures
+from speedtransfer.optim import Handle, Sharded, UsedFeatures
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
@@ -116,9 +116,10 @@ def activate(
     """
     if handle.state is not None and handle.state.running:
         handle.recover()
-    if isinstance(handle, ShardHandle):
+    owners = handle.owners
+    if isinstance(owners, Sharded):
         by_hand = by_hand and handle.requires_grad
-        return _activate_shards(handle, ids, training, by_hand, max_norm, norm_type, padding_idx, features)
+        return _activate_shards(handle, owners, ids, training, by_hand, max_norm, norm_type, padding_idx, features)
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
@@ -154,7 +155,8 @@ def activate(
 
 
 def _activate_shards(
-    handle: ShardHandle,
+    handle: Handle,
+    owners: Sharded,
     ids: Any,
     training: bool,
     by_hand: bool,
@@ -164,13 +166,13 @@ def _activate_shards(
     features: UsedFeatures | None,
 ) -> ActiveRows:
     """Read the unique rows of `ids` in a table of several processes, which all call this."""
-    shards, device = handle.reducer, handle.table.device
+    device = handle.table.device
     ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
     if ticket is not None:
         taken = ticket.take(padding_idx)  # type: ignore[attr-defined]
         if taken is not None:
             groups, rows, read = taken
-            lookup = shards.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
+            lookup = owners.lookups.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
             return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup, features)
         ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
     check_not_capturing("a lookup in a table of several processes")
@@ -181,16 +183,16 @@ def _activate_shards(
         else:
             flat, shape, _ = as_index(ids, handle.num_rows, device, check=False)
             groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda")
-        handle.check_rows(groups.ids)
+        owners.check_rows(groups.ids)
     except Exception as error:
-        shards.refuse(error, training or by_hand)
+        owners.refuse(error, training or by_hand)
         raise
     groups = groups.to(device)
     renormalize = None
     if max_norm is not None:
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
-        rows, lookup = shards.look_up(groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None))
+        rows, lookup = owners.look_up(groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None))
     return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup, features)
 
 

@@ -18,7 +18,6 @@ from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
-from speedtransfer.optim import VocabularyHandle
 from speedtransfer.tables import Table
 
 
@@ -84,8 +83,10 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
                 active, offsets, per_sample_weights, self.mode, freq, last, spare, self.sparse, found.fill
             )
 
-        if isinstance(self._handle, VocabularyHandle):
-            return self._read_by_id(input, training, functools.partial(look_up, padding=self._handle.padding_row))
+        if self._handle.id_space.come_and_go:
+            return self._read_by_id(
+                input, training, functools.partial(look_up, padding=self._handle.id_space.padding_row(self.padding_idx))
+            )
         return look_up(FoundRows(input), self.padding_idx)
 
     @classmethod

@@ -20,7 +20,6 @@ from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import recorded_as
 from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
-from speedtransfer.optim import Handle, VocabularyHandle
 from speedtransfer.tables import Table
 
 
@@ -118,7 +117,7 @@ class Embedding(TableModule, nn.Embedding):
     def _compiles(self, input: Any) -> bool:
         """Tell whether a lookup in a compiled model can be an operator of its graph."""
         plain = type(input) is Tensor and input.dtype in INTEGERS and self.max_norm is None
-        return plain and self._has_rows() and type(self._handle) is Handle and not in_transform()
+        return plain and self._has_rows() and self._handle.is_whole and not in_transform()
 
     def _compiled(self, input: Tensor) -> Tensor:
         """Return the rows of `input` by an operator."""
@@ -145,7 +144,7 @@ class Embedding(TableModule, nn.Embedding):
             return super().forward(input.ids.view(input.shape) if isinstance(input, Ticket) else input)
         handle, padding = self._handle, self.padding_idx
         training = torch.is_grad_enabled() and handle.requires_grad
-        if isinstance(handle, VocabularyHandle):
+        if handle.id_space.come_and_go:
             return self._read_by_id(input, training, functools.partial(self._look_up, training=training))
         if not training and self.max_norm is None:
             return frozen_lookup(handle, input, padding, self.scale_grad_by_freq)
@@ -155,8 +154,7 @@ class Embedding(TableModule, nn.Embedding):
     def _look_up(self, found: FoundRows, training: bool) -> Tensor:
         """Return the rows that ids of a vocabulary have."""
         handle = self._handle
-        assert isinstance(handle, VocabularyHandle)
-        padding = handle.padding_row
+        padding = handle.id_space.padding_row(self.padding_idx)
         if not training and self.max_norm is None:
             return found.filled(frozen_lookup(handle, found.rows, padding, self.scale_grad_by_freq))
         active = activate(handle, found.rows, training, self.max_norm, self.norm_type, padding, padded=True)

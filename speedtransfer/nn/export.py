@@ -15,7 +15,7 @@ from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.options import check_model
 from speedtransfer.nn.subclasses import empty_dense_module
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.optim import Handle, ShardHandle, find_handle
+from speedtransfer.optim import Handle, find_handle
 from speedtransfer.system import physical_bytes
 
 # Attributes of a table module that one of torch.nn does not have.
@@ -87,9 +87,9 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
 
 def _refuse_rows_elsewhere(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if is_table(module) and isinstance(module._handle, ShardHandle):
+        if is_table(module) and not module._handle.owners.has_whole:
             raise InvalidTypeError(
-                f"{name or type(module).__name__!r} has rows that {module._handle.reducer.exchange.ranks} processes share, "
+                f"{name or type(module).__name__!r} has rows that {module._handle.owners.exchange.ranks} processes share, "
                 "and a copy would have those of one alone; call st.full_state_dict(model) in all, and load it in rank 0 into "
                 "the model made without process_group"
             )

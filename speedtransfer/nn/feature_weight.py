@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import TableWeight
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim import Handle
 from speedtransfer.optim.graph import KEY, listen
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.rows import Rows
@@ -129,7 +129,7 @@ class FeatureHandle:
 
     def _own_gradient(self) -> Any:
         """Return the gradient of all rows if this feature has one."""
-        if isinstance(self.handle, ShardHandle):
+        if not self.handle.owners.has_whole:
             raise InvalidTypeError(
                 f"{self} is part of {self.handle}, whose rows several processes own, each with their gradient; use the "
                 "gradient of the MultiEmbedding"

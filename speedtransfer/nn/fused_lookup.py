@@ -17,7 +17,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait
-from speedtransfer.optim import ShardHandle, VocabularyHandle
+from speedtransfer.optim import Handle
 from speedtransfer.optim.shards import check_counts
 from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.tables import UniqueRows, as_index, unique_rows
@@ -26,7 +26,7 @@ from speedtransfer.tables import UniqueRows, as_index, unique_rows
 class ShardTicket(Ticket):
     """Ids whose owners know them already; a lookup takes it in the place of the ids, or finds it by the same ids."""
 
-    def __init__(self, handle: ShardHandle, ids: Any, padding_idx: int | None, training: bool) -> None:
+    def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
         check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
         device = handle.table.device
         flat, self.shape, _ = as_index(ids, handle.num_rows, device, check=False)
@@ -55,7 +55,7 @@ class ShardTicket(Ticket):
         if self.rows is None:
             fused.pull()
         handle: Any = self._handle
-        if self.changes != handle.reducer.changes:
+        if self.changes != handle.owners.changes:
             return None
         assert self.rows is not None
         return self.groups, self.rows, self.read
@@ -72,7 +72,7 @@ class FusedLookups:
         if error is not None:
             exchange.agree("looks up rows", [-1] * len(handles), self._about)
             raise error
-        placed = [h.reducer.by_owner(t.groups.ids) for h, t in zip(self._handles, tickets, strict=True)]
+        placed = [h.owners.lookups.by_owner(t.groups.ids) for h, t in zip(self._handles, tickets, strict=True)]
         sends = torch.stack([count for _, _, count in placed], 1)
         counts = check_counts(exchange.agree("looks up rows", sends, self._about)).T.tolist()
         ids = [
@@ -81,9 +81,9 @@ class FusedLookups:
         for handle, ticket, place, segment, got in zip(
             self._handles, tickets, placed, ids, exchange.move("ids", ids), strict=True
         ):
-            reducer, rows = handle.reducer, handle.rows
+            rows = handle.rows
             ticket.fused = self
-            ticket.route = reducer.routed(place[1], segment.sends, segment.receives, got[:, 0])
+            ticket.route = handle.owners.lookups.routed(place[1], segment.sends, segment.receives, got[:, 0])
             planes = None if ticket.training or rows.lag is not None else ("weight",)
             # From the host: those of a device would be padded.
             owned = ticket.route.owned.cpu()
@@ -98,7 +98,7 @@ class FusedLookups:
         for handle, (route, ahead) in zip(self._handles, self._work, strict=True):
             found = ahead.result()
             found.take()
-            read, parts = handle.reducer.read(route.owned, None, found)
+            read, parts = handle.owners.lookups.read(route.owned, None, found)
             reads.append(read)
             kinds.append(list(parts))
             segments += [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
@@ -106,10 +106,10 @@ class FusedLookups:
         for handle, reference, (route, _), read, names in zip(
             self._handles, self._tickets, self._work, reads, kinds, strict=True
         ):
-            rows = handle.reducer.arranged(route, {name: next(received) for name in names})
+            rows = handle.owners.lookups.arranged(route, {name: next(received) for name in names})
             ticket = reference()
             if ticket is not None:
-                ticket.rows, ticket.read, ticket.changes = rows, read, handle.reducer.changes
+                ticket.rows, ticket.read, ticket.changes = rows, read, handle.owners.changes
 
 
 def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
@@ -122,11 +122,11 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
     errors: dict[Exchange, Exception] = {}
     for module, ids in pairs:
         handle: Any = module._handle if module._has_rows() else None
-        together = isinstance(handle, ShardHandle) and not isinstance(handle, VocabularyHandle)
+        together = handle is not None and not handle.owners.has_whole and not handle.id_space.come_and_go
         if not together or handle.rows.own is not None or module.max_norm is not None:
             tickets.append(module.prefetch(ids))
             continue
-        exchange = handle.reducer.exchange
+        exchange = handle.owners.exchange
         handles, some = groups.setdefault(exchange, ([], []))
         handles.append(handle)
         try:

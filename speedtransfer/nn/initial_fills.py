@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn import weight_shards  # noqa: F401
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
-from speedtransfer.optim import VocabularyHandle
+from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.vocabulary.initial import FARTHEST
 
 
-def _handle(weight: Any) -> VocabularyHandle | None:
+def _ids_of(weight: Any) -> VocabularyIds | None:
     handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
-    return handle if isinstance(handle, VocabularyHandle) else None
+    ids = handle.id_space if isinstance(handle, Handle) else None
+    return ids if isinstance(ids, VocabularyIds) else None
 
 
 def _fill(func: Callable[..., Any], kind: str, **defaults: float) -> Callable[..., Any]:
@@ -28,19 +29,19 @@ def _fill(func: Callable[..., Any], kind: str, **defaults: float) -> Callable[..
 
     # Functions of torch.nn.init get all arguments by name.
     def fill(tensor: Any, *args: float, generator: Any = None, **kwargs: float) -> Any:
-        handle = _handle(tensor)
-        if handle is None:
+        ids = _ids_of(tensor)
+        if ids is None:
             return otherwise(tensor, *args, **kwargs, **({} if generator is None else {"generator": generator}))
-        _refuse_truncation(handle)
+        _refuse_truncation(ids)
         # Drawn by a hash of ids, whatever the generator.
         values = [float(value) for value in (defaults | dict(zip(defaults, args, strict=False)) | kwargs).values()]
-        handle.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
+        ids.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
         return tensor
 
     return fill
 
 
-def _refuse_truncation(handle: VocabularyHandle) -> None:
+def _refuse_truncation(ids: VocabularyIds) -> None:
     """Raise if ``torch.nn.init.trunc_normal_`` fills, and cuts values off: rows that come later would not be."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != "_no_grad_trunc_normal_":
@@ -50,7 +51,7 @@ def _refuse_truncation(handle: VocabularyHandle) -> None:
     mean, std, low, high = (float(frame.f_locals[name]) for name in ("mean", "std", "a", "b"))
     if max(low - mean, mean - high) > -FARTHEST * std:
         raise InvalidTypeError(
-            f"{handle} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
+            f"{ids} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
             f"{low} and {high}; use torch.nn.init.normal_, or wider bounds, {FARTHEST} standard deviations from the mean"
         )
 
@@ -62,12 +63,12 @@ def _kaiming_uniform(
     tensor: Any, a: float = 0, mode: str = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
     """Replace ``torch.nn.init.kaiming_uniform_``, which torch calls as a whole for tensors with functions of their own."""
-    handle = _handle(tensor)
-    if handle is None:
+    ids = _ids_of(tensor)
+    if ids is None:
         return _kaiming_uniform_of_shards(tensor, a, mode, nonlinearity, generator)
-    fan = {"fan_in": handle.table.dim, "fan_out": handle.num_rows}[mode]
+    fan = {"fan_in": ids.handle.table.dim, "fan_out": ids.handle.num_rows}[mode]
     bound = math.sqrt(3.0) * nn.init.calculate_gain(nonlinearity, a) / math.sqrt(fan)
-    handle.fill(("uniform", -bound, bound))
+    ids.fill(("uniform", -bound, bound))
     return tensor
 
 

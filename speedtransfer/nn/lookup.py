@@ -14,7 +14,7 @@ from speedtransfer.engines import gather_rows
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.ticket import Ticket, find_ticket
-from speedtransfer.optim import Handle, VocabularyHandle
+from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, is_padded, sum_rows
 
 
@@ -138,8 +138,8 @@ def frozen_lookup(handle: Handle, ids: Any, padding_idx: int | None, scale_grad_
         ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
         if ticket is None:
             return handle.rows.lookup(ids)
-        # With a vocabulary ids may have got rows since.
-        ids = ids if isinstance(handle, VocabularyHandle) else ticket
+        # Ids may have got other rows since.
+        ids = ids if handle.id_space.come_and_go else ticket
     return lookup(activate(handle, ids, False, padding_idx=padding_idx, padded=True), scale_grad_by_freq)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.weight import check_ordinary
-from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, VocabularyShardHandle
+from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.vocabulary import LoadPlan
 
 # The keys of the state of a vocabulary begin so, after the name of the module.
@@ -93,9 +93,8 @@ class ModuleState(nn.Module):
             whole = self._placeholder()
             used.append((whole, self._handle))
         destination[prefix + "weight"] = whole
-        if isinstance(self._handle, VocabularyHandle):
-            for name, values in self._handle.saved_ids().items():
-                destination[prefix + OF_VOCABULARY + name] = values
+        for name, values in self._handle.id_space.saved().items():
+            destination[prefix + OF_VOCABULARY + name] = values
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load all rows as ``torch.nn`` loads a weight; ``assign=True`` copies too: the table keeps its memory.
@@ -112,15 +111,15 @@ class ModuleState(nn.Module):
             return
         if not with_placeholders():
             self._check_saves()
-        if isinstance(self._handle, VocabularyHandle):
-            self._load_ids(self._handle, state_dict, prefix, local_metadata, *rest)
+        if isinstance(self._handle.id_space, VocabularyIds):
+            self._load_ids(self._handle.id_space, state_dict, prefix, local_metadata, *rest)
             return
         used, rows = _placeholders.get(), self._handle.rows
         self._handle.recover()
         refuse_ids(state_dict, prefix, self._handle)
         if prefix + "weight" in state_dict and not self._handle.table.is_read_only:
             self._handle.table.check_writable()
-        sharded, writable = isinstance(self._handle, ShardHandle), self._handle.table.writable
+        sharded, writable = not self._handle.owners.has_whole, self._handle.table.writable
         whole: Any = self._placeholder()
         if used is None:
             whole = self._handle.table.torch() if writable and not sharded else self._handle.placeholder()
@@ -136,26 +135,25 @@ class ModuleState(nn.Module):
 
     def _name_table(self, prefix: str) -> None:
         """Have messages call the table as its keys of a state dict begin, unless other processes know it by another name."""
-        if self._handle.reducer is None:
+        if self._handle.owners.is_alone:
             self._handle.name = prefix[:-1]
 
     def _check_saves(self) -> None:
-        if isinstance(self._handle, VocabularyShardHandle):
+        owners = self._handle.owners
+        if not owners.has_whole and self._handle.id_space.come_and_go:
             raise InvalidTypeError(
-                f"{self._handle} has a vocabulary that {self._handle.processes} processes share out, of which the state "
+                f"{self._handle} has a vocabulary that {owners.exchange.ranks} processes share out, of which the state "
                 "dict of one has only a part; call st.save_checkpoint and st.load_checkpoint in all of them"
             )
 
     def _check_has_all_rows(self) -> None:
-        if isinstance(self._handle, ShardHandle):
+        if not self._handle.owners.has_whole:
             raise InvalidTypeError(
-                f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, so state_dict() of one has not "
+                f"{self._handle} is owned by {self._handle.owners.exchange.ranks} processes, so state_dict() of one has not "
                 "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
             )
 
-    def _load_ids(
-        self, handle: VocabularyHandle, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any
-    ) -> None:
+    def _load_ids(self, id_space: VocabularyIds, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load rows and their ids, of a table with any number of rows: those of a table without ids are numbered from 0 on.
 
         Raises
@@ -163,7 +161,7 @@ class ModuleState(nn.Module):
         InvalidValueError, HostMemoryError
             The ids are malformed, or too many. Nothing has changed.
         """
-        key, start = prefix + "weight", prefix + OF_VOCABULARY
+        handle, key, start = id_space.handle, prefix + "weight", prefix + OF_VOCABULARY
         state = ids_of(state_dict, prefix)
         used, given = _placeholders.get(), state_dict.get(key)
         if state and not isinstance(given, Tensor):
@@ -174,7 +172,7 @@ class ModuleState(nn.Module):
 
         def load(values: Tensor) -> None:
             try:
-                handle.load_saved(state, len(values), None if used is not None else values, _plans.get().get(handle))
+                id_space.load_saved(state, len(values), None if used is not None else values, _plans.get().get(handle))
             except Exception as error:
                 # torch.nn would make a RuntimeError of it.
                 failed.append(error)

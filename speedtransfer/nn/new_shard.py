@@ -14,7 +14,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidValueError, ProcessGroupError
 from speedtransfer.nn.options import TableOptions
-from speedtransfer.optim import Handle, Rows, ShardHandle, SharedHandle
+from speedtransfer.optim import Handle, Rows, Sharded, SharedOwners
 from speedtransfer.ranks import Exchange, Partition, SharedMemory, as_int64, exchange_of
 from speedtransfer.tables import Table, check_layout
 
@@ -49,8 +49,9 @@ def make_shard(
     rows = make_in_all(exchange, check, lambda: _make_rows(shape, device, dtype, options, exchange, partition))
     # The seeds of processes may differ.
     rows.load_state_dict({"seed": int(exchange.agree("makes a table", [as_int64(rows.seed)])[0])})
-    kind = SharedHandle if options["memory"] == "shared" else ShardHandle
-    handle = kind(rows, partition, exchange, requires_grad, options["idle"], options["comm_dtype"])
+    handle = Handle(rows.table, requires_grad, options["idle"], rows)
+    kind = SharedOwners if options["memory"] == "shared" else Sharded
+    handle.owners = kind(handle, exchange, partition, options["comm_dtype"])
     if weight is not None:
         handle.load(weight)
     return handle

@@ -81,7 +81,7 @@ def _follow_names() -> None:
         for path, module in [] if child is None else child.named_modules(prefix=name):
             handle = vars(module).get("_handle")
             # Processes that train a table compare its name: one may put the model into another alone.
-            if isinstance(handle, Handle) and (handle.reducer is None or not handle.reducer.steps):
+            if isinstance(handle, Handle) and (handle.owners.is_alone or not handle.owners.steps):
                 handle.name = path
 
     register_module_module_registration_hook(name)

@@ -10,7 +10,7 @@ from torch import Tensor
 from speedtransfer.encoding import check_dtypes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.options import TableOptions
-from speedtransfer.optim import Rows, VocabularyHandle
+from speedtransfer.optim import Handle, Rows, VocabularyIds
 from speedtransfer.tables import Table
 from speedtransfer.vocabulary import Vocabulary
 from speedtransfer.vocabulary.capacity import most_rows
@@ -24,7 +24,7 @@ def make_vocabulary_handle(
     requires_grad: bool,
     options: TableOptions,
     padding_idx: int | None,
-) -> VocabularyHandle:
+) -> Handle:
     """Make a table for the vocabulary in `options`, and its handle.
 
     With `weight`, ``(n, dim)``, the ids from 0 to n - 1 are known, and have its rows.
@@ -39,7 +39,8 @@ def make_vocabulary_handle(
     place = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
     table = Table(num_rows, shape[1], stored, device=device, max_rows=most, **place)
     rows = Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
-    handle = VocabularyHandle(rows, vocabulary, padding_idx, requires_grad, options["idle"])
+    handle = Handle(table, requires_grad, options["idle"], rows)
+    VocabularyIds(handle, vocabulary, padding_idx)
     if weight is not None:
         vocabulary.adopt(weight)
     return handle

@@ -12,7 +12,7 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.new_shard import check_shard, make_in_all, path_of
 from speedtransfer.nn.new_vocabulary import check_capacity, check_rows, check_vocabulary
 from speedtransfer.nn.options import TableOptions
-from speedtransfer.optim import Rows, VocabularyShardHandle
+from speedtransfer.optim import Handle, Rows, Sharded, VocabularyIds
 from speedtransfer.ranks import Exchange, Interleaved, as_int64, exchange_of
 from speedtransfer.tables import Table
 from speedtransfer.vocabulary import Vocabulary, owners_of
@@ -27,7 +27,7 @@ def make_vocabulary_shard(
     requires_grad: bool,
     options: TableOptions,
     padding_idx: int | None,
-) -> VocabularyShardHandle:
+) -> Handle:
     """Make the rows of this process for the vocabulary in `options`, and their handle.
 
     With `weight`, ``(n, dim)``, the same in all processes, the ids from 0 to n - 1 are known, and have its rows.
@@ -55,8 +55,9 @@ def make_vocabulary_shard(
     rows.load_state_dict({"seed": seeds[0]})
     vocabulary.seed = seeds[1]
     partition = Interleaved([rows.table.num_rows] * exchange.ranks)
-    rest = requires_grad, options["idle"], options["comm_dtype"]
-    handle = VocabularyShardHandle(rows, partition, exchange, vocabulary, padding_idx, *rest)
+    handle = Handle(rows.table, requires_grad, options["idle"], rows)
+    handle.owners = Sharded(handle, exchange, partition, options["comm_dtype"])
+    VocabularyIds(handle, vocabulary, padding_idx)
     if weight is not None:
         vocabulary.adopt(weight, exchange.rank, exchange.ranks)
     return handle

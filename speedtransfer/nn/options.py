@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
-from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
+from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import Vocabulary
 
 Idle: TypeAlias = Literal["auto", "exact", "lazy"]
@@ -106,8 +106,8 @@ def options_of(handle: Handle) -> TableOptions:
     InvalidTypeError
         There can be none on the meta device: it has a vocabulary, or several processes.
     """
-    if isinstance(handle, ShardHandle | VocabularyHandle):
-        what = "a vocabulary" if isinstance(handle, VocabularyHandle) else "rows in several processes"
+    if not handle.is_whole:
+        what = "a vocabulary" if handle.id_space.come_and_go else "rows in several processes"
         raise InvalidTypeError(
             f"{handle} has {what}, which a module on the meta device would not keep; leave the module where it is"
         )

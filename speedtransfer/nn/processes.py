@@ -12,7 +12,7 @@ from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.module_state import placeholder_rows
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.options import check_model
-from speedtransfer.optim import Handle, ShardHandle, SharedHandle, VocabularyShardHandle, find_handle
+from speedtransfer.optim import Handle, Sharded, find_handle
 from speedtransfer.ranks import Segment, is_first
 from speedtransfer.tables import row_chunks
 
@@ -105,12 +105,13 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             continue
         if handle not in whole:
             handle.recover()
-            if isinstance(handle, VocabularyShardHandle):
+            owners = handle.owners
+            if not owners.has_whole and handle.id_space.come_and_go:
                 raise InvalidTypeError(
-                    f"{handle} has a vocabulary that {handle.processes} processes share out, and rows in no order; call "
+                    f"{handle} has a vocabulary that {owners.exchange.ranks} processes share out, and rows in no order; call "
                     "vocabulary.export() in each of them, for their ids and rows"
                 )
-            whole[handle] = _all_rows(handle) if isinstance(handle, ShardHandle) else handle.rows.whole("weight")
+            whole[handle] = _all_rows(handle, owners) if isinstance(owners, Sharded) else handle.rows.whole("weight")
         result[key] = whole[handle]
     for name, module in model.named_modules(remove_duplicate=False):
         # In place of the whole table, and of what its features save in a checkpoint.
@@ -118,20 +119,20 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             prefix = f"{name}." if name else ""
             rows = result.pop(f"{prefix}weight")
             result.update({f"{prefix}{key}.weight": rows[f.start : f.stop] for key, f in module.items()})
-    exchanges = [handle.reducer.exchange for handle in whole if isinstance(handle, ShardHandle)]
+    exchanges = [handle.owners.exchange for handle in whole if not handle.owners.has_whole]
     first = all(exchange.rank == 0 for exchange in exchanges) if exchanges else is_first()
     return result if first else {}
 
 
-def _all_rows(handle: ShardHandle) -> Tensor:
+def _all_rows(handle: Handle, owners: Sharded) -> Tensor:
     """Return all rows, ``(num_rows, dim)`` in the order of ids on the host, in rank 0; no rows in others."""
-    exchange, partition, rows = handle.reducer.exchange, handle.partition, handle.rows
+    exchange, partition, rows = owners.exchange, owners.partition, handle.rows
     rows.catch_up()
     exchange.agree("reads all rows", [0], str(handle))
     dim, none = handle.table.dim, [0] * exchange.ranks
     # That of a state dict: of rows stored as bfloat16 or float16 this, also in a process that has none.
     dtype = rows.whole("weight", 0, 0).dtype
-    if isinstance(handle, SharedHandle):
+    if owners.is_shared:
         # It has all of them, in this order.
         return rows.whole("weight") if exchange.rank == 0 else torch.empty(0, dim, dtype=dtype, device="cpu")
     whole = torch.empty(handle.num_rows if exchange.rank == 0 else 0, dim, dtype=dtype, device="cpu")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import activate
-from speedtransfer.optim import ShardHandle
+from speedtransfer.optim import Handle, Sharded
 from speedtransfer.tables import Table, TableStats, as_index
 
 
@@ -52,8 +52,8 @@ class ShardedTable:
         Of all processes.
     """
 
-    def __init__(self, handle: ShardHandle) -> None:
-        self._handle = handle
+    def __init__(self, handle: Handle, owners: Sharded) -> None:
+        self._handle, self._owners = handle, owners
 
     @property
     def local(self) -> Table:
@@ -70,7 +70,7 @@ class ShardedTable:
 
     def local_ids(self) -> Tensor:
         """Return the ids of the rows of this process, ``(len(local),)`` int64."""
-        return self._handle.partition.ids_of(self._handle.reducer.exchange.rank)
+        return self._owners.partition.ids_of(self._owners.exchange.rank)
 
     def gather(self, index: Any) -> Tensor:
         """Return the weights of rows of any process, ``(*index.shape, dim)`` on the compute device. Collective."""
@@ -87,13 +87,13 @@ class ShardedTable:
         InvalidValueError
             A row is given twice, by one process or by several; nothing has been written.
         """
-        handle, shards = self._handle, self._handle.reducer
+        handle, owners = self._handle, self._owners
         error: Exception | None = None
         ids = torch.empty(0, dtype=torch.int64, device=handle.table.device)
         values = torch.empty(0, self.dim, dtype=handle.rows.dtype, device=handle.table.device)
         try:
             ids, shape, _ = as_index(index, self.num_rows, handle.table.device)
-            handle.check_rows(ids)
+            owners.check_rows(ids)
             values = torch.as_tensor(rows).to(values)
             if tuple(values.shape) != (*shape, self.dim):
                 raise InvalidValueError(
@@ -103,16 +103,16 @@ class ShardedTable:
             values = values.reshape(len(ids), self.dim)
         except Exception as raised:
             error = raised
-        shards.exchange.agree_on_error("writes rows", error, str(handle))
-        shards.changes += 1
-        local, values = shards.to_owners(ids, values)
+        owners.exchange.agree_on_error("writes rows", error, str(handle))
+        owners.changes += 1
+        local, values = owners.lookups.to_owners(ids, values)
         twice = len(local) - len(local.unique())
         error = (
             InvalidValueError(f"{twice} rows are given more than once; give each to one process, once")
             if twice
             else None
         )
-        shards.exchange.agree_on_error("writes rows", error)
+        owners.exchange.agree_on_error("writes rows", error)
         if len(local):
             handle.rows.catch_up(local)
             handle.rows.put("weight", local, values)
@@ -122,11 +122,11 @@ class ShardedTable:
 
     def stats(self) -> ShardedStats:
         """Return what this process has moved."""
-        shards, traffic = self._handle.reducer, self._handle.reducer.exchange.traffic
+        lookups, traffic = self._owners.lookups, self._owners.exchange.traffic
         return ShardedStats(
             **dataclasses.asdict(self.local.stats()),
-            asked_rows=shards.asked_rows,
-            served_rows=shards.served_rows,
+            asked_rows=lookups.asked_rows,
+            served_rows=lookups.served_rows,
             control_bytes=traffic.control,
             id_bytes=traffic.ids,
             row_bytes=traffic.rows,
@@ -140,7 +140,7 @@ class ShardedTable:
 
     def uniform_(self, a: float = 0.0, b: float = 1.0, generator: Any = None) -> ShardedTable:
         """Draw all weights from [a, b): the numbers of one process. Collective."""
-        self._handle.draw(lambda values: values.uniform_(a, b, generator=generator))
+        self._owners.draw(lambda values: values.uniform_(a, b, generator=generator))
         return self
 
     def torch(self) -> Tensor:
@@ -151,7 +151,7 @@ class ShardedTable:
         if self._handle.rows.own is not None:
             return self.local.torch()
         raise InvalidTypeError(
-            f"{self._handle} is owned by {self._handle.reducer.exchange.ranks} processes, none of which has all rows; use "
+            f"{self._handle} is owned by {self._owners.exchange.ranks} processes, none of which has all rows; use "
             ".local for those of this one, .gather(ids), or st.full_state_dict(model)"
         )
 
@@ -166,6 +166,6 @@ class ShardedTable:
         raise AttributeError(f"a table of several processes has no {name!r}; .local is the table of this one", obj=self)
 
     def __repr__(self) -> str:
-        exchange = self._handle.reducer.exchange
+        exchange = self._owners.exchange
         place = f"rank {exchange.rank} of {exchange.ranks}"
         return f"ShardedTable({self.num_rows} x {self.dim} {self.dtype}, {place}: {self.local!r})"

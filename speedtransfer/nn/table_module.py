@@ -25,7 +25,7 @@ from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrec
 from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
-from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle, find_handle
+from speedtransfer.optim import Handle, Sharded, VocabularyIds, find_handle
 from speedtransfer.tables import Table
 
 
@@ -133,8 +133,8 @@ class TableModule(VocabularyModule):
         """
         if self._parameters.get("weight") is not None and not self._has_rows():
             raise self._without_rows("read emb.weight")
-        if isinstance(self._handle, ShardHandle):
-            return ShardedTable(self._handle)  # type: ignore[return-value]
+        if isinstance(self._handle.owners, Sharded):
+            return ShardedTable(self._handle, self._handle.owners)  # type: ignore[return-value]
         return self._handle.table
 
     def reset_parameters(self) -> None:
@@ -161,8 +161,8 @@ class TableModule(VocabularyModule):
         if not self._has_rows():
             raise self._without_rows("call the module instead of activate(), which computes with what was swapped in")
         training = torch.is_grad_enabled() and self._handle.requires_grad
-        if isinstance(self._handle, VocabularyHandle):
-            return self._activate_by_id(self._handle, ids, training)
+        if self._handle.id_space.come_and_go:
+            return self._activate_by_id(ids, training)
         return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx, by_hand=True)
 
     @unrecorded
@@ -188,13 +188,13 @@ class TableModule(VocabularyModule):
         """
         if not self._has_rows():
             raise self._without_rows("leave prefetch out")
-        if isinstance(self._handle, ShardHandle):
+        if not self._handle.owners.has_whole:
             if self._handle.rows.own is not None:
                 raise InvalidTypeError(
                     f"{self._handle} has memory='shared', whose rows other processes write unseen, so none are read ahead; "
                     "leave prefetch out"
                 )
-            if isinstance(self._handle, VocabularyHandle):
+            if self._handle.id_space.come_and_go:
                 raise InvalidTypeError(
                     f"{self._handle} has a vocabulary and several processes, and which rows its ids have is known when they "
                     "are looked up; leave prefetch out"
@@ -203,8 +203,8 @@ class TableModule(VocabularyModule):
                 raise InvalidTypeError(f"{self._handle} has max_norm and several processes; leave prefetch out")
             return read_ahead_of([(self, ids)])[0]
         training = torch.is_grad_enabled() and self._handle.requires_grad
-        if isinstance(self._handle, VocabularyHandle):
-            return VocabularyTicket(self._handle, ids, self._handle.padding_idx, training)
+        if isinstance(self._handle.id_space, VocabularyIds):
+            return VocabularyTicket(self._handle.id_space, ids, training)
         return Ticket(self._handle, self._row_ids(ids), self.padding_idx, training)
 
     def _row_ids(self, ids: Any) -> Any:
@@ -239,8 +239,8 @@ class TableModule(VocabularyModule):
         memory += f", cache_rows={self.table.cache_rows}" if self.table.cache_rows is not None else ""
         if self.vocabulary is not None:
             memory += f", vocabulary={self.vocabulary}"
-        if isinstance(self._handle, ShardHandle):
-            exchange = self._handle.reducer.exchange
+        if not self._handle.owners.has_whole:
+            exchange = self._handle.owners.exchange
             memory += f", rank {exchange.rank} of {exchange.ranks}"
         return f"{text}, {memory}" if text else memory
 

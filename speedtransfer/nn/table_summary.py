@@ -15,7 +15,7 @@ from speedtransfer.idle import has_rule
 from speedtransfer.nn.export import is_table
 from speedtransfer.nn.options import check_model
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.optim import Handle, ShardHandle
+from speedtransfer.optim import Handle
 
 _COLUMNS = ("table", "rows", "dim", "dtype", "idle", "memory", "planes", "size", "optimizer")
 
@@ -162,8 +162,8 @@ def _idle(handle: Handle, asked: str) -> str:
 def _memory(handle: Handle) -> str:
     """Return where the rows live: the memory, its file, and which part of the table this process has."""
     table, text = handle.table, handle.table.memory
-    if isinstance(handle, ShardHandle):
-        exchange = handle.reducer.exchange
+    if not handle.owners.has_whole:
+        exchange = handle.owners.exchange
         text += f", rank {exchange.rank} of {exchange.ranks}"
     return text if table.path is None else f"{text} ({table.path})"
 

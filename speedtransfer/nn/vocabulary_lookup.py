@@ -15,7 +15,7 @@ from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.ahead import Ahead
 from speedtransfer.nn.ticket import Ticket, begin_to_wait, open_tickets, place_of
-from speedtransfer.optim import ShardHandle, VocabularyHandle
+from speedtransfer.optim import VocabularyIds
 from speedtransfer.tables import UniqueRows, is_padded, padded_unique, unique_rows
 from speedtransfer.vocabulary import UNSEEN_ROW, NotedIds, as_ids
 
@@ -76,19 +76,19 @@ class UnseenOnDevice(NamedTuple):
 
     Attributes
     ----------
-    handle : VocabularyHandle
+    id_space : VocabularyIds
     ids, rows : Tensor
         (n,) int64 on the device, the ids of the lookup and their rows.
     """
 
-    handle: VocabularyHandle
+    id_space: VocabularyIds
     ids: Tensor
     rows: Tensor
 
     def into(self, out: Tensor) -> Tensor:
         """Return `out`, ``(*shape of the ids, dim)``, with the values in it."""
         # Autograd need not see it: the gradient of the row of unseen ids goes nowhere.
-        self.handle.vocabulary.fill_unseen(out.detach(), self.ids, self.rows)
+        self.id_space.vocabulary.fill_unseen(out.detach(), self.ids, self.rows)
         return out
 
     def beside(self, rows: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,28 +102,29 @@ class UnseenOnDevice(NamedTuple):
 Fill = UnseenValues | UnseenOnDevice
 
 
-def find_rows(handle: VocabularyHandle, ids: Any, admit: bool, on_device: bool = True) -> FoundRows:
+def find_rows(id_space: VocabularyIds, ids: Any, admit: bool, on_device: bool = True) -> FoundRows:
     """Return the rows of ids: any integers, or the ticket that `prefetch` returned for them.
 
     With `admit` new ids get rows, now or after the next step. `on_device` lets ids on a device be found there.
     """
     try:
-        given = _given(handle, ids)
+        given = _given(id_space, ids)
         admit = admit and not _runs_again()
-        found = None if isinstance(handle, ShardHandle) else _find_without_wait(handle, given, admit, on_device)
+        found = None if id_space.owners.processes > 1 else _find_without_wait(id_space, given, admit, on_device)
         if found is not None:
             return found
-        flat = _on_host(handle, ids, given)
+        flat = _on_host(id_space, ids, given)
     except Exception:
-        handle.refuse_ids(admit)
+        id_space.owners.refuse_ids(admit)
         raise
-    if admit and handle.vocabulary.unseen != "initial" and torch._C._current_graph_task_id() >= 0:
-        _check_known(handle, flat)
-    return _found(handle, given, flat, handle.find(flat, admit))
+    if admit and id_space.vocabulary.unseen != "initial" and torch._C._current_graph_task_id() >= 0:
+        _check_known(id_space, flat)
+    return _found(id_space, given, flat, id_space.owners.find(flat, admit))
 
 
-def _given(handle: VocabularyHandle, ids: Any) -> Tensor:
+def _given(id_space: VocabularyIds, ids: Any) -> Tensor:
     """Return the ids of a lookup, int64; raise for anything else."""
+    handle = id_space.handle
     if isinstance(ids, VocabularyTicket):
         ids.check(handle)
         ids = ids.source
@@ -137,12 +138,12 @@ def _given(handle: VocabularyHandle, ids: Any) -> Tensor:
     return as_ids(ids)
 
 
-def _on_host(handle: VocabularyHandle, ids: Any, given: Tensor) -> np.ndarray:
+def _on_host(id_space: VocabularyIds, ids: Any, given: Tensor) -> np.ndarray:
     """Return `given` ids of a lookup, (n,), for the map on the host: it waits for those on a device.
 
     Those of a ticket, which `ids` may be, have been on their way since it was made.
     """
-    ticket = ids if isinstance(ids, VocabularyTicket) else None
+    handle, ticket = id_space.handle, ids if isinstance(ids, VocabularyTicket) else None
     if ticket is None and given.is_cuda and handle.reads_ahead:
         ticket = next((t for t in open_tickets(handle) if isinstance(t, VocabularyTicket) and t.is_at(given)), None)
     if ticket is None or ticket.noted is None:
@@ -153,37 +154,38 @@ def _on_host(handle: VocabularyHandle, ids: Any, given: Tensor) -> np.ndarray:
     return ticket.noted.ids
 
 
-def _find_without_wait(handle: VocabularyHandle, given: Tensor, admit: bool, on_device: bool) -> FoundRows | None:
+def _find_without_wait(id_space: VocabularyIds, given: Tensor, admit: bool, on_device: bool) -> FoundRows | None:
     """Return the rows of ids that are found on their device, or admitted later; None for others."""
-    vocabulary, flat = handle.vocabulary, given.reshape(-1)
-    on_device = on_device and given.is_cuda and handle.table.takes_padding
+    vocabulary, flat = id_space.vocabulary, given.reshape(-1)
+    on_device = on_device and given.is_cuda and id_space.handle.table.takes_padding
     rows, noted = None, None
     if admit and vocabulary.deferred:
         rows, noted = vocabulary.find_deferred(flat, on_device)
         if rows is None:
-            return _found(handle, given, noted.ids, vocabulary.noted_rows(noted))
+            return _found(id_space, given, noted.ids, vocabulary.noted_rows(noted))
     elif on_device and not admit:
         rows = vocabulary.find_on_device(flat)
     if rows is None:
         return None
-    fill = UnseenOnDevice(handle, flat, rows) if vocabulary.unseen == "initial" else None
+    fill = UnseenOnDevice(id_space, flat, rows) if vocabulary.unseen == "initial" else None
     rows = rows.view(given.shape)
     # By these a ticket knows them.
     rows._ids_of = given  # type: ignore[attr-defined]
     return FoundRows(rows, fill=fill, noted=noted)
 
 
-def _found(handle: VocabularyHandle, given: Tensor, ids: np.ndarray, found: np.ndarray) -> FoundRows:
+def _found(id_space: VocabularyIds, given: Tensor, ids: np.ndarray, found: np.ndarray) -> FoundRows:
     """Return the rows of `given` ids, on the host (n,), that the host has found, (n,) with -1 where there is none."""
-    device, vocabulary = handle.table.device, handle.vocabulary
+    handle, vocabulary = id_space.handle, id_space.vocabulary
+    device = handle.table.device
     noted = NotedIds(None, found) if device.type == "cuda" else None
     unseen = np.flatnonzero(found < 0)
-    rows = torch.from_numpy(np.where(found < 0, handle.unseen_row, found) if len(unseen) else found)
+    rows = torch.from_numpy(np.where(found < 0, id_space.unseen_row, found) if len(unseen) else found)
     # An engine that moves rows on the host takes them there.
     rows = rows if handle.table.moves_on_host else to_device(rows, given.device)
     rows = rows.view(given.shape)
     rows._ids_of = given  # type: ignore[attr-defined]
-    rows._asked = handle.asked  # type: ignore[attr-defined]
+    rows._asked = id_space.owners.asked  # type: ignore[attr-defined]
     if not len(unseen) or vocabulary.unseen != "initial":
         return FoundRows(rows, len(unseen), noted=noted)
     values = to_device(vocabulary.initial_values(ids[unseen], handle.table.dim, handle.rows.dtype), device)
@@ -204,12 +206,12 @@ def _runs_again() -> bool:
     return False
 
 
-def _check_known(handle: VocabularyHandle, ids: np.ndarray) -> None:
+def _check_known(id_space: VocabularyIds, ids: np.ndarray) -> None:
     """Raise if ids (n,) may be admitted in a backward: a forward that is repeated there has read other values for them."""
-    if handle.any_unknown(ids):
+    if id_space.owners.any_unknown(ids):
         raise InvalidTypeError(
-            f"{handle}: new ids are looked up in a backward (torch.utils.checkpoint with use_reentrant=True), after a forward "
-            f"without gradients where they were unseen={handle.vocabulary.unseen!r}; pass use_reentrant=False, or "
+            f"{id_space}: new ids are looked up in a backward (torch.utils.checkpoint with use_reentrant=True), after a "
+            f"forward without gradients where they were unseen={id_space.vocabulary.unseen!r}; pass use_reentrant=False, or "
             "Vocabulary(unseen='initial')"
         )
 
@@ -225,10 +227,11 @@ class VocabularyTicket(Ticket):
         The same for the host, of ids on a device.
     """
 
-    def __init__(self, handle: VocabularyHandle, ids: Any, padding_idx: int | None, training: bool) -> None:
+    def __init__(self, id_space: VocabularyIds, ids: Any, training: bool) -> None:
         self._ids_given = ids
         self.source = as_ids(ids).clone()
-        flat, vocabulary, on_device = self.source.reshape(-1), handle.vocabulary, self.source.is_cuda
+        handle, vocabulary, padding_idx = id_space.handle, id_space.vocabulary, id_space.handle.padding_idx
+        flat, on_device = self.source.reshape(-1), self.source.is_cuda
         self._place_of_ids, self._generation = place_of(ids), vocabulary.generation
         self.noted = NotedIds(flat) if on_device else None
         if not (on_device and handle.table.takes_padding):
@@ -261,7 +264,7 @@ class VocabularyTicket(Ticket):
         known, ahead = self.ids, super().wait(padded, self, padding_idx)
         wanted, table = ids.reshape(-1), self._rows.table
         if ahead is not None and is_padded(ahead.groups.ids):
-            if self._generation != self._handle.vocabulary.generation:  # type: ignore[attr-defined]
+            if self._generation != self._handle.id_space.vocabulary.generation:
                 return ahead.moved(self._rows, padded_unique(wanted, table.num_rows, spare=True))
             # As in `Ticket.wait`.
             table.check(torch.where(known == wanted, known, CHANGED_ID))
@@ -281,7 +284,7 @@ class VocabularyTicket(Ticket):
 
 def refuse_without_rows(handle: Any) -> None:
     """Raise for a lookup in a weight that was swapped in, or within a transform, where ids are not row numbers."""
-    if isinstance(handle, VocabularyHandle):
+    if handle is not None and handle.id_space.come_and_go:
         raise InvalidTypeError(
             f"{handle} has a vocabulary, and its ids are not row numbers of a weight that is swapped in (functional_call, a "
             "parametrization, torch.func, torch.export); call the module as it is, outside of transforms"

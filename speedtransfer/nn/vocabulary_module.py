@@ -11,7 +11,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
-from speedtransfer.optim import Handle, VocabularyHandle
+from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.vocabulary import Vocabulary, as_ids
 
 Read = TypeVar("Read")
@@ -39,7 +39,12 @@ class VocabularyModule(ModuleState):
     def vocabulary(self) -> Vocabulary | None:
         """What gives ids their rows; None: an id is the number of its row."""
         handle = self.__dict__.get("_handle")
-        return handle.vocabulary if isinstance(handle, VocabularyHandle) else None
+        return None if handle is None else handle.id_space.vocabulary
+
+    def _id_space(self) -> VocabularyIds:
+        id_space = self._handle.id_space
+        assert isinstance(id_space, VocabularyIds)
+        return id_space
 
     def _read_by_id(self, ids: Any, training: bool, read: Callable[[FoundRows], Read]) -> Read:
         """Return `read` of the rows of ids, of which the vocabulary admits new ones if this module is in train mode.
@@ -47,9 +52,8 @@ class VocabularyModule(ModuleState):
         No other thread gives these rows to other ids while they are read.
         """
         handle = self._handle
-        assert isinstance(handle, VocabularyHandle)
-        vocabulary = handle.vocabulary
-        if training or self.max_norm is not None or handle.processes > 1:
+        vocabulary = handle.id_space.vocabulary
+        if training or self.max_norm is not None or not handle.owners.has_whole:
             # Until autograd has them. Of several processes all must read as often.
             with handle.rows.lock:
                 return read(self._found_rows(ids, training))
@@ -63,22 +67,24 @@ class VocabularyModule(ModuleState):
             if not vocabulary.have_changed(found.rows.reshape(-1).cpu().numpy(), generation):
                 return result
 
-    def _activate_by_id(self, handle: VocabularyHandle, ids: Any, training: bool) -> ActiveRows:
+    def _activate_by_id(self, ids: Any, training: bool) -> ActiveRows:
         """Return the unique rows of ids, as `TableModule.activate`."""
 
+        id_space = self._id_space()
+
         def read(found: FoundRows) -> ActiveRows:
-            limits = self.max_norm, self.norm_type
-            active = activate(handle, found.rows, training, *limits, handle.padding_row, by_hand=True)
+            limits, padding = (self.max_norm, self.norm_type), id_space.padding_row(self.padding_idx)
+            active = activate(self._handle, found.rows, training, *limits, padding, by_hand=True)
             # A gradient may be added by hand later.
-            handle.date(active.ids)
+            id_space.date(active.ids)
             self._note_missed(active, found)
             return active
 
         return self._read_by_id(ids, training, read)
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
-        handle, on_device = self._handle, self.max_norm is None
-        found = find_rows(handle, ids, training and self.training, on_device)  # type: ignore[arg-type]
+        on_device = self.max_norm is None
+        found = find_rows(self._id_space(), ids, training and self.training, on_device)
         if self.max_norm is not None and isinstance(found.fill, UnseenValues):
             # As the rows of known ids when they are read.
             values = found.fill.values
@@ -89,26 +95,28 @@ class VocabularyModule(ModuleState):
 
     def _note_missed(self, active: ActiveRows, found: FoundRows) -> None:
         """Note which rows those of a lookup are, and how many ids could not be admitted, for a warning if rows are trained."""
-        if isinstance(self._handle, VocabularyHandle):
-            self._handle.know(active.ids, found.noted)
+        if self._handle.id_space.come_and_go:
+            self._id_space().know(active.ids, found.noted)
         if found.num_unseen and not (self.training and torch.is_grad_enabled()):
             active.ids._num_missed = found.num_unseen  # type: ignore[attr-defined]
 
     def _check_same_ids(self, other: Handle | None) -> None:
         """Raise if, with the weight of another table, ids would no longer be those of a vocabulary, or padding no padding."""
         handle = self.__dict__.get("_handle")
-        own, theirs = isinstance(handle, VocabularyHandle), isinstance(other, VocabularyHandle)
-        if other is None or other is handle or not (own or theirs):
+        if other is None or other is handle:
             return
-        if own and not theirs:
+        own = None if handle is None else handle.id_space.vocabulary
+        theirs = other.id_space.vocabulary
+        if own is None and theirs is None:
+            return
+        if theirs is None:
             raise InvalidTypeError(
                 f"{handle} has a vocabulary and is given the weight of another table, whose ids are the numbers of its "
                 "rows; make both with a vocabulary, or use the other module"
             )
         padding = None if self.padding_idx is None else int(as_ids([self.padding_idx]))
-        if padding != other.vocabulary.padding_idx:  # type: ignore[attr-defined]
+        if padding != theirs.padding_idx:
             raise InvalidValueError(
                 f"padding_idx is {self.padding_idx} but {other} was made with "
-                f"padding_idx={other.vocabulary.padding_idx}, "  # type: ignore[attr-defined]
-                "which is an id that has a row of its own; make both modules with the same"
+                f"padding_idx={theirs.padding_idx}, which is an id that has a row of its own; make both modules with the same"
             )

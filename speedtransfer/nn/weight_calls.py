@@ -18,7 +18,7 @@ from speedtransfer.nn import initial_fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
-from speedtransfer.optim import Handle, ShardHandle, VocabularyHandle
+from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import Arrived, collected
 from speedtransfer.optim.graph import as_tensor, edges_to, listen
 from speedtransfer.optim.row_gradient import RowGradient
@@ -186,7 +186,7 @@ def activated(
 
 def check_named_by_row(handle: Handle) -> None:
     """Raise for a lookup in a weight whose rows belong to ids of a vocabulary: an index may be meant as either."""
-    if isinstance(handle, VocabularyHandle):
+    if handle.id_space.come_and_go:
         raise InvalidTypeError(
             f"{handle} is indexed, but its rows are in the order in which ids came; call the module with the ids, or read "
             "emb.table.gather(emb.vocabulary.rows(ids))"
@@ -241,7 +241,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     for weight in wanted:
         handle = handle_of(weight) if isinstance(weight, TableWeight) else None
-        if isinstance(handle, ShardHandle):
+        if isinstance(handle, Handle) and not handle.owners.has_whole:
             raise InvalidValueError(
                 f"torch.autograd.grad was asked for the gradient of {handle}, but its rows are owned by "
                 "several processes, which bring their gradients together at the end of backward(); call "

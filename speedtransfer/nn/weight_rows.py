@@ -13,7 +13,7 @@ from torch import Tensor
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_copy, with_whole
 from speedtransfer.nn.weight_calls import activated, check_named_by_row, embedding, has_table, in_transform
-from speedtransfer.optim import Handle, VocabularyHandle
+from speedtransfer.optim import Handle
 from speedtransfer.tables import Table, UniqueRows
 
 # With more than one in so many of all rows a use is one of all of them, as a view.
@@ -125,7 +125,7 @@ def _without_gradients(
             handle.note_use(ids, version)
     if isinstance(handle, FeatureHandle):
         handle, ids = handle.handle, ids + handle.start
-    if type(handle) is not Handle:
+    if not handle.is_whole:
         return NotImplemented
     handle.recover()
     if isinstance(weight, WeightData):
@@ -158,7 +158,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     if not trains:
         within = () if named is None else ((named.within, *rest),)
         return _without_gradients(Tensor.__getitem__, weight, named, (index,), within)
-    if named is None or not has_table(weight) or isinstance(handle, VocabularyHandle):
+    if named is None or not has_table(weight) or (isinstance(handle, Handle) and handle.id_space.come_and_go):
         return NotImplemented
     active = activated(
         weight, UniqueRows(named.ids, torch.arange(len(named.ids), device=named.ids.device)), None, None, 2.0

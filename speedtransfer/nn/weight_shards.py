@@ -13,17 +13,24 @@ from torch.nn import init
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
-from speedtransfer.optim import ShardHandle, VocabularyHandle
+from speedtransfer.optim import Handle, Sharded
+
+
+def _owners_of(weight: Any) -> Sharded | None:
+    """Return the processes that own the rows of a weight, if several do."""
+    handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
+    owners = handle.owners if isinstance(handle, Handle) else None
+    return owners if isinstance(owners, Sharded) else None
 
 
 def _drawn(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``weight.normal_`` or the like, which draws the numbers of one process."""
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(weight)
-        if not isinstance(handle, ShardHandle):
+        owners = _owners_of(weight)
+        if owners is None:
             return NotImplemented
-        handle.draw(lambda values: func(values, *args, **kwargs))
+        owners.draw(lambda values: func(values, *args, **kwargs))
         return weight
 
     return call
@@ -33,20 +40,21 @@ def _changed(func: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``weight.mul_`` or the like, which changes every value by itself if its arguments are numbers."""
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
+        owners = _owners_of(weight)
         numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
-        if not isinstance(handle, ShardHandle) or not numbers:
+        if owners is None or not numbers:
             return NotImplemented
-        handle.change(lambda values: func(values, *args, **kwargs))
+        owners.change(lambda values: func(values, *args, **kwargs))
         return weight
 
     return call
 
 
 def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
-    handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
-    if not isinstance(handle, ShardHandle):
+    owners = _owners_of(weight)
+    if owners is None:
         return NotImplemented
+    handle = owners.handle
     handle.store(torch.as_tensor(values).expand(handle.num_rows, handle.table.dim))
     return weight
 
@@ -56,10 +64,10 @@ def _initialized(func: Callable[..., Any]) -> Callable[..., Any]:
 
     # Torch calls it with all arguments by name.
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
-        if not isinstance(handle, ShardHandle):
+        owners = _owners_of(tensor)
+        if owners is None:
             return NotImplemented
-        handle.draw(lambda values: func(values, *args, **kwargs))
+        owners.draw(lambda values: func(values, *args, **kwargs))
         return tensor
 
     return call
@@ -68,15 +76,15 @@ def _initialized(func: Callable[..., Any]) -> Callable[..., Any]:
 def _kaiming_uniform(
     tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
-    handle = handle_of(tensor)
-    if not isinstance(handle, ShardHandle):
+    owners = _owners_of(tensor)
+    if owners is None:
         return NotImplemented
     # The fans are those of all rows.
-    whole = torch.empty(handle.num_rows, handle.table.dim, device="meta")
+    whole = torch.empty(owners.partition.num_rows, owners.handle.table.dim, device="meta")
     # In the order of torch, for the same bits.
     std = init.calculate_gain(nonlinearity, a) / math.sqrt(init._calculate_correct_fan(whole, mode))
     bound = math.sqrt(3.0) * std
-    handle.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
+    owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
     return tensor
 
 
@@ -89,13 +97,13 @@ def of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         handle = handle_of(tensor) if isinstance(tensor, TableWeight | WeightData) else None
-        if isinstance(handle, ShardHandle):
+        if isinstance(handle, Handle) and not handle.owners.has_whole:
             raise InvalidValueError(
                 f"{handle} has rows in several processes, and {func.__name__.removeprefix('_no_grad_')}() "
                 "draws anew where values of any row ask for it; draw all rows in every process, with the same seed, and set "
                 "them: weight.data = torch.nn.init....(torch.empty(num_rows, dim)); or use normal_(), uniform_()"
             )
-        if isinstance(handle, VocabularyHandle) and func.__name__ == "sparse_":
+        if isinstance(handle, Handle) and handle.id_space.come_and_go and func.__name__ == "sparse_":
             # It draws all values before it writes zeros to some, which is refused.
             handle.store(tensor)
         return func(tensor, *args, **kwargs)

@@ -3,10 +3,9 @@
 from speedtransfer.optim.features import Features, UsedFeatures, check_alike
 from speedtransfer.optim.handle import Handle, find_handle, handles_over
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
-from speedtransfer.optim.shard_handle import ShardHandle
-from speedtransfer.optim.shared import SharedHandle
-from speedtransfer.optim.vocabulary_handle import VocabularyHandle
-from speedtransfer.optim.vocabulary_shard_handle import VocabularyShardHandle
+from speedtransfer.optim.sharded import Sharded
+from speedtransfer.optim.shared import SharedOwners
+from speedtransfer.optim.vocabulary_ids import VocabularyIds
 from speedtransfer.rows import Rows
 
 __all__ = [
@@ -14,11 +13,10 @@ __all__ = [
     "Handle",
     "PlaneSpec",
     "Rows",
-    "ShardHandle",
-    "SharedHandle",
+    "Sharded",
+    "SharedOwners",
     "UsedFeatures",
-    "VocabularyHandle",
-    "VocabularyShardHandle",
+    "VocabularyIds",
     "check_alike",
     "find_handle",
     "handles_over",

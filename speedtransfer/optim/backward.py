@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from speedtransfer.optim.gradient_exchange import backward_lock, beside_others, exchange_gradients, forget
 from speedtransfer.optim.graph import edges_to
 from speedtransfer.optim.handle import any_handles, find_handle
-from speedtransfer.optim.reducers import beside_others, exchange_gradients, forget, made, turn
+from speedtransfer.optim.owners import all_owners
 
 
 def knowing_tables(backward: Callable[..., None]) -> Callable[..., None]:
@@ -25,9 +26,9 @@ def knowing_tables(backward: Callable[..., None]) -> Callable[..., None]:
         if kwargs.get("inputs") is not None and any_handles():
             kwargs["inputs"] = _edges_to(kwargs["inputs"])
         # One within another (a checkpoint that runs a part of the model again) is a part of that.
-        if not made or torch._C._current_graph_task_id() >= 0:
+        if not all_owners or torch._C._current_graph_task_id() >= 0:
             return backward(*args, **kwargs)
-        with turn:
+        with backward_lock:
             hooks, exchanged = (
                 _exchanging_within(args[0] if args else kwargs.get("tensors")) if beside_others() else ([], [])
             )

@@ -45,10 +45,13 @@ class Binding(PendingGradient):
 
     def convert(self, dtype: torch.dtype) -> None:
         """Convert the table to `dtype`, and drop the state of its rows."""
+        self.id_space.check_dtype(dtype)
         self.drop_state(f"the table became {dtype}")
         self.rows = self.rows.astype(dtype)
         self.clear()
         self.reset_param()
+        self.owners.share_rows()
+        self.id_space.rows_replaced()
 
     def move(self, device: torch.device) -> None:
         """Make `device` the compute device."""
@@ -72,6 +75,7 @@ class Binding(PendingGradient):
 
     def drop_state(self, reason: str) -> None:
         """Remove the state of the rows, and keep the reason for the optimizer that had it."""
+        self.id_space.forget_state()
         if self.state is not None:
             self.rows.catch_up()
             self.state_rows = {}

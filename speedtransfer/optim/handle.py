@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,9 +78,6 @@ class Handle(Binding):
         Reads and writes the rows of `table`; by default without a codec.
     """
 
-    # Whether the table of one process may grow, where several have a part.
-    grows_alone: ClassVar[bool] = False
-
     def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
         super().__init__(table, requires_grad, idle, rows)
         _handles.add(self)
@@ -90,6 +87,7 @@ class Handle(Binding):
 
         Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
         """
+        self.check_whole()
         self.recover()
         if ids is not None and self.aliased:
             self.rows.catch_up(ids.to(self.table.device))
@@ -126,16 +124,22 @@ class Handle(Binding):
 
     def check_whole(self) -> None:
         """Raise unless this process may read all rows of the weight by itself."""
+        self.owners.check_whole(
+            "is used as a whole",
+            "look up the rows needed (emb(ids)), set rows by emb.table.scatter, get all by st.full_state_dict(model), "
+            "leave it out of fully_shard: ignored_params=st.table_parameters(model)",
+        )
 
     def shown(self) -> str:
-        """Return all rows as text."""
-        return repr(self.whole())
+        """Return all rows as text, or what there is of them here."""
+        return self.owners.shown()
 
     def whole_in_graph(self) -> Tensor:
         """Return all rows, ``(num_rows, dim)``, as what a graph made of the weight; backward deposits the gradient of all."""
         if self.table.device.type == "cuda":
             check_not_capturing(f"a use of all of {self}", "look the rows up that are needed (emb(ids))")
-        if self._whole is not None:
+        # Each time anew where rows are pinned until their gradient comes.
+        if self._whole is not None and not self.id_space.come_and_go:
             known = self._whole[0]()
             if known is not None and self._whole[1] == self.table.version:
                 return known
@@ -147,24 +151,29 @@ class Handle(Binding):
         return made
 
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
-        """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed."""
+        """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed.
+
+        Rows of ids of a vocabulary get their initial values.
+        """
+        if self.id_space.come_and_go:
+            self.id_space.vocabulary.reset_rows()
+            return
         self.table.check_writable()
-        self.rows.normal_(start, stop)
+        self.owners.normal_(start, stop)
 
     def load(self, values: Tensor, start: int = 0) -> None:
-        """Set rows, from `start` on, to `values`, ``(n, dim)``, rounded to nearest."""
-        self.rows.load("weight", values, start)
+        """Set rows, from `start` on, to `values`, ``(n, dim)``, rounded to nearest; each process keeps its own."""
+        self.id_space.check_written("written as a whole")
+        self.owners.load(values, start)
 
     def set_padding(self, padding_idx: int | None) -> None:
-        """Keep the row that sparse gradients leave out."""
-        self.padding_idx = padding_idx
+        """Keep the row that sparse gradients leave out, if this process has it: that of the padding of the module."""
+        self.padding_idx = self.owners.own_row(self.id_space.padding_row(padding_idx))
 
     def store(self, values: Tensor) -> None:
-        """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer."""
-        self.table.check_writable()
-        self.rows.catch_up()
-        self.table.wait()
-        self.rows.load("weight", values.detach())
+        """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer; each process keeps its own."""
+        self.id_space.check_written("written as a whole")
+        self.owners.store(values)
 
     def check_equal(self, values: Tensor) -> None:
         """Raise unless the rows, which are only read, are `values`, ``(num_rows, dim)``: what is loaded there."""
@@ -180,6 +189,11 @@ class Handle(Binding):
 
         If the table takes over its memory, the weight so far becomes an ordinary parameter; else it can no longer be used.
         """
+        self.id_space.check_written("replaced by another parameter")
+        # It would be that of one process.
+        self.owners.check_whole(
+            "is given another weight", "set its rows by load_state_dict(), or weight.data = all rows"
+        )
         self.table.check_writable()
         values, grad = param.detach(), self.gradient()
         self.drop_state("another weight was assigned to the module")
@@ -202,8 +216,13 @@ class Handle(Binding):
     def set_whole(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(any, dim)``. Another number of rows makes a new table, without state.
 
-        The device of the rows becomes that of `values`, as in torch, and without `storage_dtype` their dtype too.
+        The device of the rows becomes that of `values`, as in torch, and without `storage_dtype` their dtype too. Several
+        processes each keep their own rows of `values`, ``(num_rows, dim)``.
         """
+        self.id_space.check_written("assigned")
+        if not self.owners.has_whole:
+            self.owners.store(values)
+            return
         table, rows = self.table, self.rows
         table.check_writable()
         if values.dim() != 2 or values.shape[1] != table.dim:
@@ -289,43 +308,54 @@ class Handle(Binding):
                 raise OptimizerError(
                     f"{self} cannot grow to {num_rows} rows while an optimizer steps; grow it before the step, or after it"
                 )
-            if (self.reducer is not None and not self.grows_alone) or len(handles_over(self.table)) > 1:
-                what = "processes" if self.reducer is not None else "weights"
+            # Where ids come and go each process grows its own rows, without a collective call.
+            alone = self.owners.is_alone or self.id_space.come_and_go
+            if not alone or len(handles_over(self.table)) > 1:
+                what = "weights" if alone else "processes"
                 raise InvalidValueError(
                     f"{self} cannot grow to {num_rows} rows, as several {what} have its table; make it of one (without "
                     "process_group, with a table of its own)"
                 )
-            before = self.table.num_rows
+            before, ids = self.table.num_rows, self.ids
             try:
                 self.rows.grow(num_rows)
             finally:
                 # After an interrupt the table may have grown.
-                to_its_end(lambda: self._follow_growth(before))
+                to_its_end(lambda: self._follow_growth(before, ids))
 
-    def _follow_growth(self, before: int) -> None:
-        """Show as many rows as the table has, which had `before`."""
+    def _follow_growth(self, before: int, given: Tensor | None) -> None:
+        """Show as many rows as the table has, which had `before`, when those of the pending gradient were `given` (n,)."""
         if self.table.num_rows == before:
             return
-        # What shows the weight, or its gradient, has as many rows as before.
-        self.has_grown, self._whole, self._shown = True, None, None
+        self.has_grown = True
         if self.ids is not None and self.grad is not None:
             self.ids = padded_anew(self.ids, self.table.num_rows)
         for task, (ids, grad) in self._arriving.items():
             self._arriving[task] = padded_anew(ids, self.table.num_rows), grad
+        self.show_growth()
+        self.id_space.follow_growth(given)
+
+    def show_growth(self) -> None:
+        """Let the weight, and its gradient, have as many rows as there are by now."""
+        self._whole = self._shown = None
         self.reset_param()
 
     def __reduce__(self) -> Any:
         """Pickle the rows without their state, which is the optimizer's, and without a gradient, as torch does."""
+        self.owners.check_whole("is pickled", "use st.save_checkpoint, or st.full_state_dict(model)")
         # The copy uses no file, and may be unpickled where memory cannot be pinned.
         memory, device = "device" if self.table.memory == "device" else "auto", str(self.table.device)
         weight = bits_of(self.table.torch())
         arguments = weight, memory, device, self.requires_grad, self.idle, self.rows.pickled()
-        return _unpickle, arguments, self._of_module()
+        return self.id_space.pickled((_unpickle, arguments, self._of_module()))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
+        self.owners.begin_copy()
         # Without the planes of state, which a copy of the optimizer has.
         rows = self.rows.copy()
         duplicate = Handle(rows.table, self.requires_grad, self.idle, rows)
+        self.owners.copy_to(duplicate)
+        self.id_space.copy_to(duplicate, memo)
         duplicate.__dict__.update(self._of_module())
         if self.features is not None:
             duplicate.features = Features(self.features.names, self.features.starts)

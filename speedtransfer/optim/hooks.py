@@ -22,12 +22,12 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
 from speedtransfer.optim import replicas, state_dicts
+from speedtransfer.optim.gradient_exchange import described, exchange_gradients
 from speedtransfer.optim.handle import Handle, any_handles
 from speedtransfer.optim.leaves import leaves, put
 from speedtransfer.optim.pending import count_step
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import Findings, Known, leaves_idle_rows, one_step, probe_optimizer
-from speedtransfer.optim.reducers import described, exchange_gradients
 from speedtransfer.optim.state import RowState
 
 
@@ -178,16 +178,16 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
         # Before anything has changed.
         if handle.grad is not None and handle.rows.table._place.refuses_writes:
             handle.table.check_writable()
-    shared = [handle.reducer for handle, _ in found if handle.reducer is not None]
+    shared = [handle.owners for handle, _ in found if not handle.owners.is_alone]
     if shared:
         # Gradients that were written by hand, and not by backward.
         exchange_gradients(shared)
-        for reducer in shared:
-            reducer.before_step()
+        for owners in shared:
+            owners.before_step()
     tried: Known = {}
     for handle, group in found:
         # The lock: of two threads one begins. Not where other processes have to answer meanwhile.
-        with handle.rows.lock if handle.reducer is None else contextlib.nullcontext():
+        with handle.rows.lock if handle.owners.is_alone else contextlib.nullcontext():
             if handle.state is not None and handle.state.running:
                 handle.check_steps_here(f"a step of {type(optimizer).__name__} begins")
                 # A step within a step, super().step(): it updates the rows that the outer one has.
@@ -223,12 +223,12 @@ def _begin_to_train(handle: Handle, optimizer: Optimizer, group: dict[str, Any])
             handle.rows.mark_steps()
     except Exception as raised:
         error = raised
-    if handle.reducer is None:
+    if handle.owners.is_alone:
         if error is not None:
             raise error
         return
     try:
-        handle.reducer.exchange.agree_on_error("begins to train", error, described(handle))
+        handle.owners.exchange.agree_on_error("begins to train", error, described(handle))
     except BaseException:
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.drop_state("another process could not begin to train it")
@@ -347,5 +347,5 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         raise
     # What may raise comes when all tables have made their step.
     for handle, _ in ended:
-        if handle.acts_after_steps:
-            handle.step_ended()
+        if handle.id_space.come_and_go:
+            handle.id_space.step_ended()

@@ -13,9 +13,9 @@ from torch import Tensor
 from speedtransfer.cuda import capture_number, check_not_capturing
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
+from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
 from speedtransfer.optim.merge import merged
-from speedtransfer.optim.reducers import exchange_gradients
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
 from speedtransfer.optim.stepping import Stepping
 from speedtransfer.tables import UniqueRows, padded_anew
@@ -74,52 +74,65 @@ class PendingGradient(Stepping):
         """
         if self.features is not None and not (summed or hooked):
             self.note_features(ids, features)
-        if self.reducer is not None and not summed:
-            self.reducer.take(ids, grad, whole, lookup)
-            return
         # Threads may run backward at the same time, as in torch.
         with self.rows.lock:
-            if self.has_grown:
-                ids = padded_anew(ids, self.table.num_rows)
-            if self.state is not None and self.state.running:
-                self.check_steps_here("a gradient arrives")
-                self.recover()
-            if self.grad is not None:
-                self._check_capture(self.grad)
-                if self._assigned is None and self.is_cleared():
-                    reused = self._shown_gradient() is not None
-                    touched = 0 if self.features is None else self.features.touched
-                    self.clear()
-                    self._reused = reused
-                    if self.features is not None:
-                        # A gradient of zeros is one.
-                        self.features.touched = touched
-            self.used_whole = self.used_whole or whole
-            self._of_graph = self._of_graph or grad.requires_grad
-            grad = grad.detach()
-            if not hooked and self.has_hooks():
-                self._arrive(ids, grad)
+            noted, named = None, ids
+            if self.id_space.come_and_go:
+                grad, noted = self.id_space.begin_deposit(ids, grad, whole, summed)
+            if not summed and not self.owners.is_alone:
+                self.owners.hold(ids, grad, whole, lookup)
             else:
-                self._accumulate(ids, grad, rows, version, state_rows)
+                if self.has_grown:
+                    ids = padded_anew(ids, self.table.num_rows)
+                if self.state is not None and self.state.running:
+                    self.check_steps_here("a gradient arrives")
+                    self.recover()
+                if self.grad is not None:
+                    self._check_capture(self.grad)
+                    if self._assigned is None and self.is_cleared():
+                        self._clear_for_next()
+                self.used_whole = self.used_whole or whole
+                self._of_graph = self._of_graph or grad.requires_grad
+                grad = grad.detach()
+                if not hooked and self.has_hooks():
+                    self._arrive(ids, grad)
+                else:
+                    self._accumulate(ids, grad, rows, version, state_rows)
+            if noted is not None:
+                self.id_space.end_deposit(named, noted)
+
+    def _clear_for_next(self) -> None:
+        """Clear a gradient that was set to zero; what shows it will show the next."""
+        reused = self._shown_gradient() is not None
+        touched = 0 if self.features is None else self.features.touched
+        self.clear()
+        self._reused = reused
+        if self.features is not None:
+            # A gradient of zeros is one.
+            self.features.touched = touched
 
     def note_features(self, ids: Tensor | None, given: int | None) -> None:
         """Note that there is a gradient of the features `given`, a bit for each; None: of those of the rows `ids` (n,)."""
         features = self.features
         assert features is not None
         touched = given or (0 if ids is None else features.mask_of(ids))
-        if self.reducer is None:
+        if self.owners.is_alone:
             features.touched |= touched
         else:
             features.left |= touched
 
     def deposit_whole(self, rows: Tensor, grad: Tensor, features: int | None = None) -> None:
         """Add the gradient of all rows, ``(rows that there were, dim)``, which a graph has had as `rows`."""
-        self.deposit(*self._rows_of(grad), whole=True, features=features)
+        with self.rows.lock:
+            grad = self.id_space.of_same_ids(rows, grad)
+            self.deposit(*self._rows_of(grad), whole=True, features=features)
+            self.id_space.note_late()
 
     @uncompiled
     def receive(self, grad: Tensor) -> None:
         """Deposit what has reached the node of the parameter in the graph: the gradient of all rows."""
-        if self.late_hooks and self.has_hooks():
+        # It is not known which ids the rows had.
+        if self.id_space.come_and_go or (self.late_hooks and self.has_hooks()):
             self.refuse_node()
         whole = not (isinstance(grad, RowGradient) or grad.is_sparse)
         if self.features is not None and whole:
@@ -141,7 +154,7 @@ class PendingGradient(Stepping):
     def refuse_node(self) -> NoReturn:
         """Raise: gradients of rows cannot be those of the parameter's node in the graph."""
         reason = (
-            "several processes train it" if self.reducer is not None else "its rows are those of ids of a vocabulary"
+            "several processes train it" if not self.owners.is_alone else "its rows are those of ids of a vocabulary"
         )
         raise InvalidValueError(
             f"{self} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "
@@ -151,7 +164,7 @@ class PendingGradient(Stepping):
 
     def of_all_rows(self, ids: Tensor | None, grad: Tensor, num_rows: int) -> Tensor:
         """Return the gradient ``(num_rows, dim)`` that is `grad`, ``(*, n, dim)``, at the rows `ids` (n,); None: at all."""
-        grad = self.own_gradient(ids, grad)
+        grad = self.id_space.own_gradient(ids, grad)
         if ids is None:
             return grad
         # One that can be differentiated again, or many at once (is_grads_batched).
@@ -160,10 +173,6 @@ class PendingGradient(Stepping):
             ids = ids.to(grad.device).clamp(max=num_rows - 1)
             return grad.new_zeros(*grad.shape[:-2], num_rows, grad.shape[-1]).index_add(-2, ids, grad)
         return RowGradient(num_rows, ids, grad, sparse=self.sparse)
-
-    def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
-        """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
-        return grad
 
     def _accumulate(
         self,
@@ -228,7 +237,8 @@ class PendingGradient(Stepping):
         """Run the hooks of the parameter on the gradient of one backward, and accumulate it between them."""
         param = self.param_ref()
         if param is not None and param._backward_hooks:
-            shown = self._shown_as(ids, grad, sparse=self.sparse and not self.used_whole)
+            sparse = self.sparse and not self.used_whole
+            shown = self.owners.row_gradient(self.num_rows, ids, grad, None, sparse)
             ids, grad = self._rows_of(self.hooked(shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
@@ -323,23 +333,20 @@ class PendingGradient(Stepping):
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the whole table, or None."""
-        if self.reducer is not None and self.reducer.has_left() and torch._C._current_graph_task_id() < 0:
+        if not self.owners.is_alone and self.owners.has_left() and torch._C._current_graph_task_id() < 0:
             # Given by hand (add_grad): as backward does at its end, before it is clipped.
-            exchange_gradients([self.reducer])
+            exchange_gradients([self.owners])
         if self.grad is None:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
         sparse = self.sparse and not self.used_whole
-        if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and self.shows_sparse):
-            shown = self._shown_as(self.ids, self.grad, functools.partial(_tell, weakref.ref(self)), sparse)
+        if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and self.owners.shows_sparse):
+            tell = functools.partial(_tell, weakref.ref(self))
+            shown = self.owners.row_gradient(self.num_rows, self.ids, self.grad, tell, sparse)
             self._shown = weakref.ref(shown)
         shown.of_graph = self._of_graph
         return shown
-
-    def _shown_as(self, ids: Tensor, grad: Tensor, changed: Any = None, sparse: bool = False) -> RowGradient:
-        """Return the gradient of the whole table that has the rows `grad`, ``(n, dim)``, at `ids` (n,)."""
-        return RowGradient(self.num_rows, ids, grad, changed, sparse)
 
     def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
         """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
@@ -362,6 +369,8 @@ class PendingGradient(Stepping):
 
     def assign_gradient(self, grad: Tensor | None) -> None:
         """Set the gradient of the whole table to `grad`, ``(num_rows, dim)`` or None."""
+        if grad is not None:
+            self.owners.check_gradient(grad)
         self.recover()
         if grad is None:
             # Not while another thread begins a step, or adds to it.
@@ -372,6 +381,7 @@ class PendingGradient(Stepping):
             return
         if self.table.device.type == "cuda":
             check_not_capturing(f"assigning a gradient to {self}")
+        self.id_space.note_late()
         if grad is self.gradient():
             return
         self._check_gradient(grad)
@@ -411,8 +421,10 @@ class PendingGradient(Stepping):
 
     def clear(self) -> None:
         """Set the gradient to None and forget the active rows."""
-        if self.reducer is not None:
-            self.reducer.forget()
+        if not self.owners.is_alone:
+            self.owners.forget()
+        if self.id_space.come_and_go:
+            self.id_space.note_cleared()
         if self.features is not None:
             self.features.clear()
         if self.grad is not None:

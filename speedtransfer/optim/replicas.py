@@ -21,9 +21,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.merge import merged
-from speedtransfer.optim.reducers import Reducer
-from speedtransfer.optim.shard_handle import ShardHandle
-from speedtransfer.optim.vocabulary_handle import VocabularyHandle
+from speedtransfer.optim.owners import Owners
 from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 
@@ -33,8 +31,10 @@ _REMEDY = (
 )
 
 
-class Replicas(Reducer):
+class Replicas(Owners):
     """The same table in other processes, as the handle of one sees them: gradients of rows are averaged over all."""
+
+    is_alone = False
 
     def __init__(self, handle: Handle, exchange: Exchange) -> None:
         super().__init__(handle, exchange)
@@ -53,7 +53,7 @@ class Replicas(Reducer):
     def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
         return self._is_open
 
-    def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
+    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
         handle = self.handle
         ids, grad = ids.clone(), grad.detach().clone()
         ids, grad = (
@@ -126,7 +126,7 @@ def replicating_tables(method: Callable[..., None]) -> Callable[..., None]:
                 # torch 2.6 has no init_sync.
                 _replicate(tables, exchange_of(group), given.arguments.get("init_sync", True))
         method(self, *args, **kwargs)
-        replicas = [handle.reducer for handle in tables.values() if isinstance(handle.reducer, Replicas)]
+        replicas = [handle.owners for handle in tables.values() if isinstance(handle.owners, Replicas)]
         if replicas:
             self.register_forward_pre_hook(functools.partial(_begin, replicas))
 
@@ -136,7 +136,7 @@ def replicating_tables(method: Callable[..., None]) -> Callable[..., None]:
 def _refuse_vocabularies(tables: dict[str, Handle]) -> None:
     """Raise for tables whose rows belong to other ids in each process."""
     for handle in tables.values():
-        if isinstance(handle, VocabularyHandle) and not isinstance(handle, ShardHandle):
+        if handle.id_space.come_and_go and handle.owners.has_whole:
             raise InvalidValueError(
                 f"DistributedDataParallel was given {handle}, which has a vocabulary: each process would give its rows to "
                 "other ids; make it with process_group=..., or train in one process"
@@ -192,21 +192,20 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
     """Have the processes train the same rows from now on: those of rank 0."""
     whole: dict[str, Handle] = {}
     for name, handle in tables.items():
-        reducer = handle.reducer
-        if reducer is not None and reducer.exchange is not exchange:
-            ours, theirs = (dist.get_process_group_ranks(e.group) for e in (reducer.exchange, exchange))
+        owners = handle.owners
+        if not owners.is_alone and owners.exchange is not exchange:
+            ours, theirs = (dist.get_process_group_ranks(e.group) for e in (owners.exchange, exchange))
             if ours != theirs:
                 raise InvalidValueError(
                     f"DistributedDataParallel runs in the processes {theirs} but the table {_name_of_module(name)} belongs to "
                     f"the processes {ours}, so that its replicas would drift apart; give both the same process group"
                 )
         # Rows that are read in place are the same in all.
-        alone = not isinstance(handle, ShardHandle) and not isinstance(reducer, Replicas) and handle.table.writable
-        if alone and handle not in whole.values():
+        if owners.is_alone and handle.table.writable and handle not in whole.values():
             whole[name] = handle
     # Its own messages wait in backward, where a process that has left something out must still be told so.
-    reducers = [handle.reducer for handle in tables.values() if handle.reducer is not None]
-    for each in dict.fromkeys([exchange, *(reducer.exchange for reducer in reducers)]):
+    others = [handle.owners for handle in tables.values() if not handle.owners.is_alone]
+    for each in dict.fromkeys([exchange, *(owners.exchange for owners in others)]):
         each.keep_apart()
     if not whole or exchange.ranks == 1:
         return
@@ -224,7 +223,7 @@ def _replicate(tables: dict[str, Handle], exchange: Exchange, copy_rows: bool) -
     exchange.agree_on_error("makes replicas", error, about)
     for handle in whole.values():
         _copy_from_first(handle, exchange, copy_rows)
-        handle.reducer = Replicas(handle, exchange)
+        handle.owners = Replicas(handle, exchange)
     num_bytes = sum(handle.table.nbytes for handle in whole.values())
     warnings.warn(
         f"DistributedDataParallel keeps the whole table {', '.join(map(_name_of_module, whole))} in each of {exchange.ranks} "
@@ -291,7 +290,7 @@ def refusing_zero(method: Callable[..., None]) -> Callable[..., None]:
 
 def check_same_in_all(handle: Handle, optimizer: Optimizer) -> None:
     """Raise if processes train a table each by itself beside parameters that FSDP shares out."""
-    if handle.reducer is not None or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not handle.owners.is_alone or not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return
     others = (param for group in optimizer.param_groups for param in group["params"])
     if any(type(param.data).__name__ == "DTensor" for param in others if find_handle(param) is None):

@@ -15,15 +15,17 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import merged
-from speedtransfer.optim.shard_handle import ShardHandle
-from speedtransfer.optim.shards import Lookup, Shards
+from speedtransfer.optim.sharded import Sharded
+from speedtransfer.optim.shards import Asked, Lookup
 from speedtransfer.ranks import Exchange, Partition, Segment
 from speedtransfer.rows import OwnRows, Rows
 from speedtransfer.tables import num_unique
 
 
-class SharedRows(Shards):
-    """The other processes of a host, as the handle of a shared table sees them."""
+class SharedOwners(Sharded):
+    """The processes of a host that share one table, each of which updates some rows, as the handle of one sees them."""
+
+    is_shared = True
 
     def __init__(
         self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
@@ -33,8 +35,11 @@ class SharedRows(Shards):
         self._merged: tuple[Tensor, Tensor] | None = None
         self._has_met = False
 
-    def _local(self, places: Tensor) -> Tensor:
-        return self.partition.ids(places)
+    def share_rows(self) -> None:  # noqa: D102
+        rows, partition, exchange = self.handle.rows, self.partition, self.exchange
+        # Not methods of this object: the rows would hold what holds them.
+        numbers, meet = functools.partial(partition.ids_of, exchange.rank), functools.partial(_meet, rows, exchange)
+        rows.own = OwnRows(partition.size(exchange.rank), numbers, meet)
 
     def refuse(self, error: Exception, training: bool) -> None:
         """Raise `error`: the others need not know of a lookup here."""
@@ -45,7 +50,7 @@ class SharedRows(Shards):
         ids: Tensor,
         training: bool,
         renormalize: Callable[[Tensor, Tensor], None] | None = None,
-        asked: Any = None,
+        asked: Asked | None = None,
     ) -> tuple[Tensor, Lookup | None]:
         """Return the rows `ids` (n,), ``(n, dim)``."""
         if renormalize is not None:
@@ -59,7 +64,7 @@ class SharedRows(Shards):
         """Tell whether there is an exchange: at the end of each backward, and at a step that none went before."""
         return self.handle.requires_grad and not (at_step and self._has_met and self._merged is None)
 
-    def take(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
+    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
         count = num_unique(ids)
         if count is not None:
             ids, grad = ids[: int(count)], grad[: int(count)]
@@ -81,7 +86,7 @@ class SharedRows(Shards):
         return int(self._merged is not None)
 
     def requests(self, numbers: Sequence[int]) -> list[Tensor]:  # noqa: D102
-        self._lookups.clear()
+        self.lookups.clear()
         if not any(numbers):
             return []
         table = self.handle.table
@@ -90,9 +95,8 @@ class SharedRows(Shards):
             ids, grad = empty, torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
         else:
             ids, grad = self._merged
-        self._asked, self._order, self._sends = self.by_owner(ids)
-        self._count += 1
-        self._left = {self._count: grad}
+        self._asked, self._order, self._sends = self.lookups.by_owner(ids)
+        self._left = {self.lookups.count + 1: grad}
         return [self._sends]
 
     def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:  # noqa: D102
@@ -104,19 +108,19 @@ class SharedRows(Shards):
     def receive_ids(self, received: Sequence[Tensor]) -> None:  # noqa: D102
         if not received:
             return
-        route = self.routed(self._order, self._sends.tolist(), self._receives, received[0][:, 0])
-        self._lookups[self._count] = Lookup(self._count, route, None, -1)
+        route = self.lookups.routed(self._order, self._sends.tolist(), self._receives, received[0][:, 0])
+        self.lookups.remember(route, None)
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
         # Those without a gradient send no rows, and all know.
-        return super().send([1] * len(numbers)) if self._lookups else []
+        return super().send([1] * len(numbers)) if len(self.lookups) else []
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:  # noqa: D102
         # Before the deposit, whose hooks may step.
         self._merged = None
-        if self._lookups:
+        if len(self.lookups):
             super().receive([1] * len(numbers), received)
-        self._lookups.clear()
+        self.lookups.clear()
 
     def before_step(self) -> None:
         """Wait until all have read what they want of the rows before this step."""
@@ -128,47 +132,34 @@ class SharedRows(Shards):
         self._has_met = False
         _meet(self.handle.rows, self.exchange)
 
-
-def _meet(rows: Rows, exchange: Exchange) -> None:
-    """Wait until all processes have written what they had to."""
-    rows.table.wait()
-    exchange.agree("makes a step", [0])
-
-
-class SharedHandle(ShardHandle):
-    """Tie a parameter to a table that the processes of a host share; its arguments are those of :class:`ShardHandle`."""
-
-    reducer_kind = SharedRows
-
-    def _share_rows(self) -> None:
-        rows, partition, exchange = self.rows, self.partition, self.reducer.exchange
-        # Not methods of this object: the rows would hold what holds them.
-        numbers, meet = functools.partial(partition.ids_of, exchange.rank), functools.partial(_meet, rows, exchange)
-        rows.own = OwnRows(partition.size(exchange.rank), numbers, meet)
-
-    def set_padding(self, padding_idx: int | None) -> None:
-        """Keep the row that sparse gradients leave out."""
-        self.padding_idx = padding_idx
+    def own_row(self, row: int | None) -> int | None:  # noqa: D102
+        return row
 
     def own_rows(self, start: int, stop: int) -> Tensor:
         """Return some of the rows that this process updates."""
-        return self.partition.ids_of(self.reducer.exchange.rank, start, stop)
+        return self.partition.ids_of(self.exchange.rank, start, stop)
 
     def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         at, _ = super().owned(ids)
         return at, ids[at]
 
     def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
-        _meet(self.rows, self.reducer.exchange)
+        _meet(self.handle.rows, self.exchange)
         super().draw(function, start, stop)
-        _meet(self.rows, self.reducer.exchange)
+        _meet(self.handle.rows, self.exchange)
 
     def change(self, function: Callable[[Tensor], object]) -> None:  # noqa: D102
-        _meet(self.rows, self.reducer.exchange)
+        _meet(self.handle.rows, self.exchange)
         super().change(function)
-        _meet(self.rows, self.reducer.exchange)
+        _meet(self.handle.rows, self.exchange)
 
     def load(self, values: Tensor, start: int = 0) -> None:  # noqa: D102
-        _meet(self.rows, self.reducer.exchange)
+        _meet(self.handle.rows, self.exchange)
         super().load(values, start)
-        _meet(self.rows, self.reducer.exchange)
+        _meet(self.handle.rows, self.exchange)
+
+
+def _meet(rows: Rows, exchange: Exchange) -> None:
+    """Wait until all processes have written what they had to."""
+    rows.table.wait()
+    exchange.agree("makes a step", [0])

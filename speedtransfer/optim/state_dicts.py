@@ -22,9 +22,7 @@ from speedtransfer.optim.handle import Handle, any_handles, find_handle
 from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import PlaneSpec, probe_optimizer
-from speedtransfer.optim.shard_handle import ShardHandle
 from speedtransfer.optim.state_planes import check_shape
-from speedtransfer.optim.vocabulary_handle import VocabularyHandle
 from speedtransfer.tables import Placement
 
 # Planes between the two hooks of a load: torch must not copy them to the device of the parameter, nor cast them to its dtype.
@@ -72,10 +70,10 @@ def without_rows() -> Iterator[None]:
 def begin(optimizer: Optimizer) -> None:
     """Raise if several processes own the rows of a table; else register the hooks of `optimizer`."""
     for handle, _ in () if _without_rows.get() else handles_of(optimizer):
-        if isinstance(handle, ShardHandle):
+        if not handle.owners.has_whole:
             raise OptimizerError(
                 f"a state dict of {type(optimizer).__name__} is saved or loaded, but the rows of {handle} and their state are "
-                f"owned by {handle.reducer.exchange.ranks} processes; call st.save_checkpoint(path, model, optimizer) and "
+                f"owned by {handle.owners.exchange.ranks} processes; call st.save_checkpoint(path, model, optimizer) and "
                 "st.load_checkpoint in all of them"
             )
     watch(optimizer)
@@ -147,7 +145,7 @@ def show_planes(optimizer: Optimizer) -> None:
 
 def _begin_anew(optimizer: Optimizer, group: dict[str, Any], handle: Handle) -> None:
     """Give rows that are those of new ids by now their initial state, in loaded state that no step has taken yet."""
-    state, fresh = optimizer.state.get(handle.param), handle.fresh_rows()
+    state, fresh = optimizer.state.get(handle.param), handle.id_space.fresh_rows()
     if not state or fresh is None or not len(fresh):
         return
     found, changed = leaves(state), dict[str, Tensor]()
@@ -218,7 +216,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         for name, spec in planes.items():
             if found[name].dim() == 0 or len(found[name]):
                 num_rows = handle.rows.num_loadable
-                if isinstance(handle, VocabularyHandle) and handle.rows.placement is None and found[name].dim():
+                if handle.id_space.come_and_go and handle.rows.placement is None and found[name].dim():
                     # Of a table whose ids may be loaded next; the step will tell.
                     num_rows = len(found[name])
                 check_shape(name, found[name], (num_rows, *spec.tail))
@@ -236,7 +234,7 @@ def _expect(handle: Handle, planes: list[Tensor]) -> None:
     """Note whose state is loaded for a table whose rows belong to ids: those loaded with the model, or present ones."""
     lengths, rows = {len(plane) for plane in planes if plane.dim()}, handle.rows
     expected = None if rows.placement is None else rows.placement.num_saved
-    if isinstance(handle, VocabularyHandle) and expected not in lengths and handle.table.num_rows in lengths:
+    if handle.id_space.come_and_go and expected not in lengths and handle.table.num_rows in lengths:
         rows.placement = Placement(handle.table.num_rows)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.optim.probe import STEPS, PlaneSpec, probe_optimizer
 from speedtransfer.rows import Rows
@@ -20,8 +21,7 @@ from speedtransfer.tables import row_chunks
 class RowOwner(Protocol):
     """What keeps the rows alive: a handle."""
 
-    def fresh_rows(self) -> Tensor | None:
-        """Return the rows, (n,), that have become those of new ids since the last step; None: rows have no ids."""
+    id_space: IdSpace
 
 
 class StatePlanes:
@@ -152,7 +152,7 @@ class StatePlanes:
             if not value.shape or (value.shape[0] and not (self._fresh and self._holds_initial(name, value)))
         }
         owner, placement = self._owner(), self.rows.placement
-        fresh = None if owner is None else owner.fresh_rows()
+        fresh = None if owner is None else owner.id_space.fresh_rows()
         for name, value in loaded.items():
             check_shape(name, value, (self.rows.num_loadable, *self._views[name].shape[1:]))
         if loaded or (foreign and not self._fresh):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from speedtransfer.tables import is_padded
 
 class Stepping(TableParam):
     """The part of a :class:`Handle` that lends the parameter to a step."""
-
-    # Whether there is something to do after a step, by `step_ended`.
-    acts_after_steps: ClassVar[bool] = False
 
     def check_step_capturable(self, optimizer: Optimizer) -> None:
         """Raise if a CUDA graph is being captured, and the step of `optimizer` cannot be part of it."""
@@ -75,6 +72,7 @@ class Stepping(TableParam):
         state = self.state
         assert state is not None
         with self.rows.lock:
+            late = self.id_space.late_rows() if self.id_space.come_and_go else None
             state.has_ended = True
             if self.features is not None:
                 self.features.take_back(self, optimizer)
@@ -96,9 +94,11 @@ class Stepping(TableParam):
                 raise
             if self.rows.lag is not None and self.rows.lag.is_long:
                 self.rows.catch_up()
-            if self.reducer is not None:
-                self.reducer.steps += 1
-                self.reducer.after_step()
+            if not self.owners.is_alone:
+                self.owners.steps += 1
+                self.owners.after_step()
+            if self.id_space.come_and_go:
+                self.id_space.count_step(late)
 
     def _make_fused_step(self, state: RowState) -> None:
         assert self._fused is not None
@@ -121,13 +121,6 @@ class Stepping(TableParam):
         self._leave()
         state.running = None
         self._made = None
-
-    def fresh_rows(self) -> Tensor | None:
-        """Return the rows, (n,), that have become those of new ids since the last step; None: rows have no ids."""
-        return None
-
-    def step_ended(self) -> None:
-        """Do what follows a step."""
 
     def abort_step(self, optimizer: Optimizer, interrupted: bool = False) -> None:
         """End a step that failed and restore the state in `optimizer`; nothing was written to the table.
@@ -251,6 +244,10 @@ class Stepping(TableParam):
         """Read the active rows again if the table has changed since: a step must not undo those writes."""
         if self.ids is None:
             return
+        # A gradient given for all rows is one of rows that are not trained, too.
+        given = self.id_space.come_and_go and (
+            self._touched is not None or self._assigned is not None or self.has_hooks()
+        )
         if self._touched is not None and self.rows.lag is None:
             assert self.grad is not None
             touched = (self.grad != 0).any(dim=1)
@@ -276,3 +273,6 @@ class Stepping(TableParam):
                 self.state_rows = self.rows.read(self.ids)
                 self.active = self.state_rows.pop("weight")
             self._version = self.table.version
+        if given and self.grad is not None:
+            self.grad = self.id_space.own_gradient(self.ids, self.grad)
+            self._grad_version = self.grad._version

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from speedtransfer.optim.anchor import Anchor
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor, listen
-from speedtransfer.optim.reducers import Reducer
+from speedtransfer.optim.id_space import IdSpace
+from speedtransfer.optim.owners import Owners
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.state import MadeStep, RowState
 from speedtransfer.rows import Rows
@@ -46,8 +47,9 @@ class TableParam:
         self.reads_ahead = False
         # Those that share this table, each of which a step may leave out.
         self.features: Features | None = None
-        # The other processes that train this table.
-        self.reducer: Reducer | None = None
+        # Who has which rows, and what ids mean.
+        self.owners = Owners(self)
+        self.id_space = IdSpace()
 
         # The parameter; not a strong reference, as it holds this object: a cycle would keep the table until the next gc.
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
@@ -113,11 +115,6 @@ class TableParam:
         # The rows, (n,), of which such tensors show no others.
         self._exposed_rows: list[Tensor] = []
 
-    # Whether rows are those of ids of a vocabulary, which a gradient has to say.
-    rows_of_ids: ClassVar[bool] = False
-    # Whether ``weight.grad`` may read as a sparse tensor.
-    shows_sparse: ClassVar[bool] = True
-
     @property
     def table(self) -> Table:
         """The table with all the rows; of several processes that own rows, with those of this process."""
@@ -126,17 +123,24 @@ class TableParam:
     @property
     def late_hooks(self) -> bool:
         """Whether hooks of the parameter get its gradient at the end of backward, and not at its node in the graph."""
-        return self.reducer is not None or self.rows_of_ids
+        return not self.owners.is_alone or self.id_space.come_and_go
 
     @property
     def num_rows(self) -> int:
         """The number of rows of the weight."""
-        return self.rows.table.num_rows
+        partition = self.owners.partition
+        return self.rows.table.num_rows if partition is None else partition.num_rows
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process has all rows, each of which belongs to one id for good."""
+        return self.owners.has_whole and not self.id_space.come_and_go
 
     @property
     def num_saved(self) -> int:
         """The number of rows that a checkpoint has."""
-        return self.num_rows
+        partition = self.owners.partition
+        return self.num_rows if partition is None else partition.num_saved
 
     def __str__(self) -> str:
         return "weight" if self.name is None else f"{self.name}.weight" if self.name else "weight"
@@ -151,6 +155,8 @@ class TableParam:
     @property
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can alias the memory of the table, which then has every row."""
+        if not self.is_whole:
+            return False
         table = self.table
         near = table.memory == "device" or table.device.type == "cpu"
         return near and self.rows.plain and table.cache_rows is None and table.max_rows is None and not table.in_parts
@@ -219,7 +225,7 @@ class TableParam:
         Across a bus reading each of the unique rows once is faster, unless they are few: to find them takes several kernels.
         """
         table = self.rows.table
-        if self.rows.lag:
+        if self.rows.lag or not self.owners.has_whole:
             return False
         if table.device.type == "cpu" or table.memory == "device":
             return True
@@ -252,10 +258,12 @@ class TableParam:
         `ids`, (n,), name the rows; None: all. `features` returns those that the gradient is of.
         What is `guarded` cannot be changed in place.
         """
+        if self.id_space.come_and_go:
+            self.id_space.pin(rows, ids)
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
         # Hooks that get the gradient later would be called with None.
-        late = (self.reducer is not None or self.rows_of_ids) and self.has_hooks()
+        late = (not self.owners.is_alone or self.id_space.come_and_go) and self.has_hooks()
         leaf = self.anchor.leaf if late else self.param_ref()
         apply = TableRows.apply if torch._C._are_functorch_transforms_active() else apply_plainly
         with as_tensor():

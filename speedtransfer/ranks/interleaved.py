@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from speedtransfer.ranks.partition import Partition
@@ -30,6 +31,23 @@ class Interleaved(Partition):
         super().__init__(0, len(sizes))
         self.per_rank = _STRIDE
         self.grow(sizes)
+
+    @property
+    def saved_sizes(self) -> list[int] | None:  # noqa: D102
+        return self.sizes
+
+    @property
+    def num_saved(self) -> int:  # noqa: D102
+        return sum(self.sizes)
+
+    def copy(self) -> Interleaved:
+        """Return one that grows by itself."""
+        return Interleaved(self.sizes)
+
+    def first_missing(self, rows: Tensor) -> int | None:  # noqa: D102
+        sizes = torch.tensor(self.sizes, device=rows.device)
+        missing = rows[rows // self.ranks >= sizes[rows % self.ranks]]
+        return int(missing[0]) if len(missing) else None
 
     def grow(self, sizes: Sequence[int]) -> None:
         """Let the processes have so many rows each."""

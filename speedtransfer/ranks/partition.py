@@ -32,6 +32,24 @@ class Partition:
         # Rows of each rank; the last ones may have fewer.
         self.per_rank = max(1, -(-num_rows // ranks))
 
+    @property
+    def saved_sizes(self) -> list[int] | None:
+        """How many rows each process saves in a checkpoint, after those of the one before; None: at their places."""
+        return None
+
+    @property
+    def num_saved(self) -> int:
+        """How many rows a checkpoint has."""
+        return self.num_rows
+
+    def copy(self) -> Partition:
+        """Return one for a table of the same rows."""
+        return self
+
+    def first_missing(self, rows: Tensor) -> int | None:
+        """Return the first of `rows` (n,), within the whole table, that nobody has; None: there is none."""
+        return None
+
     def start(self, rank: int) -> int:
         """Return the first place that `rank` owns."""
         return min(rank * self.per_rank, self.num_rows)

@@ -108,10 +108,10 @@ class ChangeLog(Base):
 
     def _check_alone(self, what: str) -> None:
         owner = self._bound()[1]
-        if owner.processes > 1:
+        if owner.owners.processes > 1:
             raise InvalidValueError(
-                f"{owner}: {what} is for a vocabulary of one process, but {owner.processes} processes share this one out; use "
-                "ids and rows (export, update, forget)"
+                f"{owner}: {what} is for a vocabulary of one process, but {owner.owners.processes} processes share this one "
+                "out; use ids and rows (export, update, forget)"
             )
 
     def _follow_clock(self, changes: Changes) -> None:

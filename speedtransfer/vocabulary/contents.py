@@ -41,7 +41,9 @@ class Contents(Base):
         live, owner = self._bound()
         wanted = as_ids(ids).cpu()
         with owner.rows.lock:
-            return torch.from_numpy(owner.to_whole(live.index.find(wanted.reshape(-1).numpy()))).view(wanted.shape)
+            return torch.from_numpy(owner.owners.to_whole(live.index.find(wanted.reshape(-1).numpy()))).view(
+                wanted.shape
+            )
 
     def export(self) -> tuple[Tensor, Tensor]:
         """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.
@@ -105,9 +107,9 @@ class Contents(Base):
         """
         self.settle()
         _, owner = self._bound()
-        wanted, values, changes = owner.together(lambda: self._checked(ids, rows))
-        wanted, values = owner.to_owners(wanted, values)
-        owner.together(lambda: self._update(wanted, values, changes))
+        wanted, values, changes = owner.owners.together(lambda: self._checked(ids, rows))
+        wanted, values = owner.owners.to_owners(wanted, values)
+        owner.owners.together(lambda: self._update(wanted, values, changes))
 
     def _checked(self, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor, Changes | None]:
         """Return ids (n,), their rows ``(n, dim)`` and the changes that these are of, if any; raise where it cannot be."""
@@ -190,13 +192,13 @@ class Contents(Base):
             A gradient of one of them may still come, or no step has taken it yet.
         """
         _, owner = self._bound()
-        wanted = owner.together(lambda: as_ids(ids).cpu().reshape(-1).numpy())
-        wanted = np.unique(owner.to_owners(wanted)[0])
+        wanted = owner.owners.together(lambda: as_ids(ids).cpu().reshape(-1).numpy())
+        wanted = np.unique(owner.owners.to_owners(wanted)[0])
         with owner.rows.lock:
             self.settle()
-            rows = owner.together(lambda: self._check_to_forget(wanted))
+            rows = owner.owners.together(lambda: self._check_to_forget(wanted))
             self._erase(rows)
-        return owner.sum(len(rows))
+        return owner.owners.sum(len(rows))
 
     def _check_to_forget(self, ids: np.ndarray) -> np.ndarray:
         """Return the rows of those of `ids` (n,) that are known; raise if one may not be forgotten now."""

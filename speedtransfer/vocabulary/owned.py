@@ -38,11 +38,10 @@ _SETTINGS = [
 _LEAST_COUNTERS = 4096
 
 
-class Owner(Protocol):
-    """What has the table that a vocabulary gives rows of: a handle."""
+class IdOwners(Protocol):
+    """Which processes know the rows of which ids."""
 
-    rows: Rows
-    # How many processes share the ids out.
+    # How many share the ids out.
     processes: int
 
     def to_whole(self, rows: np.ndarray) -> np.ndarray:
@@ -59,6 +58,13 @@ class Owner(Protocol):
 
     def sum(self, number: int) -> int:
         """Return the sum of the numbers of all processes."""
+
+
+class Owner(Protocol):
+    """What has the table that a vocabulary gives rows of: grows it, and says which rows are in use."""
+
+    rows: Rows
+    owners: IdOwners
 
     def grow(self, num_rows: int) -> None:
         """Give the table more rows."""

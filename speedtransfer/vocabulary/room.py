@@ -127,7 +127,7 @@ class Room(Base):
     def _most(self) -> int | None:
         """Return the number of ids that there may be rows for; None: as the memory allows."""
         live, owner = self._bound()
-        return rows_within(limit_of_each(self.max_capacity, owner.processes), live.table, live.reserved)
+        return rows_within(limit_of_each(self.max_capacity, owner.owners.processes), live.table, live.reserved)
 
     def _grow(self, lack: int) -> None:
         """Give the table `lack` rows more, or more than that, if it may have as many; fewer where it may not."""

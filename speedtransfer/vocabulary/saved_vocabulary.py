@@ -104,8 +104,8 @@ class SavedVocabulary(Base):
             self._check_saved(saved, num_saved)
             sources = np.flatnonzero(saved.last_use[live.reserved :] != FREE) + live.reserved
             ids, length = saved.ids[sources], num_saved
-        if owner.processes > 1:
-            own = owner.owns(ids)
+        if owner.owners.processes > 1:
+            own = owner.owners.owns(ids)
             sources, ids = sources[own], ids[own]
             length = live.reserved + len(ids)
         limit, num_rows = self._most_rows(), live.table.num_rows
@@ -116,7 +116,7 @@ class SavedVocabulary(Base):
                 "make the module with a larger capacity, or max_capacity"
             )
         rows = sources
-        if saved is None or owner.processes > 1 or (len(sources) and sources[-1] >= num_rows):
+        if saved is None or owner.owners.processes > 1 or (len(sources) and sources[-1] >= num_rows):
             rows = live.reserved + np.arange(len(ids))
         try:
             index = IdIndex.of(ids, rows)
@@ -147,7 +147,7 @@ class SavedVocabulary(Base):
             sources, rows = np.concatenate([pairs[:, 0], sources]), np.concatenate([pairs[:, 1], rows])
             order = np.argsort(sources)
             return Placement(num_saved, torch.from_numpy(sources[order]), torch.from_numpy(rows[order]))
-        if num_saved <= num_rows and np.array_equal(sources, rows) and self._bound()[1].processes == 1:
+        if num_saved <= num_rows and np.array_equal(sources, rows) and self._bound()[1].owners.processes == 1:
             return Placement(num_saved)
         kept = np.arange(reserved)
         joined = (torch.from_numpy(np.concatenate([kept, numbers])) for numbers in (sources, rows))

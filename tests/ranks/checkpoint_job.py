@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
 from speedtransfer.dtypes import bits_of
-from speedtransfer.optim import ShardHandle, find_handle
+from speedtransfer.optim import Sharded, find_handle
 
 ROWS, DIM, GLOBAL = 300, 8, 24
 
@@ -143,9 +143,9 @@ class Job:
             stored = [plane for plane in handle.table.planes if plane != "idle.last_step"]
             # Processes send no float8 to each other.
             parts = {key: bits_of(handle.table.plane(key)).clone() for key in stored}
-            if isinstance(handle, ShardHandle) and self.setup.kind != "shared":
+            if isinstance(handle.owners, Sharded) and self.setup.kind != "shared":
                 each: list[Any] = [None] * self.ranks
-                dist.all_gather_object(each, (handle.partition.ids_of(self.rank), parts))
+                dist.all_gather_object(each, (handle.owners.partition.ids_of(self.rank), parts))
                 order = torch.cat([ids for ids, _ in each]).argsort()
                 parts = {key: torch.cat([part[key] for _, part in each])[order] for key in parts}
             found |= {f"{name} {key}": value for key, value in parts.items()}

@@ -106,7 +106,7 @@ def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, float, float]:
         first = active.rows.clone() if first is None else first
         total = active.rows.double() if total is None else total + active.rows.double()
     (one(all_ids()) * weights[all_ids()]).sum().backward()
-    owned = emb._handle.reducer.partition.ids_of(dist.get_rank()) if kind == "sharded" else torch.arange(ROWS)
+    owned = emb._handle.owners.partition.ids_of(dist.get_rank()) if kind == "sharded" else torch.arange(ROWS)
     wanted = one.weight.grad.to_dense()[owned[emb.weight.grad.ids]].double() / dist.get_world_size()
     scale = float(wanted.abs().max()) if wanted.numel() else 1.0
     if not wanted.numel():

@@ -119,10 +119,10 @@ def read_ahead(columns: bool) -> tuple[float, list[bool]]:
     ours, plain = multi("sharded", idle="lazy"), multi("sharded", idle="lazy")
     opts, used = [torch.optim.SGD(emb.parameters(), lr=0.1) for emb in (ours, plain)], []
     for ahead, ids in zip(st.prefetch(given, lambda ids: {ours: ids}), given, strict=True):
-        before = ours._handle.reducer.exchange.traffic.calls
+        before = ours._handle.owners.exchange.traffic.calls
         for emb, of, opt in ((ours, ahead, opts[0]), (plain, ids, opts[1])):
             rows = emb(of)
-            used.append(ours._handle.reducer.exchange.traffic.calls - before)
+            used.append(ours._handle.owners.exchange.traffic.calls - before)
             (rows.sum() if columns else sum(part.square().sum() for part in rows.values())).backward()
             opt.step()
             opt.zero_grad()

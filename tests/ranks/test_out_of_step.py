@@ -146,7 +146,7 @@ def calls_of_steps(kind: str) -> list[int]:
     found = []
     for wrap in (lambda net: net, DistributedDataParallel):
         net = Two(kind)
-        model, traffic = wrap(net), net.tables[0]._handle.reducer.exchange.traffic
+        model, traffic = wrap(net), net.tables[0]._handle.owners.exchange.traffic
         opt = torch.optim.AdamW(net.parameters())
         for step in range(3):
             before = traffic.calls

@@ -35,7 +35,7 @@ def trained(ahead: bool, depth: int, options: dict, evaluate: bool = False) -> d
     if ahead:
         ids_of = lambda ids: [(t, ids[:, i] % SIZES[i]) for i, t in enumerate(net.tables)]  # noqa: E731
         batches = st.prefetch(batches, ids_of, depth)
-    traffic = net.tables[0]._handle.reducer.exchange.traffic
+    traffic = net.tables[0]._handle.owners.exchange.traffic
     before = traffic.calls
     for step, ids in enumerate(batches):
         opt.zero_grad()

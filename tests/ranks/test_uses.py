@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import speedtransfer as st
 from ranks.small import DIM, ROWS, Pair, all_ids, distance, ids, rows_of, table, told
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim import reducers
+from speedtransfer.optim import gradient_exchange
 
 pytestmark = pytest.mark.parametrize("kind", ["sharded", "shared"])
 
@@ -208,7 +208,7 @@ def never_used(kind: str) -> tuple[float, int]:
     for step in range(30):
         pair.emb(ids(step))
     pair.step(loss, pair.one(all_ids()).square().sum())
-    return pair.distance(), len(pair.emb._handle.reducer._lookups)
+    return pair.distance(), len(pair.emb._handle.owners.lookups)
 
 
 def test_lookups_that_are_never_used_do_not_pile_up(two, kind):
@@ -561,7 +561,7 @@ def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
         gc.collect()
         with open("/proc/self/maps") as maps:
             mapped = sum("memfd" in line for line in maps)
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm")), mapped, len(reducers._alive())
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm")), mapped, len(gradient_exchange._alive())
 
     make()
     before = counts()
@@ -579,8 +579,8 @@ def test_nothing_is_left_of_tables(two, kind, times):
 
 def test_kinds_of_errors(kind):
     # A TypeError would become False in `==`, and another message in operators.
-    from speedtransfer.optim import shard_gradient, shard_handle
+    from speedtransfer.optim import shard_gradient, sharded
 
-    for module in (shard_gradient, shard_handle):
+    for module in (shard_gradient, sharded):
         assert not hasattr(module, "InvalidTypeError")
     assert not issubclass(InvalidValueError, TypeError)

@@ -75,7 +75,7 @@ def load(folder: str, settings: dict) -> tuple:
     net, opt = model(False, **settings)
     assert st.load_checkpoint(folder, net, opt) == 0
     assert net[0].vocabulary.clock == SAVED
-    assert net[0].num_embeddings == net[0].weight.shape[0] == max(net[0]._handle.partition.sizes) * world
+    assert net[0].num_embeddings == net[0].weight.shape[0] == max(net[0]._handle.owners.partition.sizes) * world
     train(net, opt, range(SAVED, STEPS), rank, world)
     return end_of(net)
 
@@ -141,7 +141,9 @@ def test_what_does_not_fit_changes_nothing(two, tmp_path):
 def from_plain(folder: str) -> Tensor:
     net = nn.Sequential(st.Embedding(40, DIM, vocabulary=st.Vocabulary(), process_group=dist.group.WORLD))
     st.load_checkpoint(folder, net)
-    assert np.array_equal(net[0].vocabulary.rows(range(40)).numpy() >= 0, net[0]._handle.owns(np.arange(40)))
+    assert np.array_equal(
+        net[0].vocabulary.rows(range(40)).numpy() >= 0, net[0]._handle.id_space.owners.owns(np.arange(40))
+    )
     return net.eval()(torch.arange(40)).detach()
 
 

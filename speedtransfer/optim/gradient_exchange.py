@@ -1,0 +1,149 @@
+"""Bring gradients of rows together that several processes have: collect them in backward, exchange them when it has ended.
+
+At the end of backward and not in the step, because clipping, unscaling and hooks come between. One message for all tables of a
+group. The same on every process: which tables take part depends only on the calls that all have made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from speedtransfer.once import fork_safe_lock
+from speedtransfer.optim.owners import Owners, all_owners
+from speedtransfer.ranks import DifferenceError, Exchange, Segment
+
+# Threads run backward one after the other: messages of two exchanges at once would be mixed up.
+backward_lock = fork_safe_lock()
+# The frame of the exchange that runs; after an interrupt maybe of one that does not run any more.
+_running: FrameType | None = None
+
+
+def _alive() -> list[Owners]:
+    found = [(reference, reference()) for reference in all_owners]
+    all_owners[:] = [reference for reference, owners in found if owners is not None and owners.is_alive()]
+    return [owners for _, owners in found if owners is not None and owners.is_alive()]
+
+
+def _forget(owners: Owners) -> None:
+    owners.forget()
+    # None: gone by now.
+    handle = owners._handle()
+    if handle is not None and handle.features is not None:
+        handle.features.left = 0
+
+
+def forget() -> None:
+    """Forget the gradients of a backward that has failed."""
+    for owners in _alive():
+        # Who catches this error and goes on is told by the others.
+        owners.failures += owners.is_open()
+        _forget(owners)
+
+
+def beside_others() -> bool:
+    """Tell whether `DistributedDataParallel` has messages of its own in backward, beside those of tables."""
+    return any(owners.exchange.is_apart for owners in _alive())
+
+
+@torch.no_grad()
+def exchange_gradients(only: Iterable[Owners] | None = None) -> None:
+    """Exchange what backward has left, of all tables or some. Every process must call it at the same point."""
+    global _running
+    # In a backward, which has the lock, perhaps on another thread.
+    with contextlib.nullcontext() if torch._C._current_graph_task_id() >= 0 else backward_lock:
+        # Within an exchange hooks may step: those gradients are on their way.
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and frame is not _running:
+            frame = frame.f_back
+        if frame is not None:
+            return
+        _running = sys._getframe()
+        try:
+            _exchange_all(only)
+        finally:
+            _running = None
+
+
+def _exchange_all(only: Iterable[Owners] | None) -> None:
+    chosen = None if only is None else set(only)
+    groups: dict[Exchange, list[Owners]] = {}
+    for owners in _alive():
+        # A model of a group that was destroyed may still be there, but is not trained.
+        is_past = owners.exchange.is_destroyed() and not owners.has_left()
+        if not is_past and (chosen is None or owners in chosen) and owners.is_open(chosen is not None):
+            groups.setdefault(owners.exchange, []).append(owners)
+    for exchange, several in groups.items():
+        # Else a process that left a backward out would bring none there, and go on while others wait in that backward.
+        point = "brings gradients at a step" if exchange.is_apart and chosen is not None else "brings gradients"
+        try:
+            try:
+                numbers = _announced(exchange, several, point)
+            except DifferenceError:
+                # In all processes. Some may not have collected the tables of a model that is gone.
+                gc.collect()
+                several = [owners for owners in several if owners.is_alive()]
+                numbers = _announced(exchange, several, point)
+            _exchange(exchange, several, numbers, point)
+        except BaseException:
+            for owners in several:
+                _forget(owners)
+            raise
+
+
+def _announced(exchange: Exchange, several: list[Owners], point: str) -> list[list[int]]:
+    """Return what each process announces, for each table."""
+    found = [owners.handle.features for owners in several]
+    announced = [[r.announce(), *(f.announce() if f is not None else ())] for r, f in zip(several, found, strict=True)]
+    about = ", ".join(described(owners.handle) for owners in several)
+    told = iter(exchange.agree(point, [number for some in announced for number in some], about).T.tolist())
+    numbers = []
+    for features, some in zip(found, announced, strict=True):
+        number, *rest = [next(told) for _ in some]
+        numbers.append(number)
+        if features is not None:
+            features.arrive(rest)
+    return numbers
+
+
+def _exchange(exchange: Exchange, several: list[Owners], numbers: list[list[int]], point: str) -> None:
+    requests = [owners.requests(told) for owners, told in zip(several, numbers, strict=True)]
+    if any(requests):
+        counts = iter(exchange.agree(point, torch.stack([n for some in requests for n in some], 1)).T.tolist())
+        ids = [r.send_ids([next(counts) for _ in some]) for r, some in zip(several, requests, strict=True)]
+        for owners, parts in _moved(exchange, "ids", several, ids):
+            owners.receive_ids(parts)
+    told_by = dict(zip(several, numbers, strict=True))
+    segments = [owners.send(told_by[owners]) for owners in several]
+    for owners, parts in _moved(exchange, "gradients", several, segments):
+        owners.receive(told_by[owners], parts)
+
+
+def _moved(
+    exchange: Exchange, kind: str, several: list[Owners], segments: list[list[Segment]]
+) -> list[tuple[Owners, list[Tensor]]]:
+    received = iter(exchange.move(kind, [segment for some in segments for segment in some]))
+    return [(owners, [next(received) for _ in some]) for owners, some in zip(several, segments, strict=True)]
+
+
+def described(handle: Any) -> str:
+    """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
+    owners, optimizer = handle.owners, None if handle.state is None else handle.state.optimizer()
+    text = f"{handle} after {owners.steps} steps"
+    if handle.grad is not None:
+        text += " with a gradient"
+    if owners.failures:
+        text += f", {owners.failures} failed backwards"
+    if optimizer is None:
+        return text
+    group: dict[str, Any] = next((g for g in optimizer.param_groups if any(p is handle.param for p in g["params"])), {})
+    group = {k: v.item() if isinstance(v, Tensor) and v.numel() == 1 and v.is_cpu else v for k, v in group.items()}
+    numbers = {k: v for k, v in group.items() if isinstance(v, bool | int | float | str | tuple)}
+    return f"{text} by {type(optimizer).__name__} {numbers}"

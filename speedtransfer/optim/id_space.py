@@ -1,0 +1,104 @@
+"""What an id of a lookup means: the number of a row, or what a vocabulary gives rows to (`optim.vocabulary_ids`)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+
+class IdSpace:
+    """Ids that are the numbers of their rows, for good. What is based on it gives rows to ids that come and go.
+
+    A handle asks it where that makes a difference.
+    """
+
+    # Whether rows can become those of other ids.
+    come_and_go: ClassVar[bool] = False
+    # What gives ids their rows.
+    vocabulary: Any = None
+
+    def padding_row(self, padding_idx: int | None) -> int | None:
+        """Return the row of padding in the whole table, where that of the module is `padding_idx`."""
+        return padding_idx
+
+    def check_written(self, what: str) -> None:
+        """Raise if rows cannot be written by their numbers, in a way that is `what`."""
+
+    def pin(self, rows: Tensor, ids: Tensor | None) -> None:
+        """Let rows in a graph, ``(n, dim)``, be those of their ids until their gradient comes; `ids` (n,), or None: all."""
+
+    def begin_deposit(self, ids: Tensor, grad: Tensor, whole: bool, summed: bool) -> tuple[Tensor, Any]:
+        """Return what is trained of a gradient of the rows `ids` (n,), ``(n, dim)``, and what `end_deposit` has to know.
+
+        Raises
+        ------
+        InvalidValueError
+            A row has become that of another id since the lookup.
+        """
+        return grad, None
+
+    def end_deposit(self, ids: Tensor, noted: Any) -> None:
+        """End a deposit, with what `begin_deposit` has noted."""
+
+    def of_same_ids(self, rows: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of all rows, which a graph has had as `rows`, zero where other ids, or new ones, have them."""
+        return grad
+
+    def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
+        """Return the gradient of the rows `ids` (n,), ``(*, n, dim)``, or of all (None), without what is not trained."""
+        return grad
+
+    def note_late(self) -> None:
+        """Note that the pending gradient may be of rows that were not looked up since the last step."""
+
+    def note_cleared(self) -> None:
+        """Note that there is no pending gradient any more."""
+
+    def late_rows(self) -> Any:
+        """Return what `count_step` has to know from before the step."""
+        return None
+
+    def count_step(self, late: Any) -> None:
+        """Count a step, with what `late_rows` has returned before it."""
+
+    def step_ended(self) -> None:
+        """Do what follows a step of all tables."""
+
+    def fresh_rows(self) -> Tensor | None:
+        """Return the rows, (n,), that have become those of new ids since the last step; None: rows keep their ids."""
+        return None
+
+    def check_dtype(self, dtype: Any) -> None:
+        """Raise unless rows of `dtype` can hold what they begin with."""
+
+    def rows_replaced(self) -> None:
+        """Note that the handle has another table with the same rows."""
+
+    def follow_growth(self, before: Tensor | None) -> None:
+        """Note that the table has grown; `before` were the rows of the pending gradient, (n,)."""
+
+    def forget_state(self) -> None:
+        """Note that the rows are to lose the state of their optimizer."""
+
+    # --- saved state ------------------------------------------------------------------------------------------------------
+
+    def gather(self) -> None:
+        """Let rank 0 know the ids of all processes, for state dicts until `release`. Collective."""
+
+    def release(self) -> None:
+        """Forget what `gather` has gathered."""
+
+    def tell_sizes(self) -> None:
+        """Tell the other processes how many rows this one has by now. Collective."""
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return what a state dict has of the ids."""
+        return {}
+
+    def copy_to(self, handle: Any, memo: dict[int, Any]) -> None:
+        """Give the handle of a copy of the rows ids like these."""
+
+    def pickled(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return what `Handle.__reduce__` is to return, where `made` is that of a handle whose ids are row numbers."""
+        return made

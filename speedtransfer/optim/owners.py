@@ -1,0 +1,150 @@
+"""Who has the rows of a table: this process alone, or several, which a handle asks through its `owners`."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.ranks import Exchange, Partition, Segment
+
+
+class Owners:
+    """This process, which has all rows, alone. What is based on it are several, each seen from one of them.
+
+    Parameters
+    ----------
+    handle : Handle
+    exchange : Exchange, optional
+        To the other processes, where there are any.
+    """
+
+    # Whether no other process trains the table; whether this one has all rows, and may change them by itself.
+    is_alone: ClassVar[bool] = True
+    has_whole: ClassVar[bool] = True
+    # Whether ``weight.grad`` may read as a sparse tensor.
+    shows_sparse: ClassVar[bool] = True
+    # Which rows are whose; None: none is another's.
+    partition: Partition | None = None
+    exchange: Exchange
+
+    def __init__(self, handle: Any, exchange: Exchange | None = None) -> None:
+        self._handle = weakref.ref(handle)
+        # Steps made, and backwards that failed: those of all processes.
+        self.steps = self.failures = 0
+        if exchange is not None:
+            self.exchange = exchange
+            all_owners.append(weakref.ref(self))
+
+    @property
+    def handle(self) -> Any:
+        """The handle of the table."""
+        handle = self._handle()
+        assert handle is not None
+        return handle
+
+    def is_alive(self) -> bool:
+        """Tell whether the table still has these."""
+        handle = self._handle()
+        return handle is not None and handle.owners is self
+
+    # --- gradients --------------------------------------------------------------------------------------------------------
+
+    def is_open(self, at_step: bool = False) -> bool:
+        """Tell whether gradients may have come since the last exchange, on this process or another.
+
+        `at_step`: by hand, and not in a backward.
+        """
+        return False
+
+    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:
+        """Keep the gradient of the rows `ids` (n,), ``(n, dim)``, for the next exchange."""
+
+    def has_left(self) -> bool:
+        """Tell whether this process has a gradient for the next exchange."""
+        return False
+
+    def forget(self) -> None:
+        """Forget the gradients kept since the last exchange: backward has failed, or they were set to None."""
+
+    def announce(self) -> int:
+        """Return a number from which the others see what this process has."""
+        return 0
+
+    def requests(self, numbers: Sequence[int]) -> list[Tensor]:
+        """Return how many ids go to each rank, ``(ranks,)``, for each list of ids that has to be sent before gradients."""
+        return []
+
+    def send_ids(self, counts: Sequence[Sequence[int]]) -> list[Segment]:
+        """Return those ids; `counts` of them come from each rank."""
+        return []
+
+    def receive_ids(self, received: Sequence[Tensor]) -> None:
+        """Take the ids that others have sent."""
+
+    def send(self, numbers: Sequence[int]) -> list[Segment]:
+        """Return the gradients to send, where the ranks have announced `numbers`."""
+        return []
+
+    def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
+        """Deposit the gradients received for the next step."""
+
+    def row_gradient(
+        self, num_rows: int, ids: Tensor, grad: Tensor, changed: Callable[..., None] | None, sparse: bool
+    ) -> RowGradient:
+        """Return the gradient of the weight, of `num_rows` rows, that has those `grad`, ``(n, dim)``, at `ids` (n,)."""
+        return RowGradient(num_rows, ids, grad, changed, sparse)
+
+    def check_gradient(self, grad: Tensor) -> None:
+        """Raise unless `grad` can be assigned to the weight."""
+
+    def before_step(self) -> None:
+        """Make ready for a step of the table, which all processes make."""
+
+    def after_step(self) -> None:
+        """End a step of the table, which all processes have made."""
+
+    # --- rows -------------------------------------------------------------------------------------------------------------
+
+    def share_rows(self) -> None:
+        """Tell the rows, which may be new ones, how they are shared out."""
+
+    def check_whole(self, what: str, remedy: str) -> None:
+        """Raise if the weight is used in a way, `what`, that needs all rows here."""
+
+    def shown(self) -> str:
+        """Return all rows as text."""
+        return repr(self.handle.whole())
+
+    def own_row(self, row: int | None) -> int | None:
+        """Return the number here of a row of the whole table; None: this process does not update it."""
+        return row
+
+    def normal_(self, start: int, stop: int | None) -> None:
+        """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of one process."""
+        self.handle.rows.normal_(start, stop)
+
+    def load(self, values: Tensor, start: int = 0) -> None:
+        """Set rows of the whole table, from `start` on, to `values`, ``(n, dim)``, rounded to nearest."""
+        self.handle.rows.load("weight", values, start)
+
+    def store(self, values: Tensor) -> None:
+        """Set all rows to `values`, ``(num_rows, dim)``."""
+        handle = self.handle
+        handle.table.check_writable()
+        handle.rows.catch_up()
+        handle.table.wait()
+        handle.rows.load("weight", values.detach())
+
+    def begin_copy(self) -> None:
+        """Make ready for a copy of the rows."""
+
+    def copy_to(self, handle: Any) -> None:
+        """Give the handle of a copy of the rows owners like these."""
+
+
+# In the order in which they were made, which is the same on every process. Empty: no table has other processes.
+all_owners: list[weakref.ref[Owners]] = []

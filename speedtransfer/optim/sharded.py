@@ -1,0 +1,310 @@
+"""Tables that several processes own: the table of each has its rows, and the parameter stands for all.
+
+The way of a row: a lookup sends the ids of a batch to the owners of their rows (`optim.shards`), who read them and send them
+back; backward leaves the gradient here (`hold`), and when it has ended each goes to its owner, who adds those of all processes
+in the order of the ranks and deposits the sum as that of one process: optimizers, idle rows and codecs know nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import Tensor
+
+from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, ProcessGroupError, RowIndexError
+from speedtransfer.optim.merge import merged
+from speedtransfer.optim.owners import Owners
+from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.shard_gradient import ShardGradient
+from speedtransfer.optim.shards import KEPT, Asked, Lookup, Route, ShardLookups
+from speedtransfer.ranks import Exchange, Partition, Segment
+from speedtransfer.tables import row_chunks
+
+
+class Sharded(Owners):
+    """The processes that own the rows of a table, each some, as the handle of one sees them.
+
+    Parameters
+    ----------
+    handle : Handle
+        Of the rows of this process, in the order of `partition`.
+    exchange : Exchange
+        To the other owners.
+    partition : Partition
+    comm_dtype : torch.dtype, optional
+        What gradients are sent as.
+    """
+
+    is_alone = has_whole = shows_sparse = False
+    # Whether rows have in each process the numbers that they have in the whole table.
+    is_shared: ClassVar[bool] = False
+    partition: Partition
+
+    def __init__(
+        self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(handle, exchange)
+        self.partition, self.comm_dtype = partition, comm_dtype
+        self.lookups = ShardLookups(handle, exchange, partition, self.is_shared)
+        # By the number of their lookup, gradients for the next exchange.
+        self._left: dict[int, Tensor] = {}
+        # Steps and other changes, which all processes make.
+        self.changes = 0
+        self.share_rows()
+
+    # --- lookups ----------------------------------------------------------------------------------------------------------
+
+    def refuse(self, error: Exception, training: bool) -> None:
+        """Tell the others that this process cannot look its ids up, and raise `error`."""
+        self.lookups.refuse(error, training)
+
+    def look_up(
+        self,
+        ids: Tensor,
+        training: bool,
+        renormalize: Callable[[Tensor, Tensor], None] | None = None,
+        asked: Asked | None = None,
+    ) -> tuple[Tensor, Lookup | None]:
+        """Return the rows `ids` (n,), as `ShardLookups.look_up`."""
+        return self.lookups.look_up(ids, training, renormalize, asked)
+
+    def check_rows(self, rows: Tensor) -> None:
+        """Raise for one of `rows` (n,), within the whole table, that its process does not have."""
+        missing = self.partition.first_missing(rows)
+        if missing is not None:
+            owner = missing % self.partition.ranks
+            raise RowIndexError(
+                f"{self.handle}: row {missing} is one of rank {owner}, which has {self.partition.size(owner)} rows so far; "
+                "pass rows that ids have (vocabulary.rows)"
+            )
+
+    # --- gradients ------------------------------------------------------------------------------------------------------
+
+    def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
+        return any(lookup.is_open for lookup in self.lookups)
+
+    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
+        if lookup is None:
+            raise InvalidTypeError(
+                f"{self.handle} is owned by {self.exchange.ranks} processes and a gradient was given for rows that were not "
+                "looked up; look them up in all processes (emb(ids), emb.activate(ids))"
+            )
+        if lookup not in self.lookups:
+            raise ProcessGroupError(
+                f"a gradient came to rows of {self.handle} that were looked up more than {KEPT} lookups or one step ago, "
+                "which the processes that own them have forgotten; look up again before each step"
+            )
+        lookup.is_open = True
+        grad = grad.detach()
+        before = self._left.get(lookup.number)
+        self._left[lookup.number] = grad if before is None else before + grad
+        self.lookups.release(lookup)
+
+    def has_left(self) -> bool:  # noqa: D102
+        return bool(self._left)
+
+    def forget(self) -> None:  # noqa: D102
+        self._left.clear()
+
+    def announce(self) -> int:  # noqa: D102
+        return self.lookups.announce(self._left)
+
+    def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
+        segments: list[Segment] = []
+        for lookup, has in self.lookups.touched(numbers):
+            route, grad = lookup.route, self._left.get(lookup.number)
+            sends = route.sends if grad is not None else [0] * self.exchange.ranks
+            receives = [count * some for count, some in zip(route.receives, has, strict=True)]
+            if grad is None:
+                grad = torch.empty(
+                    0, self.handle.table.dim, dtype=self.handle.rows.dtype, device=self.handle.table.device
+                )
+                order = torch.empty(0, dtype=torch.int64, device=grad.device)
+            else:
+                order = route.order.to(grad.device)
+            # The mean over processes, as of DistributedDataParallel.
+            values = grad[order].mul_(1 / self.exchange.ranks)
+            segments.extend(Segment(part, sends, receives) for part in self._encoded(values, lookup.number).values())
+        return segments
+
+    def _codec(self) -> Codec | None:
+        """Return what gradients are encoded by, or None."""
+        return (
+            None
+            if self.comm_dtype is None
+            else codec_for(self.handle.table.dim, self.handle.rows.dtype, self.comm_dtype)
+        )
+
+    def _encoded(self, values: Tensor, number: int) -> dict[str, Tensor]:
+        """Encode gradients as `comm_dtype`, rounded stochastically: their mean over steps is that of the gradients."""
+        codec = self._codec()
+        if codec is None:
+            return {"": values}
+        key = write_key(self.handle.rows.seed, number, f"gradient from rank {self.exchange.rank}")
+        return encode_rows(codec, values, Keys(key, torch.arange(len(values), device=values.device)))
+
+    def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:  # noqa: D102
+        parts, handle, codec = iter(received), self.handle, self._codec()
+        names = [""] if codec is None else list(codec.parts)
+        touched = self.lookups.touched(numbers)
+        for lookup, _ in touched:
+            self.lookups.release(lookup, is_answered=True)
+        self._left.clear()
+        found: list[Any] = []
+        for lookup, has in touched:
+            got = {name: next(parts) for name in names}
+            grads = got[""] if codec is None else decode_rows(codec, got)
+            kept, total = _summed(lookup.route, has, grads)
+            read, owned = lookup.read, lookup.route.owned
+            lookup.is_open = False
+            if len(kept) < len(owned):
+                owned = owned[kept]
+                read = None if read is None else {name: values[kept] for name, values in read.items()}
+            rest = {} if read is None else {name: values for name, values in read.items() if name != "weight"}
+            rows = None if read is None else read["weight"]
+            found.append((owned, total, rows, -1 if read is None else lookup.version, rest))
+            # The step updates these rows where they are.
+            lookup.read = None
+        if len(found) > 1 and handle.has_hooks():
+            # They see all of the gradient, once.
+            pair = found[0][:2]
+            for each in found[1:]:
+                pair = merged(handle.table.num_rows, pair, each[:2], handle.table.takes_padding)[:2]
+            found = [(*pair, None, -1, {})]
+        for each in found:
+            handle.deposit(*each, summed=True)
+
+    def row_gradient(  # noqa: D102
+        self, num_rows: int, ids: Tensor, grad: Tensor, changed: Callable[..., None] | None, sparse: bool
+    ) -> RowGradient:
+        return ShardGradient.of(num_rows, ids, grad, changed, self.exchange)
+
+    def check_gradient(self, grad: Tensor) -> None:
+        """Raise unless it was made of that of the weight: the rows of another are those of all."""
+        if not isinstance(grad, ShardGradient):
+            self._refuse(
+                "is assigned a gradient",
+                "change weight.grad in place, or give gradients of rows: activate(ids).add_grad",
+            )
+
+    def before_step(self) -> None:  # noqa: D102
+        self.lookups.before_step()
+
+    def after_step(self) -> None:  # noqa: D102
+        self.changes += 1
+        # Rows may go to other ids now, so that no second gradient can come for them.
+        self.lookups.after_step(forget_answered=self.handle.id_space.come_and_go)
+
+    # --- all rows ---------------------------------------------------------------------------------------------------------
+
+    def share_rows(self) -> None:  # noqa: D102
+        partition, first = self.partition, self.partition.start(self.exchange.rank)
+        # Rounding draws by row: by the number that it has in every process.
+        self.handle.rows.name_rows = lambda ids: partition.ids(ids + first)
+
+    def own_row(self, row: int | None) -> int | None:  # noqa: D102
+        local = None if row is None else self.owned(torch.tensor([row], device="cpu"))[1].tolist()
+        return local[0] if local else None
+
+    def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where among `ids` (n,) those that this process updates are, and their rows in the table here."""
+        rank = self.exchange.rank
+        local = self.partition.places(ids) - self.partition.start(rank)
+        at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
+        return at, local[at]
+
+    def own_rows(self, start: int, stop: int) -> Tensor:
+        """Return some of the rows of the table here that this process updates: all are, and are numbered from 0."""
+        return torch.arange(start, stop, device="cpu")
+
+    @torch.no_grad()
+    def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:
+        """Have `function` fill the rows from `start` to `stop` of the whole table, and keep those of this process.
+
+        Every process draws the numbers of all, so that they are those of one process with the same seed.
+        """
+        rows, dim = self._writable_rows("drawn anew"), self.handle.table.dim
+        stop, dtype = self.partition.num_rows if stop is None else stop, rows.dtype
+        for part in row_chunks(stop - start, dim * dtype.itemsize):
+            values = torch.empty(part.stop - part.start, dim, dtype=dtype, device="cpu")
+            function(values)
+            self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values)
+
+    @torch.no_grad()
+    def change(self, function: Callable[[Tensor], object]) -> None:
+        """Have `function` change every value in place, each by itself."""
+        rows, table = self._writable_rows("changed as a whole"), self.handle.table
+        self.changes += 1
+        size = self.partition.size(self.exchange.rank)
+        for part in row_chunks(size, table.dim * rows.dtype.itemsize):
+            ids = self.own_rows(part.start, part.stop)
+            values = rows.read(ids.to(table.device))["weight"]
+            function(values)
+            rows.put("weight", ids, values)
+
+    def _writable_rows(self, what: str) -> Any:
+        self.handle.id_space.check_written(what)
+        self.handle.rows.catch_up()
+        return self.handle.rows
+
+    def _keep(self, ids: Tensor, values: Tensor) -> None:
+        self.changes += 1
+        at, local = self.owned(ids.cpu())
+        self.handle.rows.put("weight", local, values[at.to(values.device)])
+
+    def normal_(self, start: int = 0, stop: int | None = None) -> None:  # noqa: D102
+        self.draw(lambda values: values.normal_(), start, stop)
+
+    @torch.no_grad()
+    def load(self, values: Tensor, start: int = 0) -> None:  # noqa: D102
+        self.handle.rows.catch_up()
+        for part in row_chunks(len(values), values[:1].nbytes):
+            self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values[part])
+
+    def store(self, values: Tensor) -> None:  # noqa: D102
+        shape = self.partition.num_rows, self.handle.table.dim
+        if tuple(values.shape) != shape:
+            raise InvalidValueError(
+                f"{self.handle} is {shape} but the values given are {tuple(values.shape)}; pass all rows of the table, to "
+                "every process"
+            )
+        self.load(values.detach())
+
+    def check_whole(self, what: str, remedy: str) -> None:  # noqa: D102
+        self._refuse(what, remedy)
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise InvalidValueError(
+            f"{self.handle} {what}, but its rows are owned by {self.exchange.ranks} processes; {remedy}"
+        )
+
+    def shown(self) -> str:  # noqa: D102
+        size = f"{self.partition.num_rows} x {self.handle.table.dim} {self.handle.rows.dtype}"
+        return f"rows of rank {self.exchange.rank} of {self.exchange.ranks}, of {size}"
+
+    def begin_copy(self) -> None:  # noqa: D102
+        self.handle.rows.catch_up()
+
+    def copy_to(self, handle: Any) -> None:  # noqa: D102
+        handle.owners = type(self)(handle, self.exchange, self.partition.copy(), self.comm_dtype)
+
+
+def _summed(route: Route, has: Sequence[int], grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of `route.owned` have a gradient, and its sums, added in the order of the ranks: always the same bits."""
+    total = grads.new_zeros(len(route.owned), grads.shape[1])
+    touched = torch.zeros(len(route.owned), dtype=torch.bool, device=grads.device)
+    start = begin = 0
+    for count, some in zip(route.receives, has, strict=True):
+        if some:
+            rows = route.inverse[start : start + count]
+            total.index_add_(0, rows, grads[begin : begin + count])
+            touched[rows] = True
+            begin += count
+        start += count
+    if all(has):
+        return torch.arange(len(total), device=grads.device), total
+    kept = touched.nonzero().flatten()
+    return kept, total[kept]

@@ -1,0 +1,363 @@
+"""Ids that come and go: a vocabulary says which row each has, and no pending gradient may reach the row of another id."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.optim.id_owners import IdOwners, RankIdOwners
+from speedtransfer.optim.id_space import IdSpace
+from speedtransfer.rows import LAST_STEP, Rows
+from speedtransfer.tables import loading
+from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, NotedIds, Vocabulary
+
+
+class _Noted(NamedTuple):
+    """Before a deposit: the rows of the pending gradient, (n,); ids that were not admitted; whether rows may be late."""
+
+    ids: Tensor | None
+    missed: int
+    late: bool
+
+
+class VocabularyIds(IdSpace):
+    """The ids of a table whose rows a vocabulary gives to them.
+
+    The parameter has the shape of the table, in the order of rows. It reads as a whole; to write it as a whole raises, except
+    for what fills it with initial values. The table begins with reserved rows, which no id has; of several processes those of
+    rank 0 are the ones that are read, whoever has the id.
+
+    Parameters
+    ----------
+    handle : Handle
+        Whose ids these become.
+    vocabulary : Vocabulary
+        One that no other table has; of several processes it knows the ids of this one.
+    padding_idx : int, optional
+        The id of padding.
+    """
+
+    come_and_go = True
+    vocabulary: Vocabulary
+
+    def __init__(self, handle: Any, vocabulary: Vocabulary, padding_idx: int | None = None) -> None:
+        self._handle = weakref.ref(handle)
+        # Rows in graphs whose gradient has not come, by the id() of the tensor of their ids, which is kept here, or of all.
+        self._held: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        # Ids that lookups of the pending gradient could not admit; whether it was warned of such.
+        self._num_missed, self._has_warned = 0, False
+        # Whether the pending gradient may be of rows that were not looked up since the last step.
+        self._late = False
+        vocabulary.bind(self, padding_idx)
+        self.vocabulary = vocabulary
+        self.owners = (IdOwners if handle.owners.is_alone else RankIdOwners)(handle, vocabulary)
+        handle.id_space = self
+        handle.set_padding(padding_idx)
+
+    @property
+    def handle(self) -> Any:
+        """The handle of the table."""
+        handle = self._handle()
+        assert handle is not None
+        return handle
+
+    def __str__(self) -> str:
+        return str(self.handle)
+
+    def padding_row(self, padding_idx: int | None) -> int | None:  # noqa: D102
+        return None if padding_idx is None else PADDING_ROW * self.owners.processes
+
+    @property
+    def unseen_row(self) -> int:
+        """The row in the whole table that unseen ids read."""
+        return UNSEEN_ROW * self.owners.processes
+
+    # --- what the vocabulary asks (`vocabulary.owned.Owner`) ---------------------------------------------------------------
+
+    @property
+    def rows(self) -> Rows:
+        """The rows of this process."""
+        rows: Rows = self.handle.rows
+        return rows
+
+    def grow(self, num_rows: int) -> None:
+        """Give the table more rows."""
+        self.handle.grow(num_rows)
+
+    def rows_in_use(self) -> np.ndarray | None:
+        """Return the rows of which a gradient may come or is pending, (n,), some perhaps twice; None: of all."""
+        handle = self.handle
+        held = [ids for rows, ids in self._held.values() if rows() is not None]
+        if any(ids is None for ids in held) or (handle.used_whole and handle.grad is not None):
+            return None
+        arriving = [ids for ids, _ in handle._arriving.values()]
+        # One that zero_grad(set_to_none=False) has made zero is that of no batch.
+        pending = [] if handle.ids is None or handle.is_cleared() else [handle.ids]
+        parts = [self._on_host(ids) for ids in (*held, *self.owners.rows_asked(), *arriving, *pending)]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
+
+    def rows_released(self, rows: np.ndarray) -> None:
+        """Leave `rows` (n,), which no id has any more, out of a gradient that is zero."""
+        handle = self.handle
+        if handle.ids is None or handle.grad is None or handle._assigned is not None:
+            return
+        if not np.isin(self._on_host(handle.ids), rows).any():
+            return
+        stay = torch.from_numpy(~np.isin(handle.ids.cpu().numpy(), rows)).to(handle.ids.device)
+        if not bool(stay.all()):
+            handle._set_gradient(handle.ids[stay], handle.grad[stay])
+            # It is still one that the next backward replaces.
+            handle._grad_version = -1
+
+    def rows_changed(self, rows: np.ndarray) -> None:
+        """Forget a pending gradient of one of `rows` (n,), which have other ids now, or none."""
+        handle = self.handle
+        if handle.ids is not None and np.isin(self._on_host(handle.ids), rows).any():
+            handle.clear()
+
+    # --- lookups ----------------------------------------------------------------------------------------------------------
+
+    def pin(self, rows: Tensor, ids: Tensor | None) -> None:
+        """Let rows in a graph, ``(n, dim)``, be those of their ids until their gradient comes; `ids` (n,), or None: all."""
+        if self.owners.holds_lookups:
+            if ids is not None:
+                self.owners.hold(rows)
+            return
+        key = rows if ids is None else ids
+        self.date(key)
+        self._held = {key: entry for key, entry in self._held.items() if entry[0]() is not None}
+        self._held[id(key)] = weakref.ref(rows), ids
+
+    def date(self, tensor: Tensor) -> None:
+        """Note on the rows of a lookup, (n,), or on a leaf over all rows, which ids the rows have now."""
+        if self.owners.holds_lookups:
+            # The lookup is known by its number, and for how long a gradient may come for it.
+            return
+        tensor._dated = self.vocabulary.generation, self.handle.num_rows  # type: ignore[attr-defined]
+        tensor._clock = self.vocabulary.clock  # type: ignore[attr-defined]
+
+    def know(self, ids: Tensor, noted: NotedIds | None) -> None:
+        """Let the host know the rows `ids` of a lookup by the ids looked up, so that it need not wait for the device."""
+        if ids.is_cuda and noted is not None and not self.owners.holds_lookups:
+            ids._noted = (noted,)  # type: ignore[attr-defined]
+
+    def _on_host(self, ids: Tensor) -> np.ndarray:
+        """Return rows on the host, (n,), some perhaps twice; without padding."""
+        noted = getattr(ids, "_noted", None)
+        parts = [ids.cpu().numpy()] if noted is None else [self.vocabulary.noted_rows(part) for part in noted]
+        rows = np.concatenate(parts)
+        return rows[(rows >= 0) & (rows < self.handle.table.num_rows)]
+
+    # --- gradients --------------------------------------------------------------------------------------------------------
+
+    def begin_deposit(self, ids: Tensor, grad: Tensor, whole: bool, summed: bool) -> tuple[Tensor, _Noted]:  # noqa: D102
+        handle = self.handle
+        self._held.pop(id(ids), None)
+        # `of_same_ids` has left out rows that have changed.
+        if not whole:
+            self._check_lookup(ids)
+        # Ids that were not admitted are counted where they were looked up.
+        goes_on = summed or handle.grad is not None or handle.owners.has_left()
+        late = self.vocabulary.by_time or getattr(ids, "_clock", None) != self.vocabulary.clock
+        return self.own_gradient(ids, grad), _Noted(handle.ids, self._num_missed if goes_on else 0, late)
+
+    def end_deposit(self, ids: Tensor, noted: _Noted) -> None:  # noqa: D102
+        self._num_missed = noted.missed + getattr(ids, "_num_missed", 0)
+        self._late = self._late or noted.late
+        self._join_noted(noted.ids, ids)
+
+    def _check_lookup(self, ids: Tensor) -> None:
+        """Raise if a row of a lookup, (n,), is that of another id by now, or if it is not known when the lookup was."""
+        if self.owners.holds_lookups:
+            return
+        dated = getattr(ids, "_dated", None)
+        if dated is None:
+            raise InvalidValueError(
+                f"{self}: a gradient comes for rows whose lookup is not known, so that they may be those of other ids by now; "
+                "look the ids up again"
+            )
+        generation, num_rows = dated
+        if generation != self.vocabulary.generation:
+            rows = self._on_host(ids)
+            if self.vocabulary.have_changed(rows[rows < num_rows], generation):
+                raise InvalidValueError(
+                    f"{self}: a gradient comes for rows of ids that were taken off since their lookup (a second backward "
+                    "after a step, or activate() without gradients); look the ids up again"
+                )
+
+    def _join_noted(self, *parts: Tensor | None) -> None:
+        """Let the host know the rows of the pending gradient if it knows those that it was made of."""
+        noted = [getattr(ids, "_noted", None) for ids in parts if ids is not None]
+        pending = self.handle.ids
+        if pending is not None and not any(pending is ids for ids in parts) and None not in noted:
+            pending._noted = tuple(one for part in noted for one in part or ())
+
+    def of_same_ids(self, rows: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of all rows, which a graph has had as `rows`, zero where other ids, or new ones, have them."""
+        self._held.pop(id(rows), None)
+        generation, _ = rows._dated  # type: ignore[attr-defined]
+        others = self.vocabulary.changed_rows(generation)
+        others = others[others < len(grad)]
+        if len(others):
+            grad = grad.clone()
+            grad[torch.from_numpy(others).to(grad.device)] = 0
+        return grad
+
+    def note_late(self) -> None:  # noqa: D102
+        self._late = True
+
+    def note_cleared(self) -> None:
+        """Note that there is no pending gradient any more."""
+        self._late = False
+
+    def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
+        """Return a gradient, ``(*, n, dim)``, that is zero for the row of unseen ids, unless that is trained."""
+        return grad if self.vocabulary.unseen == "row" else _without(grad, ids, UNSEEN_ROW)
+
+    # --- steps ------------------------------------------------------------------------------------------------------------
+
+    def late_rows(self) -> np.ndarray | None:
+        """Return the rows of the pending gradient, (n,), if some may not have been looked up since the last step."""
+        ids = self.handle.ids
+        # Several processes tell no changes.
+        return self._on_host(ids) if self._late and ids is not None and self.owners.processes == 1 else None
+
+    def count_step(self, late: np.ndarray | None) -> None:
+        """Count a step, with what `late_rows` has returned before it."""
+        # A gradient that is not cleared is that of later steps too.
+        self._late = True
+        self.vocabulary.count_step(late)
+
+    def step_ended(self) -> None:
+        """Let the vocabulary admit ids that are deferred, and take rows from those that have to go."""
+        missed, self._num_missed = self._num_missed, 0
+        if missed and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a step of {self} follows lookups of {missed} ids without rows, which did not admit them, and does not train "
+                "them: the module was in evaluation mode, or activate() was called without gradients; call module.train() "
+                "before such lookups, with gradients enabled",
+                stacklevel=2,
+            )
+        self.vocabulary.settle()
+        self.vocabulary.evict_after_step()
+
+    def fresh_rows(self) -> Tensor | None:
+        """Return the rows (n,) that ids got, or lost, since the last step."""
+        return torch.from_numpy(self.vocabulary.changed_rows(self.vocabulary.generation_of_step))
+
+    # --- saved state --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def load_saved(
+        self, state: Mapping[str, Tensor], num_saved: int, values: Tensor | None, plan: LoadPlan | None = None
+    ) -> None:
+        """Go on with the ids of a saved table, in the rows that `Vocabulary.plan_load` finds, and with their weights.
+
+        Parameters
+        ----------
+        state : mapping of str to Tensor
+            That of its vocabulary; empty: it had none.
+        num_saved : int
+            Its rows.
+        values : Tensor, optional
+            ``(num_saved, dim)``. None: they will be written later, by `Rows.placement`.
+        plan : LoadPlan, optional
+            What `Vocabulary.plan_load` returned before. It is made anew where it was for another state.
+        """
+        handle = self.handle
+        handle.recover()
+        with handle.rows.lock:
+            if plan is None or not plan.is_for(state, num_saved):
+                plan = self.vocabulary.plan_load(state, num_saved)
+            with loading({handle.table: str(self)}, "load_state_dict") as changes:
+                changes.append(True)
+                self.vocabulary.load(plan)
+                if values is not None:
+                    handle.table.wait()
+                    handle.rows.place("weight", values.detach(), plan.placement)
+
+    def gather(self) -> None:  # noqa: D102
+        self.owners.gather()
+
+    def release(self) -> None:  # noqa: D102
+        self.owners.release()
+
+    def tell_sizes(self) -> None:  # noqa: D102
+        self.owners.tell_sizes()
+
+    def saved(self) -> dict[str, Tensor]:
+        """Return the state of the vocabulary; in rank 0, that of all processes if it was gathered."""
+        return self.owners.saved()
+
+    # --- changes of the table ---------------------------------------------------------------------------------------------
+
+    def forget_state(self) -> None:  # noqa: D102
+        if LAST_STEP in self.handle.table.planes:
+            self.vocabulary.all_rows_changed()
+
+    def follow_growth(self, before: Tensor | None) -> None:  # noqa: D102
+        self._join_noted(before)
+        self.vocabulary.follow()
+
+    def check_dtype(self, dtype: Any) -> None:  # noqa: D102
+        self.vocabulary.check_dtype(dtype)
+
+    def rows_replaced(self) -> None:  # noqa: D102
+        self.vocabulary.follow()
+        self.vocabulary.all_rows_changed()
+
+    def fill(self, initial: Any) -> None:
+        """Set what rows begin with, and the rows of all known ids to that."""
+        self.vocabulary.set_initial(initial)
+
+    def check_written(self, what: str) -> None:
+        """Raise: rows are in no order that others know."""
+        raise InvalidTypeError(
+            f"{self} has a vocabulary and rows in the order in which ids came, and cannot be {what}; use "
+            "vocabulary.update(ids, rows), and for first values Vocabulary(initial=...) or torch.nn.init.normal_, uniform_, "
+            "constant_"
+        )
+
+    # --- copies -----------------------------------------------------------------------------------------------------------
+
+    def copy_to(self, handle: Any, memo: dict[int, Any]) -> None:  # noqa: D102
+        made = copy.deepcopy(self.vocabulary, memo)
+        VocabularyIds(handle, made, self.vocabulary.padding_idx)
+        made.load_state_dict(self.vocabulary.state_dict())
+
+    def pickled(self, made: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: D102
+        # `unpickle_with_ids` gets the arguments of the function that makes an ordinary handle.
+        _, arguments, of_module = made
+        state = {name: value.clone() for name, value in self.vocabulary.state_dict().items()}
+        return unpickle_with_ids, (arguments, self.vocabulary, self.vocabulary.padding_idx, state), of_module
+
+
+def unpickle_with_ids(
+    arguments: tuple[Any, ...], vocabulary: Vocabulary, padding_idx: int | None, state: dict[str, Tensor]
+) -> Any:
+    """Return the handle that `VocabularyIds.pickled` was called for."""
+    from speedtransfer.optim.handle import _unpickle
+
+    handle = _unpickle(*arguments)
+    VocabularyIds(handle, vocabulary, padding_idx)
+    vocabulary.load_state_dict(state)
+    return handle
+
+
+def _without(grad: Tensor, ids: Tensor | None, row: int) -> Tensor:
+    """Return a gradient, ``(*, n, dim)``, that is zero at `row`: the first of `ids` (n,), if it is there; None: all rows."""
+    if not grad.shape[-2] or (ids is not None and not ids.is_cuda and int(ids[0]) != row):
+        return grad
+    first = torch.zeros_like(grad[..., :1, :])
+    if ids is not None and ids.is_cuda:
+        first = torch.where(ids[:1, None] == row, first, grad[..., :1, :])
+    return torch.cat([first, grad[..., 1:, :]], dim=-2)
