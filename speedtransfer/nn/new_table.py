@@ -1,24 +1,22 @@
-"""Make the table of a module and its handle."""
+"""Make the table of a module and its handle: alone, or in agreement with the other processes that own its rows."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from speedtransfer.dtypes import FLOAT8_DTYPES
-from speedtransfer.encoding import check_dtypes
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, ProcessGroupError
 from speedtransfer.nn.given_table import handle_of_table
-from speedtransfer.nn.new_shard import make_shard
-from speedtransfer.nn.new_vocabulary import make_vocabulary_handle
-from speedtransfer.nn.new_vocabulary_shard import make_vocabulary_shard
+from speedtransfer.nn.new_rows import NewRows
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary
 from speedtransfer.nn.patches import install
 from speedtransfer.once import once
-from speedtransfer.optim import Handle, Rows
+from speedtransfer.optim import Handle, Rows, Sharded, SharedOwners, VocabularyIds
+from speedtransfer.ranks import Exchange, Interleaved, Partition, as_int64, exchange_of
 from speedtransfer.tables import Table
 
 
@@ -33,8 +31,27 @@ def make_handle(
 ) -> Handle:
     """Make a table of `shape` and its handle: with the values of `weight`, ``(num_rows, dim)``, or zeros.
 
-    `options` are complete; `dtype` is that of `weight`, if it is a tensor; of a table it is what lookups give, if not None.
-    `padding_idx` is that of the module, for a vocabulary.
+    With `process_group` the table of each process has the rows that it owns, and all must call this. With a vocabulary
+    `weight` has the rows of the ids from 0 on.
+
+    Parameters
+    ----------
+    weight : Tensor or Table, optional
+        The same in all processes.
+    shape : tuple of int
+    device : torch.device
+    dtype : torch.dtype, optional
+        That of `weight`, if it is a tensor; of a table what lookups give, if not None.
+    requires_grad : bool
+    options : TableOptions
+        Complete.
+    padding_idx : int, optional
+        That of the module.
+
+    Raises
+    ------
+    ProcessGroupError
+        The processes do not make the same table, or one of them could not.
     """
     _follow_names()
     install()
@@ -47,30 +64,78 @@ def make_handle(
         refuse_vocabulary(options, "a table that exists", "pass a tensor of the rows of the ids from 0 on")
         return handle_of_table(weight, dtype, requires_grad, options)
     assert dtype is not None
-    if options["vocabulary"] is not None and options["process_group"] is not None:
-        return make_vocabulary_shard(weight, shape, device, dtype, requires_grad, options, padding_idx)
-    if options["vocabulary"] is not None:
-        return make_vocabulary_handle(weight, shape, device, dtype, requires_grad, options, padding_idx)
     storage_dtype = options["storage_dtype"]
     if weight is not None and storage_dtype is not None and weight.is_floating_point():
         # Rows stored in another dtype are computed in float32, whatever `weight` is.
         dtype = torch.float32
-    if options["process_group"] is not None:
-        return make_shard(weight, shape, device, dtype, requires_grad, options)
-    check_dtypes(dtype, storage_dtype, options["state_dtype"], options["scale_block"])
-    stored = dtype if storage_dtype is None else storage_dtype
-    about: Any = options
-    place = {name: about[name] for name in ("memory", "path", "layout", "cache_rows", "cache_counts")}
+    exchange = None if options["process_group"] is None else exchange_of(options["process_group"])
+    new = NewRows(weight, shape, device, dtype, options, padding_idx, exchange)
+    if exchange is not None:
+        return _made_in_all(new, exchange, requires_grad)
+    new.check()
     # Codes of float8 would change their meaning with their scales.
-    in_place = weight is not None and weight.dtype == stored and storage_dtype not in FLOAT8_DTYPES
-    if weight is not None and in_place:
-        table = Table.from_array(weight, device=device, copy=False, **place)
-    else:
-        table = Table(shape[0], shape[1], stored, device=device, **place)
-    rows = Rows(table, storage_dtype, options["state_dtype"], options["scale_block"])
-    if weight is not None and not in_place:
+    in_place = weight is not None and weight.dtype == new.stored and storage_dtype not in FLOAT8_DTYPES
+    in_place = in_place and options["vocabulary"] is None
+    rows = new.over(weight) if weight is not None and in_place else new.make()
+    handle = Handle(rows.table, requires_grad, options["idle"], rows)
+    if options["vocabulary"] is not None:
+        VocabularyIds(handle, options["vocabulary"], padding_idx)
+        if weight is not None:
+            options["vocabulary"].adopt(weight)
+    elif weight is not None and not in_place:
         rows.load("weight", weight)
-    return Handle(table, requires_grad, options["idle"], rows)
+    return handle
+
+
+def _made_in_all(new: NewRows, exchange: Exchange, requires_grad: bool) -> Handle:
+    options, vocabulary, weight = new.options, new.options["vocabulary"], new.weight
+    rows = _in_all(exchange, new.check, new.make)
+    # The seeds of processes may differ: those of rank 0 are used.
+    seeds = [rows.seed] if vocabulary is None else [rows.seed, vocabulary.seed]
+    seeds = exchange.agree("makes a table", [as_int64(seed) for seed in seeds])[0].tolist()
+    rows.load_state_dict({"seed": seeds[0]})
+    handle = Handle(rows.table, requires_grad, options["idle"], rows)
+    kind = SharedOwners if options["memory"] == "shared" else Sharded
+    if vocabulary is None:
+        handle.owners = kind(handle, exchange, Partition(new.shape[0], exchange.ranks), options["comm_dtype"])
+        if weight is not None:
+            handle.load(weight)
+        return handle
+    vocabulary.seed = seeds[1]
+    partition = Interleaved([rows.table.num_rows] * exchange.ranks)
+    handle.owners = kind(handle, exchange, partition, options["comm_dtype"])
+    VocabularyIds(handle, vocabulary, new.padding_idx)
+    if weight is not None:
+        vocabulary.adopt(weight, exchange.rank, exchange.ranks)
+    return handle
+
+
+def _in_all(exchange: Exchange, check: Callable[[], str], make: Callable[[], Rows]) -> Rows:
+    """Return ``make()`` after ``check()``, which returns what must be the same in all processes. Collective.
+
+    Raises
+    ------
+    ProcessGroupError
+        It is not the same, or another process has raised.
+    """
+    rows: Rows | None = None
+    error: Exception | None = None
+    about = ""
+    # Checked before there is memory, which processes of one host make together.
+    for is_checked in (False, True):
+        try:
+            if is_checked:
+                rows = make()
+            else:
+                about = check()
+        except ProcessGroupError:
+            # Raised in all.
+            raise
+        except Exception as raised:
+            error = raised
+        exchange.agree_on_error("makes a table", error, about)
+    assert rows is not None
+    return rows
 
 
 @once

@@ -8,7 +8,7 @@ in the order of the ranks and deposits the sum as that of one process: optimizer
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -185,7 +185,7 @@ class Sharded(Owners):
     def check_gradient(self, grad: Tensor) -> None:
         """Raise unless it was made of that of the weight: the rows of another are those of all."""
         if not isinstance(grad, ShardGradient):
-            self._refuse(
+            self.check_whole(
                 "is assigned a gradient",
                 "change weight.grad in place, or give gradients of rows: activate(ids).add_grad",
             )
@@ -274,9 +274,6 @@ class Sharded(Owners):
         self.load(values.detach())
 
     def check_whole(self, what: str, remedy: str) -> None:  # noqa: D102
-        self._refuse(what, remedy)
-
-    def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise InvalidValueError(
             f"{self.handle} {what}, but its rows are owned by {self.exchange.ranks} processes; {remedy}"
         )

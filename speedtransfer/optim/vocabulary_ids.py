@@ -73,7 +73,7 @@ class VocabularyIds(IdSpace):
         return str(self.handle)
 
     def padding_row(self, padding_idx: int | None) -> int | None:  # noqa: D102
-        return None if padding_idx is None else PADDING_ROW * self.owners.processes
+        return None if self.vocabulary.padding_idx is None else PADDING_ROW * self.owners.processes
 
     @property
     def unseen_row(self) -> int:

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -581,6 +582,9 @@ def test_kinds_of_errors(kind):
     # A TypeError would become False in `==`, and another message in operators.
     from speedtransfer.optim import shard_gradient, sharded
 
-    for module in (shard_gradient, sharded):
-        assert not hasattr(module, "InvalidTypeError")
+    assert not hasattr(shard_gradient, "InvalidTypeError")
+    with pytest.raises(InvalidValueError):
+        sharded.Sharded.check_whole(
+            SimpleNamespace(handle="w", exchange=SimpleNamespace(ranks=2)), "is used", "use another"
+        )
     assert not issubclass(InvalidValueError, TypeError)

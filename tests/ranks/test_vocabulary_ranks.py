@@ -13,8 +13,8 @@ from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.nn.new_vocabulary_shard import share_of
 from speedtransfer.vocabulary import owners_of
+from speedtransfer.vocabulary.capacity import share_of
 
 DIM, PADDING = 4, -7
 
