@@ -169,7 +169,7 @@ def _activate_shards(
     device = handle.table.device
     ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
     if ticket is not None:
-        taken = ticket.take(padding_idx)  # type: ignore[attr-defined]
+        taken = ticket.take(padding_idx)
         if taken is not None:
             groups, rows, read = taken
             lookup = owners.lookups.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]

@@ -121,11 +121,11 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
     groups: dict[Exchange, tuple[list[Any], list[ShardTicket]]] = {}
     errors: dict[Exchange, Exception] = {}
     for module, ids in pairs:
-        handle: Any = module._handle if module._has_rows() else None
-        together = handle is not None and not handle.owners.has_whole and not handle.id_space.come_and_go
-        if not together or handle.rows.own is not None or module.max_norm is not None:
+        together = module._has_rows() and module._is_read_together()
+        if not together:
             tickets.append(module.prefetch(ids))
             continue
+        handle: Handle = module._handle
         exchange = handle.owners.exchange
         handles, some = groups.setdefault(exchange, ([], []))
         handles.append(handle)

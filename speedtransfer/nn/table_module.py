@@ -173,8 +173,10 @@ class TableModule(VocabularyModule):
         that were written since are read again. A ticket serves one lookup; another that gets it reads by itself.
 
         On a CUDA device the rows cross the bus on a stream of their own. Ids on the device are found again if they are the
-        same tensor, or a view like it; copies of them are not, as the host would have to wait to compare values. Rows of
-        ``memory="device"`` are not read ahead.
+        same tensor, or a view like it; copies of them are not, as the host would have to wait to compare values.
+
+        The ticket has ids alone where rows are not read ahead: those of ``memory="device"`` and ``"shared"``, and of several
+        processes those of a vocabulary or with `max_norm`.
 
         Parameters
         ----------
@@ -188,24 +190,19 @@ class TableModule(VocabularyModule):
         """
         if not self._has_rows():
             raise self._without_rows("leave prefetch out")
-        if not self._handle.owners.has_whole:
-            if self._handle.rows.own is not None:
-                raise InvalidTypeError(
-                    f"{self._handle} has memory='shared', whose rows other processes write unseen, so none are read ahead; "
-                    "leave prefetch out"
-                )
-            if self._handle.id_space.come_and_go:
-                raise InvalidTypeError(
-                    f"{self._handle} has a vocabulary and several processes, and which rows its ids have is known when they "
-                    "are looked up; leave prefetch out"
-                )
-            if self.max_norm is not None:
-                raise InvalidTypeError(f"{self._handle} has max_norm and several processes; leave prefetch out")
+        if self._is_read_together():
             return read_ahead_of([(self, ids)])[0]
         training = torch.is_grad_enabled() and self._handle.requires_grad
         if isinstance(self._handle.id_space, VocabularyIds):
             return VocabularyTicket(self._handle.id_space, ids, training)
         return Ticket(self._handle, self._row_ids(ids), self.padding_idx, training)
+
+    def _is_read_together(self) -> bool:
+        """Tell whether the rows of several processes are read ahead, in all of them, and not when they are looked up."""
+        handle = self._handle
+        return not (
+            handle.owners.has_whole or handle.rows.own or handle.id_space.come_and_go or self.max_norm is not None
+        )
 
     def _row_ids(self, ids: Any) -> Any:
         """Return the numbers in the table of the rows that `ids`, given as to the module, name."""

@@ -44,6 +44,8 @@ class Ticket:
         if table.device.type == "cuda":
             check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
         self._note(handle, flat, ids, padding_idx)
+        if not handle.owners.has_whole:
+            return  # other processes write rows, or have them
         if table.device.type == "cuda" and table.memory == "device":
             return  # nothing has to cross the bus
         if table._place.turns is not None:
@@ -127,6 +129,11 @@ class Ticket:
             flat = ids.detach().reshape(-1).to(torch.int64)
             self._rows.table.check(torch.where(flat == self.ids, flat, CHANGED_ID))
         return ahead
+
+    def take(self, padding_idx: int | None) -> Any:
+        """Return what several processes have read for it, for the first who asks: nothing, unless it is a `ShardTicket`."""
+        self.forget()
+        return None
 
     def forget(self) -> None:
         """Let no lookup find it any more."""

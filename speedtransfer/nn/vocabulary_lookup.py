@@ -15,7 +15,7 @@ from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.ahead import Ahead
 from speedtransfer.nn.ticket import Ticket, begin_to_wait, open_tickets, place_of
-from speedtransfer.optim import VocabularyIds
+from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.tables import UniqueRows, is_padded, padded_unique, unique_rows
 from speedtransfer.vocabulary import UNSEEN_ROW, NotedIds, as_ids
 
@@ -234,6 +234,10 @@ class VocabularyTicket(Ticket):
         flat, on_device = self.source.reshape(-1), self.source.is_cuda
         self._place_of_ids, self._generation = place_of(ids), vocabulary.generation
         self.noted = NotedIds(flat) if on_device else None
+        if id_space.owners.processes > 1:
+            # Their owners find them, when all look up.
+            self._wait_for_lookup(handle, flat, ids)
+            return
         if not (on_device and handle.table.takes_padding):
             rows = vocabulary.rows(self.source)
             super().__init__(handle, rows.masked_fill_(rows < 0, UNSEEN_ROW), padding_idx, training)
@@ -242,9 +246,13 @@ class VocabularyTicket(Ticket):
         if found is not None:
             super().__init__(handle, found.view(self.source.shape), padding_idx, training)
             return
-        # The host is to map them, once they are there: rows are not read ahead.
+        # The host is to map them, once they are there.
+        self._wait_for_lookup(handle, flat, ids)
+
+    def _wait_for_lookup(self, handle: Handle, flat: Tensor, ids: Any) -> None:
+        """Read no rows ahead."""
         self.shape = tuple(self.source.shape)
-        self._note(handle, flat, ids, padding_idx)
+        self._note(handle, flat, ids, handle.padding_idx)
         begin_to_wait(self)
 
     def is_at(self, ids: Tensor) -> bool:

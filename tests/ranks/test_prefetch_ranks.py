@@ -16,7 +16,10 @@ class Net(nn.Module):
     def __init__(self, **options) -> None:
         super().__init__()
         group = dist.group.WORLD
-        self.tables = nn.ModuleList([st.Embedding(n, 4, process_group=group, **options) for n in SIZES])
+        known = options.pop("vocabulary", False)
+        each = [{"vocabulary": st.Vocabulary(seed=n)} if known else {} for n in SIZES]
+        made = [st.Embedding(n, 4, process_group=group, **options, **e) for n, e in zip(SIZES, each, strict=True)]
+        self.tables = nn.ModuleList(made)
         self.out = nn.Linear(4, 1)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -45,10 +48,16 @@ def trained(ahead: bool, depth: int, options: dict, evaluate: bool = False) -> d
             with torch.no_grad():
                 net.tables[0](torch.arange(9))
     calls = traffic.calls - before
-    rows = [table.table.gather(torch.arange(n)) for table, n in zip(net.tables, SIZES, strict=True)]
+    with torch.no_grad():
+        rows = [table.eval()(torch.arange(n)) for table, n in zip(net.tables, SIZES, strict=True)]
     return {"rows": rows, "calls": calls}
 
 
+ALONE = {
+    "shared": {"memory": "shared"},
+    "max_norm": {"max_norm": 0.5, "idle": "lazy"},
+    "vocabulary": {"vocabulary": True},
+}
 CASES = {
     "lazy": {"idle": "lazy"},
     "exact": {"idle": "exact"},
@@ -69,6 +78,14 @@ def test_same_bits_in_fewer_messages(two, case, depth):
             assert torch.equal(a, b)
         # Per step: three tables, three messages each, and one more for each form; ahead two and two for all.
         assert ahead["calls"] < 0.65 * plain["calls"]
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_rows_that_are_not_read_ahead(two, case):
+    for plain, ahead in two(both, ALONE[case], 2, True):
+        for a, b in zip(plain["rows"], ahead["rows"], strict=True):
+            assert torch.equal(a, b)
+        assert ahead["calls"] == plain["calls"]
 
 
 def ids_differ() -> str:

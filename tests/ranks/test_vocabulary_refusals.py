@@ -168,7 +168,6 @@ def refused() -> list[str]:
         "call st.save_checkpoint and st.load_checkpoint": lambda: model.load_state_dict(
             {"0.weight": torch.zeros(22, DIM)}
         ),
-        "leave prefetch out": lambda: emb.prefetch(ids),
         "update() with changes is for a vocabulary of one process": lambda: emb.vocabulary.update(changes),
         "an id to be forgotten was looked up": lambda: emb.vocabulary.forget(ids),
         "an id occurs twice": lambda: emb.vocabulary.update(ids, torch.zeros(4, DIM)),
