@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtransfer.cuda import count_graphs
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.weight_shards import of_whole
+from speedtransfer.nn.fills import of_whole
 from speedtransfer.once import once
 from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
 from speedtransfer.optim.handle import any_handles

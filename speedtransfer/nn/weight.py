@@ -22,7 +22,7 @@ from speedtransfer.optim import Handle, find_handle
 from speedtransfer.optim.graph import as_tensor
 from speedtransfer.tables import Table
 
-# Both are filled by `weight_calls`, `weight_rows` and `weight_shards`.
+# Both are filled by `weight_calls`, `weight_rows` and `fills`.
 # Functions that need no rows (shape, dtype, hooks): called with the placeholder itself.
 rowless: set[Any] = set()
 # Called in place of a function. If it returns NotImplemented, the function itself is called with the whole table.

@@ -14,7 +14,7 @@ from torch import Tensor
 from speedtransfer import buffers
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn import initial_fills  # noqa: F401
+from speedtransfer.nn import fills  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
