@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import functools
 import graphlib
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import speedtransfer
+from speedtransfer.optim import Handle
 
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
@@ -114,6 +117,43 @@ def test_torch_distributed_is_imported_in_few_places():
         "world.py",
     }
     assert {path.name for path in found if path.parts[0] == "optim"} == {"replicas.py"}
+
+
+# What a handle is made of, and what it asks (`owners`, `id_space`) for all else.
+TOWER = "handle table_param stepping pending binding graph state state_planes row_gradient fused_step anchor"
+# Rooms of those two, whose kinds others seldom ask for: the number of lines that do may only fall.
+ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids gradient_exchange"
+KIND_TESTS = 12
+CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams"]
+# Classes with more than three bases of ours, one upon the other.
+DEEP = {"Handle": 5, "Binding": 4, "Table": 7, "Saving": 6, "Opening": 5, "UncheckedRows": 4}
+DEEP |= {"TableModule": 4, "Embedding": 5, "EmbeddingBag": 5, "MultiEmbedding": 5, "PerLayerEmbedding": 5}
+
+
+def test_a_handle_has_no_kinds():
+    words = re.compile(r"vocabular(y|ies)|shards?|sharded|replicas?", re.IGNORECASE)
+    for name in TOWER.split():
+        found = [
+            word for word in re.findall(r"\w+", (PACKAGE / "optim" / f"{name}.py").read_text()) if words.fullmatch(word)
+        ]
+        assert not found, name
+    tests = re.compile(r"isinstance\(.*(Sharded|SharedOwners|Replicas|VocabularyIds)\b")
+    others = [path for path in FILES if not (path.parent.name == "optim" and path.stem in ROOMS.split())]
+    assert sum(bool(tests.search(line)) for path in others for line in path.read_text().splitlines()) <= KIND_TESTS
+
+
+def depth(kind: type) -> int:
+    """The longest line of bases of ours below and with `kind`."""
+    ours = kind.__module__.startswith("speedtransfer")
+    return ours + max((depth(base) for base in kind.__bases__), default=0)
+
+
+def test_few_classes_are_deep():
+    values = [value for part in CORE for value in vars(importlib.import_module(f"speedtransfer.{part}")).values()]
+    kinds = {base for kind in values if isinstance(kind, type) for base in kind.__mro__}
+    found = {kind.__name__: depth(kind) for kind in kinds if depth(kind) > 3}
+    assert {name: found[name] for name in found if found[name] > DEEP.get(name, 3)} == {}
+    assert Handle.__subclasses__() == []
 
 
 @pytest.mark.parametrize("layer", ["engines", "tables"])

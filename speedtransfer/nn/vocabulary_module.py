@@ -11,7 +11,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
-from speedtransfer.optim import Handle, VocabularyIds
+from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import Vocabulary, as_ids
 
 Read = TypeVar("Read")
@@ -41,11 +41,6 @@ class VocabularyModule(ModuleState):
         handle = self.__dict__.get("_handle")
         return None if handle is None else handle.id_space.vocabulary
 
-    def _id_space(self) -> VocabularyIds:
-        id_space = self._handle.id_space
-        assert isinstance(id_space, VocabularyIds)
-        return id_space
-
     def _read_by_id(self, ids: Any, training: bool, read: Callable[[FoundRows], Read]) -> Read:
         """Return `read` of the rows of ids, of which the vocabulary admits new ones if this module is in train mode.
 
@@ -70,7 +65,7 @@ class VocabularyModule(ModuleState):
     def _activate_by_id(self, ids: Any, training: bool) -> ActiveRows:
         """Return the unique rows of ids, as `TableModule.activate`."""
 
-        id_space = self._id_space()
+        id_space: Any = self._handle.id_space
 
         def read(found: FoundRows) -> ActiveRows:
             limits, padding = (self.max_norm, self.norm_type), id_space.padding_row(self.padding_idx)
@@ -83,8 +78,8 @@ class VocabularyModule(ModuleState):
         return self._read_by_id(ids, training, read)
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
-        on_device = self.max_norm is None
-        found = find_rows(self._id_space(), ids, training and self.training, on_device)
+        id_space: Any = self._handle.id_space
+        found = find_rows(id_space, ids, training and self.training, on_device=self.max_norm is None)
         if self.max_norm is not None and isinstance(found.fill, UnseenValues):
             # As the rows of known ids when they are read.
             values = found.fill.values
@@ -95,8 +90,9 @@ class VocabularyModule(ModuleState):
 
     def _note_missed(self, active: ActiveRows, found: FoundRows) -> None:
         """Note which rows those of a lookup are, and how many ids could not be admitted, for a warning if rows are trained."""
-        if self._handle.id_space.come_and_go:
-            self._id_space().know(active.ids, found.noted)
+        id_space: Any = self._handle.id_space
+        if id_space.come_and_go:
+            id_space.know(active.ids, found.noted)
         if found.num_unseen and not (self.training and torch.is_grad_enabled()):
             active.ids._num_missed = found.num_unseen  # type: ignore[attr-defined]
 

@@ -153,10 +153,9 @@ class Handle(Binding):
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
         """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed.
 
-        Rows of ids of a vocabulary get their initial values.
+        Rows of ids that have initial values get these.
         """
-        if self.id_space.come_and_go:
-            self.id_space.vocabulary.reset_rows()
+        if self.id_space.reset_rows():
             return
         self.table.check_writable()
         self.owners.normal_(start, stop)

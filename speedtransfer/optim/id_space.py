@@ -15,12 +15,18 @@ class IdSpace:
 
     # Whether rows can become those of other ids.
     come_and_go: ClassVar[bool] = False
+    # For messages.
+    kind: ClassVar[str] = "row numbers"
     # What gives ids their rows.
     vocabulary: Any = None
 
     def padding_row(self, padding_idx: int | None) -> int | None:
         """Return the row of padding in the whole table, where that of the module is `padding_idx`."""
         return padding_idx
+
+    def reset_rows(self) -> bool:
+        """Set the rows of known ids to their initial values; return whether they have such."""
+        return False
 
     def check_written(self, what: str) -> None:
         """Raise if rows cannot be written by their numbers, in a way that is `what`."""

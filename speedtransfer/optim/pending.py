@@ -154,7 +154,7 @@ class PendingGradient(Stepping):
     def refuse_node(self) -> NoReturn:
         """Raise: gradients of rows cannot be those of the parameter's node in the graph."""
         reason = (
-            "several processes train it" if not self.owners.is_alone else "its rows are those of ids of a vocabulary"
+            "several processes train it" if not self.owners.is_alone else f"its rows are those of {self.id_space.kind}"
         )
         raise InvalidValueError(
             f"{self} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "

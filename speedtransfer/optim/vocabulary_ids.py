@@ -45,11 +45,13 @@ class VocabularyIds(IdSpace):
         The id of padding.
     """
 
-    come_and_go = True
+    come_and_go, kind = True, "ids of a vocabulary"
     vocabulary: Vocabulary
 
     def __init__(self, handle: Any, vocabulary: Vocabulary, padding_idx: int | None = None) -> None:
+        # It holds this object. The second serves its attributes, without a call.
         self._handle = weakref.ref(handle)
+        self._of: Any = weakref.proxy(handle)
         # Rows in graphs whose gradient has not come, by the id() of the tensor of their ids, which is kept here, or of all.
         self._held: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
         # Ids that lookups of the pending gradient could not admit; whether it was warned of such.
@@ -70,7 +72,7 @@ class VocabularyIds(IdSpace):
         return handle
 
     def __str__(self) -> str:
-        return str(self.handle)
+        return str(self._of)
 
     def padding_row(self, padding_idx: int | None) -> int | None:  # noqa: D102
         return None if self.vocabulary.padding_idx is None else PADDING_ROW * self.owners.processes
@@ -85,16 +87,16 @@ class VocabularyIds(IdSpace):
     @property
     def rows(self) -> Rows:
         """The rows of this process."""
-        rows: Rows = self.handle.rows
+        rows: Rows = self._of.rows
         return rows
 
     def grow(self, num_rows: int) -> None:
         """Give the table more rows."""
-        self.handle.grow(num_rows)
+        self._of.grow(num_rows)
 
     def rows_in_use(self) -> np.ndarray | None:
         """Return the rows of which a gradient may come or is pending, (n,), some perhaps twice; None: of all."""
-        handle = self.handle
+        handle = self._of
         held = [ids for rows, ids in self._held.values() if rows() is not None]
         if any(ids is None for ids in held) or (handle.used_whole and handle.grad is not None):
             return None
@@ -106,7 +108,7 @@ class VocabularyIds(IdSpace):
 
     def rows_released(self, rows: np.ndarray) -> None:
         """Leave `rows` (n,), which no id has any more, out of a gradient that is zero."""
-        handle = self.handle
+        handle = self._of
         if handle.ids is None or handle.grad is None or handle._assigned is not None:
             return
         if not np.isin(self._on_host(handle.ids), rows).any():
@@ -119,7 +121,7 @@ class VocabularyIds(IdSpace):
 
     def rows_changed(self, rows: np.ndarray) -> None:
         """Forget a pending gradient of one of `rows` (n,), which have other ids now, or none."""
-        handle = self.handle
+        handle = self._of
         if handle.ids is not None and np.isin(self._on_host(handle.ids), rows).any():
             handle.clear()
 
@@ -141,7 +143,7 @@ class VocabularyIds(IdSpace):
         if self.owners.holds_lookups:
             # The lookup is known by its number, and for how long a gradient may come for it.
             return
-        tensor._dated = self.vocabulary.generation, self.handle.num_rows  # type: ignore[attr-defined]
+        tensor._dated = self.vocabulary.generation, self._of.num_rows  # type: ignore[attr-defined]
         tensor._clock = self.vocabulary.clock  # type: ignore[attr-defined]
 
     def know(self, ids: Tensor, noted: NotedIds | None) -> None:
@@ -154,12 +156,12 @@ class VocabularyIds(IdSpace):
         noted = getattr(ids, "_noted", None)
         parts = [ids.cpu().numpy()] if noted is None else [self.vocabulary.noted_rows(part) for part in noted]
         rows = np.concatenate(parts)
-        return rows[(rows >= 0) & (rows < self.handle.table.num_rows)]
+        return rows[(rows >= 0) & (rows < self._of.table.num_rows)]
 
     # --- gradients --------------------------------------------------------------------------------------------------------
 
     def begin_deposit(self, ids: Tensor, grad: Tensor, whole: bool, summed: bool) -> tuple[Tensor, _Noted]:  # noqa: D102
-        handle = self.handle
+        handle = self._of
         self._held.pop(id(ids), None)
         # `of_same_ids` has left out rows that have changed.
         if not whole:
@@ -196,7 +198,7 @@ class VocabularyIds(IdSpace):
     def _join_noted(self, *parts: Tensor | None) -> None:
         """Let the host know the rows of the pending gradient if it knows those that it was made of."""
         noted = [getattr(ids, "_noted", None) for ids in parts if ids is not None]
-        pending = self.handle.ids
+        pending = self._of.ids
         if pending is not None and not any(pending is ids for ids in parts) and None not in noted:
             pending._noted = tuple(one for part in noted for one in part or ())
 
@@ -226,7 +228,7 @@ class VocabularyIds(IdSpace):
 
     def late_rows(self) -> np.ndarray | None:
         """Return the rows of the pending gradient, (n,), if some may not have been looked up since the last step."""
-        ids = self.handle.ids
+        ids = self._of.ids
         # Several processes tell no changes.
         return self._on_host(ids) if self._late and ids is not None and self.owners.processes == 1 else None
 
@@ -273,7 +275,7 @@ class VocabularyIds(IdSpace):
         plan : LoadPlan, optional
             What `Vocabulary.plan_load` returned before. It is made anew where it was for another state.
         """
-        handle = self.handle
+        handle = self._of
         handle.recover()
         with handle.rows.lock:
             if plan is None or not plan.is_for(state, num_saved):
@@ -301,7 +303,7 @@ class VocabularyIds(IdSpace):
     # --- changes of the table ---------------------------------------------------------------------------------------------
 
     def forget_state(self) -> None:  # noqa: D102
-        if LAST_STEP in self.handle.table.planes:
+        if LAST_STEP in self._of.table.planes:
             self.vocabulary.all_rows_changed()
 
     def follow_growth(self, before: Tensor | None) -> None:  # noqa: D102
@@ -314,6 +316,10 @@ class VocabularyIds(IdSpace):
     def rows_replaced(self) -> None:  # noqa: D102
         self.vocabulary.follow()
         self.vocabulary.all_rows_changed()
+
+    def reset_rows(self) -> bool:  # noqa: D102
+        self.vocabulary.reset_rows()
+        return True
 
     def fill(self, initial: Any) -> None:
         """Set what rows begin with, and the rows of all known ids to that."""
