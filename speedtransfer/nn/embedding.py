@@ -70,8 +70,8 @@ class Embedding(TableModule, nn.Embedding):
         depend on it. ``weight.data`` is a copy whose changes are written back, `_weight` is copied, and ``optimizer.state``
         has placeholders, of which ``optimizer.state_dict()`` shows the values.
     cache_counts : Tensor, optional
-        ``(num_embeddings,)``, how often each row is used, as far as is known: the cache has the rows with the largest for
-        good. By default it has those that were used most of late.
+        ``(num_embeddings,)``, how often each row is used, as far as is known, also with `process_group`: the cache has the
+        rows with the largest for good. By default it has those that were used most of late.
     process_group : ProcessGroup or DeviceMesh, optional
         The processes that share the rows out, ``torch.distributed.group.WORLD`` for all. Every process makes the module, the
         same lookups, backwards and steps; gradients are averaged over the processes, as `DistributedDataParallel` does. The

@@ -19,9 +19,9 @@ zero_grad
     ``weight.grad = None`` calls `assign_gradient`, which calls `clear`.
 
 What differs between tables a handle asks of two objects. `owners` say who has which rows: this process alone
-(`owners.Owners`), several, each some (`sharded.Sharded`), or one memory that several update (`shared.SharedOwners`), or each all
-(`replicas.Replicas`). `id_space` says what an id means: the number of a row (`id_space.IdSpace`), or what a vocabulary makes of
-it (`vocabulary_ids.VocabularyIds`).
+(`owners.Owners`), or several, each some (`sharded.Sharded`), all in one memory (`shared.SharedOwners`), or each a copy
+(`replicas.Replicas`). `id_space` says what an id means: the number of a row (`id_space.IdSpace`), or something that gets a row
+when it comes (`vocabulary_ids.VocabularyIds`).
 
 The parts of a handle, each the base of the one before: `Handle`, `Binding`, `PendingGradient`, `Stepping`, `TableParam`.
 """

@@ -48,3 +48,28 @@ def test_replaced(two):
         assert f"rank {rank} of 2" in table
         assert f"rank {rank} of 2" in summary
         assert "20,000" in summary
+
+
+def hottest() -> tuple[bool, int, int, str]:
+    """A cache of the rows with the largest counts, of those that each process owns."""
+    counts = torch.arange(100) % 50
+    options = {"process_group": dist.group.WORLD, "memory": "pageable", "cache_rows": 10, "cache_counts": counts}
+    emb = st.Embedding(100, 4, **options)
+    own = emb.table.local_ids()
+    hot = own[counts[own].sort(descending=True, stable=True).indices[:10]]
+    emb.table.reset_stats()
+    emb(hot)
+    stats = emb.table.stats()
+    try:
+        st.Embedding(100, 4, **{**options, "cache_counts": counts[:7]})
+    except st.errors.InvalidValueError as error:
+        said = str(error)
+    return len(hot) == 10, stats.cache_hits, stats.cache_misses, said
+
+
+def test_counts_of_a_cache(two):
+    for enough, hits, misses, said in two(hottest):
+        assert enough
+        assert hits == 10
+        assert misses == 0
+        assert "cache_counts is (7,) but the table has 100 rows" in said
