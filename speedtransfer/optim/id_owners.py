@@ -60,19 +60,19 @@ class IdOwners:
         return rows
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
-        """Tell of each id (n,) whether it is one of this process: all are."""
+        """Tell of each id (n,) whether it is one of this process."""
         return np.ones(len(ids), dtype=bool)
 
     def together(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``."""
+        """Return ``call()``; if that of a process raises all raise."""
         return call()
 
     def to_owners(self, ids: np.ndarray, values: Tensor | None = None) -> tuple[np.ndarray, Any]:
-        """Return `ids` (n,) and `values`: all are known here."""
+        """Return the ids (n,) that this process owns, of those that all have given, and their values ``(n, dim)``."""
         return ids, values
 
     def sum(self, number: int) -> int:
-        """Return `number`."""
+        """Return the sum of the numbers of all processes."""
         return number
 
     def find(self, ids: np.ndarray, admit: bool) -> np.ndarray:
@@ -84,7 +84,7 @@ class IdOwners:
         return bool((self.vocabulary.rows(ids) < 0).any())
 
     def refuse_ids(self, admit: bool) -> None:
-        """Do nothing: no other process waits for ids that cannot be looked up."""
+        """Tell the others that this process cannot look its ids up: they raise."""
 
     def hold(self, rows: Tensor) -> None:
         """Have the owners hold the rows of the last lookup, which a graph has as `rows`, for its gradient."""
@@ -144,8 +144,7 @@ class RankIdOwners(IdOwners):
         kind = f"{'in training' if training else 'without gradients'}, admitting {'new ids' if admit else 'none'}"
         return f"{self.handle} (lookup {self._shards.lookups.count}, {kind})"
 
-    def refuse_ids(self, admit: bool) -> None:
-        """Tell the others that this process cannot look its ids up: they raise."""
+    def refuse_ids(self, admit: bool) -> None:  # noqa: D102
         self._exchange.agree(_POINT, [-1, 0], self._about_ids(admit))
 
     def find(self, ids: np.ndarray, admit: bool) -> np.ndarray:
@@ -202,8 +201,7 @@ class RankIdOwners(IdOwners):
         owners[ids == self.vocabulary.padding_idx] = 0
         return owners
 
-    def to_owners(self, ids: np.ndarray, values: Tensor | None = None) -> tuple[np.ndarray, Any]:
-        """Send `ids` (n,) and `values`, ``(n, dim)``, to their owners; return those that this process owns. Collective."""
+    def to_owners(self, ids: np.ndarray, values: Tensor | None = None) -> tuple[np.ndarray, Any]:  # noqa: D102
         order, given = self._by_owner_of_id(ids)
         receives = self._agree_on_ids("writes rows", given, str(self.handle))
         segments = [Segment(torch.from_numpy(ids[order]).unsqueeze(1), given, receives)]
@@ -245,6 +243,36 @@ class RankIdOwners(IdOwners):
         vocabulary.draws = int(told[:, 1].max())
         return rows
 
+    def any_unknown(self, ids: np.ndarray) -> bool:  # noqa: D102
+        return self.sum(int((self.find(ids, admit=False) < 0).any())) > 0
+
+    def owns(self, ids: np.ndarray) -> np.ndarray:  # noqa: D102
+        owned: np.ndarray = self.owners(ids) == self._exchange.rank
+        return owned
+
+    def together(self, call: Callable[[], Any]) -> Any:  # noqa: D102
+        result, error = None, None
+        try:
+            result = call()
+        except Exception as raised:
+            error = raised
+        try:
+            self._exchange.agree_on_error("writes rows", error, str(self.handle))
+        finally:
+            error = None
+        return result
+
+    def sum(self, number: int) -> int:  # noqa: D102
+        return int(self._exchange.agree("writes rows", [number]).sum())
+
+    # --- rows in use ------------------------------------------------------------------------------------------------------
+
+    def hold(self, rows: Tensor) -> None:  # noqa: D102
+        self._shards.lookups.hold(rows)
+
+    def rows_asked(self) -> list[Tensor]:  # noqa: D102
+        return self._shards.lookups.rows_asked()
+
     # --- saved state ------------------------------------------------------------------------------------------------------
 
     def _gather_state(self) -> dict[str, Tensor]:
@@ -276,42 +304,6 @@ class RankIdOwners(IdOwners):
         receives = counts if self._exchange.rank == 0 else none
         (got,) = self._exchange.move("rows", [Segment(values, [len(values), *none[1:]], receives)])
         return got
-
-    def any_unknown(self, ids: np.ndarray) -> bool:
-        """Tell whether one of the ids (n,) of any process has no row. Collective."""
-        return self.sum(int((self.find(ids, admit=False) < 0).any())) > 0
-
-    def owns(self, ids: np.ndarray) -> np.ndarray:
-        """Tell of each id (n,) whether it is one of this process."""
-        owned: np.ndarray = self.owners(ids) == self._exchange.rank
-        return owned
-
-    def together(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``; if that of a process raises all raise. Collective."""
-        result, error = None, None
-        try:
-            result = call()
-        except Exception as raised:
-            error = raised
-        try:
-            self._exchange.agree_on_error("writes rows", error, str(self.handle))
-        finally:
-            error = None
-        return result
-
-    def sum(self, number: int) -> int:
-        """Return the sum of the numbers of all processes. Collective."""
-        return int(self._exchange.agree("writes rows", [number]).sum())
-
-    # --- rows in use ------------------------------------------------------------------------------------------------------
-
-    def hold(self, rows: Tensor) -> None:  # noqa: D102
-        self._shards.lookups.hold(rows)
-
-    def rows_asked(self) -> list[Tensor]:  # noqa: D102
-        return self._shards.lookups.rows_asked()
-
-    # --- saved state ------------------------------------------------------------------------------------------------------
 
     def gather(self) -> None:  # noqa: D102
         self._gathered = self._gather_state()

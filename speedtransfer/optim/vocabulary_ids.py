@@ -127,8 +127,7 @@ class VocabularyIds(IdSpace):
 
     # --- lookups ----------------------------------------------------------------------------------------------------------
 
-    def pin(self, rows: Tensor, ids: Tensor | None) -> None:
-        """Let rows in a graph, ``(n, dim)``, be those of their ids until their gradient comes; `ids` (n,), or None: all."""
+    def pin(self, rows: Tensor, ids: Tensor | None) -> None:  # noqa: D102
         if self.owners.holds_lookups:
             if ids is not None:
                 self.owners.hold(rows)
@@ -202,8 +201,7 @@ class VocabularyIds(IdSpace):
         if pending is not None and not any(pending is ids for ids in parts) and None not in noted:
             pending._noted = tuple(one for part in noted for one in part or ())
 
-    def of_same_ids(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of all rows, which a graph has had as `rows`, zero where other ids, or new ones, have them."""
+    def of_same_ids(self, rows: Tensor, grad: Tensor) -> Tensor:  # noqa: D102
         self._held.pop(id(rows), None)
         generation, _ = rows._dated  # type: ignore[attr-defined]
         others = self.vocabulary.changed_rows(generation)
@@ -216,8 +214,7 @@ class VocabularyIds(IdSpace):
     def note_late(self) -> None:  # noqa: D102
         self._late = True
 
-    def note_cleared(self) -> None:
-        """Note that there is no pending gradient any more."""
+    def note_cleared(self) -> None:  # noqa: D102
         self._late = False
 
     def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
@@ -232,8 +229,7 @@ class VocabularyIds(IdSpace):
         # Several processes tell no changes.
         return self._on_host(ids) if self._late and ids is not None and self.owners.processes == 1 else None
 
-    def count_step(self, late: np.ndarray | None) -> None:
-        """Count a step, with what `late_rows` has returned before it."""
+    def count_step(self, late: np.ndarray | None) -> None:  # noqa: D102
         # A gradient that is not cleared is that of later steps too.
         self._late = True
         self.vocabulary.count_step(late)
