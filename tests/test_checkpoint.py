@@ -433,7 +433,7 @@ def test_what_does_not_fit_changes_nothing(what: str, words: str, tmp_path: Path
 
 def test_an_optimizer_that_was_not_saved(model: nn.Module, tmp_path: Path) -> None:
     st.save_checkpoint(tmp_path, model)
-    with pytest.raises(InvalidValueError, match="holds no 'optimizer'"):
+    with pytest.raises(InvalidValueError, match="holds no 'optimizer', but the model alone; pass nothing else"):
         st.load_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
 
 

@@ -211,6 +211,29 @@ class GatherCases(TableCases):
             self.numbered().gather(ids)
         one_line(error)
 
+    @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+    @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+    def test_sparse_index(self, layout):
+        ids = torch.tensor([[1, 0], [0, 2]]).to_sparse(layout=layout)
+        with pytest.raises(
+            InvalidTypeError, match=rf"a sparse tensor \({layout}\) .*; pass index.to_dense\(\)"
+        ) as error:
+            self.numbered().gather(ids)
+        one_line(error)
+
+    def test_index_without_values(self):
+        with pytest.raises(InvalidTypeError, match="index is on the meta device, which has no values") as error:
+            self.numbered().gather(torch.zeros(2, dtype=torch.int64, device="meta"))
+        one_line(error)
+
+    def test_names_and_dtypes_of_another_type(self):
+        table = self.numbered()
+        for planes in (3, ["weight", ["weight"]]):
+            with pytest.raises(InvalidValueError, match=r"no plane .*; (choose from|did you mean) 'weight'"):
+                table.gather([1], planes)
+        with pytest.raises(InvalidTypeError, match=r"dtype is \['float16'\]"):
+            table.gather([1], dtype=["float16"])
+
     def test_ragged_index(self):
         with pytest.raises(ValueError, match="index is a ragged sequence") as error:
             self.numbered().gather([[1, 2], [3]])
