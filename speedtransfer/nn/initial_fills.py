@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.nn import weight_shards  # noqa: F401
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
+from speedtransfer.nn.weight_shards import of_whole
 from speedtransfer.optim import VocabularyHandle
 from speedtransfer.vocabulary.initial import FARTHEST
 
@@ -31,7 +30,6 @@ def _fill(func: Callable[..., Any], kind: str, **defaults: float) -> Callable[..
         handle = _handle(tensor)
         if handle is None:
             return otherwise(tensor, *args, **kwargs, **({} if generator is None else {"generator": generator}))
-        _refuse_truncation(handle)
         # Drawn by a hash of ids, whatever the generator.
         values = [float(value) for value in (defaults | dict(zip(defaults, args, strict=False)) | kwargs).values()]
         handle.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
@@ -40,19 +38,25 @@ def _fill(func: Callable[..., Any], kind: str, **defaults: float) -> Callable[..
     return fill
 
 
-def _refuse_truncation(handle: VocabularyHandle) -> None:
-    """Raise if ``torch.nn.init.trunc_normal_`` fills, and cuts values off: rows that come later would not be."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_no_grad_trunc_normal_":
-        frame = frame.f_back
-    if frame is None:
-        return
-    mean, std, low, high = (float(frame.f_locals[name]) for name in ("mean", "std", "a", "b"))
-    if max(low - mean, mean - high) > -FARTHEST * std:
-        raise InvalidTypeError(
-            f"{handle} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
-            f"{low} and {high}; use torch.nn.init.normal_, or wider bounds, {FARTHEST} standard deviations from the mean"
-        )
+def truncating(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of that which ``torch.nn.init.trunc_normal_`` calls, which draws in several operations."""
+    whole = of_whole(func)
+
+    @functools.wraps(func)
+    def call(tensor: Any, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
+        handle = _handle(tensor)
+        if handle is None:
+            return whole(tensor, mean, std, a, b, *args, **kwargs)
+        mean, std, a, b = map(float, (mean, std, a, b))
+        if max(a - mean, mean - b) > -FARTHEST * std:
+            raise InvalidTypeError(
+                f"{handle} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
+                f"{a} and {b}; use torch.nn.init.normal_, or wider bounds, {FARTHEST} standard deviations from the mean"
+            )
+        handle.fill(("normal", mean, std))
+        return tensor
+
+    return call
 
 
 _kaiming_uniform_of_shards = special[nn.init.kaiming_uniform_]

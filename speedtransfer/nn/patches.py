@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtransfer.cuda import count_graphs
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.initial_fills import truncating
 from speedtransfer.nn.weight_shards import of_whole
 from speedtransfer.once import once
 from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
@@ -37,7 +38,7 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.parallel.DistributedDataParallel, "join", replicas.refusing_tables),
     (nn.init, "sparse_", of_whole),
     # Others may have imported trunc_normal_ already, which looks this up.
-    (nn.init, "_no_grad_trunc_normal_", of_whole),
+    (nn.init, "_no_grad_trunc_normal_", truncating),
 ]
 # What torch has at each of them, and what is there since.
 _replaced: list[tuple[Any, Any]] = []
