@@ -96,7 +96,8 @@ class GatherCases(TableCases):
         values = numbers((300, 7), dtype)
         table = self.filled(values)
         index = np.random.default_rng(0).integers(0, 300, size=(23, 5))
-        assert_same_bits(table.gather(index).cpu(), values[torch.from_numpy(index)])
+        # As bytes: torch 2.6 does not index float8.
+        assert_same_bits(table.gather(index).cpu(), values.view(torch.uint8)[torch.from_numpy(index)].view(dtype))
 
     def test_gather_large(self):
         values = numbers((3000, 64), torch.float32)
@@ -307,7 +308,7 @@ class GatherCases(TableCases):
         table = self.filled(values)
         out = torch.zeros(2, 2, 3, dtype=dtype, device=table.device)
         assert table.gather([[1, 2], [19, 1]], out=out) is out
-        assert_same_bits(out.cpu(), values[[1, 2, 19, 1]].view(2, 2, 3))
+        assert_same_bits(out.cpu(), values.view(torch.uint8)[[1, 2, 19, 1]].view(dtype).view(2, 2, 3))
 
     def test_out_strided(self):
         table = self.numbered(10, 3)
