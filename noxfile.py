@@ -15,8 +15,8 @@ import nox
 nox.options.reuse_venv = "yes"
 PAGE, KEPT = Path("docs/versions.md"), Path("docs/versions.json")
 LOWEST = dict(re.findall(r'"(torch|numpy|numba)>=([\d.]+)"', Path("pyproject.toml").read_text(encoding="utf-8")))
-# "pinned": those of constraints.txt, which are developed with.
-CASES = [("3.10", "lowest"), ("3.11", "lowest"), ("3.11", "pinned")]
+# "pinned": those of constraints.txt, which are developed with. The lowest NumPy and numba are older than Python 3.13.
+CASES = [("3.10", "lowest"), ("3.11", "lowest"), ("3.11", "pinned"), ("3.13", "lowest-torch")]
 CASES += [(python, "newest") for python in ("3.10", "3.11", "3.12", "3.13", "3.14")]
 VERSIONS = """
 import platform, importlib.metadata as found
@@ -43,6 +43,7 @@ def matrix(session: nox.Session, versions: str) -> None:
     index = os.environ.get("TORCH_INDEX")
     wanted = {
         "lowest": [f"{name}=={version}" for name, version in LOWEST.items()],
+        "lowest-torch": [f"torch=={LOWEST['torch']}"],
         "pinned": ["-c", "constraints.txt"],
         "newest": ["--upgrade", "--upgrade-strategy", "eager"],
     }

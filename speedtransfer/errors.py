@@ -94,6 +94,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.3g} TB" if abs(value) < 999.5 else f"{value:,.0f} TB"
 
 
+def check_loader(value: object, name: str) -> None:
+    """Raise `InvalidTypeError` where `value` is nothing that ``iter`` takes, and so gives no batches."""
+    if not hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__"):
+        raise InvalidTypeError(
+            f"{name} is {value!r} ({type(value).__name__}) but must be an iterable of batches; pass a DataLoader or a list"
+        )
+
+
 def check_size(value: object, name: str, minimum: int = 0) -> int:
     """Return `value` as an int of at least `minimum`, or raise an error that names it.
 

@@ -314,6 +314,8 @@ def test_search_knows_every_page(site):
 @pytest.mark.parametrize(("page", "number"), CODE, ids=[f"{page}-{number}" for page, number in CODE])
 def test_python(page, number, tmp_path, monkeypatch):
     code = blocks(page, "python")[number]
+    if "fullgraph=True" in code and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 a lookup breaks the graph")
     old_names = "speedtransfer.speedtorch" in code
     monkeypatch.chdir(tmp_path)
     with torch.random.fork_rng(), warnings.catch_warnings():

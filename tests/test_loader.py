@@ -217,6 +217,13 @@ def test_wrong_arguments_are_refused(emb):
         st.prefetch([], 3)
     with pytest.raises(InvalidValueError, match="depth"):
         st.prefetch([], lambda ids: {}, depth=0)
+    with pytest.raises(
+        InvalidTypeError, match=r"loader is 3 \(int\) but must be an iterable of batches; pass a DataLoader"
+    ):
+        st.prefetch(3, lambda ids: {emb: ids})
+    for pairs in ((emb, torch.tensor([1])), ["emb"], "ids"):
+        with pytest.raises(InvalidTypeError, match="in it but must return pairs of a module and its ids"):
+            list(st.prefetch([1], lambda batch, pairs=pairs: pairs))
     with pytest.raises(InvalidTypeError, match="no rows to read ahead"):
         list(st.prefetch([1], lambda batch: {torch.nn.Embedding(3, 3): batch}))
 

@@ -12,6 +12,10 @@ from torch import nn
 import speedtransfer as st
 from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError, StorageError
 
+META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
+VOCABULARY = st.Embedding(10, 4, vocabulary=st.Vocabulary())
+
 
 @pytest.mark.parametrize(
     ("make", "error", "words"),
@@ -56,6 +60,38 @@ from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueErro
             r"orders is '23' \(str\) but must be a number or",
         ),
         (lambda: st.NgramHash(rows=10, eos="</s>"), InvalidTypeError, r"eos is '</s>' \(str\) but must be an integer"),
+        (lambda: st.NgramHash(rows=10).statistics(META), InvalidTypeError, "tokens is on the meta device"),
+        (lambda: st.Embedding(10, 4)(META), InvalidTypeError, "index is on the meta device, which has no values"),
+        (lambda: VOCABULARY(META), InvalidTypeError, "ids is on the meta device, which has no values"),
+        (lambda: VOCABULARY(SPARSE), InvalidTypeError, r"ids is a sparse tensor .*; pass ids\.to_dense\(\)"),
+        (
+            lambda: st.EmbeddingBag(10, 4)(SPARSE),
+            InvalidTypeError,
+            r"index is a sparse tensor .*; pass index\.to_dense",
+        ),
+        (lambda: st.Embedding(10, 4, device=2**70), InvalidValueError, "must be a CPU or CUDA device"),
+        (
+            lambda: st.Table(3, 2).init_("normal"),
+            InvalidTypeError,
+            "function is 'normal' but must take a chunk of rows",
+        ),
+        (lambda: st.Table(3, 2).add_plane(3), InvalidTypeError, "name is 3 but planes are named by strings"),
+        (lambda: st.Table(3, 2).plane(["weight"]), InvalidValueError, r"no plane .*; did you mean 'weight'"),
+        (lambda: st.Changes.load(3), InvalidTypeError, "path is a int but must be the path of a file"),
+        (lambda: st.equal_steps(3), InvalidTypeError, r"loader is 3 \(int\) but must be an iterable of batches"),
+        (lambda: st.plan((9, 4), storage_dtype=["x"]), InvalidValueError, r"storage_dtype is \['x'\]; choose from"),
+        (lambda: st.plan((9, 4), scale_block=[1]), InvalidTypeError, r"scale_block is \[1\] \(list\)"),
+        (lambda: st.plan((9, 4), idle=["exact"]), InvalidValueError, r"idle is \['exact'\]"),
+        (
+            lambda: st.to_dense(st.Embedding(3, 2), device="gpu"),
+            InvalidValueError,
+            "device is 'gpu' but .* a CPU or CUDA",
+        ),
+        (
+            lambda: st.to_dense(st.Embedding(3, 2), device=0.5),
+            InvalidTypeError,
+            "device is 0.5 but must be a torch.device",
+        ),
         (lambda: st.clip_grad_norm_(nn.Linear(2, 2), 1.0), InvalidTypeError, r"a Linear; pass its parameters\(\)"),
     ],
 )
@@ -91,3 +127,43 @@ def test_a_device_may_be_named_in_every_way() -> None:
 def test_a_folder_without_tensors_does_not_have_many(tmp_path) -> None:
     with pytest.raises(StorageError, match=r"has no \.safetensors files; check the path"):
         st.Table.open(tmp_path)
+
+
+@pytest.mark.parametrize("arguments", [("1", 2.0), (None, 2.0), (1.0, "2"), (1.0, None)])
+def test_clipping_refuses_what_torch_refuses(arguments: tuple) -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    errors = []
+    for clip in (st.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        try:
+            clip(parameters, *arguments)
+        except (TypeError, ValueError) as error:
+            errors.append((type(error), str(error)))
+        else:
+            errors.append(None)
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda weight: nn.init.uniform_(weight, "0"),
+        lambda weight: nn.init.normal_(weight, 0.0, -1.0),
+        lambda weight: nn.init.constant_(weight, [1]),
+        lambda weight: nn.init.trunc_normal_(weight, a=3.0, b=1.0),
+        lambda weight: nn.init.xavier_uniform_(weight, "2"),
+        lambda weight: nn.init.kaiming_normal_(weight, mode="fan"),
+        lambda weight: weight.data.fill_("0"),
+        lambda weight: weight.data.copy_("3"),
+    ],
+)
+def test_arguments_of_torch_are_refused_by_torch(fill: Callable[[Any], Any]) -> None:
+    errors = []
+    for module in (nn.Embedding(5, 2), st.Embedding(5, 2)):
+        before = module.weight.detach().clone()
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            fill(module.weight)
+        errors.append((type(caught.value), str(caught.value)))
+        assert torch.equal(module.weight.detach(), before)
+    assert errors[0] == errors[1]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-# mypy checks with --strict, which reports an "ignore" that is not needed: a bad value that it does not see.
+# Both report an "ignore" that is not needed: a bad value that they do not see.
 SCRIPT = """
 import torch
 from typing_extensions import assert_type
@@ -97,20 +97,36 @@ def cache(tmp_path_factory) -> Iterator[Path]:
     return tmp_path_factory.mktemp("mypy")
 
 
+def installed(kind: str, folder: Path) -> Path:
+    """Return the interpreter of an environment in `folder` that has the package, and torch, NumPy and others of this one."""
+    made = folder / "environment"
+    venv.create(made, symlinks=True)
+    (packages,) = made.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(build(kind, folder)) as wheel:
+        wheel.extractall(packages)
+    # A .pth file of that folder, such as that of this checkout, is not read there.
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
+    return made / "bin" / "python"
+
+
+def check(command: list[str], script: str, folder: Path) -> None:
+    (folder / "script.py").write_text(script)
+    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run([*command, "script.py"], cwd=folder, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
 def test_mypy_knows_the_public_names(kind, tmp_path, cache):
-    made = tmp_path / "environment"
-    venv.create(made, symlinks=True)
-    (packages,) = made.glob("lib/python*/site-packages")
-    with zipfile.ZipFile(build(kind, tmp_path)) as wheel:
-        wheel.extractall(packages)
-    # torch and NumPy; a .pth file of that folder, such as that of this checkout, is not read there.
-    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    options = ["--strict", "--python-executable", str(made / "bin" / "python"), "--cache-dir", str(cache)]
-    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    command = [sys.executable, "-m", "mypy", *options, str(script)]
-    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+    python = installed(kind, tmp_path)
+    options = ["--strict", "--python-executable", str(python), "--cache-dir", str(cache)]
+    check([sys.executable, "-m", "mypy", *options], SCRIPT, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed: npm install -g pyright")
+@pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
+def test_pyright_knows_the_public_names(kind, tmp_path):
+    command = ["pyright", "--pythonpath", str(installed(kind, tmp_path))]
+    check(command, f"# pyright: reportUnnecessaryTypeIgnoreComment=true\n{SCRIPT}", tmp_path)

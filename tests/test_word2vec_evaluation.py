@@ -171,6 +171,13 @@ def test_pairs_separated_by_white_space_or_tabs(tmp_path):
     assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["num_pairs"] == 3
 
 
+def test_arguments_of_another_type():
+    with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a file"):
+        load_set(3)
+    with pytest.raises(InvalidTypeError, match="vectors is a str but must be Vectors; pass"):
+        evaluate("vectors.bin", "pairs.txt")
+
+
 def test_ranks_share_ties():
     from speedtransfer.word2vec.evaluation import _ranks
 

@@ -374,8 +374,26 @@ def test_other_names_of_gensim_by_hand():
             call([])
         with pytest.raises(InvalidTypeError, match="is 'east' but must be several words; pass a list of str"):
             call("east")
-        with pytest.raises(InvalidTypeError, match="3 is no word; pass a list of str"):
+        with pytest.raises(InvalidTypeError, match="3 is no word; pass a str or a list of them"):
             call(["east", 3])
+    with pytest.raises(InvalidTypeError, match=r"\['east'\] is no word"):
+        vectors.rank(["east"], "north")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", 3], r"words\[1\] is 3 \(int\) but words are strings"),
+        ([b"a", "b"], r"words\[0\] is b'a' \(bytes\)"),
+        ([["a"], "b"], r"words\[0\] is \['a'\]"),
+        ("ab", r"words is 'ab' \(str\) but must be a list of words"),
+        (2, r"words is 2 \(int\)"),
+    ],
+)
+def test_words_are_strings(words, message):
+    with pytest.raises(InvalidTypeError, match=message):
+        Vectors(words, np.zeros((2, 3), "f4"))
+    assert Vectors(iter(["a", "b"]), np.zeros((2, 3), "f4")).words == ["a", "b"]
 
 
 @pytest.mark.parametrize("path", [None, 3, ["x.txt"]])

@@ -155,9 +155,18 @@ def test_bad_sample(sample):
 def test_bad_arguments(tmp_path):
     with pytest.raises(InvalidTypeError, match=r"sample is '1e-3' \(str\) but must be a number"):
         Vocabulary(["a", "b"], [1, 1]).keep_probability("1e-3")
+    for words in ("ab", 2):
+        with pytest.raises(InvalidTypeError, match=f"words is {words!r} .* must be a list of words"):
+            Vocabulary(words, [1, 1])
+    for counts in (["1", "2"], [1.5, 2.5]):
+        with pytest.raises(InvalidTypeError, match=r"counts hold .* but are whole numbers"):
+            Vocabulary(["a", "b"], counts)
+    for use in (Vocabulary.load, Vocabulary(["a"], [1]).save):
+        with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a file"):
+            use(3)
     with pytest.raises(InvalidValueError, match="word 'a' is there twice"):
         Vocabulary(["a", "b", "a"], [1, 1, 1])
-    with pytest.raises(InvalidValueError, match=r"2 words but counts of shape \(1,\)"):
+    with pytest.raises(InvalidValueError, match=r"counts have shape \(1,\) but there are 2 words"):
         Vocabulary(["a", "b"], [1])
     with pytest.raises(InvalidValueError, match="the count of 'b' is -2 but must be at least 0"):
         Vocabulary(["a", "b", "c"], [1, -2, 3])

@@ -158,7 +158,8 @@ def open_checkpoint(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[
 def _check_names(content: dict[str, Any], given: set[str], named: set[str]) -> None:
     saved = {*content["optimizers"], *content["objects"]}
     for name in sorted(given - saved):
-        raise InvalidValueError(f"the checkpoint holds no {name!r}{suggest(name, sorted(saved) or ['nothing'])}")
+        remedy = suggest(name, sorted(saved)) if saved else ", but the model alone; pass nothing else"
+        raise InvalidValueError(f"the checkpoint holds no {name!r}{remedy}")
     for name in sorted(saved - given - named - {"optimizer"} if given else ()):
         raise InvalidValueError(
             f"the checkpoint holds {name[:40]!r}, which was not given; pass {name[:40]}=..., or =None to leave it out"

@@ -92,7 +92,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     rule = "the compute device must be a CPU or CUDA device; pass device='cpu' or device='cuda:0'"
     try:
         found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
-    except RuntimeError:
+    except (RuntimeError, ValueError):  # ValueError: an index of more than 64 bits
         raise InvalidValueError(f"device is {device!r} but {rule}") from None
     if found.type == "cpu":
         return torch.device("cpu")

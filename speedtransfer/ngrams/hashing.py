@@ -17,6 +17,7 @@ from speedtransfer.ngrams import schemes
 from speedtransfer.ngrams.constants import HashConstants, checked_map, listed
 from speedtransfer.ngrams.statistics import NgramStatistics, count_rows
 from speedtransfer.ngrams.windows import as_tokens, beyond, can_look_at, ngrams_of
+from speedtransfer.tables import refuse_layout
 
 
 class NgramHash(nn.Module):
@@ -238,6 +239,8 @@ class NgramHash(nn.Module):
     def statistics(self, tokens: Tensor) -> NgramStatistics:
         """Count how the n-grams of `tokens`, ``(..., time)``, share the rows."""
         rows, known = self(tokens), as_tokens(tokens, self.vocab_size, "tokens")
+        if known.is_meta:
+            refuse_layout(known, "tokens")
         # Positions of padding have a row, and no n-gram.
         real = torch.ones_like(known, dtype=torch.bool) if self.padding_row is None else known != self.constants.pad
         places = [place[real] for place in self._places(known)]

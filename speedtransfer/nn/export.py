@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, format_bytes
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
@@ -57,7 +58,8 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
             found[id(module)] = module
         for handle in filter(None, map(find_handle, module._parameters.values())):
             names.setdefault(handle, name or type(module).__name__)
-    places = {handle: handle.table.device if device is None else torch.device(device) for handle in names}
+    place = None if device is None else _place(device)
+    places = {handle: handle.table.device if place is None else place for handle in names}
     check_room(names, places)
     memo: dict[int, Any] = {}
     copied: list[tuple[nn.Module, nn.Module]] = []
@@ -82,7 +84,15 @@ def to_dense(model: nn.Module, device: torch.device | str | int | None = None) -
             rows = _rows(owner, places[owner], module.start, module.stop) if owner else weight.detach().clone()
             made.weight = nn.Parameter(rows, requires_grad=weight.requires_grad)
     result: nn.Module = copy.deepcopy(model, memo)
-    return result if device is None else result.to(device)
+    return result if place is None else result.to(place)
+
+
+def _place(device: Any) -> torch.device:
+    """Return the device that `device` names, any that torch makes tensors on; or raise as for a compute device."""
+    try:
+        return torch.empty(0, device=device).device
+    except Exception:  # each kind of device has its own
+        return resolve_device(device)
 
 
 def _refuse_rows_elsewhere(model: nn.Module) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -37,10 +35,13 @@ _DRAWS: list[Any] = [Tensor.normal_, Tensor.uniform_, Tensor.random_, init.unifo
 _CHANGES = "zero_ fill_ mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ erfinv_ neg_ abs_ sqrt_ exp_ tanh_ nan_to_num_"
 
 
-def _handle_of(weight: Any) -> Handle | None:
-    """Return the handle of a weight whose rows are not all here, or those of a vocabulary; else None."""
+def _kinds(weight: Any) -> tuple[VocabularyIds | None, Sharded | None]:
+    """Return the ids and the owners of the rows of a weight, where these are those of a vocabulary, or several."""
     handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
-    return handle if isinstance(handle, Handle) and not handle.is_whole else None
+    if not isinstance(handle, Handle):
+        return None, None
+    ids, owners = handle.id_space, handle.owners
+    return ids if isinstance(ids, VocabularyIds) else None, owners if isinstance(owners, Sharded) else None
 
 
 def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
@@ -49,20 +50,17 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
 
     # Functions of torch.nn.init get all arguments by name.
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = _handle_of(tensor)
-        if handle is None:
-            return NotImplemented
-        if kind and isinstance(handle.id_space, VocabularyIds):
-            _refuse_truncation(handle)
+        ids, owners = _kinds(tensor)
+        if kind and ids is not None:
             # Drawn by a hash of ids, whatever the generator.
             kwargs.pop("generator", None)
             values = [float(value) for value in (defaults | dict(zip(defaults, args, strict=False)) | kwargs).values()]
-            handle.id_space.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
+            ids.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
             return tensor
         numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
-        if not isinstance(handle.owners, Sharded) or (is_change and not numbers):
+        if owners is None or (is_change and not numbers):
             return NotImplemented
-        write = handle.owners.change if is_change else handle.owners.draw
+        write = owners.change if is_change else owners.draw
         write(lambda values: func(values, *args, **kwargs))
         return tensor
 
@@ -70,9 +68,10 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
 
 
 def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
-    handle = _handle_of(weight)
-    if handle is None or handle.owners.has_whole:
+    owners = _kinds(weight)[1]
+    if owners is None:
         return NotImplemented
+    handle = owners.handle
     handle.store(torch.as_tensor(values).expand(handle.num_rows, handle.table.dim))
     return weight
 
@@ -81,35 +80,21 @@ def _kaiming_uniform(
     tensor: Any, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu", generator: Any = None
 ) -> Any:
     """Replace ``torch.nn.init.kaiming_uniform_``, which torch calls as a whole for tensors with functions of their own."""
-    handle = _handle_of(tensor)
-    if handle is None:
+    ids, owners = _kinds(tensor)
+    if ids is None and owners is None:
         return NotImplemented
+    handle = handle_of(tensor)
     # The fans are those of all rows.
     whole = torch.empty(handle.num_rows, handle.table.dim, device="meta")
     gain, root = init.calculate_gain(nonlinearity, a), math.sqrt(init._calculate_correct_fan(whole, mode))
-    if isinstance(handle.id_space, VocabularyIds):
+    if ids is not None:
         bound = math.sqrt(3.0) * gain / root
-        handle.id_space.fill(("uniform", -bound, bound))
-    elif isinstance(handle.owners, Sharded):
+        ids.fill(("uniform", -bound, bound))
+    elif owners is not None:
         # In the order of torch, for the same bits.
         bound = math.sqrt(3.0) * (gain / root)
-        handle.owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
+        owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
     return tensor
-
-
-def _refuse_truncation(handle: Handle) -> None:
-    """Raise if ``torch.nn.init.trunc_normal_`` fills, and cuts values off: rows that come later would not be."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_name != "_no_grad_trunc_normal_":
-        frame = frame.f_back
-    if frame is None:
-        return
-    mean, std, low, high = (float(frame.f_locals[name]) for name in ("mean", "std", "a", "b"))
-    if max(low - mean, mean - high) > -FARTHEST * std:
-        raise InvalidTypeError(
-            f"{handle} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
-            f"{low} and {high}; use torch.nn.init.normal_, or wider bounds, {FARTHEST} standard deviations from the mean"
-        )
 
 
 def of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,17 +105,38 @@ def of_whole(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def call(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        handle = _handle_of(tensor)
-        if handle is not None and not handle.owners.has_whole:
+        ids, owners = _kinds(tensor)
+        if owners is not None:
             raise InvalidValueError(
-                f"{handle} has rows in several processes, and {func.__name__.removeprefix('_no_grad_')}() "
+                f"{owners.handle} has rows in several processes, and {func.__name__.removeprefix('_no_grad_')}() "
                 "draws anew where values of any row ask for it; draw all rows in every process, with the same seed, and set "
                 "them: weight.data = torch.nn.init....(torch.empty(num_rows, dim)); or use normal_(), uniform_()"
             )
-        if handle is not None and func.__name__ == "sparse_":
-            # It draws all values before it writes zeros to some, which is refused.
-            handle.store(tensor)
+        if ids is not None and func.__name__ == "sparse_":
+            # It draws all values before it writes zeros to some.
+            ids.check_written("written as a whole")
         return func(tensor, *args, **kwargs)
+
+    return call
+
+
+def truncating(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what takes the place of that which ``torch.nn.init.trunc_normal_`` calls, which draws in several operations."""
+    whole = of_whole(func)
+
+    @functools.wraps(func)
+    def call(tensor: Any, mean: float, std: float, a: float, b: float, *args: Any, **kwargs: Any) -> Any:
+        ids, _ = _kinds(tensor)
+        if ids is None:
+            return whole(tensor, mean, std, a, b, *args, **kwargs)
+        mean, std, a, b = map(float, (mean, std, a, b))
+        if max(a - mean, mean - b) > -FARTHEST * std:
+            raise InvalidTypeError(
+                f"{ids} has a vocabulary, whose initial values have no bounds, and trunc_normal_ would cut them off at "
+                f"{a} and {b}; use torch.nn.init.normal_, or wider bounds, {FARTHEST} standard deviations from the mean"
+            )
+        ids.fill(("normal", mean, std))
+        return tensor
 
     return call
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import NamedTuple
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_loader, check_size
 from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
@@ -151,6 +151,7 @@ class PrefetchLoader(Generic[Batch]):
     """What `prefetch` returns; attributes that it does not have are those of `loader`."""
 
     def __init__(self, loader: Iterable[Batch], ids_of: Callable[[Batch], Ids], depth: int = 2) -> None:
+        check_loader(loader, "loader")
         if not callable(ids_of):
             raise InvalidTypeError(
                 f"ids_of is {ids_of!r} but must take a batch and return modules and ids; "
@@ -230,7 +231,14 @@ class PrefetchLoader(Generic[Batch]):
             )
         pairs: list[tuple[Any, Any]] = []
         given: list[tuple[Any, Tensor]] = []
-        for module, ids in wanted.items() if isinstance(wanted, Mapping) else wanted:
+        for pair in wanted.items() if isinstance(wanted, Mapping) else wanted:
+            try:
+                module, ids = pair
+            except (TypeError, ValueError):
+                raise InvalidTypeError(
+                    f"ids_of returned a {type(wanted).__name__} with a {type(pair).__name__} in it but must return pairs of a "
+                    "module and its ids; return for instance {model.embedding: ids}"
+                ) from None
             if hasattr(module, "lookup_ahead"):
                 # The table within it reads rows ahead, by row numbers that the module computes: its ticket has only these.
                 parts = ids if isinstance(ids, tuple) and all(isinstance(part, Tensor) for part in ids) else (ids,)

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from speedtransfer.cuda import count_graphs
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.fills import of_whole
+from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.once import once
 from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
 from speedtransfer.optim.handle import any_handles
@@ -37,7 +37,7 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     (nn.parallel.DistributedDataParallel, "join", replicas.refusing_tables),
     (nn.init, "sparse_", of_whole),
     # Others may have imported trunc_normal_ already, which looks this up.
-    (nn.init, "_no_grad_trunc_normal_", of_whole),
+    (nn.init, "_no_grad_trunc_normal_", truncating),
 ]
 # What torch has at each of them, and what is there since.
 _replaced: list[tuple[Any, Any]] = []

@@ -56,6 +56,7 @@ def clip_grad_norm_(
     grads = [param.grad for param in params if param.grad is not None]
     if not grads:
         return torch.tensor(0.0, device="cpu")
+    max_norm, norm_type = float(max_norm), float(norm_type)  # refused as torch refuses them
     groups: dict[Any, list[Tensor]] = {}
     for grad in grads:
         groups.setdefault((_is_dtensor(grad), grad.device, grad.dtype), []).append(grad)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidValueError, check_size, suggest
 from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
 from speedtransfer.planning.workload import Load, Workload, dtype_name
 
@@ -84,6 +84,8 @@ def forms_for(workload: Workload, storage: str | None, state: str | None, scale_
         Names of dtypes; where one of them is given, the other is float32 by default.
     scale_block : int, optional
     """
+    if scale_block is not None:
+        check_size(scale_block, "scale_block", 1)
     if storage is not None or state is not None:
         rows, values = _checked("storage_dtype", storage, STORAGE), _checked("state_dtype", state, STATE)
         return [Form(rows, values, scale_block)]
@@ -96,8 +98,8 @@ def forms_for(workload: Workload, storage: str | None, state: str | None, scale_
 def _checked(label: str, name: str | None, choices: dict[str, torch.dtype]) -> str:
     if name is None:
         return FLOAT32
-    if name not in choices:
-        raise InvalidValueError(f"{label} is {name!r}{suggest(name, choices)}")
+    if not isinstance(name, str) or name not in choices:
+        raise InvalidValueError(f"{label} is {name!r}{suggest(str(name), choices)}")
     return name
 
 

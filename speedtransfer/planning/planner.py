@@ -119,7 +119,7 @@ def plan(
     StorageError
         The file of a machine cannot be read.
     """
-    if idle not in IDLE:
+    if not isinstance(idle, str) or idle not in IDLE:
         raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
     if isinstance(dense_ms, bool) or not isinstance(dense_ms, int | float) or not 0 <= dense_ms < float("inf"):
         raise InvalidValueError(f"dense_ms is {dense_ms!r} but must be a number from 0 on; pass milliseconds")

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from speedtransfer.cuda import side_stream
-from speedtransfer.errors import InvalidValueError, ProcessGroupError
+from speedtransfer.errors import InvalidValueError, ProcessGroupError, check_loader
 
 Batch = TypeVar("Batch")
 
@@ -55,6 +55,7 @@ class EqualSteps(Generic[Batch]):
     """What `equal_steps` returns. It has no length: how many batches the other ranks have is not known before."""
 
     def __init__(self, loader: Iterable[Batch], group: dist.ProcessGroup | None = None) -> None:
+        check_loader(loader, "loader")
         self.loader, self.group = loader, group
         # The batch ahead, where the loop was left: an iterator would not give it again.
         self._left: tuple[int, Any] | None = None

@@ -1,7 +1,7 @@
 """Where rows live: named planes in one memory. A new memory is a class of `Memory` and an entry of `saving.MEMORIES`."""
 
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
-from speedtransfer.tables.index import as_index
+from speedtransfer.tables.index import as_index, refuse_layout
 from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_anew, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
@@ -46,6 +46,7 @@ __all__ = [
     "plane_chunks",
     "read_ahead",
     "refuse",
+    "refuse_layout",
     "row_chunks",
     "sum_rows",
     "tensor_of",

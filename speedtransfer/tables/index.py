@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -51,11 +51,8 @@ def as_index(
         kind = "a boolean mask" if tensor.dtype == torch.bool else f"of dtype {tensor.dtype}"
         remedy = "mask.nonzero().flatten()" if tensor.dtype == torch.bool else "index.long()"
         raise InvalidTypeError(f"index is {kind} but rows are named by integers; pass {remedy}")
-    if tensor.is_nested:
-        raise InvalidTypeError(
-            "index is a nested tensor but rows come back in its shape; pass index.values(), and put the rows together again "
-            "(torch.nested.nested_tensor_from_jagged(rows, index.offsets()))"
-        )
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        refuse_layout(tensor, "index")
     if tensor.dtype == torch.uint64:  # a value of 2**63 or more would turn negative
         tensor = torch.where(tensor.view(torch.int64) < 0, num_rows, tensor.view(torch.int64))
     on_host = tensor.device.type == "cpu"
@@ -70,6 +67,24 @@ def as_index(
     if on_host and check:
         check_bounds(flat, num_rows, given)
     return flat, tuple(tensor.shape), on_host and check
+
+
+def refuse_layout(tensor: Tensor, name: str) -> NoReturn:
+    """Raise `InvalidTypeError` for integers that are nested, sparse or on the meta device."""
+    if tensor.is_nested:
+        raise InvalidTypeError(
+            f"{name} is a nested tensor but rows come back in its shape; pass {name}.values(), and put the rows together "
+            f"again (torch.nested.nested_tensor_from_jagged(rows, {name}.offsets()))"
+        )
+    if tensor.layout != torch.strided:
+        raise InvalidTypeError(
+            f"{name} is a sparse tensor ({tensor.layout}) but each of its values names a row, zeros too; pass "
+            f"{name}.to_dense()"
+        )
+    raise InvalidTypeError(
+        f"{name} is on the meta device, which has no values, but each value names a row; pass {name} on the CPU or on the "
+        "device of the rows"
+    )
 
 
 def _array_of(index: Any) -> np.ndarray:

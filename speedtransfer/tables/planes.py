@@ -308,6 +308,8 @@ class Planes:
         InvalidValueError, InvalidTypeError
             A plane of that name exists; a width, dtype or `fill` that breaks a rule.
         """
+        if not isinstance(name, str):
+            raise InvalidTypeError(f"name is {name!r} but planes are named by strings; pass one, such as 'exp_avg'")
         return self.add_planes({name: (width, dtype, fill)})[name]
 
     def add_planes(self, planes: Mapping[str, tuple[int | None, DType | None, float | Tensor]]) -> dict[str, Tensor]:
@@ -443,7 +445,7 @@ class Planes:
             self._outlived.extend(parts)
 
     def _check_plane(self, name: str) -> str:
-        if name not in self._planes:
+        if not isinstance(name, str) or name not in self._planes:
             raise InvalidValueError(f"the table has no plane {name!r}{suggest(str(name), self._planes)}")
         return name
 

@@ -53,7 +53,7 @@ def check_conversion(stored: torch.dtype, wanted: torch.dtype | None) -> torch.d
     """Return the dtype of rows outside of a plane of dtype `stored`; InvalidTypeError where it cannot be `wanted`."""
     if wanted is None or wanted == stored:
         return stored
-    if not {stored, wanted} <= CONVERTIBLE:
+    if not isinstance(wanted, torch.dtype) or not {stored, wanted} <= CONVERTIBLE:
         raise InvalidTypeError(
             f"dtype is {wanted} but the plane holds {stored}; float32, float16 and bfloat16 are converted on the way, for "
             "others convert the rows: .to(dtype)"

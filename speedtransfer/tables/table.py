@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, overload
 
 import numpy as np
@@ -169,7 +169,7 @@ class Table(Saving):
                 self._catch_up(padded_unique(flat, self.num_rows).ids)
             else:
                 self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
-        names = [planes] if isinstance(planes, str) else list(planes)
+        names = [planes] if isinstance(planes, str) or not isinstance(planes, Iterable) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]
         if out is not None:

@@ -85,6 +85,10 @@ class WholePlanes(Growing):
         It fills the ``(rows, dim)`` chunk in place or returns the values. It must treat rows alike: `xavier_uniform_` and
         others that look at the number of rows would see that of the chunk.
         """
+        if not callable(function):
+            raise InvalidTypeError(
+                f"function is {function!r} but must take a chunk of rows and fill it; pass for instance torch.nn.init.normal_"
+            )
         if self._place.refuses_writes:
             self.check_writable()
         weight = self.plane("weight")

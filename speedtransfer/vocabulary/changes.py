@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.tables import PathLike, files, row_chunks
+from speedtransfer.tables.saving import check_path
 from speedtransfer.untrusted import parse_json
 from speedtransfer.vocabulary.initial import Initial, check_initial
 
@@ -133,7 +134,7 @@ _NUMBERS = tuple(name for name in Changes._fields if name not in _TENSORS)
 
 
 def _check_path(path: PathLike) -> Path:
-    path = Path(path)
+    path = check_path(path)
     if path.suffix != ".safetensors":
         raise InvalidValueError(f"path {str(path)!r} has the suffix {path.suffix!r} but must end in .safetensors")
     return path

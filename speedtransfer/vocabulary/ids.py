@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.tables import refuse_layout
 
 _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 
@@ -31,6 +32,8 @@ def as_ids(ids: Any) -> Tensor:
         raise InvalidTypeError(
             f"ids is {kind} but ids are integers of 64 bits; pass ids.long(), or st.hash_ids(strings)"
         )
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta:
+        refuse_layout(tensor, "ids")
     tensor = tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor.to(torch.int64)
     return tensor.contiguous()
 

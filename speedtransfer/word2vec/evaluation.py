@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from speedtransfer.errors import InvalidValueError, StorageError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.tables.saving import check_path
 from speedtransfer.untrusted import open_file
 from speedtransfer.word2vec.evaluation_results import Analogies, Question, Section, Similarity
 from speedtransfer.word2vec.lookup import answer_analogies, lengths
@@ -67,7 +68,7 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
     StorageError
         The file is missing, is no text, or a line of it is neither; the message names the line and what it should be.
     """
-    path = Path(path)
+    path = check_path(path)
     try:
         with io.TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:
             text = file.read()
@@ -149,6 +150,8 @@ def evaluate(
     StorageError
         The file is missing or malformed.
     """
+    if not isinstance(vectors, Vectors):
+        raise InvalidTypeError(f"vectors is a {type(vectors).__name__} but must be Vectors; pass Vectors.load(path)")
     restrict_vocab = check_size(restrict_vocab, "restrict_vocab", 1)
     if not isinstance(which, SimilaritySet | AnalogySet):
         which = load_set(which)

@@ -34,6 +34,19 @@ class UnknownWordError(InvalidValueError, KeyError):
         self.words = tuple(words)
 
 
+def check_words(words: Any) -> list[str]:
+    """Return words as a list of str; raise where they are none, or one str, which would be a word a letter."""
+    if isinstance(words, str) or not isinstance(words, Iterable):
+        raise InvalidTypeError(f"words is {words!r} ({type(words).__name__}) but must be a list of words; pass one")
+    found = list(words)
+    for place, word in enumerate(found):
+        if not isinstance(word, str):
+            raise InvalidTypeError(
+                f"words[{place}] is {word!r} ({type(word).__name__}) but words are strings; pass a list of str"
+            )
+    return found
+
+
 def check_counts(counts: Any, num_words: int) -> np.ndarray:
     """Return the counts of words as int64, shape (num_words,); raise where they are none."""
     counts = np.asarray(counts)
@@ -66,7 +79,12 @@ def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:
     ------
     UnknownWordError
         Some are unknown: one error for all of them.
+    InvalidTypeError
+        One is no str.
     """
+    for word in words:
+        if not isinstance(word, str):
+            raise InvalidTypeError(f"{word!r} is no word; pass a str or a list of them (rows are vectors.matrix[...])")
     unknown = list(dict.fromkeys(word for word in words if word not in row_of))
     if not unknown:
         return [row_of[word] for word in words]

@@ -21,6 +21,7 @@ from speedtransfer.word2vec.lookup import (
     UnknownWordError,
     as_list,
     check_counts,
+    check_words,
     count_nearer,
     find_rows,
     lengths,
@@ -56,7 +57,7 @@ class Vectors:
     InvalidValueError
         `matrix` is not 2-D or has not one row a word, there is not one count a word, or a word is there twice.
     InvalidTypeError
-        `matrix` holds no floating-point numbers, or `counts` no integers.
+        `words` are not all str, `matrix` holds no floating-point numbers, or `counts` no integers.
     """
 
     def __init__(self, words: Sequence[str], matrix: Any, counts: Any = None) -> None:
@@ -68,11 +69,11 @@ class Vectors:
             raise InvalidTypeError(
                 f"matrix holds {matrix.dtype} but vectors are floating-point; pass matrix.astype('f4')"
             )
-        if matrix.ndim != 2 or len(matrix) != len(words):
+        self.words = check_words(words)
+        if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise InvalidValueError(
-                f"matrix has shape {matrix.shape} but there are {len(words)} words; pass one row a word"
+                f"matrix has shape {matrix.shape} but there are {len(self.words)} words; pass one row a word"
             )
-        self.words = list(words)
         self.matrix = matrix.astype(np.float32, copy=False)
         self.counts = None if counts is None else check_counts(counts, len(self.words))
         self._row_of = {word: row for row, word in enumerate(self.words)}
@@ -111,9 +112,6 @@ class Vectors:
             row: np.ndarray = self.matrix[find_rows([words], self._row_of)[0]]
             return row
         words = list(words) if isinstance(words, Iterable) else [words]
-        odd = next((word for word in words if not isinstance(word, str)), None)
-        if odd is not None:
-            raise InvalidTypeError(f"{odd!r} is no word; pass a str or a list of them (rows are vectors.matrix[...])")
         return self.matrix[np.array(find_rows(words, self._row_of), dtype=np.int64)]
 
     @functools.cached_property
@@ -227,9 +225,6 @@ class Vectors:
         words = list(words)
         if not words:
             raise InvalidValueError(f"{name} is empty; pass at least one word")
-        odd = next((word for word in words if not isinstance(word, str)), None)
-        if odd is not None:
-            raise InvalidTypeError(f"{odd!r} is no word; pass a list of str")
         return words, np.array(find_rows(words, self._row_of), dtype=np.int64)
 
     if not TYPE_CHECKING:  # for which any name would be there

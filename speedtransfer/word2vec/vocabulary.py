@@ -6,13 +6,14 @@ import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
+from speedtransfer.tables.saving import check_path
 from speedtransfer.untrusted import open_file
+from speedtransfer.word2vec.lookup import check_counts, check_words
 from speedtransfer.word2vec.settings import check_setting
 
 _CHUNK_WORDS = 1 << 18
@@ -40,14 +41,14 @@ class Vocabulary:
     ------
     InvalidValueError
         A word is there twice, there are not as many counts as words, or one is negative.
+    InvalidTypeError
+        A word is no str, or a count no integer.
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
         given = isinstance(words, Sequence) and not isinstance(words, list | tuple | str)
-        self.words: Sequence[str] = words if given else list(words)
-        self.counts = np.asarray(counts, dtype=np.int64)
-        if self.counts.shape != (len(self.words),):
-            raise InvalidValueError(f"{len(self.words)} words but counts of shape {self.counts.shape}; pass one a word")
+        self.words: Sequence[str] = words if given else check_words(words)
+        self.counts = check_counts(counts, len(self.words))
         if len(self.counts) and self.counts.min() < 0:
             at = int(self.counts.argmin())
             raise InvalidValueError(
@@ -202,7 +203,7 @@ class Vocabulary:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a line ``word count`` a word, which gensim reads as `fvocab`; the old file stays whole until the end."""
-        with replace_file(Path(path)) as file:
+        with replace_file(check_path(path)) as file:
             for word, count in zip(self.words, self.counts.tolist(), strict=True):
                 file.write(f"{word} {count}\n".encode())
 
@@ -215,6 +216,7 @@ class Vocabulary:
         StorageError
             The file is missing or a line of it is no word and count.
         """
+        path = check_path(path)
         words, counts = [], []
         try:
             with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="\n") as file:
