@@ -340,6 +340,11 @@ def test_functions_that_have_torn(name: str, within: str, every: int, alone: Any
     assert sweep(KINDS[name], lambda points: points[::every], within=within)["whole"] > 3
 
 
+@pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
+def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone: Any) -> None:
+    assert sweep(KINDS["exact"], lambda points: points[::9], error, "_single_tensor_adam")["whole"] > 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", KINDS)

@@ -45,6 +45,11 @@ class Reducer(ABC):
         assert handle is not None
         return handle
 
+    @property
+    def so_far(self) -> str:
+        """The table, and how many steps it has made: an interrupt may have come into one in some processes."""
+        return f"{self.handle} after {self.steps} steps"
+
     def is_alive(self) -> bool:
         """Tell whether the table still has this one."""
         handle = self._handle()
@@ -220,7 +225,7 @@ def _moved(
 def described(handle: Any) -> str:
     """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
     reducer, optimizer = handle.reducer, None if handle.state is None else handle.state.optimizer()
-    text = f"{handle} after {reducer.steps} steps"
+    text: str = reducer.so_far
     if handle.grad is not None:
         text += " with a gradient"
     if reducer.failures:

@@ -85,7 +85,7 @@ class Shards(Reducer):
         raise error
 
     def _about(self, training: bool) -> str:
-        return f"{self.handle} (lookup {self._count}, {'in training' if training else 'without gradients'})"
+        return f"{self.so_far} (lookup {self._count}, {'in training' if training else 'without gradients'})"
 
     def look_up(
         self,

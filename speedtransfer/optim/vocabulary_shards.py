@@ -61,7 +61,7 @@ class VocabularyShards(Shards):
     def _about_ids(self, admit: bool) -> str:
         training = torch.is_grad_enabled() and self.handle.requires_grad
         kind = f"{'in training' if training else 'without gradients'}, admitting {'new ids' if admit else 'none'}"
-        return f"{self.handle} (lookup {self._count}, {kind})"
+        return f"{self.so_far} (lookup {self._count}, {kind})"
 
     def refuse_ids(self, admit: bool) -> None:
         """Tell the others that this process cannot look its ids up: they raise."""

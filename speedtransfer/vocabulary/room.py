@@ -187,8 +187,8 @@ class Room(Base):
 
     @contextmanager
     def _calling_out(self) -> Iterator[None]:
-        self._calls_out = True
         try:
+            self._calls_out = True
             yield
         finally:
             self._calls_out = False
