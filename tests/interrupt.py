@@ -1,4 +1,4 @@
-"""An exception at the n-th line of the package that runs: what Ctrl-C, a signal handler or a lack of memory may do."""
+"""An exception at any point of the package that runs: what Ctrl-C, a signal handler or a lack of memory may do."""
 
 from __future__ import annotations
 
@@ -10,24 +10,35 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import speedtransfer as st
+import torch
 
-PACKAGE = str(Path(st.__file__).parent)
+import speedtransfer as st
+from speedtransfer.errors import SpeedtransferError
+
+# Where an interrupt may come: in the package, and in the optimizer.
+TRACED = str(Path(st.__file__).parent), str(Path(torch.optim.__file__).parent)
 
 
 class Interrupt:
-    """Raises `kind` at the n-th line of the package that runs; None: counts them."""
+    """Raises `kind` at the n-th point: where a line begins, or where a function has returned; None: counts them.
 
-    def __init__(self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt) -> None:
-        self.at, self.kind, self.lines, self.place = at, kind, 0, ""
-        # Of each line that ran, if they are counted.
+    Between two bytecodes an interrupt comes there too: after calls. `within`: points are those of functions of that name.
+    """
+
+    def __init__(
+        self, at: int | None = None, kind: type[BaseException] = KeyboardInterrupt, within: str | None = None
+    ) -> None:
+        self.at, self.kind, self.within, self.place = at, kind, within, ""
+        # Of each point, if they are counted.
         self.places: list[str] = []
+        self._count = 0
         # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
         self._entered: set[tuple[int, int]] = set()
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
-        # To trace, a generator that yields returns.
-        if event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR:
+        # Python leaves a generator that is interrupted where it yields without its `finally`.
+        returns = event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR
+        if returns:
             self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
         if event == "line":
             # Python looks for signals after calls, not before the first line of a handler.
@@ -38,44 +49,46 @@ class Interrupt:
                 if entry in self._entered:
                     return self._line
                 self._entered.add(entry)
-            self.lines += 1
-            if self.at is None or self.lines == self.at:
-                place = f"{frame.f_code.co_filename.removeprefix(PACKAGE)}:{frame.f_lineno}"
-                if self.at is None:
-                    self.places.append(place)
-                    return self._line
-                sys.settrace(None)
-                self.place = place
-                raise self.kind
+        if (event == "line" or returns) and self.within in (None, frame.f_code.co_name):
+            self._point(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}:{event}")
         return self._line
+
+    def _point(self, place: str) -> None:
+        self._count += 1
+        if self.at is None:
+            self.places.append(place)
+        elif self._count == self.at:
+            sys.settrace(None)
+            self.place = place
+            raise self.kind
 
     def _call(self, frame: FrameType, event: str, arg: Any) -> Any:
         # What is raised while an object is deleted goes nowhere.
         deletes = frame.f_code.co_name == "__del__"
-        return self._line if frame.f_code.co_filename.startswith(PACKAGE) and not deletes else None
+        return self._line if frame.f_code.co_filename.startswith(TRACED) and not deletes else None
 
     def visits(self, most: int) -> list[int]:
-        """Return the numbers of the first visits of each line, `most` of them, and of the last one."""
+        """Return the numbers of the first visits of each point, `most` of them, and of the last one."""
         seen = dict[str, list[int]]()
         for number, place in enumerate(self.places, 1):
             seen.setdefault(place, []).append(number)
         return sorted({number for numbers in seen.values() for number in (*numbers[:most], numbers[-1])})
 
     def during(self, call: Callable[[], object]) -> bool:
-        """Call, and tell whether it was interrupted."""
+        """Call, and tell whether it was interrupted; an interrupt may have become an error of ours, but does not get lost."""
         before = sys.gettrace()
         try:
             sys.settrace(self._call)
             call()
-        except self.kind:
-            return True
-        except BaseException:
-            # A lack of memory may be told by another name.
+        except (self.kind, SpeedtransferError):
             if not self.place:
                 raise
             return True
         finally:
             sys.settrace(before)
+            # What torch does itself when it is interrupted as it leaves a step.
+            torch.set_grad_enabled(True)
+        assert not self.place, f"the interrupt at {self.place} got lost"
         return False
 
 

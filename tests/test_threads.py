@@ -28,7 +28,7 @@ ROWS, DIM = 30, 4
 # --- first use --------------------------------------------------------------------------------------------------------------
 
 FIRST_USES = r"""
-import sys, threading, traceback
+import sys, tempfile, threading, traceback
 sys.setswitchinterval(1e-5)
 
 def at_once(use):
@@ -110,6 +110,15 @@ def table():
     made.scatter([1, 2], torch.zeros(2, 8))
     return made.gather([0, 1, 2]).tolist(), made.stats() == st.TableStats(3, 96, 2, 64)
 
+def files():
+    module, optimizer = trained(*[st.Embedding(50, 8, _weight=weight())] * 2, torch.arange(4))
+    with tempfile.TemporaryDirectory() as folder:
+        st.save_checkpoint(folder + "/saved", module, optimizer, extra=3)
+        module.table.save(folder + "/rows.npy")
+        nn.init.zeros_(module.weight)
+        extra = st.load_checkpoint(folder + "/saved", module, optimizer)
+        return extra, module.weight.tolist(), st.Table.load(folder + "/rows.npy").gather([0, 3]).tolist()
+
 def others():
     kinds = st.ActiveRows, st.BlockMomentumAverager, st.Changes, st.NgramStatistics, st.OneBitState
     functions = st.equal_steps, st.load_checkpoint, st.one_bit_hook, st.save_checkpoint
@@ -139,6 +148,7 @@ uses = {
     "Table": table,
     "hash_ids": lambda: st.hash_ids(["a", "b"]).tolist(),
     "plan": planned,
+    "files": files,
     "others": others,
 }
 found.update({name: (at_once(use), use()) for name, use in uses.items()})

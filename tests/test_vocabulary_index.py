@@ -16,6 +16,7 @@ from numba_or_plain import compiled  # noqa: F401 - a fixture
 
 from speedtransfer import jit
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.vocabulary import id_index
 from speedtransfer.vocabulary.batches import first_unknown, touch
 from speedtransfer.vocabulary.id_index import IdIndex
 
@@ -36,8 +37,12 @@ def use(context, way):
 class AgainstDict(RuleBasedStateMachine):
     """Two indices, compiled and plain, and a dict."""
 
-    @initialize(room=some.integers(0, 100))
-    def make(self, room):
+    @initialize(room=some.integers(0, 100), pace=some.sampled_from([1, 20, 1 << 15]))
+    def make(self, room, pace):
+        # How fast a table that is too small is moved.
+        self.context = pytest.MonkeyPatch()
+        self.context.setattr(id_index, "_MOVED_SLOTS", pace)
+        self.context.setattr(id_index, "_MOVED_SLOTS_PER_ID", 0)
         self.indices = []
         for way in WAYS:
             with pytest.MonkeyPatch.context() as context:
@@ -81,6 +86,15 @@ class AgainstDict(RuleBasedStateMachine):
         for index in self.indices:
             index.reserve(room)
 
+    def teardown(self):
+        if hasattr(self, "context"):
+            self.context.undo()
+
+    @rule()
+    def go_on(self):
+        for index in self.indices:
+            index.go_on()
+
     @rule()
     def clear(self):
         for index in self.indices:
@@ -103,6 +117,35 @@ class AgainstDict(RuleBasedStateMachine):
 
 AgainstDict.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 test_against_a_dict = AgainstDict.TestCase
+
+
+@pytest.mark.skipif(not jit.available(), reason="needs numba")
+def test_a_table_that_doubles_is_moved_a_few_slots_at_a_time():
+    ids, index = np.arange(1 << 17), IdIndex()
+    index.insert(ids, ids)
+    size, moved = index.nbytes, 0
+    index.insert(array([-1]), array([5]))
+    while index.nbytes == 3 * size:
+        assert index._moved[0] == moved + id_index._MOVED_SLOTS
+        moved = index._moved[0]
+        # Of those that were moved, and those that were not.
+        few, rows = ids[::37], index.find(ids[::37])
+        index.remove(few)
+        assert (index.find(few) == -1).all()
+        with pytest.raises(InvalidValueError, match="has no row"):
+            index.remove(few[:1])
+        index.insert(few, rows + 1)
+        with pytest.raises(InvalidValueError, match="has a row already"):
+            index.insert(few[:1], rows[:1])
+        index.remove(few)
+        index.insert(few, rows)
+        moved = index._moved[0]
+        index.go_on()
+    assert moved > 3 * id_index._MOVED_SLOTS
+    assert index.nbytes == 2 * size
+    assert (index.find(ids) == ids).all()
+    assert index.find(array([-1, -2])).tolist() == [5, -1]
+    assert len(index.items()[0]) == len(index) == len(ids) + 1
 
 
 def homes(index, ids):

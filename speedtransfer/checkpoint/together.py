@@ -55,10 +55,12 @@ class Processes:
     def prepare(self) -> None:
         """Have all rows take the steps that they have missed: in a shared table, processes wait for each other.
 
-        Rank 0 gets what is known of ids in all.
+        Rank 0 gets what is known of ids in all. ProcessGroupError: a step was not made in all.
         """
         for handle in self._handles:
             handle.recover()
+        self.check_same(", ".join(dict.fromkeys(handle.owners.so_far for handle in self._handles)))
+        for handle in self._handles:
             # A child of fork copies the rows of its parent.
             if handle.table.writable:
                 handle.rows.catch_up()

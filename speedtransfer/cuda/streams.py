@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from speedtransfer.cuda.graphs import check_not_capturing, is_capturing
 from speedtransfer.cuda.status import load_cupy, on_device
-from speedtransfer.once import once
+from speedtransfer.once import fork_safe_lock, once
 
 _Step = Callable[[torch.cuda.Stream], None]
 
@@ -35,7 +34,7 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._lock = threading.Lock()
+        self._lock = fork_safe_lock()
         self._written: torch.cuda.Event | None = None
         self._writer = -1  # the stream of that event
         self._reads: dict[int, torch.cuda.Event] = {}  # by stream, since the last write

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -26,6 +25,7 @@ from speedtransfer.engines.reference import ReferenceEngine
 from speedtransfer.engines.staged import StagedEngine
 from speedtransfer.engines.timing import calibrate
 from speedtransfer.errors import HostMemoryError, InvalidValueError, suggest
+from speedtransfer.once import fork_safe_lock
 from speedtransfer.system import available_bytes
 
 
@@ -55,7 +55,7 @@ class AutoEngine:
     def __init__(self, engines: dict[str, Engine], device: torch.device) -> None:
         self.engines, self.device = engines, device
         self._names = list(engines)
-        self._turn = threading.Lock()
+        self._turn = fork_safe_lock()
         self._busy = set[str]()  # engines that may not be done with the planes
         self._captured = False
         self._row_bytes = 0  # of all planes of the table, as far as calls have shown

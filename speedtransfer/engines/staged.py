@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from speedtransfer.engines.base import check_host_index
 from speedtransfer.engines.behind import Behind
 from speedtransfer.engines.host import gather_rows, scatter_rows
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.once import fork_safe_lock
 
 _ALIGN_BYTES = 256  # where each plane starts in a staging buffer
 _CHUNK_BYTES = 1 << 20  # a call is moved in as many chunks as there are buffers, down to this size
@@ -70,7 +70,7 @@ class StagedEngine:
         self.num_buffers = num_buffers
         self._ring = itertools.cycle([_Buffer(self.device) for _ in range(num_buffers)])
         self._index = _Buffer(self.device)
-        self._lock, self._behind = threading.Lock(), Behind()
+        self._lock, self._behind = fork_safe_lock(), Behind()
         weakref.finalize(self, self._behind.finish)
 
     def gather(

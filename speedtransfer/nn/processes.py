@@ -129,7 +129,7 @@ def _all_rows(handle: Handle, owners: Sharded) -> Tensor:
     """Return all rows, ``(num_rows, dim)`` in the order of ids on the host, in rank 0; no rows in others."""
     exchange, partition, rows = owners.exchange, owners.partition, handle.rows
     rows.catch_up()
-    exchange.agree("reads all rows", [0], str(handle))
+    exchange.agree("reads all rows", [0], handle.owners.so_far)
     dim, none = handle.table.dim, [0] * exchange.ranks
     # That of a state dict: of rows stored as bfloat16 or float16 this, also in a process that has none.
     dtype = rows.whole("weight", 0, 0).dtype

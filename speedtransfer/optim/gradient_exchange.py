@@ -136,7 +136,7 @@ def _moved(
 def described(handle: Any) -> str:
     """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
     owners, optimizer = handle.owners, None if handle.state is None else handle.state.optimizer()
-    text = f"{handle} after {owners.steps} steps"
+    text: str = owners.so_far
     if handle.grad is not None:
         text += " with a gradient"
     if owners.failures:

@@ -21,6 +21,7 @@ from torch.optim.optimizer import (
 from speedtransfer.eager import uncompiled
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import Rule, choose_rule, has_rule
+from speedtransfer.interrupts import is_interrupt
 from speedtransfer.optim import replicas, state_dicts
 from speedtransfer.optim.gradient_exchange import described, exchange_gradients
 from speedtransfer.optim.handle import Handle, any_handles
@@ -63,7 +64,7 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return step(*args, **kwargs)
         except BaseException as error:
-            _recover(args[0], not isinstance(error, Exception))
+            _recover(args[0], is_interrupt(error))
             raise
 
     return called
@@ -339,8 +340,8 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
         for handle, group in ended:
             handle.end_step(optimizer, group)
     except BaseException as error:
-        if not isinstance(error, Exception):
-            # An interrupt: the optimizer has made the step of all.
+        if is_interrupt(error):
+            # The optimizer has made the step of all.
             for handle, group in ended:
                 if handle.state is not None and handle.state.running:
                     handle.end_step(optimizer, group)

@@ -46,6 +46,11 @@ class Owners:
         assert handle is not None
         return handle
 
+    @property
+    def so_far(self) -> str:
+        """The table, and how many steps it has made: an interrupt may have come into one in some processes."""
+        return f"{self.handle} after {self.steps} steps"
+
     def is_alive(self) -> bool:
         """Tell whether the table still has these."""
         handle = self._handle()

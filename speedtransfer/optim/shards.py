@@ -130,7 +130,9 @@ class ShardLookups:
         raise error
 
     def _about(self, training: bool) -> str:
-        return f"{self._owner} (lookup {self.count}, {'in training' if training else 'without gradients'})"
+        return (
+            f"{self._owner.owners.so_far} (lookup {self.count}, {'in training' if training else 'without gradients'})"
+        )
 
     def look_up(
         self,

@@ -18,6 +18,9 @@ _SMALLEST = 64  # slots
 _SLOT_BYTES = 16
 _MAPPED_BYTES = 1 << 21  # from here on a table fills huge pages
 _ENTRY_BYTES = 64  # of a dict, for the two integers of an entry
+# Of a smaller table, how many slots are moved at least each time, a few milliseconds, and how many for each id that comes.
+_MOVED_SLOTS = 1 << 15
+_MOVED_SLOTS_PER_ID = 8
 
 
 class IdIndex:
@@ -25,6 +28,9 @@ class IdIndex:
 
     At most half of the slots are taken. Where an id stands depends on a random number of each index, so nobody can choose ids
     that slow it down; what the calls return does not. Any number of threads may call :meth:`find` while nothing is changed.
+
+    A table that doubles does not move its ids at once, which takes seconds for many millions of them, but some in each call of
+    `insert` and `go_on`. Until then both tables are there.
 
     Parameters
     ----------
@@ -55,13 +61,15 @@ class IdIndex:
         """Bytes of memory that the index holds; without numba, about."""
         if self._compiled is None:
             return sys.getsizeof(self._rows) + _ENTRY_BYTES * len(self._rows)
-        return self._slots.nbytes
+        return self._slots.nbytes + self._old.nbytes
 
     def clear(self) -> None:
         """Remove all ids and give the memory back."""
         self._count = 0
         self._rows: dict[int, int] = {}
         self._slots, *self._hash = table_for(0)
+        # A smaller table that is moved to the slots, and how many of its slots that is done for.
+        self._old, self._moved = _NO_TABLE, np.zeros(1, np.int64)
 
     def reserve(self, room: int) -> None:
         """Make room for `room` ids in all, so that inserting them takes no more memory.
@@ -74,9 +82,21 @@ class IdIndex:
         room = check_size(room, "room")
         if self._compiled is None or 2 * room <= len(self._slots):
             return
-        slots = _free_slots(_size_for(room))
-        self._compiled.move(self._slots, slots, *self._hash)
-        self._slots = slots
+        self._move(len(self._old))
+        slots, none = _free_slots(_size_for(room)), np.zeros(1, np.int64)
+        # In one line, within which nothing is called: an interrupt comes before it or after it.
+        self._slots, self._old, self._moved = slots, self._slots if self._count else _NO_TABLE, none
+
+    def go_on(self) -> None:
+        """Move some ids, if there are any to be moved."""
+        self._move(_MOVED_SLOTS)
+
+    def _move(self, count: int) -> None:
+        """Move the ids of `count` slots of the smaller table, and let go of it at its end."""
+        if self._old is not _NO_TABLE:
+            self._compiled.move(self._old, self._slots, self._moved, *self._hash, count)
+            if self._moved[0] == len(self._old):
+                self._old = _NO_TABLE
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the row of each id, -1 where it has none.
@@ -93,7 +113,10 @@ class IdIndex:
         if self._compiled is None:
             return np.array([self._rows.get(id, -1) for id in ids.tolist()], dtype=np.int64)
         rows = np.empty(len(ids), np.int64)
-        part = self._compiled.find, (self._slots, *self._hash, ids, rows)
+        if self._old is _NO_TABLE:
+            part = self._compiled.find, (self._slots, *self._hash, ids, rows)
+        else:
+            part = self._compiled.find_in_both, (self._slots, self._old, self._moved, *self._hash, ids, rows)
         # A look-up waits for one cache line.
         run_on_threads([part], len(ids), 64 * len(ids), ())
         return rows
@@ -119,6 +142,7 @@ class IdIndex:
             at = int((rows < 0).argmax())
             raise InvalidValueError(f"rows[{at}] is {rows[at]} but must not be negative; pass a row of the table")
         self.reserve(self._count + len(ids))
+        self._move(max(_MOVED_SLOTS, _MOVED_SLOTS_PER_ID * len(ids)))
         done = self._insert(ids, rows)
         if done < len(ids):
             self._remove(ids[:done])
@@ -155,13 +179,14 @@ class IdIndex:
         if self._compiled is None:
             count = len(self._rows)
             return np.fromiter(self._rows.keys(), np.int64, count), np.fromiter(self._rows.values(), np.int64, count)
-        taken = self._slots[self._slots[:, 1] != 0]
+        parts = self._slots, self._old[self._moved[0] :]
+        taken = np.concatenate([part[part[:, 1] < 0] for part in parts])
         return taken[:, 0].copy(), ~taken[:, 1]
 
     def _insert(self, ids: np.ndarray, rows: np.ndarray) -> int:
         """Insert ids up to the first that is there already; return how many."""
         if self._compiled is not None:
-            return self._compiled.insert(self._slots, *self._hash, ids, rows)
+            return self._compiled.insert(self._slots, self._old, self._moved, *self._hash, ids, rows)
         for done, (id, row) in enumerate(zip(ids.tolist(), rows.tolist(), strict=True)):
             if self._rows.setdefault(id, row) != row or len(self._rows) != self._count + done + 1:
                 return done
@@ -170,11 +195,15 @@ class IdIndex:
     def _remove(self, ids: np.ndarray) -> int:
         """Remove ids up to the first that is not there; return how many."""
         if self._compiled is not None:
-            return self._compiled.remove(self._slots, *self._hash, ids)
+            return self._compiled.remove(self._slots, self._old, self._moved, *self._hash, ids)
         for done, id in enumerate(ids.tolist()):
             if self._rows.pop(id, None) is None:
                 return done
         return len(ids)
+
+
+# What is moved where nothing is.
+_NO_TABLE = np.zeros((0, 2), np.int64)
 
 
 def table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:

@@ -187,8 +187,8 @@ class Room(Base):
 
     @contextmanager
     def _calling_out(self) -> Iterator[None]:
-        self._calls_out = True
         try:
+            self._calls_out = True
             yield
         finally:
             self._calls_out = False
@@ -227,6 +227,7 @@ class Room(Base):
                 self._touch_late(late)
             if not self._eviction.by_time:
                 self._clock += 1
+            self._bound()[0].index.go_on()
             self.generation_of_step = self.generation
             self._bound()[1].rows.placement, self._synced = None, None
 

@@ -103,7 +103,7 @@ def ids_differ() -> str:
 def test_a_lookup_of_other_ids_on_one_rank_is_told_by_all(two):
     for message in two(ids_differ):
         assert "rank 0: rows ahead" in message
-        assert "rank 1: weight (lookup 0, in training)" in message
+        assert "rank 1: weight after 0 steps (lookup 0, in training)" in message
 
 
 def bad_ids() -> list[str]:
