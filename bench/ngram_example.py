@@ -19,7 +19,7 @@ from ngram_lm import run
 from ngram_lm.contenders import CONTENDERS
 from ngram_lm.pictures import draw_bars, draw_curves
 from ngram_lm.table_text import cells, sentence, what
-from speedtransfer.benchmark.drawing import legend_below, require_matplotlib
+from speedtransfer.drawing import legend_below, require_matplotlib
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:

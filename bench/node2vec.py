@@ -35,7 +35,7 @@ from node2vec_data import MEASURES, Data, interval, read_data, save_walks, score
 from store import NODE2VEC, PARTIAL, QUICK, ROOT, header, path_of, write
 from word2vec_child import cores
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, require_matplotlib, tidy
+from speedtransfer.drawing import COLOURS, INK, require_matplotlib, tidy
 from speedtransfer.word2vec import Settings as Training
 
 GENSIM = "gensim"

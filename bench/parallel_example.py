@@ -17,7 +17,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 from parallel import pictures, run
 from parallel.training import ONE
-from speedtransfer.benchmark.units import format_seconds
+from speedtransfer.units import format_seconds
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:

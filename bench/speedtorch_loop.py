@@ -17,8 +17,8 @@ from experiment import blocks_of, make_parser, provenance, write_result
 from speedtorch_loop_training import DENSE, OURS, SPARSE, SPEEDTORCH, WAYS, Settings, as_data, train
 from store import FULL, LOOP, QUICK, ROOT, header, path_of
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.cuda import resolve_device
+from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
 
 

@@ -22,8 +22,8 @@ from idle_data import read_data
 from store import DRIFT, QUICK, ROOT, header, path_of
 from vocabulary_drift_training import FULL, HASHED, LFU, LRU, POLICIES, SEEN_TWICE, TOP, TTL, Blocks, Settings, Zipf
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
-from speedtransfer.benchmark.units import format_count, format_share
+from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.units import format_count, format_share
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:

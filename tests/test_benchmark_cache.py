@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import cache
-from speedtransfer.benchmark.cold_tables import PagesStayError
 from speedtransfer.benchmark.measure import WrongResultError, measure
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
+from speedtransfer.page_cache import PagesStayError
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}

@@ -13,7 +13,7 @@ from speedtransfer.benchmark import html, report
 from speedtransfer.benchmark.report import group_table, groups_of, headlines, markdown, missing, plot, summary_tables
 from speedtransfer.benchmark.results import CaseResult, GroupResult, kind_of
 from speedtransfer.benchmark.suites import module_of
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 
 def case(name, role="other", seconds=1e-3, payload=0, **fields):

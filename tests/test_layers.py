@@ -16,8 +16,8 @@ import speedtransfer
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
 LAYERS = [
-    {"errors", "version", "dtypes", "interrupts", "lazy", "once"},
-    {"system", "jit", "progress", "eager", "untrusted"},
+    {"errors", "version", "dtypes", "interrupts", "lazy", "once", "units"},
+    {"system", "jit", "progress", "eager", "untrusted", "page_cache", "page_reads"},
     {"buffers", "safetensors_io", "cuda", "kernels"},
     {"engines", "encoding", "idle"},
     {"tables"},
@@ -27,8 +27,10 @@ LAYERS = [
     {"optim"},
     {"nn"},
     {"ngrams"},
-    {"checkpoint", "word2vec", "speedtorch", "benchmark"},
+    {"checkpoint", "word2vec", "speedtorch"},
+    {"drawing"},
     {"planning"},
+    {"benchmark"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speedtransfer.benchmark.cold_tables import PagesStayError
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
 from speedtransfer.engines.calibration import Calibration
 from speedtransfer.errors import DeviceError, InvalidValueError, StorageError
+from speedtransfer.page_cache import PagesStayError
 from speedtransfer.planning import measured_rates
 from speedtransfer.planning import this_machine as module
 from speedtransfer.planning.this_machine import this_machine

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
-from speedtransfer.benchmark.drawing import COLOURS, INK, bars, tidy
 from speedtransfer.benchmark.measure import Case, Group, synchronize
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.benchmark.units import format_ratio, format_seconds, format_share
 from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
+from speedtransfer.drawing import COLOURS, INK, bars, tidy
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_ratio, format_seconds, format_share
 
 NOTE = (
     "Ids are drawn with a frequency that falls as 1 / rank. The computed share of hits is that of the distinct rows of a "

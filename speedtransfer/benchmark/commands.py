@@ -17,12 +17,12 @@ import typer
 from rich.console import Console
 
 from speedtransfer.benchmark import html
-from speedtransfer.benchmark.drawing import require_matplotlib
 from speedtransfer.benchmark.report import plot
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES, Suite
 from speedtransfer.cuda import resolve_device
+from speedtransfer.drawing import require_matplotlib
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, check_size, suggest
 from speedtransfer.system import replace_file
 

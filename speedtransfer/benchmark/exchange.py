@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.drawing import INK, bars_beside, tidy
 from speedtransfer.benchmark.exchange_worker import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
@@ -34,9 +33,10 @@ from speedtransfer.benchmark.exchange_worker import (
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import Show, TextTable, pivots
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, split_by
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
+from speedtransfer.drawing import INK, bars_beside, tidy
 from speedtransfer.errors import SpeedtransferError, format_bytes
+from speedtransfer.units import format_count, format_ratio, format_seconds
 
 GRADIENTS, TABLE = "gradients", "rows of a table"
 SENT, STEPS, LOSS = "sent_bytes", "steps", "loss"

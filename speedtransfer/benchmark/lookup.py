@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import GroupResult, case_names, noise
-from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.benchmark.workload import Lookups
+from speedtransfer.drawing import COLOURS, INK, tidy
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_ratio, format_seconds
 
 NOTE = (
     "Under torch.inference_mode, with ids that are on the compute device. On the CPU `F.embedding` on the same memory is the "

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, contenders
-from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.peak import LEAST, in_process, peak_bytes, reset_peak, with_page_locked
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.units import format_ratio
+from speedtransfer.drawing import COLOURS, INK, legend_below, tidy
 from speedtransfer.errors import SpeedtransferError, check_size, format_bytes
+from speedtransfer.units import format_ratio
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.mixed_cases import ACCURACY, WOULD_TAKE, cases_of
 from speedtransfer.benchmark.mixed_training import AMP_BF16, AMP_FP16, BF16, FORMS, FP32, Sizes
 from speedtransfer.benchmark.report import TextTable, accuracy, pivots, show_held, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise, sorted_by
-from speedtransfer.benchmark.units import format_ratio, format_seconds
+from speedtransfer.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.system import cpu_features
+from speedtransfer.units import format_ratio, format_seconds
 
 NOTE = (
     "AdamW; the learning rate grows with the root of the batch size. All forms begin with the same weights and see the same "

@@ -14,8 +14,8 @@ import torch
 from speedtransfer.benchmark.measure import Case, synchronize
 from speedtransfer.benchmark.mixed_training import BF16, FORMS, FP32, Form, Sizes, Training, read_windows
 from speedtransfer.benchmark.peak import in_process, peak_bytes, reset_peak
-from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.units import format_seconds
 
 ACCURACY, LOSS, WOULD_TAKE = "accuracy", "loss", "would_take_s"
 MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32, for forms with float32 weights

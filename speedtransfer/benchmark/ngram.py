@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.drawing import COLOURS, PALE, bar_panels
 from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ngram_training import (
@@ -29,11 +28,13 @@ from speedtransfer.benchmark.ngram_training import (
     plain_rows,
     token_batches,
 )
+from speedtransfer.benchmark.report import bar_panels
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.benchmark.units import format_ratio, format_seconds, format_share
+from speedtransfer.drawing import COLOURS, PALE
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.nn.sizing import table_size
+from speedtransfer.units import format_ratio, format_seconds, format_share
 
 NOTE = (
     "Tokens are drawn independently of each other, which makes more different n-grams than a text has. Weights of the model "

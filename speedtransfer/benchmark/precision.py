@@ -13,14 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.contenders import DIM
-from speedtransfer.benchmark.drawing import legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
 from speedtransfer.benchmark.report import Show, TextTable, pivots, show_held, show_time
 from speedtransfer.benchmark.results import GroupResult, case_names, noise, sorted_by
-from speedtransfer.benchmark.units import format_ratio
 from speedtransfer.benchmark.workload import zipf_ids
+from speedtransfer.drawing import legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_ratio
 
 NOTE = (
     "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for "

@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.cold_tables import DIM, PAGE, ColdTables, read_pages
-from speedtransfer.benchmark.drawing import COLOURS, PALE, bar_panels
+from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.report import bar_panels
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
+from speedtransfer.drawing import COLOURS, PALE
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
+from speedtransfer.page_cache import PAGE, read_pages
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 NOTE = (
     "Before each stretch of steps all pages of the file are written to the disk and dropped; a stretch begins with steps that "

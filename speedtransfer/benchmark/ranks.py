@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.ranks_worker import (
@@ -29,10 +28,11 @@ from speedtransfer.benchmark.ranks_worker import (
 )
 from speedtransfer.benchmark.report import TextTable, pivots, sent, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, Role, case_names, noise, sorted_by
-from speedtransfer.benchmark.units import format_ratio, format_seconds
 from speedtransfer.benchmark.world import World
+from speedtransfer.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.ranks.cost import ddp_dense_step, ddp_sparse_step
+from speedtransfer.units import format_ratio, format_seconds
 
 NOTE = (
     "Processes of one machine with gloo, and the threads of torch divided among them: on one CPU several processes are not "

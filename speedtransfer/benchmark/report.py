@@ -7,11 +7,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from speedtransfer.benchmark.drawing import QUIET, require_matplotlib
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names
 from speedtransfer.benchmark.suites import SUITES, module_of
-from speedtransfer.benchmark.units import format_rate, format_ratio, format_seconds, format_share
+from speedtransfer.drawing import INK, QUIET, bars, require_matplotlib
 from speedtransfer.errors import format_bytes
+from speedtransfer.units import format_rate, format_ratio, format_seconds, format_share
 
 PUBLISHED = "published (K80, 2019): "
 
@@ -125,6 +125,25 @@ def plot(result: dict[str, Any]) -> bytes | None:
         file = io.BytesIO()
         figure.savefig(file, format="png")
     return file.getvalue()
+
+
+def bar_panels(
+    make_figure: Callable[..., Any],
+    groups: list[GroupResult],
+    text: Callable[[GroupResult, CaseResult], str],
+    colour: Callable[[GroupResult, CaseResult], str],
+    room: float = 0.25,
+) -> Any:
+    """Draw a panel for each group, with a bar for the time of each case, followed by `text`."""
+    height = max(len(group.ran) for group in groups)
+    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        times = [1e3 * case.median_s for case in group.ran]
+        texts = [format_seconds(case.median_s) + text(group, case) for case in group.ran]
+        bars(axes, [case.name for case in group.ran], times, texts, [colour(group, c) for c in group.ran], room=room)
+        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel("milliseconds a step, less is better")
+    return figure
 
 
 def show_time(group: GroupResult, case: CaseResult) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal
 
-from speedtransfer.benchmark.units import format_ratio
+from speedtransfer.units import format_ratio
 
 Role = Literal["ours", "other", "roof"]
 

@@ -13,17 +13,17 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.drawing import INK, QUIET, bars_beside, legend_below, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.benchmark.methods import CHECKS, Method, our_methods
 from speedtransfer.benchmark.report import PUBLISHED as PUBLISHED_ROW
 from speedtransfer.benchmark.report import TextTable, pivot, show_time
 from speedtransfer.benchmark.results import GroupResult, case_names, noise, split_by, times_the_speed
 from speedtransfer.benchmark.rival_methods import BEST_TORCH, CUPY, OVERLAPPED_TORCH, PLAIN_TORCH, other_methods
-from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.benchmark.workload import Tables, Workload, workload
+from speedtransfer.drawing import INK, QUIET, bars_beside, legend_below, plain_numbers, tidy
 from speedtransfer.engines import Direction
 from speedtransfer.errors import check_size
+from speedtransfer.units import format_seconds
 
 ROWS, TABLE_ROWS, DIM = 131_072, 1_000_000, 128
 

@@ -22,14 +22,14 @@ from speedtransfer.benchmark.contenders import (
     contenders,
     fitting,
 )
-from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import TextTable, group_table, pivot, show_time
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by, split_by
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
+from speedtransfer.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.errors import check_size, format_bytes
+from speedtransfer.units import format_count, format_ratio, format_seconds
 
 NOTE = (
     "Every size sees the same accesses, spread over the whole table. Tables that are compared are in memory at the same time; "

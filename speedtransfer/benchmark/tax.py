@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.report import TextTable, pivot, show_time
 from speedtransfer.benchmark.results import GroupResult, case_names, sorted_by, split_by
+from speedtransfer.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 
 NOTE = (
     "Copies go from and to page-locked memory. Without CUDA the CPU is the device as well: what is copied then is memory to "

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, end_at, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.report import TextTable, pivot
 from speedtransfer.benchmark.results import (
@@ -25,10 +24,11 @@ from speedtransfer.benchmark.results import (
 )
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
 from speedtransfer.benchmark.transfer_groups import ROWS, Plan
-from speedtransfer.benchmark.units import format_rate, format_seconds, format_share
 from speedtransfer.benchmark.workload import default_table_bytes
+from speedtransfer.drawing import COLOURS, INK, end_at, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.engines import DIRECTIONS
 from speedtransfer.errors import check_size
+from speedtransfer.units import format_rate, format_seconds, format_share
 
 # Upper end of the axis in percent of a plain copy: higher values mean a noisy roof, and would flatten the other lines.
 _MOST_SHARE = 160

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark import vocabulary_steps
-from speedtransfer.benchmark.drawing import COLOURS, INK, bars
 from speedtransfer.benchmark.environment import Room, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.benchmark.vocabulary_steps import PLAIN, names_of
 from speedtransfer.benchmark.workload import Lookups
+from speedtransfer.drawing import COLOURS, INK, bars
 from speedtransfer.errors import HostMemoryError, check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_count, format_ratio, format_seconds
 from speedtransfer.vocabulary import Vocabulary
 from speedtransfer.vocabulary.id_index import IdIndex
 

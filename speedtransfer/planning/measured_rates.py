@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from speedtransfer.benchmark.cold_tables import PAGE, PagesStayError, pages_in_memory, read_pages
 from speedtransfer.cuda import pinned_empty
 from speedtransfer.errors import StorageError, format_bytes
+from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory, read_pages
 from speedtransfer.system import available_bytes
 
 COPY_BYTES = 256 << 20

@@ -9,12 +9,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
 from speedtransfer.errors import format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.findings import Findings
 from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE
 from speedtransfer.planning.forms import Form, has_wide_state
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 WIDTH = 132
 _MOST_TABLES, _MOST_LINES = 8, 4

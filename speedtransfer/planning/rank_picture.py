@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib
+from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.planning.rank import Ranking
 from speedtransfer.planning.shown_ranking import relative

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
 from speedtransfer.planning.rank import MEASURES, PRICED, Ranked, Ranking
+from speedtransfer.units import format_count, format_ratio, format_seconds
 
 HOW_TO_PRICE = (
     "prices are left out: give them with --prices FILE.yaml (machine: device_price, machine_price, hourly_price, currency, "

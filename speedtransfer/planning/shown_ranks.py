@@ -11,7 +11,6 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.nn.sizing import TableSize
 from speedtransfer.ranks import Partition
@@ -26,6 +25,7 @@ from speedtransfer.ranks.cost import (
 )
 from speedtransfer.ranks.row_counts import ReplicaCounts, RowForm, expected_counts, row_form
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance
+from speedtransfer.units import format_seconds
 
 
 class Rates(NamedTuple):

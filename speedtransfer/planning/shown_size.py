@@ -6,11 +6,11 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import TableSize
 from speedtransfer.planning.shown_ranks import Rates
 from speedtransfer.ranks.cost import StepCost, expected_seconds
+from speedtransfer.units import format_seconds
 
 
 def show_size(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.benchmark.units import format_seconds
-from speedtransfer.word2vec.plot import MissingPackageError
+from speedtransfer.word2vec.extras import import_extra
 
 INK, QUIET = "#1f2430", "#6b7280"
 _PAPER, _GRID = "#ffffff", "#e3e6ea"
@@ -19,18 +17,13 @@ _MARKS = "osD^vP*Xh"
 
 def require_matplotlib() -> Any:
     """Return a constructor of figures; raises MissingPackageError if matplotlib is not installed."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingPackageError(
-            "plots need matplotlib, which is not installed; run: pip install 'speedtransfer[plot]'"
-        ) from error
+    agg = import_extra("matplotlib.backends.backend_agg", "plots", '"speedtransfer[plot]"')
+    from matplotlib.figure import Figure
 
     def figure(width: float, height: float) -> Any:
         # Not pyplot, which would choose a backend and keep the figure in global state.
         made = Figure(figsize=(width, height), dpi=120, facecolor=_PAPER, layout="constrained")
-        FigureCanvasAgg(made)
+        agg.FigureCanvasAgg(made)
         return made
 
     return figure
@@ -81,25 +74,6 @@ def bars(
     axes.invert_yaxis()
     axes.margins(x=room)
     axes.set_xlim(left=0)
-
-
-def bar_panels(
-    make_figure: Callable[..., Any],
-    groups: list[GroupResult],
-    text: Callable[[GroupResult, CaseResult], str],
-    colour: Callable[[GroupResult, CaseResult], str],
-    room: float = 0.25,
-) -> Any:
-    """Draw a panel for each group, with a bar for the time of each case, followed by `text`."""
-    height = max(len(group.ran) for group in groups)
-    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
-    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
-        times = [1e3 * case.median_s for case in group.ran]
-        texts = [format_seconds(case.median_s) + text(group, case) for case in group.ran]
-        bars(axes, [case.name for case in group.ran], times, texts, [colour(group, c) for c in group.ran], room=room)
-        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
-    axes.set_xlabel("milliseconds a step, less is better")
-    return figure
 
 
 def bars_beside(
