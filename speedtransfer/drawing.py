@@ -17,13 +17,13 @@ _MARKS = "osD^vP*Xh"
 
 def require_matplotlib() -> Any:
     """Return a constructor of figures; raises MissingPackageError if matplotlib is not installed."""
-    agg = import_extra("matplotlib.backends.backend_agg", "plots", '"speedtransfer[plot]"')
-    from matplotlib.figure import Figure
+    module = import_extra("matplotlib.figure", "plots", '"speedtransfer[plot]"')
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     def figure(width: float, height: float) -> Any:
         # Not pyplot, which would choose a backend and keep the figure in global state.
-        made = Figure(figsize=(width, height), dpi=120, facecolor=_PAPER, layout="constrained")
-        agg.FigureCanvasAgg(made)
+        made = module.Figure(figsize=(width, height), dpi=120, facecolor=_PAPER, layout="constrained")
+        FigureCanvasAgg(made)
         return made
 
     return figure

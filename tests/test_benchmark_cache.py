@@ -69,6 +69,6 @@ def test_sentences():
     figures = {"hit_share": 0.58, "computed_share": 0.6}
     cached = CaseResult("cache of 10% of the rows, by use", "ours", 0, [20e-3], figures=figures)
     assert headlines("cache", [GroupResult("step", {}, [without, cached])]) == [
-        "step, cache of 10% of the rows, by use: 58% of the rows of a batch are hits (60% computed for the hottest), 20.0 ms, "
+        "step, cache of 10% of the rows, by use: 58% of the rows of a batch are hits (60% computed), 20.0 ms, "
         "2.00x the speed of 40.0 ms without"
     ]

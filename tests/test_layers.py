@@ -109,12 +109,7 @@ def test_torch_distributed_is_imported_in_few_places():
         for name in imports_of(path)
         if name.startswith(("torch.distributed", "torch.nn.parallel"))
     }
-    assert {part_of(PACKAGE / path) for path in found} <= {"ranks", "checkpoint", "optim", "benchmark"}
-    assert {path.name for path in found if path.parts[0] == "benchmark"} == {
-        "exchange_worker.py",
-        "ranks_worker.py",
-        "world.py",
-    }
+    assert {part_of(PACKAGE / path) for path in found} <= {"ranks", "checkpoint", "optim"}
     assert {path.name for path in found if path.parts[0] == "optim"} == {"replicas.py"}
 
 

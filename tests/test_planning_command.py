@@ -151,6 +151,13 @@ def test_another_machine(run):
     assert "recommended: " in out
 
 
+def test_blocks_of_the_forms_that_are_planned_by_default(run):
+    code, out, _ = run(*FAST, "--batch", "64", "--scale-block", "4", "--json", "-")
+    assert code == 0
+    (float8,) = [form for form in json.loads(out)["bytes"] if form["storage_dtype"] == "float8_e4m3fn"]
+    assert float8["scale"] > 2 * 4 * 1000, "two scales of weights a row, and those of the state"
+
+
 def test_several_tables_as_json_and_a_picture(run, tmp_path):
     picture = tmp_path / "plan.png"
     code, out, _ = run(*FAST, "--rows", "2000", "--batch", "64", "--json", "-", "--picture", str(picture))

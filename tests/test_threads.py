@@ -111,8 +111,8 @@ def table():
     return made.gather([0, 1, 2]).tolist(), made.stats() == st.TableStats(3, 96, 2, 64)
 
 def others():
-    kinds = st.ActiveRows, st.BlockMomentumAverager, st.Changes, st.NgramStatistics, st.OneBitState
-    functions = st.equal_steps, st.load_checkpoint, st.one_bit_hook, st.save_checkpoint
+    kinds = st.ActiveRows, st.Changes, st.NgramStatistics
+    functions = st.equal_steps, st.load_checkpoint, st.save_checkpoint
     gadget = st.speedtorch.DataGadget
     return len(kinds), len(functions), gadget.__name__, st.errors.OptimizerError.__name__, st.word2vec.train.__name__
 

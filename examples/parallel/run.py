@@ -22,8 +22,8 @@ import torch
 
 from parallel.pictures import save_picture
 from parallel.training import DATA_PARALLEL, KINDS, ONE, SHARED, Settings, Worker
+from parallel.world import World
 from speedtransfer.benchmark.environment import environment
-from speedtransfer.benchmark.world import World
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import SpeedtransferError
 from speedtransfer.units import format_seconds

@@ -226,7 +226,8 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
     def text(group: GroupResult, case: CaseResult) -> str:
         known = case.kind == "ahead" and group.ours is not None and _in_memory(group) is not None
-        return f", {_share(group, case)} of the waiting hidden" if known else ""
+        hidden = f", {_share(group, case)} of the waiting hidden" if known else ""
+        return format_seconds(case.median_s) + hidden
 
     def colour(group: GroupResult, case: CaseResult) -> str:
         return COLOURS[0] if case.kind == "ahead" else COLOURS[5] if case.role == "ours" else PALE
