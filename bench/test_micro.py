@@ -1,4 +1,4 @@
-"""Micro-timings by pytest-benchmark: ``python -m pytest bench --benchmark-enable --benchmark-autosave``, then ``--benchmark-compare``.
+"""Micro-timings by pytest-benchmark: ``python -m pytest bench --benchmark-enable --benchmark-autosave``.
 
 For changes of a few microseconds on one machine; what machines give is measured by the suites of ``speedtransfer bench``.
 """

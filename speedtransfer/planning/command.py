@@ -167,7 +167,7 @@ def plan(
         if value is not None and not rank:
             raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
-    form = Form(storage_dtype or "float32", state_dtype or "float32", scale_block)
+    form = Form(storage_dtype or "float32", state_dtype or "float32", scale_block if storage_dtype else None)
     sizes = [table_size(*each, make, **form.arguments, idle=idle) for each in zip(counts, dims, strict=True)]
     if ranks is not None and asked is not None:
         check_size(ranks, "--ranks", 1)
