@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 	for CUDA 13: pass TORCH_INDEX=https://download.pytorch.org/whl/cu126))
 comma := ,
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec word2vec-scale node2vec gowalla vocabulary-drift plan-accuracy ngram-lm parallel speedtorch-loop optimizers torch-suite projects gpu gpu-status launches matrix release-check set-version clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec plan-accuracy ngram-lm parallel optimizers torch-suite projects gpu gpu-status launches matrix release-check set-version clean
 
 help:
 	@echo "Each target first installs torch and what it needs itself into .venv (VENV=FOLDER), from the package index of pip:"
@@ -37,14 +37,9 @@ help:
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
 	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
 	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
-	@echo "make node2vec DATA=FOLDER  node2vec beside gensim on the same walks: predicting the groups of nodes; see bench/node2vec.py"
-	@echo "make gowalla DATA=FOLDER  a recommender in one process and in two: replicas, shards, shared tables; see bench/gowalla.py"
-	@echo "make vocabulary-drift DATA=FOLDER  tables with fewer rows than ids, by what is evicted; see bench/vocabulary_drift.py"
 	@echo "make plan-accuracy  ten plans beside what training at full size takes (minutes; 8 GB of memory and disk)"
 	@echo "make ngram-lm    a small GPT with hashed n-gram tables: dense, SparseAdam, ours lazy and exact (a few minutes)"
 	@echo "make parallel    one device, DataParallel and DistributedDataParallel: the same losses (under a minute)"
-	@echo "make word2vec-scale  word2vec steps on up to 50 million words in files (20 GB of disk)"
-	@echo "make speedtorch-loop  SpeedTorch's word2vec example by its names, by the drop-in and in plain torch (7 GB of host memory)"
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
@@ -52,9 +47,9 @@ help:
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
 	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  9 min: facts, all GPU tests, experiments"
 	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: step, transfer, cache, prefetch"
-	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: sanitizer, speedtorch, precision, mixed, memory"
+	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: sanitizer, precision, mixed, memory"
 	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
-	@echo "make gpu-status  which GPU results exist, from which commit, which are stale"
+	@echo "make gpu-status  which results exist, from which commit, and which tests no GPU has run"
 
 $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -109,17 +104,6 @@ idle: $(ENV)
 word2vec: $(ENV)
 	$(PY) bench/word2vec.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
 
-node2vec: $(ENV)
-	$(PY) bench/node2vec.py --data "$(DATA)" $(ARGS)
-
-# ARGS="--quick": one epoch. ARGS="--processes 4 --kind sharded shared": these alone, beside one process.
-gowalla: $(ENV)
-	$(PY) bench/gowalla.py --data "$(DATA)" $(ARGS)
-
-# ARGS="--quick": little of everything. Without DATA: python bench/vocabulary_drift.py, on the ids that it draws alone.
-vocabulary-drift: $(ENV)
-	$(PY) bench/vocabulary_drift.py --data "$(DATA)" $(ARGS)
-
 # ARGS="--only SGD": these configurations alone. ARGS=--quick: small tables.
 plan-accuracy: $(ENV)
 	$(PY) bench/plan_accuracy.py $(ARGS) && $(PY) bench/readme.py
@@ -131,12 +115,6 @@ ngram-lm: $(call with,plot)
 # ARGS="--processes 4": others than two.
 parallel: $(call with,plot)
 	$(PY) examples/parallel/run.py $(ARGS)
-
-word2vec-scale: $(ENV)
-	$(PY) bench/word2vec_scale.py $(ARGS) && $(PY) bench/readme.py
-
-speedtorch-loop: $(ENV)
-	$(PY) bench/speedtorch_loop.py $(ARGS) && $(PY) bench/readme.py
 
 # ARGS="AdamP Lion": those classes alone. A sweep of all writes docs/optimizer_sweep.json.
 optimizers: $(call with,optimizers)

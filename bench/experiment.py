@@ -8,17 +8,13 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import io
-import json
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from store import ROOT, header, is_current, path_of, read, write
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
+from store import read, write
 
 PLOT_BYTES = 150_000  # at most: a repository keeps every picture for ever
 
@@ -39,8 +35,7 @@ def require(*modules: str) -> None:
     """Raise `DataError` where a package is not installed."""
     for module in modules:
         if importlib.util.find_spec(module) is None:
-            package = {"sklearn": "scikit-learn"}.get(module, module)
-            raise DataError(f"this benchmark needs {package}, which is not installed; run: pip install {package}")
+            raise DataError(f"this benchmark needs {module}, which is not installed; run: pip install {module}")
 
 
 # --- the command line -----------------------------------------------------------------------------------------------------
@@ -94,14 +89,13 @@ def resume(partial: Path, fresh: dict[str, Any], find_changes: Callable[[dict[st
     Raises
     ------
     DataError
-        It cannot be read; or it was measured with other code or versions than `fresh`, or with others of what `find_changes`
-        names.
+        It cannot be read; or it was measured at another commit or with other versions than `fresh`, or with others of what
+        `find_changes` names.
     """
     try:
         old = read(partial)
-        changed = [] if is_current(ROOT, fresh["part"], old) else ["sources"]
-        changed += find_changes(old)
-        changed += ["versions"] if old["environment"]["versions"] != fresh["environment"]["versions"] else []
+        now, then = fresh["environment"], old["environment"]
+        changed = [name for name in ("commit", "dirty", "versions") if now[name] != then[name]] + find_changes(old)
     except FileNotFoundError:
         raise DataError(f"there is no {str(partial)!r} to go on with; drop --resume") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -173,30 +167,3 @@ def text_table(rows: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
     return "\n".join("  ".join(line) for line in lines)
-
-
-def record_example(
-    part: str,
-    run: Callable[[list[str]], int],
-    draw: Callable[[dict[str, Any]], Any],
-    runs: str,
-    arguments: list[str] | None,
-    root: Path,
-) -> int:
-    """Run the `main` of an example; where it ends well, write its results and picture. Return its exit code.
-
-    `runs` is the key of what has losses.
-    """
-    given = sys.argv[1:] if arguments is None else arguments
-    about = header(ROOT, part)  # before: the sources as they are when it starts
-    with tempfile.TemporaryDirectory(prefix="speedtransfer-example-") as folder:
-        code = run([*given, "--out", folder])
-        if code:
-            return code
-        found: dict[str, Any] = json.loads(Path(folder, "results.json").read_text(encoding="utf-8"))
-    for one in found[runs].values():
-        # Their digits beyond these are of no use in a picture, and a repository keeps them for ever.
-        one["losses"] = [float(f"{loss:.5g}") for loss in one["losses"]]
-    out = path_of(root, about["environment"]["device"], part)
-    write_result({**found, **about, "complete": True}, out, draw)
-    return 0

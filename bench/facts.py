@@ -11,8 +11,6 @@ from pathlib import Path
 
 from store import ROOT
 
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
 LOAD_S = 30.0  # at most
 UNDER_LOAD = (
     "nvidia-smi -q",

@@ -13,15 +13,6 @@ FACTS = "facts"  # beside the parts of store.PARTS
 # Tests in a process of their own beside the others: of kernels whose waits could last for ever, and of much memory.
 ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("all_kernels", "bulk", "cuda", "large"))
 
-# What only a GPU proves, and the tests of tests/gpu that run it.
-FEATURES = {
-    "every kernel": "all_kernels",
-    "ids found on the device (kernels/ids.cu)": "vocabulary_map",
-    "new ids admitted after the step (deferred=True)": "vocabulary_map",
-    "tables in page-locked memory that grow": "tables",
-    "suite vocabulary": "benchmark_vocabulary",
-}
-
 
 class Task(NamedTuple):
     """Something to run, its time limit, and whether to run its quick form."""
@@ -65,10 +56,9 @@ GPU_PARTS = {
         540,
         67e9,
         (
-            Task("sanitizer", 180),
-            Task("speedtorch", 90),
+            Task("sanitizer", 200),
             Task("precision", 80),
-            Task("mixed", 80),
+            Task("mixed", 120),
             Task("memory", REST),
         ),
     ),

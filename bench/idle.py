@@ -19,9 +19,9 @@ from idle_data import TOP, Settings, read_data
 from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, WAYS, train
 from store import IDLE, ROOT, header, path_of
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
-from speedtransfer.benchmark.units import format_share
 from speedtransfer.cuda import resolve_device
+from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.units import format_share
 
 
 def main(arguments: list[str] | None = None) -> int:

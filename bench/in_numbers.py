@@ -13,7 +13,7 @@ from store import EXPERIMENTS, IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
 from word2vec_report import OPTIMIZERS
 
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.units import format_count
+from speedtransfer.units import format_count
 
 OVERSIZED = "notebooks/oversized.ipynb"
 STEP = "step"  # of the suites; its picture is shown, too

@@ -3,9 +3,9 @@ copies, allocations, and the CPU time of the host. It needs no GPU but the emula
 
     ../shared/cuda-emulator/run python bench/launches.py                    # every form, some minutes
     ../shared/cuda-emulator/run python bench/launches.py --only lazy -v     # forms with "lazy" in their name; -v: every kernel
-    ../shared/cuda-emulator/run python bench/launches.py --write            # into bench/results/<device>/launches.json
+    ../shared/cuda-emulator/run python bench/launches.py --write            # into bench/launches.json
 
-Where that file has a state before (the first that was written, or --baseline), the table says "before > now".
+The table says "before > now" beside the figures that the file has.
 
 Each form has a process of its own. It takes steps with values first, one of them watched: what torch does, and what makes the
 host wait. Then torch's operations and our kernels do nothing when they are launched, so that all launches are seen, those
@@ -26,11 +26,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from store import ROOT, path_of, read, write
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
+from store import ROOT, read, write
 
 LIMIT_S = 600
+PATH = ROOT / "bench" / "launches.json"  # of an emulated device, so that it is no result of one
 COLUMNS = {
     "launches": lambda r: sum(r["launches"].values()),
     "ours": lambda r: sum(n for name, n in r["launches"].items() if name.partition("_")[0] in ("gather", "scatter")),
@@ -52,7 +51,6 @@ def main() -> int:
     parser.add_argument("--lookups", type=int, default=98_304)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--write", action="store_true", help="write the result; of --only into what is there")
-    parser.add_argument("--baseline", action="store_true", help="write it as the state before")
     parser.add_argument("-v", "--verbose", action="store_true", help="also list kernels, copies and allocations")
     parser.add_argument("--form", help=argparse.SUPPRESS)  # count that one here and print JSON
     args = parser.parse_args()
@@ -69,24 +67,18 @@ def main() -> int:
     from store import header
 
     about = header(ROOT, "launches")
-    path = path_of(ROOT, about["environment"]["device"], "launches")
-    stored = read(path) if path.exists() else {}
-    before = stored.get("baseline", {}).get("forms", {})
-    before = before if stored.get("baseline", {}).get("sizes") == sizes._asdict() else {}
+    stored = read(PATH) if PATH.exists() else {}
+    before = stored.get("forms", {}) if stored.get("sizes") == sizes._asdict() else {}
     names = [name for name in FORMS if not args.only or any(text in name for text in args.only)]
     forms: dict[str, Any] = {}
     print(_line(["form", *COLUMNS]), flush=True)
     for name in names:
         forms[name] = result = _count(name, sizes)
         _show(name, result, before.get(name), args.verbose)
-    state = {**about, "sizes": sizes._asdict()}
-    if args.baseline or (args.write and "baseline" not in stored):
-        stored["baseline"] = {**state, "forms": {**stored.get("baseline", {}).get("forms", {}), **forms}}
     if args.write:
-        stored |= {**state, "forms": {**stored.get("forms", {}), **forms}, "complete": set(forms) >= set(FORMS)}
-    if args.write or args.baseline:
-        write(path, stored)
-        print(f"wrote {path.relative_to(ROOT)}")
+        complete = set(forms) >= set(FORMS)
+        write(PATH, {**about, "sizes": sizes._asdict(), "forms": {**before, **forms}, "complete": complete})
+        print(f"wrote {PATH.relative_to(ROOT)}")
     return int(any("error" in result for result in forms.values()))
 
 

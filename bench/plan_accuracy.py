@@ -25,11 +25,11 @@ from running import run
 from store import PLAN, QUICK, ROOT, header, path_of
 
 import speedtransfer as st
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
-from speedtransfer.benchmark.units import format_seconds
+from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.ranks.zipf import draw_ids
+from speedtransfer.units import format_seconds
 
 LIMIT_S = 90.0  # of a process
 GOAL = 1.5

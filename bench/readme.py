@@ -1,7 +1,6 @@
 """Writes the figures of README.md and docs, a page for each device, and the plots, from bench/results; run it as it is.
 
-With ``--check`` it only compares the text. Where nothing is recorded the pages stay as they are. Only complete runs are shown,
-no quick ones (see store.py).
+With ``--check`` it only compares the text. Only complete runs are shown, no quick ones (see store.py).
 """
 
 from __future__ import annotations
@@ -13,44 +12,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiment import save_picture
+from experiment import blocks_of, save_picture
 from store import (
-    DRIFT,
+    CLASSIC,
     EXPERIMENTS,
     IDLE,
-    LOOP,
     NGRAM_EXAMPLE,
     PARALLEL_EXAMPLE,
     PLAN,
     ROOT,
-    SCALE,
     SUITES,
     WORD2VEC,
     read,
     recorded,
+    suites,
 )
 
-BEGIN = "<!-- figures: made by `python bench/readme.py` from bench/results; do not edit -->"
-END = "<!-- end of figures -->"
-FIGURES = "docs/benchmarks.md"  # the page of all suites, in short
+FIGURES = "figures"  # the section of the page of all suites, in short
 _SHORT = 5  # line breaks of a table that is short
 
 
 class Section(NamedTuple):
-    """A section of README.md, or of another page, that shows chosen results, between two marks.
-
-    Attributes
-    ----------
-    name : str
-    parts : tuple of (str, str)
-        The parts whose newest results are shown, each with the module of its `markdown` and, for a picture of its own, `draw`.
-    page : str
-        The file, from the root on. Where it or its marks are not there, nothing is shown.
-    """
+    """A section of a page that shows the newest results of `parts`, between two marks, each by `markdown` of a module."""
 
     name: str
+    page: str
     parts: tuple[tuple[str, str], ...]
-    page: str = "README.md"
 
     @property
     def begin(self) -> str:
@@ -63,32 +50,26 @@ class Section(NamedTuple):
         return f"<!-- end of {self.name} -->"
 
 
-IN_NUMBERS = Section(
-    "in numbers", tuple((part, "in_numbers") for part in ("step", EXPERIMENTS, IDLE, NGRAM_EXAMPLE, WORD2VEC))
-)
-ON_A_GPU = Section("experiments", ((EXPERIMENTS, "experiments_report"),), "docs/gpu.md")
-IDLE_ROWS = Section("idle rows", ((IDLE, "idle"),), "docs/optimizers.md")
-WORD2VEC_SECTION = Section("word2vec", ((WORD2VEC, "word2vec_report"), (SCALE, "word2vec_scale")), "docs/word2vec.md")
-SPEEDTORCH_LOOP = Section("speedtorch loop", ((LOOP, "speedtorch_loop"),), "docs/migration.md")
-EXAMPLE = Section("ngram example", ((NGRAM_EXAMPLE, "ngram_example"),), "docs/ngrams.md")
-PARALLEL = Section("parallel example", ((PARALLEL_EXAMPLE, "parallel_example"),), "docs/parallel.md")
-EXCHANGE = Section("exchange", (("exchange", "suite_pages"),), "docs/compressed-exchange.md")
-DRIFTING = Section("vocabulary drift", ((DRIFT, "vocabulary_drift"),), "docs/vocabulary.md")
-MIXED = Section("mixed precision", (("mixed", "suite_pages"),), "docs/mixed-precision.md")
-PLAN_ACCURACY = Section("plan accuracy", ((PLAN, "plan_accuracy"),), "docs/plan.md")
+_IN_NUMBERS = ("step", EXPERIMENTS, IDLE, NGRAM_EXAMPLE, WORD2VEC)
 SECTIONS = (
-    IN_NUMBERS,
-    ON_A_GPU,
-    IDLE_ROWS,
-    WORD2VEC_SECTION,
-    SPEEDTORCH_LOOP,
-    EXAMPLE,
-    DRIFTING,
-    MIXED,
-    PARALLEL,
-    EXCHANGE,
-    PLAN_ACCURACY,
+    Section(FIGURES, "docs/benchmarks.md", ()),
+    Section("in numbers", "README.md", tuple((part, "in_numbers") for part in _IN_NUMBERS)),
+    Section("experiments", "docs/gpu.md", ((EXPERIMENTS, "experiments.gpu_report"),)),
+    Section("idle rows", "docs/optimizers.md", ((IDLE, "idle"),)),
+    Section("word2vec", "docs/word2vec.md", ((WORD2VEC, "word2vec_report"),)),
+    Section("ngram example", "docs/ngrams.md", ((NGRAM_EXAMPLE, "record_examples"),)),
+    Section("parallel example", "docs/parallel.md", ((PARALLEL_EXAMPLE, "record_examples"),)),
+    Section("exchange", "docs/compressed-exchange.md", (("exchange", "readme"),)),
+    Section("mixed precision", "docs/mixed-precision.md", (("mixed", "readme"),)),
+    Section("plan accuracy", "docs/plan.md", ((PLAN, "plan_accuracy"),)),
 )
+
+
+def markdown(result: dict[str, Any], picture: str) -> str:
+    """Return the block of a page on a classic experiment."""
+    from speedtransfer.benchmark import report
+
+    return blocks_of(picture, CLASSIC[result["suite"]], report.markdown(result))
 
 
 class Recorded(NamedTuple):
@@ -99,78 +80,67 @@ class Recorded(NamedTuple):
     text: str
 
 
-def suites(root: Path) -> list[Recorded]:
-    """Return every recorded suite, GPUs first. What cannot be shown is left out, with a warning."""
-    from speedtransfer.benchmark.report import markdown
-
-    found = []
-    for part, path in recorded(root):
-        try:
-            if part in SUITES:
-                result = read(path)
-                found.append((not result["environment"]["cuda"], Recorded(path, result, markdown(result))))
-        except Exception as error:  # of another version or another program
-            _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
-    return [suite for _, suite in sorted(found, key=lambda item: item[0])]
+def _try(path: Path, show: Callable[[dict[str, Any]], str]) -> list[Recorded]:
+    """Return a result; nothing, with a warning, where it cannot be shown."""
+    try:
+        result = read(path)
+        return [Recorded(path, result, show(result))]
+    except Exception as error:  # of another version or another program
+        _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
+        return []
 
 
-def newest(root: Path, part: str, module: str, page: str = "README.md") -> Recorded | None:
-    """Return the newest result of `part`, as `module` shows it on `page`; None without one. What cannot be is left out."""
-    markdown, found = importlib.import_module(module).markdown, []
-    for other, path in recorded(root):
-        try:
-            if other == part:
-                result, picture = read(path), path.with_suffix(".png")
-                text = markdown(result, _address(picture, root / page) if picture.exists() else "")
-                found.append((result["environment"]["date"], Recorded(path, result, text)))
-        except Exception as error:
-            _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
-    return max(found, key=lambda item: item[0])[1] if found else None
+def every_suite(root: Path) -> list[Recorded]:
+    """Return every recorded suite, GPUs first."""
+    from speedtransfer.benchmark import report
+
+    suites()
+    found = [one for part, path in recorded(root) if part in (*SUITES, *CLASSIC) for one in _try(path, report.markdown)]
+    return sorted(found, key=lambda one: not one.result["environment"]["cuda"])
 
 
-def in_sections(root: Path) -> dict[Section, list[tuple[str, Recorded]]]:
-    """Return modules and newest results for each section whose marks are on its page."""
-    there = [section for section in SECTIONS if section.begin in _read(root / section.page)]
-    return {
-        section: [
-            (module, found) for part, module in section.parts if (found := newest(root, part, module, section.page))
-        ]
-        for section in there
-    }
+def in_section(root: Path, section: Section) -> list[tuple[str, Recorded]]:
+    """Return modules and newest results of a section; none where its marks are not on its page."""
+    shown = []
+    for part, module in section.parts if section.begin in _read(root / section.page) else ():
+
+        def show(result: dict[str, Any], path: Path, module: str = module) -> str:
+            address = _address(path.with_suffix(".png"), root / section.page)
+            text: str = importlib.import_module(module).markdown(
+                result, address if path.with_suffix(".png").exists() else ""
+            )
+            return text
+
+        paths = [path for other, path in recorded(root) if other == part]
+        found = [one for path in paths for one in _try(path, lambda result, path=path: show(result, path))]
+        shown += [(module, max(found, key=lambda one: one.result["environment"]["date"]))] if found else []
+    return shown
 
 
 def _read(page: Path) -> str:
     return page.read_text(encoding="utf-8") if page.exists() else ""
 
 
-def _draw_sections(root: Path) -> None:
-    for shown in in_sections(root).values():
-        for module, recorded_one in shown:
-            if draw_one := getattr(importlib.import_module(module), "draw", None):
-                _draw(draw_one, recorded_one)
+def draw(root: Path, found: list[Recorded]) -> None:
+    """Draw every result beside it, but those of which modules have no `draw`."""
+    from speedtransfer.benchmark.report import plot
 
-
-def _draw(draw_one: Callable[[dict[str, Any]], Any], recorded_one: Recorded) -> None:
-    """Draw a result into a file beside it; warn where it cannot be drawn."""
-    path, result, _ = recorded_one
-    try:
-        problem = save_picture(draw_one, result, path.with_suffix(".png"))
-    except Exception as error:
-        problem = f"no plot of {path} ({type(error).__name__}: {error})"
-    if problem:
-        _warn(problem)
+    drawn = [(plot, one) for one in found]
+    for section in SECTIONS:
+        for module, one in in_section(root, section):
+            own = getattr(importlib.import_module(module), "draw", None) if module != "readme" else None
+            drawn += [(own, one)] if own else []
+    for make, (path, result, _) in drawn:
+        try:
+            problem = save_picture(make, result, path.with_suffix(".png"))
+        except Exception as error:
+            problem = f"no plot of {path} ({type(error).__name__}: {error})"
+        if problem:
+            _warn(problem)
 
 
 def _warn(text: str) -> None:
     print(" ".join(text.split()), file=sys.stderr)
-
-
-def draw(found: list[Recorded]) -> None:
-    """Draw the plot of every recorded suite beside it."""
-    from speedtransfer.benchmark.report import plot
-
-    for one in found:
-        _draw(plot, one)
 
 
 def shorten(text: str) -> str:
@@ -185,23 +155,23 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
     """Return the text of each page: one for every device with all results, and those that show some."""
     pages: dict[Path, list[str]] = {}
     short: list[str] = []
-    figures = root / FIGURES
+    figures = SECTIONS[0]
     for path, result, text in found:
         device, picture, page = result["environment"]["device"], path.with_suffix(".png"), path.with_name("README.md")
         image = f"![{result['suite']} on {device}]({{}})" if picture.exists() else ""
         if page not in pages:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
-            short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
+            short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, root / figures.page)}).")
         pages[page] += [text, image.format(picture.name)]
-        short += [shorten(text), image.format(_address(picture, figures))]
+        short += [shorten(text), image.format(_address(picture, root / figures.page))]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
-    if found and figures.exists():
-        texts[figures] = _between(figures.read_text(encoding="utf-8"), BEGIN, END, [*filter(None, short)])
-    for section, shown in in_sections(root).items():
+    for section in SECTIONS:
         page = root / section.page
-        if shown:
-            parts = [recorded.text for _, recorded in shown]
-            texts[page] = _between(texts.get(page) or _read(page), section.begin, section.end, parts)
+        parts = [*filter(None, short)] if section is figures else [one.text for _, one in in_section(root, section)]
+        text = texts.get(page) or _read(page)
+        if parts and section.begin in text:
+            before, _, rest = text.partition(section.begin)
+            texts[page] = "\n\n".join([before + section.begin, *parts, section.end]) + rest.partition(section.end)[2]
     return texts
 
 
@@ -210,33 +180,19 @@ def _address(file: Path, page: Path) -> str:
     return Path(os.path.relpath(file, page.parent)).as_posix()
 
 
-def _between(text: str, begin: str, end: str, parts: list[str]) -> str:
-    """Return `text` with `parts` between two of its lines."""
-    before, _, rest = text.partition(begin)
-    return "\n\n".join([before + begin, *parts, end]) + rest.partition(end)[2]
-
-
 def main(check: bool, root: Path = ROOT) -> int:
     """Write the pages and a page for each device; or compare them and return 1 where they differ."""
-    found = suites(root)
-    if not found and not any(in_sections(root).values()):
-        if check and _read(root / FIGURES).partition(BEGIN)[2].partition(END)[0].strip():
-            _warn(f"{FIGURES} shows figures, but no suite is recorded in bench/results")
-            return 1
-        print("no suite is recorded: the pages stay as they are")
-        return 0
+    found = every_suite(root)
     if not check:
-        draw(found)
-        _draw_sections(root)
+        draw(root, found)
     wanted = documents(root, found)
-    stale = [path for path, text in wanted.items() if _read(path) != text]
-    if check:
-        for path in stale:
+    others = [path for path, text in wanted.items() if _read(path) != text]
+    for path in others:
+        if check:
             _warn(f"{path.relative_to(root)} does not show the figures in bench/results; run `python bench/readme.py`")
-        return int(bool(stale))
-    for path in stale:
-        path.write_text(wanted[path], encoding="utf-8")
-    return 0
+        else:
+            path.write_text(wanted[path], encoding="utf-8")
+    return int(check and bool(others))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Records tests and benchmarks: `gpu` all of them on a CUDA device, `here` the benchmarks on whatever this machine has.
-`status` lists the results, which are stale, and how those of a GPU compare with the bars.
+`status` lists the results with their commits; ``git log COMMIT.. -- PATH`` tells what has changed since.
 
-Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions and commit;
-where the code it depends on has changed since, the result is stale. Quick and interrupted runs have files of their own beside
-it (see store.py). Needs only what the tests need; the package need not be installed.
+Each part goes to ``bench/results/<device>/<part>.json`` as soon as it is done, with device, versions and commit. Quick and
+interrupted runs have files of their own beside it (see store.py). Needs only what the tests need.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -19,29 +19,41 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from device_tests import ending, logs_beside, run_sanitizer, run_tests
+from device_tests import SANITIZER, ending, logs_beside, run_sanitizer, run_tests, verdict
 from gpu_parts import FACTS, GPU_PARTS, Task
 from running import log, logged, run
-from status import status
-from store import EXPERIMENTS, PARTIAL, PARTS, QUICK, ROOT, SUITES, header, path_of, read
+from store import (
+    CLASSIC,
+    EXPERIMENTS,
+    FULL,
+    PARTIAL,
+    PARTS,
+    QUICK,
+    ROOT,
+    SUITES,
+    header,
+    path_of,
+    read,
+    recorded,
+)
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
 SPARE_S = 25.0  # of a part of `make gpu`, for stopping its last task and what comes after
 MARGIN_S = 10.0  # that a program ends by itself before it is stopped
 EXPERIMENT_S = 20.0  # the same where one measurement takes longer
+SCRIPTS = {FACTS: "facts.py", EXPERIMENTS: "experiments/gpu.py"}
+NO_DEVICE = "test_processes"  # of tests/gpu, which needs none
 
 HELP = """\
 On a machine that is lent for ten minutes a command, three commands do it, each in the order of what tells most:
-  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   9 min: facts, all tests of tests/gpu, bench/experiments.py
+  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   9 min: facts, all tests of tests/gpu, experiments/gpu.py
   make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: step, transfer, cache, prefetch --quick; step, transfer
-  make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: sanitizer, speedtorch, precision, mixed, memory
+  make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: sanitizer, precision, mixed, memory
 Each ends by itself in its time and leaves two files: the archive (results, pictures, logs, calibrations and compiled kernels;
 kept up to date while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results,
 and a plain log beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the
 commit where there is no git; "+changes" means that the tree had some."""
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
 
 
 def cuda_missing() -> str:
@@ -66,7 +78,7 @@ def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
 
 def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
     """Run a script of this folder; return what went wrong."""
-    command = [sys.executable, str(Path(__file__).with_name(f"{about['part']}.py"))]
+    command = [sys.executable, str(Path(__file__).with_name(SCRIPTS[about["part"]]))]
     if about["part"] == EXPERIMENTS:
         command += ["--out", str(path), "--seconds", f"{max(1.0, limit_s - EXPERIMENT_S):.0f}"]
         command += ["--quick"] if quick else []
@@ -78,7 +90,7 @@ def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, qu
 
 def runner_of(name: str) -> Callable[[Path, Path, dict[str, Any], float, bool], str]:
     """Return what runs a task: a function of the root, the path of the result, its header, seconds and whether it is quick."""
-    others = {"sanitizer": run_sanitizer, "tests": run_tests, FACTS: run_script, EXPERIMENTS: run_script}
+    others = {"sanitizer": run_sanitizer, "tests": run_tests, **dict.fromkeys(SCRIPTS, run_script)}
     return others.get(name, run_suite)
 
 
@@ -130,9 +142,10 @@ def record_tasks(tasks: Sequence[Task], end: float, root: Path, archive: Path | 
 
 def _run_task(task: Task, limit_s: float, root: Path) -> str:
     """Run a task and put its result where results of its kind lie; return what went wrong."""
-    about = header(root, task.name)  # before: the sources as they are when it starts
+    about = header(root, task.name)  # before: the commit as it is when it starts
     device = about["environment"]["device"]
-    path = path_of(root, device, task.name, QUICK if task.quick and task.name in (*SUITES, EXPERIMENTS) else PARTIAL)
+    small = task.quick and task.name in (*SUITES, *CLASSIC, EXPERIMENTS)
+    path = path_of(root, device, task.name, QUICK if small else PARTIAL)
     path.unlink(missing_ok=True)
     logs_beside(path).mkdir(parents=True, exist_ok=True)
     problem = runner_of(task.name)(root, path, about, limit_s, task.quick)
@@ -155,6 +168,55 @@ def pack(archive: Path, folder: Path, root: Path) -> None:
         print(f"cannot write {archive}: {error}", file=sys.stderr)
 
 
+# --- what there is ------------------------------------------------------------------------------------------------------
+
+
+def status(root: Path = ROOT) -> int:
+    """Print every result with its date, its commit and its outcome, and the tests that no GPU has run."""
+    device, passed = "", set[str]()
+    for part, path in recorded(root, FULL, PARTIAL, QUICK):
+        try:
+            result = read(path)
+            facts = result["environment"]
+            commit = facts["commit"][:12] + ("+changes" if facts["dirty"] else "")
+            row = f"{part:16}  {facts['date'][:10]}  {commit:20}  {outcome(part, result)}"
+            found, files = facts["device"], result["files"] if part == "tests" and facts["cuda"] else ()
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            row, found, files = f"{part:16}  unreadable ({type(error).__name__}); record it again", path.parent.name, ()
+        print(*([f"\n{found}"] if found != device else []), row, sep="\n")
+        device = found
+        passed |= set(files)
+    if not device:
+        print("no results yet; run `make gpu` on a machine with a CUDA device, `make bench` on any other")
+        return 0
+    never = sorted({path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - {NO_DEVICE} - passed)
+    if never:
+        print(
+            "\nno recorded run on a GPU has passed a test of", *(f"tests/gpu/{name}.py" for name in never), sep="\n  "
+        )
+    return 0
+
+
+def outcome(part: str, result: dict[str, Any]) -> str:
+    """Return what a result says, in a few words."""
+    if part == "tests":
+        text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
+    elif part == "sanitizer":
+        found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
+        text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
+    elif part == EXPERIMENTS:
+        cases = [case for every in result["experiments"].values() for case in every]
+        failed = sum("error" in case for case in cases)
+        text = f"{len(cases) - failed} measured" + (f", {failed} not" if failed else "")
+    elif part in (*SUITES, *CLASSIC):
+        skipped = sum(bool(group["skipped"]) for group in result["groups"])
+        text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")
+        text += f", {len(result['failures'])} FAILED" if result["failures"] else ""
+    else:
+        text = "came to its end"
+    return text + (", quick" if result.get("quick") else "") + ("" if result["complete"] else ", INCOMPLETE")
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
@@ -164,7 +226,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, parts in (("gpu", (*PARTS, EXPERIMENTS)), ("here", SUITES)):
+    for name, parts in (("gpu", (*PARTS, EXPERIMENTS)), ("here", (*SUITES, *CLASSIC))):
         command = commands.add_parser(name, help=f"run {', '.join(parts)} and write their results")
         command.add_argument("--only", type=lambda text: text.split(","), default=list(parts), help="some of them: a,b")
         command.add_argument("--quick", action="store_true", help="small sizes and few samples")
@@ -177,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
             text = "a part of a run that is spread over several commands (see below), in place of --only and --limit"
             command.add_argument("--part", type=int, choices=GPU_PARTS, help=text)
         command.set_defaults(parts=parts, part=None)
-    commands.add_parser("status", help="list the results, which are stale, and the bars")
+    commands.add_parser("status", help="list the results")
     args = parser.parse_args(arguments)
     if args.command == "status":
         return status()
@@ -189,7 +251,8 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
     # Stopping this process stops what it has started and completes the archive.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with contextlib.suppress(ValueError):  # in a thread
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.part is not None:
         return record_part(args.part, args.quick, args.total, archive=args.archive)
     return record(args.only, args.quick, args.limit, args.total, archive=args.archive)

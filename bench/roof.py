@@ -1,6 +1,6 @@
 """Prints what a training step must move, and the least time that links allow for that, beside what was measured.
 
-``python bench/roof.py`` shows the steps of bench/experiments.py; ``python bench/roof.py --rows 50000000 --dim 64 --tables 26``
+``python bench/roof.py`` shows the steps of bench/experiments/gpu.py; ``python bench/roof.py --rows 50000000 --tables 26``
 others. "in turn": rows are read, then written. "at once": both directions of the link are busy all the time, which a step can
 come near to where tables, or parts of one, overlap. Launches are those that bench/launches.py counts on an emulated GPU.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from experiment import positive_int, text_table
-from store import EXPERIMENTS, LAUNCHES, ROOT, read
+from store import EXPERIMENTS, ROOT, read
 
 STATES = {"SGD": 0, "SGD with momentum": 1, "AdamW": 2}  # planes of state
 LAST_BYTES, SECTOR = 4, 32  # an idle row's last step; what the bus moves for less
@@ -77,7 +77,7 @@ def distinct_rows(rows: int, draws: float) -> int:
 
 
 def steps_of_experiments() -> Iterator[Step]:
-    """Yield the steps that bench/experiments.py times in host memory."""
+    """Yield the steps that bench/experiments/gpu.py times in host memory."""
     adam = [("AdamW", idle, layout) for idle in ("lazy", "exact") for layout in ("planes", "rows")]
     for rows, lookups, tables in ((1_000_000, 131_072, 1), (16_000_000, 131_072, 1), (1_000_000, 104_857, 10)):
         distinct = distinct_rows(rows, SHARE[tables] * lookups)
@@ -90,9 +90,9 @@ def launches_of(step: Step, results: Path) -> str:
     """Return the launches of a step, as counted for one table or for 26; "-" where they were not."""
     form = step.idle if step.optimizer == "AdamW" else f"{step.idle}, {step.optimizer}"
     form, counted = (f"{form}, 26 tables", 26) if step.tables > 1 else (form, 1)
-    for path in sorted(results.glob(f"*/{LAUNCHES}.json")):
-        with contextlib.suppress(KeyError):
-            return str(round(sum(read(path)["forms"][form]["launches"].values()) * step.tables / counted))
+    with contextlib.suppress(KeyError, OSError):
+        found = read(results.parent / "launches.json")["forms"][form]["launches"]
+        return str(round(sum(found.values()) * step.tables / counted))
     return "-"
 
 

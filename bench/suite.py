@@ -13,14 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from store import ROOT, SUITES, write
-
-sys.path.insert(0, str(ROOT))  # also where the package is not installed
-
 from rich.console import Console
+from store import suites, write
 
 from speedtransfer.benchmark.run import run_suite
-from speedtransfer.benchmark.suites import SUITES as BY_NAME
 from speedtransfer.benchmark.workload import default_table_bytes
 from speedtransfer.cuda import resolve_device
 
@@ -28,7 +24,7 @@ from speedtransfer.cuda import resolve_device
 def main() -> int:
     """Measure, and return 1 where a group failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("name", choices=SUITES)
+    parser.add_argument("name", choices=suites())
     parser.add_argument("path", type=Path)
     parser.add_argument("header", type=json.loads)
     parser.add_argument("--quick", action="store_true")
@@ -38,16 +34,16 @@ def main() -> int:
     args = parser.parse_args()
 
     def keep(result: dict[str, Any]) -> None:
-        # The header was made before: its digest and commit are those of the sources that were measured.
+        # The header was made before: its commit is that of the sources that were measured.
         write(
             args.path, {**args.header, **result, "environment": args.header.get("environment", result["environment"])}
         )
 
     console = Console(width=120, force_terminal=False)
     device = resolve_device(None)
-    # Passed explicitly, so that the result records it: bars.py wants a table of a certain size.
+    # Passed explicitly, so that the result records it.
     options = {"table_bytes": default_table_bytes(device, args.quick)} if args.name == "transfer" else {}
-    result = run_suite(BY_NAME[args.name], device, args.quick, console, keep, args.seconds, **options)
+    result = run_suite(suites()[args.name], device, args.quick, console, keep, args.seconds, **options)
     keep(result)
     return int(bool(result["failures"]))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,6 @@ from word2vec_statistics import GENSIM, System, gensim_of, key_of, runs_of, scor
 RESAMPLES, SEED = 1000, 15
 LEAST_ITEMS = 20  # resamples of fewer vary too little to generalize
 METHOD = "paired bootstrap"
-_AT_ONCE = 1 << 21  # counts, which bounds memory
 
 
 def with_differences(result: dict[str, Any], sets: list[EvaluationSet]) -> dict[str, Any]:
@@ -78,16 +75,16 @@ def bootstrap(
     seeds, items = ours.shape
     if items < LEAST_ITEMS:
         return None
-    once = np.ones((items, 1))
-    value = (_scores(ours, gold, once) - _scores(theirs, gold, once)).mean()
+    value = np.mean([_score(one, gold) - _score(two, gold) for one, two in zip(ours, theirs, strict=True)])
     if np.isnan(value):  # correlation with equal numbers
         return None
-    drawn = []
-    for item_counts, seed_counts in draws(items, seeds, resamples):
-        item_counts = item_counts.astype(np.float64)
-        each = _scores(ours, gold, item_counts) - _scores(theirs, gold, item_counts)
-        drawn.append((np.where(seed_counts > 0, each, 0) * seed_counts).sum(axis=0) / seeds)
-    low, high = np.nanpercentile(np.concatenate(drawn), [2.5, 97.5])
+    random, drawn = np.random.default_rng((SEED, items, seeds)), []
+    for _ in range(resamples):
+        some, chosen = random.integers(items, size=items), random.integers(seeds, size=seeds)
+        people = None if gold is None else gold[some]
+        each = [_score(ours[seed, some], people) - _score(theirs[seed, some], people) for seed in chosen]
+        drawn.append(np.mean(each))
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
     return {
         **{key: round(float(number), 6) for key, number in (("value", value), ("low", low), ("high", high))},
         "seeds": seeds,
@@ -95,62 +92,10 @@ def bootstrap(
     }
 
 
-def draws(items: int, seeds: int, resamples: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield how often each item and each seed is drawn, of shapes (items, resamples) and (seeds, resamples), some at once.
-
-    They depend on nothing but the three numbers, so that all systems are compared on the same draws.
-    """
-    some = max(1, _AT_ONCE // items)
-    for first in range(0, resamples, some):
-        number = min(some, resamples - first)
-        yield _draw(items, number, first), _draw(seeds, number, first)
-
-
-@functools.lru_cache(64)
-def _draw(size: int, number: int, first: int) -> np.ndarray:
-    """Return how often each of `size` is drawn in `number` resamples from `first` on; kept, as every system needs them."""
-    random = np.random.default_rng((SEED, size, first))
-    drawn = random.integers(size, size=(number, size)) + size * np.arange(number)[:, None]
-    counts = np.bincount(drawn.ravel(), minlength=number * size).reshape(number, size)
-    return np.ascontiguousarray(counts.T.astype(np.uint16))
-
-
-def _scores(outcomes: np.ndarray, gold: np.ndarray | None, counts: np.ndarray) -> np.ndarray:
-    """Return the score of each seed in each resample, of shape (seeds, resamples)."""
+def _score(outcomes: np.ndarray, gold: np.ndarray | None) -> float:
     if gold is None:
-        return outcomes @ counts / len(counts)
-    with np.errstate(invalid="ignore"):  # 0 / 0 where all that was drawn is equal
-        expected = _centred_ranks(gold, counts)
-        spread = (counts * expected**2).sum(axis=0)
-        weighted = counts * expected
-        scores = []
-        for numbers in outcomes:
-            ranks = _centred_ranks(numbers, counts)
-            scores.append((weighted * ranks).sum(axis=0) / np.sqrt(spread * (counts * ranks**2).sum(axis=0)))
-    return np.array(scores)
+        return float(outcomes.mean())
+    from scipy.stats import rankdata
 
-
-def _centred_ranks(numbers: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Return the ranks that `numbers` have where each occurs `counts` times, less their mean; ties share the mean rank.
-
-    The numbers are sorted once for all resamples, in each of which a rank is a running sum of counts.
-
-    Parameters
-    ----------
-    numbers : numpy.ndarray
-        Of shape (items,).
-    counts : numpy.ndarray
-        Of shape (items, resamples).
-
-    Returns
-    -------
-    numpy.ndarray
-        Of shape (items, resamples), float64.
-    """
-    _, first, place = np.unique(np.sort(numbers), return_index=True, return_inverse=True)
-    order = np.argsort(numbers, kind="stable")
-    tied = np.add.reduceat(counts[order], first, axis=0)
-    ranks = np.cumsum(tied, axis=0) - (tied - 1) / 2
-    back = np.empty_like(place)
-    back[order] = place
-    return np.asarray(ranks[back] - (len(numbers) + 1) / 2)
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 where all that was drawn is equal
+        return float(np.corrcoef(rankdata(outcomes), rankdata(gold))[0, 1])

@@ -29,7 +29,7 @@ from word2vec_statistics import (
     upgrade,
 )
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
+from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
 
 OPTIMIZERS = {"adamw": "AdamW", "adamax": "Adamax", "adagrad": "Adagrad", "sgd": "SGD", "adam": "Adam"}

@@ -197,19 +197,3 @@ def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, D
         if system_of(found) == system:
             measured = Difference(found["value"], found["low"], found["high"])
             yield found["set"], measured, judge(measured)
-
-
-def headline(result: dict[str, Any]) -> str:
-    """Return a line about a result: how fast each is beside gensim, and on how many sets of either group it is worse."""
-    result = upgrade(result)
-    parts = []
-    for system in systems(result):
-        beside = ratio(result, system)
-        if system.name == GENSIM or beside is None:
-            continue
-        worse = [name for name, _, verdict in differences(result, system) if verdict == WORSE]
-        counts = (f"{sum(in_group(result, name, group) for name in worse)} {group}" for group in (TUNED, RESERVED))
-        where = f"{system.corpus} " if len(result["corpora"]) > 1 else ""
-        name = f"{where}{system.model} {system.optimizer} ({system.dim})"
-        parts.append(f"{name} {beside.medians:.2f}x, worse on {', '.join(counts)}")
-    return "words/s beside gensim " + ("; ".join(parts) or "of no run yet")

@@ -25,15 +25,12 @@ if TYPE_CHECKING:
         to_dense,
     )
     from speedtransfer.planning.planner import plan
-    from speedtransfer.ranks.averaging import BlockMomentumAverager
-    from speedtransfer.ranks.comm_hooks import OneBitState, one_bit_hook
     from speedtransfer.ranks.equal_steps import equal_steps
     from speedtransfer.tables import Table, TableStats
     from speedtransfer.vocabulary import Changes, Vocabulary, VocabularyStats, hash_ids
 
 __all__ = [
     "ActiveRows",
-    "BlockMomentumAverager",
     "Changes",
     "Embedding",
     "EmbeddingBag",
@@ -41,7 +38,6 @@ __all__ = [
     "NgramEmbedding",
     "NgramHash",
     "NgramStatistics",
-    "OneBitState",
     "PerLayerEmbedding",
     "Table",
     "TableStats",
@@ -54,7 +50,6 @@ __all__ = [
     "full_state_dict",
     "hash_ids",
     "load_checkpoint",
-    "one_bit_hook",
     "plan",
     "prefetch",
     "replace_embeddings",
@@ -67,8 +62,10 @@ __all__ = [
 ]
 
 
+# How gradients of the rest of a model are sent is no matter of tables.
+MOVED = dict.fromkeys(("BlockMomentumAverager", "OneBitState", "one_bit_hook"), "examples/compressed_exchange.py")
 __getattr__ = lazy_names(
-    __name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks", "planning.planner"]
+    __name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks", "planning.planner"], MOVED
 )
 
 

@@ -1,20 +1,19 @@
-"""The benchmarks run: small, once, correctness checks included; and what they have recorded gets into the docs."""
+"""What bench/ has recorded gets into the docs; examples are recorded; make passes on what it is given."""
 
 from __future__ import annotations
 
 import importlib
-import os
+import json
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from speedtransfer.benchmark import suites
-from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.results import CaseResult, GroupResult, to_text
 
 ROOT = Path(__file__).resolve().parents[1]
+TINY = "--steps 6 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --attention-heads 2 --rows 50 --dim 4"
 
 
 @pytest.fixture(autouse=True)
@@ -22,29 +21,6 @@ def no_make(monkeypatch):
     """`make test` tells its children so, and a make that is tested would say more."""
     for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
         monkeypatch.delenv(name, raising=False)
-
-
-# The suites themselves are run by test_benchmark.py and test_benchmark_suites.py; memory starts processes, which takes long.
-@pytest.mark.slow
-@pytest.mark.parametrize("groups", ["speedtorch", "not memory"])
-def test_groups_run_small_under_pytest_benchmark(groups):
-    environment = {**os.environ, "BENCH_ROWS": "2000"}
-    argv = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "bench",
-        "-q",
-        "--benchmark-disable",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        groups,
-    ]
-    result = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr
-    assert "passed" in result.stdout
-    assert "skipped" not in result.stdout
 
 
 @pytest.fixture
@@ -75,9 +51,18 @@ def page(root: Path) -> Path:
     return root / "docs" / "benchmarks.md"
 
 
+def test_a_case_is_a_line_of_json():
+    text = to_text(a_result())
+    assert json.loads(text) == a_result()
+    lines = [line for line in text.splitlines() if '"samples_s"' in line]
+    assert len(lines) == 2
+    assert all(line.strip().startswith('{"name": ') for line in lines)
+
+
 def test_pages_show_what_is_recorded(tmp_path, bench):
     store, readme = bench("store"), bench("readme")
-    text = f"before\n{readme.BEGIN}\nold figures\n{readme.END}\nafter\n"
+    section = readme.SECTIONS[0]
+    text = f"before\n{section.begin}\nold figures\n{section.end}\nafter\n"
     page(tmp_path).write_text(text)
     assert readme.main(check=False, root=tmp_path) == 0
     assert page(tmp_path).read_text() == text  # nothing is recorded
@@ -100,36 +85,64 @@ def test_pages_show_what_is_recorded(tmp_path, bench):
 def test_what_cannot_be_shown_is_left_out(tmp_path, bench, monkeypatch, capsys):
     store, readme = bench("store"), bench("readme")
     monkeypatch.setattr(bench("experiment"), "PLOT_BYTES", 100)
-    page(tmp_path).write_text(f"{readme.BEGIN}\n{readme.END}\n")
+    page(tmp_path).write_text(f"{readme.SECTIONS[0].begin}\n{readme.SECTIONS[0].end}\n")
     store.write(store.path_of(tmp_path, "NVIDIA Test 1", "tax"), a_result())
     for name, content in (("step", "{"), ("memory", "[]"), ("transfer", '{"environment": {"cuda": true}}')):
         store.path_of(tmp_path, "NVIDIA Test 1", name).write_text(content)
     for run in (store.QUICK, store.PARTIAL):
         store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), a_result())
     assert readme.main(check=False, root=tmp_path) == 0
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.partition(" ")[0].rpartition("/")[2] for line in lines] == [
-        "transfer.json",
-        "step.json",
-        "memory.json",
-        "tax.png",
-    ]
+    lines = [line.partition(" ")[0].rpartition("/")[2] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["transfer.json", "step.json", "memory.json", "tax.png"]
     shown = page(tmp_path).read_text()
-    assert "a product" in shown or "tax.png" in shown
+    assert "tax.png" in shown
     assert "quick GPU" not in shown
 
 
-def test_figures_that_nothing_is_recorded_for(tmp_path, bench, capsys):
-    readme = bench("readme")
-    page(tmp_path).write_text(f"{readme.BEGIN}\n\nfigures\n\n{readme.END}\n")
-    assert readme.main(check=True, root=tmp_path) == 1
-    assert "no suite is recorded" in capsys.readouterr().err
-    page(tmp_path).write_text(f"{readme.BEGIN}\n\n{readme.END}\n")
-    assert readme.main(check=True, root=tmp_path) == 0
+def test_every_section_has_its_marks(bench):
+    for section in bench("readme").SECTIONS:
+        text = (ROOT / section.page).read_text(encoding="utf-8")
+        assert text.index(section.begin) < text.index(section.end)
 
 
-def test_the_suites_are_those_of_the_package(bench):
-    assert set(bench("store").SUITES) == set(suites.SUITES)
+def recorded_on(bench, root: Path, part: str, page_name: str) -> tuple[dict, str]:
+    """What an example has recorded, and the page that shows it."""
+    store, readme = bench("store"), bench("readme")
+    ((found, path),) = store.recorded(root)
+    assert found == part
+    assert 5000 < path.with_suffix(".png").stat().st_size < 150_000
+    (section,) = [section for section in readme.SECTIONS if section.page == page_name]
+    (root / "docs").mkdir()
+    (root / page_name).write_text(f"before\n\n{section.begin}\n\n{section.end}\n\nafter\n", encoding="utf-8")
+    text = readme.documents(root, [])[root / page_name]
+    assert f"](../{path.with_suffix('.png').relative_to(root).as_posix()})" in text
+    return json.loads(path.read_text(encoding="utf-8")), text
+
+
+@pytest.mark.slow
+def test_the_parallel_example_is_recorded_and_shown(bench, tmp_path):
+    assert bench("record_examples").main(["parallel", "--quick", "--steps", "6"], tmp_path) == 0
+    result, shown = recorded_on(bench, tmp_path, "parallel_example", "docs/parallel.md")
+    assert result["complete"]
+    assert "| DDP, sharded | (32, 5) | 50 | " in shown
+    assert "6 steps of 64 examples, 2 processes of DistributedDataParallel, table of 100 x 8; first loss " in shown
+
+
+@pytest.mark.slow
+def test_the_ngram_example_is_recorded_and_shown(bench, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("\n".join(f"a b c{number % 7} d e{number % 3}" for number in range(200)), encoding="utf-8")
+    arguments = ["ngram_lm", *TINY.split(), "--data", str(text), "--only", "dense", "exact"]
+    assert bench("record_examples").main(arguments, tmp_path) == 0
+    result, shown = recorded_on(bench, tmp_path, "ngram_example", "docs/ngrams.md")
+    assert [len(one["losses"]) for one in result["contenders"].values()] == [6, 6]
+    assert '| speedtransfer, idle="exact" | ' in shown
+
+
+def test_what_an_example_refuses_is_not_recorded(bench, tmp_path):
+    root = tmp_path / "root"
+    assert bench("record_examples").main(["ngram_lm", *TINY.split(), "--data", str(tmp_path / "none.txt")], root) == 2
+    assert not root.exists()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="no make")

@@ -1,4 +1,4 @@
-"""bench/experiments.py: every experiment runs small, those that need a GPU say so, and docs/gpu.md shows what was found."""
+"""bench/experiments/gpu.py: every experiment runs small, those that need a GPU say so, and docs/gpu.md shows the results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def scripts(monkeypatch):
 
 @pytest.fixture
 def experiments():
-    return importlib.import_module("experiments")
+    return importlib.import_module("experiments.gpu")
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def found(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(ROOT / "bench"))
         out = tmp_path_factory.mktemp("experiments") / "experiments.json"
-        assert importlib.import_module("experiments").main(["--quick", "--out", str(out)]) == 0
+        assert importlib.import_module("experiments.gpu").main(["--quick", "--out", str(out)]) == 0
     return json.loads(out.read_text())
 
 
@@ -59,8 +59,8 @@ def test_those_that_are_named_run_and_others_are_kept(experiments, tmp_path, cap
     assert experiments.main(["few_blocks", "--quick", "--out", str(out)]) == 0
     result = json.loads(out.read_text())
     assert (list(result["experiments"]), result["complete"]) == (["pages", "few_blocks"], False)
-    # Of other code nothing is kept.
-    out.write_text(json.dumps({**result, "digest": "other"}))
+    # Of another commit nothing is kept.
+    out.write_text(json.dumps({**result, "environment": {**result["environment"], "commit": "other"}}))
     assert experiments.main(["pages", "--quick", "--out", str(out)]) == 0
     assert list(json.loads(out.read_text())["experiments"]) == ["pages"]
     with pytest.raises(SystemExit):
@@ -110,9 +110,10 @@ ON_A_GPU = {
 
 def test_the_page_shows_what_was_found(found, tmp_path):
     readme, store = importlib.import_module("readme"), importlib.import_module("store")
-    page = tmp_path / "docs" / "gpu.md"
+    (section,) = [section for section in readme.SECTIONS if section.name == "experiments"]
+    page = tmp_path / section.page
     page.parent.mkdir()
-    text = f"before\n\n{readme.ON_A_GPU.begin}\n\n{readme.ON_A_GPU.end}\n\nafter\n"
+    text = f"before\n\n{section.begin}\n\n{section.end}\n\nafter\n"
     page.write_text(text)
     assert readme.main(check=False, root=tmp_path) == 0
     assert page.read_text() == text, "nothing is recorded"
@@ -131,8 +132,3 @@ def test_the_page_shows_what_was_found(found, tmp_path):
     assert "| 1,000 | lanes 16 | lanes 16 | 45.7 | 52.5 | 28.6 | 49.0 |" in lines
     assert "| 2 GB | lanes 16 | 45.7 | 52.5 | 45.7 | 52.5 |" in lines
     assert readme.main(check=True, root=tmp_path) == 0
-
-
-def test_the_page_has_a_place_for_them():
-    readme = importlib.import_module("readme")
-    assert readme.ON_A_GPU.begin in (ROOT / readme.ON_A_GPU.page).read_text(encoding="utf-8")

@@ -78,20 +78,20 @@ def test_a_step_of_given_tables(roof, capsys, tmp_path):
 
 
 def test_the_steps_of_the_experiments_beside_what_was_measured(roof, capsys, tmp_path, monkeypatch):
-    """Sizes and names are those of bench/experiments.py."""
+    """Sizes and names are those of bench/experiments/gpu.py."""
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "1e12")  # tables of the full size
-    scale, steps = importlib.import_module("experiments_scale"), importlib.import_module("experiments_steps")
+    scale, steps = importlib.import_module("experiments.gpu_rows"), importlib.import_module("experiments.gpu_steps")
     cases = {"step": [], "fbgemm": []}
     for name, found in cases.items():
         for number, (facts, _) in enumerate(getattr(steps, name)(scale.Scale()), start=1):
             found.append({**facts, "ms": number + 0.5, "fused_ms": number + 0.25})
     environment = {"device": "NVIDIA Test", "cuda": True, "date": "2026-01-02"}
-    folder = tmp_path / "nvidia-test"
-    folder.mkdir()
+    folder = tmp_path / "results" / "nvidia-test"
+    folder.mkdir(parents=True)
     (folder / "experiments.json").write_text(json.dumps({"environment": environment, "experiments": cases}))
     forms = {"lazy": {"launches": {"a": 20, "b": 2}}, "exact, 26 tables": {"launches": {"a": 260}}}
-    (folder / "launches.json").write_text(json.dumps({"forms": forms}))
-    _, *lines = printed(roof, capsys, tmp_path)
+    (tmp_path / "launches.json").write_text(json.dumps({"forms": forms}))
+    _, *lines = printed(roof, capsys, tmp_path / "results")
     assert len(lines) == 5 + 5 + 3
     assert [line[-3].strip() for line in lines] == ["NVIDIA Test"] * len(lines)
     assert [line[-2].strip() for line in lines[:5]] == ["1.50", "2.50", "3.50", "4.50", "5.50"]

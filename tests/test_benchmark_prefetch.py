@@ -15,16 +15,14 @@ import torch
 from speedtransfer.benchmark import prefetch
 from speedtransfer.benchmark.cold_tables import (
     DIM,
-    PAGE,
     ColdTables,
-    PagesStayError,
     TableFiles,
     read_page_by_page,
-    read_pages,
 )
 from speedtransfer.benchmark.measure import Group, measure
 from speedtransfer.benchmark.report import headlines
-from speedtransfer.benchmark.results import CaseResult, GroupResult, kind_of
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.page_cache import PAGE, PagesStayError, read_pages
 from speedtransfer.tables import Table
 
 CPU = torch.device("cpu")
@@ -80,7 +78,7 @@ def test_plain_reads_bring_the_pages_of_the_rows(tables, threads):
 
 
 def test_plain_reads_without_numba(tables, monkeypatch):
-    monkeypatch.setattr("speedtransfer.benchmark.cold_tables.compiled_module", lambda name: None)
+    monkeypatch.setattr("speedtransfer.page_cache.compiled_module", lambda name: None)
     tables.drop_pages()
     read_pages(tables.files.pages(tables.ids(50), ["weight"]), 2)
     assert tables.files.share_in_memory() > 0
@@ -221,7 +219,7 @@ def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
 
 def result(*ahead: float, without: float = 50e-3, memory: float = 10e-3) -> GroupResult:
     def case(name, role, seconds):
-        return CaseResult(name, role, 0, [seconds] * 5, [seconds] * 5, kind=kind_of(name))
+        return CaseResult(name, role, 0, [seconds] * 5, [seconds] * 5, kind="ahead" * name.startswith("prefetch"))
 
     methods = [case(prefetch.DEPTH.format(1 << i), "ours", seconds) for i, seconds in enumerate(ahead)]
     cases = [case(prefetch.WITHOUT, "ours", without), *methods, case(prefetch.IN_MEMORY, "other", memory)]

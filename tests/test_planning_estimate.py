@@ -14,7 +14,7 @@ from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.workload import make_workload
 
-COUNTED = Path(__file__).resolve().parents[1] / "bench" / "results" / "nvidia-h200-fake" / "launches.json"
+COUNTED = Path(__file__).resolve().parents[1] / "bench" / "launches.json"
 GPU = Machine(
     "gpu",
     device="GPU",

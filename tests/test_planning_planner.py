@@ -145,3 +145,18 @@ def test_what_makes_no_sense_is_refused_before_anything_is_measured(given, kind,
     with pytest.raises(kind) as error:
         st.plan((1000, 8), **given)
     assert words in str(error.value)
+
+
+def test_a_disk_that_cannot_be_measured_is_not_said_to_be(monkeypatch, tmp_path):
+    """And the rate is that of the folder in which files are tried."""
+    asked = []
+    monkeypatch.setattr(planner, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(planner, "disk_bytes", lambda *_: 1.0)
+    monkeypatch.setattr(
+        planner, "this_machine", lambda *given, **_: asked.append(given) or Machine("m", host_bytes=1e9)
+    )
+    workload = planner.make_workload((10, 4), planner.optimizer_given("SGD"), 1, 1, 1.0, None, "auto")
+    here = Machine("m", host_bytes=1e9, disk_bytes=1e9)
+    options = planner.make_options(workload, planner.forms_for(workload, None, None), here)
+    assert planner._with_disk_rate(here, workload, options) == here
+    assert asked == [(tmp_path,)]

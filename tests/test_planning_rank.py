@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -11,14 +12,12 @@ from rich.console import Console
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.machine_files import load_machine, published_machines
-from speedtransfer.planning.prices import Price
-from speedtransfer.planning.rank import MEASURES, StepTime, rank
-from speedtransfer.planning.rank_picture import draw_ranking
-from speedtransfer.planning.several import exchange_seconds, one_of, peer_bytes_per_s
-from speedtransfer.planning.shown_ranking import HOW_TO_PRICE, ranking_data, show_ranking
+from speedtransfer.planning.plan_picture import draw_ranking
+from speedtransfer.planning.rank import HOW_TO_PRICE, MEASURES, STEPS, Price, StepTime, as_table, rank, read_prices
+from speedtransfer.planning.ranked_workload import exchange_seconds, one_of
 from speedtransfer.ranks.cost import StepCost
-from speedtransfer.ranks.row_counts import row_form
 
+EXAMPLE = Path(__file__).parents[1] / "examples" / "prices.yaml"
 BYTES = 1e9
 
 
@@ -74,9 +73,9 @@ class TestOrders:
         assert values == sorted(values, reverse=True)
 
     def test_cost_of_steps(self):
-        fast = rank([FAST, SLOW], moved, prices=CHEAP, steps=1e6).ranked[0]
-        assert fast.cost(1e6) == pytest.approx(3 * 1e6 * 0.022 / 3600)
-        assert rank([FAST], moved).ranked[0].cost(1e6) is None
+        fast = rank([FAST, SLOW], moved, prices=CHEAP).ranked[0]
+        assert fast.cost == pytest.approx(3 * STEPS * 0.022 / 3600)
+        assert rank([FAST], moved).ranked[0].cost is None
 
     def test_what_has_no_price_comes_last_by_time(self):
         third = Machine("third", "a GPU", 24e9, 1e12, link_up_bytes_per_s=1e12)
@@ -88,12 +87,6 @@ class TestOrders:
         ranking = rank([Machine("empty"), FAST], moved)
         assert names(ranking) == ["fast"]
         assert "machine 'empty' has no figure device_bytes" in ranking.left_out[0][1]
-
-    @pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
-    def test_an_estimate_that_is_no_time(self, seconds):
-        ranking = rank([FAST], lambda machine: StepTime(seconds))
-        assert not ranking.ranked
-        assert "must be finite and above 0" in ranking.left_out[0][1]
 
     def test_published_machines(self):
         ranking = rank(published_machines(), moved, devices=1)
@@ -114,21 +107,12 @@ class TestPrices:
             assert found.performance == pytest.approx(devices / 0.101)
             assert found.bandwidth == devices * 1e12
 
-    def test_those_of_a_machines_own_file(self):
-        own = Machine("own", "a GPU", 24e9, 1e12, link_up_bytes_per_s=1e10, devices=2, hourly_price=4, currency="USD")
-        found = rank([own, SLOW], moved, by="hour", devices=3, prices=price("slow", hourly_price=1))
-        assert {each.machine.name: each.hourly_price for each in found.ranked} == {"own": 8, "slow": 3}
-        given = rank([own], moved, prices=price("OWN", hourly_price=5)).ranked[0]
-        assert given.hourly_price == 5
-
     @pytest.mark.parametrize(
         ("options", "words"),
         [
             ({"by": "tim"}, "by is 'tim'; did you mean 'time'?"),
             ({"by": "hour"}, "no machine that fits has a hourly_price; give one in a file of prices (--prices"),
             ({"devices": 0}, "devices is 0 but must be at least 1"),
-            ({"steps": 0}, "steps is 0 but must be finite and above 0"),
-            ({"steps": float("nan")}, "steps is nan"),
             (
                 {"prices": price("fst", device_price=1)},
                 "a price is given for 'fst', which is not a machine; did you mean 'fast'",
@@ -140,22 +124,57 @@ class TestPrices:
             rank([SLOW, FAST], moved, **options)
         assert words in str(caught.value)
 
-    def test_no_machines(self):
-        with pytest.raises(InvalidValueError, match="there are no machines to rank"):
-            rank([], moved)
+    def test_of_a_file(self, tmp_path):
+        path = tmp_path / "prices.yaml"
+        path.write_text(
+            "H200: {device_price: 32_000, hourly_price: 3.79, machine_price: 2.5e5, devices: 8, currency: EUR, "
+            "date: 2026-05-07, source: a list}\nl4: {device_price: 1, currency: EUR, date: 2026}"
+        )
+        found = read_prices(path)
+        assert found["h200"] == Price("H200", 32_000, 2.5e5, 3.79, 8, "EUR", "2026-05-07", "a list")
+        assert found["l4"] == Price("l4", 1, None, None, None, "EUR", "2026", None)
+        found = read_prices(EXAMPLE)
+        assert {each.name for each in found.values()} <= {machine.name for machine in published_machines()}
+        assert all(each.source and "://" in each.source and len(each.date) >= 4 for each in found.values())
 
-    def test_one_currency(self):
-        own = Machine("own", "a GPU", 24e9, 1e12, link_up_bytes_per_s=1e10, hourly_price=4, currency="EUR")
-        message = "the price of 'slow' is in USD but machine 'own' in EUR; convert all prices to one currency"
-        with pytest.raises(InvalidValueError, match=message):
-            rank([own, SLOW], moved, prices=price("slow", hourly_price=1))
-        with pytest.raises(InvalidValueError, match="machine 'own' has a price and no currency"):
-            rank([Machine("own", hourly_price=4)], moved)
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("", "prices of machines must be a mapping"),
+            ("{}", "has the currencies []"),
+            ("h200: 5", "'h200' must be a mapping"),
+            ("h200: {price: 5}", "has a key 'price'; choose from 'device_price'"),
+            ("h200: {device_price: 0}", "device_price is 0 but must be finite and above 0"),
+            ("h200: {device_price: true}", "device_price is True"),
+            (
+                "h200: {date: 2026}",
+                "has no price or no currency; write one of device_price, machine_price, hourly_price",
+            ),
+            ("h200: {device_price: 5, date: 2026}", "has no price or no currency"),
+            ("h200: {device_price: 5, currency: USD}", "date is None but must be one"),
+            ("h200: {device_price: 5, currency: USD, date: May}", "date is 'May' but must be one"),
+            (
+                "h200: {hourly_price: 5, currency: USD, date: 2026, devices: 0}",
+                "devices is 0 but must be a whole number",
+            ),
+            (
+                "a: {device_price: 5, currency: USD, date: 2026}\nb: {device_price: 5, currency: EUR, date: 2026}",
+                "has the currencies ['EUR', 'USD']; convert all prices to one",
+            ),
+        ],
+    )
+    def test_every_mistake_in_a_file_names_it(self, tmp_path, text, words):
+        path = tmp_path / "prices.yaml"
+        path.write_text(text)
+        with pytest.raises(InvalidValueError) as caught:
+            read_prices(path)
+        assert str(caught.value).startswith(str(path))
+        assert words in str(caught.value)
+        with pytest.raises(StorageError, match="is no file that is there; check the path"):
+            read_prices(tmp_path / "none.yaml")
 
 
 class TestSeveral:
-    FORM = row_form(64)
-
     def test_what_one_process_has(self):
         machine = Machine(
             "box", devices=4, host_bytes=400e9, pinned_bytes=200e9, host_bytes_per_s=1e11, device_bytes=8e9
@@ -169,21 +188,17 @@ class TestSeveral:
         assert machine.link_up_bytes_per_s == machine.host_bytes_per_s == 381e9 / 2
 
     def test_rate_between_gpus(self):
-        assert peer_bytes_per_s(load_machine("h200")) == 380e9
-        assert peer_bytes_per_s(Machine("x", link_up_bytes_per_s=2e10, link_down_bytes_per_s=2e10)) == pytest.approx(
-            1e10
-        )
-        with pytest.raises(InvalidValueError, match="has no figure link_down_bytes_per_s"):
-            peer_bytes_per_s(Machine("x"))
-
-    def test_exchange(self):
         cost = StepCost(ids=1e9, rows=2e9, gradients=1e9, calls=10)
-        assert exchange_seconds(Machine("x", peer_bytes_per_s=4e9), cost, 1e-3) == pytest.approx(1.01)
+        assert exchange_seconds(Machine("x", peer_bytes_per_s=4e9), cost) == pytest.approx(1.0005)
+        by_host = Machine("x", link_up_bytes_per_s=2e10, link_down_bytes_per_s=2e10)
+        assert exchange_seconds(by_host, cost) == pytest.approx(0.4005)
+        with pytest.raises(InvalidValueError, match="has no figure link_down_bytes_per_s"):
+            exchange_seconds(Machine("x"), cost)
 
 
 def shown(ranking) -> str:
     written = io.StringIO()
-    show_ranking(Console(width=140, file=written), ranking)
+    Console(width=140, file=written).print(as_table(ranking))
     return written.getvalue()
 
 
@@ -217,72 +232,22 @@ class TestShown:
         assert "[red]odd[/]" in shown(rank([odd], moved))
 
     def test_data(self):
-        data = ranking_data(rank([SLOW, FAST, SMALL], moved, prices=CHEAP, steps=100))
+        data = rank([SLOW, FAST, SMALL], moved, prices=CHEAP).data()
         assert json.loads(json.dumps(data)) == data
         fast, slow = data["ranked"]
         assert (fast["machine"], fast["devices"], fast["hourly_price"]) == ("fast", 1, 3)
         assert fast["relative"] == pytest.approx(
             {"time": 1, "bandwidth": 0.5, "device-price": 0.4591, "machine-price": 1, "hour": 1}, rel=1e-3
         )
-        assert slow["cost"] == pytest.approx(100 * 0.101 / 3600)
+        assert slow["cost"] == pytest.approx(STEPS * 0.101 / 3600)
         assert data["left_out"] == [{"machine": "small", "devices": 1, "reason": "it needs 20 GB but small has 8"}]
         assert data["prices"][0]["name"] == "slow"
-        assert data["currency"] == "USD"
 
 
-class TestPicture:
-    def test_columns_are_those_that_are_known(self):
-        pytest.importorskip("matplotlib")
-        from speedtransfer.planning.rank_picture import _figure
-
-        plain, priced = (_figure(rank([SLOW, FAST], moved, prices=prices)) for prices in (None, CHEAP))
-        assert [axes.get_title(loc="left").split("\n")[0] for axes in plain.axes] == ["batches"]
-        assert len(priced.axes) == 4
-        widths = [[bar.get_width() for bar in axes.patches] for axes in priced.axes]
-        assert widths[0] == pytest.approx([1, 0.022 / 0.101])
-        assert all(max(each) == 1 for each in widths)
-
-    def test_letters_do_not_overlap_and_are_large_enough_for_a_phone(self):
-        pytest.importorskip("matplotlib")
-        from speedtransfer.planning.rank_picture import _figure
-
-        long = Machine(
-            "a-machine-with-a-name-that-never-ends", "a GPU", 24e9, 1e12, link_up_bytes_per_s=1e10, devices=8
-        )
-        figure = _figure(rank([*published_machines(), long, SLOW, FAST], moved, prices=CHEAP))
-        figure.canvas.draw()
-        renderer = figure.canvas.get_renderer()
-        letters = [*figure.axes[0].get_yticklabels(), *(axes.title for axes in figure.axes)]
-        letters += [axes._left_title for axes in figure.axes]
-        letters += [text for axes in figure.axes for text in axes.texts]
-        boxes = [(text.get_text(), text.get_window_extent(renderer)) for text in letters if text.get_text()]
-        page = figure.bbox
-        for number, (text, box) in enumerate(boxes):
-            assert page.x0 <= box.x0, text
-            assert box.x1 <= page.x1, text
-            assert page.y0 <= box.y0, text
-            assert box.y1 <= page.y1, text
-            for other, beside in boxes[number + 1 :]:
-                apart = box.x1 <= beside.x0 or beside.x1 <= box.x0 or box.y1 <= beside.y0 or beside.y1 <= box.y0
-                assert apart, (text, other)
-        on_a_phone = 390 / figure.get_figwidth() / 72  # pixels of a point
-        assert min(text.get_fontsize() for text in letters) * on_a_phone > 9
-
-    def test_is_written(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        ranking = rank([SLOW, FAST], moved, prices=CHEAP)
-        for name in ("a.png", "a.svg"):
-            draw_ranking(ranking, tmp_path / name)
-            assert (tmp_path / name).stat().st_size > 1000
-        width = int.from_bytes((tmp_path / "a.png").read_bytes()[16:20], "big")
-        assert 1195 <= width <= 1210
-
-    def test_what_cannot_be_drawn(self, tmp_path):
-        pytest.importorskip("matplotlib")
-        ranking = rank([FAST], moved)
-        with pytest.raises(InvalidValueError, match="there is nothing to draw"):
-            draw_ranking(rank([SMALL], moved), tmp_path / "a.png")
-        with pytest.raises(InvalidValueError, match=r"'a\.docx', whose ending is no format of pictures"):
-            draw_ranking(ranking, tmp_path / "a.docx")
-        with pytest.raises(StorageError, match="cannot write"):
-            draw_ranking(ranking, tmp_path / "missing" / "a.png")
+def test_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    ranking = rank([SLOW, FAST], moved, prices=CHEAP)
+    draw_ranking(tmp_path / "a.png", ["fast", "slow"], {name: ranking.relative(name) for name in MEASURES})
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(StorageError):
+        draw_ranking(tmp_path / "none" / "a.png", ["fast", "slow"], {"time": [1.0, None]})

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from speedtransfer.benchmark.cold_tables import PagesStayError
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
 from speedtransfer.engines.calibration import Calibration
 from speedtransfer.errors import DeviceError, InvalidValueError, StorageError
-from speedtransfer.planning import measured_rates
+from speedtransfer.page_cache import PagesStayError
 from speedtransfer.planning import this_machine as module
 from speedtransfer.planning.this_machine import this_machine
 
@@ -23,10 +22,10 @@ no_cuda = pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
 @pytest.fixture
 def small(monkeypatch):
     """Measurements of a few megabytes and milliseconds."""
-    monkeypatch.setattr(measured_rates, "COPY_BYTES", 1 << 20)
-    monkeypatch.setattr(measured_rates, "_FILE_BYTES", 8 << 20)
-    monkeypatch.setattr(measured_rates, "_PIECE_BYTES", 4 << 20)
-    monkeypatch.setattr(measured_rates, "_BUDGET_S", 0.01)
+    monkeypatch.setattr(module, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(module, "_FILE_BYTES", 8 << 20)
+    monkeypatch.setattr(module, "_PIECE_BYTES", 4 << 20)
+    monkeypatch.setattr(module, "_BUDGET_S", 0.01)
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ class TestWithoutMeasuring:
     @no_cuda
     def test_what_is_free_now(self, tmp_path, monkeypatch):
         for name in ("host_bytes_per_s", "device_bytes_per_s", "link_bytes_per_s", "disk_bytes_per_s"):
-            monkeypatch.setattr(measured_rates, name, lambda *args: pytest.fail("nobody has asked"))
+            monkeypatch.setattr(module, name, lambda *args: pytest.fail("nobody has asked"))
         machine = this_machine(tmp_path)
         assert 0 < machine.host_bytes <= module.physical_bytes()
         assert machine.disk_bytes > 0
@@ -112,8 +111,8 @@ class TestGpu:
             this_machine(device=2)
 
     def test_rates(self, gpu, monkeypatch):
-        monkeypatch.setattr(measured_rates, "device_bytes_per_s", lambda device: 3e12)
-        monkeypatch.setattr(measured_rates, "link_bytes_per_s", lambda device: (5e10, 6e10))
+        monkeypatch.setattr(module, "device_bytes_per_s", lambda device: 3e12)
+        monkeypatch.setattr(module, "link_bytes_per_s", lambda device: (5e10, 6e10))
         machine = this_machine(rates=["device", "link"])
         assert machine.device_bytes_per_s == 3e12
         assert (machine.link_up_bytes_per_s, machine.link_down_bytes_per_s) == (5e10, 6e10)
@@ -132,8 +131,8 @@ class TestGpu:
         def broken(*args):
             raise DeviceError("the device is lost")
 
-        monkeypatch.setattr(measured_rates, "device_bytes_per_s", fail)
-        monkeypatch.setattr(measured_rates, "link_bytes_per_s", broken)
+        monkeypatch.setattr(module, "device_bytes_per_s", fail)
+        monkeypatch.setattr(module, "link_bytes_per_s", broken)
         machine = this_machine(rates=["device", "link"])
         assert machine.device_bytes_per_s is machine.link_up_bytes_per_s is None
         assert "the bandwidth of cuda:0 is not known: CUDA out of memory." in machine.notes
@@ -147,7 +146,7 @@ class TestMeasured:
         assert machine.sources["host_bytes_per_s"] == "measured"
 
     def test_host_without_room(self, small, monkeypatch):
-        monkeypatch.setattr(measured_rates, "available_bytes", lambda: 1000)
+        monkeypatch.setattr(module, "available_bytes", lambda: 1000)
         machine = this_machine(rates=["host"])
         assert machine.host_bytes_per_s is None
         assert any("1 kB of memory are left, too few" in note for note in machine.notes)
@@ -155,7 +154,7 @@ class TestMeasured:
     @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="needs Linux")
     def test_disk(self, small, tmp_path):
         try:
-            rate = measured_rates.disk_bytes_per_s(tmp_path)
+            rate = module.disk_bytes_per_s(tmp_path)
         except PagesStayError:
             pytest.skip("the folder of tests lives in memory")
         assert 1e3 < rate < 1e13
@@ -170,31 +169,31 @@ class TestMeasured:
     def test_another_system(self, small, monkeypatch, tmp_path):
         monkeypatch.delattr(os, "posix_fadvise", raising=False)
         with pytest.raises(PagesStayError, match="this needs Linux"):
-            measured_rates.disk_bytes_per_s(tmp_path)
+            module.disk_bytes_per_s(tmp_path)
 
     def test_a_disk_that_is_full(self, small, monkeypatch, tmp_path):
         def full(descriptor, data):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(measured_rates.os, "write", full)
+        monkeypatch.setattr(module.os, "write", full)
         machine = this_machine(tmp_path, rates=["disk"])
         assert machine.disk_bytes_per_s is None
         assert any("is not known: No space left on device" in note for note in machine.notes)
 
     def test_link_and_gpu_memory_of_a_device(self, small, monkeypatch):
         """On the CPU: that bytes are counted as they should."""
-        monkeypatch.setattr(measured_rates, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
+        monkeypatch.setattr(module, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-        monkeypatch.setattr(measured_rates, "_best_seconds", lambda call, device=None: (call(), 0.5)[1])
+        monkeypatch.setattr(module, "_best_seconds", lambda call, device=None: (call(), 0.5)[1])
         device = torch.device("cpu")
-        assert measured_rates.link_bytes_per_s(device) == (2 << 20, 2 << 20)
-        assert measured_rates.device_bytes_per_s(device) == 4 << 20
-        assert measured_rates.host_bytes_per_s() == 4 << 20
+        assert module.link_bytes_per_s(device) == (2 << 20, 2 << 20)
+        assert module.device_bytes_per_s(device) == 4 << 20
+        assert module.host_bytes_per_s() == 4 << 20
 
 
 def test_storage_error_is_told_by_its_words(monkeypatch):
     def fail():
         raise StorageError("too few\nlines")
 
-    monkeypatch.setattr(measured_rates, "host_bytes_per_s", fail)
+    monkeypatch.setattr(module, "host_bytes_per_s", fail)
     assert "the bandwidth of host memory is not known: too few" in this_machine(rates=["host"]).notes

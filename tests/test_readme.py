@@ -71,7 +71,7 @@ def test_command_line(tmp_path, monkeypatch):
         small = ["--rows", "100", "--table-bytes", "262144"] if argv[0] == "bench" else []
         assert not app([*argv, *small], standalone_mode=False), argv
     assert (tmp_path / "words.png").stat().st_size > 1000
-    assert (tmp_path / "report" / "report.html").exists()
+    assert (tmp_path / "report" / "report.md").exists()
     assert load(torch.device("cpu")) is not None, "calibrate has kept what it measured"
 
 

@@ -1,4 +1,4 @@
-"""bench/record.py: stale results, the parts of a run, the list of results and the bars; a whole run needs a device."""
+"""bench/record.py: the parts of a run, and the list of results; a whole run needs a device."""
 
 from __future__ import annotations
 
@@ -14,12 +14,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from speedtransfer.benchmark import step, transfer_groups
-from speedtransfer.benchmark.contenders import PLANES
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, CaseResult, GroupResult, kind_of
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.cuda import CudaStatus, cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
@@ -37,11 +34,6 @@ def record():
 
 
 @pytest.fixture
-def status():
-    return importlib.import_module("status")
-
-
-@pytest.fixture
 def running():
     return importlib.import_module("running")
 
@@ -54,22 +46,7 @@ def store():
 @pytest.fixture
 def tree(tmp_path, monkeypatch):
     """A working tree of a few files, outside of git."""
-    for name in (
-        "speedtransfer/benchmark/measure.py",
-        "speedtransfer/benchmark/report.py",
-        "speedtransfer/benchmark/step.py",
-        "speedtransfer/benchmark/step_models.py",
-        "speedtransfer/benchmark/transfer.py",
-        "speedtransfer/cli.py",
-        "speedtransfer/cuda/runtime.py",
-        "speedtransfer/kernels/rows.cu",
-        "speedtransfer/nn/embedding.py",
-        "speedtransfer/word2vec/model.py",
-        "tests/gpu/test_device.py",
-        "tests/engine_cases.py",
-        "tests/test_other.py",
-        "bench/record.py",
-    ):
+    for name in ("tests/gpu/test_device.py", "bench/record.py"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(name)
@@ -85,14 +62,6 @@ def gpu(monkeypatch):
     return facts
 
 
-def group(title, samples, skipped="", **params):
-    """A group of cases that took `samples` seconds by (name, role)."""
-    cases = [
-        CaseResult(name, role, 1000, [s], [s], device_s=s, kind=kind_of(name)) for (name, role), s in samples.items()
-    ]
-    return GroupResult(title, params, cases, skipped).to_json()
-
-
 def tool(code, found="0 errors", ran=True):
     """What a tool of the sanitizer left."""
     return {"exit": code, "summary": [f"========= ERROR SUMMARY: {found}"] if found else [], "ran": ran}
@@ -105,7 +74,7 @@ CONTENT = {
 SUITE = {
     "quick": False,
     "failures": {},
-    "groups": [group("a", {}, kind="x", memory="pageable", ids="", experiment="x")],
+    "groups": [GroupResult("a", {}).to_json()],
 }
 
 
@@ -113,7 +82,7 @@ def put(store, tree, part, run="", **changes):
     """Write a result."""
     environment = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00"}
     environment.update(commit="0123456789abcdef0123", dirty=False)
-    result = {"environment": environment, "digest": store.digest(tree), "complete": True}
+    result = {"environment": environment, "complete": True}
     path = store.path_of(tree, "NVIDIA H200", part, run)
     store.write(path, {**result, **CONTENT.get(part, SUITE), **changes})
     return path
@@ -133,178 +102,36 @@ def test_nothing_yet(record, tree, capsys):
     assert line.startswith("no results yet; run `make gpu`")
 
 
-def test_results_of_a_cpu_are_none_of_a_gpu(record, store, tree, capsys):
-    path = put(store, tree, "step")
-    assert not any("no GPU results yet" in line for line in listed(record, tree, capsys))
-    result = store.read(path)
-    store.write(path, {**result, "environment": {**result["environment"], "cuda": False}})
-    assert any(line.startswith("no GPU results yet; run `make gpu`") for line in listed(record, tree, capsys))
-
-
-def test_an_emulated_gpu_is_none(record, status, store, tree, capsys):
-    environment = {"device": "NVIDIA H200 (fake)", "cuda": True, "date": "2026-01-02", "commit": "0123", "dirty": False}
-    put(store, tree, "launches", environment=environment, forms={"lazy": {}, "exact": {}})
-    put(store, tree, "tests", environment=environment, files={"test_device": 1})
-    lines = listed(record, tree, capsys)
-    assert any(line.startswith("launches") and line.endswith("2 forms counted") for line in lines)
-    assert any(line.startswith("no GPU results yet") for line in lines)
-    assert "tests/gpu/test_device.py" in status.never_run(tree)
-
-
-def test_experiments_are_listed(record, store, tree, capsys):
-    experiments = {"step": [{"ms": 1.0}, {"ms": 2.0}], "pages": [{"error": "no memory"}]}
-    put(store, tree, "experiments", experiments=experiments)
-    assert listed(record, tree, capsys)[3].endswith("2 measured, 1 not")
-
-
 def test_every_part_is_listed(record, store, tree, capsys):
-    put(store, tree, "tests")
+    put(store, tree, "tests", files={"test_device": 12})
     put(store, tree, "sanitizer")
     put(store, tree, "transfer")
     put(store, tree, "step", complete=False, quick=True, failures={"a": "why"})
-    heading, empty, device, *lines = listed(record, tree, capsys)[:7]
-    assert heading.split() == ["part", "date", "commit", "state", "result"]
+    experiments = {"step": [{"ms": 1.0}, {"ms": 2.0}], "pages": [{"error": "no memory"}]}
+    put(store, tree, "experiments", experiments=experiments)
+    (tree / "tests/gpu/test_bulk.py").touch()
+    empty, device, *lines = listed(record, tree, capsys)
     assert (empty, device) == ("", "NVIDIA H200")
-    cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
+    cells = [[cell.strip() for cell in line.split("  ") if cell] for line in lines[:5]]
     assert cells == [
-        [part, "2026-01-02", "0123456", "current", text]
+        [part, "2026-01-02", "0123456789ab", text]
         for part, text in (
             ("tests", "12 passed, 3 failed, 1 skipped"),
             ("sanitizer", "memcheck clean, racecheck NOT CLEAN"),
             ("transfer", "1 groups measured"),
             ("step", "1 groups measured, 1 FAILED, quick, INCOMPLETE"),
+            ("experiments", "2 measured, 1 not"),
         )
     ]
-
-
-def test_a_long_result_takes_several_lines(record, store, tree, capsys):
-    put(store, tree, "step")
-    tools = {f"tool{number}": tool(86, "1 hazard") for number in range(12)}
-    put(store, tree, "sanitizer", tools=tools)
-    lines = listed(record, tree, capsys)
-    table = lines[: lines.index("", 2)]
-    assert max(map(len, table)) <= 120
-    start = table[0].index("result")
-    assert all(line[:start].isspace() for line in table[4:-1])
-    assert " ".join(line[start:].strip() for line in table[3:-1]) == ", ".join(f"{name} NOT CLEAN" for name in tools)
-
-
-def states(lines):
-    """The state of each part that is listed."""
-    return {cells[0]: cells[3] for cells in map(str.split, lines) if len(cells) > 4 and cells[1][:2] == "20"}
-
-
-def commit(tree):
-    """Make `tree` a repository and commit all of it; return the commit."""
-    git = ["git", "-C", str(tree), "-c", "user.name=A", "-c", "user.email=a@example.org"]
-    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "all"]):
-        subprocess.run([*git, *command], check=True)
-    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-
-
-def measured_at(store, tree, part, commit, dirty=False, **changes):
-    """Write a result of a commit."""
-    path = put(store, tree, part, **changes)
-    result = store.read(path)
-    store.write(path, {**result, "environment": {**result["environment"], "commit": commit, "dirty": dirty}})
-
-
-ALL = {"tests", "sanitizer", "transfer", "step", "tax"}
-
-
-@pytest.mark.parametrize(
-    ("changed", "stale"),
-    [
-        ("speedtransfer/cuda/runtime.py", ALL - {"tax"}),
-        ("speedtransfer/kernels/rows.cu", ALL - {"tax"}),
-        ("speedtransfer/kernels/word2vec.cu", ALL - {"tax"}),
-        ("speedtransfer/new.py", ALL - {"tax"}),
-        ("speedtransfer/nn/embedding.py", {"tests", "sanitizer", "step"}),
-        ("speedtransfer/benchmark/measure.py", {"transfer", "step", "tax"}),
-        ("speedtransfer/benchmark/step.py", {"step"}),
-        ("speedtransfer/benchmark/step_models.py", {"step"}),
-        ("speedtransfer/benchmark/report.py", set()),
-        ("speedtransfer/word2vec/model.py", set()),
-        ("speedtransfer/cli.py", set()),
-        ("tests/gpu/test_device.py", {"tests", "sanitizer"}),
-        ("tests/engine_cases.py", {"tests", "sanitizer"}),
-        ("tests/test_other.py", set()),
-        ("bench/record.py", set()),
-    ],
-)
-def test_stale_after_a_change(record, store, tree, capsys, changed, stale):
-    """Committed or only known to git."""
-    first = commit(tree)
-    for part in ALL:
-        measured_at(store, tree, part, first, digest="of other code")
-    (tree / changed).write_text("changed")
-    if changed.startswith("speedtransfer/benchmark"):
-        commit(tree)
-    else:
-        subprocess.run(["git", "-C", str(tree), "add", "."], check=True)
-    assert states(listed(record, tree, capsys)) == {part: "STALE" if part in stale else "current" for part in ALL}
-
-
-@pytest.mark.parametrize("reason", ["no git", "git is not installed", "commit is not known", "had changes"])
-def test_without_a_commit_to_compare_with_the_same_code_is_current(record, store, tree, capsys, monkeypatch, reason):
-    first = "0" * 40 if reason == "no git" else commit(tree)
-    measured_at(store, tree, "step", "unknown" if "not known" in reason else first, dirty=reason == "had changes")
-    if reason == "git is not installed":
-        monkeypatch.setenv("PATH", str(tree))
-    assert states(listed(record, tree, capsys)) == {"step": "current"}
-    (tree / "bench/record.py").write_text("changed")
-    assert states(listed(record, tree, capsys)) == {"step": "STALE"}
-    assert any("or git cannot compare it" in line for line in listed(record, tree, capsys))
-
-
-def test_a_renamed_file_changes_the_digest(store, tree):
-    before = store.digest(tree)
-    (tree / "speedtransfer/cuda/runtime.py").rename(tree / "speedtransfer/devices.py")
-    assert store.digest(tree) != before
-
-
-def test_the_paths_of_every_result_are_there(store):
-    """Of the package, and of what is left out of it."""
-    for part in (*store.PARTS, *store.OTHERS):
-        for path in store.paths_of(part):
-            assert list(store.ROOT.glob(path.removeprefix(":!"))), (part, path)
-            left_out = [path.removeprefix(":!") for path in store.paths_of(part) if path.startswith(":!")]
-            assert path.startswith(":!") or not any(Path(path).is_relative_to(other) for other in left_out), (
-                part,
-                path,
-            )
+    assert lines[5:] == ["", "no recorded run on a GPU has passed a test of", "  tests/gpu/test_bulk.py"]
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"environment": {}}'])
 def test_an_unreadable_result(record, store, tree, capsys, content):
     put(store, tree, "tests").write_text(content)
-    _, _, _, line, *_ = listed(record, tree, capsys)
+    _, _, line, *_ = listed(record, tree, capsys)
     assert "unreadable" in line
     assert "record it again" in line
-
-
-def test_what_never_ran_on_a_gpu(record, status, store, tree, capsys, monkeypatch):
-    """Of a feature or a file only a test that has passed there counts."""
-    monkeypatch.setattr(status, "FEATURES", {"a new kernel": "kernel", "a lookup": "lookup"})
-    for name in ("kernel", "lookup", "other"):
-        (tree / f"tests/gpu/test_{name}.py").write_text("")
-    path = put(store, tree, "tests", files={"test_device": 3, "test_lookup": 1})
-    result = store.read(path)
-    text = "\n".join(listed(record, tree, capsys))
-    assert "never run on a GPU" in text
-    missing = ["a new kernel: tests/gpu/test_kernel.py", "tests/gpu/test_other.py"]
-    assert status.never_run(tree) == missing
-    # The tests of tests/gpu that need no device run on CPUs too.
-    store.write(path, {**result, "environment": {**result["environment"], "cuda": False}})
-    assert "a lookup: tests/gpu/test_lookup.py" in status.never_run(tree)
-    store.write(path, {**result, "files": {f"test_{name}": 1 for name in ("device", "kernel", "lookup", "other")}})
-    assert not status.never_run(tree)
-    assert "never run" not in "\n".join(listed(record, tree, capsys))
-
-
-def test_features_are_those_of_tests_that_are_there(store):
-    for name in importlib.import_module("gpu_parts").FEATURES.values():
-        assert (store.ROOT / f"tests/gpu/test_{name}.py").exists()
 
 
 def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
@@ -337,7 +164,6 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert found["files"] == {"test_device": 1}
     assert found["failures"]["tests/gpu/test_device.py::test_bad"] == "assert 1 == 2"
     assert (found["environment"]["commit"], found["environment"]["dirty"]) == ("abc", True)
-    assert found["digest"] == store.digest(tree)
     logs = store.path_of(tree, gpu["device"], "").parent / "logs"
     assert '"ValueError: no"' in (logs / "tests.jsonl").read_text()
     printed = (logs / "parts.log").read_text()
@@ -433,7 +259,7 @@ def test_gpu_tests_that_hang_leave_those_before(
     found = store.read(store.path_of(tree, gpu["device"], "tests", ".partial"))
     assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
     assert not store.path_of(tree, gpu["device"], "tests").exists()
-    assert "1 passed, 0 failed, 0 skipped, INCOMPLETE" in listed(record, tree, capsys)[3]
+    assert "1 passed, 0 failed, 0 skipped, INCOMPLETE" in listed(record, tree, capsys)[2]
 
 
 def is_dead(pid):
@@ -494,7 +320,7 @@ def test_no_sanitizer(record, store, tree, gpu, monkeypatch):
 def test_a_sanitizer_without_tests_is_no_failure(record, store, tree, gpu, monkeypatch, capsys):
     fake_sanitizer(tree, monkeypatch, 5)
     assert record.record(["sanitizer"], False, 100, 100, tree) == 0
-    assert "memcheck clean, racecheck no tests" in listed(record, tree, capsys)[3]
+    assert "memcheck clean, racecheck no tests" in listed(record, tree, capsys)[2]
 
 
 @pytest.mark.parametrize(
@@ -521,7 +347,7 @@ def test_a_refused_device_costs_no_earlier_result(record, store, tree, gpu, monk
     fake_sanitizer(tree, monkeypatch)
     (tree / "compute-sanitizer").write_text("#!/bin/sh\necho '========= Error: Device not supported'\nexit 1\n")
     assert record.record(["sanitizer"], False, 100, 100, tree) == 1
-    assert "memcheck could not run, racecheck could not run, INCOMPLETE" in listed(record, tree, capsys)[4]
+    assert "memcheck could not run, racecheck could not run, INCOMPLETE" in listed(record, tree, capsys)[3]
     assert store.path_of(tree, gpu["device"], "sanitizer").read_text() == before
 
 
@@ -541,7 +367,7 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, gpu
         monkeypatch.setattr(record, "run_suite", suite(complete))
         assert record.record(["tax"], quick, 100, 100, tree) == 0
         assert full.read_text() == before
-    results = [line for line in listed(record, tree, capsys)[3:6] if line.startswith("tax")]
+    results = [line for line in listed(record, tree, capsys) if line.startswith("tax")]
     assert len(results) == 3
     assert [("INCOMPLETE" in line, "quick" in line) for line in results] == [
         (False, False),
@@ -586,7 +412,6 @@ def test_a_suite(record, store, tree, gpu, capfd):
     found = store.read(store.path_of(tree, gpu["device"], "tax", ".quick"))
     assert not store.path_of(tree, gpu["device"], "tax").exists()
     assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
-    assert found["digest"] == store.digest(tree)
     assert found["environment"]["device"] == gpu["device"]
     groups = [GroupResult.from_json(item) for item in found["groups"]]
     assert all(len(g.ran) == 3 for g in groups)
@@ -605,7 +430,7 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
     none = {"experiment": "none"}
 
     class Fake:
-        name, title, note = "step", "a step", ""
+        name, title, note, module = "step", "a step", "", types.SimpleNamespace(sentences=lambda groups: [])
 
         def groups(self, device, quick):
             return [
@@ -615,36 +440,15 @@ def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys
                 Group("fine too", lambda: [Case("a", lambda: None)], none),
             ]
 
-    monkeypatch.setitem(suite.BY_NAME, "step", Fake())
+    monkeypatch.setitem(suite.suites(), "step", Fake())
     path = tmp_path / "step.json"
-    monkeypatch.setattr(sys, "argv", ["suite.py", "step", str(path), '{"digest": "d"}', "--quick"])
+    monkeypatch.setattr(sys, "argv", ["suite.py", "step", str(path), '{"part": "d"}', "--quick"])
     assert suite.main() == 1
     found = store.read(path)
     assert [len(g["cases"]) for g in found["groups"]] == [1, 0, 0, 1]
     assert found["failures"]["breaks"] == "RuntimeError: a fault of ours"
     assert "row 3 differs" in found["failures"]["is wrong"]
-    assert (found["complete"], found["digest"]) == (True, "d")
-
-
-def test_groups_get_no_time_but_those_that_reserve_it(store, tmp_path, monkeypatch):
-    suite = importlib.import_module("suite")
-
-    class Fake:
-        name, title, note = "step", "a step", ""
-
-        def groups(self, device, quick):
-            cases = [Case("a", lambda: None, role="ours")]
-            none = {"experiment": "none"}
-            return [Group("early", lambda: cases, none), Group("last", lambda: cases, none, reserved_s=50.0)]
-
-    monkeypatch.setitem(suite.BY_NAME, "step", Fake())
-    path = tmp_path / "step.json"
-    for seconds, skipped in (("40", "the time was up"), ("4000", "")):
-        monkeypatch.setattr(sys, "argv", ["suite.py", "step", str(path), "{}", "--quick", "--seconds", seconds])
-        assert suite.main() == 0
-        found = store.read(path)
-        assert [group["skipped"] for group in found["groups"]] == [skipped, ""]
-        assert found["complete"] == (not skipped)
+    assert (found["complete"], found["part"]) == (True, "d")
 
 
 # --- make gpu in parts --------------------------------------------------------------------------------------------------
@@ -660,27 +464,9 @@ def test_every_part_fits_into_a_lease(record, store):
         assert last.limit_s >= part.seconds, "the last one has all that is left"
         assert sum(task.limit_s for task in limited) < part.seconds - record.SPARE_S
         for task in part.tasks:
-            is_script = record.runner_of(task.name) is record.run_script and (BENCH / f"{task.name}.py").exists()
+            is_script = task.name in record.SCRIPTS and (BENCH / record.SCRIPTS[task.name]).exists()
             assert is_script or task.name in store.PARTS
     assert all((BENCH.parent / name).exists() for name in parts.ALONE)
-
-
-def test_the_large_step_of_a_part_is_what_its_bar_asks_for():
-    parts, bars = importlib.import_module("gpu_parts"), importlib.import_module("bars")
-    batches = types.SimpleNamespace(rows=1_000_000, lookups=98_304)
-    room = step._LARGE_SHARE * parts.GPU_PARTS[2].host_bytes
-    params = step._under_gpu_limit(torch.device("cpu"), batches, room).params
-    assert bars._not_as_asked(PLANES["AdamW"] * params["rows"] * params["dim"] * 4, bars.LARGE_BYTES) == ""
-
-
-def test_the_bar_of_many_tables_reads_the_group_that_has_lazy_steps():
-    bars = importlib.import_module("bars")
-    both = group("", IDLE_STEPS, experiment="many tables")
-    exact_only = group("", {k: v for k, v in IDLE_STEPS.items() if "lazy" not in k[0]}, experiment="many tables")
-    one = group("", IDLE_STEPS, experiment="one table")
-    for groups in ([both, exact_only, one], [exact_only, one, both]):
-        bar = bars._host_of_tables([GroupResult.from_json(found) for found in groups])
-        assert bar.passed, bar
 
 
 @pytest.fixture
@@ -781,158 +567,6 @@ def test_launches_need_the_emulated_device(monkeypatch, capsys):
     assert printed.err.startswith("error: this counts on the emulated GPU")
 
 
-# --- the bars -----------------------------------------------------------------------------------------------------------
-
-
-def test_bars_without_results():
-    bars = importlib.import_module("bars").judge({})
-    assert len(bars) == 13
-    assert all(str(bar).startswith("not measured") for bar in bars)
-
-
-def ways(direction, row_bytes, ours, table_bytes=10**10, unchecked=None, **others):
-    samples = {("speedtransfer", "ours"): ours, ("one cudaMemcpy", "roof"): 1.0}
-    if unchecked:
-        samples = {("speedtransfer, check=False", "ours"): unchecked, **samples}
-    samples |= {("engine: staged", "ours"): 2.0, ("engines: mapped and staged at once", "ours"): 1.0}
-    samples |= {(name, "other"): seconds for name, seconds in others.items()}
-    params = {"kind": "ways", "direction": direction, "memory": "pinned", "ids": "uniform", "table_bytes": table_bytes}
-    return group("", samples, **params, row_bytes=row_bytes, rows=131_072)
-
-
-def verdicts(results):
-    """The bars that were measured: figure and state by title."""
-    found = importlib.import_module("bars").judge(results)
-    return {bar.title: (bar.shown, str(bar)[:28].strip()) for bar in found if bar.measured is not None}
-
-
-IDLE_STEPS = {("speedtransfer, x, idle=exact", "ours"): 1.5, ("speedtransfer, x", "ours"): 1.0, ("dense", "other"): 3.0}
-IDLE_PARAMS = {"experiment": "idle rows", "optimizer": "AdamW"}
-
-
-GATHER = "gather 131,072 x 512 B, share of the best engine or both at once"
-
-
-def test_bars():
-    best, plain, cupy = {"index_select(out=pinned) + copy": 3.0}, {"t[idx].to(device)": 30.0}, {"CuPy t[idx]": 0.1}
-    calls = {("speedtransfer", "ours"): 2e-5, ("empty launch", "other"): 4e-6, ("one cudaMemcpy", "roof"): 1e-5}
-    launches = {
-        ("engine: 8 blocks", "ours"): 1.2,
-        ("engine: 16 blocks", "ours"): 1.1,
-        ("engine: 99 blocks", "ours"): 1.0,
-    }
-    common = {"memory": "pinned", "ids": "uniform"}
-    steps = {("speedtransfer, pinned", "ours"): 1.05, ("speedtransfer, pinned, 1 GB table", "ours"): 1.0}
-    small = {"experiment": "gpu limit", "rows": 23_000_000, "dim": 128}
-    tables = [
-        group("", {(name, "ours"): seconds, (f"{name}, idle=exact", "ours"): 1.0}, experiment=experiment)
-        for experiment, name, seconds in (
-            ("many tables", "speedtransfer, x", 2.0),
-            ("one table", "speedtransfer, x", 0.5),
-        )
-    ]
-    results = {
-        "transfer": {
-            "options": {"table_bytes": 10_000_000_000},
-            "groups": [
-                ways("gather", 512, 1.05, **best, **plain, **cupy),
-                ways("scatter", 512, 9.9, unchecked=1.05),
-                group("", calls, kind="overhead", direction="gather", **common),
-                group("", launches, kind="launch", direction="gather", table_bytes=10**10, **common),
-            ],
-        },
-        "step": {"groups": [group("", steps, **small), group("", IDLE_STEPS, **IDLE_PARAMS), *tables]},
-    }
-    assert verdicts(results) == {
-        GATHER: ("95.2%", "MISS"),
-        "scatter 131,072 x 512 B, share of one D2H copy": ("95.2%", "PASS"),
-        "  the same by speedtransfer": ("10.1%", ""),
-        "gather, times the best of torch alone": ("2.9x", "PASS"),
-        "gather, times t[idx]": ("28.6x", "PASS"),
-        "gather of 1,000 rows, host time a call": ("20.0 us", "PASS"),
-        "gather by 16 blocks or fewer, time of the best launch": ("1.10x", "MISS"),
-        "step with 5 GB of GPU memory, 50 GB of rows and state of a 1 GB table": (
-            "1.05x",
-            "not as asked (35.3 GB table)",
-        ),
-        "AdamW step with idle=exact, of one with lazy": ("1.50x", "MISS"),
-        "step of 26 tables, the host's time of that of one": ("4.00x", "MISS"),
-    }
-
-
-def test_bars_of_many_tables_on_a_cpu():
-    steps = {**IDLE_STEPS, ("nn.Embedding + AdamW", "other"): 2.5}
-    tables = group("", steps, experiment="many tables")
-    bars = importlib.import_module("bars")
-    title = "AdamW step of many tables with idle=exact, "
-    found = {bar.title: bar.shown for bar in bars.judge_step({"step": {"groups": [tables]}}, cuda=False)}
-    assert found[f"{title}of one with lazy"] == "1.50x"
-    assert found[f"{title}of dense AdamW"] == "0.60x"
-    found = bars.judge_step({"step": {"groups": [tables]}}, cuda=False)
-    assert [bar.passed for bar in found if bar.title.startswith(title)] == [True, False]
-    assert all(str(bar).startswith("not measured") for bar in bars.judge_step({}, cuda=False))
-
-
-def test_the_bar_of_a_small_step_on_a_cpu():
-    steps = {**IDLE_STEPS, ("nn.Embedding(sparse=True) + SparseAdam", "other"): 0.4}
-    bars = importlib.import_module("bars")
-    *_, found = bars.judge_step({"step": {"groups": [group("", steps, experiment="small step")]}}, cuda=False)
-    assert (found.title, found.shown, found.passed) == ("AdamW step of few rows, of one of SparseAdam", "2.50x", False)
-
-
-def test_the_names_are_those_of_the_package():
-    bars = importlib.import_module("bars")
-    assert (bars.CHECKED, bars.UNCHECKED) == (DEFAULT, UNCHECKED)
-    assert bars.FEW_BLOCKS == transfer_groups.FEW_BLOCKS
-
-
-def test_the_bars_judge_cases_by_name():
-    """Whichever of ours came first: a gather with its checks, a scatter without; the other has no bar."""
-    pairs = [ways(direction, 512, 2.0, unchecked=1.0) for direction in ("gather", "scatter")]
-    assert verdicts({"transfer": {"groups": pairs}}) == {
-        GATHER: ("50.0%", "MISS"),
-        "  the same by speedtransfer, check=False": ("100.0%", ""),
-        "scatter 131,072 x 512 B, share of one D2H copy": ("100.0%", "PASS"),
-        "  the same by speedtransfer": ("50.0%", ""),
-    }
-    only = [ways("scatter", 512, 1.0)]
-    assert list(verdicts({"transfer": {"groups": only}})) == ["  the same by speedtransfer"]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "params", "options", "state"),
-    [
-        (1.0, 10**10, {}, "PASS"),
-        (1.0, 10**9, {"table_bytes": 10**10}, "not as asked (1 GB table)"),
-        (1.0, None, {}, "table of unknown size"),
-        (2.0, 10**9, {}, "MISS"),
-    ],
-)
-def test_a_pass_that_does_not_count(seconds, params, options, state):
-    result = {"options": options, "groups": [ways("gather", 512, seconds, table_bytes=params)]}
-    (found,) = verdicts({"transfer": result}).values()
-    assert found[1] == state
-
-
-def test_bars_are_shown_for_a_gpu(record, store, tree, capsys):
-    put(store, tree, "step")
-    lines = listed(record, tree, capsys)
-    assert len(lines) - lines.index("NVIDIA H200, the bars") == 1 + 13
-
-
-def test_a_cpu_has_a_bar_for_steps(record, store, tree, capsys):
-    facts = {"device": "CPU Test", "cuda": False, "date": "2026-01-02", "commit": "0123", "dirty": False}
-    other = group("", IDLE_STEPS, **{**IDLE_PARAMS, "optimizer": "SGD with momentum"})
-    put(store, tree, "step", environment=facts, groups=[other])
-    assert not [line for line in listed(record, tree, capsys) if "the bars" in line]
-    put(store, tree, "step", environment=facts, groups=[other, group("", IDLE_STEPS, **IDLE_PARAMS)])
-    *_, title, bar, of_lazy, of_dense, of_sparse = listed(record, tree, capsys)
-    assert title == "CPU Test, the bars"
-    assert [bar.split()[0], *bar.split()[-4:]] == ["PASS", "1.50x", "bar", "<=", "2.00x"]
-    for line in (of_lazy, of_dense, of_sparse):  # of many tables and few rows, which this run did not step
-        assert line.startswith("not measured")
-
-
 # --- the command line ---------------------------------------------------------------------------------------------------
 
 
@@ -956,25 +590,7 @@ def test_options(record, monkeypatch, capsys):
     assert asked == [
         (["step", "tax"], True, 60.0, 90.0, None),
         (
-            [
-                "tests",
-                "sanitizer",
-                "transfer",
-                "speedtorch",
-                "tax",
-                "step",
-                "precision",
-                "mixed",
-                "memory",
-                "prefetch",
-                "cache",
-                "lookup",
-                "vocabulary",
-                "ranks",
-                "exchange",
-                "ngram",
-                "experiments",
-            ],
+            [*importlib.import_module("store").PARTS, "experiments"],
             False,
             300.0,
             float("inf"),

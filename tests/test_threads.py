@@ -120,8 +120,8 @@ def files():
         return extra, module.weight.tolist(), st.Table.load(folder + "/rows.npy").gather([0, 3]).tolist()
 
 def others():
-    kinds = st.ActiveRows, st.BlockMomentumAverager, st.Changes, st.NgramStatistics, st.OneBitState
-    functions = st.equal_steps, st.load_checkpoint, st.one_bit_hook, st.save_checkpoint
+    kinds = st.ActiveRows, st.Changes, st.NgramStatistics
+    functions = st.equal_steps, st.load_checkpoint, st.save_checkpoint
     gadget = st.speedtorch.DataGadget
     return len(kinds), len(functions), gadget.__name__, st.errors.OptimizerError.__name__, st.word2vec.train.__name__
 

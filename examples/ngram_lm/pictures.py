@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ngram_lm.contenders import CONTENDERS
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
 from speedtransfer.errors import SpeedtransferError
 
 _PLAIN = "#b8bec8"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from parallel.training import ONE
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, plain_numbers, require_matplotlib, tidy
-from speedtransfer.benchmark.units import format_seconds
+from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, plain_numbers, require_matplotlib, tidy
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.units import format_seconds
 
 
 def save_picture(result: dict[str, Any], path: Path) -> str:

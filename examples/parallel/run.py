@@ -22,11 +22,11 @@ import torch
 
 from parallel.pictures import save_picture
 from parallel.training import DATA_PARALLEL, KINDS, ONE, SHARED, Settings, Worker
+from parallel.world import World
 from speedtransfer.benchmark.environment import environment
-from speedtransfer.benchmark.units import format_seconds
-from speedtransfer.benchmark.world import World
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.units import format_seconds
 
 # The most that a loss may be off that of one process, as a share of the first loss: sums in another order.
 TOLERANCE = 1e-4

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
-from speedtransfer.benchmark.drawing import COLOURS, INK, bars, tidy
 from speedtransfer.benchmark.measure import Case, Group, synchronize
+from speedtransfer.benchmark.report import bar_panels
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.benchmark.units import format_ratio, format_seconds, format_share
 from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
+from speedtransfer.drawing import COLOURS, PALE
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_ratio, format_seconds, format_share
 
 NOTE = (
     "Ids are drawn with a frequency that falls as 1 / rank. The computed share of hits is that of the distinct rows of a "
@@ -147,38 +148,15 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 def _hits(case: CaseResult) -> str:
     measured, computed = case.figures[MEASURED], case.figures[COMPUTED]
-    return (
-        f"{format_share(measured)} of the rows of a batch are hits ({format_share(computed)} computed for the hottest)"
-    )
+    return f"{format_share(measured)} of the rows of a batch are hits ({format_share(computed)} computed)"
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw measured and computed hits of each cache, and the time of a step."""
-    height = max(len(group.ran) for group in groups)
-    figure = make_figure(11, 0.8 + (0.7 + 0.36 * height) * len(groups))
-    for row, group in zip(figure.subplots(len(groups), 2, squeeze=False), groups, strict=True):
-        hits, times = row
-        for place, case in enumerate(group.ran):
-            if MEASURED in case.figures:
-                measured, computed = 100 * case.figures[MEASURED], 100 * case.figures[COMPUTED]
-                hits.barh(place, measured, 0.6, color=COLOURS[0], label="measured")
-                hits.plot([computed] * 2, [place - 0.4, place + 0.4], color=INK, label="computed for the hottest rows")
-                style = {"va": "center", "fontsize": 8.5, "color": INK, "textcoords": "offset points"}
-                hits.annotate(f"{measured:.1f}%", (max(measured, computed), place), (4, 0), **style)
-        seconds = [case.median_s for case in group.ran]
-        colours = [COLOURS[5] if case.name == WITHOUT else COLOURS[0] for case in group.ran]
-        texts = [format_seconds(s) for s in seconds]
-        bars(times, [""] * len(seconds), [1e3 * s for s in seconds], texts, colours, 0.6, 0.2)
-        for axes in row:
-            tidy(axes)
-            axes.grid(visible=False, axis="y")
-            axes.margins(x=0.2)
-            axes.set_xlim(left=0)
-            axes.set_yticks(range(len(group.ran)), [case.name for case in group.ran] if axes is hits else [])
-            axes.set_ylim(len(group.ran) - 0.5, -0.5)
-        handles = dict(zip(*reversed(hits.get_legend_handles_labels()), strict=True))
-        hits.legend(handles.values(), handles.keys(), fontsize=8, frameon=False)
-        hits.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
-    hits.set_xlabel("% of the distinct rows of a batch, more is better")
-    times.set_xlabel("milliseconds a step, less is better")
-    return figure
+    """Draw the time of a step with each cache, and the share of hits."""
+    return bar_panels(
+        make_figure,
+        groups,
+        lambda group, case: format_seconds(case.median_s) + (f", {_hits(case)}" if MEASURED in case.figures else ""),
+        lambda group, case: PALE if case.name == WITHOUT else COLOURS[0],
+        room=0.8,
+    )

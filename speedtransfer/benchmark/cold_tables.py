@@ -7,7 +7,6 @@ page cache stays.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import mmap
 import os
@@ -15,7 +14,6 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +22,13 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.environment import set_variable
-from speedtransfer.errors import SpeedtransferError
-from speedtransfer.jit import compiled_module
 from speedtransfer.nn import Embedding
+from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory
 from speedtransfer.tables import Table, page_advice, plane_chunks
 
-PAGE = mmap.PAGESIZE
 _PAGEOUT = 21  # MADV_PAGEOUT, which Python lacks
 _MOST_LEFT = 0.01  # share of the pages that may stay in memory
 _ATTEMPTS = 20
-
-
-class PagesStayError(SpeedtransferError):
-    """Pages of files cannot be dropped from memory here."""
 
 
 def read_page_by_page(table_bytes: int) -> contextlib.AbstractContextManager[None]:
@@ -98,33 +90,6 @@ class TableFiles:
         return [
             (self.descriptors[name], (self._places[name][0] + index * self._places[name][1]) // PAGE) for name in planes
         ]
-
-
-def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
-    """Return how many pages of a map at address `start` are in memory, and how many it has."""
-    found = bytearray(-(-len(block) // PAGE))
-    room = (ctypes.c_ubyte * len(found)).from_buffer(found)
-    if ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(len(block)), room):
-        raise PagesStayError("the system does not report which pages are in memory (mincore); this needs Linux")
-    return int((np.frombuffer(found, dtype=np.uint8) & 1).sum()), len(found)
-
-
-def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
-    """Read pages of files, given by descriptor and page numbers (n,), by one `pread` each on several threads."""
-    jobs = [(descriptor, part) for descriptor, pages in wanted for part in np.array_split(pages, threads)]
-    compiled = compiled_module("speedtransfer.benchmark.page_reads")
-
-    def read(job: tuple[int, np.ndarray]) -> None:
-        descriptor, pages = job
-        room = bytearray(PAGE)
-        if compiled is not None:
-            compiled.read(descriptor, pages, ctypes.addressof(ctypes.c_ubyte.from_buffer(room)), PAGE)
-            return
-        for page in pages.tolist():
-            os.preadv(descriptor, [room], page * PAGE)
-
-    with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(read, jobs))
 
 
 def _opened_again(start: int) -> int:

@@ -6,7 +6,6 @@ keeps the figures of all finished groups.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tempfile
@@ -16,13 +15,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from speedtransfer.benchmark import html
-from speedtransfer.benchmark.drawing import require_matplotlib
-from speedtransfer.benchmark.report import plot
-from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.report import groups_of, markdown, plot
+from speedtransfer.benchmark.results import to_text
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES, Suite
 from speedtransfer.cuda import resolve_device
+from speedtransfer.drawing import require_matplotlib
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, check_size, suggest
 from speedtransfer.system import replace_file
 
@@ -36,12 +34,12 @@ def bench(
         typer.Option(help=f"Write the figures to this file; to this folder with {ALL}.", show_default=False),
     ] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Write pictures and report.html to this folder.", show_default=False)
+        Path | None, typer.Option(help="Write pictures and report.md to this folder.", show_default=False)
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes and few samples.")] = False,
     device: Annotated[str | None, typer.Option(help="Compute device.", show_default="cuda if there is one")] = None,
     rows: Annotated[
-        int | None, typer.Option(help="Rows: of a batch (transfer, speedtorch), of the table.", show_default="suite's")
+        int | None, typer.Option(help="Rows: of a batch (transfer), of the table.", show_default="suite's")
     ] = None,
     table_bytes: Annotated[
         float | None, typer.Option(help="Bytes of the table (transfer), for instance 50e9.", show_default="suite's")
@@ -58,21 +56,30 @@ def bench(
         given["table_bytes"] = check_size(int(table_bytes), "--table-bytes", MIN_TABLE_BYTES)
     suites = _suites(suite, given)
     compute = resolve_device(device)
-    output = Output(json, plot, several=suite == ALL)
-    console = Console(highlight=False, width=None if Console().is_terminal else 120)
     check_size(seed, "--seed")
-    failed: list[str] = []
-    reasons: list[str] = []
+    _check_outputs(json, plot, several=suite == ALL)
+    console = Console(highlight=False, width=None if Console().is_terminal else 120)
+    results: dict[str, dict[str, Any]] = {}
+
+    def keep(result: dict[str, Any]) -> None:
+        results[result["suite"]] = result
+        if json is not None:
+            _write(json / f"{result['suite']}.json" if suite == ALL else json, f"{to_text(result)}\n".encode())
+
+    failed, reasons = list[str](), list[str]()
     try:
         for one in suites:
             mine: dict[str, Any] = {name: value for name, value in given.items() if name in one.options}
-            result = run_suite(one, compute, quick, console, output.keep, seed=seed, **mine)
-            output.keep(result)
+            result = run_suite(one, compute, quick, console, keep, seed=seed, **mine)
+            keep(result)
             failed += [f"{title} ({reason})" for title, reason in result["failures"].items()]
             reasons += filter(None, [nothing_of_ours(result)])
     finally:
-        for path in output.finish():
-            typer.echo(f"wrote {path}")
+        if plot is not None and results:
+            _write_report(plot, results)
+        for path in (json, plot):
+            if path is not None and path.exists():
+                typer.echo(f"wrote {path}")
     if failed:
         count = f"{len(failed)} group{'s' * (len(failed) > 1)} failed"
         typer.echo(f"speedtransfer: error: {count}: {'; '.join(failed)}", err=True)
@@ -82,10 +89,9 @@ def bench(
 
 
 def nothing_of_ours(result: dict[str, Any]) -> str:
-    """Return why a suite has no figure of this library (of anything, if no case is ours); "" if it has one."""
-    groups = [GroupResult.from_json(group) for group in result["groups"]]
-    cases = [case for group in groups for case in group.cases]
-    ours = [case for case in cases if case.role == "ours"] or cases
+    """Return why a suite has no figure of this library; "" if it has one."""
+    groups = groups_of(result)
+    ours = [case for group in groups for case in group.cases if case.role == "ours"]
     if any(case.samples_s for case in ours):
         return ""
     reason = next((text for text in [*(group.skipped for group in groups), *(case.error for case in ours)] if text), "")
@@ -105,54 +111,36 @@ def _suites(name: str, given: dict[str, int]) -> list[Suite]:
     return [SUITES[name]]
 
 
-class Output:
-    """Writes the JSON of each suite after every group, and pictures and report at the end.
+def _write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
+    """Write a picture of each suite, and report.md, which shows them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for name, result in results.items():
+        parts.append(markdown(result))
+        picture = plot(result)
+        if picture is not None:
+            _write(folder / f"{name}.png", picture)
+            parts.append(f"![{name}]({name}.png)")
+    _write(folder / "report.md", ("\n\n".join(["# speedtransfer bench", *parts]) + "\n").encode())
 
-    `json_path` is a file, or a folder for `several` suites. Raises StorageError if a path cannot be written, and
-    MissingPackageError if matplotlib is needed and not installed.
-    """
 
-    def __init__(self, json_path: Path | None, plot_folder: Path | None, several: bool) -> None:
-        self._json, self._plots, self._several = json_path, plot_folder, several
-        self._results: dict[str, dict[str, Any]] = {}
-        self._written: dict[Path, None] = {}
-        if plot_folder is not None:
-            require_matplotlib()
-            _check_folder(plot_folder, "--plot")
-        if json_path is not None and several:
-            _check_folder(json_path, "--json")
-        elif json_path is not None:
-            if json_path.is_dir():
-                raise StorageError(f"--json {str(json_path)!r} is a folder but one suite is one file; name the file")
-            _check_folder(json_path.parent, "--json", create=False)
+def _write(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replace_file(path) as file:
+        file.write(content)
 
-    def keep(self, result: dict[str, Any]) -> None:
-        """Keep the result of a suite so far, and write its JSON."""
-        self._results[result["suite"]] = result
-        if self._json is not None:
-            path = self._json
-            if self._several:
-                path.mkdir(parents=True, exist_ok=True)
-                path = path / f"{result['suite']}.json"
-            self._write(path, (json.dumps(result, indent=1) + "\n").encode())
 
-    def finish(self) -> list[Path]:
-        """Write pictures and report, and return all files written."""
-        if self._plots is not None and self._results:
-            self._plots.mkdir(parents=True, exist_ok=True)
-            pictures = {}
-            for result in self._results.values():
-                picture = plot(result)
-                if picture is not None:
-                    pictures[result["suite"]] = picture
-                    self._write(self._plots / f"{result['suite']}.png", picture)
-            self._write(self._plots / "report.html", html.page(list(self._results.values()), pictures).encode())
-        return list(self._written)
-
-    def _write(self, path: Path, content: bytes) -> None:
-        with replace_file(path) as file:
-            file.write(content)
-        self._written[path] = None
+def _check_outputs(json: Path | None, folder: Path | None, several: bool) -> None:
+    """Raise StorageError if a path cannot be written, and MissingPackageError if matplotlib is needed and not installed."""
+    if folder is not None:
+        require_matplotlib()
+        _check_folder(folder, "--plot")
+    if json is not None and several:
+        _check_folder(json, "--json")
+    elif json is not None:
+        if json.is_dir():
+            raise StorageError(f"--json {str(json)!r} is a folder but one suite is one file; name the file")
+        _check_folder(json.parent, "--json", create=False)
 
 
 def _check_folder(folder: Path, option: str, create: bool = True) -> None:

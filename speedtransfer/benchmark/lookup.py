@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, tidy
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import GroupResult, case_names, noise
-from speedtransfer.benchmark.units import format_ratio, format_seconds
+from speedtransfer.benchmark.report import lines_by
+from speedtransfer.benchmark.results import GroupResult, noise
 from speedtransfer.benchmark.workload import Lookups
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_ratio, format_seconds
 
 NOTE = (
     "Under torch.inference_mode, with ids that are on the compute device. On the CPU `F.embedding` on the same memory is the "
@@ -93,14 +93,7 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     """Draw host time by the number of ids."""
-    figure = make_figure(7, 4)
-    axes = figure.subplots()
-    for name, colour in zip(case_names(groups), COLOURS, strict=False):
-        times = {g.params["tokens"]: g.by_name[name].median_host_s for g in groups if name in g.by_name}
-        axes.plot(list(times), [1e6 * time for time in times.values()], "o-", color=colour, label=name)
-    tidy(axes)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("ids of a lookup", color=INK)
-    axes.set_ylabel("microseconds of the host, less is better", color=INK)
-    axes.legend(fontsize=8, frameon=False)
-    return figure
+    panels = {"Time of the host until a lookup returns": groups}
+    return lines_by(
+        make_figure, panels, "tokens", "ids of a lookup", lambda case: 1e6 * case.median_host_s, "microseconds"
+    )

@@ -51,6 +51,8 @@ class Case:
         `run` only queues work on the device and never waits, so device time can be measured apart from host time.
     before : callable, optional
         Untimed setup before each sample, such as dropping cached pages. A sample is one repetition then.
+    warm : callable, optional
+        Called before the untimed repetition with which each turn begins.
     parts : int
         Equal parts of a repetition, such as steps; times and `payload_bytes` are those of one part.
     kind : str
@@ -69,6 +71,7 @@ class Case:
     queues: bool = False
     figures: dict[str, float] = field(default_factory=dict)
     before: Callable[[], None] | None = None
+    warm: Callable[[], None] | None = None
     parts: int = 1
     kind: str = ""
     error: Exception | None = None
@@ -90,20 +93,18 @@ class Group:
     title : str
         What they do: "gather 131,072 rows of 512 B, uniform".
     make : callable
-        Builds the data and returns the cases. Called just before measuring, so only one group's memory is held at a time.
+        Builds the data and returns the cases, or what it has measured itself. Called just before measuring, so only one
+        group's memory is held at a time.
         A :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the group with its reason.
     params : dict
         What varies, for plots: ``{"direction": "gather", "row_bytes": 512, ...}``.
-    reserved_s : float
-        Seconds to reserve for it in a run with a time limit; earlier groups are skipped first.
     effort : dict
         Arguments of :func:`measure` that differ from the defaults.
     """
 
     title: str
-    make: Callable[[], Sequence[Case]]
+    make: Callable[[], Sequence[Case] | Sequence[CaseResult]]
     params: dict[str, Any] = field(default_factory=dict)
-    reserved_s: float = 0.0
     effort: dict[str, Any] = field(default_factory=dict)
 
 
@@ -128,10 +129,14 @@ def measure(
     """
     result = GroupResult(group.title, group.params)
     try:
-        cases = list(group.make())
+        made = list(group.make())
     except CANNOT_RUN as error:
         result.skipped = _reason(error)
         return result
+    if made and isinstance(made[0], CaseResult):
+        result.cases = [case for case in made if isinstance(case, CaseResult)]
+        return result
+    cases = [case for case in made if isinstance(case, Case)]
     found = [CaseResult(case.name, case.role, case.payload_bytes, kind=case.kind) for case in cases]
     result.cases = found
     repeats = []
@@ -203,6 +208,8 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
 
 
 def _sample(case: Case, result: CaseResult, number: int, device: torch.device, samples: int, share_s: float) -> None:
+    if case.warm is not None:
+        case.warm()
     if case.before is None:
         case.run()  # warms caches and clocks, which the previous case left in its own state
         synchronize(device)

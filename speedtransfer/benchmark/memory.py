@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
+import multiprocessing
+import sys
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, contenders
-from speedtransfer.benchmark.drawing import COLOURS, INK, legend_below, tidy
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.peak import LEAST, in_process, peak_bytes, reset_peak, with_page_locked
+from speedtransfer.benchmark.report import bar_panels
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.units import format_ratio
-from speedtransfer.errors import SpeedtransferError, check_size, format_bytes
+from speedtransfer.drawing import COLOURS, PALE
+from speedtransfer.errors import HostMemoryError, SpeedtransferError, check_size, format_bytes
+from speedtransfer.units import format_ratio
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
     "process of its own. Of a mmap table, host memory is pages of its file, which the system may take back."
 )
+LEAST = 0.95  # a table whose rows have all been touched takes at least this many times its planes
 TOLERANCE = 1.05  # a large table may take this many times its planes
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
@@ -111,37 +117,14 @@ def sentences(groups: list[GroupResult]) -> list[str]:
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     """Draw a bar for each table: its memory of the host and of the device."""
-    bars = [(group, case) for group in groups for case in group.ran if case.memory]
-    if not bars:
-        return None
-    several = len({_table_of(group) for group, _ in bars}) > 1
-    labels = [f"{case.name}\n{_table_of(group)}" if several else case.name for group, case in bars]
-    figure = make_figure(9, 1.6 + (0.55 if several else 0.42) * len(bars))
-    axes = figure.subplots()
-    left = np.zeros(len(bars))
-    for number, (key, label) in enumerate((("host_bytes", "host"), ("device_bytes", "device"))):
-        sizes = np.array([case.memory.get(key, 0) / 1e9 for _, case in bars])
-        if not sizes.any():
-            continue
-        axes.barh(range(len(bars)), sizes, 0.7, left=left, color=COLOURS[number], label=label)
-        left += sizes
-    for place, total in enumerate(left):
-        axes.annotate(f"{total:.3g}", (total, place), (4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(bars)), labels, fontsize=8.5, parse_math=False)
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_xlabel("GB")
-    title = "Memory that a table takes" + ("" if several else f": {_table_of(bars[0][0])}")
-    axes.set_title(title, fontsize=11, color=INK)
-    tidy(axes)
-    axes.grid(visible=False, axis="y")
-    legend_below(figure, axes)
-    return figure
-
-
-def _table_of(group: GroupResult) -> str:
-    rows, dim, optimizer = (group.params.get(key, "") for key in ("rows", "dim", "optimizer"))
-    return f"{rows:,} x {dim}" + (f", {optimizer}" if optimizer else "")
+    return bar_panels(
+        make_figure,
+        groups,
+        lambda group, case: ", ".join(f"{format_bytes(size)} of {name[:-6]}" for name, size in case.memory.items()),
+        lambda group, case: COLOURS[0] if case.role == "ours" else PALE,
+        value=lambda case: sum(case.memory.values()) / 1e9,
+        label="GB, less is better",
+    )
 
 
 # --- the process --------------------------------------------------------------------------------------------------------
@@ -177,3 +160,74 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return emb
+
+
+def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: bool = False) -> dict[str, int]:
+    """Return ``function(*arguments)``, called in its own process; with `cuda` a new one, as CUDA does not survive a fork.
+
+    Raises
+    ------
+    HostMemoryError
+        The process failed, or the system has killed it for its memory.
+    """
+    fork = not cuda and "forkserver" in multiprocessing.get_all_start_methods()
+    context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
+    if fork:
+        # The first optimizer of a process imports torch._dynamo, which takes more than a second.
+        context.set_forkserver_preload(["torch", "torch._dynamo", function.__module__])
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        answer = ours.recv()
+    except EOFError:
+        process.join()
+        raise HostMemoryError(f"the process that trains it ended with code {process.exitcode}") from None
+    finally:
+        ours.close()
+        process.kill()
+        process.join()
+    if isinstance(answer, str):
+        raise HostMemoryError(f"the process that trains it failed: {answer}")
+    found: dict[str, int] = answer
+    return found
+
+
+def _answer(pipe: Connection, function: Callable[..., dict[str, int]], arguments: tuple[Any, ...]) -> None:
+    # The parent process handles Ctrl-C.
+    with contextlib.suppress(KeyboardInterrupt, ConnectionError):
+        try:
+            answer: dict[str, int] | str = function(*arguments)
+        except Exception as error:
+            answer = " ".join(str(error).split()) or type(error).__name__
+        pipe.send(answer)
+
+
+def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:
+    """Return the memory of a process, given `seen_bytes`, with a page-locked table of `locked_bytes`.
+
+    Page-locked memory belongs to the driver and may or may not count as the process's.
+    """
+    return seen_bytes if seen_bytes >= LEAST * locked_bytes else seen_bytes + locked_bytes
+
+
+def reset_peak() -> int:
+    """Free unused memory, reset the peak to the current memory of this process (on Linux), and return it."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """Return the peak memory of this process."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:"))
+    except (OSError, StopIteration):
+        # Not on Linux, where this may be the peak of the parent process.
+        import resource  # not on Windows
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -25,8 +25,6 @@ from speedtransfer.engines import (
     scatter_rows,
 )
 
-BOTH_ENGINES = "engines: mapped and staged at once"
-
 
 @dataclass(frozen=True)
 class Method:
@@ -161,24 +159,6 @@ def engine_method(name: str, engine: Engine, work: Workload, direction: Directio
         engine.scatter([work.plane], pick(ids), [work.rows], unsorted=unsorted)
 
     return Method(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues, "engine")
-
-
-def both_engines_method(work: Workload) -> Method:
-    """Return a gather that reads one half across the bus by kernels while the copy engine transfers the other, staged."""
-    device, half = work.device, len(work.rows) // 2
-    mapped, staged = (make_engine(work.table.memory, device, name) for name in ("mapped", "staged"))
-    side = torch.cuda.Stream(device)
-
-    def move(ids: Ids) -> Tensor:
-        current = torch.cuda.current_stream(device)
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            mapped.gather([work.plane], ids.device[:half], [work.out[:half]], unsorted=True)
-        staged.gather([work.plane], ids.host[half:], [work.out[half:]])
-        current.wait_stream(side)
-        return work.out
-
-    return Method(BOTH_ENGINES, move, "ours", kind="engine")
 
 
 # --- plain copies -----------------------------------------------------------------------------------------------------

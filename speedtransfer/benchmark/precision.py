@@ -13,14 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.contenders import DIM
-from speedtransfer.benchmark.drawing import legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
-from speedtransfer.benchmark.report import Show, TextTable, pivots, show_held, show_time
-from speedtransfer.benchmark.results import GroupResult, case_names, noise, sorted_by
-from speedtransfer.benchmark.units import format_ratio
+from speedtransfer.benchmark.report import Show, TextTable, lines_by, pivots, show_held, show_time
+from speedtransfer.benchmark.results import GroupResult, noise, sorted_by
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.nn import Embedding
+from speedtransfer.units import format_ratio
 
 NOTE = (
     "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for "
@@ -201,23 +200,6 @@ def tables(groups: list[GroupResult]) -> list[TextTable]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step and the memory, by batch size."""
-    groups = sorted_by(groups, "batch")
-    figure = make_figure(10, 4.8)
-    time, memory = figure.subplots(1, 2)
-    sizes = [group.params["batch"] for group in groups]
-    for number, name in enumerate(case_names(groups)):
-        cases = [group.by_name.get(name) for group in groups]
-        line(time, sizes, [group.milliseconds(name) for group in groups], name, line_style(number, False))
-        taken = [case and sum(case.memory.values()) / 1e9 for case in cases]
-        line(memory, sizes, taken, name, line_style(number, False))
-    time.set(yscale="log", ylabel="milliseconds a step", title="Time")
-    memory.set(ylabel="GB, table and state (GPU: and a step)", title="Memory", ylim=(0, None))
-    for axes in (time, memory):
-        axes.set(xscale="log", xlabel="examples of a batch")
-        axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
-        axes.minorticks_off()
-        tidy(axes)
-    plain_numbers(time)
-    legend_below(figure, time)
-    return figure
+    """Draw the time of a step by batch size."""
+    panels = {"A step, by how the table is stored": sorted_by(groups, "batch")}
+    return lines_by(make_figure, panels, "batch", "examples of a batch")

@@ -14,14 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.cold_tables import DIM, PAGE, ColdTables, read_pages
-from speedtransfer.benchmark.drawing import COLOURS, PALE, bar_panels
+from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.report import bar_panels
 from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds, format_share
+from speedtransfer.drawing import COLOURS, PALE
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
+from speedtransfer.page_cache import PAGE, read_pages
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 NOTE = (
     "Before each stretch of steps all pages of the file are written to the disk and dropped; a stretch begins with steps that "
@@ -224,7 +226,8 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
 
     def text(group: GroupResult, case: CaseResult) -> str:
         known = case.kind == "ahead" and group.ours is not None and _in_memory(group) is not None
-        return f", {_share(group, case)} of the waiting hidden" if known else ""
+        hidden = f", {_share(group, case)} of the waiting hidden" if known else ""
+        return format_seconds(case.median_s) + hidden
 
     def colour(group: GroupResult, case: CaseResult) -> str:
         return COLOURS[0] if case.kind == "ahead" else COLOURS[5] if case.role == "ours" else PALE

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import io
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from speedtransfer.benchmark.drawing import QUIET, require_matplotlib
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names
-from speedtransfer.benchmark.suites import SUITES, module_of
-from speedtransfer.benchmark.units import format_rate, format_ratio, format_seconds, format_share
+from speedtransfer.benchmark.suites import SUITES
+from speedtransfer.drawing import (
+    INK,
+    QUIET,
+    bars,
+    legend_below,
+    line,
+    line_style,
+    plain_numbers,
+    require_matplotlib,
+    tidy,
+)
 from speedtransfer.errors import format_bytes
-
-PUBLISHED = "published (K80, 2019): "
+from speedtransfer.units import format_count, format_rate, format_ratio, format_seconds, format_share
 
 Show = Callable[[GroupResult, CaseResult], str]
 
@@ -69,10 +77,6 @@ def group_table(group: GroupResult) -> TextTable:
     elif group.roof is None or figures:
         columns = [column for column in columns if column[0] != "of roof"]
     rows = [[case.name, *(show(case) for _, show in columns)] for case in cases]
-    rows += [
-        [PUBLISHED + name, *(format_seconds(seconds) if label == "median" else "" for label, _ in columns)]
-        for name, seconds in group.params.get("published", {}).items()
-    ]
     kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i] for row in rows))]
     header = ["", *(label for label, _ in columns)]
     ours = frozenset(case.name for case in cases if case.role == "ours")
@@ -98,14 +102,14 @@ def _memory(case: CaseResult, key: str) -> str:
 
 def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
     """Return the results of a suite in sentences."""
-    found: list[str] = module_of(suite).sentences([group for group in groups if group.ran])
+    found: list[str] = SUITES[suite].module.sentences([group for group in groups if group.ran])
     return found
 
 
 def summary_tables(result: dict[str, Any]) -> list[TextTable]:
     """Return the compact tables of a suite, by default all figures of each group."""
     groups = [group for group in groups_of(result) if group.ran]
-    module = module_of(result["suite"])
+    module = SUITES[result["suite"]].module
     found: list[TextTable] = module.tables(groups) if hasattr(module, "tables") else [group_table(g) for g in groups]
     return found
 
@@ -117,7 +121,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
     with warnings.catch_warnings():
         # A single point, for which matplotlib widens the axis.
         warnings.filterwarnings("ignore", message="Attempting to set identical")
-        figure = module_of(result["suite"]).draw(make_figure, groups) if groups else None
+        figure = SUITES[result["suite"]].module.draw(make_figure, groups) if groups else None
         if figure is None:
             return None
         device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
@@ -125,6 +129,58 @@ def plot(result: dict[str, Any]) -> bytes | None:
         file = io.BytesIO()
         figure.savefig(file, format="png")
     return file.getvalue()
+
+
+def bar_panels(
+    make_figure: Callable[..., Any],
+    groups: Sequence[GroupResult],
+    text: Show,
+    colour: Callable[[GroupResult, CaseResult], str],
+    room: float = 0.25,
+    value: Callable[[CaseResult], float] = lambda case: 1e3 * case.median_s,
+    label: str = "milliseconds, less is better",
+) -> Any:
+    """Draw a panel for each group, with a bar for each case, by default of its time, followed by `text`."""
+    height = max(len(group.cases) for group in groups)
+    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        cases = [case for case in group.cases if case.samples_s or case.memory]
+        colours = [colour(group, case) for case in cases]
+        texts = [text(group, case) for case in cases]
+        bars(axes, [case.name for case in cases], [value(case) for case in cases], texts, colours, room=room)
+        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel(label)
+    return figure
+
+
+def lines_by(
+    make_figure: Callable[..., Any],
+    panels: Mapping[str, Sequence[GroupResult]],
+    key: str,
+    label: str,
+    value: Callable[[CaseResult], float | None] = lambda case: 1e3 * case.median_s,
+    what: str = "milliseconds, less is better",
+) -> Any:
+    """Draw a panel for each list of groups, with a line for each case, by default of its time, by the parameter `key`."""
+    panels = {title: groups for title, groups in panels.items() if groups}
+    if not panels:
+        return None
+    figure = make_figure(1 + 5.4 * len(panels), 4.8)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, groups) in zip(row, panels.items(), strict=True):
+        sizes = [group.params[key] for group in groups]
+        for number, name in enumerate(case_names(groups)):
+            cases = [group.by_name.get(name) for group in groups]
+            ours = any(case is not None and case.role == "ours" for case in cases)
+            line(axes, sizes, [case and value(case) for case in cases], name, line_style(number, ours))
+        axes.set(xscale="log", yscale="log", xlabel=label, ylabel=what)
+        axes.set_xticks(sizes, [format_count(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=11, color=INK)
+        tidy(axes)
+        plain_numbers(axes)
+    legend_below(figure, row[0])
+    return figure
 
 
 def show_time(group: GroupResult, case: CaseResult) -> str:

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal
 
-from speedtransfer.benchmark.units import format_ratio
+from speedtransfer.units import format_ratio
 
 Role = Literal["ours", "other", "roof"]
 
 DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"
 NOISY = 1.5  # a third quartile above this many times the first marks a figure as noisy
-# Results recorded before cases had a kind are recognized by their names.
-_KINDS = {
-    "checked": f"^{DEFAULT}$",
-    "unchecked": f"^{UNCHECKED}$",
-    "engine": "^engine",
-    "view": "^CuPy|UVA",
-    "plain": r"^t\[idx\]",
-    "empty": "^empty launch$",
-    "exact": "idle=exact",
-    "ahead": "^prefetch",
-}
 
 
 @dataclass
@@ -127,13 +116,8 @@ class GroupResult:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GroupResult:
         """Restore the result of :meth:`to_json`."""
-        cases = [CaseResult(**{"kind": kind_of(case["name"]), **case}) for case in data["cases"]]
+        cases = [CaseResult(**case) for case in data["cases"]]
         return cls(data["title"], data["params"], cases, data["skipped"])
-
-
-def kind_of(name: str) -> str:
-    """Return the kind of a case recorded without one."""
-    return next((kind for kind, pattern in _KINDS.items() if re.search(pattern, name)), "")
 
 
 def case_names(groups: Iterable[GroupResult]) -> list[str]:
@@ -163,3 +147,20 @@ def times_the_speed(ours: CaseResult, others: list[CaseResult]) -> str:
     """Return "; 2.00x the speed of this, 30.0x of that"."""
     ratios = [f"{format_ratio(case.median_s / ours.median_s)} the speed of {case.name}" for case in others]
     return f"; {', '.join([*ratios[:1], *(r.replace('the speed of', 'of') for r in ratios[1:])])}" if ratios else ""
+
+
+def to_text(value: Any, pad: str = "") -> str:
+    """Return plain data as JSON with a line for each case: what holds no more than flat lists and dicts is on one."""
+    if _depth(value) <= 1:
+        return json.dumps(value)
+    inner = f"{pad} "
+    if isinstance(value, dict):
+        lines = [f"{json.dumps(key)}: {to_text(one, inner)}" for key, one in value.items()]
+        return "{\n" + ",\n".join(f"{inner}{line}" for line in lines) + f"\n{pad}}}"
+    lines = [json.dumps(one) if _depth(one) <= 2 else to_text(one, inner) for one in value]
+    return "[\n" + ",\n".join(f"{inner}{line}" for line in lines) + f"\n{pad}]"
+
+
+def _depth(value: Any) -> int:
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inside is None else 1 + max(map(_depth, inside), default=0)

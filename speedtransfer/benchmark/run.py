@@ -48,8 +48,7 @@ def run_suite(
     after_group : callable, optional
         Called with the result so far after every group. Errors of groups are recorded as failures then, not raised.
     seconds : float, optional
-        Time limit. Groups that would start later, or in the time reserved by later groups, are skipped; groups that reserve
-        time never are.
+        Time limit; groups that would start later are skipped.
     options
         Arguments of the suite.
     """
@@ -77,11 +76,11 @@ def run_suite(
 
     with bar:
         task = bar.add_task(suite.name, total=len(groups))
-        for number, group in enumerate(groups):
+        for group in groups:
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
             left_s = float("inf") if seconds is None else seconds - (time.perf_counter() - start)
             try:
-                if left_s > sum(later.reserved_s for later in groups[number:]) or group.reserved_s:
+                if left_s > 0:
                     found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
                 else:
                     missed.append(group.title)

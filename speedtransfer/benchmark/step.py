@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import functools
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from speedtransfer.benchmark import step_fused, step_idle, step_models
+from speedtransfer.benchmark import step_idle, step_models
 from speedtransfer.benchmark.contenders import (
     DIM,
-    OURS,
     PLANES,
     ROW_BYTES,
     Batches,
@@ -22,14 +20,13 @@ from speedtransfer.benchmark.contenders import (
     contenders,
     fitting,
 )
-from speedtransfer.benchmark.drawing import INK, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.report import TextTable, group_table, pivot, show_time
-from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names, noise, sorted_by, split_by
+from speedtransfer.benchmark.report import TextTable, group_table, lines_by, pivot, show_time
+from speedtransfer.benchmark.results import CaseResult, GroupResult, noise, sorted_by, split_by
 from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
-from speedtransfer.benchmark.units import format_count, format_ratio, format_seconds
-from speedtransfer.errors import check_size, format_bytes
+from speedtransfer.errors import check_size
+from speedtransfer.units import format_count, format_ratio, format_seconds
 
 NOTE = (
     "Every size sees the same accesses, spread over the whole table. Tables that are compared are in memory at the same time; "
@@ -37,23 +34,10 @@ NOTE = (
     "training goes on, and steps wait for that. Steps with new ids are timed after many others, so that idle rows "
     "have missed as many as in training."
 )
-# Experiment "gpu limit": its cases, bytes of their weights, the GPU memory that they may take, and seconds for the group.
-LARGE, SMALL = OURS.format("pinned"), OURS.format("pinned") + ", 1 GB table"
-SMALL_BYTES, LARGE_BYTES, LIMIT_BYTES = 1e9, 50e9, 5e9
-LARGE_S = 100.0
-
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
 # Experiments with exact idle rows.
-_EXACT = (
-    step_models.SMALL,
-    step_models.MANY,
-    step_models.ONE,
-    step_models.WHOLE,
-    step_models.DEEPFM,
-    step_idle.EXPERIMENT,
-)
-_LARGE_SHARE = 0.8  # of the host's memory, for a table far larger than the GPU's
+_EXACT = (step_models.SMALL, step_models.MANY, step_models.WHOLE, step_idle.EXPERIMENT)
 
 
 def groups(
@@ -86,16 +70,12 @@ def groups(
     in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
     # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
-    # What decides most comes first, in case the time does not reach the others.
-    found = list(step_fused.groups(device, batches, room))
-    found += [group(size, every if size == rows else in_memory, "size") for size in sizes]
+    found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
     history = check_size(history or (QUICK_HISTORY if quick else HISTORY), "history", 1)
     found += step_models.groups(device, rows, batches.seed, history, quick)
     found += step_idle.groups(device, batches, room, history, quick)
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
-    if device.type == "cuda" and not quick:
-        found.append(_under_gpu_limit(device, batches, min(most, host_room(_LARGE_SHARE))))
     return found
 
 
@@ -116,46 +96,6 @@ def _compare(
         Case.of(contender.name, Step(contender, rows, device, batches), contender.role, error=error)
         for contender, error in fitting(chosen, rows, room)
     ]
-
-
-# --- a table far larger than the GPU's memory ---------------------------------------------------------------------------
-
-
-class _GpuLimit:
-    """Limits the GPU memory of this process as long as this object exists."""
-
-    def __init__(self, device: torch.device, limit_bytes: float) -> None:
-        gc.collect()
-        torch.cuda.empty_cache()
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
-        weakref.finalize(self, torch.cuda.set_per_process_memory_fraction, 1.0, device)
-
-
-class _LimitedStep(Step):
-    limit: _GpuLimit
-
-
-def _under_gpu_limit(device: torch.device, batches: Batches, room_bytes: float) -> Group:
-    """Make a group of steps on a small table and on the largest that fits beside it, both pinned."""
-    # Sizes are multiples of the smallest table.
-    planes, unit = PLANES["AdamW"], batches.rows
-    large_bytes = min(LARGE_BYTES, room_bytes / planes - SMALL_BYTES)
-    small, large = (max(1, round(b / ROW_BYTES / unit)) * unit for b in (SMALL_BYTES, large_bytes))
-
-    def make() -> list[Case]:
-        limit, contender = _GpuLimit(device, LIMIT_BYTES), contenders(device)[0]
-        cases = []
-        for name, rows in ((LARGE, large), (SMALL, small)):
-            step = _LimitedStep(contender, rows, device, batches)
-            step.limit = limit
-            cases.append(Case.of(name, step, contender.role))
-        return cases
-
-    taken = f"{format_bytes(large * ROW_BYTES)} ({format_bytes(planes * large * ROW_BYTES)} with its state)"
-    title = f"AdamW step with {format_bytes(LIMIT_BYTES)} of GPU memory, pinned table of {taken} and one of 1 GB"
-    params = {"experiment": "gpu limit", "rows": large, "dim": DIM, "limit_bytes": int(LIMIT_BYTES)}
-    return Group(title, make, params, reserved_s=LARGE_S)
 
 
 # --- report -------------------------------------------------------------------------------------------------------------
@@ -202,13 +142,6 @@ def sentences(groups: list[GroupResult]) -> list[str]:
         for group in groups
         if len(group.ran) == 2 and group.params["experiment"] in _EXACT and exact_and_lazy(group) is None
     ]
-    lines += [
-        f"{group.title}: the large one takes {format_ratio(large.median_s / small.median_s)} the time of the small one"
-        + noise(large, small)
-        for group in groups
-        if group.params["experiment"] == "gpu limit" and len(group.ran) == 2
-        for large, small in [group.ran]
-    ]
     groups = sorted_by((g for g in groups if g.params["experiment"] == "size"), "rows")
     first = {case.name: (group, case) for group in reversed(groups) for case in group.ran}
     last = {case.name: (group, case) for group in groups for case in group.ran}
@@ -231,28 +164,6 @@ def tables(groups: list[GroupResult]) -> list[TextTable]:
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     """Draw the time of a step by table size."""
-    groups = sorted_by((g for g in groups if g.params["experiment"] == "size"), "rows")
-    if not groups:
-        return None
-    figure = make_figure(6.4, 4.6)
-    axes = figure.subplots()
-    sizes = [group.params["rows"] for group in groups]
-    for number, name in enumerate(case_names(groups)):
-        ours = any(case.name == name and case.role == "ours" for group in groups for case in group.ran)
-        label = name + _end_of(groups, name)
-        line(axes, sizes, [group.milliseconds(name) for group in groups], label, line_style(number, ours))
-    axes.set(xscale="log", yscale="log", xlabel="rows of the table", ylabel="milliseconds a step")
-    axes.set_xticks(sizes, [format_count(size) for size in sizes])
-    axes.minorticks_off()
-    axes.set_title("A training step: the cost must not grow with the table", fontsize=11, color=INK)
-    tidy(axes)
-    plain_numbers(axes)
-    legend_below(figure, axes)
-    return figure
-
-
-def _end_of(groups: list[GroupResult], name: str) -> str:
-    """Return the label of a line that ends early because its tables are too large."""
-    last = max(i for i, group in enumerate(groups) if name in group.by_name)
-    failed = any(case.name == name and case.error for group in groups[last + 1 : last + 2] for case in group.cases)
-    return f" (left out beyond {format_count(groups[last].params['rows'])} rows)" if failed else ""
+    by_size = sorted_by((group for group in groups if group.params["experiment"] == "size"), "rows")
+    title = "A training step: the cost must not grow with the table"
+    return lines_by(make_figure, {title: by_size}, "rows", "rows of the table")

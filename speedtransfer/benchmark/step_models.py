@@ -1,4 +1,4 @@
-"""Steps of small models: one table, many tables, a table used as a whole, and a DeepFM, with several kinds of tables.
+"""Steps of small models: one table, many tables, and a table used as a whole, with several kinds of tables.
 
 They show what a table costs apart from its rows. Ids are uniform, so that rows stay idle for long.
 """
@@ -14,17 +14,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.by_hand import AdamWByHand, TableByHand
 from speedtransfer.benchmark.contenders import our_name
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import Role
 from speedtransfer.nn import Embedding
 
-SMALL, MANY, ONE, WHOLE, DEEPFM = "small step", "many tables", "one table", "whole table", "DeepFM"
+SMALL, MANY, WHOLE = "small step", "many tables", "whole table"
 BY_HAND = "rows by hand, unchecked"
 
 _SMALL_ROWS, _SMALL_WIDTH, _SMALL_IDS = 10_000, 32, 64
-_ROWS, _TABLES, _WIDTH, _IDS, _HIDDEN = 100_000, 26, 16, 256, 64
+_ROWS, _TABLES, _WIDTH, _IDS = 100_000, 26, 16, 256
 _WHOLE_WIDTH, _WHOLE_IDS = 64, 64
 _POOL = 64  # batches, used in turn
 _CHECKED = 9  # steps that are compared with dense training
@@ -76,24 +75,6 @@ class _WholeTable(nn.Module):
         return (logits.logsumexp(dim=1) - (hidden * wanted).sum(dim=1)).mean()
 
 
-class _DeepFM(nn.Module):
-    """The loss of a factorization machine plus a network: a wide table and one of single weights for each feature."""
-
-    def __init__(self, embed: Embed, rows: int) -> None:
-        super().__init__()
-        self.factors = nn.ModuleList(embed(rows, _WIDTH) for _ in range(_TABLES))
-        self.linear = nn.ModuleList(embed(rows, 1) for _ in range(_TABLES))
-        self.deep = nn.Sequential(nn.Linear(_TABLES * _WIDTH, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1))
-
-    def forward(self, batch: Tensor) -> Tensor:
-        *features, labels = batch
-        rows = torch.stack([table(ids) for table, ids in zip(self.factors, features, strict=True)], dim=1)
-        pairs = (rows.sum(dim=1).square() - rows.square().sum(dim=1)).sum(dim=1) / 2
-        linear = torch.cat([table(ids) for table, ids in zip(self.linear, features, strict=True)], dim=1).sum(dim=1)
-        logits = pairs + linear + self.deep(rows.flatten(1)).squeeze(1)
-        return F.binary_cross_entropy_with_logits(logits, labels.float() % 2)
-
-
 # --- methods to train them ----------------------------------------------------------------------------------------------
 
 
@@ -118,23 +99,19 @@ def _training(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -
     return lambda model: optimizer(model.parameters(), **options)
 
 
-def _method(name: str, role: Role, embed: Embed, exact: bool, optimizer: Callable[..., Any], **options: Any) -> _Method:
-    trains, dense = (_training(optimizer, **{how: True}, **options) for how in ("fused", "foreach"))
-    return _Method(name, role, embed, trains, dense, exact)
+_ADAMW, _DENSE_ADAMW = (_training(torch.optim.AdamW, **{how: True}) for how in ("fused", "foreach"))
 
 
-def _ours(
-    device: torch.device, idle: Any, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any
-) -> _Method:
+def _ours(device: torch.device, idle: Any) -> _Method:
     memory: Any = "pinned" if device.type == "cuda" else "pageable"
     embed = functools.partial(Embedding, device=device, memory=memory, idle=idle)
-    made = _method(our_name(memory, idle), "ours", embed, idle == "exact", optimizer, **options)
-    return replace(made, kind="exact" * made.exact)
+    exact = idle == "exact"
+    return _Method(our_name(memory, idle), "ours", embed, _ADAMW, _DENSE_ADAMW, exact, "exact" * exact)
 
 
-def _dense(device: torch.device, optimizer: Callable[..., Any] = torch.optim.AdamW, **options: Any) -> _Method:
+def _dense(device: torch.device) -> _Method:
     embed = functools.partial(nn.Embedding, device=device)
-    return _method(f"nn.Embedding + {optimizer.__name__}", "other", embed, True, optimizer, **options)
+    return _Method("nn.Embedding + AdamW", "other", embed, _ADAMW, _DENSE_ADAMW, exact=True)
 
 
 def _sparse(device: torch.device) -> _Method:
@@ -147,6 +124,50 @@ def _sparse(device: torch.device) -> _Method:
 def _by_hand(device: torch.device) -> _Method:
     embed = functools.partial(TableByHand, device=device)
     return _Method(BY_HAND, "other", embed, AdamWByHand, _training(torch.optim.AdamW), exact=False)
+
+
+# --- the idea of this library in plain torch, without checks -----------------------------------------------------------
+
+
+class TableByHand(nn.Embedding):
+    """Plain torch: an embedding whose unique rows of a batch are a leaf of autograd."""
+
+    def __init__(self, rows: int, width: int, device: torch.device) -> None:
+        super().__init__(rows, width, device=device)
+        self.weight.requires_grad_(False)
+
+    def forward(self, ids: Tensor) -> Tensor:  # noqa: D102 (nn.Embedding)
+        self.ids, inverse = ids.unique(return_inverse=True)
+        self.rows = self.weight.index_select(0, self.ids).requires_grad_()
+        return F.embedding(inverse, self.rows)
+
+
+class AdamWByHand:
+    """AdamW on the rows that each `TableByHand` has looked up: gathers the state, steps, and scatters everything."""
+
+    def __init__(self, model: nn.Module) -> None:
+        tables = [table for table in model.modules() if isinstance(table, TableByHand)]
+        self._params = [nn.Parameter(table.weight[:0]) for table in tables]
+        self._adamw = torch.optim.AdamW(self._params, fused=True)
+        planes = [{name: torch.zeros_like(table.weight) for name in ("exp_avg", "exp_avg_sq")} for table in tables]
+        self._parts = list(zip(tables, self._params, planes, strict=True))
+
+    def step(self) -> None:
+        """Step the rows of the last batch."""
+        for table, param, planes in self._parts:
+            param.data, param.grad = table.rows.detach(), table.rows.grad
+            if state := self._adamw.state[param]:
+                state.update({name: plane.index_select(0, table.ids) for name, plane in planes.items()})
+        self._adamw.step()
+        for table, param, planes in self._parts:
+            table.weight.index_copy_(0, table.ids, param.data)
+            for name, plane in planes.items():
+                plane.index_copy_(0, table.ids, self._adamw.state[param][name])
+
+    def zero_grad(self) -> None:
+        """Drop the gradients."""
+        for param in self._params:
+            param.grad = None
 
 
 # --- groups -------------------------------------------------------------------------------------------------------------
@@ -180,10 +201,9 @@ class _Task:
 
 
 def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool = False) -> Iterator[Group]:
-    """Yield a group for a small step and, unless `quick`, two for many tables, one for a whole table and one for a DeepFM.
+    """Yield a group for a small step and, unless `quick`, for many tables and for a whole table, of at most `rows` rows.
 
-    CUDA has one for a single such table as well. Tables have at most `rows` rows. Ours take `history` steps before any is
-    timed, so that idle rows have missed some; three times as many where they are caught up step by step.
+    Ours take `history` steps before any is timed, so that idle rows have missed some.
     """
     lazy, exact, sparse, dense = _ours(device, "lazy"), _ours(device, "exact"), _sparse(device), _dense(device)
     few, rows = min(rows, _SMALL_ROWS), min(rows, _ROWS)
@@ -192,26 +212,13 @@ def groups(device: torch.device, rows: int, seed: int, history: int, quick: bool
     yield task.group(SMALL, title, [lazy, exact, sparse, _by_hand(device)], dim=_SMALL_WIDTH)
     if quick:
         return
-    coupled: dict[str, Any] = {"optimizer": torch.optim.Adam, "weight_decay": 1e-5}
-    for name, methods, steps in (
-        ("AdamW", [lazy, exact, sparse, dense], history),
-        ("Adam(weight_decay=1e-5)", [_ours(device, "exact", **coupled), _dense(device, **coupled)], 3 * history),
-    ):
-        title = f"{name} step, {_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
-        task = _Task(_ManyTables, rows, (_TABLES, _IDS), steps, device, seed)
-        yield task.group(MANY, title, methods, dim=_WIDTH, tables=_TABLES)
-    if device.type == "cuda":  # shows how much longer the host takes for many tables
-        title = f"AdamW step, one table of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids"
-        task = _Task(functools.partial(_ManyTables, tables=1), rows, (1, _IDS), history, device, seed)
-        yield task.group(ONE, title, [lazy, exact, dense], dim=_WIDTH, tables=1)
+    title = f"AdamW step, {_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
+    task = _Task(_ManyTables, rows, (_TABLES, _IDS), history, device, seed)
+    yield task.group(MANY, title, [lazy, exact, sparse, dense], dim=_WIDTH, tables=_TABLES)
     title = f"AdamW step, softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
     task = _Task(_WholeTable, rows, (2, _WHOLE_IDS), 0, device, seed)
     # Every step touches all rows.
     yield task.group(WHOLE, title, [replace(lazy, exact=True), exact, dense], dim=_WHOLE_WIDTH)
-    tables = f"{_TABLES} tables of {rows:,} x {_WIDTH} and {_TABLES} of {rows:,} x 1 float32"
-    task = _Task(_DeepFM, rows, (_TABLES + 1, _IDS), history, device, seed)
-    title = f"AdamW step, DeepFM with {tables}, {_IDS} examples"
-    yield task.group(DEEPFM, title, [exact, dense], dim=_WIDTH, tables=_TABLES)
 
 
 class _Step:

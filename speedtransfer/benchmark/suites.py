@@ -25,47 +25,42 @@ MIN_TABLE_BYTES = 1 << 16  # of suite `transfer`
 
 @dataclass(frozen=True)
 class Suite:
-    """A set of groups that are measured together; `options` are those of "rows" and "table_bytes" that apply to it."""
+    """Groups that are measured together; `options` are those of "rows" and "table_bytes" that apply to it.
+
+    Its `module`, by default that of its name here, is imported when it is used.
+    """
 
     name: str
     title: str
     options: frozenset[str] = frozenset()
+    package: str = "speedtransfer.benchmark"
+
+    @property
+    def module(self) -> Any:
+        """The module that declares it."""
+        return importlib.import_module(f"{self.package}.{self.name}")
 
     def groups(self, device: torch.device, quick: bool, **options: Any) -> list[Group]:
         """Make the groups of the suite."""
-        found: list[Group] = self._module().groups(device, quick, **options)
+        found: list[Group] = self.module.groups(device, quick, **options)
         return found
 
     @property
     def note(self) -> str:
         """What a reader of the figures should know."""
-        return str(getattr(self._module(), "NOTE", ""))
-
-    def _module(self) -> Any:
-        return module_of(self.name)
+        return str(getattr(self.module, "NOTE", ""))
 
 
-def module_of(suite: str) -> Any:
-    """Return the module of a suite."""
-    return importlib.import_module(f"speedtransfer.benchmark.{suite}")
-
-
+# Those of the command; bench/store.py adds experiments.
 SUITES = {
     suite.name: suite
     for suite in (
         Suite("transfer", "Rows to the compute device and back", frozenset({"rows", "table_bytes"})),
-        Suite("speedtorch", "SpeedTorch's own benchmark", frozenset({"rows"})),
-        Suite("tax", "Compute against transfer"),
         Suite("step", "A training step, by the size of the table", frozenset({"rows"})),
-        Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
-        Suite("mixed", "Mixed precision by batch size: time, memory, accuracy"),
         Suite("memory", "Memory that a table takes", frozenset({"rows"})),
+        Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
+        Suite("lookup", "Frozen lookups of a few ids", frozenset({"rows"})),
         Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
         Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
-        Suite("lookup", "Frozen lookups of a few ids", frozenset({"rows"})),
-        Suite("vocabulary", "Ids without a bound beside a plain table", frozenset({"rows"})),
-        Suite("ranks", "The same steps in several processes", frozenset({"rows"})),
-        Suite("exchange", "Gradients in fewer bytes: to the same loss"),
-        Suite("ngram", "A language model with n-gram tables", frozenset({"rows"})),
     )
 }

@@ -10,25 +10,21 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, end_at, legend_below, line, line_style, plain_numbers, tidy
 from speedtransfer.benchmark.measure import Group
-from speedtransfer.benchmark.report import TextTable, pivot
+from speedtransfer.benchmark.report import TextTable, lines_by, pivot
 from speedtransfer.benchmark.results import (
-    DEFAULT,
-    UNCHECKED,
     CaseResult,
     GroupResult,
-    case_names,
     noise,
     split_by,
     times_the_speed,
 )
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
 from speedtransfer.benchmark.transfer_groups import ROWS, Plan
-from speedtransfer.benchmark.units import format_rate, format_seconds, format_share
 from speedtransfer.benchmark.workload import default_table_bytes
 from speedtransfer.engines import DIRECTIONS
 from speedtransfer.errors import check_size
+from speedtransfer.units import format_rate, format_seconds, format_share
 
 # Upper end of the axis in percent of a plain copy: higher values mean a noisy roof, and would flatten the other lines.
 _MOST_SHARE = 160
@@ -65,16 +61,8 @@ def groups(
         found += [plan.moves(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
     found += [plan.moves(d, ids="zipf") for d in DIRECTIONS]
     found += [plan.overhead(d) for d in DIRECTIONS]
-    if not quick:
-        found += [plan.stride(d) for d in DIRECTIONS]
-    if cuda:
-        found += [plan.both()]
     memories = ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",)
     found += [plan.moves(d, memory=memory) for memory in memories for d in DIRECTIONS]
-    if cuda and not quick:
-        found += [plan.launch(d) for d in DIRECTIONS]
-        # Last, as a failure of the newest kernel must not cost the other figures.
-        found += [plan.bulk(d, size) for size in (256, 512, 4096) for d in DIRECTIONS]
     # In a small table several sizes lead to the same number of rows; the first one keeps its place.
     return list({group.title: group for group in reversed(found)}.values())[::-1]
 
@@ -84,7 +72,7 @@ def groups(
 
 def sentences(groups: list[GroupResult]) -> list[str]:
     """Describe each group that is a headline."""
-    describe: dict[str, Callable[[GroupResult], str]] = {"ways": _rows, "both": _rows, "overhead": _overhead}
+    describe: dict[str, Callable[[GroupResult], str]] = {"ways": _rows, "overhead": _overhead}
     chosen = [g for g in groups if g.params.get("headline") and g.ours and g.params["kind"] in describe]
     return [describe[group.params["kind"]](group) for group in chosen]
 
@@ -157,62 +145,6 @@ def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:
 
 
 def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw rates, and shares of the roof, by row size."""
-    wide = sweep(groups)
-    if not wide:
-        return None
-    figure = make_figure(11, 8)
-    panels = figure.subplots(2, 2, sharex=True, sharey="row")
-    parts = {d: [group for group in wide if group.params["direction"] == d] for d in ("gather", "scatter")}
-    lines = {direction: _sweep_names(part) for direction, part in parts.items()}
-    # Methods of both directions have the same order, so a line is the same idea in both.
-    labels = [
-        gather if gather == scatter else f"{gather} / {scatter}"
-        for gather, scatter in zip(*lines.values(), strict=False)
-    ]
-    for column, (direction, part) in enumerate(parts.items()):
-        sizes = [group.params["row_bytes"] for group in part]
-        rate, share = panels[0][column], panels[1][column]
-        for number, (name, label) in enumerate(zip(lines[direction], labels, strict=False)):
-            cases = [group.by_name.get(name) for group in part]
-            style = line_style(number, name in (DEFAULT, UNCHECKED))
-            line(rate, sizes, [case and case.gb_per_s for case in cases], label, style)
-            shares = [case and group.share_of_roof(case) for group, case in zip(part, cases, strict=True)]
-            line(share, sizes, [value and 100 * value for value in shares], label, style)
-        roofs = [group.roof and group.roof.gb_per_s for group in part]
-        roof_name = next((group.roof.name for group in part if group.roof), "plain copy")
-        line(rate, sizes, roofs, f"{roof_name} (roof)", {"color": INK, "ls": "--", "lw": 1.3})
-        share.axhline(100, color=INK, ls="--", lw=1.3)
-        moved = (
-            f"up to {max(g.params['rows'] for g in part):,} rows a call, {part[0].params['memory']} table"
-            if part
-            else ""
-        )
-        rate.set_title(f"{direction}: {moved}", fontsize=11, color=INK)
-        rate.set_yscale("log")
-        share.set_xlabel("bytes of a row")
-        for axes in (rate, share):
-            tidy(axes)
-            axes.set_xscale("log", base=2)
-            axes.set_xticks(sizes, [_short_bytes(size) for size in sizes])
-    panels[0][0].set_ylabel("GB/s of rows")
-    panels[1][0].set_ylabel("% of the plain copy")
-    # Both directions share the axis.
-    highest = min(_MOST_SHARE, panels[1][0].get_ylim()[1])
-    panels[1][0].set_ylim(bottom=0)
-    for share in panels[1]:
-        end_at(share, highest)
-    plain_numbers(panels[0][0])
-    legend_below(figure, panels[0][0])
-    return figure
-
-
-def _sweep_names(groups: list[GroupResult]) -> list[str]:
-    """Return the names of cases in several groups, as many as there are colours."""
-    roofs = {case.name for group in groups for case in group.ran if case.role == "roof"}
-    names = [name for name in case_names(groups) if name not in roofs]
-    return [name for name in names if sum(name in group.by_name for group in groups) > 1][: len(COLOURS)]
-
-
-def _short_bytes(size: int) -> str:
-    return f"{size // 1024} K" if size >= 1024 and size % 1024 == 0 else str(size)
+    """Draw rates by row size, a panel for each direction."""
+    panels = split_by(sweep(groups), "direction")
+    return lines_by(make_figure, panels, "row_bytes", "bytes of a row", lambda case: case.gb_per_s, "GB/s of rows")

@@ -47,10 +47,6 @@ class Workload:
     out: Tensor
     blocks: list[Tensor]
 
-    def sort(self) -> None:
-        """Sort each batch of ids."""
-        self.sets = [Ids(*(ids.sort().values for ids in both)) for both in self.sets]
-
     @property
     def device(self) -> torch.device:
         """The compute device."""

@@ -5,31 +5,33 @@ What needs torch is imported when the command runs: ``--help`` answers without i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import os
+from collections.abc import Collection
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
 import typer
 
-from speedtransfer.errors import InvalidValueError, check_size
-
-if TYPE_CHECKING:
-    from speedtransfer.planning.machine import Machine
+from speedtransfer.errors import InvalidValueError, StorageError, check_size, suggest
 
 # For the help, which is shown without torch.
 STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
 STATE_NAMES = "float32", "bfloat16", "uint8"
 MEASURE_NAMES = "time", "bandwidth", "device-price", "machine-price", "hour"
 COMM_NAMES = "float32", "bfloat16", "int8"
-_IDLE = {name: name for name in ("auto", "exact", "lazy")}
-# Rates where none is given. Round numbers, not those of a machine.
-ASSUMED_CALL_US, ASSUMED_NETWORK_GBPS, ASSUMED_BUS_GBPS = 50.0, 10.0, 20.0
+_TITLES = {
+    "time": "batches/s",
+    "device-price": "per GPU price",
+    "machine-price": "per machine price",
+    "hour": "per hour",
+}
 
 
 def plan(
-    rows: Annotated[list[float], typer.Option(help="Rows of the table, for instance 1e9; again for each other table.")],
-    dim: Annotated[list[int], typer.Option(help="Columns of all tables, or again for each.")],
+    rows: Annotated[list[float], typer.Option(help="Rows of the table, for instance 1e9; repeat for more tables.")],
+    dim: Annotated[list[int], typer.Option(help="Embedding dimension; repeat to set one per table.")],
     batch: Annotated[
         int | None,
         typer.Option(help="Samples of a step; --lookups are then those of a sample.", show_default="1"),
@@ -69,10 +71,11 @@ def plan(
         str | None, typer.Option(help="A name, such as h200, or a YAML file.", show_default="this one")
     ] = None,
     host_memory: Annotated[
-        str | None, typer.Option(help="In place of the machine's own, for instance 512GB.", show_default="machine's")
+        str | None,
+        typer.Option(help="Host memory to plan for, for instance 512GB.", show_default="the machine's"),
     ] = None,
     disk: Annotated[
-        str | None, typer.Option(help="Room for files, for instance 4TB.", show_default="machine's")
+        str | None, typer.Option(help="Room for files, for instance 4TB.", show_default="the machine's")
     ] = None,
     dense_ms: Annotated[float, typer.Option(help="Milliseconds of a step of the rest of the model, added.")] = 0.0,
     measure: Annotated[
@@ -82,7 +85,7 @@ def plan(
         str | None, typer.Option(help="Write the plan to this file, or - for the screen.", show_default=False)
     ] = None,
     picture: Annotated[
-        Path | None, typer.Option(help="Draw the time of a step by size of the tables, a PNG.", show_default=False)
+        Path | None, typer.Option(help="Draw the plan, or the ranking, a PNG.", show_default=False)
     ] = None,
     rank: Annotated[
         bool,
@@ -104,95 +107,89 @@ def plan(
         typer.Option(help="Distinct rows of all processes over the sum of those of each.", show_default="by --zipf"),
     ] = None,
     comm_dtype: Annotated[str, typer.Option(help=f"Of gradients sent: {', '.join(COMM_NAMES)}.")] = "float32",
-    call_us: Annotated[float, typer.Option(help="Latency of a collective call, microseconds.")] = ASSUMED_CALL_US,
-    network_gbps: Annotated[
-        float, typer.Option(help="What one process can send to others, 1e9 bytes a second.")
-    ] = ASSUMED_NETWORK_GBPS,
-    bus_gbps: Annotated[
-        float, typer.Option(help="Between host memory and the device of one process, 1e9 bytes a second.")
-    ] = ASSUMED_BUS_GBPS,
 ) -> None:
     """Tell what tables take with their optimizer's state, where they fit, how long a step is, and what to use.
 
     On this machine a step is measured, with large tables cut to fewer rows; for
     another machine it is estimated from that machine's figures. With --ranks the
-    command computes what several processes hold and send; the default rates of
-    links between processes are round numbers, not those of a machine.
+    command computes what several processes hold and send.
     """
     import torch
     from rich.console import Console
 
     from speedtransfer.nn.sizing import table_size
-    from speedtransfer.planning.command_checks import (
-        check_kind,
-        check_lookups,
-        check_number,
-        check_ranks,
-        check_scale_block,
-        check_unique,
-        chosen,
-        whole_rows,
-    )
-    from speedtransfer.planning.forms import FLOAT32, STATE, STORAGE, Form, forms_for
-    from speedtransfer.planning.optimizer_name import named, optimizer_given, optimizer_named
-    from speedtransfer.planning.plan_files import check_writable
-    from speedtransfer.planning.plan_text import WIDTH, as_renderable
+    from speedtransfer.planning.forms import STATE, STORAGE, Form, forms_for
+    from speedtransfer.planning.optimizer_name import NONE, Trainer, optimizer_named
+    from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import plan as make_plan
-    from speedtransfer.planning.prices import read_prices
-    from speedtransfer.planning.rank import MEASURES
+    from speedtransfer.planning.rank import as_table, read_prices
     from speedtransfer.planning.ranked_workload import rank_machines
-    from speedtransfer.planning.shown_ranking import ranking_data, show_ranking
-    from speedtransfer.planning.shown_ranks import Rates, show_ranks
-    from speedtransfer.planning.shown_size import show_size
+    from speedtransfer.planning.shown_ranks import show_ranks
     from speedtransfer.planning.workload import make_workload
+    from speedtransfer.ranks.zipf import expected_unique
 
-    comm_dtypes = {"float32": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
-    counts = [whole_rows(each) for each in rows]
+    counts = [_whole(each) for each in rows]
     dims = [check_size(each, "--dim", 1) for each in dim]
     if len(dims) not in (1, len(counts)):
         raise InvalidValueError(
             f"--dim is given {len(dims)} times and --rows {len(counts)}; pass one --dim, or one for each"
         )
     dims *= len(counts) if len(dims) == 1 else 1
-    per_sample, samples = check_lookups(lookups, tokens, rows_per_token, batch)
-    chosen("--idle", idle, _IDLE)
-    for option, name, choices in (("--storage-dtype", storage_dtype, STORAGE), ("--state-dtype", state_dtype, STATE)):
-        if name is not None:
-            chosen(option, name, choices)
-    check_scale_block(scale_block, storage_dtype or FLOAT32)
-    check_number("--zipf", zipf, zero=True)
-    check_number("--call-us", call_us, zero=True)
-    check_number("--dense-ms", dense_ms, zero=True)
-    check_number("--network-gbps", network_gbps)
-    check_number("--bus-gbps", bus_gbps)
-    comm = chosen("--comm-dtype", comm_dtype, comm_dtypes)
+    per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
+    _check_choice("--idle", idle, ("auto", "exact", "lazy"))
+    _check_choice("--storage-dtype", storage_dtype, STORAGE)
+    _check_choice("--state-dtype", state_dtype, STATE)
+    _check_choice("--by", by, MEASURE_NAMES)
+    _check_choice("--comm-dtype", comm_dtype, COMM_NAMES)
+    if scale_block is not None:
+        check_size(scale_block, "--scale-block", 1)
+        if storage_dtype is not None and not storage_dtype.startswith("float8"):
+            raise InvalidValueError(
+                f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; "
+                "leave it out, or pass --storage float8_e4m3fn"
+            )
+    for option, number in (("--zipf", zipf), ("--dense-ms", dense_ms)):
+        if not 0 <= number < math.inf:
+            raise InvalidValueError(f"{option} is {number} but must be a number from 0 on; pass one, or leave it out")
     make = optimizer_named(optimizer)
     asked = None if per_sample is None else round(per_sample * samples)
-    unique = check_unique(unique, asked, counts, zipf)
-    given = None if ranks is None else check_ranks(ranks, counts, asked, unique, optimizer)
-    form = Form(storage_dtype or FLOAT32, state_dtype or FLOAT32, scale_block)
-    sizes = [
-        table_size(count, width, make, **form.arguments, idle=idle) for count, width in zip(counts, dims, strict=True)
-    ]
+    for name, given in (("--unique", unique), ("--ranks", ranks), ("--rank", rank or None)):
+        if given is not None and asked is None:
+            raise InvalidValueError(f"{name} is given without the lookups of a step; pass --lookups as well")
+    if unique is not None and len(counts) > 1:
+        raise InvalidValueError(f"--unique is {unique} for {len(counts)} tables; leave it out, or plan them one by one")
+    if unique is not None and asked is not None and not 0 < unique <= min(asked, counts[0]):
+        raise InvalidValueError(
+            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, counts[0])}; "
+            "pass a number between"
+        )
+    for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
+        if value is not None and not rank:
+            raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
-    rates = Rates(call_us, network_gbps, bus_gbps)
-    check_kind(ranks is not None, rank, {"--by": by, "--devices": devices, "--prices": prices}, json, picture)
-    if given is not None and asked is not None and unique is not None:
-        show_ranks(console, sizes[0], given, asked, unique, zipf, distinct_share, comm, rates)
+    form = Form(storage_dtype or "float32", state_dtype or "float32", scale_block if storage_dtype else None)
+    sizes = [table_size(*each, make, **form.arguments, idle=idle) for each in zip(counts, dims, strict=True)]
+    if ranks is not None and asked is not None:
+        check_size(ranks, "--ranks", 1)
+        for option, value in {"--rank": rank, "--json": json, "--picture": picture}.items():
+            if value:
+                raise InvalidValueError(f"{option} is given with --ranks, which prints a table; leave out one of them")
+        if len(sizes) > 1 or optimizer.lower() == NONE:
+            raise InvalidValueError(
+                "--ranks is for one table and its training steps; pass one --rows, and an --optimizer but none"
+            )
+        comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype)
+        distinct = expected_unique(counts[0], zipf, asked) if unique is None else unique
+        show_ranks(console, sizes[0], ranks, asked, distinct, zipf, distinct_share, comm)
         return
-    if by is not None:
-        chosen("--by", by, MEASURES)
     # Before anything is measured.
     for path in (picture, None if json in (None, "-") else Path(str(json))):
-        check_writable(path)
+        _check_writable(path)
     names = ["table"] if len(counts) == 1 else [f"table{number}" for number in range(len(counts))]
     tables = dict(zip(names, zip(counts, dims, strict=True), strict=True))
-    trainer = make if make is None else named(make, optimizer)
-    given_unique = None if len(counts) > 1 else unique
+    trainer = Trainer("frozen" if make is None else optimizer, make)
     if rank:
-        if asked is None:
-            raise InvalidValueError("--rank is given without the lookups of a step; pass --lookups as well")
-        workload = make_workload(tables, optimizer_given(trainer), samples, per_sample, zipf, given_unique, idle)
+        workload = make_workload(tables, trainer, samples, per_sample, zipf, unique, idle)
         ranking = rank_machines(
             workload,
             forms_for(workload, storage_dtype, state_dtype, scale_block),
@@ -202,11 +199,12 @@ def plan(
             devices=devices,
             prices=None if prices is None else read_prices(prices),
         )
-        _write(json, ranking_data(ranking), lambda: show_ranking(console, ranking))
+        _write(json, ranking.data(), lambda: console.print(as_table(ranking)))
         if picture is not None:
-            from speedtransfer.planning.rank_picture import draw_ranking  # drawing is loaded where it is wanted
+            from speedtransfer.planning.plan_picture import draw_ranking  # drawing is loaded where it is wanted
 
-            draw_ranking(ranking, picture)
+            columns = {title: ranking.relative(name) for name, title in _TITLES.items() if ranking.has(name)}
+            draw_ranking(picture, [f"{each.machine.name} ({each.machine.devices})" for each in ranking.ranked], columns)
         return
     found = make_plan(
         tables,
@@ -214,7 +212,7 @@ def plan(
         samples,
         1 if per_sample is None else per_sample,
         zipf=zipf,
-        unique=given_unique,
+        unique=unique,
         machine=machine,
         host_memory=host_memory,
         disk=disk,
@@ -225,40 +223,81 @@ def plan(
         dense_ms=dense_ms,
         measure=measure and asked is not None,
     )
-
-    def show() -> None:
-        if len(sizes) == 1:
-            show_size(console, sizes[0], "frozen" if make is None else optimizer, asked, unique, rates)
-            console.print()
-        console.print(as_renderable(found, heading=len(sizes) > 1, steps=asked is not None))
-
-    _write(json, found.data(), show)
+    _write(json, found.data(), lambda: console.print(as_renderable(found, steps=asked is not None)))
     if picture is not None:
         found.draw(picture)
 
 
-def _write(json: str | None, data: dict[str, Any], show: Callable[[], None]) -> None:
+def _write(json: str | None, data: dict[str, Any], show: Any) -> None:
     """Show what was found, or write it as JSON to the screen alone; and to a file if one is named."""
+    from speedtransfer.system import replace_file
+
     text = dumps(data, indent=1)
     if json == "-":
         typer.echo(text)
         return
     show()
     if json is not None:
-        from speedtransfer.planning.plan_files import write_text
+        with replace_file(Path(json)) as file:
+            file.write(f"{text}\n".encode())
 
-        write_text(Path(json), text + "\n")
 
-
-def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Machine]:
+def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Any]:
     """Return the machines to rank, those known and those of a file; what is given is for those whose own is not known."""
-    from speedtransfer.planning.given_machine import machine_given
+    from speedtransfer.planning.machine import with_memory
     from speedtransfer.planning.machine_files import load_machines, published_machines
 
     more = [] if machine is None else load_machines(machine)
-    found = {each.name: each for each in [*published_machines(), *more]}
-    given = []
-    for each in found.values():
-        host = host_memory if each.host_bytes is None else None
-        given.append(machine_given(each, host, disk if each.disk_bytes is None else None)[0])
-    return given
+    return [
+        with_memory(each, host_memory if each.host_bytes is None else None, disk if each.disk_bytes is None else None)
+        for each in {each.name: each for each in [*published_machines(), *more]}.values()
+    ]
+
+
+# --- checks of options, each of which raises with the option, the rule and the remedy ---------------------------------------
+
+
+def _whole(rows: float) -> int:
+    if not rows.is_integer():
+        raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
+    return check_size(int(rows), "--rows", 1)
+
+
+def _lookups(
+    lookups: float | None, tokens: int | None, rows_per_token: int | None, batch: int | None
+) -> tuple[float | None, int]:
+    """Return the lookups of a sample, None where nothing is given, and the samples of a step: one unless --batch says."""
+    samples = 1 if batch is None else check_size(batch, "--batch", 1)
+    if lookups is not None:
+        if tokens is not None or rows_per_token is not None:
+            raise InvalidValueError("--lookups is given, and --tokens or --rows-per-token too; pass one or the others")
+        if not 1 <= lookups < math.inf or (batch is None and not lookups.is_integer()):
+            raise InvalidValueError(f"--lookups is {lookups:g} but must be a number from 1 on; pass for instance 65536")
+        return lookups, samples
+    if tokens is None:
+        if rows_per_token is not None:
+            raise InvalidValueError("--rows-per-token is given without --tokens; pass both")
+        return (None if batch is None else 1.0), samples
+    if batch is not None:
+        raise InvalidValueError("--batch is given, and --tokens too; pass one of them")
+    per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
+    return float(check_size(tokens, "--tokens", 1) * per_token), samples
+
+
+def _check_choice(option: str, name: str | None, choices: Collection[str]) -> None:
+    if name is not None and name not in choices:
+        raise InvalidValueError(f"{option} is {name!r}{suggest(name, choices)}")
+
+
+def _check_writable(path: Path | None) -> None:
+    """Raise `StorageError` if no file can be written there; None: nothing is."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise StorageError(f"cannot write {str(path)!r} (it is a folder); pass the name of a file")
+    if not path.parent.is_dir():
+        raise StorageError(
+            f"cannot write {str(path)!r} (there is no folder {str(path.parent)!r}); make it, or pass another path"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise StorageError(f"cannot write {str(path)!r} (the folder is not writable); choose a folder you may write to")

@@ -3,75 +3,109 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
 from speedtransfer.once import once
-from speedtransfer.planning.links import link_named
-from speedtransfer.planning.located_yaml import YamlMapping, read_yaml
-from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.quantities import parse_bytes, parse_count, parse_number, parse_rate
+from speedtransfer.planning.machine import Machine, link_rates, parse_bytes, parse_count, parse_text
+from speedtransfer.untrusted import open_file
 
 PUBLISHED = Path(__file__).with_name("machines.yaml")
-_SUFFIXES = (".yaml", ".yml")
-_WHAT = "a machine"
+_MOST_BYTES = 1 << 20  # of a YAML file
 
-
-_PARSERS: dict[str, Callable[[str], Any]] = {
-    "device": str,
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    "device": parse_text,
     "devices": parse_count,
-    "currency": str,
     **{f"{name}_bytes": parse_bytes for name in ("device", "host", "pinned", "disk")},
-    **{f"{n}_bytes_per_s": parse_rate for n in ("device", "link_up", "link_down", "peer", "host", "disk")},
-    **{f"{name}_price": parse_number for name in ("device", "machine", "hourly")},
+    **{
+        f"{name}_bytes_per_s": lambda value: parse_bytes(value, "/s")
+        for name in ("device", "link_up", "link_down", "peer", "host", "disk")
+    },
 }
 _KEYS = ("name", "base", "link", "source", "sources", *_PARSERS)
 _LINK_RATES = ("link_up_bytes_per_s", "link_down_bytes_per_s")
 
 
-def machine_names() -> list[str]:
-    """Return the names of the machines of which published figures come with this package."""
-    return list(_published())
+def read_yaml(path: Path, what: str) -> dict[str, Any]:
+    """Return the mapping that a YAML file holds; `what` it should be is for messages.
+
+    Raises
+    ------
+    StorageError
+        The file cannot be read.
+    InvalidValueError
+        It is too large, no YAML, or no mapping.
+    """
+    import yaml  # few commands need it
+
+    if not path.is_file():
+        raise StorageError(f"{str(path)!r} is no file that is there; check the path")
+    try:
+        with open_file(path) as opened:
+            data = opened.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); choose a file that you may read") from error
+    if len(data) > _MOST_BYTES:
+        raise InvalidValueError(f"{path} has more than {_MOST_BYTES:,} bytes, too many for {what}; check the path")
+    try:
+        found = yaml.safe_load(data.decode("utf-8-sig"))
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise InvalidValueError(f"{path} is no YAML ({' '.join(str(error).split())}); correct it") from None
+    return mapping_of(found, f"{path}: {what}")
 
 
-def load_machine(machine: str) -> Machine:
-    """Return a machine by its name, in whatever case, or from a YAML file.
+def mapping_of(value: Any, label: str, known: Collection[str] | None = None) -> dict[str, Any]:
+    """Return `value` if it is a mapping with words as keys, of those `known` if they are given."""
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise InvalidValueError(f"{label} must be a mapping of words to values; write `key: value` lines")
+    for key in value:
+        if known is not None and key not in known:
+            raise InvalidValueError(f"{label} has a key {key!r}{suggest(key, known)}")
+    return value
+
+
+def parsed(entry: Mapping[str, Any], key: str, parse: Callable[[Any], Any], label: str) -> Any:
+    """Return the value below `key`, None if there is none; what `parse` raises gets the label and the key in front."""
+    if entry.get(key) is None:
+        return None
+    try:
+        return parse(entry[key])
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{label}: {key} is {error}") from None
+
+
+def load_machines(machine: str) -> list[Machine]:
+    """Return the machine of a name, in whatever case, or those of a YAML file.
 
     Parameters
     ----------
     machine : str
-        One of :func:`machine_names`; or the path of a file (one that is there, or ends in .yaml or .yml), with ``#name`` at
-        its end where it holds several machines.
-
-    Returns
-    -------
-    Machine
+        A name of :func:`published_machines`; or the path of a file (one that is there, or ends in .yaml or .yml).
 
     Raises
     ------
     InvalidValueError
-        There is no such machine; or the file is wrong, by file and line.
+        There is no such machine, or the file is wrong.
     StorageError
         The file cannot be read.
     """
-    path, name = _path_in(machine)
-    if path is None:
-        return _by_name(machine, _published(), f"machine is {machine!r}, which is neither a name nor a YAML file")
-    found = _machines_of(path)
-    if name:
-        return _by_name(name, found, f"{path} has no machine {name!r}")
+    if machine.lower().endswith((".yaml", ".yml")) or Path(machine).is_file():
+        return list(_machines_of(Path(machine), _published()).values())
+    found = _published().get(machine.lower())
+    if found is None:
+        what = f"machine is {machine!r}, which is neither a name nor a YAML file"
+        raise InvalidValueError(f"{what}{suggest(machine, _published())}")
+    return [found]
+
+
+def load_machine(machine: str) -> Machine:
+    """Return a machine as :func:`load_machines` does, which must be one."""
+    found = load_machines(machine)
     if len(found) > 1:
-        first = next(iter(found))
-        raise InvalidValueError(f"{path} holds {len(found)} machines; name one, such as '{path}#{first}'")
-    return next(iter(found.values()))
-
-
-def load_machines(machine: str) -> list[Machine]:
-    """Return the machine of that name, or all those that a file holds; raises as :func:`load_machine` does."""
-    path, name = _path_in(machine)
-    return [load_machine(machine)] if path is None or name else list(_machines_of(path).values())
+        raise InvalidValueError(f"{machine} holds {len(found)} machines; pass a file with the one to plan for")
+    return found[0]
 
 
 def published_machines() -> list[Machine]:
@@ -81,105 +115,58 @@ def published_machines() -> list[Machine]:
 
 @once
 def _published() -> Mapping[str, Machine]:
-    return _machines_of(PUBLISHED)
+    return _machines_of(PUBLISHED, {})
 
 
-def _path_in(machine: str) -> tuple[Path | None, str]:
-    """Return the path that `machine` names and what follows its "#"; (None, "") for a plain name."""
-    whole, (path, _, name) = Path(machine), machine.rpartition("#")
-    if machine.lower().endswith(_SUFFIXES) or whole.is_file():
-        return whole, ""
-    if path and (path.lower().endswith(_SUFFIXES) or Path(path).is_file()):
-        return Path(path), name
-    return None, ""
+def _machines_of(path: Path, known: Mapping[str, Machine]) -> dict[str, Machine]:
+    """Return the machines of a file: those below `machines:`, or the file is one. A base is one before it, or of `known`."""
+    root = read_yaml(path, "a machine")
+    entries = {str(root.get("name") or path.stem): root}
+    if "machines" in root:
+        entries = mapping_of(root["machines"], f"{path}: `machines`")
+        if len(root) > 1 or not entries:
+            raise InvalidValueError(
+                f"{path}: `machines` is empty or not alone; write all machines of the file below it"
+            )
+    found: dict[str, Machine] = {}
+    for name, entry in entries.items():
+        label = f"{path}, {name!r}"
+        base = mapping_of(entry, label, _KEYS).get("base")
+        bases = {**known, **{each.lower(): machine for each, machine in found.items()}}
+        if base is not None and str(base).lower() not in bases:
+            raise InvalidValueError(f"{label}: base is {base!r}{suggest(str(base), bases)}")
+        found[name] = _machine(name, entry, None if base is None else bases[str(base).lower()], label)
+    return found
 
 
-def _by_name(name: str, machines: Mapping[str, Machine], what: str) -> Machine:
-    by_lower = {each.lower(): machine for each, machine in machines.items()}
-    if name.lower() not in by_lower:
-        raise InvalidValueError(f"{what}{suggest(name, machines)}")
-    return by_lower[name.lower()]
+def _machine(name: str, entry: Mapping[str, Any], base: Machine | None, label: str) -> Machine:
+    """Return a machine with the figures of a file, where each is from, and the rates of its link."""
+    given: dict[str, Any] = {key: parsed(entry, key, _PARSERS[key], label) for key in entry if key in _PARSERS}
+    if given.get("devices", 1) is None:
+        raise InvalidValueError(f"{label}: devices is null but must be a number of GPUs; leave it out for one")
+    where = parsed(entry, "source", parse_text, label) or "given"
+    sources = {**(base.sources if base else {}), **dict.fromkeys(given, where)}
+    if "link" in entry:
+        given["link"], sources["link"] = parsed(entry, "link", parse_text, label), where
+        if given["link"] is not None and any(given.get(key) is None for key in _LINK_RATES):
+            given["link"], *rates, source = parsed(entry, "link", link_rates, label)
+            for key, rate in zip(_LINK_RATES, rates, strict=True):
+                if given.get(key) is None:
+                    given[key], sources[key] = rate, source
+    own = mapping_of(entry.get("sources") or {}, f"{label}: `sources`", given)
+    sources |= {key: parsed(own, key, parse_text, label) or "given" for key in own}
+    sources = {key: value for key, value in sources.items() if key not in given or given[key] is not None}
+    shown = parsed(entry, "name", parse_text, label) or parse_text(name)
+    return dataclasses.replace(base or Machine(name), **given, name=shown, sources=sources)
 
 
-def _machines_of(path: Path) -> dict[str, Machine]:
-    """Return the machines of a file by name: those below `machines:`, or the file itself is one."""
-    root = read_yaml(path, _WHAT)
-    if "machines" not in root.keys:
-        name = root.text("name") or path.stem
-        return {name: _Reader({name: root}).machine(name)}
-    root.check_keys(("machines",))
-    below = root.mapping("machines", "`machines`")
-    if not below.keys:
-        raise below.error(None, "`machines` is empty; write a machine below it, or leave it out")
-    reader = _Reader({name: below.mapping(name, _WHAT) for name in below.keys}, published=path == PUBLISHED)
-    return {name: reader.machine(name) for name in below.keys}
-
-
-class _Reader:
-    """Machines of one file, each of which may be based on another or on a published one."""
-
-    def __init__(self, entries: dict[str, YamlMapping], published: bool = False) -> None:
-        self._entries, self._published = entries, published
-        self._done = dict[str, Machine]()
-        self._open = list[str]()
-
-    def machine(self, name: str) -> Machine:
-        if name not in self._done:
-            self._open.append(name)
-            self._done[name] = self._read(name, self._entries[name])
-            self._open.pop()
-        return self._done[name]
-
-    def _read(self, name: str, entry: YamlMapping) -> Machine:
-        entry.check_keys(_KEYS)
-        base = self._base(entry)
-        given: dict[str, Any] = {key: entry.parsed(key, parse) for key, parse in _PARSERS.items() if key in entry.keys}
-        sources = dict(base.sources) if base else {}
-        where = entry.text("source") or "given"
-        sources |= dict.fromkeys(given, where)
-        if "link" in entry.keys:
-            self._add_link(entry, given, sources)
-            sources |= {key: where for key in _LINK_RATES if key in entry.keys}
-        sources |= _sources(entry, given)
-        sources = {key: value for key, value in sources.items() if key not in given or given[key] is not None}
-        if given.get("devices", 1) is None:
-            raise entry.error("devices", "devices is null but must be a number of GPUs; leave it out for one")
-        known = dataclasses.replace(base or Machine(name), **given)
-        return dataclasses.replace(known, name=entry.text("name") or name, sources=sources)
-
-    def _base(self, entry: YamlMapping) -> Machine | None:
-        base = entry.text("base")
-        if base is None:
-            return None
-        if base in self._open:
-            raise entry.error("base", f"base is {base!r}, which is based on this machine itself; name another")
-        if base in self._entries:
-            return self.machine(base)
-        published = {} if self._published else _published()
-        for name, machine in published.items():
-            if name.lower() == base.lower():
-                return machine
-        choices = [*self._entries, *published]
-        raise entry.error("base", f"base is {base!r}{suggest(base, choices)}")
-
-    @staticmethod
-    def _add_link(entry: YamlMapping, given: dict[str, Any], sources: dict[str, str]) -> None:
-        """Add the link's name and, where they are not given, what copies over it are expected to get."""
-        given["link"] = entry.text("link")
-        if given["link"] is None or all(given.get(key) is not None for key in _LINK_RATES):
-            return
-        link = entry.parsed("link", link_named)
-        assert link is not None
-        given["link"] = link.name
-        for key, rate in zip(_LINK_RATES, (link.up_bytes_per_s, link.down_bytes_per_s), strict=True):
-            if given.get(key) is None:
-                given[key], sources[key] = rate, link.source
-
-
-def _sources(entry: YamlMapping, given: Mapping[str, object]) -> dict[str, str]:
-    """Return what stands below `sources:`; all figures that are given may have one."""
-    if "sources" not in entry.keys:
-        return {}
-    below = entry.mapping("sources", "`sources`")
-    below.check_keys(given)
-    return {key: below.text(key) or "given" for key in below.keys}
+def machine_given(machine: Any) -> Machine:
+    """Return a machine that is given by name, by file, or as it is; raises as :func:`load_machine` does."""
+    if isinstance(machine, Machine):
+        return machine
+    if isinstance(machine, str):
+        return load_machine(machine)
+    raise InvalidTypeError(
+        f"machine is {machine!r} ({type(machine).__name__}) but must be a name, the path of a YAML file or a Machine; "
+        "pass one, or None for this machine"
+    )

@@ -59,11 +59,6 @@ def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     return Trainer(name, optimizer)
 
 
-def named(make: MakeOptimizer, name: str) -> Trainer:
-    """Return what `make` makes under a name, to be given as an optimizer."""
-    return Trainer(name, make)
-
-
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     """Return the hyperparameters of the first group."""
     return {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}

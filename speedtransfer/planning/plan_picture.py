@@ -1,37 +1,27 @@
-"""Draw a plan: the time of a step against the size of the tables, by memory, and where each stops fitting."""
+"""Pictures of plans: the time of a step against the size of the tables, and machines in order."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from speedtransfer.benchmark.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.drawing import COLOURS, INK, QUIET, bars, legend_below, require_matplotlib, tidy
+from speedtransfer.errors import format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.estimate import estimate_step
-from speedtransfer.planning.findings import Findings
 from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, PAGEABLE, PINNED, SPARSE, footprint, misfit
-from speedtransfer.planning.plan_files import write_bytes
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.workload import Workload
+from speedtransfer.system import replace_file
 
 _FACTORS = tuple(10 ** (step / 8) for step in range(-16, 13))
 _LOOKS = {DENSE: 3, SPARSE: 6, DEVICE: 2, PINNED: 0, PAGEABLE: 5, MMAP: 1}
 
 
-@dataclass(frozen=True)
-class Line:
-    """Times of one configuration at several sizes.
-
-    Attributes
-    ----------
-    option : Option
-    sizes : list of float
-        Bytes of the weights in float32, of those sizes that fit.
-    seconds : list of float
-    ends : bool
-        Whether larger tables do not fit.
-    """
+class Line(NamedTuple):
+    """Seconds of one configuration at sizes that fit (bytes of the weights in float32); `ends`: larger ones do not fit."""
 
     option: Option
     sizes: list[float]
@@ -39,85 +29,72 @@ class Line:
     ends: bool
 
 
-def lines_of(plan: Findings) -> Iterator[Line]:
-    """Yield a line for each configuration whose time is known."""
+def lines_of(workload: Workload, machine: Machine, options: Sequence[Option], best: Option | None) -> Iterator[Line]:
+    """Yield a line for each configuration in float32 whose time is known, and for the best."""
     seen = set[str]()
-    float32 = [option for option in plan.options if option.form == plan.options[0].form]
-    more = [option for option in (plan.best,) if option is not None and option not in float32]
-    for option in [*float32, *more]:
-        if option.step_s is None or (option.memory in seen and option not in more):
+    float32 = [option for option in options if option.form == options[0].form]
+    for option in [*float32, *([best] if best is not None and best not in float32 else [])]:
+        if option.step_s is None or (option.memory in seen and option is not best):
             continue
         seen.add(option.memory)
-        sizes, seconds, ends = [], [], False
+        line = Line(option, [], [], False)
         for factor in _FACTORS:
-            work = plan.workload.with_rows(factor)
-            if misfit(footprint(work, option.form, option.memory, plan.machine), plan.machine):
-                ends = True
+            work = workload.with_rows(factor)
+            if misfit(footprint(work, option.form, option.memory, machine), machine):
+                line = line._replace(ends=True)
                 break
-            found = _seconds_at(plan, option, factor)
+            found = _seconds_at(workload, machine, option, factor)
             if found is not None:
-                sizes.append(4.0 * sum(table.rows * table.dim for table in work.tables))
-                seconds.append(found)
-        if sizes:
-            yield Line(option, sizes, seconds, ends)
+                line.sizes.append(4.0 * sum(table.rows * table.dim for table in work.tables))
+                line.seconds.append(found)
+        if line.sizes:
+            yield line
 
 
-def _seconds_at(plan: Findings, option: Option, factor: float) -> float | None:
+def _seconds_at(workload: Workload, machine: Machine, option: Option, factor: float) -> float | None:
     """Return the time of a step with `factor` times the rows: parts of what was measured in proportion, or an estimate."""
-    work = plan.workload.with_rows(factor)
-    found = estimate_step(work, option.form, option.memory, plan.machine)
+    work = workload.with_rows(factor)
+    found = estimate_step(work, option.form, option.memory, machine)
     if option.trial is None:
         return None if found is None else found.seconds + option.dense_s
     trial, disk = option.trial, 0.0 if found is None else found.disk_s
-    more = work.unique / plan.workload.unique
+    more = work.unique / workload.unique
     return trial.fixed_s + trial.unique_s * more + trial.rows_s * factor + disk + option.dense_s
 
 
-def save(plan: Findings, path: Path) -> None:
-    """Draw a plan into a PNG."""
-    write_bytes(path, draw(plan))
-
-
-def draw(plan: Findings) -> bytes:
-    """Return the picture as PNG, to be read on a telephone and on a page."""
+def draw_plan(path: Path, workload: Workload, machine: Machine, options: Sequence[Option], best: Option | None) -> None:
+    """Draw the time of a step against the size of the tables into a PNG as wide as a telephone."""
     figure = require_matplotlib()(4.8, 5.0)
     axes = figure.subplots()
-    lines = list(lines_of(plan))
+    lines = list(lines_of(workload, machine, options, best))
     for line in lines:
-        colour = COLOURS[_LOOKS[line.option.memory]]
-        other = line.option.form != plan.options[0].form
-        style: dict[str, Any] = {"color": colour, "lw": 2.4 if line.option.is_table else 1.6}
-        style |= {"ls": (0, (4, 2)) if other or not line.option.same else "-"}
-        axes.plot(line.sizes, [1e3 * value for value in line.seconds], label=_label(line.option, other), **style)
+        option, colour = line.option, COLOURS[_LOOKS[line.option.memory]]
+        other = option.form != options[0].form
+        style: dict[str, Any] = {"color": colour, "lw": 2.4 if option.is_table else 1.6}
+        style |= {"ls": (0, (4, 2)) if other or not option.same else "-"}
+        label = f"{option.memory}, {option.form}" if other else option.memory
+        label += "" if option.same else " (SparseAdam)"
+        axes.plot(line.sizes, [1e3 * value for value in line.seconds], label=label, **style)
         if line.ends:
             axes.plot(line.sizes[-1:], [1e3 * line.seconds[-1]], "X", color=colour, ms=10, mec="white", zorder=5)
-    here = 4.0 * sum(table.rows * table.dim for table in plan.workload.tables)
     tidy(axes)
-    # As wide as a telephone, so that its letters can be read there.
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.axvline(here, color=QUIET, lw=1, ls=":")
-    axes.annotate(
-        "planned", (here, 1), (4, -3), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-        color=QUIET, fontsize=9,
-    )  # fmt: skip
+    here = 4.0 * sum(table.rows * table.dim for table in workload.tables)
+    axes.axvline(here, color=QUIET, lw=1, ls=":", label="planned")
     _units(axes, [value for line in lines for value in line.seconds])
     axes.set_xlabel("weights in float32; X: larger ones do not fit", fontsize=10, color=QUIET)
     how = "measured here" if any(line.option.trial is not None for line in lines) else "estimated"
-    title = f"ms of a step of the tables, {how}\n{_subtitle(plan)}"
-    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
-    if lines:
-        legend_below(figure, axes)
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
-    return target.getvalue()
+    tables = f"{len(workload.tables)} tables, " if len(workload.tables) > 1 else ""
+    about = f"{workload.trainer.name}, {tables}{workload.lookups:,} lookups a step, {machine.device or machine.name}"
+    axes.set_title(f"ms of a step of the tables, {how}\n{about}", fontsize=10.5, color=INK, loc="left")
+    legend_below(figure, axes)
+    _save(figure, path)
 
 
 def _units(axes: Any, seconds: Sequence[float]) -> None:
     """Write sizes as 1 GB, and times as 0.1, 1, 10."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    from speedtransfer.errors import format_bytes
 
     axes.xaxis.set_major_locator(LogLocator(numticks=6))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
@@ -128,18 +105,22 @@ def _units(axes: Any, seconds: Sequence[float]) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _subtitle(plan: Findings) -> str:
-    work = plan.workload
-    where = plan.machine.device or plan.machine.name
-    tables = f"{len(work.tables)} tables, " if len(work.tables) > 1 else ""
-    return f"{work.trainer.name}, {tables}{work.lookups:,} lookups a step, {where}"
+def draw_ranking(path: Path, names: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> None:
+    """Draw a column of bars for each measure, of values relative to the best; "-" where there is none; a PNG."""
+    figure = require_matplotlib()(2.0 + 2.2 * len(columns), 1.0 + 0.34 * len(names))
+    panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
+    for number, (axes, (title, values)) in enumerate(zip(panels, columns.items(), strict=True)):
+        texts = ["-" if value is None else f"{value:.2f}" for value in values]
+        bars(axes, names, [value or 0.0 for value in values], texts, [COLOURS[number]] * len(names), fontsize=10)
+        axes.set_xticks([])
+        axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+    panels[0].set_ylim(len(names) - 0.5, -0.5)
+    figure.supxlabel("1: the best of its column", fontsize=10, color=QUIET)
+    _save(figure, path)
 
 
-def _label(option: Option, with_form: bool) -> str:
-    name = "sparse nn.Embedding" if option.memory == SPARSE else option.memory
-    if not option.same:
-        name += " (SparseAdam)"
-    if with_form:
-        form = option.form
-        name += f", {form.storage}" + (f", {form.state} state" if form.state != form.storage else "")
-    return name
+def _save(figure: Any, path: Path) -> None:
+    target = io.BytesIO()
+    figure.savefig(target, format="png")
+    with replace_file(path) as file:
+        file.write(target.getvalue())

@@ -1,18 +1,59 @@
-"""A plan: what fits where, how long a step takes in each memory, and which configuration to use."""
+"""A plan: what fits where, how long a step takes in each memory, and which configuration to use; in words and as data."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.planning.findings import Findings
-from speedtransfer.planning.plan_data import as_data
-from speedtransfer.planning.plan_text import as_text
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as TextTable
+from rich.text import Text
+
+from speedtransfer.errors import format_bytes
+from speedtransfer.planning.configurations import Option
+from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE
+from speedtransfer.planning.forms import Bytes, Form, has_wide_state, is_exact, size_of
+from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.workload import Load, Workload
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
+
+WIDTH = 132
+_MOST_TABLES, _MOST_LINES = 8, 4
+_SHORT = {SPARSE: "sparse nn.Embedding"}
 
 
 @dataclass(frozen=True)
-class Plan(Findings):
+class CacheSize:
+    """What a cache of hot rows on the device would serve.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of all tables together that it keeps: `cache_rows`.
+    num_bytes : int
+        What these take on the device, with their state.
+    share : float
+        Of the distinct rows of a step, the part that it serves: those that are used most, for good.
+    up, down : float
+        Bytes that a step still moves over the bus.
+    step_s : float or None
+        Of a step of the configuration with the cache, estimated; None where that is not known.
+    """
+
+    rows: int
+    num_bytes: int
+    share: float
+    up: float
+    down: float
+    step_s: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
     """What :func:`speedtransfer.plan` has found; ``print`` shows it.
 
     Attributes
@@ -35,12 +76,44 @@ class Plan(Findings):
         Bytes of all other parameters of the model, with gradients and state.
     """
 
+    workload: Workload
+    machine: Machine
+    here: bool
+    bytes: dict[Form, Bytes]
+    options: tuple[Option, ...]
+    best: Option | None
+    smallest: Option | None
+    cache: tuple[CacheSize, ...] = ()
+    dense_bytes: float = 0.0
+
     def __str__(self) -> str:
-        return as_text(self)
+        console = Console(file=io.StringIO(), width=WIDTH, highlight=False, color_system=None)
+        console.print(as_renderable(self))
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in text.splitlines())
 
     def data(self) -> dict[str, Any]:
         """Return the plan as plain data, as ``speedtransfer plan --json`` writes it."""
-        return as_data(self)
+        names = ("name", "rows", "dim", "lookups", "unique", "kind")
+        forms = [
+            {"storage_dtype": form.storage, "state_dtype": form.state, "total": held.total, **dataclasses.asdict(held)}
+            for form, held in self.bytes.items()
+        ]
+        return {
+            "tables": [{name: getattr(table, name) for name in names} for table in self.workload.tables],
+            "batch": self.workload.batch,
+            "zipf": self.workload.zipf,
+            "optimizer": self.workload.trainer.name,
+            "idle": self.workload.idle,
+            "dense_bytes": self.dense_bytes,
+            "machine": {**dataclasses.asdict(self.machine), "sources": dict(self.machine.sources)},
+            "this_machine": self.here,
+            "bytes": forms,
+            "options": [option.data() for option in self.options],
+            "best": None if self.best is None else self.best.data(),
+            "smallest": None if self.smallest is None else self.smallest.data(),
+            "cache": [dataclasses.asdict(size) for size in self.cache],
+        }
 
     def draw(self, path: str | Path) -> None:
         """Draw the time of a step against the size of the tables, by memory, as a PNG.
@@ -57,6 +130,207 @@ class Plan(Findings):
             matplotlib is not installed.
         """
         # Drawing is loaded where a picture is wanted.
-        from speedtransfer.planning.plan_picture import save
+        from speedtransfer.planning.plan_picture import draw_plan
 
-        save(self, Path(path))
+        draw_plan(Path(path), self.workload, self.machine, self.options, self.best)
+
+
+# --- in words -----------------------------------------------------------------------------------------------------------
+
+
+def as_renderable(plan: Plan, steps: bool = True) -> RenderableType:
+    """Return what a console prints; with `steps` also what a step moves and how long it takes."""
+    parts: list[RenderableType] = [Text(line) for line in _about(plan, steps)]
+    parts += [Text(f"{plan.machine.name}: {_memories(plan)}"), Text(""), _options(plan, steps), Text("")]
+    parts += [Text(line) for line in _notes(plan)]
+    if plan.cache and steps:
+        parts += [Text(""), _cache(plan)]
+    parts += [Text(""), *(Text(line) for line in _advice(plan))]
+    return Group(*parts)
+
+
+def _row_bytes(plan: Plan, form: Form) -> str:
+    """Return the bytes of a row, or of those of each number of columns."""
+    sizes = {size_of(plan.workload, table, form).row_bytes for table in plan.workload.tables}
+    return " or ".join(f"{size:,}" for size in sorted(sizes))
+
+
+def _about(plan: Plan, steps: bool) -> Iterable[str]:
+    work = plan.workload
+
+    def looked_up(part: Load | Workload) -> str:
+        return f", {part.lookups:,} lookups a step, {part.unique:,.0f} of them distinct" if steps else ""
+
+    for table in work.tables[:_MOST_TABLES]:
+        yield f"{table.name}: {table.rows:,} x {table.dim}{looked_up(table)}"
+    if len(work.tables) > _MOST_TABLES:
+        rows = sum(table.rows for table in work.tables)
+        yield f"... {len(work.tables)} tables in all: {rows:,} rows{looked_up(work)}"
+    first = next(iter(plan.bytes))
+    held = plan.bytes[first]
+    parts = {"weights": held.weight, "state": held.state, "last steps": held.last_step, "scales": held.scale}
+    counted = ", ".join(f"{format_bytes(count)} of {name}" for name, count in parts.items() if count)
+    idle = f", idle rows {'exact' if is_exact(work) else 'lazy'}" if work.trainer.make is not None else ""
+    ids = f", ids by Zipf's law with exponent {work.zipf:g}" if steps else ""
+    yield f"{work.trainer.name}{idle}{ids}; in {_form_words(plan, first)} {counted}, {_row_bytes(plan, first)} bytes a row"
+    if plan.dense_bytes:
+        yield f"all other parameters, with gradients and state: {format_bytes(plan.dense_bytes)}"
+
+
+def _memories(plan: Plan) -> str:
+    machine = plan.machine
+    parts = []
+    if machine.device is not None:
+        parts.append(f"{format_bytes(machine.device_bytes or 0)} of {machine.device}")
+    for count, words in ((machine.host_bytes, "host memory"), (machine.disk_bytes, "disk")):
+        parts.append(f"{words} not known" if count is None else f"{format_bytes(count)} of {words}")
+    return ", ".join(parts) + (" are available" if plan.here else "")
+
+
+def _form_words(plan: Plan, form: Form) -> str:
+    if not has_wide_state(plan.workload) or form.storage == form.state:
+        return form.storage
+    return f"{form.storage}, {form.state} state"
+
+
+def _shown_options(plan: Plan) -> list[Option]:
+    """Return the configurations that a person wants to see: float32 in every memory, other forms where they fit first."""
+    first = plan.options[0].form
+    shown, seen = [], set[Form]()
+    for option in plan.options:
+        keep = option.form == first or option in (plan.best, plan.smallest)
+        if not keep and option.form not in seen and option.memory != MMAP:
+            of_form = [other for other in plan.options if other.form == option.form and other.memory != MMAP]
+            fitting = [other for other in of_form if other.fits]
+            keep = option is min(fitting, key=_seconds) if fitting else option is of_form[-1]
+        if keep:
+            seen.add(option.form)
+            shown.append(option)
+    return shown
+
+
+def _seconds(option: Option) -> float:
+    return float("inf") if option.step_s is None else option.step_s
+
+
+def _options(plan: Plan, steps: bool) -> TextTable:
+    table = TextTable(box=None, pad_edge=False)
+    for label in ("memory", "stored as"):
+        table.add_column(label, no_wrap=True)
+    gpu = plan.machine.device is not None
+    wanted = [*(["device"] if gpu else []), "host", "disk"]
+    if steps:
+        wanted += [
+            "bus a step",
+            "step",
+            *(["read ahead"] if gpu and any(each.ahead_s for each in plan.options) else []),
+        ]
+    for label in wanted:
+        table.add_column(label, justify="right", no_wrap=True)
+    table.add_column("", overflow="fold", min_width=22)
+    shown = _shown_options(plan)
+    for option in shown:
+        cells = {
+            "device": _size(option.need.device),
+            "host": _size(option.need.host),
+            "disk": _size(option.need.disk),
+            # Rows on the device do not cross the bus.
+            "bus a step": "" if option.memory == DEVICE else _size(option.moved.up + option.moved.down),
+            "step": format_seconds(option.step_s),
+            "read ahead": format_seconds(option.ahead_s),
+        }
+        mark = "*" if option is plan.best else " "
+        name = f"{mark} {_SHORT.get(option.memory, option.memory)}"
+        values = [cells[label] for label in wanted]
+        table.add_row(name, _form_words(plan, option.form), *values, _remark(option, steps))
+    if steps and not gpu:
+        table.columns[2 + wanted.index("bus a step")].header = "rows a step"
+    return table
+
+
+def _size(count: float) -> str:
+    return format_bytes(count) if count else ""
+
+
+def _remark(option: Option, steps: bool) -> str:
+    if option.reason:
+        known = "unknown" if "not known" in option.reason else "no room"
+        short = [name for name in ("memory on the", "host memory", "disk") if f"of {name}" in option.reason]
+        return (
+            f"{known}: {', '.join(name.replace('memory on the', 'device') for name in short) or 'page-locked memory'}"
+        )
+    if not steps:
+        return "fits"
+    parts = [option.how] if option.how else ["time not known"]
+    if option.bound:
+        parts.append(option.bound)
+    if not option.same:
+        parts.append("other numbers")
+    return ", ".join(parts)
+
+
+def _notes(plan: Plan) -> Iterable[str]:
+    hidden = len(plan.options) - len(_shown_options(plan))
+    if hidden:
+        yield f"{hidden} more in plan.data() and --json; * recommended"
+    if plan.here and any(option.trial is not None for option in plan.options):
+        yield "measured here, on tables that were cut to fewer rows where they are larger; the rest of the model is not in it"
+    if any(option.how == "estimated" for option in plan.options):
+        yield "estimated from the figures of the machine and assumed costs of the host; the rest of the model is not in it"
+    yield from plan.machine.notes
+
+
+def _cache(plan: Plan) -> TextTable:
+    table = TextTable("a cache of", box=None, pad_edge=False)
+    for label in ("takes", "serves", "left up", "left down", "step, estimated"):
+        table.add_column(label, justify="right", no_wrap=True)
+    for size in plan.cache:
+        moved = format_bytes(size.up), format_bytes(size.down)
+        table.add_row(
+            f"{format_count(size.rows)} rows",
+            format_bytes(size.num_bytes),
+            format_share(size.share),
+            *moved,
+            format_seconds(size.step_s),
+        )
+    return table
+
+
+def _advice(plan: Plan) -> Iterable[str]:
+    best, smallest = plan.best, plan.smallest
+    if best is None:
+        least = min(plan.options, key=lambda option: option.total_bytes)
+        yield f"nothing fits; the smallest, {least.memory}, {_form_words(plan, least.form)}, {least.reason}"
+        return
+    yield f"recommended: {_why(plan, best)}"
+    yield from _code(best)
+    if smallest is not None and smallest is not best:
+        yield f"smallest: {smallest.memory}, {_form_words(plan, smallest.form)}, {format_bytes(smallest.total_bytes)}"
+        yield from _code(smallest)
+
+
+def _code(option: Option) -> Iterable[str]:
+    lines = option.code.splitlines()
+    shown = lines if len(lines) <= _MOST_LINES else lines[: _MOST_LINES - 1]
+    yield from (f"    {line}" for line in shown)
+    if len(shown) < len(lines):
+        yield f"    ... and {len(lines) - len(shown)} more lines in plan.data() and --json"
+
+
+def _why(plan: Plan, best: Option) -> str:
+    words = f"{best.memory}, {_form_words(plan, best.form)}"
+    if not best.is_table:
+        known = "no table is faster" if best.step_s is not None else "whether a table is faster is not known"
+        return f"{words}: it fits, and {known}; keep torch.nn"
+    lost = (
+        "nothing is rounded",
+        "rows or state in fewer bits are the first that fit",
+        "8-bit rows are the first that fit",
+    )
+    if len(plan.bytes) == 1:
+        return f"{words}: the fastest that fits"
+    why = "only files are large enough" if best.level == 3 else lost[best.level]
+    dense = plan.options[0]
+    if dense.fits and dense.step_s and best.step_s:
+        why += f", {format_ratio(dense.step_s / best.step_s)} the speed of dense nn.Embedding"
+    return f"{words}: {why}"

@@ -15,9 +15,16 @@ from torch import nn
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.options import IDLE, Idle
-from speedtransfer.planning.configurations import MEASURED, Option, disk_estimated, estimated, make_options
+from speedtransfer.planning.configurations import (
+    MEASURED,
+    Option,
+    best_option,
+    disk_estimated,
+    estimated,
+    make_options,
+    smallest_option,
+)
 from speedtransfer.planning.estimate import disk_bytes, estimate_step, served_share
-from speedtransfer.planning.findings import CacheSize
 from speedtransfer.planning.footprint import (
     DENSE,
     MMAP,
@@ -31,11 +38,10 @@ from speedtransfer.planning.footprint import (
     sparse_way,
 )
 from speedtransfer.planning.forms import bytes_of, forms_for
-from speedtransfer.planning.given_machine import machine_given
-from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.machine import Machine, with_memory
+from speedtransfer.planning.machine_files import machine_given
 from speedtransfer.planning.optimizer_name import optimizer_given
-from speedtransfer.planning.plan_result import Plan
-from speedtransfer.planning.recommendation import best_option, smallest_option
+from speedtransfer.planning.plan_result import CacheSize, Plan
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.timed_trial import TrialTime, time_tables, time_torch
 from speedtransfer.planning.workload import Workload, dtype_name, make_workload
@@ -127,7 +133,9 @@ def plan(
     forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
     # An optimizer that cannot train rows raises here, before anything is measured.
     held = {form: bytes_of(workload, form) for form in forms}
-    target, here = machine_given(machine, host_memory, disk, () if measure else _BANDWIDTHS)
+    here = machine is None
+    own = this_machine(rates=() if measure else _BANDWIDTHS) if here else machine_given(machine)
+    target = with_memory(own, host_memory, disk, own.pinned_bytes if here else None)
     check_machine(target)
     options = make_options(workload, forms, target, dense_ms / 1e3)
     if here and measure:
@@ -155,7 +163,9 @@ def _with_disk_rate(machine: Machine, workload: Workload, options: Sequence[Opti
     files = [option for option in options if option.fits and option.memory == MMAP]
     if not any(disk_bytes(workload, option.form, machine) for option in files):
         return machine
-    rate = this_machine(rates=("disk",)).disk_bytes_per_s
+    rate = this_machine(_folder(), rates=("disk",)).disk_bytes_per_s
+    if rate is None:
+        return machine
     return replace(machine, disk_bytes_per_s=rate, sources={**machine.sources, "disk_bytes_per_s": MEASURED})
 
 

@@ -2,37 +2,82 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Group, RenderableType
+from rich.table import Table as TextTable
+from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
-from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.machine_files import machine_names
-from speedtransfer.planning.prices import Price
+from speedtransfer.planning.machine import Machine, parse_bytes, parse_count, parse_text
+from speedtransfer.planning.machine_files import mapping_of, parsed, published_machines, read_yaml
+from speedtransfer.units import format_ratio, format_seconds
 
-STEPS = 1e6
-_HOUR_S = 3600.0
+STEPS = 1e6  # batches that the price of an hour is turned into the cost of
+_PRICES = ("device_price", "machine_price", "hourly_price")
 
 
-class StepTime(NamedTuple):
-    """What an estimate says of a machine.
+@dataclass(frozen=True)
+class Price:
+    """What a machine costs, from a user's file: prices change too often to come with a package.
 
     Attributes
     ----------
-    seconds : float or None
-        Of a step in which each GPU of the machine takes a batch; None: the workload does not fit.
-    reason : str
-        Why it does not fit.
+    name : str
+        Of the machine.
+    device_price, machine_price, hourly_price : float or None
+        Of one GPU, of the whole machine, and of an hour of it.
+    devices : int or None
+        GPUs of the machine that the last two are for; None: as many as the machine of that name has.
+    currency, date : str
+        The date as YYYY, YYYY-MM or YYYY-MM-DD.
+    source : str or None
     """
 
-    seconds: float | None
-    reason: str = ""
+    name: str
+    device_price: float | None
+    machine_price: float | None
+    hourly_price: float | None
+    devices: int | None
+    currency: str
+    date: str
+    source: str | None
 
 
-Estimator = Callable[[Machine], StepTime]
+def read_prices(path: str | Path) -> Mapping[str, Price]:
+    """Return the prices in a YAML file by the name of the machine in lower case; of each a price, currency and date at least.
+
+    Raises
+    ------
+    StorageError
+        The file cannot be read.
+    InvalidValueError
+        It is wrong, has none, names what is no machine, or has several currencies.
+    """
+    found: dict[str, Price] = {}
+    for name, given in read_yaml(Path(path), "prices of machines").items():
+        label = f"{path}, {name!r}"
+        entry = mapping_of(given, label, (*_PRICES, "devices", "currency", "date", "source"))
+        prices = {key: parsed(entry, key, parse_bytes, label) for key in _PRICES}
+        texts = {key: parsed(entry, key, parse_text, label) for key in ("currency", "date", "source")}
+        if not any(prices.values()) or not texts["currency"]:
+            raise InvalidValueError(
+                f"{label} has no price or no currency; write one of {', '.join(_PRICES)}, and currency"
+            )
+        if not re.fullmatch(r"\d{4}(-\d\d){0,2}", str(texts["date"])):
+            raise InvalidValueError(
+                f"{label}: date is {texts['date']!r} but must be one; write YYYY-MM-DD, YYYY-MM or YYYY"
+            )
+        found[name.lower()] = Price(name, **prices, devices=parsed(entry, "devices", parse_count, label), **texts)
+    currencies = {price.currency for price in found.values()}
+    if len(currencies) != 1:
+        raise InvalidValueError(f"{path} has the currencies {sorted(currencies)}; convert all prices to one")
+    return found
 
 
 @dataclass(frozen=True)
@@ -44,7 +89,7 @@ class Ranked:
     machine : Machine
         With as many GPUs as are used.
     seconds : float
-        Of a step.
+        Of a step, in which each GPU takes a batch.
     device_price, machine_price, hourly_price : float or None
         Of all GPUs that are used, of the machines that have them, and of an hour of these.
     """
@@ -63,14 +108,14 @@ class Ranked:
     @property
     def bandwidth(self) -> float | None:
         """Bandwidth of the memory in which rows are computed, bytes per second: of all GPUs, or of the host without one."""
-        if self.machine.device is None:
-            return self.machine.host_bytes_per_s
-        rate = self.machine.device_bytes_per_s
-        return None if rate is None else rate * self.machine.devices
+        machine = self.machine
+        rate = machine.host_bytes_per_s if machine.device is None else machine.device_bytes_per_s
+        return None if rate is None else rate * (1 if machine.device is None else machine.devices)
 
-    def cost(self, steps: float) -> float | None:
-        """Return what so many batches cost where the machine is paid by the hour."""
-        return None if self.hourly_price is None else self.hourly_price * steps / self.performance / _HOUR_S
+    @property
+    def cost(self) -> float | None:
+        """What `STEPS` batches cost where the machine is paid by the hour."""
+        return None if self.hourly_price is None else self.hourly_price * STEPS / self.performance / 3600
 
     def per(self, price: float | None) -> float | None:
         """Return the performance over a price; None where that is not known."""
@@ -85,49 +130,71 @@ MEASURES: dict[str, Callable[[Ranked], float | None]] = {
     "machine-price": lambda ranked: ranked.per(ranked.machine_price),
     "hour": lambda ranked: ranked.per(ranked.hourly_price),
 }
-PRICED = {"device-price": "device_price", "machine-price": "machine_price", "hour": "hourly_price"}
+PRICED = dict(zip(("device-price", "machine-price", "hour"), _PRICES, strict=True))
+
+
+class StepTime(NamedTuple):
+    """Seconds of a step on a machine, None with the reason where the workload does not fit."""
+
+    seconds: float | None
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """Machines in order, the best first.
-
-    Attributes
-    ----------
-    by : str
-        The order, one of `MEASURES`.
-    steps : float
-        Batches that a cost is of.
-    ranked : tuple of Ranked
-        Those without a value for the order come last.
-    left_out : tuple of (Machine, str)
-        Those that the workload does not fit on, or of which too little is known, with the reason.
-    currency : str or None
-        Of all prices; None where there is none.
-    prices : tuple of Price
-        Those that were used.
-    """
+    """Machines in the order `by`, the best first, those without a value for it last; and those left out, with the reason."""
 
     by: str
-    steps: float
     ranked: tuple[Ranked, ...]
     left_out: tuple[tuple[Machine, str], ...]
-    currency: str | None = None
     prices: tuple[Price, ...] = ()
 
+    def relative(self, measure: str) -> list[float | None]:
+        """Return the values of a measure over the best of them, in the order of the ranking."""
+        values = [MEASURES[measure](each) for each in self.ranked]
+        best = max((value for value in values if value is not None), default=None)
+        return [None if value is None or best is None else value / best for value in values]
+
     def has(self, measure: str) -> bool:
-        """Tell whether any machine has a value for a measure of `MEASURES`."""
+        """Tell whether any machine has a value for a measure."""
         return any(MEASURES[measure](ranked) is not None for ranked in self.ranked)
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data: rates in bytes per second, times in seconds, None for what is not known."""
+        shares = {measure: self.relative(measure) for measure in MEASURES}
+        return {
+            "by": self.by,
+            "steps": STEPS,
+            "ranked": [
+                {
+                    "machine": each.machine.name,
+                    "device": each.machine.device,
+                    "devices": each.machine.devices,
+                    "step_s": each.seconds,
+                    "batches_per_s": each.performance,
+                    "bandwidth_bytes_per_s": each.bandwidth,
+                    **{price: getattr(each, price) for price in _PRICES},
+                    "cost": each.cost,
+                    "relative": {measure: values[number] for measure, values in shares.items()},
+                    "sources": dict(each.machine.sources),
+                }
+                for number, each in enumerate(self.ranked)
+            ],
+            "left_out": [
+                {"machine": machine.name, "devices": machine.devices, "reason": reason}
+                for machine, reason in self.left_out
+            ],
+            "prices": [asdict(price) for price in self.prices],
+        }
 
 
 def rank(
     machines: Sequence[Machine],
-    estimate: Estimator,
+    estimate: Callable[[Machine], StepTime],
     *,
     by: str = "time",
     devices: int | None = None,
     prices: Mapping[str, Price] | None = None,
-    steps: float = STEPS,
 ) -> Ranking:
     """Return the machines in the order of what they give for a workload.
 
@@ -135,41 +202,34 @@ def rank(
     ----------
     machines : sequence of Machine
     estimate : callable
-        The `StepTime` of the workload on a machine. An error of this package that it raises is a reason to leave the machine
-        out, such as a figure that is not known of it.
+        The time of a step on a machine; an error of this package that it raises is a reason to leave the machine out.
     by : {"time", "bandwidth", "device-price", "machine-price", "hour"}
         Performance (batches per second), memory bandwidth, or performance over a price.
     devices : int, optional
         GPUs that are used; by default those of each machine. As many machines are paid for as have them.
     prices : mapping of str to Price, optional
-        From :func:`read_prices`. Without it machines have the prices of their own files, if any.
-    steps : float, default 1e6
-        Batches that the cost of an hour is turned into the cost of, such as those of an epoch.
-
-    Returns
-    -------
-    Ranking
 
     Raises
     ------
     InvalidValueError
-        There is no such order; there are no machines; the order needs a price that no machine has; a price is of no machine;
-        or prices are in several currencies.
+        There is no such order, it needs a price that no machine has, or a price is of no machine.
     """
     if by not in MEASURES:
         raise InvalidValueError(f"by is {by!r}{suggest(by, MEASURES)}")
-    if not machines:
-        raise InvalidValueError("there are no machines to rank; name one at least")
-    if not (math.isfinite(steps) and steps > 0):
-        raise InvalidValueError(f"steps is {steps} but must be finite and above 0; pass for instance 1e6")
     if devices is not None:
         check_size(devices, "devices", 1)
     prices = prices or {}
-    _check_names(prices, machines)
+    names = [machine.name.lower() for machine in [*machines, *published_machines()]]
+    for key, price in prices.items():
+        if key not in names:
+            raise InvalidValueError(f"a price is given for {price.name!r}, which is not a machine{suggest(key, names)}")
     ranked, left_out = list[Ranked](), list[tuple[Machine, str]]()
     for machine in machines:
-        used = machine if devices is None else dataclasses.replace(machine, devices=devices)
-        seconds, reason = _seconds(estimate, used)
+        used = machine if devices is None else replace(machine, devices=devices)
+        try:
+            seconds, reason = estimate(used)
+        except SpeedtransferError as error:
+            seconds, reason = None, str(error)
         if seconds is None:
             left_out.append((used, reason))
         else:
@@ -180,69 +240,84 @@ def rank(
             f"by is {by!r} but no machine that fits has a {PRICED[by]}; give one in a file of prices (--prices FILE.yaml)"
         )
     order = sorted(ranked, key=lambda each: (measure(each) is None, -(measure(each) or 0.0), each.seconds))
-    used_prices = tuple(prices[key] for key in dict.fromkeys(m.name.lower() for m in machines) if key in prices)
-    return Ranking(by, steps, tuple(order), tuple(left_out), _currency(machines, used_prices), used_prices)
-
-
-def _seconds(estimate: Estimator, machine: Machine) -> tuple[float | None, str]:
-    try:
-        seconds, reason = estimate(machine)
-    except SpeedtransferError as error:
-        return None, str(error)
-    if seconds is not None and not (math.isfinite(seconds) and seconds > 0):
-        return None, f"the estimate of a step is {seconds} s, but must be finite and above 0"
-    return seconds, reason
+    return Ranking(by, tuple(order), tuple(left_out), tuple(prices.values()))
 
 
 def _priced(machine: Machine, used: Machine, seconds: float, price: Price | None) -> Ranked:
-    """Return the machine with what `used.devices` of its GPUs cost: a price given, or else that of the machine's own file."""
+    """Return the machine with what its GPUs that are used cost."""
+    if price is None:
+        return Ranked(used, seconds)
+    whole = math.ceil(used.devices / (price.devices or machine.devices))  # machines
+    counts = zip(_PRICES, (used.devices, whole, whole), strict=True)
+    found = {name: None if getattr(price, name) is None else getattr(price, name) * count for name, count in counts}
+    return Ranked(used, seconds, **found)
 
-    def known(name: str) -> float | None:
-        given: float | None = getattr(price, name, None)
-        own: float | None = getattr(machine, name)
-        return own if given is None else given
 
-    def whole(name: str) -> float | None:
-        """Return the price of as many whole machines as have the GPUs that are used."""
-        one = known(name)
-        of_price = price is not None and getattr(price, name) is not None
-        have = (price.devices if price and of_price else None) or machine.devices
-        return None if one is None else one * math.ceil(used.devices / have)
+# --- as a table -----------------------------------------------------------------------------------------------------------
 
-    device = known("device_price")
-    return Ranked(
-        used,
-        seconds,
-        device_price=None if device is None else device * used.devices,
-        machine_price=whole("machine_price"),
-        hourly_price=whole("hourly_price"),
+_BY = {
+    "time": "the time of a step",
+    "bandwidth": "memory bandwidth",
+    "device-price": "performance over the price of the GPUs",
+    "machine-price": "performance over the price of the machine",
+    "hour": "the cost of the steps, by the hour",
+}
+HOW_TO_PRICE = "prices are left out: give yours with --prices FILE.yaml; examples/prices.yaml shows how"
+
+
+def as_table(ranking: Ranking) -> RenderableType:
+    """Return what a console prints: the ranking, below it what was left out and why, and of when the prices are."""
+    parts: list[RenderableType] = [Text(f"by {_BY[ranking.by]}; a step is a batch on each GPU; x: times the best\n")]
+    if ranking.ranked:
+        table = TextTable("", box=None, pad_edge=False)
+        table.columns[0].no_wrap = True
+        columns = [(label, cells) for label, cells in _columns(ranking) if any(cells)]
+        for label, _ in columns:
+            table.add_column(label, justify="right")
+        for number, ranked in enumerate(ranking.ranked):
+            table.add_row(Text(_name(ranked.machine)), *(cells[number] for _, cells in columns))
+        parts.append(table)
+    else:
+        parts.append(Text("the workload fits on none of the machines"))
+    lines = [f"  {_name(machine)}: {reason}" for machine, reason in ranking.left_out]
+    parts += map(Text, ["\nleft out:", *lines] if lines else [])
+    if ranking.prices:
+        dates = sorted(price.date for price in ranking.prices)
+        when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
+        currency = ranking.prices[0].currency
+        parts.append(Text(f"\nprices in {currency}, of {when}, as given; their sources are in the data (--json)"))
+    else:
+        parts.append(Text(f"\n{HOW_TO_PRICE}"))
+    return Group(*parts)
+
+
+def _columns(ranking: Ranking) -> Iterator[tuple[str, list[str]]]:
+    """Yield the label and the cells of each column."""
+
+    def cells(value: Callable[[Ranked], float | None], show: Callable[[float], str]) -> list[str]:
+        return ["" if (found := value(each)) is None else show(found) for each in ranking.ranked]
+
+    def shares(measure: str) -> list[str]:
+        return ["" if share is None else format_ratio(share) for share in ranking.relative(measure)]
+
+    yield "step", cells(lambda each: each.seconds, format_seconds)
+    yield (
+        "batches/s",
+        cells(lambda each: each.performance, lambda rate: f"{rate:,.3g}" if rate < 1000 else f"{rate:,.0f}"),
     )
+    yield "x", shares("time")
+    yield "memory, GB/s", cells(lambda each: each.bandwidth, lambda value: f"{value / 1e9:,.0f}")
+    yield "GPUs", cells(lambda each: each.device_price, _money)
+    yield "x per GPU price", shares("device-price")
+    yield "machine", cells(lambda each: each.machine_price, _money)
+    yield "x per machine price", shares("machine-price")
+    yield "hour", cells(lambda each: each.hourly_price, _money)
+    yield f"{STEPS / 1e6:g}M batches", cells(lambda each: each.cost, _money)
 
 
-def _check_names(prices: Mapping[str, Price], machines: Sequence[Machine]) -> None:
-    """Raise for a price that is of no machine: most likely the name is mistyped."""
-    names = list(dict.fromkeys([*(machine.name for machine in machines), *machine_names()]))
-    known = {name.lower() for name in names}
-    for key, price in prices.items():
-        if key not in known:
-            raise InvalidValueError(
-                f"a price is given for {price.name!r}, which is not a machine{suggest(price.name, names)}"
-            )
+def _money(value: float) -> str:
+    return f"{value:,.0f}" if value >= 999.5 else f"{value:,.2f}" if value >= 0.0095 else f"{value:.2g}"
 
 
-def _currency(machines: Sequence[Machine], prices: Sequence[Price]) -> str | None:
-    """Return the currency of all prices; raise where they have several."""
-    found = {price.currency: f"the price of {price.name!r}" for price in prices}
-    for machine in machines:
-        if any(getattr(machine, name) is not None for name in PRICED.values()):
-            if machine.currency is None:
-                raise InvalidValueError(
-                    f"machine {machine.name!r} has a price and no currency; add `currency:` to its file"
-                )
-            found.setdefault(machine.currency, f"machine {machine.name!r}")
-    if len(found) > 1:
-        (one, where), (other, elsewhere), *_ = found.items()
-        raise InvalidValueError(
-            f"{where} is in {one} but {elsewhere} in {other}; convert all prices to one currency before they are compared"
-        )
-    return next(iter(found), None)
+def _name(machine: Machine) -> str:
+    return machine.name if machine.devices == 1 else f"{machine.name}, {machine.devices} GPUs"

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from speedtransfer.planning.configurations import Option, estimated, make_options
+from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
 from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, check_machine
 from speedtransfer.planning.forms import Form, is_exact, state_planes
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.prices import Price
-from speedtransfer.planning.rank import STEPS, Ranking, StepTime, rank
-from speedtransfer.planning.recommendation import best_option
-from speedtransfer.planning.several import exchange_seconds, one_of
+from speedtransfer.planning.rank import Ranking, StepTime, rank
 from speedtransfer.planning.workload import Load, Workload
-from speedtransfer.ranks.cost import sharded_step
+from speedtransfer.ranks.cost import StepCost, sharded_step
 from speedtransfer.ranks.row_counts import RowCounts, expected_counts, row_form
 from speedtransfer.ranks.zipf import expected_unique
 
+CALL_S = 50e-6  # of a collective call; a round number, and no machine's
+_SHARED = ("host_bytes", "pinned_bytes", "disk_bytes", "host_bytes_per_s", "disk_bytes_per_s")
+
 
 def rank_machines(
-    workload: Workload,
-    forms: Sequence[Form],
-    machines: Sequence[Machine],
-    *,
-    dense_s: float = 0.0,
-    by: str = "time",
-    devices: int | None = None,
-    prices: Mapping[str, Price] | None = None,
-    steps: float = STEPS,
+    workload: Workload, forms: Sequence[Form], machines: Sequence[Machine], *, dense_s: float = 0.0, **options: Any
 ) -> Ranking:
     """Return machines in the order of what they give for a workload, each with the configuration that is best on it.
 
@@ -44,33 +37,52 @@ def rank_machines(
     machines : sequence of Machine
     dense_s : float
         Seconds of a step of the rest of the model.
-    by, devices, prices, steps
-        As of :func:`speedtransfer.planning.rank.rank`.
-
-    Raises
-    ------
-    InvalidValueError
-        As `rank`.
+    options
+        Of :func:`rank`.
     """
 
     def estimate(machine: Machine) -> StepTime:
         if machine.devices == 1:
             return _step_time(_options(workload, forms, machine, dense_s))
-        shares = [_distinct_share(table, workload.zipf, machine.devices) for table in workload.tables]
-        owned = replace(workload, tables=tuple(map(_shard, workload.tables, shares, [machine.devices] * len(shares))))
-        options = [option for option in _options(owned, forms, one_of(machine), dense_s) if option.is_table]
-        step = _step_time(options)
-        best = best_option(options)
+        ranks = machine.devices
+        shares = [_distinct_share(table, workload.zipf, ranks) for table in workload.tables]
+        owned = [_shard(table, share, ranks) for table, share in zip(workload.tables, shares, strict=True)]
+        found = _options(replace(workload, tables=tuple(owned)), forms, one_of(machine), dense_s)
+        found = [option for option in found if option.is_table]
+        step, best = _step_time(found), best_option(found)
         if step.seconds is None or best is None:
             return step
-        counts = [
-            _counts(workload, table, best.form, share, machine.devices)
-            for table, share in zip(workload.tables, shares, strict=True)
-        ]
-        cost = sharded_step(counts, machine.devices, training=workload.trainer.make is not None)
+        pairs = zip(workload.tables, shares, strict=True)
+        counts = [_counts(workload, table, best.form, share, ranks) for table, share in pairs]
+        cost = sharded_step(counts, ranks, training=workload.trainer.make is not None)
         return StepTime(step.seconds + exchange_seconds(machine, cost))
 
-    return rank(machines, estimate, by=by, devices=devices, prices=prices, steps=steps)
+    return rank(machines, estimate, **options)
+
+
+def one_of(machine: Machine) -> Machine:
+    """Return what each of the processes of a machine has, one for each GPU: its GPU, its link and its share of the rest.
+
+    Host memory has to feed all links at once: none is faster than its share of the host's bandwidth.
+    """
+    share: dict[str, Any] = {name: value / machine.devices for name in _SHARED if (value := getattr(machine, name))}
+    host = share.get("host_bytes_per_s")
+    for name in ("link_up_bytes_per_s", "link_down_bytes_per_s"):
+        rate = getattr(machine, name)
+        share[name] = rate if rate is None or host is None else min(rate, host)
+    return replace(machine, devices=1, **share)
+
+
+def exchange_seconds(machine: Machine, cost: StepCost) -> float:
+    """Return the time of what the processes send one another in a step, nothing overlapping.
+
+    Without a figure of its own it goes by way of host memory: down one link and up the other.
+    """
+    peer = machine.peer_bytes_per_s
+    if peer is None:
+        one = one_of(machine)
+        peer = 1 / (1 / one.figure("link_down_bytes_per_s") + 1 / one.figure("link_up_bytes_per_s"))
+    return cost.calls * CALL_S + cost.sent / peer
 
 
 def _options(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float) -> list[Option]:
@@ -84,7 +96,8 @@ def _step_time(options: Sequence[Option]) -> StepTime:
     if best is None:
         of_tables = sorted((option for option in options if option.is_table), key=lambda option: -option.total_bytes)
         reasons = {option.memory: option.reason for option in of_tables if option.memory in (DEVICE, PINNED, PAGEABLE)}
-        reasons = reasons if PINNED not in reasons else {memory: reasons[memory] for memory in (DEVICE, PINNED)}
+        if PINNED in reasons:
+            del reasons[PAGEABLE]
         return StepTime(None, "; ".join(f"{memory}: {reason}" for memory, reason in reasons.items()))
     seconds = best.ahead_s or best.step_s
     return StepTime(seconds, "" if seconds else f"a rate that rows in {best.memory!r} memory need is not known")
@@ -97,12 +110,8 @@ def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
 
 
 def _counts(workload: Workload, table: Load, form: Form, share: float, ranks: int) -> RowCounts:
-    of_row = row_form(
-        table.dim,
-        **form.arguments,
-        state_planes=state_planes(workload),
-        idle="exact" if is_exact(workload) else "lazy",
-    )
+    idle = "exact" if is_exact(workload) else "lazy"
+    of_row = row_form(table.dim, **form.arguments, state_planes=state_planes(workload), idle=idle)
     return expected_counts(of_row, table.unique, share, ranks)
 
 

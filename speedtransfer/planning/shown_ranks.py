@@ -1,17 +1,14 @@
-"""What ``speedtransfer plan`` shows of a table in several processes: bytes held and sent by each, and their time."""
+"""What ``speedtransfer plan --ranks`` shows of a table in several processes: bytes held, sent and moved by each."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.benchmark.units import format_seconds
 from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.nn.sizing import TableSize
 from speedtransfer.ranks import Partition
@@ -19,21 +16,17 @@ from speedtransfer.ranks.cost import (
     StepCost,
     ddp_dense_step,
     ddp_sparse_step,
-    expected_seconds,
     replicas_step,
     sharded_step,
     shared_step,
 )
-from speedtransfer.ranks.row_counts import ReplicaCounts, RowForm, expected_counts, row_form
+from speedtransfer.ranks.row_counts import ReplicaCounts, expected_counts, row_form
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance
 
-
-class Rates(NamedTuple):
-    """Microseconds of a collective call, and 1e9 bytes a second of the network and of the host bus of a process."""
-
-    call_us: float
-    network_gbps: float
-    bus_gbps: float
+_NOTE = """
+held: weights and state of one process (of a shared table, which a host has once, its share). Bytes are those that one \
+process sends, and moves between host memory and its device, in a training step.
+Rows of torch.nn.Embedding are in device memory, so that there is no bus; sparse ones are trained by SparseAdam."""
 
 
 def show_ranks(
@@ -45,7 +38,6 @@ def show_ranks(
     zipf: float,
     distinct_share: float | None,
     comm_dtype: torch.dtype | None,
-    rates: Rates,
 ) -> None:
     """Print the cost of each kind of table.
 
@@ -65,7 +57,6 @@ def show_ranks(
         Distinct rows of all processes over the sum of those of each; by default by `zipf`.
     comm_dtype : torch.dtype, optional
         Of gradients sent.
-    rates : Rates
 
     Raises
     ------
@@ -81,67 +72,35 @@ def show_ranks(
         Text(
             f"{rows:,} x {dim} in {ranks} processes; each looks up {unique:,.0f} distinct rows a step, {share:.2f} "
             f"of these are distinct over all; the busiest owner has {balance:.2f} times the mean\n"
-            f"assumed: {rates.call_us:g} us a call, {rates.network_gbps:g} GB/s of network, {rates.bus_gbps:g} GB/s of host "
-            "bus, no overlap\n"
         )
     )
     table = TextTable("", box=None, pad_edge=False)
-    for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down", "time"):
+    for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down"):
         table.add_column(label, justify="right", no_wrap=True)
-    for name, held, cost in _kinds(_form_of(size, comm_dtype), rows, dim, ranks, unique, share):
-        seconds = expected_seconds(cost, 1e-6 * rates.call_us, 1e9 * rates.network_gbps, 1e9 * rates.bus_gbps)
+    for name, (held, cost) in _kinds(size, ranks, unique, share, comm_dtype).items():
         sent = (cost.control, cost.ids, cost.rows, cost.gradients)
-        moved = (cost.bus_up, cost.bus_down)
-        table.add_row(
-            name,
-            format_bytes(held),
-            *map(_shown, sent),
-            str(cost.calls),
-            *map(_shown, moved),
-            format_seconds(seconds),
-        )
+        cells = [format_bytes(count) if count else "" for count in (held, *sent, cost.bus_up, cost.bus_down)]
+        table.add_row(name, *cells[:5], str(cost.calls), *cells[5:])
     console.print(table)
-    console.print(
-        Text(
-            "\nheld: weights and state of one process (of a shared table, which a host has once, its share). Bytes are those "
-            "that one process sends, and moves over its bus, in a training step; the time is that of these alone.\n"
-            "Rows of torch.nn.Embedding are in device memory, so that there is no bus; sparse ones are trained by SparseAdam."
-        )
-    )
-
-
-def _form_of(size: TableSize, comm_dtype: torch.dtype | None) -> RowForm:
-    """Return the bytes of a row as processes hold and send it."""
-    weights = [plane for plane in size.planes if plane.name.split(".")[0] == "weight"]
-    stored = sum(plane.row_bytes for plane in weights)
-    form = row_form(size.dim, comm_dtype=comm_dtype, state_planes=0)
-    # Owners send rows as they are stored, unless they change them first.
-    sent = form.stored if size.exact else stored
-    return dataclasses.replace(form, stored=stored, state=size.row_bytes - stored, sent=sent)
-
-
-def _shown(count: float) -> str:
-    return format_bytes(count) if count else ""
+    console.print(Text(_NOTE))
 
 
 def _kinds(
-    form: RowForm, rows: int, dim: int, ranks: int, unique: float, share: float
-) -> list[tuple[str, float, StepCost]]:
-    """Return the name, the bytes that one process holds, and the cost of a step, of each kind of table."""
-    counts, whole = expected_counts(form, unique, share, ranks), rows * (form.stored + form.state)
+    size: TableSize, ranks: int, unique: float, share: float, comm_dtype: torch.dtype | None
+) -> dict[str, tuple[float, StepCost]]:
+    """Return the bytes that one process holds, and the cost of a step, of each kind of table."""
+    stored = sum(plane.row_bytes for plane in size.planes if plane.name.split(".")[0] == "weight")
+    form = row_form(size.dim, comm_dtype=comm_dtype, state_planes=0)
+    # Owners send rows as they are stored, unless they change them first.
+    sent = form.stored if size.exact else stored
+    form = dataclasses.replace(form, stored=stored, state=size.row_bytes - stored, sent=sent)
+    counts, plain = expected_counts(form, unique, share, ranks), row_form(size.dim, state_planes=2)
     replica = ReplicaCounts(form, unique, unique, share * unique * ranks)
-    plain = row_form(dim, state_planes=2)
-    makers: dict[str, tuple[float, Callable[[], StepCost]]] = {
-        "sharded": (whole / ranks, lambda: sharded_step([counts], ranks)),
-        'memory="shared"': (whole / ranks, lambda: shared_step([counts], ranks)),
-        "ordinary table in DDP": (whole, lambda: replicas_step([replica], ranks)),
-        "nn.Embedding, sparse, DDP": (
-            rows * (plain.stored + plain.state),
-            lambda: ddp_sparse_step(unique, plain.gradient, ranks),
-        ),
-        "nn.Embedding, DDP": (
-            rows * (2 * plain.stored + plain.state),
-            lambda: ddp_dense_step(rows, plain.stored, ranks),
-        ),
+    dense, whole = size.rows * plain.stored, size.total_bytes
+    return {
+        "sharded": (whole / ranks, sharded_step([counts], ranks)),
+        'memory="shared"': (whole / ranks, shared_step([counts], ranks)),
+        "ordinary table in DDP": (whole, replicas_step([replica], ranks)),
+        "nn.Embedding, sparse, DDP": (3 * dense, ddp_sparse_step(unique, plain.gradient, ranks)),
+        "nn.Embedding, DDP": (4 * dense, ddp_dense_step(size.rows, plain.stored, ranks)),
     }
-    return [(name, held, make()) for name, (held, make) in makers.items()]

@@ -1,25 +1,38 @@
-"""This machine as a plan sees it: what is left of its memories now, and rates where they are asked for."""
+"""This machine: what is left of its memories now, and its rates where they are asked for, measured in a second or so each."""
 
 from __future__ import annotations
 
 import contextlib
+import mmap
+import os
 import shutil
+import tempfile
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from speedtransfer.cuda import cuda_status
+from speedtransfer.cuda import cuda_status, pinned_empty
 from speedtransfer.engines.calibration import load
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes, suggest
-from speedtransfer.planning import measured_rates
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes, suggest
+from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory, read_pages
 from speedtransfer.planning.machine import Machine
 from speedtransfer.system import available_bytes, physical_bytes
 
 NAME = "this machine"
 RATES = ("host", "device", "link", "disk")
 _MEASURED = "measured"
+COPY_BYTES = 256 << 20
+_BUDGET_S = 0.3
+_FEWEST = 3
+# A file of this size, or of what a slow disk writes within the budget.
+_FILE_BYTES, _PIECE_BYTES = 256 << 20, 16 << 20
+_READERS = 64  # reads that the disk has at a time
+_FIRST_PAGES = 1024  # that show how many can be read in time
+_MOST_LEFT = 0.01  # of the pages of the file that may stay in memory
 
 
 def this_machine(path: str | Path | None = None, *, rates: Collection[str] = (), device: int = 0) -> Machine:
@@ -63,9 +76,9 @@ def this_machine(path: str | Path | None = None, *, rates: Collection[str] = (),
     else:
         found.notes.append(f"no GPU is used: {status.reason}")
     if "host" in rates:
-        found.add("host_bytes_per_s", measured_rates.host_bytes_per_s, "the bandwidth of host memory")
+        found.add("host_bytes_per_s", host_bytes_per_s, "the bandwidth of host memory")
     if "disk" in rates:
-        found.add("disk_bytes_per_s", lambda: measured_rates.disk_bytes_per_s(folder), f"the disk at {str(folder)!r}")
+        found.add("disk_bytes_per_s", lambda: disk_bytes_per_s(folder), f"the disk at {str(folder)!r}")
     return Machine(
         NAME,
         **found.figures,
@@ -125,13 +138,11 @@ def _gpu(found: _Findings, number: int, rates: Collection[str]) -> None:
     found.figures["device"] = cuda_status().devices[number]
     found.add("device_bytes", lambda: _free_on(device, found), f"the memory of cuda:{number}")
     if "device" in rates:
-        found.add(
-            "device_bytes_per_s", lambda: measured_rates.device_bytes_per_s(device), f"the bandwidth of cuda:{number}"
-        )
+        found.add("device_bytes_per_s", lambda: device_bytes_per_s(device), f"the bandwidth of cuda:{number}")
     calibrated = load(device)
     if "link" in rates:
         names = "link_up_bytes_per_s link_down_bytes_per_s"
-        found.add(names, lambda: measured_rates.link_bytes_per_s(device), f"the link to cuda:{number}")
+        found.add(names, lambda: link_bytes_per_s(device), f"the link to cuda:{number}")
     if calibrated is not None and calibrated.copy_bytes_per_s > 0:
         found.figures["link_up_bytes_per_s"] = calibrated.copy_bytes_per_s
         found.sources["link_up_bytes_per_s"] = f"{_MEASURED} by `speedtransfer calibrate`"
@@ -152,3 +163,108 @@ def _free_on(device: torch.device, found: _Findings) -> float:
 def _first_line(error: BaseException) -> str:
     text = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
     return str(text.splitlines()[0])
+
+
+# --- rates --------------------------------------------------------------------------------------------------------------
+
+
+def host_bytes_per_s() -> float:
+    """Return the bandwidth of host memory: bytes read and written by copies of torch's threads.
+
+    Raises
+    ------
+    StorageError
+        There is no room for two buffers of 256 MiB.
+    """
+    if available_bytes() < 4 * COPY_BYTES:
+        raise StorageError(f"{format_bytes(available_bytes())} of memory are left, too few for a copy to measure")
+    source, target = (torch.ones(COPY_BYTES // 4, dtype=torch.float32) for _ in range(2))
+    return 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source))
+
+
+def device_bytes_per_s(device: torch.device) -> float:
+    """Return the bandwidth of a GPU's memory: bytes read and written by a copy within it; needs 512 MiB of it."""
+    source, target = (torch.empty(COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    return 2 * COPY_BYTES / _best_seconds(lambda: target.copy_(source), device)
+
+
+def link_bytes_per_s(device: torch.device) -> tuple[float, float]:
+    """Return the rates of one large copy from page-locked memory to a GPU, and of one back."""
+    host = pinned_empty(COPY_BYTES, device)
+    there = torch.empty(COPY_BYTES, dtype=torch.uint8, device=device)
+    up = _best_seconds(lambda: there.copy_(host, non_blocking=True), device)
+    down = _best_seconds(lambda: host.copy_(there, non_blocking=True), device)
+    return COPY_BYTES / up, COPY_BYTES / down
+
+
+def disk_bytes_per_s(folder: Path) -> float:
+    """Return the rate of reads of single pages in random order, many at a time, from a file without a name in `folder`.
+
+    Its pages are written and dropped from memory first. A disk, or the host of a virtual machine, may have a cache of its own.
+
+    Raises
+    ------
+    PagesStayError
+        The file's pages stay in memory, as on file systems that live there, or the system has no such calls.
+    OSError
+        The folder has no room, or does not let one write.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        raise PagesStayError(
+            "pages of files cannot be dropped here, so that no disk would be measured; this needs Linux"
+        )
+    with tempfile.TemporaryFile(dir=folder) as file:
+        pages = _write(file.fileno()) // PAGE
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        _drop(file.fileno(), pages * PAGE)
+        order = np.random.default_rng(0).permutation(pages).astype(np.int64)
+        # The first pages compile the reads; the next ones show how many can be read in time.
+        _seconds_of_reads(file.fileno(), order[:_READERS])
+        first = order[_READERS:][:_FIRST_PAGES]
+        a_page = _seconds_of_reads(file.fileno(), first) / len(first)
+        rest = order[_READERS + len(first) :][: max(_FIRST_PAGES, int(_BUDGET_S / a_page))]
+        return len(rest) * PAGE / _seconds_of_reads(file.fileno(), rest)
+
+
+def _seconds_of_reads(descriptor: int, pages: np.ndarray) -> float:
+    start = time.perf_counter()
+    read_pages([(descriptor, pages)], _READERS)
+    return time.perf_counter() - start
+
+
+def _write(descriptor: int) -> int:
+    """Write and flush pieces of a file until it is as large as wanted or the time is up; return its bytes."""
+    piece = np.random.default_rng(0).bytes(_PIECE_BYTES)
+    begin, size = time.perf_counter(), 0
+    while size < _FILE_BYTES and (size < 2 * _PIECE_BYTES or time.perf_counter() - begin < _BUDGET_S):
+        size += os.write(descriptor, piece)
+        os.fsync(descriptor)
+    return size
+
+
+def _drop(descriptor: int, num_bytes: int) -> None:
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    with mmap.mmap(descriptor, num_bytes) as block:
+        view = np.frombuffer(block, dtype=np.uint8)
+        start = view.ctypes.data
+        del view  # or the map could not be closed
+        inside, total = pages_in_memory(block, start)
+    if inside > _MOST_LEFT * total:
+        raise PagesStayError(f"{inside / total:.0%} of the file's pages stay in memory after they were dropped")
+
+
+def _best_seconds(call: Callable[[], object], device: torch.device | None = None) -> float:
+    """Return the least seconds of a call, after a first one, of as many as fit the budget."""
+
+    def seconds() -> float:
+        start = time.perf_counter()
+        call()
+        if device is not None:
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    seconds()
+    begin, found = time.perf_counter(), list[float]()
+    while len(found) < _FEWEST or time.perf_counter() - begin < _BUDGET_S:
+        found.append(seconds())
+    return min(found)

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.measure import synchronize
 from speedtransfer.nn import Embedding, EmbeddingBag
 from speedtransfer.nn.sizing import MakeOptimizer
 from speedtransfer.planning.footprint import DEVICE, MMAP, PINNED
@@ -241,7 +240,8 @@ class _Steps:
         return [torch.full((bag,), row, device=self._ids_on) for row, bag in zip(rows, self._bags, strict=True)]
 
     def _synchronize(self) -> None:
-        synchronize(self._device)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     def _drawn(self) -> list[Tensor]:
         found = []

@@ -25,7 +25,5 @@ __all__ = [
     "world",
 ]
 
-# What few programs use, and what imports parts of torch that are slow to import.
-__getattr__ = lazy_names(
-    __name__, ["BlockMomentumAverager", "OneBitState", "one_bit_hook"], ["averaging", "comm_hooks"]
-)
+_MOVED = "BlockMomentumAverager", "OneBitState", "one_bit_hook", "averaging", "comm_hooks"
+__getattr__ = lazy_names(__name__, [], [], dict.fromkeys(_MOVED, "examples/compressed_exchange.py"))

@@ -1,4 +1,4 @@
-"""What a training step of tables of several processes sends and moves: bytes, calls, and seconds at given rates.
+"""What a training step of tables of several processes sends and moves: bytes and calls.
 
 Bytes sent are those that one process sends to others, without the headers of the network, as :class:`Traffic` counts them;
 given the counted numbers of rows they are exact. What `DistributedDataParallel` sends for the dense part comes on top.
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speedtransfer.errors import InvalidValueError
 from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts
 
 # Numbers of 8 bytes in the first message of a meeting, two of which name it; the others are what is told.
@@ -168,29 +167,3 @@ def ddp_dense_step(num_rows: int, row_bytes: int, ranks: int) -> StepCost:
     A ring all-reduce of the gradient of all rows, in one call: a parameter is in one bucket, however large.
     """
     return StepCost(gradients=2 * (1 - 1 / ranks) * num_rows * row_bytes, calls=1)
-
-
-def expected_seconds(
-    cost: StepCost, call_seconds: float, network_bytes_per_s: float, bus_bytes_per_s: float = float("inf")
-) -> float:
-    """Return the time of the traffic of a step if nothing overlaps: calls, network and bus one after the other.
-
-    Computation is not in it. The rates are those of one process at full load: measure them on the machine in question.
-
-    Parameters
-    ----------
-    cost : StepCost
-    call_seconds : float
-        Latency of one collective call.
-    network_bytes_per_s : float
-        That a process can send while all do.
-    bus_bytes_per_s : float
-        Between host memory and the compute device, in each direction.
-    """
-    rates = {"network_bytes_per_s": network_bytes_per_s, "bus_bytes_per_s": bus_bytes_per_s}
-    for name, rate in rates.items():
-        if not rate > 0:
-            raise InvalidValueError(f"{name} is {rate} but must be above 0; pass bytes a second, such as 10e9")
-    if not call_seconds >= 0:
-        raise InvalidValueError(f"call_seconds is {call_seconds} but must be at least 0; pass seconds, such as 50e-6")
-    return cost.calls * call_seconds + cost.sent / network_bytes_per_s + (cost.bus_up + cost.bus_down) / bus_bytes_per_s

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import nn
 
 import speedtransfer as st
+from examples.compressed_exchange import BlockMomentumAverager
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.ranks import BlockMomentumAverager
 
 PERIOD, WARMUP = 2, 1
 

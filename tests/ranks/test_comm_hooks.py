@@ -14,7 +14,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
-from speedtransfer.ranks import BlockMomentumAverager, OneBitState, one_bit_hook
+from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 
 with warnings.catch_warnings():
     # torch.jit.script, by torch itself.

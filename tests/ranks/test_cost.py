@@ -18,7 +18,6 @@ from speedtransfer.ranks.cost import (
     StepCost,
     ddp_dense_step,
     ddp_sparse_step,
-    expected_seconds,
     replicas_step,
     sharded_step,
     shared_step,
@@ -280,16 +279,6 @@ def test_expected_counts_are_the_formulas_of_even_owners():
     assert ddp_sparse_step(1000, 512, 4).sent == 3 * 1000 * 520
     assert ddp_dense_step(10_000, 512, 4).sent == 1.5 * 10_000 * 512
     assert sharded_step([], 4) == StepCost()
-
-
-def test_seconds():
-    cost = StepCost(control=100, ids=200, rows=300, gradients=400, calls=5, bus_up=2000, bus_down=1000)
-    assert expected_seconds(cost, 0.01, 1000, 500) == pytest.approx(0.05 + 1 + 6)
-    assert expected_seconds(cost, 0, 1000) == pytest.approx(1)
-    with pytest.raises(InvalidValueError, match="network_bytes_per_s is 0"):
-        expected_seconds(cost, 0.01, 0)
-    with pytest.raises(InvalidValueError, match="call_seconds is -1"):
-        expected_seconds(cost, -1, 1)
 
 
 # --- ids of a Zipf law ------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The methods of suite `exchange`: what they send is what the sockets say, and they train as they should."""
+"""The methods of bench/experiments/exchange.py: what they send is what the sockets say, and they train as they should."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from speedtransfer.benchmark.exchange_worker import (
+from bench.experiments.exchange import (
     ALL_REDUCE,
     BLOCK_MOMENTUM,
     COMM_DTYPES,

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from examples import compressed_exchange as comm_hooks
+from examples.compressed_exchange import OneBitState, one_bit_hook
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.ranks import OneBitState, comm_hooks, one_bit_hook
 
 
 class Pulls(nn.Module):

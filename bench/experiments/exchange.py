@@ -1,0 +1,440 @@
+"""Gradients sent whole, in fewer bits, or seldom: how many bytes and seconds until a model is as good?
+
+All methods of a group train the same model on the same batches, each process its part, until the loss is that of one process.
+``python bench/record.py here --only exchange``.
+"""
+
+# Without postponed annotations: DistributedDataParallel checks those of a hook, which must not be strings.
+import datetime
+import functools
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+
+from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
+from speedtransfer.benchmark.measure import Group
+from speedtransfer.benchmark.report import Show, TextTable, bar_panels, pivots
+from speedtransfer.benchmark.results import CaseResult, GroupResult, split_by
+from speedtransfer.drawing import COLOURS, PALE
+from speedtransfer.errors import format_bytes
+from speedtransfer.nn import Embedding
+from speedtransfer.once import once
+from speedtransfer.ranks import exchange_of
+from speedtransfer.units import format_count, format_ratio, format_seconds
+
+with warnings.catch_warnings():
+    # torch.jit.script, by torch itself.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+# Initial steps with all-reduce, for all methods, and steps between two averages of models, which must divide them.
+WARMUP, PERIOD = 8, 8
+POWER_RANK = 2
+
+ALL_REDUCE, FP16 = "all-reduce", "fp16_compress_hook"
+EIGHT_BITS = "quantization_pertensor_hook, 8 bits"
+POWER_SGD = f"powerSGD_hook, rank {POWER_RANK}"
+ONE_BIT, NO_ERRORS = "one_bit_hook", "1 bit, errors dropped"
+LOCAL_SGD = f"PeriodicModelAverager, {PERIOD} steps"
+BLOCK_MOMENTUM = f"BlockMomentumAverager, {PERIOD} steps"
+ROWS, ROWS_BFLOAT16, ROWS_INT8 = "comm_dtype=None", "comm_dtype=torch.bfloat16", "comm_dtype=torch.int8"
+COMM_DTYPES = {ROWS: None, ROWS_BFLOAT16: torch.bfloat16, ROWS_INT8: torch.int8}
+
+_INPUTS, _TEACHER, _EXAMPLES = 8, 8, 1024
+_FIELDS = 8
+GRADIENTS, TABLE = "gradients", "rows of a table"
+METHODS = {
+    GRADIENTS: (ALL_REDUCE, FP16, EIGHT_BITS, POWER_SGD, ONE_BIT, NO_ERRORS, LOCAL_SGD, BLOCK_MOMENTUM),
+    TABLE: tuple(COMM_DTYPES),
+}
+SLACK = 0.01  # by which the loss that is reached may be above that of one process: methods round
+TOLERANCE = 0.01  # relative difference of the loss of all-reduce from that of one process: sums in another order
+TIMEOUT_S = 300
+NOTE = (
+    "Processes of one machine: with gloo the times show what compressing costs, not what a slow network gains. Batches are "
+    "sorted, so that each process sees inputs of its own. The loss to reach is that of one process with the whole batches and "
+    f"{SLACK:.0%} more; it is looked at every {PERIOD} steps. Methods that keep errors or average models begin with {WARMUP} "
+    "steps of all-reduce. Network: SGD with one learning rate and no momentum, so that block momentum also gains what a "
+    "higher rate would. Table: AdamW, sharded rows. Bytes are those that one process sends, counted at each call of "
+    "torch.distributed as a ring sends them, and of tables by their counters. Seconds are of training alone."
+)
+
+
+class Sizes(NamedTuple):
+    """Sizes of a network `width` wide, of a table of `rows` x `dim`, and of batches of `examples`."""
+
+    width: int
+    rows: int
+    dim: int
+    examples: int
+    lr: float
+    table_lr: float
+    seed: int
+
+
+_FULL, _QUICK = Sizes(256, 4096, 64, 128, 0.1, 0.03, 0), Sizes(32, 256, 8, 64, 0.1, 0.03, 0)
+_STEPS, _QUICK_STEPS = 256, 32
+_MOST = 3  # a method may take this many times the steps of one process
+_RANKS, _QUICK_RANKS = (2, 4), (2,)
+_REPEATS, _QUICK_REPEATS = 4, 1
+
+
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Make groups for a network and a table; processes use NCCL if there is a GPU for each, else gloo on the CPU."""
+    sizes = (_QUICK if quick else _FULL)._replace(seed=seed)
+    steps, repeats = (_QUICK_STEPS, _QUICK_REPEATS) if quick else (_STEPS, _REPEATS)
+    about = {GRADIENTS: f"a network {sizes.width} wide", TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}"}
+    return [
+        Group(
+            f"train {about[kind]} to the loss of {steps} steps of one process, {ranks} processes",
+            functools.partial(_measured, kind, sizes, ranks, steps, repeats, device),
+            {**sizes._asdict(), "kind": kind, "ranks": ranks, "most": _MOST * steps},
+        )
+        for kind in METHODS
+        for ranks in (_QUICK_RANKS if quick else _RANKS)
+    ]
+
+
+def _measured(kind: str, sizes: Sizes, ranks: int, steps: int, repeats: int, device: torch.device) -> list[CaseResult]:
+    """Train by each method; all-reduce must give the loss of one process, and each method the same loss every time."""
+    cuda = device.type == "cuda" and torch.cuda.device_count() >= ranks
+    first = METHODS[kind][0]
+    alone = train(1, [first], sizes, 0.0, _MOST * steps)[first]["losses"]
+    target = (1 + SLACK) * alone[steps // PERIOD - 1]
+    found = []
+    for method, done in train(ranks, METHODS[kind], sizes, target, _MOST * steps, repeats, cuda).items():
+        ours = kind == TABLE or method in (ONE_BIT, BLOCK_MOMENTUM)
+        case, loss = CaseResult(method, "ours" if ours else "other", 0), done["losses"][-1]
+        found.append(case)
+        if loss > target:
+            case.error = f"did not come to a loss of {target:.4g} in {_MOST * steps} steps"
+            continue
+        one = alone[len(done["losses"]) - 1]
+        assert method != first or abs(loss - one) <= TOLERANCE * one, f"{loss:.6g}, but one process {one:.6g}"
+        case.samples_s = case.host_s = done["seconds"]
+        taken = PERIOD * len(done["losses"])
+        case.figures = {"steps": float(taken), "sent_bytes": done["sent_bytes"] / taken, "loss": loss}
+    return found
+
+
+def train(
+    ranks: int,
+    methods: Sequence[str],
+    sizes: Sizes,
+    target: float,
+    steps: int,
+    repeats: int = 0,
+    cuda: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """Train by each method in `ranks` processes to a loss of `target`, in so many `steps` at most, then `repeats` times again.
+
+    Returns by method the "losses" every `PERIOD` steps, the "sent_bytes" of a process, and the "seconds" of each repetition.
+    """
+    with tempfile.TemporaryDirectory(prefix="speedtransfer-bench-") as folder:
+        arguments = ranks, folder, tuple(methods), sizes, target, steps, repeats, cuda
+        torch.multiprocessing.spawn(_process, arguments, ranks)
+        found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _process(rank: int, ranks: int, folder: str, methods: Sequence[str], *how: Any) -> None:
+    *rest, cuda = how
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    if sys.platform == "linux":
+        # The host name may not resolve to an address of this machine.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if cuda:
+        torch.cuda.set_device(rank)
+    limit, backend = datetime.timedelta(seconds=TIMEOUT_S), "cpu:gloo,cuda:nccl" if cuda else "gloo"
+    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
+    found = {method: _train(method, rank, ranks, *rest) for method in methods}
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def _train(method: str, rank: int, ranks: int, sizes: Sizes, target: float, most: int, repeats: int) -> dict[str, Any]:
+    training, losses, seconds = Training(method, sizes, rank, ranks), list[float](), list[float]()
+    while not losses or (losses[-1] > target and PERIOD * len(losses) < most):
+        training.steps(PERIOD)
+        losses.append(training.loss())
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, (losses[-1], training.sent()))
+    assert len({loss for loss, _ in every}) == 1, "the processes have different models"
+    for _ in range(repeats if losses[-1] <= target else 0):
+        again = Training(method, sizes, rank, ranks)
+        dist.barrier()
+        start = time.perf_counter()
+        again.steps(PERIOD * len(losses))
+        seconds.append(round(time.perf_counter() - start, 6))
+        assert again.loss() == losses[-1], "the same steps give another loss"
+    return {"losses": losses, "sent_bytes": sum(sent for _, sent in every) / ranks, "seconds": seconds}
+
+
+# --- sending gradients --------------------------------------------------------------------------------------------------
+
+
+@once
+def _alone() -> Any:
+    """Return a group of this process alone; created collectively, so it is kept."""
+    return dist.new_subgroups(1)[0]
+
+
+class Forgetful(OneBitState):
+    """One-bit compression without error feedback."""
+
+    def error(self, number: int, size: int) -> Tensor:  # noqa: D102
+        return torch.zeros(size)
+
+
+def send_by(
+    method: str,
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    warmup: int = WARMUP,
+    period: int = PERIOD,
+    momentum: float | None = None,
+) -> Any:
+    """Make `model` and `optimizer` send gradients by `method`, and return the optimizer to use.
+
+    The first `warmup` steps use all-reduce. Models are averaged every `period` steps, by default with momentum 1 - 1 / W.
+    """
+    if method in (LOCAL_SGD, BLOCK_MOMENTUM):
+        state = post_localSGD_hook.PostLocalSGDState(None, _alone(), start_localSGD_iter=warmup)
+        model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+        # Averagers count from 0, and average after each step whose number is a multiple of the period.
+        first = max(0, warmup - 1)
+        if method == LOCAL_SGD:
+            return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period, first))
+        if momentum is None:
+            momentum = 1 - 1 / dist.get_world_size()
+        return PostLocalSGDOptimizer(optimizer, BlockMomentumAverager(period, first, momentum))
+    if method == POWER_SGD:
+        power = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=max(2, warmup))
+        model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
+    elif method in (ONE_BIT, NO_ERRORS):
+        kind = OneBitState if method == ONE_BIT else Forgetful
+        model.register_comm_hook(kind(start_step=warmup), one_bit_hook)
+    else:
+        # The default of DistributedDataParallel makes no call that could be counted.
+        hooks: dict[str, Any] = {
+            FP16: default_hooks.fp16_compress_hook,
+            EIGHT_BITS: quantization_hooks.quantization_pertensor_hook,
+        }
+        model.register_comm_hook(None, hooks.get(method, default_hooks.allreduce_hook))
+    return optimizer
+
+
+class Sent:
+    """Counts the bytes that this process sends by ``all_reduce`` and ``all_gather`` of torch.distributed within it.
+
+    In a ring of W processes, as gloo and NCCL use it for all but small messages, these are ``2 (W - 1) / W`` times the bytes
+    of a reduced tensor and ``W - 1`` times those of a gathered one. With `nested`, the future of a gathering has a list in a
+    list, as with NCCL: torch's quantization hooks rely on that and fail on gloo.
+    """
+
+    def __init__(self, nested: bool) -> None:
+        self.bytes = 0.0
+        self._nested = nested
+
+    def __enter__(self) -> None:
+        self._real = dist.all_reduce, dist.all_gather
+        dist.all_reduce, dist.all_gather = self._all_reduce, self._all_gather
+
+    def __exit__(self, *error: Any) -> None:
+        dist.all_reduce, dist.all_gather = self._real
+
+    def _all_reduce(
+        self, tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False
+    ) -> Any:
+        ranks = dist.get_world_size(group)
+        self.bytes += 2 * (ranks - 1) / ranks * tensor.nbytes
+        return self._real[0](tensor, op, group, async_op)
+
+    def _all_gather(self, tensor_list: list[Tensor], tensor: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        self.bytes += (dist.get_world_size(group) - 1) * tensor.nbytes
+        work = self._real[1](tensor_list, tensor, group, async_op)
+        return _Nested(work) if self._nested else work
+
+
+class _Nested:
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def get_future(self) -> Any:
+        return self._work.get_future().then(lambda future: [future.value()])
+
+
+# --- what is trained ----------------------------------------------------------------------------------------------------
+
+
+class _Regression:
+    """A network that learns the outputs of another one. Batches are sorted, so that processes see different inputs."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        self._draw = torch.Generator().manual_seed(sizes.seed)
+        self._into = torch.randn(_INPUTS, _TEACHER, generator=self._draw) * 1.5 / _INPUTS**0.5
+        self._out = torch.randn(_TEACHER, 1, generator=self._draw) / _TEACHER**0.5
+        self._sizes = sizes
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(self._sizes.seed)
+        width = self._sizes.width
+        layers = [nn.Linear(_INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)]
+        return nn.Sequential(*layers)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=self._sizes.lr)
+
+    def batch(self, examples: int) -> tuple[Tensor, Tensor]:
+        """Return inputs ``(examples, 8)`` sorted by their first number, and targets ``(examples, 1)``."""
+        inputs = torch.randn(examples, _INPUTS, generator=self._draw)
+        inputs = inputs[inputs[:, 0].argsort()]
+        return inputs, torch.tanh(inputs @ self._into) @ self._out
+
+
+class _Values(nn.Module):
+    """A linear layer on the mean of the rows of an example, whose gradients are sent as `method` says."""
+
+    def __init__(self, method: str, sizes: Sizes) -> None:
+        super().__init__()
+        torch.manual_seed(sizes.seed)
+        group, comm_dtype = dist.group.WORLD, COMM_DTYPES[method]
+        self.emb = Embedding(sizes.rows, sizes.dim, idle="lazy", process_group=group, comm_dtype=comm_dtype)
+        self.head = nn.Linear(sizes.dim, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values: Tensor = self.head(self.emb(ids).mean(1))
+        return values
+
+
+class _Lookups:
+    """A table that learns a number for each id."""
+
+    def __init__(self, method: str, sizes: Sizes) -> None:
+        self._draw = torch.Generator().manual_seed(sizes.seed)
+        self._values = torch.randn(sizes.rows, 1, generator=self._draw)
+        self._method, self._sizes = method, sizes
+
+    def model(self) -> nn.Module:
+        return _Values(self._method, self._sizes)
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self._sizes.table_lr)
+
+    def batch(self, examples: int) -> tuple[Tensor, Tensor]:
+        """Return ids ``(examples, 8)``, small ones more frequent, and targets ``(examples, 1)``."""
+        ids = (torch.rand(examples, _FIELDS, generator=self._draw) ** 3 * self._sizes.rows).long()
+        return ids, self._values[ids].mean(1)
+
+
+class Training:
+    """A model whose gradients are sent by one method, in one of `ranks` processes."""
+
+    def __init__(self, method: str, sizes: Sizes, rank: int, ranks: int) -> None:
+        self.cuda = "cuda:nccl" in dist.get_backend_config()
+        self.device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
+        self.task: Any = _Lookups(method, sizes) if method in COMM_DTYPES else _Regression(sizes)
+        self.held_out = [values.to(self.device) for values in self.task.batch(_EXAMPLES)]
+        self.net: nn.Module = self.task.model().to(self.device)
+        # In one bucket: on gloo, PowerSGD and the quantization hooks hang with several.
+        self.model = DistributedDataParallel(self.net, bucket_cap_mb=1000)
+        self.optimizer = send_by(method, self.model, self.task.optimizer(self.net))
+        each = sizes.examples // ranks
+        self._examples, self._part = sizes.examples, slice(rank * each, (rank + 1) * each)
+        self._sent = Sent(nested=method == EIGHT_BITS and not self.cuda)
+        self._before = _sent_by_tables()
+
+    def steps(self, count: int) -> None:
+        """Take training steps."""
+        with self._sent:
+            for _ in range(count):
+                inputs, targets = (values[self._part].to(self.device) for values in self.task.batch(self._examples))
+                self.optimizer.zero_grad()
+                (self.model(inputs) - targets).square().mean().backward()
+                self.optimizer.step()
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    @torch.no_grad()
+    def loss(self) -> float:
+        """Return the mean squared error of the model of this process on held out examples."""
+        inputs, targets = self.held_out
+        return float((self.net(inputs) - targets).square().mean())
+
+    def sent(self) -> float:
+        """Return the bytes sent so far to other processes, for gradients and, of tables, for ids and rows."""
+        return self._sent.bytes + _sent_by_tables() - self._before
+
+
+def _sent_by_tables() -> int:
+    traffic = exchange_of(dist.group.WORLD).traffic
+    return traffic.control + traffic.ids + traffic.rows + traffic.gradients
+
+
+# --- report -------------------------------------------------------------------------------------------------------------
+
+
+def sent_in_all(case: CaseResult) -> float:
+    """Return the bytes that a process sends in all steps."""
+    return case.figures["sent_bytes"] * case.figures["steps"]
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Compare bytes, steps and time to the loss, for each group."""
+    return [_sentence(group) for group in groups]
+
+
+def _sentence(group: GroupResult) -> str:
+    base, *others = group.ran
+    text = f"{group.title}: {base.name} {format_bytes(sent_in_all(base))} sent by a process in "
+    text += f"{base.figures['steps']:,.0f} steps and {format_seconds(base.median_s)}"
+    for case in others:
+        ratios = sent_in_all(case) / sent_in_all(base), case.median_s / base.median_s
+        text += f"; {case.name} {format_ratio(ratios[0])} the bytes, {case.figures['steps']:,.0f} steps, "
+        text += f"{format_ratio(ratios[1])} the time"
+    return text + "".join(f"; {case.name} {case.error}" for case in group.cases if case.error)
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return bytes, steps and time to the loss, by the number of processes."""
+    columns: dict[str, Show] = {
+        "sent by a process until then": lambda group, case: format_bytes(sent_in_all(case)),
+        "steps": lambda group, case: format_count(case.figures["steps"]),
+        "time": lambda group, case: format_seconds(case.median_s),
+    }
+    return [
+        table._replace(title=f"{kind}, {table.title}")
+        for kind, part in split_by(groups, "kind").items()
+        for table in pivots("processes", part, "ranks", columns)
+    ]
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the seconds to the loss, with the bytes that a process sends until then."""
+
+    def text(group: GroupResult, case: CaseResult) -> str:
+        sent = f"{format_bytes(sent_in_all(case))} sent in {case.figures['steps']:,.0f} steps"
+        return f"{format_seconds(case.median_s)}, {sent}"
+
+    return bar_panels(
+        make_figure, groups, text, lambda group, case: COLOURS[0] if case.role == "ours" else PALE, room=0.6
+    )

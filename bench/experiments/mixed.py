@@ -1,0 +1,354 @@
+"""Mixed precision: time, memory and accuracy of a language model by batch size, with 16 bits in several places.
+
+The network is that of Bengio et al., "A Neural Probabilistic Language Model" (JMLR 2003), with ReLU for tanh: rows of the
+previous words side by side, hidden layers, and a softmax over the most frequent words. The same first weights and batches in
+float32, in bfloat16, under torch.autocast, and with a table that stores its rows in bfloat16.
+``python bench/record.py here --only mixed``.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import gzip
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from speedtransfer.benchmark.measure import Case, Group, synchronize
+from speedtransfer.benchmark.memory import in_process, peak_bytes, reset_peak
+from speedtransfer.benchmark.report import TextTable, accuracy, lines_by, pivots, show_held, show_time
+from speedtransfer.benchmark.results import GroupResult, noise, sorted_by
+from speedtransfer.errors import DeviceError, SpeedtransferError
+from speedtransfer.nn import Embedding
+from speedtransfer.system import cpu_features
+from speedtransfer.units import format_ratio, format_seconds
+
+NOTE = (
+    "AdamW; the learning rate grows with the root of the batch size. All forms begin with the same weights and see the same "
+    "batches. FP32: float32 without TF32, as torch has it by default; BF16, all of it: model.to(torch.bfloat16), parameters "
+    "and optimizer state too; AMP: float32 parameters under torch.autocast; rows in BF16: the table stores rows and their "
+    "state in bfloat16, and the model computes in float32. The accuracy is the share of words held out that are the most "
+    "probable one, after all epochs. Memory is the peak beyond what there was before the model, on the CPU of a process of "
+    "its own."
+)
+ACCURACY, LOSS, WOULD_TAKE = "accuracy", "loss", "would_take_s"
+MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32, for forms with float32 weights
+# Limits beyond which a form is not trained through.
+_MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0
+_EVALUATED_AT_ONCE, _LR_BATCH = 2048, 128  # a learning rate is that of this batch size
+_BATCHES, _QUICK_BATCHES = (128, 256, 512, 1024, 2048), (128, 512)
+# CPU features for 16-bit arithmetic; f16c only converts. Tensor cores have float16 since 7.0 and bfloat16 since 8.0.
+_FEATURES = {
+    "bfloat16": ("amx_bf16", "avx512_bf16", "bf16", "svebf16"),
+    "float16": ("amx_fp16", "avx512_fp16", "asimdhp"),
+}
+_LEAST_CAPABILITY = {"bfloat16": 8, "float16": 7}
+
+
+class Sizes(NamedTuple):
+    """Sizes of the network and of its training: words before the target, possible targets, windows to train on and judge."""
+
+    context: int
+    classes: int
+    dim: int
+    hidden: int
+    layers: int
+    windows: int
+    epochs: int
+    held_out: int
+    lr: float
+
+
+_CPU = Sizes(context=4, classes=2000, dim=64, hidden=256, layers=1, windows=61_440, epochs=2, held_out=20_000, lr=1e-3)
+# Wide layers need a small learning rate.
+_CUDA = Sizes(8, 2000, 256, 4096, 2, 102_400, 2, 20_000, 2.5e-4)
+_QUICK = Sizes(2, 500, 16, 32, 1, 8_192, 1, 2_000, 1e-3)
+
+
+@dataclass(frozen=True)
+class Form:
+    """Which numbers have 16 bits.
+
+    Layers compute in `computed`, under torch.autocast with `autocast` (float16 with a GradScaler), or because the `whole`
+    model is converted. Values and state in the table have `value_bytes`; `options` are those of the embedding.
+    """
+
+    name: str
+    computed: torch.dtype
+    value_bytes: int = 4
+    autocast: bool = False
+    whole: bool = False
+    options: dict[str, torch.dtype] = field(default_factory=dict)
+
+
+_ROWS = {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}
+FP32, BF16, *_ = FORMS = (
+    Form("FP32", torch.float32),
+    Form("BF16, all of it", torch.bfloat16, value_bytes=2, whole=True),
+    Form("AMP, bfloat16", torch.bfloat16, autocast=True),
+    Form("AMP, float16 + GradScaler", torch.float16, autocast=True),
+    Form("FP32, rows in BF16", torch.float32, value_bytes=2, options=_ROWS),
+)
+
+
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Make a group for each batch size; CUDA has a larger network."""
+    sizes = _QUICK if quick else _CUDA if device.type == "cuda" else _CPU
+    hidden = " and ".join([str(sizes.hidden)] * sizes.layers)
+    return [
+        Group(
+            f"next word of {sizes.context}, MLP of {hidden}, {batch:,} windows a step, accuracy after {sizes.epochs} "
+            f"epoch{'s' * (sizes.epochs > 1)} of {sizes.windows:,}",
+            functools.partial(_cases, device, sizes, batch, seed),
+            {"batch": batch, **sizes._asdict(), "hardware": hardware(device)},
+            effort={} if quick else {"turns": 4, "samples": 7, "budget_s": 4.0},
+        )
+        for batch in (_QUICK_BATCHES if quick else _BATCHES)
+    ]
+
+
+def hardware(device: torch.device) -> dict[str, list[str]]:
+    """Return the features of the device for 16-bit arithmetic, by dtype; empty if they are unknown."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return {dtype: [f"sm_{major}{minor}"] * (major >= least) for dtype, least in _LEAST_CAPABILITY.items()}
+    features = cpu_features()
+    found = {dtype: [name for name in names if name in features] for dtype, names in _FEATURES.items()}
+    return found if features else {}
+
+
+class Windows(NamedTuple):
+    """Windows of a text, ``(n, context + 1)`` int64 each, whose last word is the target; words are numbered by frequency."""
+
+    num_words: int
+    train: Tensor
+    held_out: Tensor
+
+
+@functools.lru_cache(maxsize=2)
+def read_windows(context: int, classes: int) -> Windows:
+    """Return windows: `context` words and a target among the `classes` most frequent. A tenth, the last, is held out."""
+    corpora = resources.files("speedtransfer.word2vec").joinpath("corpora")
+    with corpora.joinpath("world_factbook.words.txt.gz").open("rb") as packed:
+        lines = gzip.decompress(packed.read()).decode().splitlines()
+    words = [word for line in lines for word in (*line.split(), "")]
+    split = len(words) - len(words) // 10
+    counts = collections.Counter(word for word in words[:split] if word)
+    numbers = {word: number for number, (word, _) in enumerate([*counts.most_common(), ("", 0)])}
+    tokens = torch.tensor([numbers.get(word, len(numbers)) for word in words], dtype=torch.int64)
+    cut = [part.unfold(0, context + 1, 1) for part in (tokens[:split], tokens[split:])]
+    return Windows(len(numbers) + 1, *(windows[windows[:, -1] < classes] for windows in cut))
+
+
+class _NextWord(nn.Module):
+    """Logits of the next word, ``(n, classes)``, from the previous words, ``(n, context)``."""
+
+    def __init__(self, sizes: Sizes, num_words: int, device: torch.device, **options: Any) -> None:
+        super().__init__()
+        self.words: Any = Embedding(num_words, sizes.dim, device=device, **options)
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise([sizes.context * sizes.dim, *[sizes.hidden] * sizes.layers]):
+            layers += [nn.Linear(inputs, outputs, device=device), nn.ReLU()]
+        self.mlp = nn.Sequential(*layers, nn.Linear(sizes.hidden, sizes.classes, device=device))
+
+    def forward(self, words: Tensor) -> Tensor:
+        out: Tensor = self.mlp(self.words(words).flatten(1))
+        return out
+
+
+class Training:
+    """A network, its optimizer and its batches of `batch` windows; `seed` determines weights and batches."""
+
+    def __init__(self, form: Form, sizes: Sizes, batch: int, device: torch.device, seed: int = 0) -> None:
+        self.form, self.sizes, self.batch, self.device, self.seed = form, sizes, batch, device, seed
+        self.windows = read_windows(sizes.context, sizes.classes)
+        chosen = torch.randperm(len(self.windows.train), generator=torch.Generator().manual_seed(seed))[: sizes.windows]
+        self._mine = self.windows.train[chosen].to(device)
+        self.steps = sizes.epochs * (len(self._mine) // batch)
+        self.model: Any = None
+
+    def restart(self) -> None:
+        """Make a new network with the initial weights."""
+        form, self.model = self.form, None  # frees memory for the new one
+        with torch.random.fork_rng():
+            torch.manual_seed(self.seed)
+            model = _NextWord(self.sizes, self.windows.num_words, self.device, **form.options)
+        self.model = model.to(form.computed) if form.whole else model
+        lr = self.sizes.lr * math.sqrt(self.batch / _LR_BATCH)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=form.computed == torch.float16)
+        self._batches = self._all_batches()
+
+    def _all_batches(self) -> Iterator[Tensor]:
+        draw = torch.Generator().manual_seed(self.seed + 1)
+        while True:
+            for places in torch.randperm(len(self._mine), generator=draw).to(self.device).split(self.batch):
+                if len(places) == self.batch:
+                    yield self._mine[places]
+
+    def step(self) -> None:
+        """Take a step; raises DeviceError if torch cannot compute in this form here."""
+        windows = next(self._batches)
+        loss = F.cross_entropy(self._logits(windows[:, :-1]), windows[:, -1])
+        self.scaler.scale(loss).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+
+    def _logits(self, words: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, self.form.computed, enabled=self.form.autocast):
+            logits: Tensor = self.model(words)
+        if logits.dtype != self.form.computed:
+            raise DeviceError(
+                f"this torch computes in {logits.dtype} on {self.device.type} where {self.form.computed} is asked for"
+            )
+        return logits.float()
+
+    @torch.no_grad()
+    def evaluate(self) -> tuple[float, float]:
+        """Return accuracy and mean loss on held out windows."""
+        held_out = self.windows.held_out[: self.sizes.held_out]
+        right = loss = 0.0
+        for part in held_out.split(_EVALUATED_AT_ONCE):
+            words = part.to(self.device)
+            logits = self._logits(words[:, :-1])
+            right += float((logits.argmax(1) == words[:, -1]).sum())
+            loss += float(F.cross_entropy(logits, words[:, -1], reduction="sum"))
+        return right / len(held_out), loss / len(held_out)
+
+
+def _cases(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
+    plain: dict[str, float] = {}  # the loss and seconds of FP32, which comes first
+    return [Case.of(form.name, _Steps(Training(form, sizes, batch, device, seed), plain), "ours") for form in FORMS]
+
+
+class _Steps:
+    """Training steps in a form."""
+
+    def __init__(self, training: Training, plain: dict[str, float]) -> None:
+        self.training, self._plain = training, plain
+        self.memory: dict[str, int] = {}
+        self.figures: dict[str, float] = {}
+        self._step_s = 0.0
+
+    def run(self) -> None:
+        if not self._step_s:
+            self._begin()
+        self.training.step()
+
+    def _begin(self) -> None:
+        training = self.training
+        self.memory.update(memory_of(training))
+        training.restart()
+        training.step()  # warm-up
+        synchronize(training.device)
+        start = time.perf_counter()
+        training.step()
+        synchronize(training.device)
+        self._step_s = time.perf_counter() - start
+        if training.form is not FP32 and self._step_s > _MOST_STEP_S:
+            raise SpeedtransferError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
+
+    def check(self) -> None:
+        """Check the size of the table; then train through all epochs, unless that takes too long, and check the loss."""
+        training, form, table = self.training, self.training.form, self.training.model.words.table
+        # Weights, AdamW's two planes of state, and the last step of each row.
+        expected = (3 * form.value_bytes * training.sizes.dim + 4) * training.windows.num_words
+        assert table.nbytes == expected, f"the table holds {table.nbytes:,} bytes, not {expected:,}"
+        expected_s = self._step_s * training.steps
+        if form is not FP32 and expected_s > max(_MOST_TRAINING_S, _MOST_TIMES * self._plain.get("seconds", 0.0)):
+            self.figures[WOULD_TAKE] = expected_s
+            return
+        start = time.perf_counter()
+        training.restart()
+        for _ in range(training.steps):
+            training.step()
+        synchronize(training.device)
+        seconds = time.perf_counter() - start
+        right, loss = training.evaluate()
+        self.figures.update({ACCURACY: right, LOSS: loss})
+        if form is FP32:
+            self._plain.update(seconds=seconds, loss=loss)
+        chance, plain = math.log(training.sizes.classes), self._plain.get("loss", math.inf)
+        assert loss < chance, f"ends with a loss of {loss:.4f}, and guessing has {chance:.4f}"
+        most = math.inf if form is BF16 else MAX_LOSS_RATIO * plain
+        assert loss <= most, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
+
+
+def memory_of(training: Training) -> dict[str, int]:
+    """Measure the peak of the first steps: of the device, or of a process of its own, of the host."""
+    given = training.form, training.sizes, training.batch
+    try:
+        if training.device.type != "cuda":
+            return in_process(_peak, *given, training.device)
+        return _peak(*given, training.device)
+    except SpeedtransferError:
+        return {}
+
+
+def _peak(form: Form, sizes: Sizes, batch: int, device: torch.device) -> dict[str, int]:
+    """Return the peak of three steps, as the second has all of the optimizer's state, after those of a small network."""
+    cuda, base = device.type == "cuda", 0
+    for training in (Training(form, sizes._replace(dim=8, hidden=8), 8, device), Training(form, sizes, batch, device)):
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        base = torch.cuda.memory_allocated(device) if cuda else reset_peak()
+        training.restart()
+        for _ in range(3):
+            training.step()
+    synchronize(device)
+    if not cuda:
+        return {"host_bytes": max(0, peak_bytes() - base)}
+    table = training.model.words.table
+    return {"device_bytes": torch.cuda.max_memory_allocated(device) - base, "host_bytes": table.nbytes}
+
+
+# --- report -------------------------------------------------------------------------------------------------------------
+
+
+def sentences(groups: list[GroupResult]) -> list[str]:
+    """Compare each form with FP32 at the smallest and the largest batch, and say which instructions the device has."""
+    groups = [group for group in sorted_by(groups, "batch") if FP32.name in group.by_name]
+    lines = [
+        f"the device lists {', '.join(names) or 'no instructions'} for {dtype}"
+        for dtype, names in (groups[0].params["hardware"].items() if groups else ())
+    ]
+    for form in FORMS[1:]:
+        found = [
+            (g.params["batch"], g.by_name[form.name], g.by_name[FP32.name]) for g in groups if form.name in g.by_name
+        ]
+        shown = [
+            f"{format_ratio(case.median_s / plain.median_s)} the time of {FP32.name} at batch {batch:,}"
+            for batch, case, plain in {id(one): one for one in (*found[:1], *found[-1:])}.values()
+        ]
+        late = [
+            f"{batch:,} ({format_seconds(case.figures[WOULD_TAKE])})"
+            for batch, case, _ in found
+            if WOULD_TAKE in case.figures
+        ]
+        shown += [f"not trained through, for the time it would take, at batch {', '.join(late)}"] if late else []
+        if shown:
+            lines.append(f"{form.name}: {', '.join(shown)}" + noise(*(case for _, case, _ in found)))
+    return lines
+
+
+def tables(groups: list[GroupResult]) -> list[TextTable]:
+    """Return time, memory and accuracy, by batch size."""
+    columns = {"a step": show_time, "memory": show_held, "accuracy": lambda group, case: accuracy(case)}
+    return pivots("examples of a batch", groups, "batch", columns)
+
+
+def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
+    """Draw the time of a step by batch size."""
+    return lines_by(
+        make_figure, {"A step, by where 16 bits are": sorted_by(groups, "batch")}, "batch", "windows of a batch"
+    )

@@ -1,0 +1,238 @@
+"""Gradients between processes in fewer bytes, beside tables or without: a hook of one bit a value, and block momentum.
+
+Copy this file; ``bench/experiments/exchange.py`` measures what it saves. torch's own hooks (fp16, PowerSGD, post-local SGD)
+work beside tables as they are.
+"""
+
+# DDP checks the annotations of a hook, which must not be strings.
+import functools
+import itertools
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn import functional
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+
+log = logging.getLogger(__name__)
+# In the __dict__ of a parameter whose values a table has.
+_TABLE_KEY = "_speedtransfer_handle"
+
+
+class OneBitState:
+    """State of :func:`one_bit_hook`: the errors of the signs that this rank has sent, to be sent with the next ones.
+
+    It can be pickled, on each rank its own; the process group is left out and becomes the default one.
+
+    Parameters
+    ----------
+    process_group : ProcessGroup, optional
+        Of the model; default: all ranks.
+    start_step : int
+        Steps that send whole gradients before. The first gradients are large and change fast, which signs follow badly.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup | None = None, start_step: int = 1000) -> None:
+        self.process_group = process_group
+        self.start_step = check_size(start_step, "start_step")
+        self.step = 0
+        # By the number of the parameter. Buckets change after the first step, and their numbers then mean other parameters.
+        self.errors: dict[int, Tensor] = {}
+        self._numbers: dict[int, int] = {}
+
+    def numbers(self, params: list[Tensor]) -> list[int]:
+        """Return the numbers of `params`: their places in the buckets of the first step, the same in every process."""
+        return [self._numbers.setdefault(id(param), len(self._numbers)) for param in params]
+
+    def error(self, number: int, size: int) -> Tensor:
+        """Return the flat error of a parameter of `size` values."""
+        error = self.errors.get(number)
+        if error is None:
+            return torch.zeros(size)
+        if len(error) != size:
+            raise InvalidValueError(
+                f"the state of one_bit_hook has {len(error)} values for a parameter of {size}: it is of another "
+                "model; make a new OneBitState"
+            )
+        return error
+
+    def __getstate__(self) -> dict[str, Any]:
+        log.warning("the state of one_bit_hook is saved without its process group")
+        return {**self.__dict__, "process_group": None, "_numbers": {}}
+
+
+def one_bit_hook(
+    state: OneBitState,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[Tensor]:
+    """Send the signs of gradients and the mean magnitude of each row, ``(rows, ...)``; return the mean over ranks.
+
+    What the signs miss is added to the gradients of the next step (Seide et al., "1-bit stochastic gradient descent", 2014).
+    A rank gets a 32nd of a float32 gradient, and the scales, from each other: W / 64 of the bytes of an all-reduce by W ranks.
+
+    Where a gradient is inf or NaN, all ranks get inf or NaN for the parameter, which ``GradScaler`` sees.
+
+    Examples
+    --------
+    >>> model = DistributedDataParallel(model)  # doctest: +SKIP
+    >>> model.register_comm_hook(OneBitState(start_step=1000), one_bit_hook)  # doctest: +SKIP
+
+    Raises
+    ------
+    InvalidTypeError
+        A gradient is sparse.
+    InvalidValueError
+        `state` was saved with another model.
+    """
+    buffer, params = bucket.buffer(), bucket.parameters()
+    if buffer.layout != torch.strided:
+        raise InvalidTypeError(
+            "one_bit_hook was given a sparse gradient but sends signs of dense ones; make the module with sparse=False"
+        )
+    # In the first step too, which numbers them.
+    numbers = state.numbers(params)
+    whole = state.step < state.start_step
+    state.step += bucket.is_last()
+    if whole:
+        return allreduce_hook(state.process_group, bucket)  # type: ignore[arg-type]  # None too
+    # Rows, one scale each; a vector is one row.
+    shapes = [(len(p), p[0].numel()) if p.dim() > 1 and len(p) else (1, p.numel()) for p in params]
+    sizes = [param.numel() for param in params]
+    # Beside gradients errors are small, and float16 would round them away.
+    dtype = torch.promote_types(buffer.dtype, torch.float32)
+    error = torch.cat([state.error(n, size).to(buffer.device, dtype) for n, size in zip(numbers, sizes, strict=True)])
+    wanted = buffer + error
+    scales = torch.cat(
+        [part.view(shape).abs().mean(1) for part, shape in zip(wanted.split(sizes), shapes, strict=True)]
+    )
+    spread = _spread(scales, shapes)
+    # An overflow is not kept: the step is skipped, and the error would be infinite for ever.
+    error = torch.where(spread < torch.inf, wanted - spread.copysign(wanted), error)
+    state.errors.update(zip(numbers, error.split(sizes), strict=True))
+    head = scales.view(torch.uint8)
+    message = torch.cat([head, _pack(wanted.signbit())])
+    received = message.new_empty(dist.get_world_size(state.process_group), len(message))
+
+    def decode(_: torch.futures.Future) -> Tensor:
+        if received.is_cuda:
+            # The future runs this on a stream of its own.
+            received.record_stream(torch.cuda.current_stream(received.device))
+        mean = torch.zeros(len(buffer), dtype=dtype, device=buffer.device)
+        for row in received:
+            # A copy, as those of a row need not be aligned.
+            spread = _spread(row[: len(head)].clone().view(dtype), shapes)
+            mean += torch.where(_unpack(row[len(head) :])[: len(mean)], -spread, spread)
+        return buffer.copy_(mean.div_(len(received)))
+
+    work = dist.all_gather(list(received.unbind()), message, state.process_group, async_op=True)
+    return work.get_future().then(decode)
+
+
+def _spread(scales: Tensor, shapes: list[tuple[int, int]]) -> Tensor:
+    """Return the scale of each value, from those of all rows of all `shapes`."""
+    parts = scales.split([rows for rows, _ in shapes])
+    return torch.cat([part[:, None].expand(shape).reshape(-1) for part, shape in zip(parts, shapes, strict=True)])
+
+
+def _pack(signs: Tensor) -> Tensor:
+    """Pack bools, ``(n,)``, into ``ceil(n / 8)`` bytes."""
+    # Eight bytes of 0 or 1 as one integer; the product brings byte i to bit 56 + i.
+    eight = functional.pad(signs.view(torch.uint8), (0, -len(signs) % 8)).view(torch.int64)
+    return (eight * sum(1 << 56 - 7 * i for i in range(8)) >> 56).to(torch.uint8)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """Return the bools that `_pack` packed, and those that fill the last byte."""
+    # Each byte eight times, of which byte i keeps bit i.
+    eight = packed.to(torch.int64) * sum(1 << 8 * i for i in range(8)) & sum(1 << 9 * i for i in range(8)) - (1 << 64)
+    return eight.view(torch.uint8) != 0
+
+
+class BlockMomentumAverager(PeriodicModelAverager):
+    """Every `period` steps, move all ranks to the mean of their models, and on by a momentum of these moves.
+
+    Block momentum (Chen and Huo, "Scalable training of deep learning machines by incremental block training", 2016), for
+    torch's ``PostLocalSGDOptimizer``. The mean of W models moves less than each of them; the momentum makes up for it.
+    Tables are left out, as every row has one owner, and so are frozen parameters; all others must be the same on all ranks.
+
+    Parameters
+    ----------
+    period : int
+        Steps between averages. With an optimizer that has a momentum itself, such as Adam, rather 8 than 4.
+    warmup_steps : int
+        Steps before the first average, in which a hook of DDP averages the gradients.
+    momentum : float
+        In [0, 1). A move goes 1 / (1 - momentum) times as far in the end. Chen and Huo use 1 - 1 / W, for which it goes as far
+        as the moves of all ranks together; the default is that of two ranks. 0: the mean alone.
+    process_group : ProcessGroup, optional
+        Default: all ranks.
+
+    Raises
+    ------
+    InvalidValueError
+        `momentum` is out of its range.
+    """
+
+    def __init__(
+        self,
+        period: int,
+        warmup_steps: int = 0,
+        momentum: float = 0.5,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(period, warmup_steps, process_group)
+        if not 0 <= momentum < 1:
+            raise InvalidValueError(
+                f"momentum is {momentum} but must be in [0, 1); pass 0.5 or 1 - 1 / (number of ranks)"
+            )
+        self.momentum = momentum
+        # Flat: all parameters after the last average, and the last move.
+        self._model: Tensor | None = None
+        self._move: Tensor | None = None
+
+    @torch.no_grad()
+    def average_parameters(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> None:
+        """Count a step; average parameters, or those of parameter groups, after the warm-up and every `period` steps."""
+        due = self.step >= self.warmup_steps and (self.step - self.warmup_steps) % self.period == 0
+        self.step += 1
+        # A process that is not in the group has rank -1.
+        averaged = _averaged(params) if due and dist.get_rank(self.process_group) >= 0 else []
+        if not averaged:
+            return
+        # At least float32: half-precision parameters would lose small moves.
+        dtypes = [torch.float32, *(param.dtype for param in averaged)]
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        model = torch.cat([param.detach().flatten().to(dtype) for param in averaged])
+        model /= dist.get_world_size(self.process_group)
+        dist.all_reduce(model, group=self.process_group)
+        if self._model is None or self._move is None or len(self._model) != len(model):
+            # The first average, or other parameters are trained than at the last one.
+            self._move = torch.zeros_like(model)
+        else:
+            # A loaded state may be on another device.
+            last = self._model.to(model)
+            self._move = self.momentum * self._move.to(model) + (model - last)
+            model = last + self._move
+        self._model = model
+        for param, values in zip(averaged, model.split([param.numel() for param in averaged]), strict=True):
+            param.copy_(values.view_as(param))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the count of steps, the last average and the last move, the same on all ranks."""
+        return {"step": self.step, "model": self._model, "move": self._move}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.step, self._model, self._move = (state_dict[name] for name in ("step", "model", "move"))
+
+
+def _averaged(params: Iterable[nn.Parameter] | Iterable[dict[str, Any]]) -> list[nn.Parameter]:
+    """Return the parameters to average. Not those with a gradient, as torch does, which may be others on another rank."""
+    every = itertools.chain.from_iterable(p["params"] if isinstance(p, dict) else [p] for p in params)
+    return [param for param in every if param.requires_grad and _TABLE_KEY not in param.__dict__]

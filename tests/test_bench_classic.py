@@ -1,0 +1,227 @@
+"""bench/experiments/: compute against transfer, mixed precision and fewer bytes, with checks that notice what is wrong."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from speedtransfer.benchmark.measure import measure
+from speedtransfer.benchmark.report import markdown, plot, summary_tables
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+
+ROOT = Path(__file__).resolve().parents[1]
+CPU = torch.device("cpu")
+FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
+
+
+@pytest.fixture(autouse=True)
+def suites(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("store").suites()
+
+
+@pytest.fixture
+def tax(suites, monkeypatch):
+    module = suites["tax"].module
+    monkeypatch.setattr(module, "_SPIN_S", 0.0)
+    return module
+
+
+@pytest.fixture
+def mixed(suites):
+    return suites["mixed"].module
+
+
+@pytest.fixture
+def exchange(suites):
+    return suites["exchange"].module
+
+
+def shown(suite: str, groups: list[GroupResult]) -> str:
+    """The markdown of a result, of which a picture can be drawn."""
+    environment = {
+        "device": "A CPU",
+        "commit": "0" * 40,
+        "dirty": False,
+        "date": "2026-01-02",
+        "versions": {"torch": "2"},
+    }
+    recorded = {"suite": suite, "quick": False, "environment": environment, "groups": [g.to_json() for g in groups]}
+    assert plot(recorded).startswith(b"\x89PNG")
+    assert summary_tables(recorded)
+    return markdown(recorded)
+
+
+def test_each_is_declared_as_a_suite_is(suites):
+    for name in importlib.import_module("store").CLASSIC:
+        groups = suites[name].groups(CPU, True, seed=3, rows=5, whatever=1)
+        assert len({group.title for group in groups}) == len(groups)
+        assert len(suites[name].groups(CPU, False)) >= len(groups)
+        assert suites[name].note
+
+
+# --- compute against transfer -------------------------------------------------------------------------------------------
+
+
+def test_tax_compares_the_same_three_ways(tax):
+    found = [measure(group, CPU, **FAST) for group in tax.groups(CPU, True)[:2]]
+    assert all([case.name for case in group.ran] == [tax.HOST, tax.RESIDENT, tax.COPIES] for group in found)
+    assert "| NumPy | " in shown("tax", found)
+    assert tax.sentences(found) == [], "where the CPU is the device, nothing can pay"
+
+
+@pytest.mark.parametrize(
+    ("slower", "words"),
+    [
+        ([False, True, True], "pays from size 2 on"),
+        ([True, True], "pays from size 1 on"),
+        ([False, False], "does not pay at any size measured"),
+        ([True, False], "is not clear at this noise"),
+        ([], "is not clear at this noise"),
+    ],
+)
+def test_when_a_device_pays(tax, slower, words):
+    groups = [
+        GroupResult("", {"size": size}, [CaseResult(tax.HOST, "other", 0, [1.0]), CaseResult("x", "other", 0, [time])])
+        for size, time in enumerate((0.5 if faster else 2.0 for faster in slower), 1)
+    ]
+    assert tax.pays(groups, "x") == words
+
+
+def test_the_step_in_numpy_is_that_of_autograd(tax):
+    generator = np.random.default_rng(0)
+    x, y, w1, w2 = (generator.standard_normal(shape) for shape in ((5, 3), 5, (3, 3), (3, 1)))
+    ours = [w1.copy(), w2.copy()]
+    tax._numpy_step(x, y, ours)
+    weights = [torch.tensor(w, requires_grad=True) for w in (w1, w2)]
+    F.mse_loss((torch.tensor(x) @ weights[0]).relu() @ weights[1], torch.tensor(y)[:, None]).backward()
+    for got, w in zip(ours, weights, strict=True):
+        np.testing.assert_allclose(got, (w - tax._LR * w.grad).detach())
+
+
+def test_a_wrong_product_or_step_is_noticed(tax):
+    for make in (tax._matmul, tax._mlp):
+        for case in make(40, CPU, 0):
+            with pytest.raises(AssertionError, match="of its norm off"):
+                case.check()  # nothing has run yet
+            case.run()
+            case.check()
+
+
+# --- mixed precision ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(mixed):
+    return mixed._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
+
+
+def test_windows_are_stretches_of_the_text(mixed):
+    windows = mixed.read_windows(2, 50)
+    assert windows.train.shape[1] == 3
+    assert windows.train[:, -1].max() < 50
+    assert 0.05 < len(windows.held_out) / len(windows.train) < 0.2
+    counts = torch.bincount(windows.train[:, -1])
+    assert counts[0] == counts.max(), "words are numbered by frequency"
+
+
+def test_fp32_is_torch_nn_to_rounding(mixed, tiny):
+    training = mixed.Training(mixed.FP32, tiny, 64, CPU)
+    training.restart()
+    model, batches = training.model, training._batches
+    plain = nn.Embedding(training.windows.num_words, 4)
+    plain.load_state_dict({"weight": model.words.state_dict()["weight"]})
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 50))
+    mlp.load_state_dict(model.mlp.state_dict())
+    optimizer = torch.optim.AdamW([*plain.parameters(), *mlp.parameters()], lr=training.optimizer.defaults["lr"])
+    for _ in range(3):
+        batch = next(batches)
+        training._batches = iter([batch])
+        training.step()
+        F.cross_entropy(mlp(plain(batch[:, :-1]).flatten(1)), batch[:, -1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.words.state_dict()["weight"], plain.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_every_form_is_measured_and_judged(mixed, tiny, monkeypatch):
+    monkeypatch.setattr(mixed, "memory_of", lambda training: {"host_bytes": 1000})
+    monkeypatch.setattr(mixed, "_QUICK", tiny)
+    found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
+    assert [case.name for case in found.ran] == [form.name for form in mixed.FORMS]
+    for case in found.ran:
+        assert 0 <= case.figures[mixed.ACCURACY] <= 1
+        assert case.figures[mixed.LOSS] < math.log(50)
+        assert case.memory == {"host_bytes": 1000}
+    text = shown("mixed", [found])
+    assert "- the device lists " in text
+    assert "the time of FP32 at batch 128" in text
+
+
+def test_a_network_that_is_worse_than_in_fp32_is_noticed(mixed, tiny, monkeypatch):
+    monkeypatch.setattr(mixed, "memory_of", lambda training: {})
+    case = mixed._Steps(mixed.Training(mixed.FORMS[2], tiny, 64, CPU), {"loss": 1.0, "seconds": 1.0})
+    case.run()
+    monkeypatch.setattr(mixed.Training, "evaluate", lambda training: (0.1, 1.2))
+    with pytest.raises(AssertionError, match=r"ends with a loss of 1\.2000, FP32 with 1\.0000"):
+        case.check()
+
+
+@pytest.mark.slow
+def test_memory_in_a_process_of_its_own(mixed):
+    found = mixed.memory_of(mixed.Training(mixed.FP32, mixed._QUICK._replace(hidden=2048, dim=256), 512, CPU))
+    assert found["host_bytes"] > 12 * 2048 * 500  # the last layer, its gradient and state
+
+
+# --- fewer bytes --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gradients", "rows of a table"])
+def test_every_method_comes_to_the_loss_of_one_process(exchange, kind):
+    sizes = exchange._QUICK
+    (group,) = [group for group in exchange.groups(CPU, True) if group.params["kind"] == kind]
+    found = measure(group, CPU, **FAST)
+    whole, *others = found.ran
+    assert [case.name for case in found.ran] == list(exchange.METHODS[kind])
+    assert all(exchange.sent_in_all(case) < exchange.sent_in_all(whole) for case in others)
+    if kind == "gradients":
+        values = sum(n * sizes.width for n in (8, 1, sizes.width, 1, 1)) + 1
+        assert whole.figures["sent_bytes"] == 4 * values, "a ring of two sends what it reduces once"
+    assert f"| {whole.name} | " in shown("exchange", [found]).replace("**", "")
+
+
+def test_what_did_not_come_to_the_loss_is_told(exchange, monkeypatch):
+    found = {
+        "all-reduce": {"losses": [0.5, 0.3], "sent_bytes": 160.0, "seconds": [1.0]},
+        "one_bit_hook": {"losses": [0.5, 0.4], "sent_bytes": 10.0, "seconds": []},
+    }
+    monkeypatch.setattr(
+        exchange, "train", lambda ranks, *_: found if ranks > 1 else {"all-reduce": found["all-reduce"]}
+    )
+    whole, signs = exchange._measured("gradients", exchange._QUICK, 2, 16, 1, CPU)
+    assert whole.figures == {"steps": 16.0, "sent_bytes": 10.0, "loss": 0.3}
+    assert signs.error == "did not come to a loss of 0.303 in 48 steps"
+    groups = [GroupResult("train", {"kind": "gradients", "ranks": 2}, [whole, signs])]
+    assert "- not run: train, one_bit_hook: did not come" in shown("exchange", groups)
+    found["all-reduce"]["losses"] = [0.5, 0.299]
+    other = {"all-reduce": {"losses": [0.5, 0.31]}}
+    monkeypatch.setattr(exchange, "train", lambda ranks, *_: found if ranks > 1 else other)
+    with pytest.raises(AssertionError, match=r"0\.299, but one process 0\.31"):
+        exchange._measured("gradients", exchange._QUICK, 2, 16, 1, CPU)
+
+
+@pytest.mark.parametrize("name", ["OneBitState", "one_bit_hook", "BlockMomentumAverager"])
+def test_the_package_says_where_it_is(name):
+    for package in ("speedtransfer", "speedtransfer.ranks"):
+        with pytest.raises(
+            ImportError, match=rf"{package}\.{name} is no part of the package any more; copy it from ex"
+        ):
+            getattr(importlib.import_module(package), name)
