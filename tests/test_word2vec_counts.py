@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gensim.models import Word2Vec as Gensim
 from test_word2vec_sampler import assert_drawn_from
 
 from speedtransfer.word2vec import Sampler, Vocabulary
@@ -33,6 +32,8 @@ def blocks(vocabulary):
 
 @pytest.fixture(scope="module")
 def gensim():
+    from gensim.models import Word2Vec as Gensim
+
     model = Gensim(vector_size=2, min_count=1, sample=SAMPLE, negative=NEGATIVE)
     model.build_vocab_from_freq(dict(zip(WORDS, COUNTS.tolist(), strict=True)))
     return model

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+import sys
 import tempfile
 
 import numpy as np
@@ -14,7 +16,7 @@ from speedtransfer.word2vec import Corpus, tokenise
 from speedtransfer.word2vec.tokenise import LINE_END, WordDict
 
 pytest.importorskip("numba")
-SPACES = [chr(c) for c in range(0x110000) if chr(c).isspace()]
+SPACES = re.findall(r"\s", "".join(map(chr, range(sys.maxunicode + 1))))
 # Neighbours of white space that are none, and one character of each length.
 WORD_CHARACTERS = [*"abcxyz09'", "\x01", "\x1b", "\x7f", "\x84", "\x86", "é", "\u200b", "\u200c", "\u2030", "\u3001"]
 WORD_CHARACTERS += [
