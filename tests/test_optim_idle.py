@@ -86,8 +86,9 @@ def test_tensor_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
-def test_steps_skipped_by_grad_scaler(kwargs: dict[str, Any]) -> None:
-    pair = Exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, **kwargs}))
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_steps_skipped_by_grad_scaler(kind: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+    pair = Exact(OptimizerCase("skipped", kind, {"lr": 0.02, "weight_decay": 0.05, **kwargs}))
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7) for _ in pair.modules]
     for number, (ids, target) in enumerate(pair.batches(80)):
         for module, optimizer, scaler in zip(pair.modules, pair.optimizers, scalers, strict=True):

@@ -220,6 +220,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_without_numba_everything_still_trains() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=300, check=False

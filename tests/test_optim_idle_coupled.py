@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any
 
@@ -203,20 +202,6 @@ def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
 # --- steps that are none, forms of storage ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
-def test_steps_skipped_by_grad_scaler(kwargs: dict[str, Any]) -> None:
-    pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.02, "weight_decay": 0.05, **kwargs}))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7) for _ in pair.modules]
-    for number, (ids, target) in enumerate(pair.batches(80)):
-        for module, optimizer, scaler in zip(pair.modules, pair.optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            loss = squared_loss(module(ids), target) * (math.inf if number % 9 == 4 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    pair.assert_same(2e-5)
-
-
 def test_half_precision_rows() -> None:
     pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}), torch.float16)
     pair.train(pair.batches(40))
@@ -229,12 +214,3 @@ def test_rows_stored_in_a_small_form(options: dict[str, Any]) -> None:
     pair.train(pair.batches(100))
     weight, expected = pair.ours.table.torch().float(), pair.dense.weight.detach()
     assert float((weight - expected).abs().mean()) < 0.05 * float((expected - pair.start).abs().mean())
-
-
-@pytest.mark.parametrize("memory", ["pageable", "device", "mmap"])
-def test_memories_agree_bit_for_bit(memory: str, tmp_path: Any) -> None:
-    options = {"path": tmp_path / "table.safetensors"} if memory == "mmap" else {}
-    pair, plain = Exact(named("adam-coupled"), memory=memory, **options), Exact(named("adam-coupled"))
-    for one in (pair, plain):
-        one.train(one.batches(60))
-    assert torch.equal(pair.ours.table.torch(), plain.ours.table.torch())

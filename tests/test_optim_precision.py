@@ -126,7 +126,7 @@ def of_float32() -> float:
     return recommended()
 
 
-@pytest.mark.sweep("state")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "block"), [(torch.float8_e4m3fn, None), (torch.float8_e4m3fn, 8), (torch.float8_e5m2, None)]
 )
