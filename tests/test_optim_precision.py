@@ -86,7 +86,13 @@ def reached() -> Callable[[str], float]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize(("storage", "state"), FORMS)
+@pytest.mark.parametrize(
+    ("storage", "state"),
+    [
+        pytest.param(*form, marks=pytest.mark.slow if torch.float16 in form or FORMS.index(form) == 3 else ())
+        for form in FORMS
+    ],
+)
 def test_training_ends_near_float32(
     name: str, storage: torch.dtype, state: torch.dtype | None, reached: Callable[[str], float]
 ) -> None:

@@ -118,7 +118,10 @@ def test_the_loop_of_the_readme_in_every_memory(kind, expected_run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", OLD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("Adamax", "Adagrad", "SparseAdam") else pytest.mark.slow) for name in OLD],
+)
 def test_losses_fall_with_every_optimizer(name):
     kind = getattr(torch.optim, name)
     losses, *_ = train(KINDS["device"], lambda p: kind(p, **OLD[name]), CPU, 40, sparse=name == "SparseAdam")
