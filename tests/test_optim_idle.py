@@ -67,15 +67,6 @@ def test_hyperparameters_set_by_hand(name: str) -> None:
     pair.assert_same(5e-5)
 
 
-def test_momentum_turned_on_later() -> None:
-    pair = Exact(OptimizerCase("sgd", torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1}))
-    pair.train(pair.batches(20))
-    for optimizer in pair.optimizers:
-        optimizer.param_groups[0]["momentum"] = 0.9
-    pair.train(pair.batches(60, seed=1))
-    pair.assert_same()
-
-
 def test_tensor_learning_rate() -> None:
     pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": torch.tensor(0.03), "foreach": False}))
     pair.train(pair.batches(60))

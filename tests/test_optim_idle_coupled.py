@@ -157,35 +157,6 @@ def test_weight_decay_that_changes(name: str) -> None:
     pair.assert_same(1e-9)
 
 
-def test_decay_becomes_decoupled() -> None:
-    pair = Exact(OptimizerCase("nadam", torch.optim.NAdam, {"lr": 0.02, "weight_decay": 0.1}), torch.float64)
-    pair.train(pair.batches(40))
-    for optimizer in pair.optimizers:
-        optimizer.param_groups[0]["decoupled_weight_decay"] = True
-    pair.train(pair.batches(40, seed=1))
-    pair.assert_same(1e-9)
-
-
-def test_decay_of_adamw_becomes_coupled() -> None:
-    pair = Exact(case_named("adamw"), torch.float64)
-    if "decoupled_weight_decay" not in pair.optimizers[0].param_groups[0]:
-        pytest.skip("AdamW of this version of torch has no such entry")
-    for decoupled in (True, False, True):
-        for optimizer in pair.optimizers:
-            optimizer.param_groups[0]["decoupled_weight_decay"] = decoupled
-        pair.train(pair.batches(40, seed=int(decoupled)))
-    pair.assert_same(1e-9)
-
-
-def test_amsgrad_turned_off_and_on() -> None:
-    pair = Exact(named("amsgrad-coupled"), torch.float64)
-    for seed, amsgrad in enumerate((True, False, True)):
-        for optimizer in pair.optimizers:
-            optimizer.param_groups[0]["amsgrad"] = amsgrad
-        pair.train(pair.batches(20, seed=seed))
-    pair.assert_same(1e-9)
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
     pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": weight_decay}))
