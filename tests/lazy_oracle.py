@@ -241,7 +241,7 @@ def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Tensor | None, t
 
 
 # Optimizers of every kind of state and implementation, for the tests of how a training loop may go.
-FLOW_NAMES = ("sgd-momentum", "adamw", "adam-foreach", "adamw-fused", "adagrad", "rprop", "nadam")
+FLOW_NAMES = ("sgd-momentum", "adamw-fused", "adagrad", "rprop", "nadam")
 
 
 @pytest.fixture(params=FLOW_NAMES)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch.optim import Optimizer
 
@@ -104,6 +105,19 @@ LOOP = tuple(_variant(case, "loop", foreach=False) for case in BASE)
 FOREACH = tuple(_variant(case, "foreach", foreach=True) for case in BASE)
 FUSED = tuple(_variant(case, "fused", fused=True) for case in BASE if case.kind in FUSED_ON_CPU)
 CASES: tuple[OptimizerCase, ...] = LOOP + FOREACH + FUSED
+# Each optimizer in one implementation or another, and those that are fused in that one as well.
+ONCE = (*LOOP[::2], *FOREACH[1::2], *FUSED)
+# One of each kind of rule and of state: buffers that mix with the weight, roots and a maximum, numbers that the table shares,
+# three planes, state that is not zero at first, signs, an average of the weight; and one whose decay adapts.
+KINDS = ("sgd-momentum-weight-decay", "adamw-amsgrad", "nadam", "rmsprop-centered", "adagrad-initial", "rprop", "asgd")
+KINDS += ("adam-coupled",)
+_SOME = {f"{kind}{how}" for kind in KINDS for how in ("", "-loop", "-foreach", "-fused")}
+
+
+def some(cases: Iterable[OptimizerCase], quick: Iterable[Any] = _SOME) -> list[Any]:
+    """Return parameters of a test that asks every optimizer the same: one of each kind, or `quick`; the others are slow."""
+    names = {str(case) for case in quick}
+    return [pytest.param(case, marks=() if case.name in names else pytest.mark.slow) for case in cases]
 
 
 @dataclass(frozen=True)

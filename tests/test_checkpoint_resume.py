@@ -13,18 +13,15 @@ from lazy_oracle import (
     Twins,
     one_thread,  # noqa: F401 - a fixture
 )
-from optimizer_cases import BASE, CASES, OptimizerCase, case_named
+from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from torch import nn
 
 import speedtransfer as st
 
 TESTS = Path(__file__).parent
-# Every optimizer once, and each implementation of one that has all three; the rest is slow.
-SOME = [*BASE, *(case_named(f"adamw-{how}") for how in ("loop", "foreach", "fused"))]
-UNTRAINED = ("adagrad", "adagrad-initial", "adamw", "sgd")  # Adagrad has state before it steps
-SLOW = [case for case in CASES if case not in SOME]
-ALL = [*SOME, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW)]
-REST = [pytest.param(case, steps, marks=pytest.mark.slow) for case in SLOW for steps in (0, 10)]
+UNTRAINED = ("adagrad-initial", "adamw", "sgd")  # Adagrad has state before it steps
+# Some, and one that is fused; all, and all that are fused, are slow.
+ALL = [*some(BASE), *some(FUSED, ["adamw-fused"])]
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)
@@ -73,10 +70,17 @@ def test_resuming_in_another_process(tmp_path: Path) -> None:
     assert result.stdout.strip() == whole.digest()
 
 
-@pytest.mark.parametrize(
-    ("case", "steps"), [*((case, 10) for case in SOME), *((case_named(n), 0) for n in UNTRAINED), *REST], ids=str
-)
-def test_checkpoints_cross_over_and_training_continues_equal(case: OptimizerCase, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ALL, ids=str)
+def test_checkpoints_cross_over_and_training_continues_equal(case: OptimizerCase, tmp_path: Path) -> None:
+    cross_over(case, 10, tmp_path)
+
+
+@pytest.mark.parametrize("name", UNTRAINED)
+def test_checkpoints_of_no_step_cross_over(name: str, tmp_path: Path) -> None:
+    cross_over(case_named(name), 0, tmp_path)
+
+
+def cross_over(case: OptimizerCase, steps: int, tmp_path: Path) -> None:
     """Ours into torch, torch into ours: models that go on alike."""
     twins = Twins(case.make)
     batches = twins.batches(20)

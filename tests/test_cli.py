@@ -113,6 +113,7 @@ def test_version(run):
     assert run("--version") == (0, f"speedtransfer {speedtransfer.__version__}\n", "")
 
 
+@pytest.mark.slow
 def test_runs_as_a_module_and_fails_in_one_line():
     argv = [sys.executable, "-W", "error", "-m", "speedtransfer", "word2vec", "nearest", "missing.bin", "word"]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300)
@@ -123,12 +124,12 @@ def test_runs_as_a_module_and_fails_in_one_line():
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.sweep
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["info"]], ids=" ".join)
+@pytest.mark.parametrize("argument", ["--help", "--version", pytest.param("info", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_output_that_has_no_room_is_one_line(arguments, unbuffered):
+def test_output_that_has_no_room_is_one_line(argument, unbuffered):
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
     with open("/dev/full", "wb") as full:
-        argv = [sys.executable, "-m", "speedtransfer", *arguments]
+        argv = [sys.executable, "-m", "speedtransfer", argument]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, env=environment)
     assert done.returncode == 2
     assert done.stderr.startswith("speedtransfer: error: cannot write the output (No space left on device);")

@@ -134,6 +134,7 @@ class TestStatus:
         assert "OSError: the disk is on fire" in status.reason
 
 
+@pytest.mark.slow
 @without_cuda
 def test_a_torch_for_cuda_works_without_a_driver(tmp_path):
     """What most install on Linux, on a machine without a GPU; tests/without_driver.py says what is run."""

@@ -114,7 +114,7 @@ def check_memory(result, names):
     assert found == {name: wanted[name] for name in names}
 
 
-@pytest.mark.parametrize("name", ["lazy", "exact"])
+@pytest.mark.parametrize("name", [pytest.param("lazy", marks=pytest.mark.slow), "exact"])
 def test_rows_are_read_ahead(text, monkeypatch, name):
     found, wait = [], st.nn.Ticket.wait
 
@@ -182,6 +182,7 @@ def test_damaged_files_are_refused(text, tmp_path):
             read_corpus(path, 40)
 
 
+@pytest.mark.slow
 def test_a_contender_that_takes_too_much_memory_is_left_out(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(run, "available_bytes", lambda: 16 * 50 * 4 * 4 * 4)
     arguments = ["--data", str(text), "--out", str(tmp_path), *TINY, "--only", "dense", "none"]

@@ -160,19 +160,22 @@ WRITES: dict[str, Callable[[Training], Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
-    return Training("mmap", tmp_path_factory.mktemp("forked"))
-
-
-@pytest.mark.parametrize("write", WRITES)
-def test_a_child_writes_to_nothing(training: Training, write: str) -> None:
-    run = training
+def test_a_child_writes_to_nothing(tmp_path: Path) -> None:
+    run = Training("mmap", tmp_path)
     before = run.stored()
-    with pytest.raises(
-        DeviceError, match=r"rows of emb\.weight are memory='mmap' of the process that this one was forked"
-    ):
-        in_child(lambda: plain(WRITES[write](run)))
+
+    def refusals() -> dict[str, str]:
+        found = {}
+        for name, write in WRITES.items():
+            try:
+                write(run)
+                found[name] = "not refused"
+            except DeviceError as error:
+                found[name] = str(error)
+        return found
+
+    for name, said in in_child(refusals).items():
+        assert "rows of emb.weight are memory='mmap' of the process that this one was forked" in said, (name, said)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 from cpu_kernels import cpu_kernels
 from exact_pair import CASES, COUPLED
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
-from optimizer_cases import OptimizerCase
+from optimizer_cases import KINDS, OptimizerCase, some
 from torch import Tensor
 
 from speedtransfer.idle import History, Replay, Rule, cuda_catch_up, rule_for
@@ -48,8 +48,9 @@ def copied(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in rows.items()}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", some(CASES, [*KINDS, "adamax-plain", "radam", "adadelta"]), ids=str)
 def test_missed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:
     rule, steps, rows = trained(case, dtype, 70, dim=7)
     if rule.coupled or None in steps:
@@ -86,6 +87,7 @@ def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Te
     return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype) -> None:

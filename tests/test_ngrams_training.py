@@ -39,12 +39,9 @@ STILL = {
     "adagrad": functools.partial(torch.optim.Adagrad, lr=0.05),
 }
 MOVING = {
-    "adamw": ADAMW,
     "adamw-fused": functools.partial(ADAMW, fused=True),
-    "adamw-loop": functools.partial(ADAMW, foreach=False),
     "adam-coupled": functools.partial(torch.optim.Adam, lr=1e-2, weight_decay=1e-3),
     "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01),
-    "adamax": functools.partial(torch.optim.Adamax, lr=1e-2),
 }
 # Rows of a head. 16 heads have the next 16 primes: 438 rows in all, which a large batch touches every one of, and 7,150.
 FEW, MANY = 3, 400

@@ -98,15 +98,6 @@ def test_a_step_in_inference_mode_is_no_business_of_ours_but_a_table_made_there_
     assert table.torch()[1].tolist() == [-1.0, -1.0]
 
 
-def test_retain_graph_and_two_backwards() -> None:
-    ours, dense = both()
-    for module in (ours, dense):
-        loss = module(IDS).square().sum()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert torch.equal(dense_grad(ours), dense.weight.grad)
-
-
 def test_gradient_of_the_output_alone() -> None:
     ours, dense = both()
     grads = []
@@ -115,13 +106,6 @@ def test_gradient_of_the_output_alone() -> None:
         grads.append(torch.autograd.grad(out.square().sum(), out)[0])
     assert torch.equal(*grads)
     assert ours.weight.grad is None
-
-
-def test_one_graph_with_two_lookups_of_the_same_table() -> None:
-    ours, dense = both()
-    for module in (ours, dense):
-        (module(IDS[0]) * module(IDS[1])).sum().backward()
-    torch.testing.assert_close(dense_grad(ours), dense.weight.grad, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -137,23 +121,6 @@ def test_activation_checkpointing_deposits_the_gradient_once(reentrant: bool) ->
 
         torch.utils.checkpoint.checkpoint(block, scale, use_reentrant=reentrant).sum().backward()
     assert torch.equal(dense_grad(ours), dense.weight.grad)
-
-
-def test_autocast_leaves_the_rows_alone() -> None:
-    ours, dense = both()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert ours(IDS).dtype == dense(IDS).dtype == torch.float32
-
-
-def test_output_outlives_the_step() -> None:
-    """A step updates the memory of the active rows; what forward returned must not change with it."""
-    emb = speedtransfer.Embedding(12, 64)
-    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
-    out = emb(IDS)
-    before = out.detach().clone()
-    out.sum().backward()
-    opt.step()
-    assert torch.equal(out, before)
 
 
 def test_rows_written_between_forward_and_backward() -> None:

@@ -17,44 +17,6 @@ import speedtransfer
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-@pytest.mark.parametrize("how", ["in place", "assigned"])
-def test_writing_to_the_idle_weight_writes_the_rows(how: str) -> None:
-    emb = speedtransfer.Embedding(12, 5)
-    if how == "in place":
-        torch.nn.init.constant_(emb.weight, 0.5)
-    else:
-        emb.weight.data = torch.full((12, 5), 0.5)
-    assert emb(IDS).eq(0.5).all()
-    assert emb.weight.shape == (12, 5)
-
-
-def test_a_penalty_over_the_parameters_trains_all_rows() -> None:
-    ours, dense = both()
-    for module in (ours, dense):
-        opt = torch.optim.SGD(module.parameters(), lr=0.1)
-        (module(IDS).sum() + module.weight.pow(2).sum()).backward()
-        opt.step()
-    assert torch.equal(ours.table.torch(), dense.weight.detach())
-
-
-def test_hooks_on_the_weight_see_the_gradient_of_the_whole_table() -> None:
-    ours, dense = both()
-    opts, done = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (ours, dense)], []
-    for module, opt in zip((ours, dense), opts, strict=True):
-        module.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
-
-        def step(weight: torch.nn.Parameter, opt: torch.optim.Optimizer = opt) -> None:
-            done.append(weight.grad.shape)
-            opt.step()
-            opt.zero_grad()
-
-        module.weight.register_post_accumulate_grad_hook(step)
-        module(IDS).sum().backward()
-    assert done == [(12, 5)] * 2
-    assert torch.equal(ours.table.torch(), dense.weight.detach())
-    assert ours.weight.grad is None
-
-
 def test_a_graph_that_saved_rows_cannot_be_used_after_a_step_wrote_them() -> None:
     bag = speedtransfer.EmbeddingBag(12, 5, mode="sum")
     weights = torch.rand(IDS.shape, requires_grad=True)
@@ -85,16 +47,6 @@ def test_a_trained_table_is_freed_with_its_module() -> None:
         assert table() is None, "no cycle keeps it until the next collection"
     finally:
         gc.enable()
-
-
-def test_writes_to_the_active_rows_are_the_users_own() -> None:
-    emb = speedtransfer.Embedding(12, 5)
-    opt = torch.optim.SGD(emb.parameters(), lr=0.0)
-    emb(IDS).sum().backward()
-    with torch.no_grad():
-        emb.weight.zero_()
-    opt.step()
-    assert not emb(IDS).any()
 
 
 def test_one_memory_cannot_be_two_tables() -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 
+from forked import run_script
 from test_layers import FILES, PACKAGE
 
 PUT_BACK = """
@@ -56,7 +55,8 @@ assert steps() == [1, 0.5, 1, 1, 1]
 
 
 def test_all_are_put_back():
-    subprocess.run([sys.executable, "-c", PUT_BACK], check=True)
+    ran = run_script(PUT_BACK)
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_nothing_of_torch_is_replaced_elsewhere():

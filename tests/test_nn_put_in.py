@@ -116,6 +116,7 @@ def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
     return model(IDS).detach()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "put"),
     [("embedding", "register"), ("embedding", "assign"), *((k, p) for k in MAKE for p in ("dict", "of another"))],

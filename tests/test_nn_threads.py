@@ -115,6 +115,7 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"idle": "lazy"}], ids=["exact", "cache", "lazy"])
 @pytest.mark.parametrize("name", USES)
 def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: Any) -> None:

@@ -15,7 +15,6 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-ALWAYS = "recommender"  # the one that `make test` runs; `make test-slow` runs all
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
@@ -43,14 +42,12 @@ def write(path: Path, *cells: nbformat.NotebookNode) -> Path:
 
 
 def test_there_are_notebooks():
-    names = {"knowledge_graph", "oversized", "transfer", "word2vec_adamax", ALWAYS}
+    names = {"knowledge_graph", "oversized", "transfer", "word2vec_adamax", "recommender"}
     assert names <= {path.stem for path in NOTEBOOKS}
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[] if path.stem == ALWAYS else pytest.mark.slow, id=path.stem) for path in NOTEBOOKS],
-)
+@pytest.mark.slow
+@every_notebook
 def test_runs_at_the_small_size(path, tmp_path):
     before = path.read_bytes()
     done = run("--small", "--output", tmp_path, "--timeout", 200, path)
@@ -101,10 +98,11 @@ def test_outputs_are_written_in_place_and_clean(tmp_path):
     ("code", "timeout_s", "messages"),
     [
         ("1 / 0", 60, ["ZeroDivisionError"]),
-        (
+        pytest.param(
             "import os, sys\nprint(os.getcwd(), file=sys.stderr)",
             60,
             ["has an error or a warning", "path of this machine"],
+            marks=pytest.mark.slow,
         ),
         pytest.param("while True: pass", 1, ["timed out"], marks=pytest.mark.slow),
         pytest.param("import os\nos._exit(1)", 60, ["Kernel died"], marks=pytest.mark.slow),
@@ -119,6 +117,7 @@ def test_a_notebook_that_must_not_be_shown_stays_as_it_is(code, timeout_s, messa
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_small_takes_no_data_and_the_folder_is_made(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDTRANSFER_DATA", str(tmp_path))
     code = "import os\n[os.environ.get(f'SPEEDTRANSFER_{name}') for name in ('SMALL', 'DATA')]"

@@ -13,7 +13,7 @@ from lazy_oracle import (
     LazyOracle,
     one_thread,  # noqa: F401 - a fixture
 )
-from optimizer_cases import BASE, FUSED, OptimizerCase, case_named
+from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -83,7 +83,7 @@ def assert_equal(ours: Any, dense: Any, where: str = "") -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [*BASE, *(pytest.param(case, marks=() if case.kind is torch.optim.AdamW else pytest.mark.slow) for case in FUSED)],
+    some([*BASE, *FUSED]),
     ids=str,
 )
 def test_there_and_back(case: OptimizerCase) -> None:

@@ -217,7 +217,7 @@ def compare(moment: Callable[[Run, Look], None], act: Callable[[Run], None], idl
         torch.testing.assert_close(ours.seen, dense.seen)
 
 
-@pytest.mark.sweep(strength=2)
+@pytest.mark.sweep("moment", "idle", strength=2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
 @pytest.mark.parametrize("moment", [*MOMENTS, *IN_BACKWARD])
@@ -225,6 +225,7 @@ def test_a_look_at_the_weight_changes_nothing(moment: Any, idle: str, optimizer:
     compare(moment, Run.look, idle, optimizer)
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
 @pytest.mark.parametrize("moment", [before_step, after_step, after_backward, in_closure])
 @pytest.mark.parametrize("act", [save, duplicate, pickle_model])
@@ -246,6 +247,7 @@ def test_a_look_from_hooks_of_all_optimizers(idle: str) -> None:
         torch.testing.assert_close(ours.seen, dense.seen)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_what_hooks_write_is_trained_on(moment: Any, optimizer: str) -> None:

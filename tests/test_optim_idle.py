@@ -12,7 +12,7 @@ from lazy_oracle import (
     one_thread,  # noqa: F401 - a fixture
     squared_loss,
 )
-from optimizer_cases import FUSED, OptimizerCase, case_named
+from optimizer_cases import FUSED, OptimizerCase, case_named, some
 from torch.optim import lr_scheduler
 
 
@@ -26,7 +26,7 @@ def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype, steps: i
     pair.assert_same()
 
 
-@pytest.mark.parametrize("case", FUSED, ids=str)
+@pytest.mark.parametrize("case", some(FUSED), ids=str)
 def test_fused_optimizers(case: OptimizerCase) -> None:
     pair = Exact(case)
     pair.train(pair.batches(60))
@@ -38,7 +38,7 @@ def test_fused_optimizers(case: OptimizerCase) -> None:
 
 def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
     """Cycles the learning rate up and the momentum (or first beta) down."""
-    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=201)
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=101)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def one_cycle(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 )
 def test_cycled_momentum(name: str) -> None:
     pair = Exact(case_named(name))
-    pair.train(pair.batches(200), *pair.schedulers(one_cycle))
+    pair.train(pair.batches(100), *pair.schedulers(one_cycle))
     pair.assert_same()
 
 
@@ -67,15 +67,6 @@ def test_hyperparameters_set_by_hand(name: str) -> None:
     pair.assert_same(5e-5)
 
 
-def test_momentum_turned_on_later() -> None:
-    pair = Exact(OptimizerCase("sgd", torch.optim.SGD, {"lr": 0.05, "weight_decay": 0.1}))
-    pair.train(pair.batches(20))
-    for optimizer in pair.optimizers:
-        optimizer.param_groups[0]["momentum"] = 0.9
-    pair.train(pair.batches(60, seed=1))
-    pair.assert_same()
-
-
 def test_tensor_learning_rate() -> None:
     pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": torch.tensor(0.03), "foreach": False}))
     pair.train(pair.batches(60))
@@ -86,8 +77,9 @@ def test_tensor_learning_rate() -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
-def test_steps_skipped_by_grad_scaler(kwargs: dict[str, Any]) -> None:
-    pair = Exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1, **kwargs}))
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_steps_skipped_by_grad_scaler(kind: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
+    pair = Exact(OptimizerCase("skipped", kind, {"lr": 0.02, "weight_decay": 0.05, **kwargs}))
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7) for _ in pair.modules]
     for number, (ids, target) in enumerate(pair.batches(80)):
         for module, optimizer, scaler in zip(pair.modules, pair.optimizers, scalers, strict=True):

@@ -21,7 +21,7 @@ from lazy_oracle import (
     skewed_batches,
     squared_loss,
 )
-from optimizer_cases import BASE, OptimizerCase, case_named
+from optimizer_cases import BASE, OptimizerCase, case_named, some
 from torch import nn
 
 import speedtransfer
@@ -49,7 +49,7 @@ def test_the_default(maker: Any) -> None:
     assert inspect.signature(maker).parameters["idle"].default == "auto"
 
 
-@pytest.mark.parametrize("case", BASE, ids=str)
+@pytest.mark.parametrize("case", some(BASE), ids=str)
 def test_equals_dense_training_by_default(case: OptimizerCase) -> None:
     torch.manual_seed(3)
     ours = speedtransfer.Embedding(60, 8)
@@ -220,6 +220,7 @@ print("trained")
 """
 
 
+@pytest.mark.slow
 def test_without_numba_everything_still_trains() -> None:
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=300, check=False

@@ -91,7 +91,7 @@ class Pair:
             torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
 
 
-@pytest.mark.sweep(strength=2)
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_trains_as_torch(make: Callable[..., Optimizer], dtype: torch.dtype, idle: str) -> None:
@@ -257,6 +257,7 @@ def test_a_padding_row_is_in_no_sparse_gradient(make: Callable[..., Optimizer]) 
     pair.assert_same()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_bags(make: Callable[..., Optimizer], mode: str) -> None:
     torch.manual_seed(1)

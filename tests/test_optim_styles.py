@@ -37,6 +37,7 @@ def style(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return request.param
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dim", [16, 6, 1])
 def test_trains_as_the_oracle(style: str, dim: int) -> None:
     kind, planes = STYLES[style]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cases import NO_NUMPY_DTYPES
-from optimizer_cases import BASE
+from optimizer_cases import BASE, some
 from refused_styles import Factored
 from speedtorch_cases import KINDS, WORDS, SkipGram, train
 from torch import nn
@@ -118,14 +118,17 @@ def test_the_loop_of_the_readme_in_every_memory(kind, expected_run, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", OLD)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("Adamax", "Adagrad", "SparseAdam") else pytest.mark.slow) for name in OLD],
+)
 def test_losses_fall_with_every_optimizer(name):
     kind = getattr(torch.optim, name)
     losses, *_ = train(KINDS["device"], lambda p: kind(p, **OLD[name]), CPU, 40, sparse=name == "SparseAdam")
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("case", BASE, ids=str)
+@pytest.mark.parametrize("case", some(BASE), ids=str)
 def test_steps_are_those_of_the_drop_in(case):
     """Bit for bit, weights and state, with another number of rows in every batch."""
     draw = np.random.default_rng(1)

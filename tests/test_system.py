@@ -221,6 +221,7 @@ class TestProgram:
         assert started(path) == "speedtransfer"
 
 
+@pytest.mark.slow
 def test_what_is_printed_next_can_be_run(tmp_path):
     """As `make demo` starts it, with the environment not activated."""
     environment = {**os.environ, "PATH": "/nowhere", "CUDA_VISIBLE_DEVICES": ""}

@@ -273,6 +273,7 @@ class TestMmapNpy(OnDisk):
         assert list(self.folder.iterdir()) == []
 
 
+@pytest.mark.sweep
 class TestMmapSafetensors(OnDisk):
     suffix = ".safetensors"
 

@@ -208,7 +208,7 @@ class TableMachine(RuleBasedStateMachine):
 
 
 MODERATE = settings(
-    max_examples=15,
+    max_examples=8,
     stateful_step_count=30,
     deadline=None,
     derandomize=True,

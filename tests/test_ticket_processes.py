@@ -131,14 +131,13 @@ ENDS = {
         "    more = [emb.prefetch(torch.arange(100)) for _ in range(6)]\n"
         "    assert emb(kept[0]).shape == emb(more[0]).shape == (100, 8)\n"
         "    sys.exit(0)\n"
+        "more = [emb.prefetch(torch.arange(100)) for _ in range(6)]\n"
         "print('end')"
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param(end, marks=pytest.mark.slow if end in ("by an error", "in a loop") else ()) for end in ENDS]
-)
+@pytest.mark.parametrize("end", [pytest.param(end, marks=() if "fork" in end else pytest.mark.slow) for end in ENDS])
 def test_python_ends(end):
     if "fork" in ENDS[end] and not hasattr(os, "fork"):
         pytest.skip("needs fork")

@@ -143,7 +143,7 @@ EVENTS = [
     ],
     ids=str,
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     some.lists(
         some.tuples(some.sampled_from(EVENTS), some.lists(some.integers(0, 23), min_size=1, max_size=4)), max_size=12

@@ -402,7 +402,7 @@ class VocabularyMachine(RuleBasedStateMachine):
 
 
 MODERATE = settings(
-    max_examples=30,
+    max_examples=12,
     stateful_step_count=20,
     deadline=None,
     derandomize=True,

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401
+from sweeps import cover
 from weight_cases import Case
 from weight_cases_training import CASES as ALL
 from weight_world import COPIES, EXACT, LAZY, REPLACED, Kind, World, assert_equal, dense
@@ -36,11 +37,11 @@ SETTINGS = {
     "swap": [FRESH, TRAINED[1], REPLACED_TRAINED],
     "train": [*TRAINED, REPLACED_TRAINED],
 }
-RUNS = [
-    pytest.param(case, *setting, id=f"{name}-{name_of(*setting)}")
-    for name, case in CASES.items()
-    for setting in SETTINGS[case.group]
-]
+ALL_RUNS = {
+    f"{name}-{name_of(*setting)}": (case, *setting) for name, case in CASES.items() for setting in SETTINGS[case.group]
+}
+# Of these every case, kind, dtype and moment always.
+QUICK = cover({name: list(zip("ckdmg", map(str, run), strict=True)) for name, run in ALL_RUNS.items()}, 1)
 # Worlds of torch.nn and of ours that have served a case, and can serve another.
 used: dict[str, tuple[World, World]] = {}
 
@@ -68,25 +69,45 @@ def compare(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool)
     return dict(wanted)
 
 
-@pytest.mark.sweep("case", "kind", "dtype", "moment", "grad")
-@pytest.mark.parametrize(("case", "kind", "dtype", "moment", "grad"), RUNS)
-def test_as_torch(case: Case, kind: Kind, dtype: torch.dtype, moment: str, grad: bool, monkeypatch) -> None:
-    if kind.name == "copies":  # as on CUDA, where no tensor is over the memory of the table
-        monkeypatch.setattr(Handle, "aliased", property(lambda self: False))
-    compare(case, kind, dtype, moment, grad)
+def run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, kind, *rest = ALL_RUNS[name]
+    with monkeypatch.context() as patch:
+        if kind.name == "copies":  # as on CUDA, where no tensor is over the memory of the table
+            patch.setattr(Handle, "aliased", property(lambda self: False))
+        compare(case, kind, *rest)
 
 
-# One case of each group always: this is of torch alone.
-OF_EACH_GROUP = {case.group: name for name, case in CASES.items()}.values()
+# Those of a setting one after another: worlds serve one case after the other.
+@pytest.mark.parametrize("name", sorted(QUICK, key=lambda name: [*map(str, ALL_RUNS[name][1:]), name]))
+def test_as_torch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(name, monkeypatch)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in OF_EACH_GROUP else pytest.mark.slow) for name in CASES]
-)
-def test_torch_twice(name: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("group", SETTINGS)
+def test_as_torch_in_every_setting(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, (case, *_) in ALL_RUNS.items():
+        if case.group == group and name not in QUICK:
+            try:
+                run(name, monkeypatch)
+            except Exception as error:
+                raise AssertionError(f"{name}: {error}") from error
+
+
+def torch_twice(case: Case) -> None:
     """The comparison is a fair one: torch alone gives one outcome. And what is called a write changes the rows."""
-    case = CASES[name]
     kind, *setting = SETTINGS[case.group][0]
     seen = compare(case, dense(kind), *setting)
     if case.group == "write":
-        assert not torch.equal(seen["emb.weight before"], seen["emb.weight after the case"])
+        assert not torch.equal(seen["emb.weight before"], seen["emb.weight after the case"]), case.id
+
+
+def test_torch_twice() -> None:
+    for case in {case.group: case for case in ALL}.values():
+        torch_twice(case)
+
+
+@pytest.mark.slow
+def test_torch_twice_in_every_case() -> None:
+    for case in ALL:
+        torch_twice(case)

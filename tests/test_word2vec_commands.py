@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from forked import started_script
-from gensim.models import KeyedVectors
+from late import models
 from typer.testing import CliRunner
 
 from speedtransfer.checkpoint import save_checkpoint
@@ -72,7 +72,7 @@ def test_train(folder):
     vectors = Vectors.load(out / "vectors.txt")
     assert vectors.words == vocabulary.words
     assert (len(vectors), vectors.dim, vocabulary.num_words) == (50, 8, 3000)
-    theirs = KeyedVectors.load_word2vec_format(out / "vectors.txt", fvocab=out / "vocab.txt")
+    theirs = models.KeyedVectors.load_word2vec_format(out / "vectors.txt", fvocab=out / "vocab.txt")
     assert theirs.get_vecattr(vocabulary.words[0], "count") == vocabulary.counts[0]
     facts = json.loads((out / "settings.json").read_text())
     assert facts["settings"]["lr"] == Settings().first_lr

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import typer
-from gensim.models import KeyedVectors
+from late import models
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 from typer.testing import CliRunner
 
@@ -140,7 +140,7 @@ def test_convert(folder, suffix):
     assert (
         run("convert", f"out{suffix}", "few.bin", "--max-words", 2, "--overwrite").stdout == "2 words, dim 2: few.bin\n"
     )
-    assert KeyedVectors.load_word2vec_format("few.bin", binary=True).index_to_key == ["a", "b"]
+    assert models.KeyedVectors.load_word2vec_format("few.bin", binary=True).index_to_key == ["a", "b"]
 
 
 def test_convert_in_place_and_from_packed(folder):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from gensim.models import Word2Vec as Gensim
+from late import models
 from test_word2vec_sampler import assert_drawn_from
 
 from speedtransfer.word2vec import Sampler, Vocabulary
@@ -33,7 +33,7 @@ def blocks(vocabulary):
 
 @pytest.fixture(scope="module")
 def gensim():
-    model = Gensim(vector_size=2, min_count=1, sample=SAMPLE, negative=NEGATIVE)
+    model = models.Word2Vec(vector_size=2, min_count=1, sample=SAMPLE, negative=NEGATIVE)
     model.build_vocab_from_freq(dict(zip(WORDS, COUNTS.tolist(), strict=True)))
     return model
 

@@ -11,7 +11,7 @@ import numpy as np
 import psutil
 import pytest
 import safetensors.numpy
-from gensim.models import KeyedVectors, Word2Vec
+from late import models
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import Vectors
@@ -51,7 +51,7 @@ def test_round_trip_of_every_format(vectors, tmp_path, suffix):
 
 def test_gensim_loads_our_kv(vectors, tmp_path):
     vectors.save(tmp_path / "v.kv")
-    theirs = KeyedVectors.load(str(tmp_path / "v.kv"))
+    theirs = models.KeyedVectors.load(str(tmp_path / "v.kv"))
     assert theirs.index_to_key == WORDS
     assert theirs.vectors.tobytes() == vectors.matrix.tobytes()
     assert theirs.get_vecattr("12", "count") == 3
@@ -60,7 +60,7 @@ def test_gensim_loads_our_kv(vectors, tmp_path):
 
 def test_we_load_gensims_kv_and_models(tmp_path):
     words = [f"w{i}" for i in range(200)]
-    theirs = KeyedVectors(15)
+    theirs = models.KeyedVectors(15)
     theirs.add_vectors(words, np.random.default_rng(0).standard_normal((200, 15)).astype(np.float32))
     theirs.save(str(tmp_path / "large.kv"), sep_limit=1000)
     assert len(list(tmp_path.iterdir())) == 2  # gensim writes large arrays by themselves
@@ -70,7 +70,7 @@ def test_we_load_gensims_kv_and_models(tmp_path):
     next(path for path in tmp_path.iterdir() if path.suffix == ".npy").unlink()
     with pytest.raises(StorageError, match=r"cannot read .*large\.kv.* \(No such file"):
         Vectors.load(tmp_path / "large.kv")
-    model = Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
+    model = models.Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
     model.save(str(tmp_path / "model.kv"))
     assert Vectors.load(tmp_path / "model.kv").words == model.wv.index_to_key
 
@@ -81,7 +81,7 @@ def test_gensim_reads_and_writes_glove(vectors, tmp_path):
     vectors = Vectors(words, vectors.matrix)
     vectors.save(tmp_path / "v.glove")
     assert (tmp_path / "v.glove").read_bytes().startswith(b"the ")
-    theirs = KeyedVectors.load_word2vec_format(tmp_path / "v.glove", no_header=True)
+    theirs = models.KeyedVectors.load_word2vec_format(tmp_path / "v.glove", no_header=True)
     assert (theirs.index_to_key, theirs.vectors.tobytes()) == (words, vectors.matrix.tobytes())
     for name in ("theirs.glove", "theirs.txt"):
         theirs.save_word2vec_format(tmp_path / name, write_header=False)
@@ -210,7 +210,7 @@ def test_truncated_and_flipped_files(tmp_path, suffix, little_memory):
         refused += load_or_refuse(path) is None
     assert refused > len(whole) / 2
     draw = random.Random(0)
-    for _ in range(600):
+    for _ in range(200):
         damaged = bytearray(whole)
         for _ in range(draw.choice([1, 1, 2, 5])):
             damaged[draw.randrange(len(whole))] = draw.choice([draw.randrange(256), *b"09 \n-e"])
@@ -228,7 +228,7 @@ def test_truncated_kv(tmp_path):
         assert load_or_refuse(path) is None
     import pickle
 
-    for thing in ({}, [1], KeyedVectors):
+    for thing in ({}, [1], models.KeyedVectors):
         path.write_bytes(pickle.dumps(thing))
         assert load_or_refuse(path) is None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -63,17 +64,29 @@ def by_hand(vectors, output, block, model, negative=5, **options):
     return result, *grads
 
 
+SHAPES = [
+    (0, 3, 1, 4, 5, 2), (1, 3, 1, 4, 5, 5), (2, 1, 1, 1, 3, 5), (3, 5, 2, 4, 8, 1), (31, 2, 3, 7, 4, 5), (70, 16, 4, 9, 5, 2),
+    (50, 20, 1, 9, 5, 7), (127, 3, 5, 10, 1, 5), (128, 5, 1, 40, 3, 5), (129, 5, 2, 30, 4, 5), (300, 7, 2, 33, 5, 3)
+]  # fmt: skip
+# Models, learning rates, and whether predictions have weights.
+KINDS = list(itertools.product(MODELS, [1e-6, 0.05, 0.5], [False, True]))
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("rate", [1e-6, 0.05, 0.5])
-@pytest.mark.parametrize("weighted", [False, True], ids=["drawn", "weighted"])
-@pytest.mark.parametrize(
-    ("num_words", "window", "groups", "k", "dim", "negative"),
-    [(0, 3, 1, 4, 5, 2), (1, 3, 1, 4, 5, 5), (2, 1, 1, 1, 3, 5), (3, 5, 2, 4, 8, 1), (31, 2, 3, 7, 4, 5), (70, 16, 4, 9, 5, 2),
-     (50, 20, 1, 9, 5, 7), (127, 3, 5, 10, 1, 5), (128, 5, 1, 40, 3, 5), (129, 5, 2, 30, 4, 5), (300, 7, 2, 33, 5, 3)],
-)  # fmt: skip
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.usefixtures("way")
-def test_rows_move_as_single_steps_move_them(num_words, window, groups, k, dim, negative, weighted, rate, model):
+def test_rows_move_as_single_steps_move_them(shape):
+    check_steps(*shape, *KINDS[SHAPES.index(shape) * 5 % len(KINDS)])
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("way")
+def test_rows_of_every_shape_and_kind_move_as_single_steps_move_them():
+    for shape, kind in itertools.product(SHAPES, KINDS):
+        check_steps(*shape, *kind)
+
+
+def check_steps(num_words, window, groups, k, dim, negative, model, rate, weighted):
     tables, block = draw_tables(dim), draw_block(num_words, window, groups, k)
     block = dataclasses.replace(block, window=window if weighted else 0)
     result, *grads = by_hand(*tables, block, model, negative=negative, rate=rate)
@@ -164,6 +177,7 @@ def test_one_word_of_cbow_by_hand():
     torch.testing.assert_close(result.context[:, 0], torch.stack([2 * slope, torch.tensor(0.0), torch.tensor(5.0)]))
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_words", [17, 33, 50, 240])
 @pytest.mark.usefixtures("way")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import word2vec_oracle
-from gensim.models.fasttext import ft_ngram_hashes
+from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
@@ -36,7 +36,7 @@ def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0)
 
 def rows_of(buckets, words=WORDS):
     """Return which rows each word is the mean of."""
-    ngrams = [ft_ngram_hashes(word, 3, 6, buckets) if buckets else [] for word in words]
+    ngrams = [fasttext.ft_ngram_hashes(word, 3, 6, buckets) if buckets else [] for word in words]
     return [[i, *(len(words) + h for h in hashes)] for i, hashes in enumerate(ngrams)]
 
 
@@ -160,7 +160,7 @@ def test_word_vectors_with_ngrams(monkeypatch, at_once):
         assert torch.equal(model.word_vectors(some), vectors[:some])
     for i, word in enumerate(WORDS):
         torch.testing.assert_close(model.vector(word), vectors[i])
-    unseen = [NUM_WORDS + h for h in ft_ngram_hashes("bea", 3, 6, BUCKETS)]
+    unseen = [NUM_WORDS + h for h in fasttext.ft_ngram_hashes("bea", 3, 6, BUCKETS)]
     torch.testing.assert_close(model.vector("bea"), table[unseen].mean(0))
     with pytest.raises(UnknownWordError, match="'' has no n-grams of 3 to 6 characters"):
         model.vector("")

@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 import safetensors.numpy
-from gensim.models.fasttext import FastTextKeyedVectors
+from late import fasttext
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec import NgramVectors, UnknownWordError, Word2Vec
@@ -23,7 +23,7 @@ def make(buckets=60):
 def test_words_have_the_vectors_that_fasttext_gives_them():
     model, ngrams = make()
     table = model.input.table.numpy()
-    theirs = FastTextKeyedVectors(7, 2, 4, 60)
+    theirs = fasttext.FastTextKeyedVectors(7, 2, 4, 60)
     theirs.add_vectors(WORDS, table[: len(WORDS)])
     theirs.vectors_vocab, theirs.vectors_ngrams = table[: len(WORDS)], table[len(WORDS) :]
     theirs.recalc_char_ngram_buckets()

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from gensim.models.fasttext import ft_ngram_hashes
+from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
@@ -24,7 +24,9 @@ def draw_words(count, seed=0):
 
 
 def rows_by_gensim(words, buckets, min_n, max_n):
-    return [[i, *(len(words) + h for h in ft_ngram_hashes(w, min_n, max_n, buckets))] for i, w in enumerate(words)]
+    return [
+        [i, *(len(words) + h for h in fasttext.ft_ngram_hashes(w, min_n, max_n, buckets))] for i, w in enumerate(words)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -33,14 +35,14 @@ def rows_by_gensim(words, buckets, min_n, max_n):
 )
 def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     words = [*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]
-    expected = [ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
+    expected = [fasttext.ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
     assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
     assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
 
 
 def test_words_of_letters_of_one_byte():
     words = ["where", "there", "w"]  # no letter of two bytes among them
-    expected = [h for word in words for h in ft_ngram_hashes(word, 3, 6, 99)]
+    expected = [h for word in words for h in fasttext.ft_ngram_hashes(word, 3, 6, 99)]
     assert hash_ngrams(words, 99).tolist() == expected
     assert hash_ngrams([], 99).tolist() == []
 
@@ -92,7 +94,7 @@ def test_a_large_vocabulary():
     words = [f"word{number:x}" for number in range(100_000)]
     bags = Subwords(words, 2_000_000)
     last = bags.rows[bags.offsets[-2] :].tolist()
-    assert last == [99_999, *(100_000 + h for h in ft_ngram_hashes(words[-1], 3, 6, 2_000_000))]
+    assert last == [99_999, *(100_000 + h for h in fasttext.ft_ngram_hashes(words[-1], 3, 6, 2_000_000))]
     assert np.all(np.diff(bags.offsets.numpy()) > 1)
 
 

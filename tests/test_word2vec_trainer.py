@@ -87,7 +87,10 @@ def test_text_goes_in_as_path_or_file(tmp_path):
     assert from_path.matrix.tobytes() == quietly(io.BytesIO(text), epochs=1).matrix.tobytes()
 
 
-@pytest.mark.parametrize("name", sorted(DEFAULT_LR))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in ("adamw", "adagrad", "sgd") else pytest.mark.slow) for name in DEFAULT_LR],
+)
 def test_every_default_learning_rate_learns(corpus, name):
     settings = Settings(**{**QUICK, "epochs": 6, "block_words": 1024, "shared_negatives": 128, "optimizer": name})
     trainer = Trainer(corpus, settings)

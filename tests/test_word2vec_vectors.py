@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import torch
-from gensim.models import KeyedVectors, Word2Vec
+from late import models
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
@@ -71,7 +71,7 @@ def test_most_similar_agrees_with_gensim(tmp_path):
     rng = np.random.default_rng(1)
     vectors = Vectors([f"w{i}" for i in range(300)], rng.standard_normal((300, 20)).astype(np.float32))
     vectors.save(tmp_path / "v.bin")
-    theirs = KeyedVectors.load_word2vec_format(tmp_path / "v.bin", binary=True)
+    theirs = models.KeyedVectors.load_word2vec_format(tmp_path / "v.bin", binary=True)
     for word in ("w0", "w17", "w299"):
         ours, expected = vectors.most_similar(word, 12), theirs.most_similar(word, topn=12)
         assert [w for w, _ in ours] == [w for w, _ in expected]
@@ -115,7 +115,7 @@ def test_the_folder_of_a_run_has_the_counts(tmp_path, suffix):
     assert Vectors.load(tmp_path, max_words=2).counts.tolist() == counts[:2]
     arguments = ["convert", str(tmp_path), str(tmp_path / "out.kv")]
     assert CliRunner().invoke(app, arguments).exit_code == 0
-    assert KeyedVectors.load(str(tmp_path / "out.kv")).get_vecattr("river", "count") == 5
+    assert models.KeyedVectors.load(str(tmp_path / "out.kv")).get_vecattr("river", "count") == 5
     for other in ("the 9\nbank 5\nriver 2\n", "no vocabulary\n"):
         (tmp_path / "vocab.txt").write_text(other)
         assert Vectors.load(tmp_path).counts is None
@@ -137,7 +137,7 @@ def test_gensim_reads_what_we_write(vectors, tmp_path, suffix):
     vectors = Vectors(words, vectors.matrix)
     vectors.save(tmp_path / f"v{suffix}")
     Vocabulary(words, [9, 8, 7, 6, 5]).save(tmp_path / "vocab.txt")
-    theirs = KeyedVectors.load_word2vec_format(
+    theirs = models.KeyedVectors.load_word2vec_format(
         tmp_path / f"v{suffix}", binary=suffix == ".bin", fvocab=tmp_path / "vocab.txt"
     )
     assert theirs.index_to_key == words
@@ -147,7 +147,7 @@ def test_gensim_reads_what_we_write(vectors, tmp_path, suffix):
 
 @pytest.mark.parametrize("suffix", [".txt", ".bin"])
 def test_we_read_what_gensim_writes(vectors, tmp_path, suffix):
-    theirs = KeyedVectors(7)
+    theirs = models.KeyedVectors(7)
     theirs.add_vectors(WORDS, vectors.matrix)
     theirs.save_word2vec_format(tmp_path / f"v{suffix}", binary=suffix == ".bin")  # its binary has no line ends
     again = Vectors.load(tmp_path / f"v{suffix}")
@@ -416,7 +416,7 @@ def test_names_of_gensim_that_are_not_here(many):
 
 def test_to_gensim_and_back(many):
     kv = many.to_gensim()
-    assert isinstance(kv, KeyedVectors)
+    assert isinstance(kv, models.KeyedVectors)
     assert np.shares_memory(kv.vectors, many.matrix)
     assert (len(kv), kv.vector_size, kv.get_index("w7")) == (500, 16, 7)
     assert kv.get_vecattr("w7", "count") == 493
@@ -431,13 +431,13 @@ def test_to_gensim_and_back(many):
 
 
 def test_from_a_gensim_model():
-    model = Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
+    model = models.Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
     vectors = Vectors.from_gensim(model)
     assert vectors.words == model.wv.index_to_key
     assert vectors.counts.tolist() == [5, 5, 5]
     with pytest.raises(InvalidTypeError, match=r"dict is no gensim KeyedVectors .*; pass gensim's model\.wv"):
         Vectors.from_gensim({})
-    numbered = KeyedVectors(2)
+    numbered = models.KeyedVectors(2)
     numbered.add_vectors([0, 1], np.eye(2, dtype=np.float32))
     with pytest.raises(InvalidTypeError, match="key 0 is no word"):
         Vectors.from_gensim(numbered)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from late import models
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Vocabulary
@@ -54,10 +55,8 @@ def test_keep_probability_as_the_paper_has_it():
 
 @pytest.mark.parametrize("sample", [1e-5, 1e-3, 1e-2])
 def test_keep_probability_agrees_with_gensim(sample):
-    from gensim.models import Word2Vec
-
     counts = {f"w{n}": 100_000 // n for n in range(1, 200)}
-    model = Word2Vec(vector_size=1, min_count=1, sample=sample)
+    model = models.Word2Vec(vector_size=1, min_count=1, sample=sample)
     model.build_vocab_from_freq(counts)
     vocabulary = Vocabulary.from_counts(counts, min_count=1)
     words = model.wv.index_to_key

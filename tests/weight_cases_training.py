@@ -825,6 +825,24 @@ opt.zero_grad()
 opt.step()
 first.detach(), second.detach()
 
+# Two lookups in one product
+opt.zero_grad()
+(emb(ids[0]) * emb(ids[1])).sum().backward()
+opt.step()
+emb.weight.grad
+
+# A lookup under autocast
+with torch.autocast("cpu", dtype=torch.bfloat16):
+    out = emb(ids)
+out.dtype, out
+
+# What a lookup gave outlives the step
+out = emb(ids)
+kept = out.detach().clone()
+(out.sum() + loss()).backward()
+opt.step()
+torch.equal(out, kept)
+
 # A loss that is discarded
 emb(ids).sum()
 loss()

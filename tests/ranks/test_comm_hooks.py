@@ -16,11 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 import speedtransfer as st
 from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 
-with warnings.catch_warnings():
-    # torch.jit.script, by torch itself.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
 # bf16_compress_hook is not here: gloo has no all-reduce of bfloat16.
 
 NUM_IDS, STEPS, WARMUP, PERIOD = 200, 60, 10, 4
@@ -81,14 +76,19 @@ def one_bit(ddp, opt) -> None:
     ddp.register_comm_hook(OneBitState(start_step=WARMUP), one_bit_hook)
 
 
-def apart(ddp, opt, averager) -> PostLocalSGDOptimizer:
+def apart(ddp, opt, averager) -> torch.optim.Optimizer:
+    with warnings.catch_warnings():
+        # torch.jit.script, by torch itself; here, as importing it takes a second of every process.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from torch.distributed.optim import PostLocalSGDOptimizer
+
     alone, _ = dist.new_subgroups(1)
     state = post_localSGD_hook.PostLocalSGDState(None, alone, start_localSGD_iter=WARMUP)
     ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
     return PostLocalSGDOptimizer(opt, averager)
 
 
-def local_sgd(ddp, opt) -> PostLocalSGDOptimizer:
+def local_sgd(ddp, opt) -> torch.optim.Optimizer:
     # One step later, so that the last step averages.
     # That of torch takes no table.
     if st.table_parameters(ddp):
@@ -96,7 +96,7 @@ def local_sgd(ddp, opt) -> PostLocalSGDOptimizer:
     return apart(ddp, opt, PeriodicModelAverager(PERIOD, WARMUP + 1))
 
 
-def block_momentum(ddp, opt) -> PostLocalSGDOptimizer:
+def block_momentum(ddp, opt) -> torch.optim.Optimizer:
     return apart(ddp, opt, BlockMomentumAverager(PERIOD, WARMUP + 1))
 
 

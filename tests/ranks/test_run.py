@@ -134,6 +134,7 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_torchrun(tmp_path):
     script = tmp_path / "script.py"
     # In one piece: torchrun's processes do not buffer, and share the output.

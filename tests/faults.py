@@ -1,0 +1,524 @@
+"""Put faults into the package, one at a time, and see that the fast tests catch each: ``python tests/faults.py [PLACES]``.
+
+Each fault runs the few test files that its module names, up to the first failure, on a copy of the tree. PLACES are beginnings
+of paths in the package (``optim nn/weight.py``): the faults in these alone. Exits with 1 if one is missed or cannot be put in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import os
+import queue
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from forked import run_script
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 600
+HANGS = "a test hangs"
+RUN = """
+import os, sys
+import pytest
+
+root, tree, *arguments = sys.argv[1:]
+os.chdir(tree)
+os.environ["PYTHONPATH"] = tree
+sys.path[:] = [tree, *(path for path in sys.path if not path.startswith(root) or ".venv" in path)]
+sys.exit(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-m", "not slow and not gpu", *arguments]))
+"""
+# A module of the package and the test files (without "test_") that are to catch what is wrong in it, most likely first; then
+# faults: "-" what stands once in the module, "+" what takes its place.
+FAULTS = r"""
+optim/graph.py: optim_graph
+- return values if use[4] else values.detach()
++ return values.detach()
+optim/hooks.py: tables_opened
+- handle.table.check_writable()
++ pass
+optim/leaves.py: optim_styles
+- _collect(value.items() if isinstance(value, dict) else enumerate(value),
++ _collect(enumerate(value),
+optim/merge.py: weight
+- if full and more_full:
++ if full or more_full:
+optim/param_guards.py: data_parallel
+- _refuse_copies(module, device_ids)
++ pass
+optim/pending.py: weight_programs
+- hooked=not self.late_hooks)
++ hooked=self.late_hooks)
+optim/probe/initial_values.py: optim_probe
+- if value and _zero_does_as_well(
++ if value or _zero_does_as_well(
+optim/probe/verdicts.py: optim_sparse
+- if difference(whole, training.whole(found, gradient_of_lookups), rtol) is not None:
++ if difference(whole, training.whole(found, gradient_of_lookups), rtol) is None:
+optim/row_gradient.py: nn_autograd
+- _check_no_graph(func, args)
++ pass
+optim/shard_gradient.py: ranks/test_uses.py
+- if func in _ADDED:
++ if func not in _ADDED:
+optim/shards.py: ranks/test_uses.py
+- self._left[lookup.number] = grad if before is None else before + grad
++ self._left[lookup.number] = grad
+optim/replicas.py: ranks/test_wrappers.py
+- self._whole |= whole
++ pass
+- any(number & 2 for number in numbers)
++ False
+optim/state.py: optim_sparse
+- self.sparse = sparse
++ self.sparse = False
+optim/table_param.py: nn_guards
+- self._warned = False
++ self._warned = True
+optim/vocabulary_handle.py: vocabulary_deferred vocabulary_training
+- self._late = True
++ pass
+optim/vocabulary_handle.py: vocabulary_state
+- vocabulary.load_state_dict(state)
++ pass
+idle/history.py: optim_loaded_state
+- self.rule.bound(rows, self._first)
++ pass
+idle/lag.py: optim_idle_flow
+- return length >= _MAX_STEPS or length >= _MAX_OPEN <= history.horizon
++ return length >= _MAX_STEPS
+idle/lag.py: optim_idle
+- found_inf is not None and float(found_inf) != 0:
++ found_inf is not None and float(found_inf) == 0:
+idle/missed.py: idle_history
+- weight.mul_(a).add_(partner * b)
++ weight.mul_(a).add_(partner * a)
+- rows[name].mul_(factor)
++ pass
+idle/numba_sums.py: idle_kernels idle_history optim_idle
+- divisor = (size if size > eps else eps) if floor else root * size + eps
++ divisor = root * size + eps
+- np.float32(work[0, i] * decay)
++ np.float32(work[0, i])
+idle/quadrature.py: idle_history optim_idle
+- divides, counts = slope > SMALLEST_SLOPE, weight != 0
++ divides, counts = slope > SMALLEST_SLOPE, weight == 0
+- spread = 1 if node == 0 else 1 + NODES + node
++ spread = 1 + NODES + node
+idle/replay.py: optim_idle_coupled
+- if "max_exp_avg_sq" in rows:
++ if False:
+idle/rule.py: idle_history
+- self.changes_of_count = 1
++ self.changes_of_count = 2
+idle/rules.py: optim_idle
+- IdleStep(mix=(1 - lr * (decay + momentum * added), -lr
++ IdleStep(mix=(1 - lr * decay, -lr
+idle/rules.py: rows_reset
+- mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else IDENTITY
++ mix = IDENTITY
+idle/rules.py: optim_loaded_state
+- torch.maximum(largest, rows["exp_avg_sq"] * first.factors[1], out=largest)
++ pass
+idle/rules.py: optim_idle_flow optim_idle_auto
+- if idle == "exact" or type(optimizer) in RULES:
++ if type(optimizer) in RULES:
+idle/rules.py: idle_history
+- rounded(lr / (1 + lambd * lr * t) ** alpha, dtype)
++ rounded(lr, dtype)
+idle/sums.py: idle_history
+- if final > self._final and not self._hard_final:
++ if not self._hard_final:
+nn/active.py: nn
+- if max_norm is not None and handle.table.writable:
++ if max_norm is not None and not handle.table.writable:
+nn/bag.py: tables_opened_float8
+- requires_grad_(trainable and not freeze)
++ requires_grad_(trainable or not freeze)
+nn/feature.py: nn_multi
+- if bad is not None:
++ if False:
+- if self.padding_idx is not None:
++ if False:
+nn/feature_weight.py: optim_features nn_multi
+- self.handle.note_use(ids + self.start, version)
++ self.handle.note_use(ids, version)
+nn/initial_fills.py: weight_functions weight
+- isinstance(weight, TableWeight | WeightData) else None
++ isinstance(weight, WeightData) else None
+nn/loader.py: loader
+- if any(ticket.is_changed() for ticket in tickets) or any(
++ if any(
+nn/lookup.py: nn_sparse nn
+- if ctx.padding >= 0:
++ if ctx.padding > 0:
+nn/lookup.py: nn_bag
+- if offsets is not None and takes_last and
++ if offsets is None and takes_last and
+nn/lookup_ops.py: nn_compile
+- handle.anchor.arrive(active.ids, lookup_backward(active, grad, by_freq), active.add_grad)
++ pass
+nn/multi.py: nn_multi
+- feature.load(module.weight.detach())
++ pass
+nn/new_table.py: sizing
+- stored = dtype if storage_dtype is None else storage_dtype
++ stored = dtype
+nn/sizing.py: sizing
+- self.total_bytes - self.weight_bytes - self.scale_bytes
++ self.total_bytes - self.weight_bytes + self.scale_bytes
+nn/subclasses.py: optim_sparse
+- return ours if cls is _DENSE[ours] else _subclass(
++ return _subclass(
+nn/vocabulary_lookup.py: vocabulary
+- unseen = self.rows == UNSEEN_ROW
++ unseen = self.rows != UNSEEN_ROW
+nn/vocabulary_module.py: vocabulary
+- find_rows(handle, ids, training and self.training,
++ find_rows(handle, ids, training or self.training,
+nn/weight.py: weight_rows weight
+- if tensor._version != version or _writes_to(
++ if _writes_to(
+- trains = torch.is_grad_enabled() and handle.requires_grad and not
++ trains = torch.is_grad_enabled() and not
+nn/weight_rows.py: growing
+- self.handle.rows.put("weight", self.ids, values.detach())
++ pass
+tables/files.py: tables_files
+- key = names[0] if len(names) == 1 else "weight"
++ key = "weight"
+tables/forks.py: forked_tables
+- if begun != seen:
++ if False:
+tables/growing.py: growing
+- if options.counts is not None:
++ if options.counts is None:
+tables/index.py: tables
+- if not checked and (low < 0 or high >= num_rows):
++ if not checked and (low < 0 or high > num_rows):
+tables/longer_files.py: growing
+- stored.offset + num_rows * row_bytes
++ stored.offset + num_rows * row_bytes + 8
+tables/memories.py: tables_layout tables
+- if num_bytes == 0:
++ if num_bytes < 0:
+tables/opening.py: tables_shared_caches
+- check_not_shared(only.path, writable)
++ pass
+tables/opening.py: tables_opened tables_shared_caches
+- table._unchanged = table.version
++ pass
+tables/padded.py: tables_padded
+- groups = flat.new_empty((2, count), dtype=torch.int64 if wide else torch.int32)
++ groups = flat.new_empty((2, count), dtype=torch.int32)
+tables/parts.py: tables_opened
+- check_host_index(index if check is True else check.cpu(), planes)
++ pass
+tables/planes.py: tables
+- self._writes -= plane._version
++ pass
+tables/row_values.py: tables
+- return start_a < stop_b and start_b < stop_a
++ return start_a < stop_b
+tables/saving.py: tables_opened_float8
+- tensors.append((SCALES, scales.dtype, tuple(scales.shape), chunks))
++ pass
+tables/sources.py: tables_opened_float8
+- return None if found is None else int(found[1]) if number else 0
++ return None if found is None else 0
+tables/unfinished.py: tables_unfinished
+- if changes or table in refused:
++ if changes:
+tables/unique.py: nn_bag nn
+- -1 if look_for is None else _position(ids, look_for))
++ -1)
+rows.py: rows_reset
+- if mark is None or mark == self.lag.mark:
++ if mark is None:
+encoded_planes.py: optim_precision
+- return self._codecs[name].viewable and not self.table.stored(name).is_meta
++ return True
+buffers.py: buffers
+- while self._free_bytes > min(self._peak_bytes, _KEEP_BYTES):
++ while self._free_bytes > _KEEP_BYTES:
+vocabulary/batches.py: vocabulary_index
+- rows = rows[rows >= 0]
++ rows = rows[rows > 0]
+vocabulary/capacity.py: vocabulary
+- parse_bytes(limit) // row_bytes - reserved
++ parse_bytes(limit) // row_bytes
+vocabulary/change_log.py: vocabulary_changes
+- self._logged_from = at + 1
++ self._logged_from = at
+vocabulary/contents.py: vocabulary_changes
+- new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
++ new, old = np.flatnonzero(at < 0), np.flatnonzero(at > 0)
+vocabulary/loaded_state.py: vocabulary_state
+- if len(ids) != len(last_use) or (counts
++ if (counts
+vocabulary/lookups.py: vocabulary_deferred
+- noted.rows = self.find(noted.ids)
++ pass
+- self._admit(noted.ids, rows)
++ pass
+vocabulary/numba_initial.py: vocabulary_initial
+- math.copysign(size, q) * scale + first, highest)
++ math.copysign(size, q) * scale, highest)
+vocabulary/owned.py: vocabulary
+- self._changed_at[rows] = self.generation
++ pass
+vocabulary/policies.py: vocabulary
+- current = counts * self.decay ** (now - last_use)
++ current = counts * self.decay ** (last_use - now)
+vocabulary/quantiles.py: vocabulary_initial
+- below = below * r + 1.48753612908506148525e-2
++ below = below * r + 1.48753612908506148525e-3
+vocabulary/room.py: vocabulary
+- rows[(rows >= live.reserved) & (live.ids[rows] != ids)] = -1
++ pass
+vocabulary/vocabulary_stats.py: vocabulary_stats
+- return self.unseen / self.lookups if self.lookups else 0.0
++ return 0.0
+engines/auto.py: engines_auto
+- name = wanted if wanted in names else names[0]
++ name = names[0]
+- engine.wait(writes_only)
++ pass
+engines/cache_moves.py: engines_cached
+- if slots.epoch == self._epoch and out.dtype
++ if out.dtype
+engines/cache_policy.py: engines_cached
+- self._counts * self.decay
++ self._counts
+engines/cache_slots.py: engines_cached tables_cached
+- return any(part.written and part.plane._version != part.version
++ return any(part.written and part.plane._version == part.version
+engines/cache_slots.py: engines_cached
+- self.write_back(free)
++ pass
+engines/cached.py: tables_cached
+- self.slots.release(plane)
++ pass
+engines/calibration.py: engines_auto
+- for d, name in zip(DIRECTIONS, pair, strict=True)) + switch
++ for d, name in zip(DIRECTIONS, pair, strict=True))
+engines/host.py: engines_host tables
+- torch.autograd.graph.increment_version(tensor)
++ pass
+encoding/codecs.py: encoding
+- codes += (scale < 0).to(torch.int32).mul_(256)
++ codes += (scale <= 0).to(torch.int32).mul_(256)
+- added = (self.split(bits) >> 12).bitwise_and_((1 << 20) - 1)
++ added = (self.split(bits) >> 12).bitwise_and_((1 << 19) - 1)
+encoding/numba_codecs.py: encoding encoding_float8
+- scales[i, 0] = np.nan
++ pass
+- if with_sign <= _SIGN:
++ if with_sign < _SIGN:
+encoding/rounding.py: encoding
+- words *= _MIX_FIRST
++ pass
+checkpoint/load.py: checkpoint_disk checkpoint
+- reader.check(bar.advance)
++ pass
+checkpoint/manifest.py: checkpoint
+- content.get("format_version") not in FORMAT_VERSIONS:
++ content.get("format_version") is None:
+checkpoint/model.py: checkpoint checkpoint_forms vocabulary_state
+- counters[key] = handle.rows.state_dict()
++ pass
+checkpoint/model.py: vocabulary_state
+- refuse_ids(self._state, key.removesuffix("weight"), handle)
++ pass
+checkpoint/optimizer.py: growing
+- planes = own.stored(entries) if own is not None and isinstance(entries, dict) else {}
++ planes = {}
+checkpoint/optimizer.py: checkpoint
+- if saved.shape != shape or saved.dtype.is_floating_point != spec.dtype.is_floating_point:
++ if saved.shape != shape:
+checkpoint/save.py: forged_files
+- content["rng"] = encode(rng_states(), "rng", keep)
++ pass
+checkpoint/tensors.py: checkpoint
+- if digest.hexdigest() != self.facts["sha256"]:
++ if False:
+ngrams/constants.py: ngrams
+- if len(numbers) != count:
++ if len(numbers) < count:
+ngrams/gate.py: ngram_embedding
+- self.hidden_norm(hidden)).sum(-1, keepdim=True) / math.sqrt(self.width)
++ self.hidden_norm(hidden)).sum(-1, keepdim=True)
+ngrams/hashing.py: ngrams
+- return places if token_map is None else [token_map[place.clamp(0, self.vocab_size - 1)] for place in places]
++ return places
+ngrams/per_layer.py: ngram_embedding
+- return cls(rows, layers, width // layers,
++ return cls(rows, layers, width,
+ngrams/statistics.py: ngrams
+- (counts[inverse] > 1).double()
++ (counts[inverse] > 2).double()
+word2vec/compiled.py: word2vec_kernel word2vec_gradients
+- weights[0, at] = negatives * served[at] / num_draws if at < words else 0
++ weights[0, at] = negatives / num_draws if at < words else 0
+word2vec/evaluation.py: word2vec_evaluation
+- correct[known] = answer_analogies(matrix, norms, name, rows[known])
++ pass
+word2vec/gradients.py: word2vec_gradients word2vec_kernel
+- num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
++ num_pairs = places.num_pairs
+word2vec/lane_rows.py: word2vec_lanes word2vec_kernel
+- store(scores, k + 2, 0, s2)
++ store(scores, k + 2, 0, s1)
+word2vec/lookup.py: word2vec_vectors
+- count += int(nearer.sum())
++ count += 1
+word2vec/optimizers.py: word2vec_trainer word2vec_config
+- return lr if name.lower() in STEPS_AS_GIVEN else RATES[model]
++ return RATES[model]
+word2vec/places.py: word2vec_gradients
+- return (window + 1 - distance).double() / window if window else
++ return (window - distance).double() / window if window else
+word2vec/sampler.py: word2vec_sampler
+- start = int(self._order_of(epoch)[number]) * self.stretch
++ start = number * self.stretch
+word2vec/spans.py: word2vec_gradients
+- counts.sum(1, keepdim=True) * (negative / len(drawn))
++ counts.sum(1, keepdim=True) * negative
+word2vec/subwords.py: word2vec_subwords
+- taken[:, n - min_n] = left >= n
++ taken[:, n - min_n] = left > n
+word2vec/tokenise.py: word2vec_tokenise word2vec_corpus
+- num_words += len(ids) - (int(np.count_nonzero(ids == LINE_END)) if lines else 0)
++ num_words += len(ids)
+word2vec/tokenise_compiled.py: word2vec_tokenise
+- return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
++ return 0
+word2vec/trainer.py: word2vec_trainer
+- self.optimizer.zero_grad()
++ pass
+word2vec/vocabulary.py: word2vec_vocabulary
+- return numbers[numbers >= 0]
++ return numbers[numbers > 0]
+ranks/exchange.py: ranks/test_cost.py ranks/test_out_of_step.py
+- self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
++ pass
+ranks/interleaved.py: ranks/test_partition.py
+- return places % _STRIDE * self.ranks + places // _STRIDE
++ return places % _STRIDE + places // _STRIDE * self.ranks
+ranks/cost.py: ranks/test_cost.py
+- calls=calls + 2 * len(tables),
++ calls=calls + len(tables),
+ranks/row_counts.py: ranks/test_cost.py ranks/test_forms.py
+- sent = plain if idle == "exact" or max_norm else stored
++ sent = stored
+speedtorch/rows.py: speedtorch speedtorch_data
+- if len(found.ids) < len(flat):
++ if False:
+cuda/memory.py: cuda_memory
+- strides = tuple(item * stride for stride in host.stride())
++ strides = tuple(stride for stride in host.stride())
+safetensors_io.py: tables_files
+- room + -(8 + len(text) + room) % _ALIGN)
++ room)
+system.py: system
+- os.replace(name, path)
++ pass
+"""
+
+
+class Fault(NamedTuple):
+    """One fault: `old` in a module gives way to `new`, and one of the test files fails."""
+
+    module: str
+    tests: list[str]
+    old: str
+    new: str
+
+
+def faults(places: tuple[str, ...] = ("",)) -> list[Fault]:
+    """Return the faults in modules whose path begins with one of `places`."""
+    found, module, tests, old = [], "", [], ""
+    for line in FAULTS.strip().splitlines():
+        if line.startswith("- "):
+            old = line[2:]
+        elif line.startswith("+ "):
+            found.append(Fault(module, tests, old, line[2:]))
+        else:
+            module, names = line.split(": ")
+            tests = [name if "/" in name else f"test_{name}.py" for name in names.split()]
+    return [fault for fault in found if fault.module.startswith(places)]
+
+
+def copy_tree(folder: str) -> Path:
+    """Copy what git knows here, as it stands in the working tree, and return where it is."""
+    names = subprocess.run(
+        ["git", "-C", str(ROOT), "ls-files", "-z"], capture_output=True, check=True, text=True
+    ).stdout
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_bytes((ROOT / name).read_bytes())
+    return Path(folder)
+
+
+def outcome(fault: Fault, tree: Path) -> str:
+    """Return "caught" and by which test, or "MISSED"."""
+    module = tree / "speedtransfer" / fault.module
+    whole = module.read_text(encoding="utf-8")
+    if whole.count(fault.old) != 1:
+        return f"MISSED: {whole.count(fault.old)} times in the module"
+    module.write_text(whole.replace(fault.old, fault.new), encoding="utf-8")
+    try:
+        failed = failure(tree, *(f"tests/{name}" for name in fault.tests))
+    finally:
+        module.write_text(whole, encoding="utf-8")
+    if not failed:
+        return "MISSED"
+    if failed != HANGS and failure(tree, failed):
+        return f"MISSED: {failed} fails without the fault as well"
+    return f"caught: {failed}"
+
+
+def failure(tree: Path, *tests: str) -> str:
+    """Return the first of these tests that fails in a tree; "" if none does."""
+    try:
+        run = run_script(RUN, str(ROOT), str(tree), *tests, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return HANGS
+    # Of a test that has failed, or could not be collected.
+    found = [line for line in run.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return found[0].partition(" ")[2].partition(" - ")[0] if found else ""
+
+
+def main() -> int:
+    """Try the faults, and return how many are missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("places", nargs="*", default=[""], help="beginnings of paths in the package")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="copies of the tree that are tried at once")
+    options = parser.parse_args()
+    trees: queue.Queue[Path] = queue.Queue()
+    chosen, missed = faults(tuple(options.places)), 0
+    with tempfile.TemporaryDirectory() as folder, concurrent.futures.ThreadPoolExecutor(options.workers) as threads:
+        for number in range(options.workers):
+            trees.put(copy_tree(f"{folder}/{number}"))
+
+        def attempt(fault: Fault) -> str:
+            tree, began = trees.get(), time.monotonic()
+            try:
+                return f"{outcome(fault, tree)}, {time.monotonic() - began:.0f} s"
+            finally:
+                trees.put(tree)
+
+        for fault, result in zip(chosen, threads.map(attempt, chosen), strict=True):
+            missed += result.startswith("MISSED")
+            print(f"{fault.module}: {fault.old!r} -> {fault.new!r}: {result}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} faults caught")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

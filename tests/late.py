@@ -1,0 +1,20 @@
+"""Modules that are imported when they are used: importing gensim takes two seconds of every worker, and few run its tests."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+class Late:
+    """A module that is imported when an attribute of it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(importlib.import_module(self._name), attribute)
+
+
+models = Late("gensim.models")
+fasttext = Late("gensim.models.fasttext")
