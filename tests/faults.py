@@ -65,7 +65,7 @@ optim/row_gradient.py: nn_autograd
 optim/shard_gradient.py: ranks/test_uses.py
 - if func in _ADDED:
 + if func not in _ADDED:
-optim/shards.py: ranks/test_uses.py
+optim/sharded.py: ranks/test_uses.py
 - self._left[lookup.number] = grad if before is None else before + grad
 + self._left[lookup.number] = grad
 optim/replicas.py: ranks/test_wrappers.py
@@ -79,10 +79,10 @@ optim/state.py: optim_sparse
 optim/table_param.py: nn_guards
 - self._warned = False
 + self._warned = True
-optim/vocabulary_handle.py: vocabulary_deferred vocabulary_training
-- self._late = True
-+ pass
-optim/vocabulary_handle.py: vocabulary_state
+optim/vocabulary_ids.py: vocabulary_deferred vocabulary_training
+- if self._late and ids is not None
++ if False
+optim/vocabulary_ids.py: vocabulary_state
 - vocabulary.load_state_dict(state)
 + pass
 idle/history.py: optim_loaded_state
@@ -147,7 +147,7 @@ nn/feature.py: nn_multi
 nn/feature_weight.py: optim_features nn_multi
 - self.handle.note_use(ids + self.start, version)
 + self.handle.note_use(ids, version)
-nn/initial_fills.py: weight_functions weight
+nn/fills.py: weight_functions weight
 - isinstance(weight, TableWeight | WeightData) else None
 + isinstance(weight, WeightData) else None
 nn/loader.py: loader
@@ -165,9 +165,9 @@ nn/lookup_ops.py: nn_compile
 nn/multi.py: nn_multi
 - feature.load(module.weight.detach())
 + pass
-nn/new_table.py: sizing
-- stored = dtype if storage_dtype is None else storage_dtype
-+ stored = dtype
+nn/new_rows.py: sizing
+- return self.dtype if storage_dtype is None else storage_dtype
++ return self.dtype
 nn/sizing.py: sizing
 - self.total_bytes - self.weight_bytes - self.scale_bytes
 + self.total_bytes - self.weight_bytes + self.scale_bytes
@@ -178,8 +178,8 @@ nn/vocabulary_lookup.py: vocabulary
 - unseen = self.rows == UNSEEN_ROW
 + unseen = self.rows != UNSEEN_ROW
 nn/vocabulary_module.py: vocabulary
-- find_rows(handle, ids, training and self.training,
-+ find_rows(handle, ids, training or self.training,
+- find_rows(id_space, ids, training and self.training,
++ find_rows(id_space, ids, training or self.training,
 nn/weight.py: weight_rows weight
 - if tensor._version != version or _writes_to(
 + if _writes_to(
