@@ -26,7 +26,8 @@ def no_make(monkeypatch):
 @pytest.fixture
 def bench(monkeypatch):
     """A function that imports a script of bench/ by its name."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    for folder in ("examples", "bench"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     return importlib.import_module
 
 

@@ -68,15 +68,6 @@ class TestWithoutMeasuring:
         assert (machine.disk_bytes, machine.disk_bytes_per_s) == (None, None)
         assert sum("missing' is not known: No such file or directory" in note for note in machine.notes) == 2
 
-    def test_a_limit_of_locked_memory_is_told_and_not_believed(self, monkeypatch):
-        resource = pytest.importorskip("resource")
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (8_000_000, resource.RLIM_INFINITY))
-        machine = this_machine()
-        assert machine.pinned_bytes is None
-        assert any("locked memory (ulimit -l) is 8 MB" in note for note in machine.notes)
-        monkeypatch.setattr(resource, "getrlimit", lambda kind: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-        assert not any("ulimit" in note for note in this_machine().notes)
-
     def test_a_system_that_says_nothing(self, monkeypatch):
         monkeypatch.setattr(module, "physical_bytes", lambda: 0)
         machine = this_machine()

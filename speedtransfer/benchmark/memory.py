@@ -120,7 +120,9 @@ def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
     return bar_panels(
         make_figure,
         groups,
-        lambda group, case: ", ".join(f"{format_bytes(size)} of {name[:-6]}" for name, size in case.memory.items()),
+        lambda group, case: ", ".join(
+            f"{format_bytes(size)} of {name[:-6]}" for name, size in case.memory.items() if size
+        ),
         lambda group, case: COLOURS[0] if case.role == "ours" else PALE,
         value=lambda case: sum(case.memory.values()) / 1e9,
         label="GB, less is better",

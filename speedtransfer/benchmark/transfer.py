@@ -26,9 +26,6 @@ from speedtransfer.engines import DIRECTIONS
 from speedtransfer.errors import check_size
 from speedtransfer.units import format_rate, format_seconds, format_share
 
-# Upper end of the axis in percent of a plain copy: higher values mean a noisy roof, and would flatten the other lines.
-_MOST_SHARE = 160
-
 NOTE = """\
 The roof is one cudaMemcpy of page-locked memory; without CUDA it is the faster of torch's copy_ on all cores and a copy that \
 writes past the cache. Batches with repeated ids (Zipf) can beat it: their rows are read once and sent often. Distinct ids \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import shutil
@@ -115,22 +114,6 @@ def _host(found: _Findings) -> None:
     found.notes.append(
         f"{format_bytes(free)} of {format_bytes(whole)} of host memory are free; the rest is held by this process and others"
     )
-    limit = _lock_limit()
-    if limit is not None:
-        found.notes.append(
-            f"the limit of locked memory (ulimit -l) is {format_bytes(limit)}; CUDA's driver locks pages by itself and is not "
-            "known to count them against it, so that the plan does not either"
-        )
-
-
-def _lock_limit() -> int | None:
-    """Return the bytes that this process may lock; None for no limit, or where there is no such thing."""
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource  # not on Windows
-
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        return None if limit == resource.RLIM_INFINITY else limit
-    return None
 
 
 def _gpu(found: _Findings, number: int, rates: Collection[str]) -> None:

@@ -10,9 +10,6 @@ from torch.optim import SGD, Adam, AdamW
 
 import speedtransfer as st
 from gpu.tools import hold, synchronizing
-from speedtransfer.benchmark import step_fused
-from speedtransfer.benchmark.contenders import Batches
-from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import fused_step, stepping
 from speedtransfer.optim.fused_step import SWITCH
 
@@ -203,25 +200,6 @@ def test_one_launch(name, device, fused):
     assert len(launches) == 1, launches
     assert "step_rows" in launches[0]
     assert not [call for call in calls if call.startswith(("wait", "copy"))]
-
-
-def test_the_benchmark_compares_both(device, monkeypatch):
-    monkeypatch.setenv(SWITCH, "0")
-    for group in step_fused.groups(device, Batches(300, 64, 0), {"host": 1e8, "device": 1e8}):
-        cases = group.make()
-        assert len(cases) == 4
-        for case in cases:
-            case.run()
-            case.check()
-
-
-def test_the_benchmark_notices_another_way(device, monkeypatch):
-    (group, *_) = step_fused.groups(device, Batches(300, 64, 0), {"host": 1e8, "device": 1e8})
-    monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
-    case = group.make()[1]
-    case.run()
-    with pytest.raises(OptimizerError, match="not made by one kernel"):
-        case.check()
 
 
 def test_auto_goes_on_with_other_engines(device, fused):
