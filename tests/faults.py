@@ -38,9 +38,6 @@ FAULTS = r"""
 optim/graph.py: optim_graph
 - return values if use[4] else values.detach()
 + return values.detach()
-optim/hooks.py: tables_opened
-- handle.table.check_writable()
-+ pass
 optim/leaves.py: optim_styles
 - _collect(value.items() if isinstance(value, dict) else enumerate(value),
 + _collect(enumerate(value),
@@ -65,26 +62,15 @@ optim/row_gradient.py: nn_autograd
 optim/shard_gradient.py: ranks/test_uses.py
 - if func in _ADDED:
 + if func not in _ADDED:
-optim/sharded.py: ranks/test_uses.py
-- self._left[lookup.number] = grad if before is None else before + grad
-+ self._left[lookup.number] = grad
 optim/replicas.py: ranks/test_wrappers.py
 - self._whole |= whole
 + pass
-- any(number & 2 for number in numbers)
-+ False
 optim/state.py: optim_sparse
 - self.sparse = sparse
 + self.sparse = False
 optim/table_param.py: nn_guards
 - self._warned = False
 + self._warned = True
-optim/vocabulary_ids.py: vocabulary_deferred vocabulary_training
-- if self._late and ids is not None
-+ if False
-optim/vocabulary_ids.py: vocabulary_state
-- vocabulary.load_state_dict(state)
-+ pass
 idle/history.py: optim_loaded_state
 - self.rule.bound(rows, self._first)
 + pass
@@ -99,12 +85,12 @@ idle/missed.py: idle_history
 + weight.mul_(a).add_(partner * a)
 - rows[name].mul_(factor)
 + pass
-idle/numba_sums.py: idle_kernels idle_history optim_idle
+idle/numba_sums.py: idle_history
 - divisor = (size if size > eps else eps) if floor else root * size + eps
 + divisor = root * size + eps
 - np.float32(work[0, i] * decay)
 + np.float32(work[0, i])
-idle/quadrature.py: idle_history optim_idle
+idle/quadrature.py: idle_history
 - divides, counts = slope > SMALLEST_SLOPE, weight != 0
 + divides, counts = slope > SMALLEST_SLOPE, weight == 0
 - spread = 1 if node == 0 else 1 + NODES + node
@@ -124,18 +110,12 @@ idle/rules.py: rows_reset
 idle/rules.py: optim_loaded_state
 - torch.maximum(largest, rows["exp_avg_sq"] * first.factors[1], out=largest)
 + pass
-idle/rules.py: optim_idle_flow optim_idle_auto
+idle/rules.py: optim_idle_flow
 - if idle == "exact" or type(optimizer) in RULES:
 + if type(optimizer) in RULES:
 idle/rules.py: idle_history
 - rounded(lr / (1 + lambd * lr * t) ** alpha, dtype)
 + rounded(lr, dtype)
-idle/sums.py: idle_history
-- if final > self._final and not self._hard_final:
-+ if not self._hard_final:
-nn/active.py: nn
-- if max_norm is not None and handle.table.writable:
-+ if max_norm is not None and not handle.table.writable:
 nn/bag.py: tables_opened_float8
 - requires_grad_(trainable and not freeze)
 + requires_grad_(trainable or not freeze)
@@ -144,18 +124,9 @@ nn/feature.py: nn_multi
 + if False:
 - if self.padding_idx is not None:
 + if False:
-nn/feature_weight.py: optim_features nn_multi
-- self.handle.note_use(ids + self.start, version)
-+ self.handle.note_use(ids, version)
-nn/fills.py: weight_functions weight
-- isinstance(weight, TableWeight | WeightData) else None
-+ isinstance(weight, WeightData) else None
 nn/loader.py: loader
 - if any(ticket.is_changed() for ticket in tickets) or any(
 + if any(
-nn/lookup.py: nn_sparse nn
-- if ctx.padding >= 0:
-+ if ctx.padding > 0:
 nn/lookup.py: nn_bag
 - if offsets is not None and takes_last and
 + if offsets is None and takes_last and
@@ -174,47 +145,30 @@ nn/sizing.py: sizing
 nn/subclasses.py: optim_sparse
 - return ours if cls is _DENSE[ours] else _subclass(
 + return _subclass(
-nn/vocabulary_lookup.py: vocabulary
-- unseen = self.rows == UNSEEN_ROW
-+ unseen = self.rows != UNSEEN_ROW
 nn/vocabulary_module.py: vocabulary
 - find_rows(id_space, ids, training and self.training,
 + find_rows(id_space, ids, training or self.training,
-nn/weight.py: weight_rows weight
-- if tensor._version != version or _writes_to(
-+ if _writes_to(
-- trains = torch.is_grad_enabled() and handle.requires_grad and not
-+ trains = torch.is_grad_enabled() and not
 nn/weight_rows.py: growing
 - self.handle.rows.put("weight", self.ids, values.detach())
 + pass
 tables/files.py: tables_files
 - key = names[0] if len(names) == 1 else "weight"
 + key = "weight"
-tables/forks.py: forked_tables
-- if begun != seen:
-+ if False:
 tables/growing.py: growing
 - if options.counts is not None:
 + if options.counts is None:
-tables/index.py: tables
-- if not checked and (low < 0 or high >= num_rows):
-+ if not checked and (low < 0 or high > num_rows):
 tables/longer_files.py: growing
 - stored.offset + num_rows * row_bytes
 + stored.offset + num_rows * row_bytes + 8
-tables/memories.py: tables_layout tables
+tables/memories.py: tables
 - if num_bytes == 0:
 + if num_bytes < 0:
 tables/opening.py: tables_shared_caches
 - check_not_shared(only.path, writable)
 + pass
-tables/opening.py: tables_opened tables_shared_caches
+tables/opening.py: tables_opened
 - table._unchanged = table.version
 + pass
-tables/padded.py: tables_padded
-- groups = flat.new_empty((2, count), dtype=torch.int64 if wide else torch.int32)
-+ groups = flat.new_empty((2, count), dtype=torch.int32)
 tables/parts.py: tables_opened
 - check_host_index(index if check is True else check.cpu(), planes)
 + pass
@@ -233,9 +187,6 @@ tables/sources.py: tables_opened_float8
 tables/unfinished.py: tables_unfinished
 - if changes or table in refused:
 + if changes:
-tables/unique.py: nn_bag nn
-- -1 if look_for is None else _position(ids, look_for))
-+ -1)
 rows.py: rows_reset
 - if mark is None or mark == self.lag.mark:
 + if mark is None:
@@ -248,9 +199,6 @@ buffers.py: buffers
 vocabulary/batches.py: vocabulary_index
 - rows = rows[rows >= 0]
 + rows = rows[rows > 0]
-vocabulary/capacity.py: vocabulary
-- parse_bytes(limit) // row_bytes - reserved
-+ parse_bytes(limit) // row_bytes
 vocabulary/change_log.py: vocabulary_changes
 - self._logged_from = at + 1
 + self._logged_from = at
@@ -271,30 +219,22 @@ vocabulary/numba_initial.py: vocabulary_initial
 vocabulary/owned.py: vocabulary
 - self._changed_at[rows] = self.generation
 + pass
-vocabulary/policies.py: vocabulary
-- current = counts * self.decay ** (now - last_use)
-+ current = counts * self.decay ** (last_use - now)
 vocabulary/quantiles.py: vocabulary_initial
 - below = below * r + 1.48753612908506148525e-2
 + below = below * r + 1.48753612908506148525e-3
-vocabulary/room.py: vocabulary
-- rows[(rows >= live.reserved) & (live.ids[rows] != ids)] = -1
-+ pass
 vocabulary/vocabulary_stats.py: vocabulary_stats
 - return self.unseen / self.lookups if self.lookups else 0.0
 + return 0.0
 engines/auto.py: engines_auto
 - name = wanted if wanted in names else names[0]
 + name = names[0]
-- engine.wait(writes_only)
-+ pass
 engines/cache_moves.py: engines_cached
 - if slots.epoch == self._epoch and out.dtype
 + if out.dtype
 engines/cache_policy.py: engines_cached
 - self._counts * self.decay
 + self._counts
-engines/cache_slots.py: engines_cached tables_cached
+engines/cache_slots.py: tables_cached
 - return any(part.written and part.plane._version != part.version
 + return any(part.written and part.plane._version == part.version
 engines/cache_slots.py: engines_cached
@@ -306,7 +246,7 @@ engines/cached.py: tables_cached
 engines/calibration.py: engines_auto
 - for d, name in zip(DIRECTIONS, pair, strict=True)) + switch
 + for d, name in zip(DIRECTIONS, pair, strict=True))
-engines/host.py: engines_host tables
+engines/host.py: tables
 - torch.autograd.graph.increment_version(tensor)
 + pass
 encoding/codecs.py: encoding
@@ -314,7 +254,7 @@ encoding/codecs.py: encoding
 + codes += (scale <= 0).to(torch.int32).mul_(256)
 - added = (self.split(bits) >> 12).bitwise_and_((1 << 20) - 1)
 + added = (self.split(bits) >> 12).bitwise_and_((1 << 19) - 1)
-encoding/numba_codecs.py: encoding encoding_float8
+encoding/numba_codecs.py: encoding
 - scales[i, 0] = np.nan
 + pass
 - if with_sign <= _SIGN:
@@ -322,63 +262,39 @@ encoding/numba_codecs.py: encoding encoding_float8
 encoding/rounding.py: encoding
 - words *= _MIX_FIRST
 + pass
-checkpoint/load.py: checkpoint_disk checkpoint
+checkpoint/load.py: checkpoint_disk
 - reader.check(bar.advance)
 + pass
-checkpoint/manifest.py: checkpoint
-- content.get("format_version") not in FORMAT_VERSIONS:
-+ content.get("format_version") is None:
-checkpoint/model.py: checkpoint checkpoint_forms vocabulary_state
+checkpoint/model.py: checkpoint_forms
 - counters[key] = handle.rows.state_dict()
-+ pass
-checkpoint/model.py: vocabulary_state
-- refuse_ids(self._state, key.removesuffix("weight"), handle)
 + pass
 checkpoint/optimizer.py: growing
 - planes = own.stored(entries) if own is not None and isinstance(entries, dict) else {}
 + planes = {}
-checkpoint/optimizer.py: checkpoint
-- if saved.shape != shape or saved.dtype.is_floating_point != spec.dtype.is_floating_point:
-+ if saved.shape != shape:
 checkpoint/save.py: forged_files
 - content["rng"] = encode(rng_states(), "rng", keep)
 + pass
-checkpoint/tensors.py: checkpoint
-- if digest.hexdigest() != self.facts["sha256"]:
-+ if False:
-ngrams/constants.py: ngrams
-- if len(numbers) != count:
-+ if len(numbers) < count:
 ngrams/gate.py: ngram_embedding
 - self.hidden_norm(hidden)).sum(-1, keepdim=True) / math.sqrt(self.width)
 + self.hidden_norm(hidden)).sum(-1, keepdim=True)
-ngrams/hashing.py: ngrams
-- return places if token_map is None else [token_map[place.clamp(0, self.vocab_size - 1)] for place in places]
-+ return places
 ngrams/per_layer.py: ngram_embedding
 - return cls(rows, layers, width // layers,
 + return cls(rows, layers, width,
 ngrams/statistics.py: ngrams
 - (counts[inverse] > 1).double()
 + (counts[inverse] > 2).double()
-word2vec/compiled.py: word2vec_kernel word2vec_gradients
-- weights[0, at] = negatives * served[at] / num_draws if at < words else 0
-+ weights[0, at] = negatives / num_draws if at < words else 0
 word2vec/evaluation.py: word2vec_evaluation
 - correct[known] = answer_analogies(matrix, norms, name, rows[known])
 + pass
-word2vec/gradients.py: word2vec_gradients word2vec_kernel
+word2vec/gradients.py: word2vec_gradients
 - num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
 + num_pairs = places.num_pairs
-word2vec/lane_rows.py: word2vec_lanes word2vec_kernel
+word2vec/lane_rows.py: word2vec_lanes
 - store(scores, k + 2, 0, s2)
 + store(scores, k + 2, 0, s1)
 word2vec/lookup.py: word2vec_vectors
 - count += int(nearer.sum())
 + count += 1
-word2vec/optimizers.py: word2vec_trainer word2vec_config
-- return lr if name.lower() in STEPS_AS_GIVEN else RATES[model]
-+ return RATES[model]
 word2vec/places.py: word2vec_gradients
 - return (window + 1 - distance).double() / window if window else
 + return (window - distance).double() / window if window else
@@ -391,36 +307,12 @@ word2vec/spans.py: word2vec_gradients
 word2vec/subwords.py: word2vec_subwords
 - taken[:, n - min_n] = left >= n
 + taken[:, n - min_n] = left > n
-word2vec/tokenise.py: word2vec_tokenise word2vec_corpus
-- num_words += len(ids) - (int(np.count_nonzero(ids == LINE_END)) if lines else 0)
-+ num_words += len(ids)
 word2vec/tokenise_compiled.py: word2vec_tokenise
 - return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
 + return 0
-word2vec/trainer.py: word2vec_trainer
-- self.optimizer.zero_grad()
-+ pass
 word2vec/vocabulary.py: word2vec_vocabulary
 - return numbers[numbers >= 0]
 + return numbers[numbers > 0]
-ranks/exchange.py: ranks/test_cost.py ranks/test_out_of_step.py
-- self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
-+ pass
-ranks/interleaved.py: ranks/test_partition.py
-- return places % _STRIDE * self.ranks + places // _STRIDE
-+ return places % _STRIDE + places // _STRIDE * self.ranks
-ranks/cost.py: ranks/test_cost.py
-- calls=calls + 2 * len(tables),
-+ calls=calls + len(tables),
-ranks/row_counts.py: ranks/test_cost.py ranks/test_forms.py
-- sent = plain if idle == "exact" or max_norm else stored
-+ sent = stored
-speedtorch/rows.py: speedtorch speedtorch_data
-- if len(found.ids) < len(flat):
-+ if False:
-cuda/memory.py: cuda_memory
-- strides = tuple(item * stride for stride in host.stride())
-+ strides = tuple(stride for stride in host.stride())
 safetensors_io.py: tables_files
 - room + -(8 + len(text) + room) % _ALIGN)
 + room)

@@ -225,7 +225,7 @@ def test_long_sweep_in_every_memory(cases: tuple[OptimizerCase, ...], memory: st
 def long_sweep(case: OptimizerCase, memory: str, tmp_path) -> None:
     path = tmp_path / "rows.npy" if memory == "mmap" else None
     torch.manual_seed(11)
-    ours = speedtransfer.Embedding(203, 32, memory=memory, path=path)
+    ours = speedtransfer.Embedding(203, 32, memory=memory, path=path, idle="lazy")
     torch.manual_seed(11)
     dense = nn.Embedding(203, 32)
     opt, oracle = case.make([ours.weight]), LazyOracle(case.make([dense.weight]), dense)
