@@ -72,8 +72,11 @@ test: $(ENV)
 	$(call PYTEST,not slow and not gpu)
 	$(call GPU_TESTS,not slow and gpu)
 
+# Again with numba's check of indices, those of hostile input; in a cache of its own, as another has functions without.
+FUZZERS = $(addprefix tests/test_,checkpoint_fuzz.py forged_files.py vocabulary_index.py engines_host.py *_state_machine.py)
 test-slow: $(ENV)
 	$(call PYTEST,not gpu)
+	$(if $(ARGS),,NUMBA_BOUNDSCHECK=1 NUMBA_CACHE_DIR=$$(mktemp -d) $(call PYTEST,not gpu) $(FUZZERS))
 	$(call GPU_TESTS,gpu)
 
 lint: $(ENV)
