@@ -254,7 +254,8 @@ def test_blocks_stay_in_copies_and_with_other_rows(dtype: torch.dtype, tmp_path:
 @pytest.mark.parametrize("dtype", FLOAT8)
 def test_codes_without_a_scale_are_stored_as_they_are(dtype: torch.dtype) -> None:
     codes = torch.arange(252).view(42, 6).to(torch.uint8).view(dtype)
-    codes = codes[codes.float().isfinite().all(1)]
+    # As bytes: torch 2.6 does not index float8.
+    codes = codes.view(torch.uint8)[codes.float().isfinite().all(1)].view(dtype)
     emb = speedtransfer.Embedding.from_pretrained(codes, storage_dtype=dtype, scale_block=3)
     assert torch.equal(values(emb), codes.float())
     assert torch.equal(emb.table.torch().view(torch.uint8), codes.view(torch.uint8))

@@ -221,6 +221,8 @@ def test_trials_leave_random_numbers_alone_also_where_the_optimizer_draws_some()
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw"])  # others read scalars that they make there
 def test_a_default_device_that_is_not_that_of_the_rows(name: str, sparse: bool) -> None:
     """As torch.set_default_device("cuda") with tables on the host; "meta" holds no values at all."""
+    if name != "sgd-momentum" and torch.__version__ < "2.13":
+        pytest.skip("torch's own optimizers count their steps on the default device")
     param = nn.Parameter(torch.ones(4, 3))
     opt = case_named(name).make([param], foreach=False)
     expected = probe_optimizer(opt, opt.param_groups[0], param, sparse)
