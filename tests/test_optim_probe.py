@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from interrupt import Interrupt
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import BASE, CASES, REFUSED, OptimizerCase, RefusedCase, case_named
 from torch import nn
@@ -245,3 +246,17 @@ def test_training_under_another_default_device(idle: str, tmp_path) -> None:
             speedtransfer.load_checkpoint(tmp_path / device, emb, opt)
         weights.append(emb.table.torch().clone())
     assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("at", [1, 301, 601])
+def test_a_lack_of_memory_is_no_verdict(at: int) -> None:
+    """It comes out of the step, and the next one tries the optimizer anew."""
+
+    class Mine(torch.optim.AdamW):
+        pass
+
+    emb = speedtransfer.Embedding(9, 4, idle="lazy")
+    optimizer = Mine(emb.parameters())
+    emb(torch.tensor([1, 2])).sum().backward()
+    assert Interrupt(at, MemoryError, "by_rows").during(optimizer.step)
+    optimizer.step()

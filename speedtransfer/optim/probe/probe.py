@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.interrupts import pass_on_interrupt
 from speedtransfer.optim.probe.initial_values import initial_values
 from speedtransfer.optim.probe.outcomes import remembered
 from speedtransfer.optim.probe.trajectories import ROWS, InitialValue, Training, difference
@@ -89,14 +90,15 @@ def probe_optimizer(optimizer: Optimizer, group: dict[str, Any], param: Tensor, 
         except OptimizerError:
             raise
         except Exception as error:
+            pass_on_interrupt(error)
             reason = _reason(optimizer, group, param, error)
             try:
                 if bare.keys() | {"params"} != group.keys():
                     return _probe(optimizer, bare, param, sparse)
             except OptimizerError:
                 raise
-            except Exception:  # the first reason is nearer to what the user did
-                pass
+            except Exception as again:  # the first reason is nearer to what the user did
+                pass_on_interrupt(again)
             raise OptimizerError(f"{name} cannot train rows of a table: {reason}") from error
 
 
@@ -113,7 +115,8 @@ def leaves_idle_rows(optimizer: Optimizer, group: dict[str, Any], param: Tensor)
             found, _ = initial_values(optimizer, group, weights)
             training = Training.of_few(optimizer, _visible(group), weights)
             put_back, as_they_go = training.whole(found, put_back=True), training.whole(found)
-        except Exception:  # not known, then
+        except Exception as error:  # not known, then
+            pass_on_interrupt(error)
             return False
         return difference(put_back, as_they_go, 0.0) is None
 
@@ -165,7 +168,8 @@ def _probe(optimizer: Optimizer, group: dict[str, Any], param: Tensor, sparse: b
     if either:
         try:
             dense = _probe_densely(optimizer, group, weights)
-        except Exception:  # sparse gradients it is, then
+        except Exception as error:  # sparse gradients it is, then
+            pass_on_interrupt(error)
             return findings
         if dense == findings:
             dense.gradient = "either"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtransfer.interrupts import pass_on_interrupt
 from speedtransfer.optim.leaves import cloned, leaves
 
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None), FunctionType)
@@ -130,7 +131,8 @@ def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> O
     try:
         # `defaults` may hold what the constructor does not take (AdamW's decoupled_weight_decay, a scheduler's initial_lr).
         trial = type(optimizer)([param], **{key: value for key, value in hyper.items() if key in accepted})
-    except Exception:
+    except Exception as error:
+        pass_on_interrupt(error)
         # A constructor of another form: a copy of the instance without its parameters, state, hooks and GradScaler.
         trial = object.__new__(type(optimizer))
         trial.__dict__.update({k: OrderedDict() if k.endswith("_hooks") else _copied(v) for k, v in own.items()})

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import OptimizerError
+from speedtransfer.interrupts import pass_on_interrupt
 from speedtransfer.optim.probe.initial_values import initial_values, initial_values_of_sparse
 from speedtransfer.optim.probe.trajectories import (
     STEPS,
@@ -72,7 +73,8 @@ def check_dense(optimizer: Optimizer, group: dict[str, Any], weights: Tensor, fo
         _check_exactly(optimizer, group, weights.double(), found, 1e-5)
     except OptimizerError:
         raise
-    except Exception:  # it does not compute in double precision
+    except Exception as error:  # it does not compute in double precision
+        pass_on_interrupt(error)
         _check_exactly(optimizer, group, weights.float(), found, 1e-3)
 
 
@@ -83,6 +85,7 @@ def _check(training: Training, found: dict[str, InitialValue], rtol: float) -> T
     try:
         what = difference(alone, training.by_rows(found).of(_FEW), rtol)
     except Exception as error:
+        pass_on_interrupt(error)
         failure = error
     if failure is not None or what is not None:
         _explain(training, found, alone, rtol, failure)
@@ -105,6 +108,7 @@ def _check_exactly(
     try:
         what = difference(alone, many.whole(found, put_back=True).of(few), rtol)
     except Exception as error:
+        pass_on_interrupt(error)
         raise _dependent(optimizer, UPDATE) from error
     if what is not None:
         raise _dependent(optimizer, what)
@@ -148,7 +152,8 @@ def takes_sparse(optimizer: Optimizer, group: dict[str, Any], weights: Tensor) -
         training = Training.of_few(optimizer, group, exact)
         try:
             training.whole({}, gradient_of_lookups)
-        except Exception:
+        except Exception as error:
+            pass_on_interrupt(error)
             continue
         return training, exact, rtol
     return None
@@ -211,6 +216,7 @@ def _examine(
     except StateError as error:
         return {}, set(), words(error)
     except Exception as error:
+        pass_on_interrupt(error)
         return {}, set(), f"a trial failed ({words(error)})"
 
 
@@ -235,7 +241,8 @@ def _is_dense(training: Training, rtol: float) -> bool:
     """Tell whether sparse gradients train the whole parameter as dense ones do, idle rows and all."""
     try:
         dense = training.whole({})
-    except Exception:
+    except Exception as error:
+        pass_on_interrupt(error)
         return False
     moves = Trajectory(dense.moves, dense.weights, {}, {})
     return difference(moves, training.whole({}, gradient_of_lookups), rtol) is None
@@ -245,7 +252,8 @@ def _is_lazy(training: Training, found: dict[str, InitialValue], rtol: float) ->
     """Tell whether sparse gradients train as dense ones do whose idle rows are put back."""
     try:
         dense = training.whole(found, put_back=True)
-    except Exception:
+    except Exception as error:
+        pass_on_interrupt(error)
         return False
     whole = training.whole(found, gradient_of_lookups)
     return dense.planes.keys() == whole.planes.keys() and difference(dense, whole, rtol) is None
