@@ -103,7 +103,8 @@ def multi_any(emb: Any, see: Callable[[Any], None]) -> Any:
 
 
 def prehook(emb: Any, see: Callable[[Any], None]) -> Any:
-    return graph.get_gradient_edge(emb.weight).node.register_prehook(lambda grads: see(total(grads[0])))
+    node = graph.get_gradient_edge(emb.weight).node
+    return node, node.register_prehook(lambda grads: see(total(grads[0])))
 
 
 def accumulated(emb: Any, see: Callable[[Any], None]) -> Any:
@@ -156,7 +157,10 @@ def test_an_optimizer_in_backward() -> None:
 
 def test_the_weight_is_found_in_the_graph() -> None:
     emb = made(st.Embedding)
-    found, todo = [], [(emb(IDS).sum() + emb.weight.sum()).grad_fn]
+    # torch 2.6 asks that the result of a node is alive.
+    rows, whole = emb(IDS), emb.weight.sum()
+    loss = rows.sum() + whole
+    found, todo = [], [loss.grad_fn]
     while todo:
         node = todo.pop()
         if node is not None:

@@ -20,7 +20,7 @@ from speedtransfer.nn.lookup import bag_lookup, lookup
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, rowless, special
 from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import Arrived, collected
-from speedtransfer.optim.graph import as_tensor, edges_to, listen
+from speedtransfer.optim.graph import as_tensor, edges_to, forgets_inputs, listen
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.tables import padded_anew
 
@@ -154,6 +154,10 @@ in_transform: Callable[[], Any] = getattr(
 # --- lookups ----------------------------------------------------------------------------------------------------------------
 
 
+# What `_own_view` has returned last, where it has to be kept.
+_last_view: list[Tensor] = []
+
+
 def _own_view(weight: Any, other: Any) -> Any:
     """Replace ``weight.view_as(weight)`` and the like, from which people take the node of the parameter in the graph."""
     if other is not weight or not isinstance(weight, TableWeight) or not torch.is_grad_enabled():
@@ -162,7 +166,11 @@ def _own_view(weight: Any, other: Any) -> Any:
     if not isinstance(handle, Handle) or not handle.requires_grad:
         return NotImplemented
     handle.know_node()
-    return handle.whole_in_graph()
+    made = handle.whole_in_graph()
+    if forgets_inputs():
+        # Who asks for the node of the parameter asks what no longer has a result.
+        _last_view[:] = [made]
+    return made
 
 
 def has_table(weight: Any) -> bool:

@@ -8,6 +8,7 @@ it (`TableRows`). Where hooks, or ``torch.autograd.grad``, look at the node they
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from speedtransfer.cuda import current_stream
 from speedtransfer.eager import uncompiled
+from speedtransfer.once import once
 
 # Key of the handle in the __dict__ of its parameter.
 KEY = "_speedtransfer_handle"
@@ -85,6 +87,23 @@ def _wait_at_end(device: torch.device) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(wait)
 
 
+@once
+def forgets_inputs() -> bool:
+    """Tell whether a node of Python has no `next_functions` once its result is gone, as in torch 2.6."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node: Any = _Same.apply(torch.zeros(1, device="cpu", requires_grad=True)).grad_fn
+    try:
+        return not node.next_functions
+    except RuntimeError:
+        return True
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+
 def receive(param: nn.Parameter) -> None:
     """Deposit the gradient that has reached the node of a weight: a hook of its parameter, the first."""
     handle = param.__dict__.get(KEY)
@@ -121,5 +140,8 @@ def edges_to(handle: Any) -> list[GradientEdge]:
     with as_tensor(), torch.enable_grad():
         view: Any = handle.param.view_as(handle.param)
         nodes = {view.grad_fn.next_functions[0][0]: None}
-    nodes |= {ctx.next_functions[0][0]: None for ctx in handle.alive()}
+    for ctx in handle.alive():
+        # Of one without a result nothing comes.
+        with contextlib.suppress(RuntimeError):
+            nodes[ctx.next_functions[0][0]] = None
     return [GradientEdge(node, 0) for node in nodes]

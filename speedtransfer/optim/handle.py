@@ -147,6 +147,8 @@ class Handle(Binding):
         if self._whole is not None and not self.id_space.come_and_go:
             known = self._whole[0]()
             if known is not None and self._whole[1] == self.table.version:
+                # Torch asks for that of who has it by a weak reference.
+                known._fix_weakref()  # type: ignore[attr-defined]
                 return known
         with torch.inference_mode(False), _outside_of_transforms():
             values = self.whole().detach()

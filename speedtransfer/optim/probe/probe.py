@@ -97,9 +97,8 @@ def probe_optimizer(optimizer: Optimizer, group: dict[str, Any], param: Tensor, 
                     return _probe(optimizer, bare, param, sparse)
             except OptimizerError:
                 raise
-            except Exception as error:  # the first reason is nearer to what the user did
-                pass_on_interrupt(error)
-                pass
+            except Exception as again:  # the first reason is nearer to what the user did
+                pass_on_interrupt(again)
             raise OptimizerError(f"{name} cannot train rows of a table: {reason}") from error
 
 
