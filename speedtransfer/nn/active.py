@@ -185,14 +185,16 @@ def _activate_shards(
             groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda")
         owners.check_rows(groups.ids)
     except Exception as error:
-        owners.refuse(error, training or by_hand)
+        owners.lookups.refuse(error, training or by_hand)
         raise
     groups = groups.to(device)
     renormalize = None
     if max_norm is not None:
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
-        rows, lookup = owners.look_up(groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None))
+        rows, lookup = owners.lookups.look_up(
+            groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None)
+        )
     return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup, features)
 
 

@@ -137,10 +137,10 @@ class NewRows:
         num_rows, most = self._sizes()
         place = self._place()
         if exchange is not None:
-            ids = Partition(self.shape[0], exchange.ranks).ids_of(exchange.rank)
             if place["path"] is not None:
                 place["path"] = path_of(place["path"], exchange)
             if place["cache_counts"] is not None:
+                ids = Partition(self.shape[0], exchange.ranks).ids_of(exchange.rank)
                 place["cache_counts"] = torch.as_tensor(place["cache_counts"])[ids]
         return self._rows(Table(num_rows, self.shape[1], self.stored, device=self.device, max_rows=most, **place))
 

@@ -171,9 +171,8 @@ class RankIdOwners(IdOwners):
         whole = torch.from_numpy(self.to_whole(local)).unsqueeze(1)
         (rows,) = exchange.move("ids", [Segment(whole, receives, given)])
         in_order = rows[:, 0].numpy()
-        # Those without a row read one of rank 0, if that is trained.
+        # Those without a row read that of unseen ids: of rank 0 if it is trained, else of their owner.
         trained = self.vocabulary.unseen == "row"
-        # Unseen ones read the row of unseen ids, here and at their owner.
         read = np.maximum(in_order, UNSEEN_ROW * self.processes)
         self.asked = None if trained else Asked(read, given, receives, np.maximum(local, UNSEEN_ROW))
         found = np.empty(len(distinct), dtype=np.int64)

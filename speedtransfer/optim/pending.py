@@ -76,7 +76,7 @@ class PendingGradient(Stepping):
             self.note_features(ids, features)
         # Threads may run backward at the same time, as in torch.
         with self.rows.lock:
-            noted, named = None, ids
+            noted, looked_up = None, ids
             if self.id_space.come_and_go:
                 grad, noted = self.id_space.begin_deposit(ids, grad, whole, summed)
             if not summed and not self.owners.is_alone:
@@ -99,7 +99,7 @@ class PendingGradient(Stepping):
                 else:
                     self._accumulate(ids, grad, rows, version, state_rows)
             if noted is not None:
-                self.id_space.end_deposit(named, noted)
+                self.id_space.end_deposit(looked_up, noted)
 
     def _clear_for_next(self) -> None:
         """Clear a gradient that was set to zero; what shows it will show the next."""

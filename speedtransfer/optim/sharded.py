@@ -19,7 +19,7 @@ from speedtransfer.optim.merge import merged
 from speedtransfer.optim.owners import Owners
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.shard_gradient import ShardGradient
-from speedtransfer.optim.shards import KEPT, Asked, Lookup, Route, ShardLookups
+from speedtransfer.optim.shards import KEPT, Route, ShardLookups
 from speedtransfer.ranks import Exchange, Partition, Segment
 from speedtransfer.tables import row_chunks
 
@@ -41,6 +41,7 @@ class Sharded(Owners):
     is_alone = has_whole = shows_sparse = False
     # Whether rows have in each process the numbers that they have in the whole table.
     is_shared: ClassVar[bool] = False
+    lookups_kind: ClassVar[type[ShardLookups]] = ShardLookups
     partition: Partition
 
     def __init__(
@@ -48,28 +49,12 @@ class Sharded(Owners):
     ) -> None:
         super().__init__(handle, exchange)
         self.partition, self.comm_dtype = partition, comm_dtype
-        self.lookups = ShardLookups(handle, exchange, partition, self.is_shared)
+        self.lookups = self.lookups_kind(handle, exchange, partition)
         # By the number of their lookup, gradients for the next exchange.
         self._left: dict[int, Tensor] = {}
         # Steps and other changes, which all processes make.
         self.changes = 0
         self.share_rows()
-
-    # --- lookups ----------------------------------------------------------------------------------------------------------
-
-    def refuse(self, error: Exception, training: bool) -> None:
-        """Tell the others that this process cannot look its ids up, and raise `error`."""
-        self.lookups.refuse(error, training)
-
-    def look_up(
-        self,
-        ids: Tensor,
-        training: bool,
-        renormalize: Callable[[Tensor, Tensor], None] | None = None,
-        asked: Asked | None = None,
-    ) -> tuple[Tensor, Lookup | None]:
-        """Return the rows `ids` (n,), as `ShardLookups.look_up`."""
-        return self.lookups.look_up(ids, training, renormalize, asked)
 
     def check_rows(self, rows: Tensor) -> None:
         """Raise for one of `rows` (n,), within the whole table, that its process does not have."""

@@ -73,17 +73,10 @@ class ShardLookups:
         Not kept alive.
     exchange : Exchange
     partition : Partition
-    is_shared : bool
-        Whether rows have here the numbers that they have in the whole table.
     """
 
-    def __init__(self, handle: Any, exchange: Exchange, partition: Partition, is_shared: bool = False) -> None:
-        self._handle, self.exchange, self.partition, self._is_shared = (
-            weakref.ref(handle),
-            exchange,
-            partition,
-            is_shared,
-        )
+    def __init__(self, handle: Any, exchange: Exchange, partition: Partition) -> None:
+        self._handle, self.exchange, self.partition = weakref.ref(handle), exchange, partition
         # By number; how many there were, and how many before the last step.
         self._lookups: dict[int, Lookup] = {}
         self.count = self._before_step = 0
@@ -117,7 +110,7 @@ class ShardLookups:
 
     def _local(self, places: Tensor) -> Tensor:
         """Return which rows of the table here are at `places`, of this process."""
-        return self.partition.ids(places) if self._is_shared else places - self.partition.start(self.exchange.rank)
+        return places - self.partition.start(self.exchange.rank)
 
     def by_owner(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the places of `ids` (n,) in the order of their owners, this order, and how many each rank has."""

@@ -16,30 +16,17 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import merged
 from speedtransfer.optim.sharded import Sharded
-from speedtransfer.optim.shards import Asked, Lookup
+from speedtransfer.optim.shards import Asked, Lookup, ShardLookups
 from speedtransfer.ranks import Exchange, Partition, Segment
 from speedtransfer.rows import OwnRows, Rows
 from speedtransfer.tables import num_unique
 
 
-class SharedOwners(Sharded):
-    """The processes of a host that share one table, each of which updates some rows, as the handle of one sees them."""
+class SharedLookups(ShardLookups):
+    """Lookups in rows that are all here: nothing is sent. Gradients alone take routes."""
 
-    is_shared = True
-
-    def __init__(
-        self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(handle, exchange, partition, comm_dtype)
-        # The gradient of this process since the last exchange; whether there was an exchange since the last step.
-        self._merged: tuple[Tensor, Tensor] | None = None
-        self._has_met = False
-
-    def share_rows(self) -> None:  # noqa: D102
-        rows, partition, exchange = self.handle.rows, self.partition, self.exchange
-        # Not methods of this object: the rows would hold what holds them.
-        numbers, meet = functools.partial(partition.ids_of, exchange.rank), functools.partial(_meet, rows, exchange)
-        rows.own = OwnRows(partition.size(exchange.rank), numbers, meet)
+    def _local(self, places: Tensor) -> Tensor:
+        return self.partition.ids(places)
 
     def refuse(self, error: Exception, training: bool) -> None:
         """Raise `error`: the others need not know of a lookup here."""
@@ -55,10 +42,31 @@ class SharedOwners(Sharded):
         """Return the rows `ids` (n,), ``(n, dim)``."""
         if renormalize is not None:
             raise InvalidValueError(
-                f"{self.handle} has memory='shared' and max_norm, with which every lookup writes rows that others may be "
+                f"{self._owner} has memory='shared' and max_norm, with which every lookup writes rows that others may be "
                 "reading; leave max_norm out, or share the rows out: process_group with another memory"
             )
-        return self.handle.rows.read(ids)["weight"], None
+        return self._rows.read(ids)["weight"], None
+
+
+class SharedOwners(Sharded):
+    """The processes of a host that share one table, each of which updates some rows, as the handle of one sees them."""
+
+    is_shared = True
+    lookups_kind = SharedLookups
+
+    def __init__(
+        self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__(handle, exchange, partition, comm_dtype)
+        # The gradient of this process since the last exchange; whether there was an exchange since the last step.
+        self._merged: tuple[Tensor, Tensor] | None = None
+        self._has_met = False
+
+    def share_rows(self) -> None:  # noqa: D102
+        rows, partition, exchange = self.handle.rows, self.partition, self.exchange
+        # Not methods of this object: the rows would hold what holds them.
+        numbers, meet = functools.partial(partition.ids_of, exchange.rank), functools.partial(_meet, rows, exchange)
+        rows.own = OwnRows(partition.size(exchange.rank), numbers, meet)
 
     def is_open(self, at_step: bool = False) -> bool:
         """Tell whether there is an exchange: at the end of each backward, and at a step that none went before."""
