@@ -19,7 +19,7 @@ from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.checkpoint import save
+from speedtransfer.checkpoint import folder, save
 from speedtransfer.errors import InvalidValueError, StorageError
 
 TESTS = Path(__file__).parent
@@ -235,6 +235,20 @@ def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkey
     run.save(tmp_path)
     assert_clean(tmp_path)
     assert loaded(tmp_path) == run.digest()
+
+
+def test_room_where_another_process_removes_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, look = tmp_path / "point", shutil.disk_usage
+    path.mkdir()
+
+    def removed_before(place: Path) -> Any:
+        if path.exists():
+            path.rmdir()
+        return look(place)
+
+    monkeypatch.setattr(folder.shutil, "disk_usage", removed_before)
+    assert folder.free_bytes(path) > 0
+    assert folder.free_bytes(path / "and" / "more") > 0
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -58,9 +58,11 @@ def _ours(name: str) -> bool:
 def free_bytes(path: Path) -> int:
     """Return the room on the disk of `path`, which need not exist yet."""
     path = path.absolute()
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+    for place in (path, *path.parents):
+        # Another process may remove it meanwhile.
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            return shutil.disk_usage(place).free
+    raise FileNotFoundError(str(path))
 
 
 def check_room(path: Path, need_bytes: int) -> None:
