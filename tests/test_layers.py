@@ -117,13 +117,15 @@ def test_torch_distributed_is_imported_in_few_places():
 
 
 # What a handle is made of, and what it asks (`owners`, `id_space`) for all else.
-TOWER = "handle table_param stepping pending binding graph state state_planes row_gradient fused_step anchor"
+TOWER = """
+    handle pending stepping views assignment whole_gradient graph state state_planes row_gradient fused_step anchor
+"""
 # Rooms of those two, whose kinds others seldom ask for: the number of lines that do may only fall.
 ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids gradient_exchange"
 KIND_TESTS = 10
 CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams"]
 # Classes with more than three bases of ours, one upon the other.
-DEEP = {"Handle": 5, "Binding": 4, "Table": 7, "Saving": 6, "Opening": 5, "UncheckedRows": 4}
+DEEP = {"Table": 7, "Saving": 6, "Opening": 5, "UncheckedRows": 4}
 DEEP |= {"TableModule": 4, "Embedding": 5, "EmbeddingBag": 5, "MultiEmbedding": 5, "PerLayerEmbedding": 5}
 
 

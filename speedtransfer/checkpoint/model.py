@@ -37,7 +37,7 @@ def encode_model(model: nn.Module, keeps: Keeps) -> dict[str, Any]:
         elif first.setdefault(id(handle), key) != key:  # a module in two places
             entries[key] = {"$": "same", "v": first[id(handle)]}
         else:
-            handle.recover()
+            handle.step.recover()
             entries[key] = encode_rows(handle, "weight", key, keeps, tuple(value.shape[1:]), value.dtype)
             counters[key] = handle.rows.state_dict()  # after rows that lagged have been written
     metadata = encode(getattr(state, "_metadata", None), "metadata of the model's state_dict", keeps.whole)

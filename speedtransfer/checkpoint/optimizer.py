@@ -49,7 +49,7 @@ def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str,
     _make_first_state(optimizer)
     owned, states = _owned(optimizer), []
     for handle in owned.values():
-        handle.abort_step(optimizer)
+        handle.step.abort(optimizer)
     with without_rows():
         content = dict(optimizer.state_dict())
     for number, entries in content.pop("state").items():
@@ -186,7 +186,7 @@ class SavedOptimizer:
         """Load the state, the planes of tables in chunks."""
         optimizer = self.optimizer
         for owned in _owned(optimizer).values():
-            owned.abort_step(optimizer)
+            owned.step.abort(optimizer)
         if self._ready is None:
             with without_rows():
                 optimizer.load_state_dict(self._content)

@@ -58,7 +58,7 @@ class Processes:
         Rank 0 gets what is known of ids in all. ProcessGroupError: a step was not made in all.
         """
         for handle in self._handles:
-            handle.recover()
+            handle.step.recover()
         self.check_same(", ".join(dict.fromkeys(handle.owners.so_far for handle in self._handles)))
         for handle in self._handles:
             # A child of fork copies the rows of its parent.

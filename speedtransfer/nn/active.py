@@ -65,9 +65,11 @@ class ActiveRows:
         if training:
             # A partial of self would be a cycle that keeps the rows alive.
             deposit = functools.partial(
-                handle.deposit, self.ids, rows=self.rows, version=self._version, state_rows=rows, lookup=lookup
+                handle.pending.deposit, self.ids, rows=self.rows, version=self._version, state_rows=rows, lookup=lookup
             )
-            self.rows = handle.join(self.rows, self.ids, deposit, None if features is None else features.take, guarded)
+            self.rows = handle.views.join(
+                self.rows, self.ids, deposit, None if features is None else features.take, guarded
+            )
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -91,7 +93,7 @@ class ActiveRows:
         with torch.no_grad():
             handle, rows = self._handle, self.rows.detach()
             features = None if self._features is None else self._features.take()
-            handle.deposit(
+            handle.pending.deposit(
                 self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup, features=features
             )
 
@@ -115,7 +117,7 @@ def activate(
     a gradient may come without autograd. `features`: those that the ids are of, where that matters.
     """
     if handle.state is not None and handle.state.running:
-        handle.recover()
+        handle.step.recover()
     owners = handle.owners
     if isinstance(owners, Sharded):
         by_hand = by_hand and handle.requires_grad

@@ -160,7 +160,7 @@ class Feature(nn.Embedding):
         elif handle is None or keep_vars:
             rows = self.weight
         else:
-            handle.recover()
+            handle.step.recover()
             handle.check_whole()
             rows = handle.rows.whole("weight", self.start, self.stop)
         destination[prefix + "weight"] = rows if keep_vars else rows.detach()
@@ -172,7 +172,7 @@ class Feature(nn.Embedding):
         weight = self._whole()
         handle = self.handle()
         if handle is not None:
-            handle.recover()
+            handle.step.recover()
         empty = torch.empty(1, 1, dtype=weight.dtype, device="cpu")
         whole = nn.Parameter(empty.expand(self.num_embeddings, self.embedding_dim), requires_grad=False)
         receive(whole, self.load)

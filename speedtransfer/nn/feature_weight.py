@@ -15,6 +15,7 @@ from speedtransfer.nn.weight import TableWeight
 from speedtransfer.optim import Handle
 from speedtransfer.optim.graph import KEY, listen
 from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.whole_gradient import rows_of
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
@@ -91,10 +92,10 @@ class FeatureHandle:
         handle = self.handle
         if ids is not None and self.aliased:
             return handle.whole(ids + self.start)[self.start : self.stop]
-        handle.recover()
+        handle.step.recover()
         handle.check_whole()
         values = handle.rows.whole("weight", self.start, self.stop).detach()
-        handle._exposed = True
+        handle.views.exposed = True
         with torch.inference_mode(False):
             if self.aliased:
                 return values
@@ -109,15 +110,15 @@ class FeatureHandle:
         with torch.inference_mode(False):
             rows = self.whole().detach()
         ids = torch.arange(self.start, self.stop, device=rows.device)
-        return self.handle.join(rows, ids, self._deposit, lambda: 1 << self.number)
+        return self.handle.views.join(rows, ids, self._deposit, lambda: 1 << self.number)
 
     def receive(self, grad: Tensor) -> None:
         """Deposit what has reached the node of the weight of the feature in the graph: the gradient of all its rows."""
         self._deposit(grad, 1 << self.number)
 
     def _deposit(self, grad: Tensor, features: int | None) -> None:
-        ids, rows = self.handle._rows_of(grad.detach())
-        self.handle.deposit(ids + self.start, rows, whole=True, features=features)
+        ids, rows = rows_of(self.handle, grad.detach())
+        self.handle.pending.deposit(ids + self.start, rows, whole=True, features=features)
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the rows, over the memory of that of all; None where nothing came to this feature."""
@@ -161,11 +162,11 @@ class FeatureHandle:
             assert self.handle.features is not None
             at, ids, rows = self._at(whole.ids), whole.ids, whole.rows
             others = self.handle.features.touched & ~(1 << self.number)
-            self.handle.recover()
+            self.handle.step.recover()
             if not others:
-                self.handle.clear()
+                self.handle.pending.clear()
                 return
-            self.handle._set_gradient(*(torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows)))
+            self.handle.pending.set_gradient(*(torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows)))
             self.handle.features.touched = others
 
     def store(self, values: Tensor) -> None:
@@ -182,7 +183,7 @@ class FeatureHandle:
                 f"{self} is {shape} but the values assigned are {tuple(values.shape)}; make a new MultiEmbedding for another "
                 "number of rows"
             )
-        self.handle.recover()
+        self.handle.step.recover()
         self.store(values)
 
     def track_alias(self, alias: Tensor) -> Tensor:

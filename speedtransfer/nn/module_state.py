@@ -87,7 +87,7 @@ class ModuleState(nn.Module):
             super(ModuleState, double)._save_to_state_dict(destination, prefix, keep_vars)
         used = _placeholders.get()
         if used is None:
-            self._handle.recover()
+            self._handle.step.recover()
             whole = self._parameters["weight"] if keep_vars else self._handle.rows.whole("weight")
         else:
             whole = self._placeholder()
@@ -115,7 +115,7 @@ class ModuleState(nn.Module):
             self._load_ids(self._handle.id_space, state_dict, prefix, local_metadata, *rest)
             return
         used, rows = _placeholders.get(), self._handle.rows
-        self._handle.recover()
+        self._handle.step.recover()
         refuse_ids(state_dict, prefix, self._handle)
         if prefix + "weight" in state_dict and not self._handle.table.is_read_only:
             self._handle.table.check_writable()

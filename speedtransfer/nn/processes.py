@@ -105,7 +105,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
             result[key] = value.full_tensor() if _is_dtensor(value) else value
             continue
         if handle not in whole:
-            handle.recover()
+            handle.step.recover()
             owners = handle.owners
             if not owners.has_whole and handle.id_space.come_and_go:
                 raise InvalidTypeError(

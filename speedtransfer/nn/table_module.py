@@ -26,6 +26,7 @@ from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
 from speedtransfer.optim import Handle, Sharded, VocabularyIds, find_handle
+from speedtransfer.optim.assignment import take_param
 from speedtransfer.tables import Table
 
 
@@ -271,7 +272,7 @@ class TableModule(VocabularyModule):
         if options is not None:
             shape = self.num_embeddings, self.embedding_dim
             empty = nn.Parameter(torch.empty(shape, dtype=sample.dtype, device="meta"), weight.requires_grad)
-            empty.grad = None if self._handle.grad is None else torch.empty_like(empty)
+            empty.grad = None if self._handle.pending.grad is None else torch.empty_like(empty)
             self._wait(empty, options)
             return self
         if sample.dtype != dtype:
@@ -301,7 +302,7 @@ class TableModule(VocabularyModule):
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_handle" in self.__dict__:
             # After a step that failed the parameter would still be the active rows; in that of another thread it is.
-            self._handle.recover()
+            self._handle.step.recover()
             weight = super().__getattr__(name)
             # Last: it may begin meanwhile.
             if self._handle.state is not None and self._handle.state.running:
@@ -330,7 +331,7 @@ class TableModule(VocabularyModule):
             self._end_wait(param.detach(), param)
         elif other is None:
             with torch.no_grad():
-                self._handle.take_param(param, TableWeight)
+                take_param(self._handle, param, TableWeight)
         elif other is not self.__dict__.get("_handle"):
             # The modules share one table from now on.
             self._handle = other

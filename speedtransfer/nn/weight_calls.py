@@ -22,6 +22,7 @@ from speedtransfer.optim import Handle
 from speedtransfer.optim.anchor import Arrived, collected
 from speedtransfer.optim.graph import as_tensor, edges_to, forgets_inputs, listen
 from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.optim.whole_gradient import hooked, of_all_rows
 from speedtransfer.tables import padded_anew
 
 
@@ -165,7 +166,7 @@ def _own_view(weight: Any, other: Any) -> Any:
     handle = handle_of(weight)
     if not isinstance(handle, Handle) or not handle.requires_grad:
         return NotImplemented
-    handle.know_node()
+    handle.views.know_node()
     made = handle.whole_in_graph()
     if forgets_inputs():
         # Who asks for the node of the parameter asks what no longer has a result.
@@ -260,7 +261,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("One of the differentiated Tensors does not require grad")
     for handle in handles:
         if handle.late_hooks and handle.has_hooks():
-            handle.refuse_node()
+            handle.views.refuse_node()
     compiled = [handle for handle in handles if handle.anchor.lookups]
     if compiled and (kwargs.get("create_graph") or kwargs.get("is_grads_batched") or any(args[2:3])):
         raise InvalidTypeError(
@@ -293,12 +294,12 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
 def _asking(handles: set[Handle]) -> Iterator[None]:
     """Send gradients of rows to the nodes of their parameters, where autograd finds them."""
     for handle in handles:
-        handle.askers += 1
+        handle.views.askers += 1
     try:
         yield
     finally:
         for handle in handles:
-            handle.askers -= 1
+            handle.views.askers -= 1
 
 
 def _of_weight(handle: Handle, parts: list[Tensor | None], arrived: list[Arrived]) -> Tensor | None:
@@ -307,8 +308,8 @@ def _of_weight(handle: Handle, parts: list[Tensor | None], arrived: list[Arrived
         ids = [padded_anew(one.ids, handle.num_rows) for one in arrived]
         with torch.no_grad():
             pairs = zip(ids, arrived, strict=True)
-            found = [handle.of_all_rows(ids, one.grad, handle.num_rows) for ids, one in pairs]
-            parts = [*parts, handle.hooked(functools.reduce(torch.add, found))]
+            found = [of_all_rows(handle, ids, one.grad, handle.num_rows) for ids, one in pairs]
+            parts = [*parts, hooked(handle, functools.reduce(torch.add, found))]
     total: Tensor | None = None
     for given in parts:
         if given is None:

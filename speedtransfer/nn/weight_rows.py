@@ -127,7 +127,7 @@ def _without_gradients(
         handle, ids = handle.handle, ids + handle.start
     if not handle.is_whole:
         return NotImplemented
-    handle.recover()
+    handle.step.recover()
     if isinstance(weight, WeightData):
         # As where it is a tensor over the table: the same bits.
         handle.rows.catch_up()

@@ -113,6 +113,14 @@ class Features:
         """Return the features of `rows` (n,)."""
         return sum(1 << number for number in self.of(rows).unique().tolist())
 
+    def note(self, handle: Any, rows: Tensor | None, given: int | None) -> None:
+        """Note that there is a gradient of the features `given`, a bit for each; None: of those of `rows` (n,)."""
+        touched = given or (0 if rows is None else self.mask_of(rows))
+        if handle.owners.is_alone:
+            self.touched |= touched
+        else:
+            self.left |= touched
+
     def clear(self) -> None:
         """Forget which have a gradient: there is none."""
         self._before, self.touched, self.left = self.touched, 0, 0
@@ -138,16 +146,16 @@ class Features:
 
     def begin(self, handle: Any, optimizer: Optimizer) -> None:
         """Find out whether the features make the step that begins apart, and prepare the table for that."""
-        if handle._touched is not None and self.touched != self.all:
+        if handle.pending.touched is not None and self.touched != self.all:
             # The gradient became dense, and may have been written to anywhere.
-            self.touched |= self.mask_of(handle.named_rows((handle.grad != 0).any(1).nonzero().flatten()))
+            self.touched |= self.mask_of(handle.named_rows((handle.pending.grad != 0).any(1).nonzero().flatten()))
         rows, state = handle.rows, optimizer.state.get(handle.param) or {}
         self.is_apart = self.touched != self.all or APART in state or isinstance(rows.lag, FeatureLag)
         if not self.is_apart:
             return
         if handle.table.device.type == "cuda":
             check_not_capturing(f"a step that leaves features of {handle} out", "look all of them up in each step")
-        handle.trim()
+        handle.pending.trim()
         if rows.lag is not None and not isinstance(rows.lag, FeatureLag):
             # Once; what they miss from now on differs.
             rows.catch_up()
@@ -178,13 +186,15 @@ class Features:
                 f"the state of {type(optimizer).__name__} is of the features {sorted(kept)} but {handle} has those named "
                 f"{list(self.names)}; load the state that was saved with these"
             )
-        numbers = _feature_of(self, handle.rows.name_rows, handle.ids)
+        pending = handle.pending
+        numbers = _feature_of(self, handle.rows.name_rows, pending.ids)
         for number, name in enumerate(self.names):
             if not self.touched >> number & 1:
                 continue
             at = (numbers == number).nonzero().flatten()
-            lent = nn.Parameter(handle.active[at], requires_grad=param.requires_grad)
-            lent.grad = sparse_gradient(handle.grad[at], None, len(at)) if handle.state.sparse else handle.grad[at]
+            lent = nn.Parameter(pending.active[at], requires_grad=param.requires_grad)
+            grad = pending.grad[at]
+            lent.grad = sparse_gradient(grad, None, len(at)) if handle.state.sparse else grad
             step.lent.append(_Lent(name, at, lent, lent._version))
             if name in kept:
                 own = cloned(kept[name])
@@ -208,7 +218,12 @@ class Features:
         if not step.made:
             step.made[:] = [optimizer.state.get(lent.param) for lent in step.lent]
         self._give_up(handle, optimizer)
-        active, kept, loaded, whole = handle.active, dict(step.kept), leaves(step.state or {}), dict[str, Tensor]()
+        active, kept, loaded, whole = (
+            handle.pending.active,
+            dict(step.kept),
+            leaves(step.state or {}),
+            dict[str, Tensor](),
+        )
 
         def rows_of(name: str) -> Tensor:
             if name not in whole:

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 from speedtransfer.cuda import current_stream
 from speedtransfer.eager import uncompiled
 from speedtransfer.once import once
+from speedtransfer.optim.whole_gradient import of_all_rows
 
 # Key of the handle in the __dict__ of its parameter.
 KEY = "_speedtransfer_handle"
@@ -48,7 +49,7 @@ class TableRows(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
         ctx.values, ctx.num_rows, ctx.use = values, param.shape[0], use
-        use[0].joined.append(weakref.ref(ctx))
+        use[0].views.joined.append(weakref.ref(ctx))
         # What returns its argument returns a view, which autograd guards: also where it is used after a write to its memory,
         # while another thread steps.
         return values if use[4] else values.detach()
@@ -61,10 +62,10 @@ class TableRows(torch.autograd.Function):
         # Frozen since the forward pass: torch drops the gradient too.
         if grad is not None and handle.requires_grad:
             features = None if take_features is None else take_features()
-            if handle.is_observed():
-                if features is not None and not handle.askers:
-                    handle.note_features(ids, features)
-                total = handle.of_all_rows(ids, grad, ctx.num_rows)
+            if handle.views.is_observed():
+                if features is not None and not handle.views.askers:
+                    handle.features.note(handle, ids, features)
+                total = of_all_rows(handle, ids, grad, ctx.num_rows)
             else:
                 if grad.is_cuda:
                     _wait_at_end(grad.device)
@@ -140,7 +141,7 @@ def edges_to(handle: Any) -> list[GradientEdge]:
     with as_tensor(), torch.enable_grad():
         view: Any = handle.param.view_as(handle.param)
         nodes = {view.grad_fn.next_functions[0][0]: None}
-    for ctx in handle.alive():
+    for ctx in handle.views.alive():
         # Of one without a result nothing comes.
         with contextlib.suppress(RuntimeError):
             nodes[ctx.next_functions[0][0]] = None

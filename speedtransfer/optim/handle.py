@@ -5,46 +5,57 @@ forward
     the steps that they have missed (`finish`). They become `ActiveRows.rows`, in the graph of autograd, which
     `nn.lookup.lookup` indexes.
 backward
-    The node between them and the parameter, `graph.TableRows`, calls `Handle.deposit`, which adds their gradient to the
-    pending one: `ids`, `grad`, `active`. Where hooks look at the parameter, they get it first, and `graph.receive` deposits.
+    The node between them and the parameter, `graph.TableRows`, calls `PendingGradient.deposit`, which adds their gradient to
+    the pending one. Where hooks look at the parameter, they get it first, and `graph.receive` deposits.
 step
     Before it `hooks._load` probes an optimizer that is new to the table (`give_state` adds planes for its state) and calls
-    `Handle.begin_step`: `refresh` reads the active rows again if the table has changed, `RowState.load` puts their state into
-    `optimizer.state`, and `_enter` makes the parameter an ordinary one that holds the active rows and their gradient.
-    The optimizer updates them. After it `hooks._after_step` calls `Handle.end_step`: `RowState.store` writes rows and state
+    `Step.begin`: `PendingGradient.refresh` reads the active rows again if the table has changed, `RowState.load` puts their
+    state into `optimizer.state`, and `_enter` makes the parameter an ordinary one that holds active rows and gradient.
+    The optimizer updates them. After it `hooks._after_step` calls `Step.end`: `RowState.store` writes rows and state
     (`Rows.write`: encode, scatter, record the step for idle rows), and `_leave` makes the parameter a placeholder again.
     Where `fused_step.plan_step` says so, one kernel reads, updates and writes the state instead.
-    A step that raises ends in `abort_step`, or in `recover` when the table is used next; neither writes to the table.
+    A step that raises ends in `Step.abort`, or in `recover` when the table is used next; neither writes to the table.
 zero_grad
-    ``weight.grad = None`` calls `assign_gradient`, which calls `clear`.
+    ``weight.grad = None`` calls `PendingGradient.assign_gradient`, which calls `clear`.
 
 What differs between tables a handle asks of two objects. `owners` say who has which rows: this process alone
 (`owners.Owners`), or several, each some (`sharded.Sharded`), all in one memory (`shared.SharedOwners`), or each a copy
 (`replicas.Replicas`). `id_space` says what an id means: the number of a row (`id_space.IdSpace`), or something that gets a row
 when it comes (`vocabulary_ids.VocabularyIds`).
 
-The parts of a handle, each the base of the one before: `Handle`, `Binding`, `PendingGradient`, `Stepping`, `TableParam`.
+A handle has three parts: `pending`, the gradient from backward to step; `step`, which lends the parameter to an optimizer;
+`views`, what graphs and callers have of the weight beside lookups.
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
+import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.cuda import check_not_capturing
+from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.interrupts import to_its_end
-from speedtransfer.optim.binding import Binding
+from speedtransfer.optim.anchor import Anchor
+from speedtransfer.optim.assignment import assign_rows
 from speedtransfer.optim.features import Features
-from speedtransfer.optim.graph import KEY
+from speedtransfer.optim.graph import KEY, as_tensor, listen
+from speedtransfer.optim.id_space import IdSpace
+from speedtransfer.optim.owners import Owners
+from speedtransfer.optim.pending import PendingGradient
+from speedtransfer.optim.state import RowState
+from speedtransfer.optim.stepping import Step
+from speedtransfer.optim.views import Views
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table, padded_anew
+
+# What crosses a bus in five microseconds, less than the time of a launch.
+_FEW_BYTES = 1 << 18
 
 _handles: weakref.WeakSet[Handle] = weakref.WeakSet()
 
@@ -65,7 +76,7 @@ def any_handles() -> bool:
     return len(_handles) > 0
 
 
-class Handle(Binding):
+class Handle:
     """Tie a parameter to a table.
 
     Between steps the parameter is a placeholder for the whole table, of a class that reads and writes the table
@@ -84,48 +95,173 @@ class Handle(Binding):
     """
 
     def __init__(self, table: Table, requires_grad: bool = True, idle: str = "lazy", rows: Rows | None = None) -> None:
-        super().__init__(table, requires_grad, idle, rows)
+        self.rows = Rows(table) if rows is None else rows
+        self.idle = idle
+        self.requires_grad = requires_grad and self.rows.dtype.is_floating_point
+
+        # Of the module: its name, where known; `sparse`, with which optimizers may get sparse gradients; whether lookups
+        # shorten rows; the row that sparse gradients leave out.
+        self.name: str | None = None
+        self.sparse = self.renormalizes = False
+        self.padding_idx: int | None = None
+        # Whether the table has more rows than once, which padded ids from before may name.
+        self.has_grown = False
+        # Whether rows have ever been read ahead.
+        self.reads_ahead = False
+        # Those that share this table, each of which a step may leave out.
+        self.features: Features | None = None
+        # Who has which rows, and what ids mean.
+        self.owners = Owners(self)
+        self.id_space = IdSpace()
+
+        # The parameter; not a strong reference, as it holds this object: a cycle would keep the table until the next gc.
+        self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
+        # Its class and data between steps.
+        self.kind: type[nn.Parameter] = nn.Parameter
+        self.shown_as: Tensor | None = None
+        # What compiled graphs hold of this table.
+        self.anchor = Anchor(self)
+
+        # The state of the optimizer that trains the rows; other optimizers whose state of them was dropped, and why.
+        self.state: RowState | None = None
+        self.lost: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+        self.pending = PendingGradient(self)
+        self.step = Step(self, self.pending)
+        self.views = Views(self)
         _handles.add(self)
 
-    def whole(self, ids: Tensor | None = None) -> Tensor:
-        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory.
+    @property
+    def table(self) -> Table:
+        """The table with all the rows; of several processes that own rows, with those of this process."""
+        return self.rows.table
 
-        Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
+    @property
+    def late_hooks(self) -> bool:
+        """Whether hooks of the parameter get its gradient at the end of backward, and not at its node in the graph."""
+        return not self.owners.is_alone or self.id_space.come_and_go
+
+    @property
+    def num_rows(self) -> int:
+        """The number of rows of the weight."""
+        partition = self.owners.partition
+        return self.rows.table.num_rows if partition is None else partition.num_rows
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process has all rows, each of which belongs to one id for good."""
+        return self.owners.has_whole and not self.id_space.come_and_go
+
+    @property
+    def num_saved(self) -> int:
+        """The number of rows that a checkpoint has."""
+        partition = self.owners.partition
+        return self.num_rows if partition is None else partition.num_saved
+
+    def __str__(self) -> str:
+        return "weight" if self.name is None else f"{self.name}.weight" if self.name else "weight"
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The parameter."""
+        param = self.param_ref()
+        assert param is not None
+        return param
+
+    @property
+    def aliased(self) -> bool:
+        """Whether a tensor on the compute device can alias the memory of the table, which then has every row."""
+        if not self.is_whole:
+            return False
+        table = self.table
+        near = table.memory == "device" or table.device.type == "cpu"
+        return near and self.rows.plain and table.cache_rows is None and table.max_rows is None and not table.in_parts
+
+    def has_hooks(self) -> bool:
+        """Tell whether the parameter has hooks for its gradient."""
+        param = self.param_ref()
+        if param is None:
+            return False
+        with as_tensor():
+            # One of the latter is `receive`.
+            return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
+
+    def placeholder(self) -> Tensor:
+        """Return the data of the parameter between steps, ``(num_rows, dim)``: the memory of the table, or NaN expanded.
+
+        Code that bypasses __torch_function__ and reads it gets NaN, and no wrong numbers.
         """
-        self.check_whole()
-        self.recover()
-        if ids is not None and self.aliased:
-            self.rows.catch_up(ids.to(self.table.device))
-            self.table.wait()
-            return self.table.stored("weight").detach()
-        copied = not self.rows.is_viewable("weight")
-        values = self.rows.whole("weight").detach()
-        # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.
-        self._exposed = True
-        if self.aliased:
-            return self.track_alias(values)
-        try:
-            # An inference tensor has no version, which shows writes.
-            with torch.inference_mode(False):
-                moved = values.to(self.table.device, self.rows.dtype)
-                return moved.clone() if moved is values and not copied else moved
-        except torch.OutOfMemoryError as error:
-            raise InvalidValueError(
-                f"{self} is used as a whole, but its {self.table.num_rows} rows do not fit on {self.table.device}; use the "
-                "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
-            ) from error
+        # An inference tensor could never hold a gradient.
+        with torch.inference_mode(False):
+            if self.aliased:
+                return self.table.stored("weight").detach()
+            dtype = self.rows.dtype
+            one = torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=self.table.device)
+            return one.expand(self.num_rows, self.table.dim)
 
-    def note_use(self, ids: Tensor, version: int) -> None:
-        """Note that since a version of the table the rows `ids` (n,) may have changed, and that views of them may be held.
+    def reset_param(self) -> None:
+        """Make the parameter a placeholder for the whole table."""
+        param, leaf = self.param_ref(), self.anchor.leaf
+        if (leaf.dtype, leaf.device) != (self.rows.dtype, self.table.device):
+            self.anchor.follow(self.rows.dtype, self.table.device)
+        # Weak, as this object holds the table.
+        self.table._handle = weakref.ref(self)
+        if param is not None:
+            # Else it would be an ordinary parameter, of NaN.
+            to_its_end(lambda: self._set_placeholder(param))
 
-        Active rows that are not among them need not be read again.
+    def _set_placeholder(self, param: nn.Parameter) -> None:
+        param.__class__ = nn.Parameter
+        param.grad = None
+        self.shown_as = self.placeholder()
+        if param.shape != self.shown_as.shape:
+            # Another dtype for a moment gives it a new node in the graph: the old one expects gradients of the old shape.
+            other = torch.float16 if param.dtype != torch.float16 else torch.float32
+            param.data = param.new_empty(0, dtype=other)
+        param.data = self.shown_as
+        param.requires_grad_(self.requires_grad)
+        listen(param)
+        param.__class__ = self.kind
+
+    def check_capturable(self, writes: bool) -> None:
+        """Raise unless rows of this table can be read in a CUDA graph that is being captured, and written if `writes`."""
+        table, rows = self.table, self.rows
+        if table.cache_rows is not None:
+            check_not_capturing(f"{self}, whose table has a cache,", "make it without cache_rows")
+        if not table.takes_padding:
+            memory = (
+                "memory='pinned' or 'device'" if table.memory not in ("pinned", "device") else "table.engine = 'mapped'"
+            )
+            check_not_capturing(f"{self}, whose rows the host moves (memory={table.memory!r}),", f"use {memory}")
+        if rows.lag is not None:
+            check_not_capturing(
+                f"{self} with idle={self.idle!r}, where the host records steps for idle rows,", "use idle='lazy'"
+            )
+        if writes and rows.rounds:
+            check_not_capturing(
+                f"training {self} with storage_dtype or state_dtype",
+                "leave those out, or train without a graph",
+                "as a replay would round with the same random numbers again",
+            )
+
+    def looks_up_directly(self, ids: Any) -> bool:
+        """Tell whether a lookup without gradients should read a row for each of `ids`.
+
+        Across a bus reading each of the unique rows once is faster, unless they are few: to find them takes several kernels.
         """
-        with self.rows.lock:
-            self._exposed_rows.append(ids)
-            if len(self._exposed_rows) > 16:
-                self._exposed_rows, self._exposed = [], True
-            if self.ids is not None and self._version == version and not self.is_active(ids):
-                self._version = self.table.version
+        table = self.rows.table
+        if self.rows.lag or not self.owners.has_whole:
+            return False
+        if table.device.type == "cpu" or table.memory == "device":
+            return True
+        if not isinstance(ids, Tensor) or table.cache_rows is not None:
+            return False
+        few = ids.numel() * table.dim * table.dtype.itemsize <= _FEW_BYTES
+        return few and (not is_capturing() or (ids.is_cuda and table.takes_padding))
+
+    def named_rows(self, ids: Tensor) -> Tensor:
+        """Return the numbers of rows of the table here, (n,), in the table of all processes."""
+        return ids if self.rows.name_rows is None else self.rows.name_rows(ids)
 
     def check_whole(self) -> None:
         """Raise unless this process may read all rows of the weight by itself."""
@@ -135,27 +271,14 @@ class Handle(Binding):
             "leave it out of fully_shard: ignored_params=st.table_parameters(model)",
         )
 
-    def shown(self) -> str:
-        """Return all rows as text, or what there is of them here."""
-        return self.owners.shown()
-
-    def whole_in_graph(self) -> Tensor:
-        """Return all rows, ``(num_rows, dim)``, as what a graph made of the weight; backward deposits the gradient of all."""
-        if self.table.device.type == "cuda":
-            check_not_capturing(f"a use of all of {self}", "look the rows up that are needed (emb(ids))")
-        # Each time anew where rows are pinned until their gradient comes.
-        if self._whole is not None and not self.id_space.come_and_go:
-            known = self._whole[0]()
-            if known is not None and self._whole[1] == self.table.version:
-                # Torch asks for that of who has it by a weak reference.
-                known._fix_weakref()  # type: ignore[attr-defined]
-                return known
-        with torch.inference_mode(False), _outside_of_transforms():
-            values = self.whole().detach()
-            every = None if self.features is None else self.features.every
-            made = self.join(values, None, functools.partial(self.deposit_whole, values), every)
-        self._whole = weakref.ref(made), self.table.version
-        return made
+    def check_equal(self, values: Tensor) -> None:
+        """Raise unless the rows, which are only read, are `values`, ``(num_rows, dim)``: what is loaded there."""
+        differs = self.rows.first_difference("weight", lambda rows: values[rows])
+        if differs is not None:
+            raise InvalidValueError(
+                f"{self} is read in place and cannot be loaded, and row {differs} of what is to be loaded is another one; "
+                "leave its key out (strict=False), or copy the table (from_pretrained(table, memory='pageable'))"
+            )
 
     def normal_(self, start: int = 0, stop: int | None = None) -> None:
         """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of ``torch.nn`` with the same seed.
@@ -172,132 +295,128 @@ class Handle(Binding):
         self.id_space.check_written("written as a whole")
         self.owners.load(values, start)
 
-    def set_padding(self, padding_idx: int | None) -> None:
-        """Keep the row that sparse gradients leave out, if this process has it: that of the padding of the module."""
-        self.padding_idx = self.owners.own_row(self.id_space.padding_row(padding_idx))
-
     def store(self, values: Tensor) -> None:
         """Set all rows to `values`, ``(num_rows, dim)``, and keep the state of the optimizer; each process keeps its own."""
         self.id_space.check_written("written as a whole")
         self.owners.store(values)
 
-    def check_equal(self, values: Tensor) -> None:
-        """Raise unless the rows, which are only read, are `values`, ``(num_rows, dim)``: what is loaded there."""
-        differs = self.rows.first_difference("weight", lambda rows: values[rows])
-        if differs is not None:
-            raise InvalidValueError(
-                f"{self} is read in place and cannot be loaded, and row {differs} of what is to be loaded is another one; "
-                "leave its key out (strict=False), or copy the table (from_pretrained(table, memory='pageable'))"
-            )
+    def shown(self) -> str:
+        """Return all rows as text, or what there is of them here."""
+        return self.owners.shown()
 
-    def take_param(self, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
-        """Make an ordinary parameter, with its values, the weight.
+    # --- what the weight asks, of this or of the handle of a feature (`nn.feature_weight`) ---------------------------------
 
-        If the table takes over its memory, the weight so far becomes an ordinary parameter; else it can no longer be used.
-        """
-        self.id_space.check_written("replaced by another parameter")
-        # It would be that of one process.
-        self.owners.check_whole(
-            "is given another weight", "set its rows by load_state_dict(), or weight.data = all rows"
-        )
-        self.table.check_writable()
-        values, grad = param.detach(), self.gradient()
-        self.drop_state("another weight was assigned to the module")
-        self.clear()
-        release = self._can_take(values) and len(values) == self.table.num_rows and values.dtype == self.rows.dtype
-        old = self.param_ref() if release else None
-        if old is not None:
-            # `set_whole` must not make it show the new memory.
-            self.param_ref = lambda: None
-        try:
-            self.set_whole(values)
-        finally:
-            if old is not None:
-                self.param_ref = weakref.ref(old)
-        self.bind(param, kind, release)
-        if old is not None:
-            # It may still be held, and trained, elsewhere.
-            old.grad = grad
+    def whole(self, ids: Tensor | None = None) -> Tensor:
+        """Return all rows, as `Views.whole`."""
+        return self.views.whole(ids)
 
     def set_whole(self, values: Tensor) -> None:
-        """Set all rows to `values`, ``(any, dim)``. Another number of rows makes a new table, without state.
+        """Set all rows, or have others, as `assign_rows`."""
+        assign_rows(self, values, _handles)
 
-        The device of the rows becomes that of `values`, as in torch, and without `storage_dtype` their dtype too. Several
-        processes each keep their own rows of `values`, ``(num_rows, dim)``.
+    def whole_in_graph(self) -> Tensor:
+        """Return all rows for a graph, as `Views.whole_in_graph`."""
+        return self.views.whole_in_graph()
+
+    def note_use(self, ids: Tensor, version: int) -> None:
+        """Note a use of rows, as `Views.note_use`."""
+        self.views.note_use(ids, version)
+
+    def track_alias(self, alias: Tensor) -> Tensor:
+        """Remember a tensor over the table's memory, as `Views.track_alias`."""
+        return self.views.track_alias(alias)
+
+    def gradient(self) -> Tensor | None:
+        """Return the gradient of all rows, as `PendingGradient.gradient`."""
+        return self.pending.gradient()
+
+    def assign_gradient(self, grad: Tensor | None) -> None:
+        """Set the gradient of all rows, as `PendingGradient.assign_gradient`."""
+        self.pending.assign_gradient(grad)
+
+    def receive(self, grad: Tensor) -> None:
+        """Deposit what has reached the node of the weight, as `PendingGradient.receive`."""
+        self.pending.receive(grad)
+
+    def set_padding(self, padding_idx: int | None) -> None:
+        """Keep the row that sparse gradients leave out, if this process has it: that of the padding of the module."""
+        self.padding_idx = self.owners.own_row(self.id_space.padding_row(padding_idx))
+
+    def bind(self, param: nn.Parameter, kind: type[nn.Parameter], release: bool = False) -> nn.Parameter:
+        """Make `param`, whose values the table has, the parameter of this handle, of class `kind` between steps; return it.
+
+        It stays the same object, for optimizers and modules that hold it. `release`: the parameter so far becomes an ordinary
+        one, with the memory that was that of the table.
         """
-        self.id_space.check_written("assigned")
-        if not self.owners.has_whole:
-            self.owners.store(values)
-            return
-        table, rows = self.table, self.rows
-        table.check_writable()
-        if values.dim() != 2 or values.shape[1] != table.dim:
-            remedy = f"pass rows of {table.dim} values, or make a new module of that width (from_pretrained)"
-            if not values.numel():
-                remedy = (
-                    "what empties parameters between their uses (ZeRO-3 of DeepSpeed) must leave tables out, which are "
-                    "st.table_parameters(model)"
-                )
-            raise InvalidValueError(
-                f"{self} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; {remedy}"
-            )
-        if self.features is not None and len(values) != table.num_rows:
-            raise InvalidValueError(
-                f"{self} has {table.num_rows} rows, those of {len(self.features.names)} features, but the values assigned are "
-                f"{tuple(values.shape)}; make a new MultiEmbedding for another number of rows"
-            )
-        resized, retyped = len(values) != table.num_rows, rows.storage_dtype is None and values.dtype != rows.dtype
-        if table.path is not None and (resized or retyped):
-            raise InvalidValueError(
-                f"{self} is the file {str(table.path)!r} of {table.num_rows} rows of {rows.dtype}, which cannot become "
-                f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
-            )
-        values = values.detach()
-        for other in _handles:
-            own = other.table.cache_rows is not None or other.table.max_rows is not None
-            if other is self or not (other.aliased or own):
-                continue
-            if _shares(values, other.table.stored("weight")):
-                raise InvalidValueError(
-                    f"{self} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
-                    "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
-                )
-        if values.device != table.device:
-            self.move(values.device)
-        if not resized and not retyped and self._can_take(values):
+        old = self.param_ref()
+        if old is not None and old is not param:
+            old.__dict__.pop(KEY, None)
+            if release:
+                old.__class__ = nn.Parameter
+        with as_tensor():
+            given, param.grad = param.grad, None
+            self.requires_grad = param.requires_grad
+        self.param_ref, self.kind = weakref.ref(param), kind
+        param.__dict__[KEY] = self
+        self.reset_param()
+        if given is not None:
+            self.pending.assign_gradient(given.to(self.table.device, self.rows.dtype))
+        return param
+
+    def new_param(self, kind: type[nn.Parameter]) -> nn.Parameter:
+        """Make a parameter for this handle."""
+        with torch.inference_mode(False):
+            return self.bind(nn.Parameter(self.placeholder(), requires_grad=self.requires_grad), kind)
+
+    def convert(self, dtype: torch.dtype) -> None:
+        """Convert the table to `dtype`, and drop the state of its rows."""
+        self.id_space.check_dtype(dtype)
+        self.drop_state(f"the table became {dtype}")
+        self.rows = self.rows.astype(dtype)
+        self.pending.clear()
+        self.reset_param()
+        self.owners.share_rows()
+        self.id_space.rows_replaced()
+
+    def move(self, device: torch.device) -> None:
+        """Make `device` the compute device."""
+        # Planes of state on the device would move, but not the optimizer's views of them.
+        if self.table.memory == "device" and len(self.table.planes) > len(self.rows.part_specs("weight")):
+            self.drop_state(f"the table moved to {device}")
+        if device != self.table.device:
+            # Padding is known only where the ids are.
+            self.pending.trim()
+        self.table.to(device)
+        if self.pending.ids is not None and self.pending.grad is not None:
+            self.pending.set_gradient(self.pending.ids.to(self.table.device), self.pending.grad.to(self.table.device))
+        self.reset_param()
+
+    def replace(self, rows: Rows, reason: str) -> None:
+        """Use the rows of another table; drop the state of the rows, and the gradient."""
+        self.drop_state(reason)
+        self.rows = rows
+        self.pending.clear()
+        self.reset_param()
+
+    def drop_state(self, reason: str) -> None:
+        """Remove the state of the rows, and keep the reason for the optimizer that had it."""
+        self.id_space.forget_state()
+        if self.state is not None:
             self.rows.catch_up()
-            # As in torch: `values` becomes the memory of the weight, and other tensors over the memory so far keep it.
-            table.take("weight", values)
-            self.reset_param()
-            return
-        self._detach_aliases()
-        if resized or retyped:
-            dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
-            options: Any = {"memory": table.memory, "layout": table.layout, "max_rows": table.max_rows}
-            made = Table(len(values), table.dim, dtype, device=table.device, **options)
-            made._start_cache(table._options_of_cache(len(values)))
-            reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
-            self.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)
-        self.store(values)
+            self.pending.state_rows = {}
+            owner = self.state.optimizer()
+            if owner is not None:
+                self.lost[owner] = reason
+            self.state.drop()
+            self.state = None
 
-    def _can_take(self, values: Tensor) -> bool:
-        """Tell whether `values` can become the memory of the table."""
-        ordinary = values.is_contiguous() and not values.is_inference() and type(values) is Tensor
-        own = self.table.memory == "pageable" and values.device.type == "cpu"
-        own = own or (self.table.memory == "device" and values.device == self.table.device)
-        return self.aliased and ordinary and own
-
-    def _detach_aliases(self) -> None:
-        """Give the tensors that alias the table a copy of its values, before others are written there."""
-        alive = [tensor for tensor in (reference() for reference in self._aliases) if tensor is not None]
-        if alive:
-            kept = self.whole().clone()
-            for tensor in alive:
-                if type(tensor) is Tensor:
-                    tensor.data = kept
-                else:
-                    tensor.detach_from_table(kept)  # type: ignore[attr-defined]
-        self._aliases = []
+    def check_not_lost(self, optimizer: Any) -> None:
+        """Raise if `optimizer` had state of these rows that was dropped."""
+        if optimizer in self.lost:
+            raise OptimizerError(
+                f"this {type(optimizer).__name__} trained the table of {self} before and its row state is gone: "
+                f"{self.lost[optimizer]}; train a table with one optimizer at a time, or make a new one"
+            )
 
     def grow(self, num_rows: int) -> None:
         """Give the weight more rows, zero, as `Table.grow`; the pending gradient and the optimizer's state stay.
@@ -322,7 +441,7 @@ class Handle(Binding):
                     f"{self} cannot grow to {num_rows} rows, as several {what} have its table; make it of one (without "
                     "process_group, with a table of its own)"
                 )
-            before, ids = self.table.num_rows, self.ids
+            before, ids = self.table.num_rows, self.pending.ids
             try:
                 self.rows.grow(num_rows)
             finally:
@@ -334,16 +453,17 @@ class Handle(Binding):
         if self.table.num_rows == before:
             return
         self.has_grown = True
-        if self.ids is not None and self.grad is not None:
-            self.ids = padded_anew(self.ids, self.table.num_rows)
-        for task, (ids, grad) in self._arriving.items():
-            self._arriving[task] = padded_anew(ids, self.table.num_rows), grad
+        if self.pending.ids is not None and self.pending.grad is not None:
+            self.pending.ids = padded_anew(self.pending.ids, self.table.num_rows)
+        for task, (ids, grad) in self.pending.arriving.items():
+            self.pending.arriving[task] = padded_anew(ids, self.table.num_rows), grad
         self.show_growth()
         self.id_space.follow_growth(given)
 
     def show_growth(self) -> None:
         """Let the weight, and its gradient, have as many rows as there are by now."""
-        self._whole = self._shown = None
+        self.views.forget_whole()
+        self.pending._shown = None
         self.reset_param()
 
     def __reduce__(self) -> Any:
@@ -373,13 +493,6 @@ class Handle(Binding):
         return {name: getattr(self, name) for name in ("name", "sparse", "renormalizes", "padding_idx")}
 
 
-def _shares(values: Tensor, plane: Tensor) -> bool:
-    """Tell whether the memory of two dense tensors overlaps; tensors of one storage need not."""
-    if values.device != plane.device or not values.is_contiguous() or values.is_meta:
-        return False
-    return values.data_ptr() < plane.data_ptr() + plane.nbytes and plane.data_ptr() < values.data_ptr() + values.nbytes
-
-
 def _unpickle(
     weight: Tensor, memory: Any, device: str, param: nn.Parameter | bool, idle: str, rows: dict[str, Any]
 ) -> Handle:
@@ -392,10 +505,3 @@ def _unpickle(
         # That of the module, which looks whether it has another.
         handle.param_ref = weakref.ref(param)
     return handle
-
-
-def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """Leave transforms of torch.func (vmap, grad), within which no tensor becomes a leaf."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return contextlib.nullcontext()
-    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()

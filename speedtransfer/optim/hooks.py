@@ -94,7 +94,7 @@ def _recover(optimizer: Optimizer, interrupted: bool) -> None:
     _forget_closure(optimizer)
     for handle, _ in state_dicts.handles_of(optimizer):
         if handle.state is not None and not handle.state.stepping():
-            handle.abort_step(optimizer, interrupted)
+            handle.step.abort(optimizer, interrupted)
 
 
 @uncompiled
@@ -127,7 +127,7 @@ def _show_whole(optimizer: Optimizer) -> None:
     for handle, group in state_dicts.handles_of(optimizer):
         state = handle.state
         if state is not None and state.running and state.optimizer() is optimizer and state.stepping():
-            handle.end_step(optimizer, group)
+            handle.step.end(optimizer, group)
 
 
 def _remove(hooks: dict[int, Callable[..., Any]], hook: Callable[..., Any]) -> None:
@@ -177,7 +177,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
     found = state_dicts.handles_of(optimizer)
     for handle, _ in found:
         # Before anything has changed.
-        if handle.grad is not None and handle.rows.table._place.refuses_writes:
+        if handle.pending.grad is not None and handle.rows.table._place.refuses_writes:
             handle.table.check_writable()
     shared = [handle.owners for handle, _ in found if not handle.owners.is_alone]
     if shared:
@@ -190,15 +190,15 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
         # The lock: of two threads one begins. Not where other processes have to answer meanwhile.
         with handle.rows.lock if handle.owners.is_alone else contextlib.nullcontext():
             if handle.state is not None and handle.state.running:
-                handle.check_steps_here(f"a step of {type(optimizer).__name__} begins")
+                handle.step.check_steps_here(f"a step of {type(optimizer).__name__} begins")
                 # A step within a step, super().step(): it updates the rows that the outer one has.
                 if handle.state.optimizer() is optimizer and handle.state.stepping():
                     continue
-                handle.recover()
-            if handle.grad is None:
+                handle.step.recover()
+            if handle.pending.grad is None:
                 continue
-            if handle.grad.is_cuda:
-                handle.check_step_capturable(optimizer)
+            if handle.pending.grad.is_cuda:
+                handle.step.check_capturable(optimizer)
             if handle.state is None or handle.state.optimizer() is not optimizer:
                 handle.check_not_lost(optimizer)
                 replicas.check_same_in_all(handle, optimizer)
@@ -210,7 +210,7 @@ def _load(optimizer: Optimizer, frame: FrameType | None) -> bool:
                 # Raises or warns if `idle` does not allow that idle rows move now.
                 way_to_step(handle, optimizer, group, Findings())
                 handle.state.assume(optimizer, group)
-            handle.begin_step(optimizer, group, frame)
+            handle.step.begin(optimizer, group, frame)
     return bool(found)
 
 
@@ -241,12 +241,12 @@ def _unload(optimizer: Optimizer) -> None:
     """Undo `_load` before a closure runs the model."""
     for handle, _ in state_dicts.handles_of(optimizer):
         if handle.state is not None and handle.state.running and handle.state.optimizer() is optimizer:
-            if handle.is_changed():
+            if handle.step.is_changed():
                 raise OptimizerError(
                     f"{type(optimizer).__name__} changed the active rows of {handle} before it called its closure, which "
                     "would not see them; call its parts by hand (first_step, backward, second_step), or use another optimizer"
                 )
-            handle.abort_step(optimizer)
+            handle.step.abort(optimizer)
 
 
 def give_state(handle: Handle, optimizer: Optimizer, group: dict[str, Any], specs: Findings) -> RowState:
@@ -338,13 +338,13 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
             ended.append((handle, group))
     try:
         for handle, group in ended:
-            handle.end_step(optimizer, group)
+            handle.step.end(optimizer, group)
     except BaseException as error:
         if is_interrupt(error):
             # The optimizer has made the step of all.
             for handle, group in ended:
                 if handle.state is not None and handle.state.running:
-                    handle.end_step(optimizer, group)
+                    handle.step.end(optimizer, group)
         raise
     # What may raise comes when all tables have made their step.
     for handle, _ in ended:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import capture_number, check_not_capturing
 from speedtransfer.eager import uncompiled
-from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError
+from speedtransfer.errors import DeviceError
 from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
 from speedtransfer.optim.merge import merged
 from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
-from speedtransfer.optim.stepping import Stepping
-from speedtransfer.tables import UniqueRows, padded_anew
+from speedtransfer.optim.whole_gradient import check_gradient, hooked, rows_of
+from speedtransfer.tables import UniqueRows, is_padded, num_unique, padded_anew
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
@@ -31,8 +32,50 @@ def count_step() -> None:
     _steps_made += 1
 
 
-class PendingGradient(Stepping):
-    """The part of a :class:`Handle` that collects gradients."""
+class PendingGradient:
+    """The gradient of some rows of a table, the active ones, until a step takes it or it is set to None.
+
+    Parameters
+    ----------
+    handle : Handle
+        Of the table, which has this object.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        # Weak: a cycle would keep the table until the next gc.
+        self._handle: Callable[[], Any] = weakref.ref(handle)
+        # The active rows, (n,) sorted, and their gradient, (n, dim). None: there is none.
+        self.ids: Tensor | None = None
+        self.grad: Tensor | None = None
+        # The active rows, (n, dim), as read at version `version` of the table, and their state by plane, if read along.
+        # None: the step reads them.
+        self.active: Tensor | None = None
+        self.state_rows: dict[str, Tensor] = {}
+        self.version = -1
+        # Whether `active` is the memory of the table.
+        self.in_place = False
+        # Whether some of the gradient comes from a use of all rows.
+        self.used_whole = False
+        # Whether some of it was made by ``backward(create_graph=True)``.
+        self._of_graph = False
+        # The version of `grad` as last written here.
+        self.grad_version = 0
+        # Number of the CUDA graph capture that `grad` was made in: replays write to its memory. None: of none.
+        self.capture: int | None = None
+        # Set while every row counts as active because the gradient was made dense: the active rows before that.
+        self.touched: Tensor | None = None
+        # A dense gradient that was assigned to the weight: the caller may go on writing to it.
+        self.assigned: Tensor | None = None
+        # The RowGradient that ``weight.grad`` has returned last; whether it will show the next gradient, after zero_grad.
+        self._shown: weakref.ref[RowGradient] | None = None
+        self._reused = False
+        # What `clear` forgot last: `used_whole`, whether the gradient was assigned, `touched`.
+        self._cleared: tuple[bool, bool, Tensor | None] | None = None
+        # By number of a running backward: ids and gradient so far, kept until it ends for the hooks of the parameter.
+        self.arriving: dict[int, tuple[Tensor, Tensor]] = {}
+        # Number of steps of all optimizers when the gradient came that no step has taken since; whether it was warned of.
+        self.waiting_since: int | None = None
+        self._warned = False
 
     def deposit(
         self,
@@ -72,107 +115,68 @@ class PendingGradient(Stepping):
         features : int, optional
             Of which features of the table it is, a bit for each; by default those of the rows.
         """
-        if self.features is not None and not (summed or hooked):
-            self.note_features(ids, features)
+        handle = self._handle()
+        if handle.features is not None and not (summed or hooked):
+            handle.features.note(handle, ids, features)
         # Threads may run backward at the same time, as in torch.
-        with self.rows.lock:
+        with handle.rows.lock:
             noted, looked_up = None, ids
-            if self.id_space.come_and_go:
-                grad, noted = self.id_space.begin_deposit(ids, grad, whole, summed)
-            if not summed and not self.owners.is_alone:
-                self.owners.hold(ids, grad, whole, lookup)
+            if handle.id_space.come_and_go:
+                grad, noted = handle.id_space.begin_deposit(ids, grad, whole, summed)
+            if not summed and not handle.owners.is_alone:
+                handle.owners.hold(ids, grad, whole, lookup)
             else:
-                if self.has_grown:
-                    ids = padded_anew(ids, self.table.num_rows)
-                if self.state is not None and self.state.running:
-                    self.check_steps_here("a gradient arrives")
-                    self.recover()
+                if handle.has_grown:
+                    ids = padded_anew(ids, handle.table.num_rows)
+                if handle.state is not None and handle.state.running:
+                    handle.step.check_steps_here("a gradient arrives")
+                    handle.step.recover()
                 if self.grad is not None:
                     self._check_capture(self.grad)
-                    if self._assigned is None and self.is_cleared():
+                    if self.assigned is None and self.is_cleared():
                         self._clear_for_next()
                 self.used_whole = self.used_whole or whole
                 self._of_graph = self._of_graph or grad.requires_grad
                 grad = grad.detach()
-                if not hooked and self.has_hooks():
+                if not hooked and handle.has_hooks():
                     self._arrive(ids, grad)
                 else:
                     self._accumulate(ids, grad, rows, version, state_rows)
             if noted is not None:
-                self.id_space.end_deposit(looked_up, noted)
+                handle.id_space.end_deposit(looked_up, noted)
 
     def _clear_for_next(self) -> None:
         """Clear a gradient that was set to zero; what shows it will show the next."""
+        handle = self._handle()
         reused = self._shown_gradient() is not None
-        touched = 0 if self.features is None else self.features.touched
+        touched = 0 if handle.features is None else handle.features.touched
         self.clear()
         self._reused = reused
-        if self.features is not None:
+        if handle.features is not None:
             # A gradient of zeros is one.
-            self.features.touched = touched
-
-    def note_features(self, ids: Tensor | None, given: int | None) -> None:
-        """Note that there is a gradient of the features `given`, a bit for each; None: of those of the rows `ids` (n,)."""
-        features = self.features
-        assert features is not None
-        touched = given or (0 if ids is None else features.mask_of(ids))
-        if self.owners.is_alone:
-            features.touched |= touched
-        else:
-            features.left |= touched
+            handle.features.touched = touched
 
     def deposit_whole(self, rows: Tensor, grad: Tensor, features: int | None = None) -> None:
         """Add the gradient of all rows, ``(rows that there were, dim)``, which a graph has had as `rows`."""
-        with self.rows.lock:
-            grad = self.id_space.of_same_ids(rows, grad)
-            self.deposit(*self._rows_of(grad), whole=True, features=features)
-            self.id_space.note_late()
+        handle = self._handle()
+        with handle.rows.lock:
+            grad = handle.id_space.of_same_ids(rows, grad)
+            self.deposit(*rows_of(handle, grad), whole=True, features=features)
+            handle.id_space.note_late()
 
     @uncompiled
     def receive(self, grad: Tensor) -> None:
         """Deposit what has reached the node of the parameter in the graph: the gradient of all rows."""
+        handle = self._handle()
         # It is not known which ids the rows had.
-        if self.id_space.come_and_go or (self.late_hooks and self.has_hooks()):
-            self.refuse_node()
+        if handle.id_space.come_and_go or (handle.late_hooks and handle.has_hooks()):
+            handle.views.refuse_node()
         whole = not (isinstance(grad, RowGradient) or grad.is_sparse)
-        if self.features is not None and whole:
-            self.note_features(None, self.features.all)
+        if handle.features is not None and whole:
+            handle.features.note(handle, None, handle.features.all)
         # Of a forward before the parameter got this table it may be of another dtype, or elsewhere.
-        grad = grad.to(self.table.device, self.rows.dtype)
-        self.deposit(*self._rows_of(grad), whole=whole, hooked=not self.late_hooks)
-
-    def is_observed(self) -> bool:
-        """Tell whether anything looks at the node of the parameter: gradients of rows then have to go there."""
-        return self.askers > 0 or self.node_known or (self.has_hooks() and not self.late_hooks)
-
-    def know_node(self) -> None:
-        """Send gradients of rows to the node of the parameter from now on, which others know."""
-        if self.late_hooks:
-            self.refuse_node()
-        self.node_known = True
-
-    def refuse_node(self) -> NoReturn:
-        """Raise: gradients of rows cannot be those of the parameter's node in the graph."""
-        reason = (
-            "several processes train it" if not self.owners.is_alone else f"its rows are those of {self.id_space.kind}"
-        )
-        raise InvalidValueError(
-            f"{self} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "
-            "torch.autograd.Function, a forward before it got its table), but its gradient is not known there, as "
-            f"{reason}; use hooks of the weight (register_hook), functions of torch, and replace_embeddings before forward"
-        )
-
-    def of_all_rows(self, ids: Tensor | None, grad: Tensor, num_rows: int) -> Tensor:
-        """Return the gradient ``(num_rows, dim)`` that is `grad`, ``(*, n, dim)``, at the rows `ids` (n,); None: at all."""
-        grad = self.id_space.own_gradient(ids, grad)
-        if ids is None:
-            return grad
-        # One that can be differentiated again, or many at once (is_grads_batched).
-        if torch.is_grad_enabled() or grad.dim() != 2 or torch._C._functorch.is_legacy_batchedtensor(grad):
-            # What pads the rows adds zero to the last one.
-            ids = ids.to(grad.device).clamp(max=num_rows - 1)
-            return grad.new_zeros(*grad.shape[:-2], num_rows, grad.shape[-1]).index_add(-2, ids, grad)
-        return RowGradient(num_rows, ids, grad, sparse=self.sparse)
+        grad = grad.to(handle.table.device, handle.rows.dtype)
+        self.deposit(*rows_of(handle, grad), whole=whole, hooked=not handle.late_hooks)
 
     def _accumulate(
         self,
@@ -182,36 +186,41 @@ class PendingGradient(Stepping):
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
     ) -> None:
+        handle = self._handle()
         grad = grad if grad.is_contiguous() else _writable(grad)
         shown = None if self._shown is None else self._shown_gradient()
         if self.ids is None:
-            self.ids, self.grad, self._grad_version = ids, grad, grad._version
-            self.active, self.state_rows, self._version = rows, state_rows or {}, version
+            self.ids, self.grad, self.grad_version = ids, grad, grad._version
+            self.active, self.state_rows, self.version = rows, state_rows or {}, version
         else:
             assert self.grad is not None
-            table = self.table
+            table = handle.table
             ids, grad, union = merged(table.num_rows, (self.ids, self.grad), (ids, grad), table.takes_padding)
             if union is None:
-                self._set_gradient(ids, grad)
+                self.set_gradient(ids, grad)
             else:
                 self._join(union, grad, rows, version, state_rows or {})
-        self._reused, self._capture = False, capture_number() if ids.is_cuda else None
+        self._reused, self.capture = False, capture_number() if ids.is_cuda else None
         # As in torch, where a gradient stays the same object until it is set to None.
         if shown is not None:
             shown.ids, shown.rows = ids, grad
-        self._warn_untrained()
+        if self.waiting_since is None:
+            self.waiting_since = _steps_made
+        else:
+            self._warn_untrained()
 
     def _check_capture(self, grad: Tensor) -> None:
         """Raise if a gradient would be added to `grad` of another CUDA graph than its own, or of none."""
-        if self._capture == (capture_number() if grad.is_cuda else None):
+        handle = self._handle()
+        if self.capture == (capture_number() if grad.is_cuda else None):
             return
-        if self._capture is None:
+        if self.capture is None:
             raise DeviceError(
-                f"{self} has a gradient from before the capture of a CUDA graph, to which replays cannot add theirs; call "
+                f"{handle} has a gradient from before the capture of a CUDA graph, to which replays cannot add theirs; call "
                 "zero_grad(set_to_none=True) before the capture, or first in it"
             )
         raise DeviceError(
-            f"the gradient of {self} is one that a CUDA graph writes at each replay, to which no other can be added; call "
+            f"the gradient of {handle} is one that a CUDA graph writes at each replay, to which no other can be added; call "
             "zero_grad(set_to_none=True) before this backward"
         )
 
@@ -222,24 +231,28 @@ class PendingGradient(Stepping):
 
     def _arrive(self, ids: Tensor, grad: Tensor) -> None:
         """Add a part of the gradient, for hooks to see all of it at the end of the running backward."""
-        task, table = torch._C._current_graph_task_id(), self.table
+        handle = self._handle()
+        task, table = torch._C._current_graph_task_id(), handle.table
         # Outside of a backward: written by hand.
         if task < 0:
             self._finish(ids, grad)
-        elif task in self._arriving:
-            self._arriving[task] = merged(table.num_rows, self._arriving[task], (ids, grad), table.takes_padding)[:2]
+        elif task in self.arriving:
+            self.arriving[task] = merged(table.num_rows, self.arriving[task], (ids, grad), table.takes_padding)[:2]
         else:
-            self._arriving[task] = ids, grad
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(*self._arriving.pop(task)))
+            self.arriving[task] = ids, grad
+            torch.autograd.Variable._execution_engine.queue_callback(
+                lambda: handle.pending._finish(*self.arriving.pop(task))
+            )
 
     @torch.no_grad()
     def _finish(self, ids: Tensor, grad: Tensor) -> None:
         """Run the hooks of the parameter on the gradient of one backward, and accumulate it between them."""
-        param = self.param_ref()
+        handle = self._handle()
+        param = handle.param_ref()
         if param is not None and param._backward_hooks:
-            sparse = self.sparse and not self.used_whole
-            shown = self.owners.row_gradient(self.num_rows, ids, grad, None, sparse)
-            ids, grad = self._rows_of(self.hooked(shown).detach())
+            sparse = handle.sparse and not self.used_whole
+            shown = handle.owners.row_gradient(handle.num_rows, ids, grad, None, sparse)
+            ids, grad = rows_of(handle, hooked(handle, shown).detach())
         self._accumulate(ids, grad)
         if param is not None:
             with as_tensor():
@@ -250,67 +263,23 @@ class PendingGradient(Stepping):
 
     def _warn_untrained(self) -> None:
         """Warn once if the gradient grows while only optimizers without this weight step."""
-        if self._waiting_since is None:
-            self._waiting_since = _steps_made
-        elif _steps_made - self._waiting_since >= _UNTRAINED_STEPS and not self._warned:
+        if _steps_made - (self.waiting_since or 0) >= _UNTRAINED_STEPS and not self._warned:
             self._warned = True
             warnings.warn(
-                f"{self} has received gradients for {_UNTRAINED_STEPS} optimizer steps, none of which trained it, and they "
-                "pile up: no optimizer that steps has this weight; make it from model.parameters() as they are now, or call "
-                "requires_grad_(False) on the module",
+                f"{self._handle()} has received gradients for {_UNTRAINED_STEPS} optimizer steps, none of which trained it, "
+                "and they pile up: no optimizer that steps has this weight; make it from model.parameters() as they are now, "
+                "or call requires_grad_(False) on the module",
                 stacklevel=2,
             )
-
-    def _rows_of(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the active rows (n,) of a gradient ``(num_rows, dim)``, and their gradient (n, dim).
-
-        With lazy idle rows those whose gradient is zero are not active.
-        """
-        if isinstance(grad, RowGradient):
-            return grad.ids, grad.rows
-        if grad.is_sparse:
-            return self._rows_of_sparse(grad)
-        # With exact idle rows a zero gradient and none are the same. After a softmax over all rows, where no row is zero, one
-        # column shows that.
-        if self.rows.lag is not None or (grad.shape[1] and bool((grad[:, 0] != 0).all())):
-            return torch.arange(len(grad), device=grad.device), grad
-        ids = (grad != 0).any(dim=1).nonzero().flatten()
-        return ids, grad if len(ids) == len(grad) else grad[ids]
-
-    def _rows_of_sparse(self, grad: Tensor) -> tuple[Tensor, Tensor]:
-        # A copy: torch itself checks indices only where a sparse tensor is made, and not always (check_invariants=False).
-        places, shape = grad._indices().clone(), tuple(grad.shape)
-        for at, size in zip(places, shape, strict=False):
-            if len(at) and not (int(at.min()) >= 0 and int(at.max()) < size):
-                raise InvalidValueError(
-                    f"the gradient of {self} is a sparse tensor of shape {shape} with indices from {int(at.min())} to "
-                    f"{int(at.max())}, which are not all in 0 to {size - 1}; make it with check_invariants=True"
-                )
-        grad = torch.sparse_coo_tensor(places, grad._values(), shape, check_invariants=False).coalesce()
-        ids, values = grad.indices()[0], grad.values()
-        if grad.sparse_dim() == 1:
-            return ids, values
-        rows, inverse = ids.unique_consecutive(return_inverse=True)
-        return rows, values.new_zeros(len(rows), shape[1]).index_put_((inverse, grad.indices()[1]), values)
-
-    def hooked(self, grad: Tensor) -> Tensor:
-        """Return the gradient of the whole table, ``(num_rows, dim)``, as the hooks of the parameter change it."""
-        param = self.param_ref()
-        hooks = None if param is None else param._backward_hooks
-        for hook in list((hooks or {}).values()):
-            changed = hook(grad)
-            if changed is not None:
-                self._check_gradient(changed)
-                grad = changed
-        return grad
 
     def _join(
         self, union: UniqueRows, grad: Tensor, rows: Tensor | None, version: int, state_rows: dict[str, Tensor]
     ) -> None:
         """Make `grad` the pending gradient of `union`, and join what was read of its rows: none is read again."""
+        handle = self._handle()
         active, pairs = self.active, {name: (part, state_rows.get(name)) for name, part in self.state_rows.items()}
-        self._set_gradient(union.ids, grad)
-        known = active is not None and rows is not None and self._version == version == self.table.version
+        self.set_gradient(union.ids, grad)
+        known = active is not None and rows is not None and self.version == version == handle.table.version
         if not known or pairs.keys() != state_rows.keys() or union.order is None or union.starts is None:
             return
         # One place of each row in the two lists; of padding any.
@@ -323,115 +292,189 @@ class PendingGradient(Stepping):
 
     def is_cleared(self) -> bool:
         """Tell whether the pending gradient, which there is, was set to zero since it was deposited."""
+        handle = self._handle()
         grad = self.grad
         assert grad is not None
         # Clipping and unscaling change a gradient in place too; only zero_grad(set_to_none=False) makes it all zero.
-        if grad._version == self._grad_version or not grad.numel():
+        if grad._version == self.grad_version or not grad.numel():
             return False
-        check_not_capturing(f"a backward after a change of the gradient of {self}")
+        check_not_capturing(f"a backward after a change of the gradient of {handle}")
         return is_zeroed(grad) or not bool(grad.any())
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the whole table, or None."""
-        if not self.owners.is_alone and self.owners.has_left() and torch._C._current_graph_task_id() < 0:
+        handle = self._handle()
+        if not handle.owners.is_alone and handle.owners.has_left() and torch._C._current_graph_task_id() < 0:
             # Given by hand (add_grad): as backward does at its end, before it is clipped.
-            exchange_gradients([self.owners])
+            exchange_gradients([handle.owners])
         if self.grad is None:
             return None
         assert self.ids is not None
         shown = None if self._shown is None else self._shown()
-        sparse = self.sparse and not self.used_whole
-        if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and self.owners.shows_sparse):
+        sparse = handle.sparse and not self.used_whole
+        if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and handle.owners.shows_sparse):
             tell = functools.partial(_tell, weakref.ref(self))
-            shown = self.owners.row_gradient(self.num_rows, self.ids, self.grad, tell, sparse)
+            shown = handle.owners.row_gradient(handle.num_rows, self.ids, self.grad, tell, sparse)
             self._shown = weakref.ref(shown)
         shown.of_graph = self._of_graph
         return shown
 
     def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
         """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
+        handle = self._handle()
         # One that was shown before zero_grad, or a copy of one that has become dense since, is not the gradient any more.
         if self.grad is None or before.untyped_storage().data_ptr() != self.grad.untyped_storage().data_ptr():
             return
-        if self._capture is not None:
+        if self.capture is not None:
             # Replays go on writing to it as it is.
             if trimmed:
                 return
             raise DeviceError(
-                f"the gradient of {self} is one that a CUDA graph writes at each replay, and it cannot become dense; take a "
+                f"the gradient of {handle} is one that a CUDA graph writes at each replay, and it cannot become dense; take a "
                 "dense copy (weight.grad.to_dense())"
             )
         if trimmed:
             self._take_trimmed(ids, grad)
         else:
-            self._touched = self.ids
-            self._set_gradient(ids, grad)
+            self.touched = self.ids
+            self.set_gradient(ids, grad)
 
     def assign_gradient(self, grad: Tensor | None) -> None:
         """Set the gradient of the whole table to `grad`, ``(num_rows, dim)`` or None."""
+        handle = self._handle()
         if grad is not None:
-            self.owners.check_gradient(grad)
-        self.recover()
+            handle.owners.check_gradient(grad)
+        handle.step.recover()
         if grad is None:
             # Not while another thread begins a step, or adds to it.
-            with self.rows.lock:
-                if self.state is not None and self.state.running:
-                    self.check_steps_here("no gradient is set")
+            with handle.rows.lock:
+                if handle.state is not None and handle.state.running:
+                    handle.step.check_steps_here("no gradient is set")
                 self.clear()
             return
-        if self.table.device.type == "cuda":
-            check_not_capturing(f"assigning a gradient to {self}")
-        self.id_space.note_late()
+        if handle.table.device.type == "cuda":
+            check_not_capturing(f"assigning a gradient to {handle}")
+        handle.id_space.note_late()
         if grad is self.gradient():
             return
-        self._check_gradient(grad)
+        check_gradient(handle, grad)
         given, self._of_graph = grad, False
         grad = grad if isinstance(grad, RowGradient) else _writable(grad.detach())
         if isinstance(grad, RowGradient) or grad.is_sparse:
             self.used_whole = not grad.is_sparse
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
-            self._set_gradient(*self._rows_of(grad))
-            if self.features is not None:
+            self.set_gradient(*rows_of(handle, grad))
+            if handle.features is not None:
                 assert self.ids is not None
-                self.features.assign(self.named_rows(self.ids), again)
-            self._touched = self._assigned = None
+                handle.features.assign(handle.named_rows(self.ids), again)
+            self.touched = self.assigned = None
             # Cleared and assigned again, by a probe for one.
             if again and self._cleared is not None:
-                self.used_whole, was_assigned, self._touched = self._cleared
-                self._assigned = self.grad if was_assigned else None
+                self.used_whole, was_assigned, self.touched = self._cleared
+                self.assigned = self.grad if was_assigned else None
         else:
             # The caller may write to this memory before the step, which looks for the active rows.
-            self._assigned, self.used_whole = grad, True
-            if self.features is not None:
-                self.features.assign(None)
-            self._use_assigned()
+            self.assigned, self.used_whole = grad, True
+            if handle.features is not None:
+                handle.features.assign(None)
+            self.use_assigned()
 
-    def _check_gradient(self, grad: Any) -> None:
-        shape = (self.num_rows, self.table.dim)
-        if not isinstance(grad, Tensor) or tuple(grad.shape) != shape:
-            what = tuple(grad.shape) if isinstance(grad, Tensor) else f"a {type(grad).__name__}"
-            raise InvalidValueError(
-                f"the gradient of {self} is {what} but the table is {shape}; pass a tensor of that shape"
-            )
-        if grad.dtype != self.rows.dtype or grad.device != self.table.device:
-            raise InvalidTypeError(
-                f"the gradient of {self} is {grad.dtype} on {grad.device} but its rows are {self.rows.dtype} on "
-                f"{self.table.device}; pass grad.to({str(self.table.device)!r}, {self.rows.dtype})"
-            )
+    def use_assigned(self) -> None:
+        """Take every row of the assigned gradient as active until the step, which looks for zeros."""
+        assert self.assigned is not None
+        ids = torch.arange(len(self.assigned), device=self.assigned.device)
+        self.set_gradient(ids, self.assigned)
+        self.touched = ids[:0]
+
+    def is_active(self, ids: Tensor) -> bool:
+        """Tell whether one of the rows `ids` (n,) has a pending gradient."""
+        # Another thread may make a step.
+        active = self.ids
+        if active is None or not len(active):
+            return False
+        ids = ids.to(active.device)
+        places = torch.searchsorted(active, ids).clamp_(max=len(active) - 1)
+        return bool((active[places] == ids).any())
+
+    def refresh(self) -> None:
+        """Read the active rows again if the table has changed since: a step must not undo those writes."""
+        handle = self._handle()
+        if self.ids is None:
+            return
+        # A gradient given for all rows is one of rows that are not trained, too.
+        given = handle.id_space.come_and_go and (
+            self.touched is not None or self.assigned is not None or handle.has_hooks()
+        )
+        if self.touched is not None and handle.rows.lag is None:
+            assert self.grad is not None
+            touched = (self.grad != 0).any(dim=1)
+            touched[self.touched] = True
+            ids = touched.nonzero().flatten()
+            self.set_gradient(ids, self.grad[ids])
+        self.touched = None
+        handle.views.exposed, exposed = False, handle.views.exposed
+        exposed = exposed or any(reference() is not None for reference in handle.views.aliases)
+        rows, handle.views.exposed_rows = handle.views.exposed_rows, []
+        exposed = exposed or any(map(self.is_active, rows))
+        # Rows that another graph, or none, has read may have changed.
+        exposed = exposed or (self.ids.is_cuda and self.capture != capture_number())
+        if exposed or self.active is None or self.version != handle.rows.table.version:
+            every = len(self.ids) == handle.table.num_rows > 0 and not is_padded(self.ids)
+            # A step of all rows can update them where they are stored.
+            every = every and not (handle.features is not None and handle.features.is_apart)
+            self.in_place = every and handle.aliased and handle.state is not None and handle.state.steps_in_place()
+            if self.in_place:
+                handle.rows.catch_up()
+                self.active, self.state_rows = handle.table.stored("weight").detach(), {}
+            else:
+                self.state_rows = handle.rows.read(self.ids)
+                self.active = self.state_rows.pop("weight")
+            self.version = handle.table.version
+        if given and self.grad is not None:
+            self.grad = handle.id_space.own_gradient(self.ids, self.grad)
+            self.grad_version = self.grad._version
+
+    def set_gradient(self, ids: Tensor, grad: Tensor) -> None:
+        """Make `grad`, ``(n, dim)``, the pending gradient of the rows `ids` (n,), which the step has to read."""
+        self.ids, self.grad, self.grad_version = ids, grad, grad._version
+        self.active, self.state_rows = None, {}
+
+    def trim(self) -> None:
+        """Drop the padding of the pending gradient, for which the host waits."""
+        handle = self._handle()
+        if self.ids is not None and self.grad is not None:
+            if self.capture is not None:
+                raise DeviceError(
+                    f"the gradient of {handle} was made by a CUDA graph, where the number of its rows is not known, so that "
+                    "it cannot be sparse; make the embedding with sparse=False, or use an optimizer for dense gradients"
+                )
+            count = num_unique(self.ids)
+            if count is not None:
+                self._take_trimmed(self.ids[: int(count)], self.grad[: int(count)])
+
+    def _take_trimmed(self, ids: Tensor, grad: Tensor) -> None:
+        n, before, shown = len(ids), self.grad, None if self._shown is None else self._shown()
+        self.ids, self.grad = ids, grad
+        self.active = None if self.active is None else self.active[:n]
+        self.state_rows = {name: part[:n] for name, part in self.state_rows.items()}
+        # It remains the gradient that was shown.
+        if shown is not None and shown.rows is before:
+            shown.ids, shown.rows = ids, grad
 
     def clear(self) -> None:
         """Set the gradient to None and forget the active rows."""
-        if not self.owners.is_alone:
-            self.owners.forget()
-        if self.id_space.come_and_go:
-            self.id_space.note_cleared()
-        if self.features is not None:
-            self.features.clear()
+        handle = self._handle()
+        if not handle.owners.is_alone:
+            handle.owners.forget()
+        if handle.id_space.come_and_go:
+            handle.id_space.note_cleared()
+        if handle.features is not None:
+            handle.features.clear()
         if self.grad is not None:
-            self._cleared = self.used_whole, self._assigned is not None, self._touched
-        self.ids = self.grad = self.active = self._touched = None
-        self._reused, self._assigned, self._capture, self._of_graph = False, None, None, False
-        self.state_rows, self.used_whole, self.in_place, self._waiting_since = {}, False, False, None
+            self._cleared = self.used_whole, self.assigned is not None, self.touched
+        self.ids = self.grad = self.active = self.touched = None
+        self._reused, self.assigned, self.capture, self._of_graph = False, None, None, False
+        self.state_rows, self.used_whole, self.in_place, self.waiting_since = {}, False, False, None
 
 
 def _tell(reference: weakref.ref[PendingGradient], *args: Any) -> None:

@@ -97,7 +97,7 @@ class Replicas(Owners):
         total, inverse = grads.new_zeros(len(rows.ids), table.dim), rows.inverse.view(-1)
         for place, grad in zip(inverse.split(counts), grads.split(counts), strict=True):
             total.index_add_(0, place, grad)
-        handle.deposit(rows.ids, total, whole=any(number & 2 for number in numbers), summed=True)
+        handle.pending.deposit(rows.ids, total, whole=any(number & 2 for number in numbers), summed=True)
 
     def before_step(self) -> None:  # noqa: D102
         self._is_open = False

@@ -160,7 +160,7 @@ class Sharded(Owners):
                 pair = merged(handle.table.num_rows, pair, each[:2], handle.table.takes_padding)[:2]
             found = [(*pair, None, -1, {})]
         for each in found:
-            handle.deposit(*each, summed=True)
+            handle.pending.deposit(*each, summed=True)
 
     def row_gradient(  # noqa: D102
         self, num_rows: int, ids: Tensor, grad: Tensor, changed: Callable[..., None] | None, sparse: bool

@@ -134,7 +134,7 @@ def show_planes(optimizer: Optimizer) -> None:
     """Put whole planes, caught up, into the state, also after a step that failed (Ctrl-C, then a checkpoint)."""
     for handle, group in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
-            handle.abort_step(optimizer)
+            handle.step.abort(optimizer)
             # A child of fork copies the rows of its parent, after the save.
             if handle.table.writable:
                 handle.rows.catch_up()

@@ -98,32 +98,32 @@ class VocabularyIds(IdSpace):
         """Return the rows of which a gradient may come or is pending, (n,), some perhaps twice; None: of all."""
         handle = self._of
         held = [ids for rows, ids in self._held.values() if rows() is not None]
-        if any(ids is None for ids in held) or (handle.used_whole and handle.grad is not None):
+        if any(ids is None for ids in held) or (handle.pending.used_whole and handle.pending.grad is not None):
             return None
-        arriving = [ids for ids, _ in handle._arriving.values()]
+        arriving = [ids for ids, _ in handle.pending.arriving.values()]
         # One that zero_grad(set_to_none=False) has made zero is that of no batch.
-        pending = [] if handle.ids is None or handle.is_cleared() else [handle.ids]
+        pending = [] if handle.pending.ids is None or handle.pending.is_cleared() else [handle.pending.ids]
         parts = [self._on_host(ids) for ids in (*held, *self.owners.rows_asked(), *arriving, *pending)]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def rows_released(self, rows: np.ndarray) -> None:
         """Leave `rows` (n,), which no id has any more, out of a gradient that is zero."""
         handle = self._of
-        if handle.ids is None or handle.grad is None or handle._assigned is not None:
+        if handle.pending.ids is None or handle.pending.grad is None or handle.pending.assigned is not None:
             return
-        if not np.isin(self._on_host(handle.ids), rows).any():
+        if not np.isin(self._on_host(handle.pending.ids), rows).any():
             return
-        stay = torch.from_numpy(~np.isin(handle.ids.cpu().numpy(), rows)).to(handle.ids.device)
+        stay = torch.from_numpy(~np.isin(handle.pending.ids.cpu().numpy(), rows)).to(handle.pending.ids.device)
         if not bool(stay.all()):
-            handle._set_gradient(handle.ids[stay], handle.grad[stay])
+            handle.pending.set_gradient(handle.pending.ids[stay], handle.pending.grad[stay])
             # It is still one that the next backward replaces.
-            handle._grad_version = -1
+            handle.pending.grad_version = -1
 
     def rows_changed(self, rows: np.ndarray) -> None:
         """Forget a pending gradient of one of `rows` (n,), which have other ids now, or none."""
         handle = self._of
-        if handle.ids is not None and np.isin(self._on_host(handle.ids), rows).any():
-            handle.clear()
+        if handle.pending.ids is not None and np.isin(self._on_host(handle.pending.ids), rows).any():
+            handle.pending.clear()
 
     # --- lookups ----------------------------------------------------------------------------------------------------------
 
@@ -166,9 +166,9 @@ class VocabularyIds(IdSpace):
         if not whole:
             self._check_lookup(ids)
         # Ids that were not admitted are counted where they were looked up.
-        goes_on = summed or handle.grad is not None or handle.owners.has_left()
+        goes_on = summed or handle.pending.grad is not None or handle.owners.has_left()
         late = self.vocabulary.by_time or getattr(ids, "_clock", None) != self.vocabulary.clock
-        return self.own_gradient(ids, grad), _Noted(handle.ids, self._num_missed if goes_on else 0, late)
+        return self.own_gradient(ids, grad), _Noted(handle.pending.ids, self._num_missed if goes_on else 0, late)
 
     def end_deposit(self, ids: Tensor, noted: _Noted) -> None:  # noqa: D102
         self._num_missed = noted.missed + getattr(ids, "_num_missed", 0)
@@ -197,7 +197,7 @@ class VocabularyIds(IdSpace):
     def _join_noted(self, *parts: Tensor | None) -> None:
         """Let the host know the rows of the pending gradient if it knows those that it was made of."""
         noted = [getattr(ids, "_noted", None) for ids in parts if ids is not None]
-        pending = self._of.ids
+        pending = self._of.pending.ids
         if pending is not None and not any(pending is ids for ids in parts) and None not in noted:
             pending._noted = tuple(one for part in noted for one in part or ())
 
@@ -225,7 +225,7 @@ class VocabularyIds(IdSpace):
 
     def late_rows(self) -> np.ndarray | None:
         """Return the rows of the pending gradient, (n,), if some may not have been looked up since the last step."""
-        ids = self._of.ids
+        ids = self._of.pending.ids
         # Several processes tell no changes.
         return self._on_host(ids) if self._late and ids is not None and self.owners.processes == 1 else None
 
@@ -272,7 +272,7 @@ class VocabularyIds(IdSpace):
             What `Vocabulary.plan_load` returned before. It is made anew where it was for another state.
         """
         handle = self._of
-        handle.recover()
+        handle.step.recover()
         with handle.rows.lock:
             if plan is None or not plan.is_for(state, num_saved):
                 plan = self.vocabulary.plan_load(state, num_saved)

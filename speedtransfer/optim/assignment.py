@@ -1,0 +1,118 @@
+"""Make rows, or a parameter, that are assigned to the weight of a table those of the table."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.rows import Rows
+from speedtransfer.tables import Table
+
+
+def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
+    """Set all rows of a weight to `values`, ``(any, dim)``. Another number of rows makes a new table, without state.
+
+    The device of the rows becomes that of `values`, as in torch, and without `storage_dtype` their dtype too. Several
+    processes each keep their own rows of `values`, ``(num_rows, dim)``. `handles` are all that there are.
+    """
+    handle.id_space.check_written("assigned")
+    if not handle.owners.has_whole:
+        handle.owners.store(values)
+        return
+    table, rows = handle.table, handle.rows
+    table.check_writable()
+    if values.dim() != 2 or values.shape[1] != table.dim:
+        remedy = f"pass rows of {table.dim} values, or make a new module of that width (from_pretrained)"
+        if not values.numel():
+            remedy = (
+                "what empties parameters between their uses (ZeRO-3 of DeepSpeed) must leave tables out, which are "
+                "st.table_parameters(model)"
+            )
+        raise InvalidValueError(
+            f"{handle} is {(table.num_rows, table.dim)} but the values assigned are {tuple(values.shape)}; {remedy}"
+        )
+    if handle.features is not None and len(values) != table.num_rows:
+        raise InvalidValueError(
+            f"{handle} has {table.num_rows} rows, those of {len(handle.features.names)} features, but the values assigned are "
+            f"{tuple(values.shape)}; make a new MultiEmbedding for another number of rows"
+        )
+    resized, retyped = len(values) != table.num_rows, rows.storage_dtype is None and values.dtype != rows.dtype
+    if table.path is not None and (resized or retyped):
+        raise InvalidValueError(
+            f"{handle} is the file {str(table.path)!r} of {table.num_rows} rows of {rows.dtype}, which cannot become "
+            f"{tuple(values.shape)} of {values.dtype}; make a new module with another path"
+        )
+    values = values.detach()
+    for other in handles:
+        own = other.table.cache_rows is not None or other.table.max_rows is not None
+        if other is handle or not (other.aliased or own):
+            continue
+        if _shares(values, other.table.stored("weight")):
+            raise InvalidValueError(
+                f"{handle} is assigned the memory of {other}, another table, and one memory cannot be two tables; write its "
+                "values (weight.data.copy_(other)), or share the weight itself (module.weight = other.weight)"
+            )
+    if values.device != table.device:
+        handle.move(values.device)
+    if not resized and not retyped and _can_take(handle, values):
+        handle.rows.catch_up()
+        # As in torch: `values` becomes the memory of the weight, and other tensors over the memory so far keep it.
+        table.take("weight", values)
+        handle.reset_param()
+        return
+    handle.views.detach_aliases()
+    if resized or retyped:
+        dtype = values.dtype if rows.storage_dtype is None else rows.storage_dtype
+        options: Any = {"memory": table.memory, "layout": table.layout, "max_rows": table.max_rows}
+        made = Table(len(values), table.dim, dtype, device=table.device, **options)
+        made._start_cache(table._options_of_cache(len(values)))
+        reason = f"the table got {len(values)} rows" if resized else f"the table became {values.dtype}"
+        handle.replace(Rows(made, rows.storage_dtype, rows.state_dtype, rows.scale_block), reason)
+    handle.store(values)
+
+
+def take_param(handle: Any, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """Make an ordinary parameter, with its values, the weight.
+
+    If the table takes over its memory, the weight so far becomes an ordinary parameter; else it can no longer be used.
+    """
+    handle.id_space.check_written("replaced by another parameter")
+    # It would be that of one process.
+    handle.owners.check_whole("is given another weight", "set its rows by load_state_dict(), or weight.data = all rows")
+    handle.table.check_writable()
+    values, grad = param.detach(), handle.pending.gradient()
+    handle.drop_state("another weight was assigned to the module")
+    handle.pending.clear()
+    release = _can_take(handle, values) and len(values) == handle.table.num_rows and values.dtype == handle.rows.dtype
+    old = handle.param_ref() if release else None
+    if old is not None:
+        # `set_whole` must not make it show the new memory.
+        handle.param_ref = lambda: None
+    try:
+        handle.set_whole(values)
+    finally:
+        if old is not None:
+            handle.param_ref = weakref.ref(old)
+    handle.bind(param, kind, release)
+    if old is not None:
+        # It may still be held, and trained, elsewhere.
+        old.grad = grad
+
+
+def _can_take(handle: Any, values: Tensor) -> bool:
+    """Tell whether `values` can become the memory of the table."""
+    ordinary = values.is_contiguous() and not values.is_inference() and type(values) is Tensor
+    own = handle.table.memory == "pageable" and values.device.type == "cpu"
+    own = own or (handle.table.memory == "device" and values.device == handle.table.device)
+    return handle.aliased and ordinary and own
+
+
+def _shares(values: Tensor, plane: Tensor) -> bool:
+    """Tell whether the memory of two dense tensors overlaps; tensors of one storage need not."""
+    if values.device != plane.device or not values.is_contiguous() or values.is_meta:
+        return False
+    return values.data_ptr() < plane.data_ptr() + plane.nbytes and plane.data_ptr() < values.data_ptr() + values.nbytes

@@ -1,0 +1,193 @@
+"""What graphs and callers have of the weight beside lookups: its node in the graph, all rows, tensors over their memory."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import check_not_capturing
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor
+
+
+class Views:
+    """The rows of a table that graphs and callers have.
+
+    Parameters
+    ----------
+    handle : Handle
+        Of the table, which has this object.
+    """
+
+    def __init__(self, handle: Any) -> None:
+        # Weak: a cycle would keep the table until the next gc.
+        self._handle: Callable[[], Any] = weakref.ref(handle)
+        # The nodes by which graphs have rows.
+        self.joined: list[weakref.ref[Any]] = []
+        # Whether others know the node of the parameter in the graph; how many calls of torch.autograd.grad ask for it.
+        self.node_known = False
+        self.askers = 0
+        # All rows as a graph has them, and the version of the table that they show.
+        self._whole: tuple[weakref.ref[Tensor], int] | None = None
+        # Tensors over the memory of the table that the caller may hold and write to; whether any was made since the last step.
+        self.aliases: list[weakref.ref[Tensor]] = []
+        self.exposed = False
+        # The rows, (n,), of which such tensors show no others.
+        self.exposed_rows: list[Tensor] = []
+
+    def join(
+        self,
+        rows: Tensor,
+        ids: Tensor | None,
+        deposit: Callable[..., None],
+        features: Callable[[], int] | None = None,
+        guarded: bool = True,
+    ) -> Tensor:
+        """Return `rows`, ``(n, dim)``, as what a graph made of the weight; `deposit` takes their gradient, `grad`.
+
+        `ids`, (n,), name the rows; None: all. `features` returns those that the gradient is of.
+        What is `guarded` cannot be changed in place.
+        """
+        handle = self._handle()
+        if handle.id_space.come_and_go:
+            handle.id_space.pin(rows, ids)
+        if len(self.joined) > 16:
+            self.joined = [reference for reference in self.joined if reference() is not None]
+        # Hooks that get the gradient later would be called with None.
+        late = (not handle.owners.is_alone or handle.id_space.come_and_go) and handle.has_hooks()
+        leaf = handle.anchor.leaf if late else handle.param_ref()
+        apply = TableRows.apply if torch._C._are_functorch_transforms_active() else apply_plainly
+        with as_tensor():
+            made: Tensor = apply(leaf, rows, (handle, ids, deposit, features, guarded))
+        return made
+
+    def alive(self) -> list[Any]:
+        """Return the nodes by which graphs have rows, of the graphs that are alive."""
+        return [node for node in (reference() for reference in self.joined) if node is not None]
+
+    def is_observed(self) -> bool:
+        """Tell whether anything looks at the node of the parameter: gradients of rows then have to go there."""
+        handle = self._handle()
+        return self.askers > 0 or self.node_known or (handle.has_hooks() and not handle.late_hooks)
+
+    def know_node(self) -> None:
+        """Send gradients of rows to the node of the parameter from now on, which others know."""
+        handle = self._handle()
+        if handle.late_hooks:
+            self.refuse_node()
+        self.node_known = True
+
+    def refuse_node(self) -> NoReturn:
+        """Raise: gradients of rows cannot be those of the parameter's node in the graph."""
+        handle = self._handle()
+        reason = (
+            "several processes train it"
+            if not handle.owners.is_alone
+            else f"its rows are those of {handle.id_space.kind}"
+        )
+        raise InvalidValueError(
+            f"{handle} is used by its node in the graph (get_gradient_edge, register_multi_grad_hook, expand_as, a "
+            "torch.autograd.Function, a forward before it got its table), but its gradient is not known there, as "
+            f"{reason}; use hooks of the weight (register_hook), functions of torch, and replace_embeddings before forward"
+        )
+
+    def whole(self, ids: Tensor | None = None) -> Tensor:
+        """Return all rows, caught up, ``(num_rows, dim)`` on the compute device; if `aliased` over the table's memory.
+
+        Then only the rows `ids` (n,), sorted and unique, need be caught up, if others are not used.
+        """
+        handle = self._handle()
+        handle.check_whole()
+        handle.step.recover()
+        if ids is not None and handle.aliased:
+            handle.rows.catch_up(ids.to(handle.table.device))
+            handle.table.wait()
+            return handle.table.stored("weight").detach()
+        copied = not handle.rows.is_viewable("weight")
+        values = handle.rows.whole("weight").detach()
+        # Writes to this memory may go unnoticed (NumPy), so that the next step must read its rows again.
+        self.exposed = True
+        if handle.aliased:
+            return self.track_alias(values)
+        try:
+            # An inference tensor has no version, which shows writes.
+            with torch.inference_mode(False):
+                moved = values.to(handle.table.device, handle.rows.dtype)
+                return moved.clone() if moved is values and not copied else moved
+        except torch.OutOfMemoryError as error:
+            raise InvalidValueError(
+                f"{handle} is used as a whole, but its {handle.table.num_rows} rows do not fit on {handle.table.device}; use "
+                "the rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
+            ) from error
+
+    def note_use(self, ids: Tensor, version: int) -> None:
+        """Note that since a version of the table the rows `ids` (n,) may have changed, and that views of them may be held.
+
+        Active rows that are not among them need not be read again.
+        """
+        handle = self._handle()
+        with handle.rows.lock:
+            self.exposed_rows.append(ids)
+            if len(self.exposed_rows) > 16:
+                self.exposed_rows, self.exposed = [], True
+            if (
+                handle.pending.ids is not None
+                and handle.pending.version == version
+                and not handle.pending.is_active(ids)
+            ):
+                handle.pending.version = handle.table.version
+
+    def whole_in_graph(self) -> Tensor:
+        """Return all rows, ``(num_rows, dim)``, as what a graph made of the weight; backward deposits the gradient of all."""
+        handle = self._handle()
+        if handle.table.device.type == "cuda":
+            check_not_capturing(f"a use of all of {handle}", "look the rows up that are needed (emb(ids))")
+        # Each time anew where rows are pinned until their gradient comes.
+        if self._whole is not None and not handle.id_space.come_and_go:
+            known = self._whole[0]()
+            if known is not None and self._whole[1] == handle.table.version:
+                # Torch asks for that of who has it by a weak reference.
+                known._fix_weakref()  # type: ignore[attr-defined]
+                return known
+        with torch.inference_mode(False), _outside_of_transforms():
+            values = self.whole().detach()
+            every = None if handle.features is None else handle.features.every
+            made = self.join(values, None, functools.partial(handle.pending.deposit_whole, values), every)
+        self._whole = weakref.ref(made), handle.table.version
+        return made
+
+    def track_alias(self, alias: Tensor) -> Tensor:
+        """Remember a tensor that reads and writes the table, and return it."""
+        if len(self.aliases) > 16:
+            self.aliases = [reference for reference in self.aliases if reference() is not None]
+        self.aliases.append(weakref.ref(alias))
+        return alias
+
+    def detach_aliases(self) -> None:
+        """Give the tensors that alias the table a copy of its values, before others are written there."""
+        alive = [tensor for tensor in (reference() for reference in self.aliases) if tensor is not None]
+        if alive:
+            kept = self.whole().clone()
+            for tensor in alive:
+                if type(tensor) is Tensor:
+                    tensor.data = kept
+                else:
+                    tensor.detach_from_table(kept)  # type: ignore[attr-defined]
+        self.aliases = []
+
+    def forget_whole(self) -> None:
+        """Read all rows anew for the next graph: the table has others."""
+        self._whole = None
+
+
+def _outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """Leave transforms of torch.func (vmap, grad), within which no tensor becomes a leaf."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    return torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack()
