@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -53,12 +52,9 @@ class FeatureHandle:
         return self.handle.rows
 
     @property
-    def table(self) -> Any:
-        """The shape, device and version of the rows, and whether they can be changed."""
-        table = self.handle.table
-        shape = {"num_rows": self.stop - self.start, "dim": table.dim}
-        writes = {"writable": table.writable, "check_writable": table.check_writable}
-        return SimpleNamespace(**shape, **writes, device=table.device, version=table.version)
+    def table(self) -> Table:
+        """The table with the rows of all features."""
+        return self.handle.table
 
     @property
     def num_rows(self) -> int:
@@ -100,6 +96,10 @@ class FeatureHandle:
             if self.aliased:
                 return values
             return torch.empty_like(values, device=handle.table.device, dtype=handle.rows.dtype).copy_(values)
+
+    def shown(self) -> str:
+        """Return the rows as text."""
+        return repr(self.whole())
 
     def note_use(self, ids: Tensor, version: int) -> None:
         """Note a use of the rows `ids`, as `Handle.note_use`."""
