@@ -68,7 +68,7 @@ def train(kind: str, then: str, path: Path, within: str, at: int) -> tuple[bool,
 
 
 # Within which function, and at which of its points.
-PLACES = [("begin_step", 4), ("adam", 3)]
+PLACES = [("_enter", 4), ("adam", 3)]
 CASES = [("sharded", then) for then in THEN] + [("shared", "go on"), ("shared", "save"), ("replicas", "go on")]
 
 
