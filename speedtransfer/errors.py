@@ -16,6 +16,8 @@ _MOST_LISTED = 30
 _MOST_COMPARED = 10_000
 
 
+# A `Path` of a URL has one slash. A drive of Windows has one letter.
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/{1,3}\S")
 # What a terminal carries out instead of showing it: control characters, ends of lines, and what turns text round.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -99,6 +101,16 @@ def check_loader(value: object, name: str) -> None:
     if not hasattr(type(value), "__iter__") and not hasattr(type(value), "__getitem__"):
         raise InvalidTypeError(
             f"{name} is {value!r} ({type(value).__name__}) but must be an iterable of batches; pass a DataLoader or a list"
+        )
+
+
+def check_no_url(path: object, name: str = "path") -> None:
+    """Raise `InvalidValueError` where `path` is a URL: as a path it would be that of folders on this machine."""
+    text = str(path)
+    if _URL.match(text):
+        raise InvalidValueError(
+            f"{name} is the URL {text!r} but must be a path of this machine; mount the store, or pass a local path and copy "
+            "what is there (fsspec, rclone)"
         )
 
 

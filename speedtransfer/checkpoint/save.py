@@ -20,7 +20,7 @@ from speedtransfer.checkpoint.plain_data import encode, find_shards
 from speedtransfer.checkpoint.table_rows import Keeps
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes, check_sees, processes_of
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_no_url
 from speedtransfer.ranks import Partition
 
 
@@ -154,6 +154,7 @@ def check_arguments(
     path: str | os.PathLike[str], model: object, optimizer: object, objects: dict[str, Any]
 ) -> tuple[Path, dict[str, Optimizer], dict[str, Any]]:
     """Return the path, the optimizers and the other objects by name, all known to be of a kind that can be saved."""
+    check_no_url(path)
     try:
         path = Path(path)
     except TypeError:

@@ -72,10 +72,10 @@ class Embedding(TableModule, nn.Embedding):
     cache_counts : Tensor, optional
         ``(num_embeddings,)``, how often each row is used, as far as is known, also with `process_group`: the cache has the
         rows with the largest for good. By default it has those that were used most of late.
-    process_group : ProcessGroup or DeviceMesh, optional
-        The processes that share the rows out, ``torch.distributed.group.WORLD`` for all. Every process makes the module, the
-        same lookups, backwards and steps; gradients are averaged over the processes, as `DistributedDataParallel` does. The
-        weight has the shape of the whole table, and what needs values of all rows of it raises; `table` is a
+    process_group : ProcessGroup, DeviceMesh or "world", optional
+        The processes that share the rows out; "world": all, or this one where there is no other. Every process makes the
+        module, the same lookups, backwards and steps; gradients are averaged over the processes, as `DistributedDataParallel`
+        does. The weight has the shape of the whole table, and what needs values of all rows of it raises; `table` is a
         :class:`~speedtransfer.nn.ShardedTable`. A `path` gets the number of the process.
     comm_dtype : {None, torch.bfloat16, torch.int8}
         What gradients are sent to other processes as, rounded stochastically.

@@ -13,6 +13,7 @@ from torch import nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.optim import Handle
+from speedtransfer.ranks import group_of
 from speedtransfer.vocabulary import Vocabulary
 
 Idle: TypeAlias = Literal["auto", "exact", "lazy"]
@@ -78,6 +79,9 @@ def takes_options(function: Function) -> Function:
 
 def complete(options: TableOptions) -> TableOptions:
     """Return `options` with defaults for those left out; raise InvalidValueError unless `idle` is one of `IDLE`."""
+    if "process_group" in options:
+        # Given, and maybe None by mistake.
+        options = {**options, "process_group": group_of(options["process_group"])}
     options = {**DEFAULTS, **options}
     if options["idle"] not in IDLE:
         raise InvalidValueError(

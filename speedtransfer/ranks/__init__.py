@@ -6,7 +6,7 @@ from speedtransfer.ranks.exchange import DifferenceError, Exchange, Segment, Tra
 from speedtransfer.ranks.interleaved import Interleaved
 from speedtransfer.ranks.partition import Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
-from speedtransfer.ranks.torchrun import joined, world
+from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
 
 __all__ = [
     "DifferenceError",
@@ -20,8 +20,10 @@ __all__ = [
     "as_int64",
     "equal_steps",
     "exchange_of",
+    "group_of",
     "is_first",
     "joined",
+    "num_launched",
     "world",
 ]
 

@@ -30,6 +30,7 @@ POINTS = (
     "loads",
     "finds ids",
     "brings gradients at a step",
+    "reads a corpus",
 )
 # The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
 _VALUES = 6

@@ -1,4 +1,4 @@
-"""Join the processes that torchrun has started."""
+"""Join the processes that a launcher has started: torchrun, srun, the operators of Kubernetes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,33 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from speedtransfer.errors import ProcessGroupError
+
+
+def num_launched() -> int:
+    """Return how many processes the launcher of this one has started, by the variables that PyTorch reads; 1: no launcher."""
+    size = os.environ.get("WORLD_SIZE", "")
+    return int(size) if "RANK" in os.environ and size.isdigit() else 1
+
+
+def group_of(given: Any) -> Any:
+    """Return the process group that the argument `process_group` means; None: there is this process alone.
+
+    Raises
+    ------
+    ProcessGroupError
+        It is None, or "world", before there are process groups, in one of several processes.
+    """
+    if given is not None and not (isinstance(given, str) and given == "world"):
+        return given
+    if num_launched() > 1 and not (dist.is_available() and dist.is_initialized()):
+        raise ProcessGroupError(
+            f"process_group is {given!r}, as torch.distributed.group.WORLD is before init_process_group(), so that each of "
+            f"the {num_launched()} processes would have a whole table; make the module after init_process_group() (with "
+            "Lightning in configure_model), or leave the argument out for a table in each"
+        )
+    return None if given is None else world()
+
 
 def world() -> Any:
     """Return the process group of all processes, or None where there is one process."""
@@ -20,16 +47,16 @@ def world() -> Any:
 
 @contextlib.contextmanager
 def joined(device: torch.device) -> Iterator[Any]:
-    """Make the process group of the processes that torchrun has started, until the end of the block; yield `world`.
+    """Make the process group of the processes that a launcher has started, until the end of the block; yield `world`.
 
     One that there is already stays. With a CUDA device each process takes that of its number on its host.
     """
-    start = "TORCHELASTIC_RUN_ID" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1
-    if not start or dist.is_initialized():
+    if num_launched() == 1 or "MASTER_ADDR" not in os.environ or dist.is_initialized():
         yield world()
         return
     if device.type == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        number = int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        torch.cuda.set_device(number % torch.cuda.device_count())
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     try:
         yield world()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
+from speedtransfer.errors import InvalidValueError, StorageError, check_no_url, format_bytes
 from speedtransfer.tables import files, page_advice
 from speedtransfer.tables.longer_files import LongerFile, plan_growth
 from speedtransfer.tables.memories import Memory
@@ -40,6 +40,7 @@ class MmapMemory(Memory):
     def __init__(self, device: torch.device, path: str | os.PathLike[str] | None = None) -> None:
         if path is None:
             raise InvalidValueError("memory='mmap' needs a file; pass path='table.safetensors' (or .npy)")
+        check_no_url(path)
         super().__init__(device)
         self.path = Path(path)
         self._folder = self.path.parent

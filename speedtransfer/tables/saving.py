@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, suggest
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import files
 from speedtransfer.tables.chunks import plane_chunks, row_chunks
@@ -181,6 +181,7 @@ def check_path(path: Any, more: str = "") -> Path:
     """Return `path`, or raise where it is none; `more` ends the message."""
     if not isinstance(path, str | os.PathLike):
         raise InvalidTypeError(f"path is a {type(path).__name__} but must be the path of a file; pass one{more}")
+    check_no_url(path)
     return Path(path)
 
 

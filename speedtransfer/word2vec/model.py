@@ -101,7 +101,7 @@ class Word2Vec(nn.Module):
         path, device = self._files.path_of(name), resolve_device(settings.device)
         embedding = _ZeroEmbedding(
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
-            process_group=self._group,
+            **({} if self._group is None else {"process_group": self._group}),
         )  # fmt: skip
         self._files.made(path)
         return embedding

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError, check_no_url
 from speedtransfer.system import keep_mode
 from speedtransfer.word2vec.formats import FORMATS, NGRAMS, VECTORS
 
@@ -58,6 +58,7 @@ class OutputFolder:
         only_own: bool = False,
         within: Sequence[str | os.PathLike[str]] = (),
     ) -> None:
+        check_no_url(path, "output")
         self.path, self._overwrite = Path(path), overwrite
         self._staging: Path | None = None
         if self.path.exists() and not self.path.is_dir():

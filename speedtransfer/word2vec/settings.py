@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_no_url, check_size, suggest
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
@@ -81,6 +81,7 @@ def check_path(value: Any, name: str) -> Any:
     if not isinstance(value, str | os.PathLike):
         kind = type(value).__name__
         raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be the path of a folder; pass a string or Path")
+    check_no_url(value, name)
     if not os.fspath(value) or "\0" in os.fsdecode(value):
         raise InvalidValueError(f"{name} is {os.fspath(value)!r}, not a path; pass the name of a folder")
     return value

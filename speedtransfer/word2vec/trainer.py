@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import logging
 import math
 import operator
@@ -92,6 +93,12 @@ class Trainer:
         self._group = world()
         self._exchange = None if self._group is None else exchange_of(self._group)
         self._rank, self._ranks = (0, 1) if self._exchange is None else (self._exchange.rank, self._exchange.ranks)
+        if self._exchange is not None:
+            # Each trains on some blocks of it; of parts of its own the others would never be.
+            found = corpus.fingerprint()
+            digest = hashlib.sha256((found["vocabulary"] + found["text"]).encode()).hexdigest()[:12]
+            about = f"a corpus of {found['words']:,} words and {found['vocabulary_words']:,} different ones, {digest}"
+            self._exchange.agree("reads a corpus", [0], about)
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
         self.sampler = Sampler(
