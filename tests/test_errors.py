@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from speedtransfer import errors
+import speedtransfer as st
+from speedtransfer import errors, word2vec
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
 from speedtransfer.word2vec import UnknownWordError
 
@@ -138,3 +139,21 @@ def test_messages_show_what_a_terminal_would_carry_out(text, shown):
 
 def test_suggest_among_millions_is_soon_done():
     assert "999970 more" in suggest("x", map(str, range(1_000_000)))
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", "gs://bucket/table.npy"])
+def test_a_url_is_no_path(url, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    emb = st.Embedding(10, 4)
+    calls = [
+        lambda: st.save_checkpoint(url, emb, progress=False),
+        lambda: st.load_checkpoint(url, emb, progress=False),
+        lambda: emb.table.save(url),
+        lambda: st.Table.load(url),
+        lambda: st.Embedding(10, 4, memory="mmap", path=url),
+        lambda: word2vec.Settings(memory="mmap", path=url),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidValueError, match="but must be a path of this machine"):
+            call()
+    assert list(tmp_path.iterdir()) == []
