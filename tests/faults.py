@@ -48,8 +48,8 @@ optim/param_guards.py: data_parallel
 - _refuse_copies(module, device_ids)
 + pass
 optim/pending.py: weight_programs
-- hooked=not self.late_hooks)
-+ hooked=self.late_hooks)
+- hooked=not handle.late_hooks)
++ hooked=handle.late_hooks)
 optim/probe/initial_values.py: optim_probe
 - if value and _zero_does_as_well(
 + if value or _zero_does_as_well(
@@ -68,7 +68,7 @@ optim/replicas.py: ranks/test_wrappers.py
 optim/state.py: optim_sparse
 - self.sparse = sparse
 + self.sparse = False
-optim/table_param.py: nn_guards
+optim/pending.py: nn_guards
 - self._warned = False
 + self._warned = True
 idle/history.py: optim_loaded_state
@@ -200,15 +200,15 @@ vocabulary/batches.py: vocabulary_index
 - rows = rows[rows >= 0]
 + rows = rows[rows > 0]
 vocabulary/change_log.py: vocabulary_changes
-- self._logged_from = at + 1
-+ self._logged_from = at
+- self.begins = at + 1
++ self.begins = at
 vocabulary/contents.py: vocabulary_changes
 - new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
 + new, old = np.flatnonzero(at < 0), np.flatnonzero(at > 0)
 vocabulary/loaded_state.py: vocabulary_state
 - if len(ids) != len(last_use) or (counts
 + if (counts
-vocabulary/lookups.py: vocabulary_deferred
+vocabulary/room.py: vocabulary_deferred
 - noted.rows = self.find(noted.ids)
 + pass
 - self._admit(noted.ids, rows)

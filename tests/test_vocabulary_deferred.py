@@ -12,7 +12,7 @@ from torch import Tensor
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidTypeError
-from speedtransfer.vocabulary import lookups
+from speedtransfer.vocabulary import room
 
 DIM, RATE = 3, 0.5
 
@@ -155,7 +155,7 @@ def test_rows_of_a_lookup_whose_gradient_is_to_come_stay() -> None:
 
 
 def test_ids_wait_for_a_number_of_lookups_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookups, "_MOST_WAITING", 3)
+    monkeypatch.setattr(room, "_MOST_WAITING", 3)
     module = module_with(st.Vocabulary(20, deferred=True))
     batch = torch.zeros(1, dtype=torch.int64)
     for id in range(8):

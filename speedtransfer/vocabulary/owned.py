@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -12,16 +13,13 @@ from typing_extensions import Self
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.rows import Rows
+from speedtransfer.vocabulary.change_log import ChangeLog
 from speedtransfer.vocabulary.device_map import DeviceMap
 from speedtransfer.vocabulary.id_rows import PADDING_ROW, IdRows
 from speedtransfer.vocabulary.ids import as_ids
-from speedtransfer.vocabulary.policies import Admission, Eviction
-
-if TYPE_CHECKING:
-    # What the class that has this part brings.
-    Base = Any
-else:
-    Base = object
+from speedtransfer.vocabulary.initial import Initial
+from speedtransfer.vocabulary.noted_ids import NotedIds
+from speedtransfer.vocabulary.policies import Admission, Admit, Evict, Eviction
 
 _SETTINGS = [
     "capacity_asked",
@@ -79,8 +77,55 @@ class Owner(Protocol):
         """Forget a pending gradient of one of `rows`, which have other ids now, or none."""
 
 
-class Owned(Base):
-    """The part of a :class:`~speedtransfer.Vocabulary` that a table's handle owns; a copy has none."""
+class Owned:
+    """What a :class:`~speedtransfer.Vocabulary` is beside its settings: that of a table's handle, which a copy has not."""
+
+    capacity_asked: int | None
+    max_capacity: int | str | float | None
+    admit: Admit
+    evict: Evict
+    unseen: Literal["initial", "zeros", "row"]
+    on_evict: Callable[[Tensor, Tensor], object] | None
+    initial: Initial
+    seed: int
+    half_life: float
+    deferred: bool
+    _clock: int
+
+    @property
+    def capacity(self) -> int:
+        """Ids that there are rows for now."""
+        live, _ = self._bound()
+        return len(live.ids) - live.reserved
+
+    @property
+    def reserved(self) -> int:
+        """Rows at the start of the table that are of no id."""
+        return self._bound()[0].reserved
+
+    @property
+    def clock(self) -> int:
+        """Optimizer steps so far; of a vocabulary that evicts by wall time, microseconds since 1970. It never goes back."""
+        if self._eviction.by_time:
+            self._clock = max(self._clock, time.time_ns() // 1000)
+        return self._clock
+
+    def reset_stats(self) -> None:
+        """Count from zero."""
+        if self._map is not None:
+            self._map.take_unknown()
+        # Admitted, evicted, looked up, unseen.
+        self._counts = np.zeros(4, dtype=np.int64)
+
+    @property
+    def padding_idx(self) -> int | None:
+        """The id of padding."""
+        return None if self._padding is None else self._padding[0]
+
+    @property
+    def by_time(self) -> bool:
+        """Whether the clock is that of the wall."""
+        return self._eviction.by_time
 
     def copy(self) -> Self:
         """Return a vocabulary with these settings for another module."""
@@ -128,8 +173,9 @@ class Owned(Base):
         self._admitted_now = self._admitted_lately = 0
         # Which states of which vocabulary this one has, if it only follows another; see `Changes.origin`.
         self._synced: tuple[int, int] | None = None
-        self._start_log()
-        self._start_waiting()
+        self._log = ChangeLog(0)
+        # Lookups in training whose new ids the next step admits.
+        self._waiting: list[NotedIds] = []
         self.reset_stats()
 
     def check_unbound(self) -> None:

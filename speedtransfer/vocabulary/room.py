@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -15,27 +14,23 @@ from speedtransfer.cuda import to_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.vocabulary.batches import first_unknown, powers, touch
 from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
-from speedtransfer.vocabulary.id_rows import FREE
+from speedtransfer.vocabulary.device_map import DeviceMap
+from speedtransfer.vocabulary.device_slots import fill_unseen
+from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.initial import initial_values
-
-if TYPE_CHECKING:
-    # What the class that has this part brings.
-    Base = Any
-else:
-    Base = object
+from speedtransfer.vocabulary.noted_ids import NotedIds
+from speedtransfer.vocabulary.owned import Owned
 
 # A table that is full grows by this factor, as far as it may.
 _GROWTH = 1.5
+# Lookups in training that wait for a step; where there are more their ids are admitted without one.
+_MOST_WAITING = 256
 # Rows that are looked at after each step for ids whose time is over.
 _SWEPT_ROWS = 4096
 
 
-class Room(Base):
+class Room(Owned):
     """The part of a :class:`~speedtransfer.Vocabulary` that gives ids rows, and takes them back."""
-
-    _admitted_now: int
-    _admitted_lately: int
-    _synced: tuple[int, int] | None
 
     # --- lookups ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +99,102 @@ class Room(Base):
         live.assign(ids, rows, self.clock)
         self._counts[0] += len(ids)
         self._admitted_now += len(ids)
+
+    # --- on a device --------------------------------------------------------------------------------------------------
+
+    def find_on_device(self, ids: Tensor, counted: bool = True) -> Tensor | None:
+        """Return the row of each id (n,) on a CUDA device, `UNSEEN_ROW` where it has none; the host does not wait.
+
+        None where the device has no memory to find them with. With `counted` it is a lookup of the statistics.
+        """
+        live, owner = self._bound()
+        with owner.rows.lock:
+            there = self._map
+            if there is None or there.device != ids.device:
+                self._count_unknown()
+                there = self._map = DeviceMap(ids.device)
+            if not there.follow(live):
+                return None
+            if counted:
+                self._counts[2] += len(ids)
+            return there.find(ids, UNSEEN_ROW, counted)
+
+    def fill_unseen(self, values: Tensor, ids: Tensor, rows: Tensor) -> None:
+        """Set `values`, ``(n, dim)``, to what ids (n,) on a CUDA device begin with where `rows` (n,) is `UNSEEN_ROW`."""
+        fill_unseen(values, ids, rows, UNSEEN_ROW, self.seed, self.initial)
+
+    def _count_unknown(self) -> None:
+        """Add what the device has counted; the host waits for it."""
+        if self._map is not None:
+            self._counts[3] += self._map.take_unknown()
+
+    # --- later --------------------------------------------------------------------------------------------------------
+
+    def find_deferred(self, ids: Tensor, on_device: bool) -> tuple[Tensor | None, NotedIds]:
+        """Note ids (n,) int64, of which the next step admits the new ones, and which count as used then.
+
+        The row of each is returned too, `UNSEEN_ROW` where it has none, if they are found on their device.
+
+        Parameters
+        ----------
+        ids : Tensor
+        on_device : bool
+            Whether ids on a CUDA device are found there, if it has the memory, so that the host does not wait.
+
+        Raises
+        ------
+        HostMemoryError
+            There is no row for a new id of a lookup so long ago that no more of them wait for a step.
+        """
+        live, owner = self._bound()
+        with owner.rows.lock:
+            live.table.check_writable()
+            if len(self._waiting) >= _MOST_WAITING:
+                self.settle()
+            rows = self.find_on_device(ids) if on_device and ids.is_cuda else None
+            noted = NotedIds(ids, clock=self.clock)
+            if rows is None:
+                noted.rows = self.find(noted.ids)
+            self._waiting.append(noted)
+        return rows, noted
+
+    def noted_rows(self, noted: NotedIds) -> np.ndarray:
+        """Return the rows of ids that were looked up, (n,), -1 where there was none; the host may wait for the ids.
+
+        No row may have been taken from an id since; whoever takes one has asked before, or has settled them.
+        """
+        if noted.rows is None:
+            noted.rows = self._bound()[0].index.find(noted.ids)
+        return noted.rows
+
+    def settle(self) -> None:
+        """Admit the new ids of the lookups that wait for a step, and count the others as used.
+
+        Raises
+        ------
+        HostMemoryError
+            There is no row for an id that is to be admitted, and none may be taken from another. It is not admitted.
+        """
+        live, owner = self._bound()
+        with owner.rows.lock:
+            if self._waiting:
+                live.table.check_writable()
+            waiting, self._waiting = self._waiting, []
+            found = [self.noted_rows(noted) for noted in waiting]
+            # Those used in this step stay, of whichever lookup.
+            for noted, rows in zip(waiting, found, strict=True):
+                if self._eviction.by_time:
+                    # Whoever has asked for changes since must not miss what comes now.
+                    noted.clock = self.clock
+                touch(rows, noted.clock, live.last_use, live.counts, self._eviction.decay)
+            for noted, before in zip(waiting, found, strict=True):
+                new = np.flatnonzero(before < 0)
+                if not len(new):
+                    continue
+                rows = before.copy()
+                rows[new] = live.index.find(noted.ids[new])
+                self._admit(noted.ids, rows)
+                touch(rows[new], noted.clock, live.last_use, live.counts, self._eviction.decay)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -175,7 +266,7 @@ class Room(Base):
                 self.on_evict(torch.from_numpy(ids.copy()), weights)
         # Noted before: after an interrupt more may be noted than has changed.
         self._note_change(rows)
-        self._log(ids)
+        self._log.add(ids, self.clock, self.capacity)
         owner.rows_released(rows)
         with live.changing():
             live.release(rows)
@@ -201,11 +292,6 @@ class Room(Base):
             )
 
     # --- steps --------------------------------------------------------------------------------------------------------
-
-    @property
-    def by_time(self) -> bool:
-        """Whether the clock is that of the wall."""
-        return self._eviction.by_time
 
     def _touch_late(self, rows: np.ndarray) -> None:
         """Note that `rows` (n,) have changed now, though they were looked up earlier."""

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Placement
+from speedtransfer.vocabulary.change_log import ChangeLog
+from speedtransfer.vocabulary.contents import put
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
-from speedtransfer.vocabulary.initial import check_initial
 from speedtransfer.vocabulary.loaded_state import (
     LoadPlan,
     SavedState,
@@ -25,220 +26,184 @@ from speedtransfer.vocabulary.loaded_state import (
 from speedtransfer.vocabulary.policies import Admission
 
 if TYPE_CHECKING:
-    # What the class that has this part brings.
-    Base = Any
-else:
-    Base = object
+    from speedtransfer.vocabulary.vocabulary import Vocabulary
 
 
-class SavedVocabulary(Base):
-    """The part of a :class:`~speedtransfer.Vocabulary` that saves and loads its state."""
+def state_dict(vocabulary: Vocabulary) -> dict[str, Tensor]:
+    """Return its state: `ids` and `last_use`, ``(num_rows,)``, by row (-1: no id), which are views, and the rest."""
+    live, _ = vocabulary._bound()
+    state = {"ids": live.plane(ID)[:, 0], "last_use": live.plane(LAST_USE)[:, 0]}
+    if live.counts is not None:
+        state["counts"] = live.plane(COUNT)[:, 0]
+    if vocabulary._admission.sightings is not None:
+        state["sightings"] = torch.from_numpy(vocabulary._admission.sightings.state)
+    state["released"] = torch.from_numpy(live.released.copy())
+    state["origin"] = torch.tensor(
+        vocabulary._synced or (vocabulary._log.origin, vocabulary.clock), dtype=torch.int64, device="cpu"
+    )
+    state["numbers"] = pack_numbers(
+        clock=vocabulary.clock,
+        by_time=vocabulary._eviction.by_time,
+        seed=vocabulary.seed,
+        reserved=live.reserved,
+        padding=vocabulary._padding[0] if vocabulary._padding is not None else 0,
+        draws=vocabulary._admission.draws,
+        sightings_added=vocabulary._admission.added,
+        hand=live.hand,
+        fresh=live.fresh,
+        admitted_now=vocabulary._admitted_now,
+        admitted_lately=vocabulary._admitted_lately,
+    )
+    state["initial"] = pack_initial(vocabulary.initial)
+    return state
 
-    @property
-    def padding_idx(self) -> int | None:
-        """The id of padding."""
-        return None if self._padding is None else self._padding[0]
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return its state: `ids` and `last_use`, ``(num_rows,)``, by row (-1: no id), which are views, and the rest."""
-        live, _ = self._bound()
-        state = {"ids": live.plane(ID)[:, 0], "last_use": live.plane(LAST_USE)[:, 0]}
-        if live.counts is not None:
-            state["counts"] = live.plane(COUNT)[:, 0]
-        if self._admission.sightings is not None:
-            state["sightings"] = torch.from_numpy(self._admission.sightings.state)
-        state["released"] = torch.from_numpy(live.released.copy())
-        state["origin"] = torch.tensor(self._synced or (self._origin, self.clock), dtype=torch.int64, device="cpu")
-        state["numbers"] = pack_numbers(
-            clock=self.clock,
-            by_time=self._eviction.by_time,
-            seed=self.seed,
-            reserved=live.reserved,
-            padding=self._padding[0] if self._padding is not None else 0,
-            draws=self._admission.draws,
-            sightings_added=self._admission.added,
-            hand=live.hand,
-            fresh=live.fresh,
-            admitted_now=self._admitted_now,
-            admitted_lately=self._admitted_lately,
+def plan_load(vocabulary: Vocabulary, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
+    """Find a place for the rows of a saved table."""
+    live, owner = vocabulary._bound()
+    saved = read_state(state, str(owner)) if state else None
+    if saved is None:
+        sources = np.arange(num_saved)
+        if vocabulary._padding is not None:
+            sources = sources[sources != vocabulary._padding[0]]
+        ids, length = sources, live.reserved + len(sources)
+    else:
+        _check_saved(vocabulary, saved, num_saved)
+        sources = np.flatnonzero(saved.last_use[live.reserved :] != FREE) + live.reserved
+        ids, length = saved.ids[sources], num_saved
+    if owner.owners.processes > 1:
+        own = owner.owners.owns(ids)
+        sources, ids = sources[own], ids[own]
+        length = live.reserved + len(ids)
+    limit, num_rows = _most_rows(vocabulary), live.table.num_rows
+    num_rows = max(num_rows, length if limit is None else min(length, limit))
+    if live.reserved + len(ids) > num_rows:
+        raise HostMemoryError(
+            f"{owner}: the state has {len(ids)} ids but there are rows for {num_rows - live.reserved}, and no more; "
+            "make the module with a larger capacity, or max_capacity"
         )
-        state["initial"] = pack_initial(self.initial)
-        return state
+    rows = sources
+    if saved is None or owner.owners.processes > 1 or (len(sources) and sources[-1] >= num_rows):
+        rows = live.reserved + np.arange(len(ids))
+    try:
+        index = IdIndex.of(ids, rows)
+        if vocabulary._padding is not None:
+            index.insert(np.array(vocabulary._padding[:1]), np.array(vocabulary._padding[1:]))
+    except InvalidValueError as error:
+        raise InvalidValueError(
+            f"{owner}: the state of the vocabulary has an id twice ({error}); load what state_dict() returned"
+        ) from None
+    placement = _placement(vocabulary, saved, num_saved, num_rows, sources, rows)
+    return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, state)
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Go on with a state of a table of as many rows, whose rows are there."""
-        live, owner = self._bound()
-        if len(state["ids"]) != len(live.ids):
-            raise InvalidValueError(
-                f"{owner}: the state is of {len(state['ids'])} rows but there are {len(live.ids)}; load it with the model"
-            )
-        self.load(self.plan_load(state, len(live.ids)))
 
-    def plan_load(self, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
-        """Find a place for the rows of a saved table.
+def _most_rows(vocabulary: Vocabulary) -> int | None:
+    """Return the number of rows that the table may have; None: as the memory allows."""
+    live, _ = vocabulary._bound()
+    most = vocabulary._most()
+    bounds = [live.table.max_rows or live.table.num_rows]
+    return min([*bounds, live.reserved + most] if most is not None else bounds)
 
-        Ids keep their rows where the table has as many, or may; otherwise they get rows one after the other.
 
-        Parameters
-        ----------
-        state : mapping of str to Tensor
-            What `state_dict` returned; empty: of a table without a vocabulary, whose ids are the numbers of its rows.
-        num_saved : int
-            Rows of the saved table.
+def _placement(
+    vocabulary: Vocabulary,
+    saved: SavedState | None,
+    num_saved: int,
+    num_rows: int,
+    sources: np.ndarray,
+    rows: np.ndarray,
+) -> Placement:
+    reserved = vocabulary.reserved
+    if saved is None:
+        # What unseen ids read is of this vocabulary alone.
+        first = (
+            [] if vocabulary._padding is None or not 0 <= vocabulary._padding[0] < num_saved else [vocabulary._padding]
+        )
+        pairs = np.array(first, dtype=np.int64).reshape(-1, 2)
+        sources, rows = np.concatenate([pairs[:, 0], sources]), np.concatenate([pairs[:, 1], rows])
+        order = np.argsort(sources)
+        return Placement(num_saved, torch.from_numpy(sources[order]), torch.from_numpy(rows[order]))
+    if num_saved <= num_rows and np.array_equal(sources, rows) and vocabulary._bound()[1].owners.processes == 1:
+        return Placement(num_saved)
+    kept = np.arange(reserved)
+    joined = (torch.from_numpy(np.concatenate([kept, numbers])) for numbers in (sources, rows))
+    return Placement(num_saved, *joined)
 
-        Raises
-        ------
-        InvalidValueError
-            The state is malformed, or that of a vocabulary with another padding.
-        HostMemoryError
-            There are more ids than this vocabulary may have rows for.
-        """
-        live, owner = self._bound()
-        saved = read_state(state, str(owner)) if state else None
-        if saved is None:
-            sources = np.arange(num_saved)
-            if self._padding is not None:
-                sources = sources[sources != self._padding[0]]
-            ids, length = sources, live.reserved + len(sources)
-        else:
-            self._check_saved(saved, num_saved)
-            sources = np.flatnonzero(saved.last_use[live.reserved :] != FREE) + live.reserved
-            ids, length = saved.ids[sources], num_saved
-        if owner.owners.processes > 1:
-            own = owner.owners.owns(ids)
-            sources, ids = sources[own], ids[own]
-            length = live.reserved + len(ids)
-        limit, num_rows = self._most_rows(), live.table.num_rows
-        num_rows = max(num_rows, length if limit is None else min(length, limit))
-        if live.reserved + len(ids) > num_rows:
-            raise HostMemoryError(
-                f"{owner}: the state has {len(ids)} ids but there are rows for {num_rows - live.reserved}, and no more; "
-                "make the module with a larger capacity, or max_capacity"
-            )
-        rows = sources
-        if saved is None or owner.owners.processes > 1 or (len(sources) and sources[-1] >= num_rows):
-            rows = live.reserved + np.arange(len(ids))
-        try:
-            index = IdIndex.of(ids, rows)
-            if self._padding is not None:
-                index.insert(np.array(self._padding[:1]), np.array(self._padding[1:]))
-        except InvalidValueError as error:
-            raise InvalidValueError(
-                f"{owner}: the state of the vocabulary has an id twice ({error}); load what state_dict() returned"
-            ) from None
-        placement = self._placement(saved, num_saved, num_rows, sources, rows)
-        return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, state)
 
-    def _most_rows(self) -> int | None:
-        """Return the number of rows that the table may have; None: as the memory allows."""
-        live, _ = self._bound()
-        most = self._most()
-        bounds = [live.table.max_rows or live.table.num_rows]
-        return min([*bounds, live.reserved + most] if most is not None else bounds)
+def _check_saved(vocabulary: Vocabulary, saved: SavedState, num_saved: int) -> None:
+    """Raise unless the state is that of `num_saved` rows, with the padding of this vocabulary."""
+    owner, padding, numbers = vocabulary._bound()[1], vocabulary._padding, saved.numbers
+    if len(saved.ids) != num_saved:
+        raise InvalidValueError(
+            f"{owner}: the state has ids of {len(saved.ids)} rows but {num_saved} rows; load what state_dict() returned"
+        )
+    if numbers["reserved"] != vocabulary.reserved or (padding is not None and numbers["padding"] != padding[0]):
+        theirs = f"padding_idx={numbers['padding']}" if numbers["reserved"] == 2 else "no padding_idx"
+        raise InvalidValueError(
+            f"{owner}: the state of the vocabulary has {theirs} but the module padding_idx={vocabulary.padding_idx}; make the "
+            "module as it was saved"
+        )
 
-    def _placement(
-        self, saved: SavedState | None, num_saved: int, num_rows: int, sources: np.ndarray, rows: np.ndarray
-    ) -> Placement:
-        reserved = self.reserved
-        if saved is None:
-            # What unseen ids read is of this vocabulary alone.
-            first = [] if self._padding is None or not 0 <= self._padding[0] < num_saved else [self._padding]
-            pairs = np.array(first, dtype=np.int64).reshape(-1, 2)
-            sources, rows = np.concatenate([pairs[:, 0], sources]), np.concatenate([pairs[:, 1], rows])
-            order = np.argsort(sources)
-            return Placement(num_saved, torch.from_numpy(sources[order]), torch.from_numpy(rows[order]))
-        if num_saved <= num_rows and np.array_equal(sources, rows) and self._bound()[1].owners.processes == 1:
-            return Placement(num_saved)
-        kept = np.arange(reserved)
-        joined = (torch.from_numpy(np.concatenate([kept, numbers])) for numbers in (sources, rows))
-        return Placement(num_saved, *joined)
 
-    def _check_saved(self, saved: SavedState, num_saved: int) -> None:
-        """Raise unless the state is that of `num_saved` rows, with the padding of this vocabulary."""
-        owner, padding, numbers = self._bound()[1], self._padding, saved.numbers
-        if len(saved.ids) != num_saved:
-            raise InvalidValueError(
-                f"{owner}: the state has ids of {len(saved.ids)} rows but {num_saved} rows; load what state_dict() returned"
-            )
-        if numbers["reserved"] != self.reserved or (padding is not None and numbers["padding"] != padding[0]):
-            theirs = f"padding_idx={numbers['padding']}" if numbers["reserved"] == 2 else "no padding_idx"
-            raise InvalidValueError(
-                f"{owner}: the state of the vocabulary has {theirs} but the module padding_idx={self.padding_idx}; make the "
-                "module as it was saved"
-            )
+@torch.no_grad()
+def load(vocabulary: Vocabulary, plan: LoadPlan) -> None:
+    """Carry out a plan: the table grows, ids get their rows. The weights are to be written, by ``rows.placement``."""
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        live.table.check_writable()
+        if plan.num_rows > live.table.num_rows:
+            owner.grow(plan.num_rows)
+        owner.rows.catch_up()
+        before = live.index.find(plan.ids)
+        owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
+        ids, used = live.ids.copy(), live.last_use != FREE
+        last_use = _take_numbers(vocabulary, plan.saved, plan.sources)
+        counts = None if plan.saved is None or plan.saved.counts is None else plan.saved.counts[plan.sources]
+        free = None
+        if plan.saved is not None and plan.placement.is_whole:
+            free = free_rows(plan.saved)
+        live.load(plan.known, plan.ids, plan.rows, last_use, counts, free)
+        if plan.placement.is_whole and plan.saved is not None:
+            live.hand = plan.saved.numbers["hand"] % max(len(live.ids) - live.reserved, 1)
+        changed = np.flatnonzero((live.ids != ids) | ((live.last_use != FREE) != used))
+        vocabulary._note_change(changed)
+        vocabulary.generation_of_step = vocabulary.generation
+        owner.rows.placement = plan.placement
+        owner.rows_changed(changed)
+        vocabulary._log = ChangeLog(vocabulary.clock)
+        vocabulary._waiting = []
 
-    @torch.no_grad()
-    def load(self, plan: LoadPlan) -> None:
-        """Carry out a plan: the table grows, ids get their rows. The weights are to be written, by ``rows.placement``."""
-        live, owner = self._bound()
-        with owner.rows.lock:
-            live.table.check_writable()
-            if plan.num_rows > live.table.num_rows:
-                owner.grow(plan.num_rows)
-            owner.rows.catch_up()
-            before = live.index.find(plan.ids)
-            owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
-            ids, used = live.ids.copy(), live.last_use != FREE
-            last_use = self._take_numbers(plan.saved, plan.sources)
-            counts = None if plan.saved is None or plan.saved.counts is None else plan.saved.counts[plan.sources]
-            free = None
-            if plan.saved is not None and plan.placement.is_whole:
-                free = free_rows(plan.saved)
-            live.load(plan.known, plan.ids, plan.rows, last_use, counts, free)
-            if plan.placement.is_whole and plan.saved is not None:
-                live.hand = plan.saved.numbers["hand"] % max(len(live.ids) - live.reserved, 1)
-            changed = np.flatnonzero((live.ids != ids) | ((live.last_use != FREE) != used))
-            self._note_change(changed)
-            self.generation_of_step = self.generation
-            owner.rows.placement = plan.placement
-            owner.rows_changed(changed)
-            self._start_log()
-            self._start_waiting()
 
-    def _take_numbers(self, saved: SavedState | None, sources: np.ndarray) -> np.ndarray:
-        """Take what is not by row from a state, and return when the ids of its rows `sources` (n,) were used last."""
-        if saved is None:
-            self._synced = None
-            return np.full(len(sources), self.clock)
-        numbers = saved.numbers
-        self.seed, self.initial = numbers["seed"], saved.initial
-        width = self._admission.sightings.width if self._admission.sightings is not None else 1
-        self._admission: Admission = Admission(self.admit, self.seed, width, saved.sightings)
-        self._admission.draws, self._admission.added = numbers["draws"], numbers["sightings_added"]
-        self._admitted_now, self._admitted_lately = numbers["admitted_now"], numbers["admitted_lately"]
-        self._synced = saved.origin
-        if bool(numbers["by_time"]) != self._eviction.by_time:
-            # The other clock counts something else.
-            return np.full(len(sources), self.clock)
-        self._clock = max(self.clock, numbers["clock"]) if self._eviction.by_time else numbers["clock"]
-        return saved.last_use[sources]
+def _take_numbers(vocabulary: Vocabulary, saved: SavedState | None, sources: np.ndarray) -> np.ndarray:
+    """Take what is not by row from a state, and return when the ids of its rows `sources` (n,) were used last."""
+    if saved is None:
+        vocabulary._synced = None
+        return np.full(len(sources), vocabulary.clock)
+    numbers = saved.numbers
+    vocabulary.seed, vocabulary.initial = numbers["seed"], saved.initial
+    width = vocabulary._admission.sightings.width if vocabulary._admission.sightings is not None else 1
+    vocabulary._admission = Admission(vocabulary.admit, vocabulary.seed, width, saved.sightings)
+    vocabulary._admission.draws, vocabulary._admission.added = numbers["draws"], numbers["sightings_added"]
+    vocabulary._admitted_now, vocabulary._admitted_lately = numbers["admitted_now"], numbers["admitted_lately"]
+    vocabulary._synced = saved.origin
+    if bool(numbers["by_time"]) != vocabulary._eviction.by_time:
+        # The other clock counts something else.
+        return np.full(len(sources), vocabulary.clock)
+    vocabulary._clock = max(vocabulary.clock, numbers["clock"]) if vocabulary._eviction.by_time else numbers["clock"]
+    return saved.last_use[sources]
 
-    # --- first values -------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
-    def reset_rows(self, fill_padding: bool = False) -> None:
-        """Set the weights of all known ids to their initial values, and keep the state of the optimizer.
-
-        The row of padding becomes zeros, or with `fill_padding` what its id would begin with.
-        """
-        live, owner = self._bound()
-        with owner.rows.lock:
-            live.table.check_writable()
-            rows = live.occupied()
-            for start in range(0, len(rows), 1 << 16):
-                part = rows[start : start + (1 << 16)]
-                self._put(part, self.initial_values(live.ids[part], live.table.dim, owner.rows.dtype))
-            live.last_use[rows] = self.clock
-            if self._padding is not None:
-                values = self.initial_values(np.array(self._padding[:1]), live.table.dim, owner.rows.dtype)
-                self._put(np.array(self._padding[1:]), values if fill_padding else torch.zeros_like(values))
-
-    def set_initial(self, initial: Any) -> None:
-        """Set what rows begin with, those of known ids and of padding too: functions of ``torch.nn.init`` fill all."""
-        before, self.initial = self.initial, check_initial(initial)
-        try:
-            self.check_dtype(self._bound()[1].rows.dtype)
-        except BaseException:
-            self.initial = before
-            raise
-        self.reset_rows(fill_padding=True)
+@torch.no_grad()
+def reset_rows(vocabulary: Vocabulary, fill_padding: bool = False) -> None:
+    """Set the weights of all known ids to their initial values, and keep the state of the optimizer."""
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        live.table.check_writable()
+        rows = live.occupied()
+        for start in range(0, len(rows), 1 << 16):
+            part = rows[start : start + (1 << 16)]
+            put(vocabulary, part, vocabulary.initial_values(live.ids[part], live.table.dim, owner.rows.dtype))
+        live.last_use[rows] = vocabulary.clock
+        if vocabulary._padding is not None:
+            values = vocabulary.initial_values(np.array(vocabulary._padding[:1]), live.table.dim, owner.rows.dtype)
+            put(vocabulary, np.array(vocabulary._padding[1:]), values if fill_padding else torch.zeros_like(values))
