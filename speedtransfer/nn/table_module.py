@@ -15,7 +15,7 @@ from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
 from speedtransfer.nn.lookup_ops import register
-from speedtransfer.nn.module_state import with_weight
+from speedtransfer.nn.module_state import ModuleState, with_weight
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
 from speedtransfer.nn.patches import install
@@ -30,7 +30,7 @@ from speedtransfer.optim.assignment import take_param
 from speedtransfer.tables import Table
 
 
-class TableModule(VocabularyModule):
+class TableModule(VocabularyModule, ModuleState):
     """A module of ``torch.nn`` whose weight is a table; `weight` reads and writes as the whole table (`nn.weight`).
 
     On the meta device it is waiting: it has `_options`, a weight without memory, and no `_handle` yet.

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
 from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import Vocabulary, as_ids
@@ -17,9 +17,10 @@ from speedtransfer.vocabulary import Vocabulary, as_ids
 Read = TypeVar("Read")
 
 
-class VocabularyModule(ModuleState):
+class VocabularyModule(nn.Module):
     """The part of :class:`TableModule` for ids of a vocabulary."""
 
+    _handle: Handle
     padding_idx: int | None
     max_norm: float | None
     norm_type: float

@@ -17,11 +17,6 @@ from speedtransfer.tables.row_cache import padded_counts
 class Growing(Planes):
     """The part of a :class:`~speedtransfer.Table` that grows."""
 
-    @property
-    def max_rows(self) -> int | None:
-        """How many rows `grow` may give the table; None: it was made to keep the number that it has."""
-        return self._place.max_rows
-
     def grow(self, num_rows: int) -> None:
         """Give the table more rows, in all planes or, where there is no room, in none.
 

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import Self
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES, FLOAT8_SCALE, SCALE_DTYPES, TABLE_DTYPES
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.tables import files
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.opened_files import SCALES, OpenedMemory
-from speedtransfer.tables.planes import CacheRows, Device, DType, PathLike, Writable
+from speedtransfer.tables.planes import CacheRows, Device, DType, PathLike, Planes, Writable
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.shared_caches import check_not_shared, check_writable
 from speedtransfer.tables.sources import Catalog, Source
-from speedtransfer.tables.unchecked import UncheckedRows
 
+Opened = TypeVar("Opened", bound=Planes)
 # In the metadata of a file that `Table.save` has written.
 SCALE_BLOCK = "scale_block"
 
 
-class Opening(UncheckedRows):
+class Opening(Planes):
     """The part of a :class:`~speedtransfer.Table` that opens files in place."""
 
     @classmethod
@@ -100,49 +99,37 @@ class Opening(UncheckedRows):
         for name, given in (("scale_dtype", scale_dtype), ("scale_block", scale_block)):
             if given is not None and SCALES not in sources:
                 raise InvalidValueError(f"{name} is {given} but there are no scales; pass scales or scale_key too")
-        return cls._open(sources, writable, device, cache_rows, cache_counts)
+        return open_sources(cls, sources, writable, device, cache_rows, cache_counts)
 
-    @classmethod
-    def _open(
-        cls, sources: dict[str, list[Source]], writable: Writable, device: Device, cache_rows: Any, cache_counts: Any
-    ) -> Self:
-        """Open tensors that fit together."""
-        weights = sources["weight"]
-        cache = check_cache(cache_rows, cache_counts, "mmap", sum(source.shape[0] for source in weights))
-        target = resolve_device(device)
-        if not writable:
-            return cls._opened(OpenedMemory(target, sources))._start_cache(cache)
-        if len(weights) > 1 or SCALES in sources:
-            what = f"{len(weights)} tensors" if len(weights) > 1 else "scales"
-            raise InvalidValueError(
-                f"writable is {writable!r} but rows in {what} are only read; copy them into one file first: "
-                "Table.open(parts).save(path)"
-            )
-        (only,) = weights
-        check_not_shared(only.path, writable)
-        place = MmapMemory(target, only.path)
-        return cls.__new__(cls)._adopt(place, place.open(only.key))._start_cache(cache)
 
-    @classmethod
-    def _opened(cls, place: OpenedMemory) -> Self:
-        planes = place.open()
-        table = cls.__new__(cls)._adopt(place, planes["weight"])
-        table._planes.update(planes)
-        table._unchanged = table.version
-        return table
+def open_sources(
+    kind: type[Opened], sources: dict[str, list[Source]], writable: Writable, device: Device, rows: Any, counts: Any
+) -> Opened:
+    """Open tensors that fit together as a table of a `kind`; `rows` and `counts` are those of its cache."""
+    weights = sources["weight"]
+    cache = check_cache(rows, counts, "mmap", sum(source.shape[0] for source in weights))
+    target = resolve_device(device)
+    if not writable:
+        return opened(kind, OpenedMemory(target, sources))._start_cache(cache)
+    if len(weights) > 1 or SCALES in sources:
+        what = f"{len(weights)} tensors" if len(weights) > 1 else "scales"
+        raise InvalidValueError(
+            f"writable is {writable!r} but rows in {what} are only read; copy them into one file first: "
+            "Table.open(parts).save(path)"
+        )
+    (only,) = weights
+    check_not_shared(only.path, writable)
+    place = MmapMemory(target, only.path)
+    return kind.__new__(kind)._adopt(place, place.open(only.key))._start_cache(cache)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        place = self._place
-        # A view of the rows may have been written to, which the files do not show.
-        if isinstance(place, OpenedMemory) and self.version == self._unchanged:
-            with contextlib.suppress(StorageError):
-                duplicate = self._opened(place.reopened())._start_cache(self._cache_options)
-                memo[id(self)] = duplicate
-                return duplicate
-        return super().__deepcopy__(memo)
 
-    # Of a table that is read in place: its version when it was opened.
-    _unchanged = -1
+def opened(kind: type[Opened], place: OpenedMemory) -> Opened:
+    """Return a table of a `kind` whose rows are read in place."""
+    planes = place.open()
+    table = kind.__new__(kind)._adopt(place, planes["weight"])
+    table._planes.update(planes)
+    table._unchanged = table.version
+    return table
 
 
 def saved_planes(path: Path, key: str | None) -> dict[str, list[Source]]:

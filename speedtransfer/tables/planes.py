@@ -50,6 +50,8 @@ class Planes:
     moves_on_host: bool
     # Whether rows are gathered by an index_select on the CPU and nothing else.
     _selects: bool
+    # Of a table that is read in place: its version when it was opened.
+    _unchanged = -1
 
     def _adopt(self, place: Memory, weight: Tensor) -> Self:
         """Take `weight`, a ``(num_rows, dim)`` tensor allocated by `place`, as the first plane."""
@@ -200,6 +202,11 @@ class Planes:
     @layout.setter
     def layout(self, layout: Layout) -> None:
         self._place.layout = check_layout(layout)
+
+    @property
+    def max_rows(self) -> int | None:
+        """How many rows `grow` may give the table; None: it was made to keep the number that it has."""
+        return self._place.max_rows
 
     @property
     def cache_rows(self) -> int | None:

@@ -20,8 +20,8 @@ from speedtransfer.tables.growing import check_max_rows
 from speedtransfer.tables.mapped_file import MmapMemory
 from speedtransfer.tables.memories import DeviceMemory, Memory, PageableMemory, PinnedMemory
 from speedtransfer.tables.opened_files import SCALES
-from speedtransfer.tables.opening import SCALE_BLOCK, Opening, saved_planes
-from speedtransfer.tables.planes import CacheRows, Device, MemoryName, PathLike, Writable, check_dtype
+from speedtransfer.tables.opening import SCALE_BLOCK, open_sources, saved_planes
+from speedtransfer.tables.planes import CacheRows, Device, MemoryName, PathLike, Planes, Writable, check_dtype
 from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import tensor_of
@@ -30,7 +30,7 @@ from speedtransfer.tables.shared_caches import check_writable
 MEMORIES: dict[str, type[Memory]] = {m.name: m for m in (PinnedMemory, PageableMemory, MmapMemory, DeviceMemory)}
 
 
-class Saving(Opening):
+class Saving(Planes):
     """The part of a :class:`~speedtransfer.Table` that saves it, and makes one of an array or of a file."""
 
     def save(self, path: PathLike) -> None:
@@ -161,7 +161,7 @@ class Saving(Opening):
             table = cls.from_array(values, memory, device=device, **options)
             found = saved_planes(path, key)
             if SCALES in found:
-                scales = cls._open(found, False, "cpu", None, None).plane(SCALES)
+                scales = open_sources(cls, found, False, "cpu", None, None).plane(SCALES)
                 table.add_plane(SCALES, scales.shape[1], scales.dtype, scales)
             return table
         check_layout(layout)
@@ -172,7 +172,7 @@ class Saving(Opening):
                 f"max_rows is {max_rows} but the file is only read (memory='mmap', writable={writable!r}) and cannot grow; "
                 "pass writable=True, or leave max_rows out"
             )
-        table = cls._open(found, writable, device, cache_rows, cache_counts)
+        table = open_sources(cls, found, writable, device, cache_rows, cache_counts)
         table.layout, table._place.max_rows = layout, max_rows
         return table
 

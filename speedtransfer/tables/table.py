@@ -16,8 +16,10 @@ from speedtransfer.dtypes import rows_at
 from speedtransfer.engines import SELECTED
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.tables import stats
+from speedtransfer.tables.growing import Growing
 from speedtransfer.tables.index import as_index, check_distinct
 from speedtransfer.tables.memories import Memory
+from speedtransfer.tables.opening import Opening
 from speedtransfer.tables.padded import padded_unique
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import CacheRows, Device, DType, MemoryName, PathLike, check_dtype
@@ -26,13 +28,15 @@ from speedtransfer.tables.row_cache import check_cache
 from speedtransfer.tables.row_values import as_rows, check_conversion, check_rows, overlap
 from speedtransfer.tables.saving import Saving, open_memory
 from speedtransfer.tables.stats import PaddedStats, TableStats
+from speedtransfer.tables.unchecked import UncheckedRows
 from speedtransfer.tables.unique import unique_rows
+from speedtransfer.tables.whole_planes import WholePlanes
 
 # Dtypes of an index that torch takes as it is.
 _INDICES = {torch.int32, torch.int64}
 
 
-class Table(Saving):
+class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
     """Rows of one embedding: a weight plane and, once training needs them, planes of optimizer state beside it.
 
     Parameters

@@ -13,9 +13,9 @@ from speedtransfer.engines import SELECTED, Engine, KernelEngine, check_apart
 from speedtransfer.tables import forks, stats
 from speedtransfer.tables.padded import is_padded
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
+from speedtransfer.tables.planes import Planes
 from speedtransfer.tables.unfinished import Unfinished
 from speedtransfer.tables.unique import on_host
-from speedtransfer.tables.whole_planes import WholePlanes
 from speedtransfer.tables.write_back import beside, copied
 from speedtransfer.tables.write_log import Write
 
@@ -23,7 +23,7 @@ from speedtransfer.tables.write_log import Write
 _FEW_VALUES = 1 << 13
 
 
-class UncheckedRows(WholePlanes):
+class UncheckedRows(Planes):
     """The part of a :class:`~speedtransfer.Table` that moves rows unchecked: for `Rows`, and for the checked `scatter`."""
 
     def read(self, ids: Tensor, planes: Sequence[str], check: Tensor | None = None) -> dict[str, Tensor]:

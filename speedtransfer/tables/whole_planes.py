@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -12,13 +13,14 @@ from typing_extensions import Self
 from speedtransfer.cuda import mapped_view, require_cuda, resolve_device, to_cupy, wait_until_filled
 from speedtransfer.dtypes import INTEGER_OF_SIZE, NUMPY_OF_TORCH
 from speedtransfer.engines import engine_names, make_engine
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.tables.chunks import check_floating, fill_plane, plane_chunks
-from speedtransfer.tables.growing import Growing
-from speedtransfer.tables.planes import Device, DType, Generator, check_dtype
+from speedtransfer.tables.opened_files import OpenedMemory
+from speedtransfer.tables.opening import opened
+from speedtransfer.tables.planes import Device, DType, Generator, Planes, check_dtype
 
 
-class WholePlanes(Growing):
+class WholePlanes(Planes):
     """The part of a :class:`~speedtransfer.Table` that handles the whole weight plane."""
 
     # --- zero-copy views of the whole weight plane --------------------------------------------------------------------
@@ -159,6 +161,13 @@ class WholePlanes(Growing):
         return type(self).__new__(type(self))._adopt(place, weight)._start_cache(self._cache_options)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        place = self._place
+        # A view of the rows may have been written to, which the files do not show.
+        if isinstance(place, OpenedMemory) and self.version == self._unchanged:
+            with contextlib.suppress(StorageError):
+                duplicate = opened(type(self), place.reopened())._start_cache(self._cache_options)
+                memo[id(self)] = duplicate
+                return duplicate
         duplicate = self.astype(self.dtype)
         memo[id(self)] = duplicate
         others = {name: self._planes[name] for name in self.planes if name != "weight"}

@@ -1,21 +1,11 @@
-"""Which ids and rows have changed since a time of the clock: what a copy of the table has to take over."""
+"""Which ids were taken off, and when: for copies that follow a vocabulary."""
 
 from __future__ import annotations
 
 import os
 from collections import deque
-from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-
-from speedtransfer.errors import InvalidValueError, check_size
-from speedtransfer.rows import LAST_STEP
-from speedtransfer.vocabulary.changes import Changes
-from speedtransfer.vocabulary.id_rows import IdRows
-
-if TYPE_CHECKING:
-    from speedtransfer.vocabulary.vocabulary import Vocabulary
 
 # Ids that were taken off are remembered up to so many for each row of the table.
 _LOGGED = 1.0
@@ -53,94 +43,3 @@ class ChangeLog:
             at, dropped = self.gone.popleft()
             self._num_gone -= len(dropped)
             self.begins = at + 1
-
-
-def changed_since(vocabulary: Vocabulary, clock: int) -> Changes:
-    """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy."""
-    since = check_size(clock, "clock")
-    check_alone(vocabulary, "changed_since()")
-    live, owner = vocabulary._bound()
-    with owner.rows.lock:
-        if since > vocabulary.clock:
-            raise InvalidValueError(
-                f"{owner}: clock is {since} but that of this vocabulary is {vocabulary.clock}; pass an earlier one, or 0 for "
-                "everything"
-            )
-        now = vocabulary.clock
-        complete = since == 0 or since < vocabulary._log.begins or LAST_STEP in live.table.planes
-        rows = live.occupied()
-        if not complete:
-            rows = rows[live.last_use[rows] >= since]
-        evicted = np.unique(
-            np.concatenate([np.empty(0, dtype=np.int64), *(i for at, i in vocabulary._log.gone if at >= since)])
-        )
-        evicted = evicted[live.index.find(evicted) < 0]
-        ids, reserved = torch.from_numpy(live.ids[rows]), vocabulary._weights(np.arange(live.reserved))
-        return Changes(
-            ids,
-            vocabulary._weights(rows),
-            torch.from_numpy(evicted),
-            reserved,
-            now,
-            complete,
-            since,
-            vocabulary._log.origin,
-            vocabulary.seed,
-            vocabulary.initial,
-            vocabulary.padding_idx,
-        )
-
-
-def check_alone(vocabulary: Vocabulary, what: str) -> None:
-    """Raise if several processes share the ids out, where `what` is for one."""
-    owner = vocabulary._bound()[1]
-    if owner.owners.processes > 1:
-        raise InvalidValueError(
-            f"{owner}: {what} is for a vocabulary of one process, but {owner.owners.processes} processes share this one "
-            "out; use ids and rows (export, update, forget)"
-        )
-
-
-def follow_clock(vocabulary: Vocabulary, changes: Changes) -> None:
-    """Let the clock of a copy be that of the changes, if it counts the same."""
-    if not vocabulary._eviction.by_time:
-        vocabulary._clock = max(vocabulary._clock, changes.clock)
-
-
-def follow_changes(vocabulary: Vocabulary, changes: Changes) -> None:
-    """Take what is not by row, and note up to when this is a copy."""
-    if changes.seed is not None:
-        vocabulary.seed = changes.seed
-    if changes.initial is not None:
-        vocabulary.initial = changes.initial
-    vocabulary._synced = (changes.origin, changes.clock) if changes.origin else None
-
-
-def check_changes(vocabulary: Vocabulary, live: IdRows, changes: Changes) -> None:
-    """Raise unless this vocabulary has what was before the changes, and the padding of theirs."""
-    owner = vocabulary._bound()[1]
-    changes.check()
-    if len(changes.reserved) != live.reserved or changes.padding_idx not in (None, vocabulary.padding_idx):
-        raise InvalidValueError(
-            f"{owner}: the changes are of a table with padding_idx={changes.padding_idx} and {len(changes.reserved)} "
-            f"reserved rows but this one has padding_idx={vocabulary.padding_idx} and {live.reserved}; make both with "
-            "the same padding_idx"
-        )
-    if changes.complete or not changes.origin:
-        return
-    origin, clock = vocabulary._synced or (0, 0)
-    if origin != changes.origin:
-        raise InvalidValueError(
-            f"{owner}: a dump is missing: the changes are those since clock {changes.since} of a vocabulary that this one "
-            "does not copy, or no longer (it was trained, or the other has loaded a state); begin with changed_since(0)"
-        )
-    if changes.since > clock:
-        raise InvalidValueError(
-            f"{owner}: a dump is missing: the changes are those since clock {changes.since} but this copy has those up to "
-            f"{clock}; apply the ones between first, or begin anew with changed_since(0)"
-        )
-    if changes.clock < clock:
-        raise InvalidValueError(
-            f"{owner}: the changes are those up to clock {changes.clock} but this copy has those up to {clock} already; "
-            "leave older ones out"
-        )

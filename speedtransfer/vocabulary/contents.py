@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,40 +10,25 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.change_log import check_alone, check_changes, follow_changes, follow_clock
 from speedtransfer.vocabulary.changes import Changes
+from speedtransfer.vocabulary.copies import check_alone, check_changes, follow_changes, follow_clock
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.mixing import owners_of
-
-if TYPE_CHECKING:
-    from speedtransfer.vocabulary.vocabulary import Vocabulary
+from speedtransfer.vocabulary.room import Room
 
 
-def export(vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
+def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
     """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU."""
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         rows = live.occupied()
         rows = rows[np.argsort(live.ids[rows], kind="stable")]
-        return torch.from_numpy(live.ids[rows]), weights_of(vocabulary, rows)
+        return torch.from_numpy(live.ids[rows]), vocabulary.weights_of(rows)
 
 
 @torch.no_grad()
-def weights_of(vocabulary: Vocabulary, rows: np.ndarray) -> Tensor:
-    """Return the weights of `rows` (n,), caught up, ``(n, dim)`` on the CPU."""
-    _, owner = vocabulary._bound()
-    table, dtype = owner.rows.table, owner.rows.dtype
-    with torch.inference_mode(False):
-        values = torch.empty(len(rows), table.dim, dtype=dtype, device="cpu")
-        for part in row_chunks(len(rows), table.dim * dtype.itemsize):
-            chunk = torch.from_numpy(rows[part]).to(table.device)
-            values[part] = owner.rows.read(chunk)["weight"].to("cpu")
-    return values
-
-
-@torch.no_grad()
-def adopt(vocabulary: Vocabulary, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
+def adopt(vocabulary: Room, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
     """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
 
     Of several processes those that `rank` owns.
@@ -62,7 +47,7 @@ def adopt(vocabulary: Vocabulary, weights: Tensor, rank: int = 0, ranks: int = 1
 
 
 @torch.no_grad()
-def update(vocabulary: Vocabulary, ids: Any, rows: Any = None) -> None:
+def update(vocabulary: Room, ids: Any, rows: Any = None) -> None:
     """Set the weights of ids to `rows`; new ids are admitted. The state of the optimizer stays, of new ids it is fresh."""
     vocabulary.settle()
     _, owner = vocabulary._bound()
@@ -71,7 +56,7 @@ def update(vocabulary: Vocabulary, ids: Any, rows: Any = None) -> None:
     owner.owners.together(lambda: _update(vocabulary, wanted, values, changes))
 
 
-def _checked(vocabulary: Vocabulary, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor, Changes | None]:
+def _checked(vocabulary: Room, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor, Changes | None]:
     """Return ids (n,), their rows ``(n, dim)`` and the changes that these are of, if any; raise where it cannot be."""
     live, owner = vocabulary._bound()
     changes = ids if isinstance(ids, Changes) else None
@@ -89,7 +74,7 @@ def _checked(vocabulary: Vocabulary, ids: Any, rows: Any) -> tuple[np.ndarray, T
     return wanted, values, changes
 
 
-def _update(vocabulary: Vocabulary, wanted: np.ndarray, values: Tensor, changes: Changes | None) -> None:
+def _update(vocabulary: Room, wanted: np.ndarray, values: Tensor, changes: Changes | None) -> None:
     live, owner = vocabulary._bound()
     if len(np.unique(wanted)) < len(wanted):
         raise InvalidValueError(f"{owner}: an id occurs twice among the {len(wanted)} given; pass each once")
@@ -111,7 +96,7 @@ def _update(vocabulary: Vocabulary, wanted: np.ndarray, values: Tensor, changes:
             raise
 
 
-def _write(vocabulary: Vocabulary, ids: np.ndarray, values: Tensor, gone: np.ndarray, changes: Changes | None) -> None:
+def _write(vocabulary: Room, ids: np.ndarray, values: Tensor, gone: np.ndarray, changes: Changes | None) -> None:
     """Set the weights of ids (n,) to `values`, ``(n, dim)``; there is room, also in the rows `gone`, whose ids go."""
     live, _ = vocabulary._bound()
     if changes is not None:
@@ -129,7 +114,7 @@ def _write(vocabulary: Vocabulary, ids: np.ndarray, values: Tensor, gone: np.nda
         follow_changes(vocabulary, changes)
 
 
-def _begin_chunks(vocabulary: Vocabulary, ids: np.ndarray, new: np.ndarray, values: Tensor) -> None:
+def _begin_chunks(vocabulary: Room, ids: np.ndarray, new: np.ndarray, values: Tensor) -> None:
     """Give those of `ids` (n,) that are at `new` (m,) rows with their `values`, ``(n, dim)``; there is room."""
     live, _ = vocabulary._bound()
     with live.changing():
@@ -138,7 +123,7 @@ def _begin_chunks(vocabulary: Vocabulary, ids: np.ndarray, new: np.ndarray, valu
             vocabulary._begin(ids[new[part]], rows[part], values[torch.from_numpy(new[part])])
 
 
-def put(vocabulary: Vocabulary, rows: np.ndarray, values: Tensor) -> None:
+def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
     """Set the weights of `rows` (n,), distinct, and keep their state."""
     owner = vocabulary._bound()[1]
     if len(rows):
@@ -148,7 +133,7 @@ def put(vocabulary: Vocabulary, rows: np.ndarray, values: Tensor) -> None:
 
 
 @torch.no_grad()
-def forget(vocabulary: Vocabulary, ids: Any) -> int:
+def forget(vocabulary: Room, ids: Any) -> int:
     """Let ids be unknown, and erase their weights and state; return how many were known."""
     _, owner = vocabulary._bound()
     wanted = owner.owners.together(lambda: as_ids(ids).cpu().reshape(-1).numpy())
@@ -160,7 +145,7 @@ def forget(vocabulary: Vocabulary, ids: Any) -> int:
     return owner.owners.sum(len(rows))
 
 
-def _check_to_forget(vocabulary: Vocabulary, ids: np.ndarray) -> np.ndarray:
+def _check_to_forget(vocabulary: Room, ids: np.ndarray) -> np.ndarray:
     """Return the rows of those of `ids` (n,) that are known; raise if one may not be forgotten now."""
     live, owner = vocabulary._bound()
     rows = live.index.find(ids)
@@ -174,7 +159,7 @@ def _check_to_forget(vocabulary: Vocabulary, ids: np.ndarray) -> np.ndarray:
     return rows
 
 
-def _erase(vocabulary: Vocabulary, rows: np.ndarray) -> None:
+def _erase(vocabulary: Room, rows: np.ndarray) -> None:
     """Take `rows` (n,) from their ids, and set their weights and state to zero."""
     try:
         vocabulary._take_from_ids(rows, archive=False)
@@ -184,7 +169,7 @@ def _erase(vocabulary: Vocabulary, rows: np.ndarray) -> None:
         raise
 
 
-def _clear(vocabulary: Vocabulary, rows: np.ndarray) -> None:
+def _clear(vocabulary: Room, rows: np.ndarray) -> None:
     live, owner = vocabulary._bound()
     at = torch.from_numpy(rows).to(live.table.device)
     owner.rows.reset(at, torch.zeros(len(rows), live.table.dim, dtype=owner.rows.dtype, device="cpu"))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
+from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.batches import first_unknown, powers, touch
 from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
 from speedtransfer.vocabulary.device_map import DeviceMap
@@ -70,6 +71,18 @@ class Room(Owned):
     def initial_values(self, ids: np.ndarray, dim: int, dtype: torch.dtype) -> Tensor:
         """Return what rows of ids (n,) int64 begin with, ``(n, dim)`` on the CPU."""
         return initial_values(ids, dim, self.seed, self.initial, dtype)
+
+    @torch.no_grad()
+    def weights_of(self, rows: np.ndarray) -> Tensor:
+        """Return the weights of `rows` (n,), caught up, ``(n, dim)`` on the CPU."""
+        _, owner = self._bound()
+        table, dtype = owner.rows.table, owner.rows.dtype
+        with torch.inference_mode(False):
+            values = torch.empty(len(rows), table.dim, dtype=dtype, device="cpu")
+            for part in row_chunks(len(rows), table.dim * dtype.itemsize):
+                chunk = torch.from_numpy(rows[part]).to(table.device)
+                values[part] = owner.rows.read(chunk)["weight"].to("cpu")
+        return values
 
     def _admit(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Give the unknown ones among `ids` (n,) rows, if they are admitted, and write these to `rows` (n,)."""

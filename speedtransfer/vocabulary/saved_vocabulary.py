@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,12 +24,10 @@ from speedtransfer.vocabulary.loaded_state import (
     read_state,
 )
 from speedtransfer.vocabulary.policies import Admission
-
-if TYPE_CHECKING:
-    from speedtransfer.vocabulary.vocabulary import Vocabulary
+from speedtransfer.vocabulary.room import Room
 
 
-def state_dict(vocabulary: Vocabulary) -> dict[str, Tensor]:
+def state_dict(vocabulary: Room) -> dict[str, Tensor]:
     """Return its state: `ids` and `last_use`, ``(num_rows,)``, by row (-1: no id), which are views, and the rest."""
     live, _ = vocabulary._bound()
     state = {"ids": live.plane(ID)[:, 0], "last_use": live.plane(LAST_USE)[:, 0]}
@@ -58,7 +56,7 @@ def state_dict(vocabulary: Vocabulary) -> dict[str, Tensor]:
     return state
 
 
-def plan_load(vocabulary: Vocabulary, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
+def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
     """Find a place for the rows of a saved table."""
     live, owner = vocabulary._bound()
     saved = read_state(state, str(owner)) if state else None
@@ -97,7 +95,7 @@ def plan_load(vocabulary: Vocabulary, state: Mapping[str, Any], num_saved: int) 
     return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, state)
 
 
-def _most_rows(vocabulary: Vocabulary) -> int | None:
+def _most_rows(vocabulary: Room) -> int | None:
     """Return the number of rows that the table may have; None: as the memory allows."""
     live, _ = vocabulary._bound()
     most = vocabulary._most()
@@ -106,7 +104,7 @@ def _most_rows(vocabulary: Vocabulary) -> int | None:
 
 
 def _placement(
-    vocabulary: Vocabulary,
+    vocabulary: Room,
     saved: SavedState | None,
     num_saved: int,
     num_rows: int,
@@ -130,7 +128,7 @@ def _placement(
     return Placement(num_saved, *joined)
 
 
-def _check_saved(vocabulary: Vocabulary, saved: SavedState, num_saved: int) -> None:
+def _check_saved(vocabulary: Room, saved: SavedState, num_saved: int) -> None:
     """Raise unless the state is that of `num_saved` rows, with the padding of this vocabulary."""
     owner, padding, numbers = vocabulary._bound()[1], vocabulary._padding, saved.numbers
     if len(saved.ids) != num_saved:
@@ -146,7 +144,7 @@ def _check_saved(vocabulary: Vocabulary, saved: SavedState, num_saved: int) -> N
 
 
 @torch.no_grad()
-def load(vocabulary: Vocabulary, plan: LoadPlan) -> None:
+def load(vocabulary: Room, plan: LoadPlan) -> None:
     """Carry out a plan: the table grows, ids get their rows. The weights are to be written, by ``rows.placement``."""
     live, owner = vocabulary._bound()
     with owner.rows.lock:
@@ -174,7 +172,7 @@ def load(vocabulary: Vocabulary, plan: LoadPlan) -> None:
         vocabulary._waiting = []
 
 
-def _take_numbers(vocabulary: Vocabulary, saved: SavedState | None, sources: np.ndarray) -> np.ndarray:
+def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarray) -> np.ndarray:
     """Take what is not by row from a state, and return when the ids of its rows `sources` (n,) were used last."""
     if saved is None:
         vocabulary._synced = None
@@ -194,7 +192,7 @@ def _take_numbers(vocabulary: Vocabulary, saved: SavedState | None, sources: np.
 
 
 @torch.no_grad()
-def reset_rows(vocabulary: Vocabulary, fill_padding: bool = False) -> None:
+def reset_rows(vocabulary: Room, fill_padding: bool = False) -> None:
     """Set the weights of all known ids to their initial values, and keep the state of the optimizer."""
     live, owner = vocabulary._bound()
     with owner.rows.lock:

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
-from speedtransfer.vocabulary import change_log, contents, saved_vocabulary
+from speedtransfer.vocabulary import contents, copies, saved_vocabulary
 from speedtransfer.vocabulary.capacity import check_max_capacity
 from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.ids import as_ids
@@ -183,9 +182,6 @@ class Vocabulary(Room):
         """
         return contents.export(self)
 
-    def _weights(self, rows: np.ndarray) -> Tensor:
-        return contents.weights_of(self, rows)
-
     def adopt(self, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
         """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
 
@@ -240,7 +236,7 @@ class Vocabulary(Room):
         InvalidValueError
             The clock has not been there yet.
         """
-        return change_log.changed_since(self, clock)
+        return copies.changed_since(self, clock)
 
     def all_rows_changed(self) -> None:
         """Note that rows may have changed of which no lookup tells."""
