@@ -30,7 +30,7 @@ help:
 	@echo "make demo        train word2vec on the shipped corpus with AdamW, tables in host memory (a few minutes)"
 	@echo "make test        the test suite, on all cores; no GPU needed"
 	@echo "make test-slow   the long sweeps as well"
-	@echo "make lint        ruff and mypy"
+	@echo "make lint        ruff, mypy, and words that the field would not write"
 	@echo "make docs        the documentation site, into docs/_build"
 	@echo "make release-check  all that can be checked of a release before it is one; set-version VERSION=X.Y.Z begins it"
 	@echo "make notebooks   run every notebook again and write its outputs into it"
@@ -83,6 +83,7 @@ lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) release/prose.py
 
 docs: $(call with,docs)
 	$(PY) -m sphinx -W --keep-going -n docs docs/_build
