@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
 
@@ -174,7 +176,8 @@ class Exchange:
         first = torch.zeros(self.ranks, 2 + _VALUES, dtype=torch.int64, device="cpu")
         first[:, 0], first[:, 1] = tag, zlib.crc32(about.encode())
         first[:, 2 : 2 + count] = values[:, :_VALUES]
-        got = self._numbers(first)
+        what = f"{point} ({about})" if about else point
+        got = self._numbers(first, what)
         if bool((got[:, 0] != tag).any()):
             where = f"{point} (meeting {self._number}" + (f": {about})" if about else ")")
             kind = DifferenceError if bool((got[:, 0] >> 56 == tag >> 56).all()) else ProcessGroupError
@@ -185,15 +188,31 @@ class Exchange:
             self._differ(point, about)
         if count <= _VALUES:
             return got[:, 2 : 2 + count]
-        return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous())], 1)
+        return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous(), what)], 1)
 
-    def _numbers(self, values: Tensor) -> Tensor:
+    def _numbers(self, values: Tensor, what: str) -> Tensor:
         sent = values.to(self._device())
-        got = torch.empty_like(sent)
-        dist.all_to_all_single(got, sent, group=self._meeting_group())
+        got, group = torch.empty_like(sent), self._meeting_group()
+        with self._told_of_failure(what):
+            dist.all_to_all_single(got, sent, group=group)
         self.traffic.calls += 1
         self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
         return got.cpu()
+
+    @contextlib.contextmanager
+    def _told_of_failure(self, what: str) -> Iterator[None]:
+        """Say who failed to reach the others, and where: the messages of backends name neither."""
+        try:
+            yield
+        except RuntimeError as error:
+            if not isinstance(error, ProcessGroupError):
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise ProcessGroupError(
+                    f"rank {self.rank} of {self.ranks}, process {os.getpid()} on {socket.gethostname()}, could not reach the "
+                    f"others where it {what}: {reason}; one of them has ended (its messages say why), cannot be reached, or "
+                    "took longer than the timeout of the group; start all again from the last checkpoint"
+                ) from error
+            raise
 
     def _differ(self, point: str, about: str) -> NoReturn:
         raise DifferenceError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
@@ -243,7 +262,8 @@ class Exchange:
             joined = torch.cat([part[r].flatten() for r in range(self.ranks) for part in parts])
         sent = joined.to(self._device())
         got = sent.new_empty(sum(sizes[1]))
-        dist.all_to_all_single(got, sent, sizes[1], sizes[0], group=self.group)
+        with self._told_of_failure(f"sends {kind}"):
+            dist.all_to_all_single(got, sent, sizes[1], sizes[0], group=self.group)
         self.traffic.calls += 1
         sent_away = sum(sizes[0]) - sizes[0][self.rank]
         setattr(self.traffic, kind, getattr(self.traffic, kind) + sent_away)
@@ -268,7 +288,8 @@ class Exchange:
         padded[: len(values)] = values
         sent = padded.contiguous().view(torch.uint8).to(self._device())
         parts = [torch.empty_like(sent) for _ in range(self.ranks)]
-        dist.all_gather(parts, sent, group=self.group)
+        with self._told_of_failure(f"sends {kind}"):
+            dist.all_gather(parts, sent, group=self.group)
         self.traffic.calls += 1
         setattr(self.traffic, kind, getattr(self.traffic, kind) + (self.ranks - 1) * sent.numel())
         kept = [part[:count] for part, count in zip(parts, counts, strict=True)]

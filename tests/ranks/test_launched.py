@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import speedtransfer as st
 from speedtransfer.errors import ProcessGroupError
@@ -39,6 +42,29 @@ def rows_here(name: str) -> int:
 
 def test_the_world_of_two(two):
     assert two(rows_here, "world") == [5, 5]
+
+
+def looks_up_alone() -> str:
+    import torch.distributed as dist
+
+    emb = st.Embedding(10, 2, process_group="world")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ProcessGroupError) as raised:
+        emb(torch.arange(4))
+    return str(raised.value)
+
+
+def test_who_cannot_reach_the_others_says_so(two):
+    told, _ = two.fails(tell_alone, timeout=10)
+    assert re.search(
+        r"rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \(", str(told)
+    )
+
+
+def tell_alone() -> None:
+    # As an error, which is what is returned here.
+    raise AssertionError(looks_up_alone())
 
 
 def of_another_corpus(path: str) -> str:
