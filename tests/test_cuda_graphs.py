@@ -147,7 +147,7 @@ class TestGradientOfAGraph:
         """An embedding whose gradient was made by a graph."""
         emb, _ = trained()
         emb(IDS).sum().backward()
-        find_handle(emb.weight)._capture = 1
+        find_handle(emb.weight).pending.capture = 1
         return emb
 
     def test_no_other_is_added(self, emb):
@@ -160,17 +160,17 @@ class TestGradientOfAGraph:
         assert torch.equal(emb.weight.grad.to_dense()[5], torch.full((4,), 2.0))
 
     def test_it_stays_as_it_is(self, emb):
-        handle = find_handle(emb.weight)
-        ids, grad = handle.ids, handle.grad
+        pending = find_handle(emb.weight).pending
+        ids, grad = pending.ids, pending.grad
         assert emb.weight.grad.to_dense().shape == (10, 4)
         with pytest.raises(DeviceError, match=r"cannot become dense; take a dense copy \(weight.grad.to_dense\(\)\)"):
             emb.weight.grad.add_(1)
-        assert handle.ids is ids
-        assert handle.grad is grad
+        assert pending.ids is ids
+        assert pending.grad is grad
 
     def test_not_for_a_sparse_step(self, emb):
         with pytest.raises(DeviceError, match=r"made by a CUDA graph, .* make the embedding with sparse=False"):
-            find_handle(emb.weight).trim()
+            find_handle(emb.weight).pending.trim()
 
 
 class TestTableOfAGraph:

@@ -15,7 +15,6 @@ from hypothesis import strategies as some
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
-from speedtransfer.ngrams.primes import is_prime, next_prime
 
 
 def window(tokens: list[int], at: int, order: int, ends: set[int], begins: set[int], fill: int) -> list[int]:
@@ -121,29 +120,6 @@ def test_rows_of_longcat():
     assert ngrams(torch.tensor([tokens])).tolist() == [reference(ngrams, tokens)]
     # Nothing before: the polynomial is the token itself.
     assert ngrams(torch.tensor([[5]]))[0, 0].tolist() == [5 + offset for offset in ngrams.offsets]
-
-
-def test_primes_against_sympy():
-    for start in (
-        0,
-        1,
-        2,
-        3,
-        90,
-        341,
-        561,
-        1_373_653,
-        25_326_001,
-        2**31 - 1,
-        2**40,
-        2**61 - 1,
-        3_215_031_751,
-        2**63 - 100,
-    ):
-        for number in range(start, start + 30):
-            assert is_prime(number) == sympy.isprime(number), number
-        assert next_prime(start, set()) == sympy.nextprime(start - 1)
-    assert next_prime(2, {2, 3, 5}) == 7
 
 
 def test_every_head_of_every_layer_has_a_prime_of_its_own():

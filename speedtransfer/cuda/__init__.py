@@ -8,14 +8,15 @@ from speedtransfer.cuda.graphs import (
     is_capturing,
     num_replays,
 )
-from speedtransfer.cuda.items import kernel_on, launch_over
 from speedtransfer.cuda.launch import (
     ARGUMENT_AT,
     KernelArgument,
     argument_memory,
     is_trusted,
+    kernel_on,
     kernel_source,
     launch_kernel,
+    launch_over,
     load_kernel,
 )
 from speedtransfer.cuda.memory import mapped_view, pinned_empty, require_mapped, to_cupy

@@ -12,15 +12,21 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from speedtransfer.cuda.graphs import WARM_UP, check_not_capturing
 from speedtransfer.cuda.status import cuda_status, cupy_package, first_line, load_cupy, on_device, require_cuda
+from speedtransfer.cuda.streams import current_stream
 from speedtransfer.errors import DeviceError, StorageError
 from speedtransfer.once import once
 from speedtransfer.system import cache_folder, replace_file
 
 log = logging.getLogger(__name__)
+
+_THREADS = 256
+# More items than these have threads are taken several by a thread.
+_MAX_BLOCKS = 1 << 16
 
 
 def load_kernel(source_name: str, function_name: str, device: torch.device, shared_bytes: int = 0) -> Any:
@@ -64,6 +70,19 @@ def launch_kernel(
             _launch(kernel, blocks, threads, argument, stream, shared_bytes)
     else:
         _launch(kernel, blocks, threads, argument, stream, shared_bytes)
+
+
+def launch_over(num_items: int, source_name: str, function_name: str, device: torch.device, packed: np.ndarray) -> None:
+    """Queue a kernel on the current stream of `device`, with the argument that a `KernelArgument` has packed."""
+    if num_items:
+        blocks = min(-(-num_items // _THREADS), _MAX_BLOCKS)
+        launch_kernel(kernel_on(source_name, function_name, device), blocks, _THREADS, packed, current_stream(device))
+
+
+@once
+def kernel_on(source_name: str, function_name: str, device: torch.device) -> Any:
+    """Return what `load_kernel` does, which makes the device current each time."""
+    return load_kernel(source_name, function_name, device)
 
 
 def _launch(

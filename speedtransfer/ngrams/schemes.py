@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from speedtransfer.ngrams.primes import next_prime
-
 _WORD = (1 << 64) - 1
 # SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
 _GOLDEN, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -27,12 +25,17 @@ def head_sizes(rows: Sequence[int], heads: int, earlier: int = 0) -> list[int]:
     earlier : int
         Layers of the model that have taken their primes before.
     """
+    # Comes with torch, and takes long to import.
+    from sympy import nextprime
+
     used, sizes = set[int](), list[int]()
     for _ in range(earlier + 1):
         sizes = []
         for start in rows:
             for _ in range(heads):
-                start = next_prime(start, used)
+                start = nextprime(start - 1)
+                while start in used:
+                    start = nextprime(start)
                 used.add(start)
                 sizes.append(start)
     return sizes
