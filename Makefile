@@ -22,7 +22,7 @@ comma := ,
 
 help:
 	@echo "Each target first installs torch and what it needs itself into .venv (VENV=FOLDER), from the package index of pip:"
-	@echo "matplotlib for the demo and the examples, Sphinx for docs, Jupyter for notebooks, and for the rest the tools of"
+	@echo "matplotlib and scikit-learn for the demo and the examples, Sphinx for docs, Jupyter for notebooks, and for the rest the tools of"
 	@echo "development, gensim among them (make test). With an NVIDIA driver: CuPy too, and CUDA's compiler. On Linux the default"
 	@echo "torch brings gigabytes of CUDA; TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the build for CPUs."
 	@echo "PY=python3 runs everything with that interpreter as it is, and installs nothing."

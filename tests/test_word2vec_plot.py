@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.word2vec import Vectors, layout
+from speedtransfer.word2vec import Vectors
 from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.layout import _covered, neighbour_map, spread_labels
 from speedtransfer.word2vec.plot import plot
@@ -30,7 +30,7 @@ def some_vectors():
 
 def test_neighbours_stay_neighbours():
     rows, cluster = clusters()
-    place = neighbour_map(rows, steps=300)
+    place = neighbour_map(rows)
     distance = np.linalg.norm(place[:, None] - place[None, :], axis=2)
     np.fill_diagonal(distance, np.inf)
     nearest = np.argsort(distance, axis=1)[:, :5]
@@ -39,7 +39,7 @@ def test_neighbours_stay_neighbours():
 
 def test_map_is_always_the_same():
     rows, _ = clusters()
-    assert (neighbour_map(rows, steps=50) == neighbour_map(rows.copy(), steps=50)).all()
+    assert (neighbour_map(rows) == neighbour_map(rows.copy())).all()
 
 
 @pytest.mark.parametrize(
@@ -48,9 +48,17 @@ def test_map_is_always_the_same():
     ids=["one", "two", "three", "equal", "zero", "dim-1"],
 )
 def test_awkward_vectors_have_a_place(rows):
-    place = neighbour_map(rows.astype(np.float32), steps=50)
+    place = neighbour_map(rows.astype(np.float32))
     assert place.shape == (len(rows), 2)
     assert np.isfinite(place).all()
+
+
+def test_without_scikit_learn_words_are_placed_by_their_main_axes(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
+    rows, _ = clusters()
+    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
+    variance = np.linalg.eigvalsh(np.cov(unit.T.astype(np.float64)))[::-1]
+    np.testing.assert_allclose(neighbour_map(rows).var(axis=0, ddof=1), variance[:2], rtol=1e-6)
 
 
 def test_labels_do_not_cover_one_another():
@@ -151,10 +159,3 @@ def test_pairs_that_cover_one_another_are_all_found(num_boxes):
     assert len(first) == len(expected)
     assert np.array_equal(apart, place[first] - place[second])
     assert (overlap > 0).all()
-
-
-def test_a_long_map_shows_how_far_it_is(monkeypatch):
-    shown = []
-    monkeypatch.setattr(layout.LateBar, "show", lambda bar, done, text=None: shown.append(done))
-    layout.neighbour_map(np.random.default_rng(0).standard_normal((9, 4)), steps=20)
-    assert shown == list(range(1, 21))

@@ -1,62 +1,42 @@
-"""Place words on the plane, close where their vectors are (t-SNE), and move labels apart.
-
-In NumPy: at this size a step is a few dozen small operations, which cost less than waking torch's threads for each.
-"""
+"""Place words on the plane, close where their vectors are, and move labels apart."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from speedtransfer.progress import LateBar
-
-_BISECTIONS = 40
 _TINY = 1e-12
 
 
-def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0, steps: int = 600) -> np.ndarray:
+def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0) -> np.ndarray:
     """Place vectors on the plane by t-SNE (van der Maaten and Hinton 2008), from their two main axes, by cosine distance.
 
-    The same vectors always give the same map: nothing is drawn at random. Made for some hundred words; memory and time
-    grow with the square of their number. A bar on a terminal shows how far it is.
+    Without scikit-learn by their main axes alone. The same vectors always give the same map.
 
     Parameters
     ----------
     matrix : ndarray of float32, shape (n, dim)
     perplexity : float
         About how many neighbours of a word count; lowered for few words.
-    steps : int
 
     Returns
     -------
     ndarray of float64, shape (n, 2)
     """
     rows = matrix.astype(np.float64)
-    num_rows = len(rows)
-    if num_rows < 3:
-        return np.stack([np.arange(num_rows, dtype=np.float64), np.zeros(num_rows)], axis=1)
+    if len(rows) < 3:
+        return np.stack([np.arange(len(rows), dtype=np.float64), np.zeros(len(rows))], axis=1)
     rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
-    wanted = _affinities(2 - 2 * rows @ rows.T, min(perplexity, (num_rows - 1) / 3))
     place = _main_axes(rows)
-    place *= 1e-2 / max(place.std(), _TINY)
-    speed, gain = np.zeros_like(place), np.ones_like(place)
-    early = steps // 4  # at first clusters pull four times as hard, so that they find one another
-    closeness, pull = np.empty((num_rows, num_rows)), np.empty((num_rows, num_rows))
-    with LateBar("placing words", steps) as bar:
-        for step in range(steps):
-            _squared_distances(place, closeness, pull)
-            closeness += 1
-            np.reciprocal(closeness, out=closeness)
-            np.fill_diagonal(closeness, 0)
-            np.divide(closeness, closeness.sum(), out=pull)
-            np.subtract(wanted * 4.0 if step < early else wanted, pull, out=pull)
-            pull *= closeness
-            slope = 4 * (pull.sum(axis=1, keepdims=True) * place - pull @ place)
-            gain = np.maximum(np.where(np.sign(slope) == np.sign(speed), gain * 0.8, gain + 0.2), 0.01)
-            speed = (0.5 if step < early else 0.8) * speed - max(num_rows / 12, 10.0) * gain * slope
-            place += speed
-            bar.show(step + 1)
-    centered: np.ndarray = place - place.mean(axis=0)
-    return centered
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        return place
+    if place.std() < 1e-6:
+        # All are the same.
+        return place
+    begin = (1e-4 / place[:, 0].std() * place).astype(np.float32) if place[:, 0].std() else "random"
+    found = TSNE(perplexity=min(perplexity, (len(rows) - 1) / 3), init=begin, random_state=0).fit_transform(rows)
+    return np.asarray(found - found.mean(axis=0), dtype=np.float64)
 
 
 def _main_axes(rows: np.ndarray) -> np.ndarray:
@@ -67,35 +47,6 @@ def _main_axes(rows: np.ndarray) -> np.ndarray:
     # An eigenvector's sign is arbitrary and differs between machines: let its largest entry be positive.
     largest: np.ndarray = np.take_along_axis(axes, np.abs(axes).argmax(axis=0, keepdims=True), axis=0)
     return centered @ (axes * np.sign(largest))
-
-
-def _squared_distances(place: np.ndarray, out: np.ndarray, spare: np.ndarray) -> None:
-    """Write the squared distances of points to `out`; both arrays are (n, n)."""
-    np.subtract(place[:, None, 0], place[None, :, 0], out=out)
-    out *= out
-    np.subtract(place[:, None, 1], place[None, :, 1], out=spare)
-    spare *= spare
-    out += spare
-
-
-def _affinities(distance: np.ndarray, perplexity: float) -> np.ndarray:
-    """Return the symmetric affinities, sum 1: Gaussians, the width of each found by bisection for its perplexity."""
-    num_rows = len(distance)
-    off_diagonal = ~np.eye(num_rows, dtype=bool)
-    distance = np.maximum(distance, 0)[off_diagonal].reshape(num_rows, num_rows - 1)
-    distance = distance - distance.min(axis=1, keepdims=True)  # the nearest one must not underflow
-    low, high = np.full((num_rows, 1), 1e-6), np.full((num_rows, 1), 1e6)
-    for _ in range(_BISECTIONS):
-        precision = np.sqrt(low * high)
-        share = np.exp(-distance * precision)
-        share /= share.sum(axis=1, keepdims=True)
-        entropy = -(share * np.log(np.maximum(share, _TINY))).sum(axis=1, keepdims=True)
-        too_wide = entropy > np.log(perplexity)
-        low, high = np.where(too_wide, precision, low), np.where(too_wide, high, precision)
-    full = np.zeros((num_rows, num_rows))
-    full[off_diagonal] = share.ravel()
-    symmetric: np.ndarray = (full + full.T) / (2 * num_rows)
-    return symmetric
 
 
 def spread_labels(
