@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 from collections.abc import Iterable
-from pathlib import PurePath
+from pathlib import Path, PurePath
 
 _MOST_LISTED = 30
 _MOST_COMPARED = 10_000
@@ -84,6 +85,15 @@ def describe_ending(path: object) -> str:
     """Return what a message says of the ending of the file name `path`: "ends in '.txt'", or "has no ending"."""
     suffix = PurePath(str(path)).suffix
     return f"ends in {suffix!r}" if suffix else "has no ending"
+
+
+def check_png(path: str | os.PathLike[str]) -> Path:
+    """Return the path of a picture; raise unless it ends in .png."""
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidTypeError(f"path is a {type(path).__name__} but must be the path of a picture; pass one")
+    if (found := Path(path)).suffix != ".png":
+        raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but the picture is a PNG; use the ending .png")
+    return found
 
 
 def format_bytes(num_bytes: float) -> str:

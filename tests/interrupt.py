@@ -35,16 +35,24 @@ class Interrupt:
         self._count = 0
         # Lines of `with` that a frame has entered: an exception where it leaves one would leave a lock, or a mode of torch.
         self._entered: set[tuple[int, int]] = set()
+        # The line that each frame has begun.
+        self._at: dict[int, int] = {}
 
     def _line(self, frame: FrameType, event: str, arg: Any) -> Any:
         # Python leaves a generator that is interrupted where it yields without its `finally`.
         returns = event == "return" and not frame.f_code.co_flags & inspect.CO_GENERATOR
         if returns:
             self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
+            self._at.pop(id(frame), None)
         if event == "line":
             # Python looks for signals after calls, not before the first line of a handler.
             if _text(frame, -1) in ("finally:", "except BaseException:"):
                 return self._line
+            # A comprehension goes on: from Python 3.12 on its function's `with` would not see what is raised here, as it does
+            # see what a signal handler raises.
+            if self._at.get(id(frame)) == frame.f_lineno and sys.version_info >= (3, 12):
+                return self._line
+            self._at[id(frame)] = frame.f_lineno
             entry = id(frame), frame.f_lineno
             if _text(frame).startswith("with "):
                 if entry in self._entered:

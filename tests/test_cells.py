@@ -6,6 +6,7 @@ import itertools
 import re
 
 import pytest
+import torch
 from cell_verbs import ALL, BEGIN, END, KINDS, MAKING, OWNERS, PAGE, REFUSED, VERBS, ends_of, listed, section
 from sweeps import cover
 
@@ -34,6 +35,10 @@ def places(quick: bool) -> list[tuple[list[str], list[str]]]:
     return [([*place], some) for place, some in verbs.items()]
 
 
+# An older torch makes some of these by other operations, which may be done where those of a newer one are refused.
+OLD = torch.__version__ < "2.13"
+
+
 def wrong(pool, place, verbs, folder) -> list[str]:
     """Run cells and return what is wrong with them."""
     ends = ends_of(pool, *place, verbs, folder)
@@ -42,7 +47,7 @@ def wrong(pool, place, verbs, folder) -> list[str]:
         refuses, unmade = end.startswith(REFUSED), end.startswith(REFUSED + MAKING)
         if end and not refuses:
             found.append(f"{verb}: {end}")
-        elif refuses is not (tuple(place) in LISTED[MAKING if unmade else verb]):
+        elif refuses is not (tuple(place) in LISTED[MAKING if unmade else verb]) and (refuses or not OLD):
             found.append(f"{verb}: docs/limits.md lists another end than {end or 'done'!r}; python tests/cell_verbs.py")
     return found
 

@@ -225,7 +225,8 @@ def test_rows_are_stored_one_by_one(kind: str) -> None:
     alone = codec.encode(values[some], bits[some])
     for suffix, part in whole.items():
         assert torch.equal(part, at_once[suffix])
-        assert torch.equal(part[some], alone[suffix])
+        # As bytes: torch 2.6 does not index float8.
+        assert torch.equal(part.view(torch.uint8)[some], alone[suffix].view(torch.uint8))
         assert part.is_contiguous()
     assert torch.equal(decode_rows(codec, whole), codec.decode(whole, torch.empty(rows, width)))
 

@@ -183,6 +183,8 @@ def test_several_tables_as_json_and_a_picture(run, tmp_path):
         (["--rows", "5", "--lookups", "2", "--unique", "2"], "--unique is 2.0 for 2 tables"),
         (["--rows", "5", "--lookups", "2", "--ranks", "2"], "--ranks is for one table"),
         (["--picture", "none/plan.png"], "cannot write 'none/plan.png' (there is no folder 'none')"),
+        (["--picture", "plan.qqq"], "'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png"),
+        (["--picture", "plan"], "'plan' has no ending but the picture is a PNG; use the ending .png"),
         (["--json", "none/plan.json"], "cannot write 'none/plan.json'"),
         (["--machine", "h2000"], "machine is 'h2000'"),
         (["--dense-ms", "-1"], "--dense-ms is -1.0"),

@@ -115,6 +115,10 @@ def test_data_is_json_and_complete(tmp_path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(StorageError):
         plan.draw(tmp_path / "none" / "plan.png")
+    with pytest.raises(InvalidValueError, match=r"ends in '\.jpg' but the picture is a PNG"):
+        plan.draw(tmp_path / "plan.jpg")
+    with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a picture"):
+        plan.draw(3)
 
 
 def test_a_cache_leaves_less_on_the_bus():

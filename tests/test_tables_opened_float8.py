@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import speedtransfer as st
+from speedtransfer.dtypes import FLOAT8_SCALE
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 ROWS, DIM = 211, 24
@@ -27,7 +28,7 @@ def codes_of(dtype, shape=(ROWS, DIM)):
 
 def scales_of(dtype, blocks):
     generator = torch.Generator().manual_seed(2)
-    if dtype == torch.float8_e8m0fnu:
+    if dtype == FLOAT8_SCALE:
         return torch.randint(118, 134, (ROWS, blocks), dtype=torch.uint8, generator=generator).view(dtype)
     return torch.rand((ROWS, blocks), generator=generator).add_(0.01).to(dtype)
 
@@ -42,8 +43,7 @@ SCALES = [
     (torch.float32, 1),
     (torch.float32, 3),
     (torch.bfloat16, 8),
-    (torch.float8_e8m0fnu, 3),
-    (torch.float8_e8m0fnu, 24),
+    *([(FLOAT8_SCALE, 3), (FLOAT8_SCALE, 24)] if FLOAT8_SCALE else []),
 ]
 SCALE_IDS = [f"{str(dtype).removeprefix('torch.')}-{blocks}" for dtype, blocks in SCALES]
 
@@ -65,7 +65,8 @@ def test_rows_are_decoded(tmp_path, dtype, scale_dtype, blocks, pads):
     assert table.planes == ("weight", "weight.scale")
     assert table.nbytes == codes.nbytes + scales.nbytes
     stored = table.gather(IDS, ["weight", "weight.scale"])
-    assert_same_bits(stored["weight"], codes[IDS])
+    # As bytes: torch 2.6 does not index float8.
+    assert_same_bits(stored["weight"], codes.view(torch.uint8)[IDS].view(dtype))
     assert_same_bits(stored["weight.scale"].view(torch.uint8), scales.view(torch.uint8)[IDS])
     emb = st.Embedding.from_pretrained(table)
     assert_same_bits(emb(IDS), expected[IDS])
@@ -140,7 +141,7 @@ def test_scales_beside_the_rows_are_loaded(tmp_path, shape, memory):
 
 @pytest.fixture
 def opened(tmp_path):
-    codes, scales = codes_of(torch.float8_e4m3fn), scales_of(torch.float8_e8m0fnu, 3)
+    codes, scales = codes_of(torch.float8_e4m3fn), scales_of(FLOAT8_SCALE or torch.bfloat16, 3)
     save_file({"w.0": codes[:70], "s.0": scales[:70]}, tmp_path / "a.safetensors")
     save_file({"w.1": codes[70:], "s.1": scales[70:]}, tmp_path / "b.safetensors")
     return st.Table.open(tmp_path, "w.{}", scale_key="s.{}", device="cpu"), decoded(codes, scales)
@@ -189,7 +190,7 @@ def test_rows_without_scales_are_looked_up_as_they_are(tmp_path):
     codes = codes_of(torch.float8_e4m3fn)
     save_file({"w": codes}, tmp_path / "a.safetensors")
     table = st.Table.open(tmp_path / "a.safetensors", device="cpu")
-    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), codes[IDS])
+    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), codes.view(torch.uint8)[IDS].view(codes.dtype))
     with pytest.raises(
         InvalidTypeError, match=r"dtype is torch.bfloat16 but the table holds torch.float8_e4m3fn; conv"
     ):
@@ -209,13 +210,13 @@ def test_rows_without_scales_are_looked_up_as_they_are(tmp_path):
             (4, 6),
             torch.ones(4, dtype=torch.float64),
             InvalidTypeError,
-            "is F64 but must be one of bfloat16, float32, float8",
+            "is F64 but must be one of bfloat16, float32",
         ),
         (
             (4, 6),
             torch.ones(4, dtype=torch.uint8),
             InvalidTypeError,
-            "is U8 but must be one of bfloat16, float32, float8",
+            "is U8 but must be one of bfloat16, float32",
         ),
     ],
 )
@@ -227,6 +228,7 @@ def test_scales_that_do_not_fit(tmp_path, weights, scales, error, message):
     one_line(found)
 
 
+@pytest.mark.skipif(FLOAT8_SCALE is None, reason="this torch has no float8_e8m0fnu")
 def test_exponents_in_u8(tmp_path):
     codes, scales = codes_of(torch.float8_e4m3fn), scales_of(torch.float8_e8m0fnu, 3)
     save_file({"w": codes, "s": scales.view(torch.uint8), "f": scales.float()}, tmp_path / "a.safetensors")

@@ -100,6 +100,8 @@ def test_signature_shows_every_setting():
     assert "settings" not in parameters
     with pytest.raises(TypeError, match=r"'epoch'.*did you mean 'epochs'"):
         train("not read", epoch=3)
+    with pytest.raises(InvalidTypeError, match="argument 'vector_size'; gensim's 'vector_size' is 'dim' here"):
+        train("not read", vector_size=100)
 
 
 def test_every_setting_is_described_on_the_command_line():

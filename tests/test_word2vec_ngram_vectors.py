@@ -79,6 +79,8 @@ def test_bad_files(tmp_path):
     path.write_bytes(safetensors.numpy.save({"vectors": rows["ngrams"]}))
     with pytest.raises(InvalidValueError, match="has no tensor 'ngrams'"):
         NgramVectors.load(path)
+    with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a file"):
+        NgramVectors.load(3)
     whole = safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "6"})
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])

@@ -221,7 +221,8 @@ class FeatureModules(nn.Module):
         """Return the rows of `ids`, as :meth:`MultiEmbedding.forward`."""
         if isinstance(ids, Mapping):
             return {name: self._modules[name](part) for name, part in ids.items()}  # type: ignore[misc]
-        if isinstance(ids, list | tuple):
+        # A tuple of types: torch 2.6 cannot trace a union, and torch.export traces this.
+        if isinstance(ids, (list, tuple)):
             return [module(part) for module, part in zip(self.values(), ids, strict=True)]
         return torch.stack([module(ids[..., number]) for number, module in enumerate(self.values())], -2)
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, cast
 
 import typer
 
-from speedtransfer.errors import InvalidValueError, StorageError, check_size, suggest
+from speedtransfer.errors import InvalidValueError, StorageError, check_png, check_size, suggest
 
 # For the help, which is shown without torch.
 STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -183,6 +183,8 @@ def plan(
         show_ranks(console, sizes[0], ranks, asked, distinct, zipf, distinct_share, comm)
         return
     # Before anything is measured.
+    if picture is not None:
+        check_png(picture)
     for path in (picture, None if json in (None, "-") else Path(str(json))):
         _check_writable(path)
     names = ["table"] if len(counts) == 1 else [f"table{number}" for number in range(len(counts))]

@@ -13,7 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.errors import format_bytes
+from speedtransfer.errors import check_png, format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE
 from speedtransfer.planning.forms import Bytes, Form, has_wide_state, is_exact, size_of
@@ -124,15 +124,18 @@ class Plan:
 
         Raises
         ------
+        InvalidTypeError, InvalidValueError
+            `path` is none, or does not end in .png.
         StorageError
             It cannot be written.
         MissingPackageError
             matplotlib is not installed.
         """
+        path = check_png(path)
         # Drawing is loaded where a picture is wanted.
         from speedtransfer.planning.plan_picture import draw_plan
 
-        draw_plan(Path(path), self.workload, self.machine, self.options, self.best)
+        draw_plan(path, self.workload, self.machine, self.options, self.best)
 
 
 # --- in words -----------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from speedtransfer.errors import InvalidValueError, StorageError, describe_endin
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files, row_chunks
+from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.subwords import check_ngrams, hash_word
 
 _FORMAT = "speedtransfer n-gram vectors 1"
@@ -103,7 +104,7 @@ class NgramVectors:
 
 
 def _check_suffix(path: str | os.PathLike[str]) -> Path:
-    path = Path(path)
+    path = check_path(path)
     if path.suffix != ".safetensors":
         raise InvalidValueError(
             f"path {str(path)!r} {describe_ending(path)} but n-gram vectors are .safetensors; rename it"

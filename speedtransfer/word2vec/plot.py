@@ -6,12 +6,11 @@ import os
 import warnings
 from collections.abc import Sequence
 from itertools import islice, zip_longest
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidValueError, check_size, describe_ending
+from speedtransfer.errors import InvalidValueError, check_png, check_size
 from speedtransfer.system import replace_file
 from speedtransfer.word2vec.extras import MissingPackageError as MissingPackageError
 from speedtransfer.word2vec.extras import import_extra
@@ -64,9 +63,7 @@ def plot(
     StorageError
         The file cannot be written.
     """
-    path = Path(path)
-    if path.suffix != ".png":
-        raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but the picture is a PNG; use the ending .png")
+    path = check_png(path)
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))
     if num_words == 0:
         raise InvalidValueError("there are no words to draw; pass vectors that hold some")

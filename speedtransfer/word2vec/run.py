@@ -34,6 +34,9 @@ from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
 
+# What gensim's Word2Vec calls settings that are here too.
+_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
+
 
 @dataclass(frozen=True)
 class RunOptions:
@@ -233,7 +236,8 @@ def train(
     names = [field.name for field in fields(Settings)]
     for name in settings:
         if name not in names:
-            raise InvalidTypeError(f"train() got an unexpected keyword argument {name!r}{suggest(name, names)}")
+            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
+            raise InvalidTypeError(f"train() got an unexpected keyword argument {name!r}{here}")
     sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else evaluate
     if not isinstance(sets, Sequence):
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")

@@ -108,7 +108,8 @@ class Settings:
     epochs : int, optional
         Passes over the corpus; by default 5, or up to 50 for a small corpus.
     window : int
-        Maximum distance between a word and its context; the distance used is drawn evenly from 1 to this for each word.
+        Maximum distance between a word and its context. Skip-gram predicts all words within it, near ones with more weight;
+        CBOW draws a distance from 1 to this for each word.
     negative : int
         Negative samples per (word, context) pair.
     min_count : int
