@@ -529,11 +529,11 @@ for shift in range(3):
 flat
 
 # The weight before keeps its gradient
-before = emb.weight
+before, own = emb.weight, torch.optim.SGD([emb.weight], lr=0.1)
 opt.zero_grad()
 emb(ids).sum().backward()
 emb.weight = nn.Parameter(torch.ones(40, 6))
-opt.step()
+own.step()
 opt = make_opt(model.parameters())
 before.detach(), before.grad.to_dense(), emb.weight.grad is None
 """,
