@@ -63,7 +63,7 @@ class ReadOnly(GatherCases, ConvertCases):
         return st.Table.load(path, "mmap", device=self.device, **kwargs)
 
     # These write.
-    test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = test_index_is_not_changed = None
+    test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = None
     test_index_out_of_range = test_table_without_rows = test_table_without_columns = None
     test_out_inside_the_table = test_scatter_converts_as_torch_does = test_several_planes = None
 
