@@ -91,18 +91,6 @@ def test_all_names_are_there():
 
 # --- client loops -----------------------------------------------------------------------------------------------------
 
-OLD = {  # all that SpeedTorch lists
-    "SparseAdam": {"lr": 0.2},
-    "Adadelta": {"lr": 50.0},
-    "Adamax": {"lr": 0.4},
-    "Adam": {"lr": 0.2},
-    "AdamW": {"lr": 0.2},
-    "ASGD": {"lr": 3.0},
-    "RMSprop": {"lr": 0.05},
-    "Rprop": {"lr": 0.1},
-    "Adagrad": {"lr": 0.5},
-}
-
 
 @pytest.fixture(scope="module")
 def expected_run():
@@ -116,16 +104,6 @@ def test_the_loop_of_the_readme_in_every_memory(kind, expected_run, tmp_path):
     assert np.array_equal(u.getNumpyVersion(), expected_run[1].getNumpyVersion())
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("Adamax", "Adagrad", "SparseAdam") else pytest.mark.slow) for name in OLD],
-)
-def test_losses_fall_with_every_optimizer(name):
-    kind = getattr(torch.optim, name)
-    losses, *_ = train(KINDS["device"], lambda p: kind(p, **OLD[name]), CPU, 40, sparse=name == "SparseAdam")
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
 @pytest.mark.parametrize("case", some(BASE), ids=str)
@@ -297,31 +275,6 @@ def test_copies_of_weights_are_made_before_they_are_seen(use):
         other.beforeForwardPass([5])
 
 
-def test_state_starts_as_the_optimizer_starts_it():
-    model = OneVariable()
-    weights = SpeedTorch.ModelFactory(model.table, 5, 4)
-
-    def arrays(kind, **options):
-        optimizer = kind(model.parameters(), **options)
-        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
-        state.optInit()
-        return optimizer, state
-
-    _, state = arrays(torch.optim.Adagrad, initial_accumulator_value=0.25)
-    assert (state.CUPYcorpi[0] == 0.25).all()
-    _, state = arrays(torch.optim.Rprop, lr=0.5)
-    assert state.optVarList == ["prev", "step_size"]
-    assert (state.CUPYcorpi[1] == 0.5).all()
-    _, state = arrays(torch.optim.ASGD)  # the averages start as the weights, when these are there
-    with pytest.raises(
-        OptimizerError, match=r"starts as a copy of the weights.*initialise a model factory for 'table'"
-    ):
-        state.beforeForwardPass([0])
-    weights.normalDistributionInit(0, 1)
-    state.beforeForwardPass([0])
-    assert np.array_equal(state.CUPYcorpi[0], weights.CUPYcorpus)
-
-
 def test_the_other_order_and_a_gradient_of_another_batch():
     weights, variable = made()
     weights.beforeForwardPass([1, 2, 3])
@@ -419,14 +372,6 @@ def test_rows_are_freed(kind):
         assert table() is None
         assert not hasattr(switcher, name)
         switcher.zerosInit()
-
-
-def test_custom_init_sees_all_rows():
-    switcher, _ = made(rows=300, dim=16)
-    torch.manual_seed(0)
-    switcher.customInit(torch.nn.init.xavier_uniform_)
-    torch.manual_seed(0)
-    assert torch.equal(switcher.getTorchVar(), torch.nn.init.xavier_uniform_(torch.empty(300, 16)))
 
 
 def test_datatypes(tmp_path):

@@ -7,7 +7,6 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -355,12 +354,6 @@ def test_nothing_shows_what_is_out_of_date():
     assert_same_bits(emb.weight.data + 0, expected.weight.detach())
 
 
-def test_a_placeholder_of_records_is_contiguous():
-    emb, optimizer = trained({"cache_rows": 10}, layout="rows")
-    assert not emb.table.plane("exp_avg").is_contiguous()
-    assert optimizer.state_dict()["state"][0]["exp_avg"].is_contiguous()
-
-
 def test_a_view_is_up_to_date_after_wait_and_may_be_written_to():
     emb, _ = trained({"cache_rows": 10})
     view = emb.table.torch()
@@ -559,29 +552,6 @@ def test_what_is_refused(tmp_path):
         st.Table(3, 2, device="cpu", cache_rows=2).shrink_cache(-1)
 
 
-def test_a_thread_that_trains_is_told_of_a_lost_write():
-    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
-    table.gather([1])
-    view = table.torch()
-    table.gather([1])
-    table[[1]] = torch.ones(1, 2)
-    view.fill_(9)
-    told = []
-
-    def read():
-        try:
-            table.gather([1])
-        except InvalidValueError as error:
-            told.append(error)
-
-    for _ in range(2):
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-    assert len(told) == 1
-    table.gather([1])
-
-
 def test_a_table_that_goes_warns_of_a_lost_write():
     table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
     table.gather([1])
@@ -591,21 +561,6 @@ def test_a_table_that_goes_warns_of_a_lost_write():
     view.fill_(9)
     with pytest.warns(UserWarning, match="when the table went"):
         del table
-
-
-def test_the_version_stands_still_while_rows_are_written_back(monkeypatch):
-    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
-    table.gather([1])
-    table[[1]] = torch.ones(1, 2)
-    version, seen, scatter = table.version, [], type(table._cache.inner).scatter
-
-    def noted(*given):
-        scatter(*given)
-        seen.append(table.version)
-
-    monkeypatch.setattr(type(table._cache.inner), "scatter", noted)
-    table.wait()
-    assert seen == [version]
 
 
 def test_counts_that_are_no_numbers():

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,38 +74,7 @@ def pair() -> tuple[nn.Embedding, speedtransfer.Embedding]:
     return theirs, speedtransfer.Embedding.from_pretrained(theirs.weight.detach().clone(), freeze=False)
 
 
-def both(train: Callable[[Any], Any]) -> None:
-    expected, ours = pair()
-    torch.testing.assert_close(train(ours), train(expected))
-    torch.testing.assert_close(ours.weight.detach(), expected.weight.detach())
-
-
 IDS, MORE = torch.tensor([1, 2, 2]), torch.tensor([2, 5])
-
-
-def test_evaluation_in_another_thread() -> None:
-    """What it brings up to date is brought up to date once."""
-
-    def train(emb: Any) -> Any:
-        opt, going = torch.optim.AdamW(emb.parameters(), lr=0.01), threading.Event()
-
-        def look() -> None:
-            while not going.is_set():
-                emb(IDS).detach()
-                emb.weight.detach().sum()
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            for shift in range(100):
-                opt.zero_grad()
-                emb(IDS + shift % 7).pow(2).sum().backward()
-                opt.step()
-        finally:
-            going.set()
-            thread.join()
-
-    both(train)
 
 
 @contextmanager
