@@ -528,7 +528,7 @@ class TestThreads:
 
 class TestUniqueRows:
     @pytest.mark.parametrize("high", [1, 2, 50, 2**31, 2**50, 2**62])
-    @pytest.mark.parametrize("count", [0, 1, 2, 1000])
+    @pytest.mark.parametrize("count", [0, 1, 2, 1000, 2000])  # the last one is sorted by us
     def test_against_torch(self, high, count):
         flat = torch.randint(high, (count,), generator=torch.Generator().manual_seed(0))
         unique = unique_rows(flat)
@@ -537,4 +537,9 @@ class TestUniqueRows:
         assert torch.equal(unique.inverse, inverse)
         if unique.order is not None:
             assert torch.equal(unique.order, flat.argsort(stable=True))
-            assert torch.equal(flat[unique.order][unique.starts], ids)
+            assert unique.starts[-1] == count
+            assert torch.equal(flat[unique.order][unique.starts[:-1]], ids)
+        # One that is there, and the one before it, which may not be.
+        for wanted in (int(flat.max()), int(flat.max()) - 1) if count else (5,):
+            place = (ids == wanted).nonzero().flatten().tolist() or [-1]
+            assert unique_rows(flat, look_for=wanted).found == place[0]
