@@ -222,7 +222,7 @@ vocabulary/owned.py: vocabulary
 vocabulary/quantiles.py: vocabulary_initial
 - below = below * r + 1.48753612908506148525e-2
 + below = below * r + 1.48753612908506148525e-3
-vocabulary/vocabulary_stats.py: vocabulary_stats
+vocabulary/vocabulary_stats.py: vocabulary_state
 - return self.unseen / self.lookups if self.lookups else 0.0
 + return 0.0
 engines/auto.py: engines_auto
