@@ -23,6 +23,7 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.rows import Rows
 from speedtransfer.tables import unique_rows
+from speedtransfer.vocabulary.capacity import rows_within
 
 DIM = 3
 
@@ -561,6 +562,14 @@ def test_a_table_that_cannot_grow(evict: Any) -> None:
             with pytest.warns(UserWarning, match="cannot grow"):
                 module(ids(3))
             assert len(vocabulary) == 2
+            # It is not tried again, which would warn.
+            module(ids(4))
+            assert vocabulary.max_capacity == 2
+
+
+def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
+    table = st.Table(2, 4, device="cpu")
+    assert [rows_within(f"{num_bytes} B", table, 1) for num_bytes in (160, 175, 176, 3)] == [9, 9, 10, 1]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
