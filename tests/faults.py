@@ -77,7 +77,7 @@ idle/history.py: optim_loaded_state
 idle/lag.py: optim_idle_flow
 - return length >= _MAX_STEPS or length >= _MAX_OPEN <= history.horizon
 + return length >= _MAX_STEPS
-idle/lag.py: optim_idle
+idle/lag.py: training_loops
 - found_inf is not None and float(found_inf) != 0:
 + found_inf is not None and float(found_inf) == 0:
 idle/missed.py: idle_history

@@ -77,7 +77,7 @@ def test_lazily(program: Program, name: str) -> None:
     compare(program, twins, program.rounding, twins.oracle)
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay"])
+@pytest.mark.parametrize("name", ["adamw-fused", "adamw", "sgd-momentum-weight-decay"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_exactly(program: Program, name: str) -> None:
     compare(program, Exact(case_named(name)), None)
