@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import NO_NUMPY_DTYPES
 from optimizer_cases import BASE, some
+from refusals import check_refused, refusals
 from refused_styles import Factored
 from speedtorch_cases import KINDS, WORDS, SkipGram, train
 from torch import nn
@@ -534,37 +535,26 @@ def test_bad_state_writes_nothing():
         state.CUPYcorpi = np.zeros((1, 9, 4))
 
 
-def test_bad_arguments():
+WRONG = """
+ModelFactory(nn.ReLU(), 5, 4) -> InvalidTypeError: ReLU without a weight
+ModelFactory(st.Embedding(5, 4), 5, 4) -> InvalidTypeError: moves its rows by itself
+ModelFactory(model.table, -5, 4) -> InvalidValueError: total_classes is -5
+ModelFactory(model.table, 5, "4") -> InvalidTypeError: embed_dimension is '4'
+OptimizerFactory(adam, 5, 4, model, "tabel") -> InvalidValueError: did you mean 'table'
+OptimizerFactory(adam, 5, 4, OneVariable(), "table") -> InvalidValueError: does not train
+OptimizerFactory(model, 5, 4, model, "table") -> InvalidTypeError: is a OneVariable but
+OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table") -> OptimizerError: not row by row
+PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit() -> InvalidValueError: 'gpu' but must be 'cuda' or 'cpu'
+PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit() -> InvalidValueError: pass deviceType='cpu'
+COM(-1) -> InvalidValueError: total_classes is -1
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_bad_arguments(refusal):
     model = OneVariable()
-    adam = torch.optim.Adam(model.parameters())
-    for call, error, message in (
-        (lambda: SpeedTorch.ModelFactory(nn.ReLU(), 5, 4), InvalidTypeError, "ReLU without a weight"),
-        (lambda: SpeedTorch.ModelFactory(st.Embedding(5, 4), 5, 4), InvalidTypeError, "moves its rows by itself"),
-        (lambda: SpeedTorch.ModelFactory(model.table, -5, 4), InvalidValueError, "total_classes is -5"),
-        (lambda: SpeedTorch.ModelFactory(model.table, 5, "4"), InvalidTypeError, "embed_dimension is '4'"),
-        (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, model, "tabel"), InvalidValueError, "did you mean 'table'"),
-        (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, OneVariable(), "table"), InvalidValueError, "does not train"),
-        (lambda: SpeedTorch.OptimizerFactory(model, 5, 4, model, "table"), InvalidTypeError, "is a OneVariable but"),
-        (
-            lambda: SpeedTorch.OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table"),
-            OptimizerError,
-            "not row by row",
-        ),
-        (
-            lambda: SpeedTorch.PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit(),
-            InvalidValueError,
-            "deviceType is 'gpu' but must be 'cuda' or 'cpu'",
-        ),
-        (
-            lambda: SpeedTorch.PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit(),
-            InvalidValueError,
-            "pass deviceType='cpu'",
-        ),
-        (lambda: SpeedTorch.COM(-1), InvalidValueError, "total_classes is -1"),
-    ):
-        with pytest.raises(error, match=message) as caught:
-            call()
-        assert "\n" not in str(caught.value)
+    names = {"st": st, "nn": nn, "OneVariable": OneVariable, "Factored": Factored, "model": model}
+    check_refused(refusal, adam=torch.optim.Adam(model.parameters()), **names, **vars(SpeedTorch))
 
 
 def test_one_warning_a_process(monkeypatch):

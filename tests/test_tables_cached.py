@@ -11,7 +11,8 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, one_line
+from cases import assert_same_bits
+from refusals import check_refused, refusals
 from table_cases.gather import GatherCases
 from table_cases.planes import PlaneCases
 from table_cases.scatter import ScatterCases
@@ -519,29 +520,31 @@ def test_stats():
     assert stats.cache_hit_bytes + stats.cache_miss_bytes == stats.gathered_bytes
 
 
-def test_what_is_refused(tmp_path):
-    path, few = tmp_path / "t.npy", torch.ones(3)
-    for options, kind, message in [
-        ({"cache_rows": -1}, InvalidValueError, "cache_rows is -1 but must be at least 0"),
-        ({"cache_rows": 1.5}, InvalidTypeError, "cache_rows is 1.5"),
-        ({"cache_rows": "all"}, InvalidValueError, "cache_rows is 'all' but must be 'auto' or a number of rows"),
-        ({"cache_counts": few}, InvalidValueError, "cache_counts is given but cache_rows is None"),
-        (
-            {"cache_rows": 5, "cache_counts": few},
-            InvalidValueError,
-            r"cache_counts has shape \(3,\) but the table has 9 rows",
-        ),
-        ({"cache_rows": 5, "cache_counts": torch.ones(9) > 0}, InvalidTypeError, "cache_counts is of dtype torch.bool"),
-    ]:
-        for call in (
-            lambda options=options: st.Table(9, 2, memory="mmap", path=path, device="cpu", **options),
-            lambda options=options: st.Table.from_array(torch.ones(9, 2), "mmap", path, "cpu", **options),
-            lambda options=options: st.Embedding(9, 2, memory="mmap", path=path, device="cpu", **options),
-        ):
-            with pytest.raises(kind, match=message) as error:
-                call()
-            one_line(error)
-            assert not path.exists()
+WRONG = r"""
+cache_rows=-1 -> InvalidValueError: cache_rows is -1 but must be at least 0
+cache_rows=1.5 -> InvalidTypeError: cache_rows is 1.5
+cache_rows="all" -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number of rows
+cache_counts=torch.ones(3) -> InvalidValueError: cache_counts is given but cache_rows is None
+cache_rows=5, cache_counts=torch.ones(3) -> InvalidValueError: cache_counts has shape \(3,\) but the table has 9 rows
+cache_rows=5, cache_counts=torch.ones(9) > 0 -> InvalidTypeError: cache_counts is of dtype torch.bool
+cache_rows=4, cache_counts="x" -> InvalidTypeError: cache_counts is a str but must hold a number for each row
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_what_is_refused(tmp_path, refusal):
+    path = tmp_path / "t.npy"
+    for call in (
+        'st.Table(9, 2, memory="mmap", path=path, device="cpu", {})',
+        'st.Table.from_array(torch.ones(9, 2), "mmap", path, "cpu", {})',
+        'st.Embedding(9, 2, memory="mmap", path=path, device="cpu", {})',
+    ):
+        call = refusal._replace(call=call.format(refusal.call))
+        assert "; " in check_refused(call, st=st, torch=torch, path=path)
+        assert not path.exists()
+
+
+def test_what_cannot_have_a_cache():
     with pytest.raises(
         InvalidValueError, match="cache_rows is 5 but memory='device' has all rows on the compute device"
     ):
@@ -561,8 +564,3 @@ def test_a_table_that_goes_warns_of_a_lost_write():
     view.fill_(9)
     with pytest.warns(UserWarning, match="when the table went"):
         del table
-
-
-def test_counts_that_are_no_numbers():
-    with pytest.raises(InvalidTypeError, match="cache_counts is a str but must hold a number for each row"):
-        st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4, cache_counts="x")
