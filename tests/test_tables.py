@@ -29,6 +29,7 @@ from speedtransfer.errors import (
     StorageError,
 )
 from speedtransfer.tables import MEMORIES, unique_rows
+from speedtransfer.tables.row_values import overlap
 
 
 class OnCpu(TableContract):
@@ -524,6 +525,27 @@ class TestThreads:
         for thread in threads:
             thread.join()
         assert failures == []
+
+
+def test_autograd_knows_of_writes_by_compiled_copies():
+    table, index, out = st.Table(3000, 64, memory="pageable", device="cpu"), torch.arange(3000), torch.empty(3000, 64)
+    view = table.torch()
+    versions = view._version, out._version
+    table.scatter(index, torch.ones(3000, 64))
+    table.gather(index, out=out)
+    assert view._version > versions[0]
+    assert out._version > versions[1]
+    assert out.eq(1).all()
+
+
+def test_tensors_overlap_where_they_share_a_byte():
+    memory = torch.zeros(40)
+    parts = memory[:20], memory[20:], memory[19:]
+    assert [[overlap(one, other) for other in parts] for one in parts] == [
+        [True, False, True],
+        [False, True, True],
+        [True, True, True],
+    ]
 
 
 class TestUniqueRows:
