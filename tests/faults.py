@@ -77,7 +77,7 @@ idle/history.py: optim_loaded_state
 idle/lag.py: optim_idle_flow
 - return length >= _MAX_STEPS or length >= _MAX_OPEN <= history.horizon
 + return length >= _MAX_STEPS
-idle/lag.py: optim_idle
+idle/lag.py: training_loops
 - found_inf is not None and float(found_inf) != 0:
 + found_inf is not None and float(found_inf) == 0:
 idle/missed.py: idle_history
@@ -222,7 +222,7 @@ vocabulary/owned.py: vocabulary
 vocabulary/quantiles.py: vocabulary_initial
 - below = below * r + 1.48753612908506148525e-2
 + below = below * r + 1.48753612908506148525e-3
-vocabulary/vocabulary_stats.py: vocabulary_stats
+vocabulary/vocabulary_stats.py: vocabulary_state
 - return self.unseen / self.lookups if self.lookups else 0.0
 + return 0.0
 engines/auto.py: engines_auto
@@ -313,6 +313,95 @@ word2vec/tokenise_compiled.py: word2vec_tokenise
 word2vec/vocabulary.py: word2vec_vocabulary
 - return numbers[numbers >= 0]
 + return numbers[numbers > 0]
+ngrams/constants.py: ngrams
+- (self.eos[0] if self.eos else 0)
++ 0
+- -(-least // unit) * unit
++ least
+- + (self.pad is not None)
++ + 0
+- if max(numbers) * (self._distinct - 1) >= _MAX:
++ if max(numbers) * (self._distinct - 1) > _MAX * 4:
+- (max(self.sizes) - 1) >= _MAX // count:
++ (max(self.sizes) - 1) >= _MAX:
+- else int(self.token_map.max()) + 1
++ else self.vocab_size
+engines/auto.py: engines_auto
+- self._row_bytes = max(self._row_bytes, row_bytes)
++ self._row_bytes = row_bytes
+- self._busy.discard(other)
++ pass
+- self.engines[other].wait(writes_only=direction == "gather")
++ self.engines[other].wait()
+- return self._busy <= {"mapped"}
++ return True
+tables/padded.py: tables_padded
+- (groups[-1] - (ordered[-1] == num_rows).long()).view(1)
++ groups[-1].view(1)
+- (groups.ids >= num_rows) | (groups.ids == excluded)
++ (groups.ids >= num_rows)
+- found._num_unique = count
++ pass
+tables/unique.py: tables
+- if few or largest >> (63 - bits):
++ if few:
+- at < len(ids) and ids[at] == wanted else -1
++ at < len(ids) else -1
+tables/chunks.py: tables
+- elif not dtype.is_floating_point and not float(fill).is_integer():
++ elif dtype.is_floating_point and not float(fill).is_integer():
+tables/page_advice.py: tables_page_advice
+- _advise(block, begin, end)
++ pass
+tables/reserved.py: tables_growing
+- os.ftruncate(self.number, after)
++ pass
+tables/row_cache.py: tables_cached
+- if counts is None:
++ if counts is not None:
+nn/lookup.py: nn_autograd
+- if ctx.padding >= 0:
++ if ctx.padding > 0:
+nn/weight.py: weight_functions
+- if tensor._version != version or _writes_to(values, func, args, kwargs):
++ if _writes_to(values, func, args, kwargs):
+vocabulary/capacity.py: vocabulary vocabulary_state
+- max(parse_bytes(limit) // row_bytes - reserved, capacity)
++ max(parse_bytes(limit) // row_bytes, capacity)
+- return max(limit + reserved, num_rows)
++ return max(limit, num_rows)
+vocabulary/policies.py: vocabulary_sightings
+- self.sightings.halve()
++ pass
+- drawn.astype(np.float64) * 2.0**-53 < 1 - (1 - self._admit) ** counts
++ drawn.astype(np.float64) * 2.0**-53 < self._admit
+- self.draws += 1
++ pass
+- np.where(now - last_use > self.lifetime,
++ np.where(now - last_use >= self.lifetime,
+vocabulary/room.py: vocabulary_deferred vocabulary
+- self.capacity >= most and not self.deferred
++ self.capacity >= most
+- self.max_capacity = self.capacity
++ pass
+checkpoint/manifest.py: checkpoint_fuzz
+- if len(used) != len(set(used)) or set(used)
++ if set(used)
+- or not name.startswith(f"{role}-"):
++ or False:
+checkpoint/tensors.py: checkpoint
+- -item[1].dtype.itemsize)
++ item[1].dtype.itemsize)
+- while name in self.tensors or name == METADATA:
++ while name in self.tensors:
+checkpoint/model.py: checkpoint
+- elif first.setdefault(id(handle), key) != key:
++ elif False:
+word2vec/tokenise.py: word2vec_corpus
+- if lines and piece.last:
++ if lines:
+- (int(np.count_nonzero(ids == LINE_END)) if lines else 0)
++ 0
 safetensors_io.py: tables_files
 - room + -(8 + len(text) + room) % _ALIGN)
 + room)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler as lr
 
 import speedtransfer as st
+from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.progress import ByteProgress
 
@@ -170,6 +171,13 @@ def test_what_is_no_plain_data_is_refused_before_anything_is_written(
         st.save_checkpoint(tmp_path / "a", model, extra={"deep": [value]})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "a").exists()
+
+
+def test_wide_tensors_come_first_and_none_has_the_name_of_the_metadata() -> None:
+    plan = TensorPlan()
+    names = [plan.keep("__metadata__", torch.zeros(3, dtype=torch.uint8)), plan.keep("b", torch.zeros(2).double())]
+    assert names == ["__metadata__#2", "b"]
+    assert list(plan.header()) == ["b", "__metadata__#2"]  # so that every value is aligned
 
 
 def test_the_files_are_plain_safetensors(model: nn.Module, tmp_path: Path) -> None:

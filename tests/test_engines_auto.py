@@ -90,8 +90,10 @@ class TestChoice:
             return calls
 
         assert steps("mapped", "mapped") == ["mapped gathers", "mapped scatters"] * 2
+        assert engine.runs_kernels
         first = ["wait for writes of mapped", "staged gathers", "wait for mapped", "staged scatters"]
         assert steps("staged", "staged") == [*first, "staged gathers", "staged scatters"]
+        assert not engine.runs_kernels  # which would not wait for this one
         # Only what one has left to do makes the other wait.
         there = ["wait for writes of staged", "mapped gathers", "wait for mapped", "staged scatters"]
         assert steps("mapped", "staged") == there * 2

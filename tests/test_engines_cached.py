@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from cached_engines import Twice, cached
 from engine_cases import EngineCases
 
 from speedtransfer.engines import (
@@ -25,25 +26,6 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import Table
 
 CPU = torch.device("cpu")
-
-
-def cached(capacity, policy="static", inner=None, planes=None, kind=CachedEngine, **options):
-    """Return a cache of the last rows of planes of 30, or of those gathered last."""
-    if policy == "static":
-        chosen = StaticPolicy(torch.arange(max(capacity, 30) - 1, -1, -1)[:capacity])
-    else:
-        chosen = LfuPolicy(CPU, every=1)
-    return kind(inner or HostEngine("cpu"), chosen, capacity, planes, **options)
-
-
-class Twice(CachedEngine):
-    """Gathers everything twice, so that the second time rows come from the cache."""
-
-    def gather(self, planes, index, rows, check=False, unsorted=False):
-        super().gather(planes, index, rows, check, unsorted)
-        for out in rows:
-            out.view(torch.uint8).fill_(1)
-        super().gather(planes, index, rows, check, unsorted)
 
 
 CACHES = [("lfu", 1), ("static", 2), ("lfu", 2), ("static", 30)]
@@ -493,19 +475,6 @@ def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     assert policy._ids.tolist() == list(range(40))
     policy.choose(2)
     assert len(policy._counts) == 8
-
-
-def test_it_is_deterministic():
-    def run():
-        policy, generator = LfuPolicy(CPU, every=3), torch.Generator().manual_seed(1)
-        return [
-            policy.choose(8).tolist()
-            for _ in range(40)
-            if policy.saw((torch.rand(64, generator=generator) ** 4 * 200).long())
-        ]
-
-    assert run() == run()
-    assert len(run()) > 10
 
 
 @pytest.mark.parametrize("policy", ["static", "lfu"])

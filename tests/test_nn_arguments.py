@@ -17,6 +17,7 @@ from lazy_oracle import (
     dense_grad,
     one_thread,  # noqa: F401 - a fixture
 )
+from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
 import speedtransfer
@@ -27,38 +28,27 @@ IDS = torch.tensor([[1, 1, 2], [2, 0, 1]])
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error", "words"),
-    [
-        ((-1, 3), ValueError, "num_embeddings is -1 but must be at least 0"),
-        ((3, -1), ValueError, "embedding_dim is -1"),
-        ((2.5, 3), TypeError, "num_embeddings is 2.5"),
-        ((True, 3), TypeError, "num_embeddings is True"),
-    ],
-)
-def test_bad_sizes(arguments: tuple, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        speedtransfer.Embedding(*arguments)
+WRONG = r"""
+-1, 3 -> ValueError: num_embeddings is -1 but must be at least 0
+3, -1 -> ValueError: embedding_dim is -1
+2.5, 3 -> TypeError: num_embeddings is 2.5
+True, 3 -> TypeError: num_embeddings is True
+4, 2, memory="pageble" -> ValueError: did you mean 'pageable'
+4, 2, memory="pinned" -> RuntimeError: pinned
+4, 2, memory="mmap" -> ValueError: path
+4, 2, path="rows.npy" -> ValueError: mmap
+4, 2, idle="lasy" -> ValueError: did you mean 'lazy'
+4, 2, dtype=torch.complex64 -> TypeError: complex64
+4, 2, _weight=torch.zeros(3, 2) -> ValueError: shape \(3, 2\)
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "words"),
-    [
-        ({"memory": "pageble"}, ValueError, "did you mean 'pageable'"),
-        ({"memory": "pinned"}, RuntimeError, "pinned"),
-        ({"memory": "mmap"}, ValueError, "path"),
-        ({"path": "rows.npy"}, ValueError, "mmap"),
-        ({"idle": "lasy"}, ValueError, "did you mean 'lazy'"),
-        ({"dtype": torch.complex64}, TypeError, "complex64"),
-        ({"_weight": torch.zeros(3, 2)}, ValueError, r"shape \(3, 2\)"),
-    ],
-)
-def test_bad_options(options: dict, error: type[Exception], words: str) -> None:
-    if options.get("memory") == "pinned" and torch.cuda.is_available():
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_wrong_arguments(refusal: Refusal) -> None:
+    if "pinned" in refusal.call and torch.cuda.is_available():
         pytest.skip("pinned memory works here")
-    with pytest.raises(error, match=words) as caught:
-        speedtransfer.Embedding(4, 2, **options)
-    assert "\n" not in str(caught.value)
+    call = refusal._replace(call=f"Embedding({refusal.call})")
+    check_refused(call, Embedding=speedtransfer.Embedding, torch=torch)
 
 
 MAKERS = [

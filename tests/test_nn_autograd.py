@@ -169,3 +169,17 @@ def test_vmap_over_a_trained_table():
             torch.func.grad(lambda x, module=module: (module(tokens) * x).sum())(torch.ones(3)).sum().backward()
             optimizer.step()
     assert torch.equal(modules[0].weight, modules[1].weight)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 2])
+def test_padding_gets_no_gradient_that_may_be_differentiated(padding_idx: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "SMALL_BYTES", 1)
+    ours, dense = both(padding_idx=padding_idx)
+    found = []
+    for module in (ours, dense):
+        loss = (module(torch.tensor([0, 2, 0, 1])) + 1).pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, module.weight, create_graph=True)
+        grad.pow(2).sum().backward()
+        found.append((grad.detach().to_dense(), module.weight.grad.to_dense()))
+    torch.testing.assert_close(*found)
+    assert not found[0][0][padding_idx].any()

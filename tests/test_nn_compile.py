@@ -10,12 +10,14 @@ import pickle
 import threading
 import warnings
 import weakref
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from training_loops import Program, parse
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
@@ -194,16 +196,123 @@ def test_dynamic_shapes() -> None:
     assert torch.equal(compiled(model)(marked), plain(marked))
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing_around_a_compiled_model(reentrant: bool) -> None:
-    model, plain = pair()
-    run = compiled(model)
+PROGRAMS = parse(
+    """
+# activation checkpointing around the model
+for number, ids in enumerate(batches):
+    start = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    step(checkpoint(lambda x: run(ids) + x, start, use_reentrant=number % 2 == 0).mean())
 
-    def step(function, ids):
-        start = torch.zeros((), dtype=F64, requires_grad=True)
-        return checkpoint(lambda x: function(ids) + x, start, use_reentrant=reentrant).mean()
+# accumulation, clipping and scaling
+scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+for first, second in zip(batches[::2], batches[1::2]):
+    opt.zero_grad()
+    for ids in (first, second, first):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = run(ids).mean()
+        scaler.scale(loss).backward()
+    scaler.unscale_(opt)
+    st.clip_grad_norm_([*model.parameters()], 0.5)
+    scaler.step(opt)
+    scaler.update()
 
-    assert train(run, model.parameters(), batches(), step) == train(plain, plain.parameters(), batches(), step)
+# backward twice, and hooks
+words.weight.register_hook(lambda grad: seen.append(grad.to_dense().clone()))
+loss = run(batches[0]).mean()
+loss.backward(retain_graph=True)
+loss.backward()
+seen += [words.weight.grad, tags.weight.grad]
+
+# frozen between forward and backward, and thawed
+loss = run(batches[0]).mean()
+words.requires_grad_(False)
+loss.backward()
+seen += [words.weight.grad is None, tags.weight.grad is None]
+run(batches[0]).mean().backward()
+seen.append(words.weight.grad is None)
+words.requires_grad_(True)
+run(batches[0]).mean().backward()
+seen.append(words.weight.grad is None)
+
+# a step between forward and backward of a graph that is kept
+own = torch.optim.SGD(words.parameters(), lr=0.1)
+first, second = (run(ids).mean() for ids in batches[:2])
+first.backward()
+own.step()
+own.zero_grad()
+second.backward()
+own.step()
+
+# gradients of something else deposit nothing, though a compiled graph runs its whole backward
+seen += torch.autograd.grad(run(batches[0]).mean(), [model.head.weight])
+seen.append(words.weight.grad is None)
+run(batches[0]).mean().backward(inputs=[model.head.weight, tags.weight])
+seen.append(words.weight.grad is None)
+run(batches[1]).mean().backward()
+seen += [words.weight.grad, tags.weight.grad]
+
+# gradients asked for by the weight leave nothing for a later backward
+loss = run(batches[0]).mean() + words(torch.tensor([4, 4])).sum()
+seen += torch.autograd.grad(loss, [words.weight, model.head.weight, tags.weight])
+seen += [words.weight.grad is None, tags.weight.grad is None]
+run(batches[0]).mean().backward()
+seen.append(words.weight.grad)
+
+# lookups without gradients
+for number, ids in enumerate((batches[0], batches[0].int(), torch.tensor(4), torch.empty(0, 3).long())):
+    with (torch.inference_mode, torch.no_grad)[number % 2]():
+        seen.append(run(ids))
+model.requires_grad_(False)
+words.table.reset_stats()
+seen += [run(batches[0]).requires_grad, words.table.stats().gathered_rows]
+
+# rows read ahead
+for ids in batches:
+    ticket = words.prefetch(ids)
+    seen.append(ticket.is_waiting)
+    step(run(ids).mean())
+    seen.append(ticket.is_waiting)
+
+# saved tensors that are copied: backward reads the rows again
+for ids in batches:
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
+        loss = run(ids).mean()
+    step(loss)
+
+# a model that is converted
+run(batches[0])
+model.float()
+loss = run(batches[0]).sum()
+loss.backward()
+seen += [loss, words.weight.grad]
+"""
+)
+
+
+def outcome(program: Program, run: Any, model: nn.Module) -> list[Any]:
+    """Run a program and return what it saw, dense and without gradients."""
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    def step(loss: Tensor) -> None:
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        seen.append(loss)
+
+    seen: list[Any] = []
+    names = {"torch": torch, "st": st, "checkpoint": checkpoint, "run": run, "model": model, "words": model.words}
+    names |= {"tags": model.tags, "opt": opt, "step": step, "batches": batches(), "seen": seen}
+    exec(compile(program.code, f"<{program}>", "exec"), names)
+    return [it.detach().to_dense() if isinstance(it, Tensor) else it for it in names["seen"]]
+
+
+@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("options", [{}, pytest.param({"sparse": True}, marks=pytest.mark.slow)], ids=str)
+def test_programs_are_those_of_the_model_itself(program: Program, options, backend: str) -> None:
+    model, plain = pair(**options)
+    found = outcome(program, compiled(model, backend), model)
+    torch.testing.assert_close(found, outcome(program, plain, plain), rtol=1e-14, atol=1e-16)
     check_same(model, plain)
 
 
@@ -215,105 +324,7 @@ def test_activation_checkpointing_within_a_compiled_model() -> None:
     check_same(model, plain)
 
 
-def test_accumulation_clipping_and_scaling() -> None:
-    model, plain = pair(dtype=torch.float32)
-
-    def trained(function, params):
-        opt, scaler = torch.optim.AdamW(params, lr=0.1), torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-        for first, second in zip(batches(6)[::2], batches(6)[1::2], strict=True):
-            opt.zero_grad()
-            for ids in (first, second, first):
-                with torch.autocast("cpu", torch.bfloat16):
-                    loss = function(ids).float().mean()
-                scaler.scale(loss).backward()
-            scaler.unscale_(opt)
-            st.clip_grad_norm_(params, 0.5)
-            scaler.step(opt)
-            scaler.update()
-
-    trained(compiled(model), [*model.parameters()])
-    trained(plain, [*plain.parameters()])
-    check_same(model, plain)
-
-
-def test_backward_twice_and_hooks() -> None:
-    model, plain = pair()
-    seen: list[list[Tensor]] = [[], []]
-    for function, one, calls in ((compiled(model), model, seen[0]), (plain, plain, seen[1])):
-        one.words.weight.register_hook(lambda grad, calls=calls: calls.append(grad.to_dense().clone()))
-        loss = function(batches(1)[0]).mean()
-        loss.backward(retain_graph=True)
-        loss.backward()
-    assert len(seen[0]) == len(seen[1]) == 2
-    assert all(map(torch.equal, *seen))
-    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
-    assert torch.equal(model.tags.weight.grad, plain.tags.weight.grad)
-
-
-def test_frozen_between_forward_and_backward() -> None:
-    model, _ = pair()
-    loss = compiled(model)(batches(1)[0]).mean()
-    model.words.requires_grad_(False)
-    loss.backward()
-    assert model.words.weight.grad is None
-    assert model.tags.weight.grad is not None
-    # The next graph is one without gradients of it, and back.
-    run = compiled(model)
-    run(batches(1)[0]).mean().backward()
-    assert model.words.weight.grad is None
-    model.words.requires_grad_(True)
-    run(batches(1)[0]).mean().backward()
-    assert model.words.weight.grad is not None
-
-
-def test_a_step_between_forward_and_backward_of_a_graph_kept() -> None:
-    model, plain = pair()
-    for function, one in ((compiled(model), model), (plain, plain)):
-        opt = torch.optim.SGD(one.words.parameters(), lr=0.1)
-        first, second = (function(ids).mean() for ids in batches(2))
-        first.backward()
-        opt.step()
-        opt.zero_grad()
-        second.backward()
-        opt.step()
-    check_same(model.words, plain.words)
-
-
 # --- autograd ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
-def test_gradients_of_something_else_deposit_nothing(backend: str) -> None:
-    """A compiled graph runs its whole backward, whatever was asked for."""
-    model, plain = pair()
-    for function, one in ((compiled(model, backend), model), (plain, plain)):
-        (grad,) = torch.autograd.grad(function(batches(1)[0]).mean(), [one.head.weight])
-        assert grad.shape == (2, 4)
-        assert one.words.weight.grad is None
-        function(batches(1)[0]).mean().backward(inputs=[one.head.weight, one.tags.weight])
-        assert one.words.weight.grad is None
-        function(batches(2)[1]).mean().backward()
-    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
-    assert torch.equal(model.tags.weight.grad, plain.tags.weight.grad)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("sparse", [False, True])
-def test_gradients_asked_for_by_the_weight(backend: str, sparse: bool) -> None:
-    model, plain = pair(sparse=sparse)
-    found = []
-    for function, one in ((compiled(model, backend), model), (plain, plain)):
-        loss = function(batches(1)[0]).mean() + one.words(torch.tensor([4, 4])).sum()
-        grads = torch.autograd.grad(loss, [one.words.weight, one.head.weight, one.tags.weight])
-        assert one.words.weight.grad is None
-        assert one.tags.weight.grad is None
-        found.append([grad.to_dense() for grad in grads])
-        # Nothing is left for a later backward.
-        function(batches(1)[0]).mean().backward()
-        found[-1].append(one.words.weight.grad.to_dense())
-    for one, other in zip(*found, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-14, atol=1e-16)
 
 
 def test_gradients_to_be_differentiated_again_are_refused() -> None:
@@ -331,21 +342,6 @@ def test_ids_that_change_before_backward_raise_as_those_of_torch() -> None:
     ids.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_saved_tensors_that_are_copied() -> None:
-    """The rows of a lookup are found by memory that a copy does not have: backward then reads them again."""
-    model, plain = pair()
-    run = compiled(model, "eager")
-
-    def step(function, ids):
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x):
-            loss = function(ids).mean()
-        assert function is plain or not model.words._handle.anchor.lookups
-        return loss
-
-    assert train(run, model.parameters(), batches(), step) == train(plain, plain.parameters(), batches(), step)
-    check_same(model, plain)
 
 
 def test_what_is_kept_of_a_lookup_goes_with_its_graph() -> None:
@@ -379,42 +375,6 @@ def test_threads_that_run_backward_at_the_same_time() -> None:
 
 
 # --- frozen ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("backend", "mode", "options"),
-    [
-        pytest.param("eager", torch.no_grad, {}, marks=pytest.mark.slow),
-        ("aot_eager", torch.inference_mode, {}),
-        ("aot_eager", torch.no_grad, {"storage_dtype": torch.int8, "dtype": torch.float32}),
-    ],
-)
-def test_lookups_without_gradients(backend: str, mode, options) -> None:
-    model, plain = pair(**options)
-    run = compiled(model, backend)
-    for ids in (*batches(1), batches(1)[0].int(), torch.tensor(4), torch.empty(0, 3).long()):
-        with mode():
-            assert torch.equal(run(ids), plain(ids))
-    frozen = compiled(model.requires_grad_(False), backend)
-    assert not frozen(ids).requires_grad
-    stats = model.words.table.stats()
-    frozen(batches(1)[0])
-    assert model.words.table.stats().gathered_rows - stats.gathered_rows == 2 * 42
-
-
-def test_rows_read_ahead_are_found() -> None:
-    model, plain = pair()
-    run = compiled(model)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.1), torch.optim.AdamW(plain.parameters(), lr=0.1)
-    for ids in batches():
-        ticket = model.words.prefetch(ids)
-        assert ticket.is_waiting
-        for function, each in zip((run, plain), opt, strict=True):
-            each.zero_grad()
-            function(ids).mean().backward()
-            each.step()
-        assert not ticket.is_waiting
-    check_same(model, plain)
 
 
 def test_ids_out_of_range() -> None:
@@ -547,19 +507,6 @@ def test_a_weight_that_is_shared_or_assigned_later() -> None:
     assert torch.equal(run(ids), model(ids))
     model.words.weight.data = torch.zeros(50, 4, dtype=F64)
     assert torch.equal(run(ids), model(ids))
-
-
-def test_a_model_that_is_converted() -> None:
-    model, plain = pair()
-    run, ids = compiled(model), batches(1)[0]
-    run(ids)
-    model.float()
-    plain.float()
-    assert model.words._handle.anchor.leaf.dtype == torch.float32
-    assert torch.equal(run(ids), plain(ids))
-    run(ids).sum().backward()
-    plain(ids).sum().backward()
-    assert torch.equal(model.words.weight.grad, plain.words.weight.grad)
 
 
 def test_transforms_of_torch_func() -> None:

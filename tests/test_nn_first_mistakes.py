@@ -7,97 +7,53 @@ from typing import Any
 
 import pytest
 import torch
+from refusals import Refusal, check_refused, refusals
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, StorageError
 
 META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
 VOCABULARY = st.Embedding(10, 4, vocabulary=st.Vocabulary())
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: st.Embedding(10, 4, device="gpu"), InvalidValueError, "device is 'gpu' but .* a CPU or CUDA device"),
-        (lambda: st.Embedding(10, 4, device=99), DeviceError, "'cuda:99'"),
-        (
-            lambda: st.Embedding(10, 4, padding_idx=0.0),
-            InvalidTypeError,
-            r"padding_idx is 0\.0 \(float\) but must be an i",
-        ),
-        (lambda: st.EmbeddingBag(10, 4, padding_idx="0"), InvalidTypeError, r"padding_idx is '0' \(str\)"),
-        (
-            lambda: st.MultiEmbedding([3, 4], 4, padding_idx=["0", 1]),
-            InvalidTypeError,
-            "padding_idx of feature '0' is '0'",
-        ),
-        (
-            lambda: st.MultiEmbedding([3, 4], 4, padding_idx=0.5),
-            InvalidTypeError,
-            r"padding_idx of feature '0' is 0\.5",
-        ),
-        (
-            lambda: st.MultiEmbedding(10, 4),
-            InvalidTypeError,
-            "num_embeddings is 10 but must be several; pass one for each",
-        ),
-        (
-            lambda: st.Embedding(3, 2, memory=None),
-            InvalidValueError,
-            "memory is None, .*; choose from 'auto', 'pinned'",
-        ),
-        (
-            lambda: st.Embedding(3, 2, memory="mmap", path=3),
-            InvalidTypeError,
-            "path is a int but must be the path of a file",
-        ),
-        (lambda: st.Table(3, 2).save(None), InvalidTypeError, "path is a NoneType but must be the path of a file"),
-        (
-            lambda: st.NgramHash(rows=10, orders="23"),
-            InvalidTypeError,
-            r"orders is '23' \(str\) but must be a number or",
-        ),
-        (lambda: st.NgramHash(rows=10, eos="</s>"), InvalidTypeError, r"eos is '</s>' \(str\) but must be an integer"),
-        (lambda: st.NgramHash(rows=10).statistics(META), InvalidTypeError, "tokens is on the meta device"),
-        (lambda: st.Embedding(10, 4)(META), InvalidTypeError, "index is on the meta device, which has no values"),
-        (lambda: VOCABULARY(META), InvalidTypeError, "ids is on the meta device, which has no values"),
-        (lambda: VOCABULARY(SPARSE), InvalidTypeError, r"ids is a sparse tensor .*; pass ids\.to_dense\(\)"),
-        (
-            lambda: st.EmbeddingBag(10, 4)(SPARSE),
-            InvalidTypeError,
-            r"index is a sparse tensor .*; pass index\.to_dense",
-        ),
-        (lambda: st.Embedding(10, 4, device=2**70), InvalidValueError, "must be a CPU or CUDA device"),
-        (
-            lambda: st.Table(3, 2).init_("normal"),
-            InvalidTypeError,
-            "function is 'normal' but must take a chunk of rows",
-        ),
-        (lambda: st.Table(3, 2).add_plane(3), InvalidTypeError, "name is 3 but planes are named by strings"),
-        (lambda: st.Table(3, 2).plane(["weight"]), InvalidValueError, r"no plane .*; did you mean 'weight'"),
-        (lambda: st.Changes.load(3), InvalidTypeError, "path is a int but must be the path of a file"),
-        (lambda: st.equal_steps(3), InvalidTypeError, r"loader is 3 \(int\) but must be an iterable of batches"),
-        (lambda: st.plan((9, 4), storage_dtype=["x"]), InvalidValueError, r"storage_dtype is \['x'\]; choose from"),
-        (lambda: st.plan((9, 4), scale_block=[1]), InvalidTypeError, r"scale_block is \[1\] \(list\)"),
-        (lambda: st.plan((9, 4), idle=["exact"]), InvalidValueError, r"idle is \['exact'\]"),
-        (
-            lambda: st.to_dense(st.Embedding(3, 2), device="gpu"),
-            InvalidValueError,
-            "device is 'gpu' but .* a CPU or CUDA",
-        ),
-        (
-            lambda: st.to_dense(st.Embedding(3, 2), device=0.5),
-            InvalidTypeError,
-            "device is 0.5 but must be a torch.device",
-        ),
-        (lambda: st.clip_grad_norm_(nn.Linear(2, 2), 1.0), InvalidTypeError, r"a Linear; pass its parameters\(\)"),
-    ],
-)
-def test_wrong_arguments(make: Callable[[], Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
-        make()
+WRONG = r"""
+st.Embedding(10, 4, device="gpu") -> InvalidValueError: device is 'gpu' but .* a CPU or CUDA device
+st.Embedding(10, 4, device=99) -> DeviceError: 'cuda:99'
+st.Embedding(10, 4, device=2**70) -> InvalidValueError: must be a CPU or CUDA device
+st.Embedding(10, 4, padding_idx=0.0) -> InvalidTypeError: padding_idx is 0\.0 \(float\) but must be an i
+st.EmbeddingBag(10, 4, padding_idx="0") -> InvalidTypeError: padding_idx is '0' \(str\)
+st.MultiEmbedding([3, 4], 4, padding_idx=["0", 1]) -> InvalidTypeError: padding_idx of feature '0' is '0'
+st.MultiEmbedding([3, 4], 4, padding_idx=0.5) -> InvalidTypeError: padding_idx of feature '0' is 0\.5
+st.MultiEmbedding(10, 4) -> InvalidTypeError: num_embeddings is 10 but must be several; pass one for each
+st.Embedding(3, 2, memory=None) -> InvalidValueError: memory is None, .*; choose from 'auto', 'pinned'
+st.Embedding(3, 2, memory="mmap", path=3) -> InvalidTypeError: path is a int but must be the path of a file
+st.Table(3, 2).save(None) -> InvalidTypeError: path is a NoneType but must be the path of a file
+st.Table(3, 2).init_("normal") -> InvalidTypeError: function is 'normal' but must take a chunk of rows
+st.Table(3, 2).add_plane(3) -> InvalidTypeError: name is 3 but planes are named by strings
+st.Table(3, 2).plane(["weight"]) -> InvalidValueError: no plane .*; did you mean 'weight'
+st.NgramHash(rows=10, orders="23") -> InvalidTypeError: orders is '23' \(str\) but must be a number or
+st.NgramHash(rows=10, eos="</s>") -> InvalidTypeError: eos is '</s>' \(str\) but must be an integer
+st.NgramHash(rows=10).statistics(META) -> InvalidTypeError: tokens is on the meta device
+st.Embedding(10, 4)(META) -> InvalidTypeError: index is on the meta device, which has no values
+VOCABULARY(META) -> InvalidTypeError: ids is on the meta device, which has no values
+VOCABULARY(SPARSE) -> InvalidTypeError: ids is a sparse tensor .*; pass ids\.to_dense\(\)
+st.EmbeddingBag(10, 4)(SPARSE) -> InvalidTypeError: index is a sparse tensor .*; pass index\.to_dense
+st.Changes.load(3) -> InvalidTypeError: path is a int but must be the path of a file
+st.equal_steps(3) -> InvalidTypeError: loader is 3 \(int\) but must be an iterable of batches
+st.plan((9, 4), storage_dtype=["x"]) -> InvalidValueError: storage_dtype is \['x'\]; choose from
+st.plan((9, 4), scale_block=[1]) -> InvalidTypeError: scale_block is \[1\] \(list\)
+st.plan((9, 4), idle=["exact"]) -> InvalidValueError: idle is \['exact'\]
+st.to_dense(st.Embedding(3, 2), device="gpu") -> InvalidValueError: device is 'gpu' but .* a CPU or CUDA
+st.to_dense(st.Embedding(3, 2), device=0.5) -> InvalidTypeError: device is 0.5 but must be a torch.device
+st.clip_grad_norm_(nn.Linear(2, 2), 1.0) -> InvalidTypeError: a Linear; pass its parameters\(\)
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_wrong_arguments(refusal: Refusal) -> None:
+    check_refused(refusal, st=st, nn=nn, META=META, SPARSE=SPARSE, VOCABULARY=VOCABULARY)
 
 
 @pytest.mark.parametrize("function", [st.summary, st.to_dense, st.table_parameters, st.full_state_dict])

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
+from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
 import speedtransfer
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError
 from speedtransfer.optim import find_handle
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -146,71 +147,36 @@ def test_float32_named_is_as_ever() -> None:
     assert torch.equal(values(emb), values(plain))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"storage_dtype": torch.float64}, r"storage_dtype is torch.float64 but must be None or one of torch.float32"),
-        (
-            {"storage_dtype": "int8"},
-            r"storage_dtype is 'int8' but must be None or one of .*torch.int8, .*torch.float8_e5m2; pass one of them",
-        ),
-        ({"storage_dtype": torch.uint8}, "storage_dtype is torch.uint8"),
-        ({"state_dtype": torch.int8}, r"state_dtype is torch.int8 .*torch.uint8 \(uint8: blocks of 8-bit floats\)"),
-        ({"state_dtype": torch.float16}, "state_dtype is torch.float16"),
-        ({"state_dtype": 8}, "state_dtype is 8 but"),
-        (
-            {"storage_dtype": torch.int8, "dtype": torch.float64},
-            "storage_dtype is torch.int8 but the rows are torch.float64",
-        ),
-        ({"state_dtype": torch.bfloat16, "dtype": torch.float16}, "state_dtype is torch.bfloat16 but the rows are"),
-    ],
-)
-def test_wrong_dtypes(options: dict, words: str) -> None:
-    for module in (speedtransfer.Embedding, speedtransfer.EmbeddingBag):
-        with pytest.raises(InvalidTypeError, match=words) as caught:
-            module(4, 2, **options)
-        assert "\n" not in str(caught.value)
-    if "dtype" not in options:
-        with pytest.raises(InvalidTypeError, match=words):
-            speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2), **options)
+WRONG = r"""
+storage_dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.float64 but must be None or one of torch.float32
+storage_dtype="int8" -> InvalidTypeError: storage_dtype is 'int8' but .*torch.int8, .*torch.float8_e5m2; pass one of them
+storage_dtype=torch.uint8 -> InvalidTypeError: storage_dtype is torch.uint8
+state_dtype=torch.int8 -> InvalidTypeError: state_dtype is torch.int8 .*torch.uint8 \(uint8: blocks of 8-bit floats\)
+state_dtype=torch.float16 -> InvalidTypeError: state_dtype is torch.float16
+state_dtype=8 -> InvalidTypeError: state_dtype is 8 but
+storage_dtype=torch.int8, dtype=torch.float64 -> InvalidTypeError: storage_dtype is torch.int8 but the rows are torch.float64
+state_dtype=torch.bfloat16, dtype=torch.float16 -> InvalidTypeError: state_dtype is torch.bfloat16 but the rows are
+scale_block=32 -> InvalidValueError: scale_block is 32 but storage_dtype is None, and only float8 rows
+scale_block=32, storage_dtype=torch.int8 -> InvalidValueError: storage_dtype is torch.int8, and only
+scale_block=0, storage_dtype=torch.float8_e4m3fn -> InvalidValueError: scale_block is 0 but must be at least 1
+scale_block=-5, storage_dtype=torch.float8_e5m2 -> InvalidValueError: scale_block is -5 but must be at least 1
+scale_block=2.0, storage_dtype=torch.float8_e4m3fn -> InvalidTypeError: scale_block is 2.0 .float. but must be an
+scale_block=True, storage_dtype=torch.float8_e4m3fn -> InvalidTypeError: scale_block is True
+dtype=torch.float8_e4m3fn -> InvalidTypeError: dtype is torch.float8_e4m3fn, .* pass storage_dtype=torch.float8_e4m3fn
+"""
 
 
-@pytest.mark.parametrize(
-    ("options", "kind", "words"),
-    [
-        ({"scale_block": 32}, InvalidValueError, "scale_block is 32 but storage_dtype is None, and only float8 rows"),
-        ({"scale_block": 32, "storage_dtype": torch.int8}, InvalidValueError, "storage_dtype is torch.int8, and only"),
-        ({"scale_block": 0, "storage_dtype": FLOAT8[0]}, InvalidValueError, "scale_block is 0 but must be at least 1"),
-        (
-            {"scale_block": -5, "storage_dtype": FLOAT8[1]},
-            InvalidValueError,
-            "scale_block is -5 but must be at least 1",
-        ),
-        (
-            {"scale_block": 2.0, "storage_dtype": FLOAT8[0]},
-            InvalidTypeError,
-            "scale_block is 2.0 .float. but must be an",
-        ),
-        ({"scale_block": True, "storage_dtype": FLOAT8[0]}, InvalidTypeError, "scale_block is True"),
-        (
-            {"dtype": FLOAT8[0]},
-            InvalidTypeError,
-            "dtype is torch.float8_e4m3fn, .* pass storage_dtype=torch.float8_e4m3fn",
-        ),
-    ],
-)
-def test_blocks_that_make_no_sense(options: dict, kind: type, words: str) -> None:
-    for make in (speedtransfer.Embedding, speedtransfer.EmbeddingBag):
-        with pytest.raises(kind, match=words) as caught:
-            make(4, 2, **options)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(kind, match=words):
-        speedtransfer.MultiEmbedding([4, 3], 2, **options)
-    if "dtype" not in options:
-        model = nn.Sequential(nn.Embedding(4, 2))
-        with pytest.raises(kind, match=words):
-            speedtransfer.replace_embeddings(model, min_rows=0, **options)
-        assert type(model[0]) is nn.Embedding
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_wrong_dtypes_and_blocks(refusal: Refusal) -> None:
+    model, dtype_given = nn.Sequential(nn.Embedding(4, 2)), ", dtype=" in f", {refusal.call}"
+    calls = ["st.Embedding(4, 2, {})", "st.EmbeddingBag(4, 2, {})", "st.MultiEmbedding([4, 3], 2, {})"]
+    if not dtype_given:
+        calls.append("st.replace_embeddings(model, min_rows=0, {})")
+    if not dtype_given and "scale_block" not in refusal.call:
+        calls.append("st.Embedding.from_pretrained(torch.zeros(4, 2), {})")
+    for call in calls:
+        check_refused(refusal._replace(call=call.format(refusal.call)), st=speedtransfer, torch=torch, model=model)
+    assert type(model[0]) is nn.Embedding
 
 
 # --- float8 -----------------------------------------------------------------------------------------------------------

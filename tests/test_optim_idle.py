@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import pytest
 import torch
 from exact_pair import CASES, Exact, warmup_and_cosine
 from lazy_oracle import (
     one_thread,  # noqa: F401 - a fixture
-    squared_loss,
 )
 from optimizer_cases import FUSED, OptimizerCase, case_named, some
 from torch.optim import lr_scheduler
@@ -71,42 +67,3 @@ def test_tensor_learning_rate() -> None:
     pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": torch.tensor(0.03), "foreach": False}))
     pair.train(pair.batches(60))
     pair.assert_same()
-
-
-# --- steps that are none ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"fused": True}], ids=["loop", "fused"])
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_steps_skipped_by_grad_scaler(kind: type[torch.optim.Optimizer], kwargs: dict[str, Any]) -> None:
-    pair = Exact(OptimizerCase("skipped", kind, {"lr": 0.02, "weight_decay": 0.05, **kwargs}))
-    scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=7) for _ in pair.modules]
-    for number, (ids, target) in enumerate(pair.batches(80)):
-        for module, optimizer, scaler in zip(pair.modules, pair.optimizers, scalers, strict=True):
-            optimizer.zero_grad()
-            loss = squared_loss(module(ids), target) * (math.inf if number % 9 == 4 else 1.0)
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-    pair.assert_same()
-
-
-def test_a_step_without_a_batch_is_none_as_in_torch() -> None:
-    pair = Exact(case_named("adamw"))
-    pair.train(pair.batches(10))
-    for optimizer in pair.optimizers:
-        optimizer.zero_grad()
-        optimizer.step()
-    pair.train(pair.batches(10, seed=1))
-    pair.assert_same()
-
-
-def test_a_batch_of_no_ids_is_a_step_for_every_row() -> None:
-    pair = Exact(case_named("adamw"))
-    pair.train(pair.batches(10))
-    before = pair.ours.table.torch().clone()
-    empty = torch.empty(0, dtype=torch.int64), torch.empty(0, 8)
-    pair.train([empty] * 3)
-    pair.assert_same()
-    assert not torch.equal(pair.ours.table.torch(), before)

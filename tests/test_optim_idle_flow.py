@@ -30,21 +30,6 @@ from speedtransfer.rows import Rows
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
-def test_several_forwards_and_backwards_a_step(name: str) -> None:
-    pair = Exact(case_named(name))
-    batches = pair.batches(90)
-    for three in zip(batches[::3], batches[1::3], batches[2::3], strict=True):
-        for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
-            optimizer.zero_grad()
-            first, second = (squared_loss(module(ids), target) for ids, target in three[:2])
-            (first + second).backward()
-            squared_loss(module(three[2][0]), three[2][1]).backward()
-            torch.nn.utils.clip_grad_norm_(module.parameters(), 3.0)
-            optimizer.step()
-    pair.assert_same()
-
-
 def test_rows_read_between_steps_are_up_to_date() -> None:
     pair = Exact(case_named("adamw"))
     everything = torch.arange(60)
@@ -195,12 +180,6 @@ def test_state_dicts_go_both_ways(case: OptimizerCase) -> None:
     fresh.assert_same(4e-5)  # either side has the roundings of the other in it
 
 
-def write_rows(pair: Exact) -> None:
-    rows = torch.randn(2, 8)
-    pair.ours.table[[57, 1]] = rows
-    pair.dense.weight.data[[57, 1]] = rows
-
-
 def load_weights(pair: Exact) -> None:
     saved = copy.deepcopy(pair.dense.state_dict())
     pair.train(pair.batches(20, seed=2))
@@ -227,7 +206,7 @@ def take_over(pair: Exact) -> None:
     )
 
 
-@pytest.mark.parametrize("change", [write_rows, load_weights, load_state, clear_state, take_over])
+@pytest.mark.parametrize("change", [load_weights, load_state, clear_state, take_over])
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay"])
 def test_changes_while_rows_lag(name: str, change: Callable[[Exact], None]) -> None:
     pair = Exact(case_named(name))
@@ -388,23 +367,6 @@ def test_what_has_no_rule_is_refused() -> None:
     assert torch.equal(embedding.table.torch(), before)
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_steps_in_which_no_batch_comes(set_to_none: bool) -> None:
-    """A gradient of zeros is a step to a dense optimizer; none is none."""
-    torch.manual_seed(0)
-    ours = speedtransfer.Embedding(30, 4, idle="exact")
-    torch.manual_seed(0)
-    dense = torch.nn.Embedding(30, 4)
-    for module in (ours, dense):
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for step, (ids, target) in enumerate(skewed_batches(30, 4, 12)):
-            optimizer.zero_grad(set_to_none=set_to_none)
-            if step % 3 != 2:
-                squared_loss(module(ids), target).backward()
-            optimizer.step()
-    torch.testing.assert_close(ours.weight, dense.weight, rtol=1e-5, atol=1e-6)
-
-
 def test_an_optimizer_without_state_lets_rows_miss_steps(monkeypatch):
     whole = []
     catch_up = Rows.catch_up
@@ -425,7 +387,7 @@ def test_the_history_of_a_small_table_is_small() -> None:
     emb = speedtransfer.Embedding(20, 4, idle="exact")
     dense = torch.nn.Embedding(20, 4, _weight=emb.weight.detach().clone())
     opts = [torch.optim.AdamW(module.parameters(), lr=0.01) for module in (emb, dense)]
-    for number in range(700):
+    for number in range(400):
         for module, opt in zip((emb, dense), opts, strict=True):
             opt.zero_grad()
             module(torch.tensor([number % 3, 5])).square().sum().backward()

@@ -14,11 +14,10 @@ import torch
 from lazy_oracle import (
     Twins,
     one_thread,  # noqa: F401 - a fixture
-    skewed_batches,
     squared_loss,
-    tensors_in,
 )
-from third_party import REFUSED_SPARSE, DecaysNamed, Descends, RowOptimizer, RowWiseAdagrad, SingleSparse
+from sparse_pair import TAKERS, SparsePair
+from third_party import REFUSED_SPARSE, RowOptimizer, RowWiseAdagrad, SingleSparse
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
@@ -29,19 +28,7 @@ from speedtransfer.optim.probe import probe_optimizer
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 
-# Name -> optimizer, and what its steps get.
-TAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
-    "sparse-adam": (functools.partial(SparseAdam, lr=0.05), "sparse"),
-    "sparse-adam-maximize": (functools.partial(SparseAdam, lr=0.01, maximize=True), "sparse"),
-    "row-wise": (RowWiseAdagrad, "sparse"),
-    "row-wise-initial": (functools.partial(RowWiseAdagrad, initial=0.3), "sparse"),
-    "decays-named": (DecaysNamed, "sparse"),
-    "descends": (Descends, "either"),
-    "sgd": (functools.partial(SGD, lr=0.1), "either"),
-    "adagrad": (functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2), "either"),
-}
 IDLE = ("lazy", "exact")
-TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 5e-2}
 
 
 @pytest.fixture(params=TAKERS)
@@ -49,53 +36,11 @@ def make(request: pytest.FixtureRequest) -> Callable[..., Optimizer]:
     return TAKERS[request.param][0]
 
 
-class Pair:
-    """Our embedding and that of torch, both made with ``sparse=True``."""
-
-    def __init__(
-        self, make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32, rows: int = 41, **options: Any
-    ) -> None:
-        storage = {key: options.pop(key) for key in ("idle", "memory") if key in options}
-        torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(rows, 6, sparse=True, dtype=dtype, **options, **storage)
-        torch.manual_seed(3)
-        self.dense = nn.Embedding(rows, 6, sparse=True, dtype=dtype, **options)
-        self.modules = self.ours, self.dense
-        self.opt, self.dense_opt = (make(module.parameters()) for module in self.modules)
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, Optimizer]:
-        return self.opt, self.dense_opt
-
-    def batches(self, steps: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return skewed_batches(len(self.dense.weight), 6, steps, seed, size=12, dtype=self.dense.weight.dtype)
-
-    def train(self, batches: Any) -> None:
-        for ids, target in batches:
-            for module, opt in zip(self.modules, self.optimizers, strict=True):
-                opt.zero_grad()
-                squared_loss(module(ids), target).backward()
-                opt.step()
-
-    def assert_same(self, tolerance: float | None = None) -> None:
-        tolerance = TOLERANCE[self.dense.weight.dtype] if tolerance is None else tolerance
-        expected = self.dense.weight.detach()
-        torch.testing.assert_close(self.ours.table.torch(), expected, rtol=tolerance, atol=tolerance)
-        ours, theirs = (
-            tensors_in(opt.state_dict()["state"].get(0, {})) for opt in self.optimizers
-        )  # by name: parameter 0 of both
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            value = value.to_dense() if value.is_sparse else value
-            value = value.to(ours[name].dtype)  # torch loads what it saved as int32 into the dtype of the weights
-            torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: n + m)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_trains_as_torch(make: Callable[..., Optimizer], dtype: torch.dtype, idle: str) -> None:
-    pair = Pair(make, dtype, idle=idle)
+    pair = SparsePair(make, dtype, idle=idle)
     before = pair.ours.table.torch().clone()
     pair.train(pair.batches(30))
     assert not torch.equal(pair.ours.table.torch(), before)
@@ -114,7 +59,7 @@ def test_what_steps_get(name: str) -> None:
 
 @pytest.mark.parametrize("idle", IDLE)
 def test_a_row_wise_optimizer_keeps_one_number_a_row(idle: str) -> None:
-    pair = Pair(RowWiseAdagrad, idle=idle)
+    pair = SparsePair(RowWiseAdagrad, idle=idle)
     pair.train(pair.batches(3))
     assert pair.ours.table.planes == ("weight", "momentum")
     assert pair.ours.table.plane("momentum").shape == (41, 1)
@@ -131,14 +76,14 @@ def test_dense_gradients_without_sparse() -> None:
 @pytest.mark.parametrize("foreach", [True, False])
 def test_momentum_moves_idle_rows_as_in_torch(options: dict[str, Any], foreach: bool) -> None:
     """Torch's buffer of sparse gradients holds every row that ever had one: that is dense training."""
-    pair = Pair(functools.partial(SGD, lr=0.05, foreach=foreach, **options), idle="exact")
+    pair = SparsePair(functools.partial(SGD, lr=0.05, foreach=foreach, **options), idle="exact")
     pair.train(pair.batches(30))
     pair.assert_same(1e-5)
 
 
 @pytest.mark.parametrize("make", [Adam, AdamW, functools.partial(SGD, lr=0.1, weight_decay=0.1)])
 def test_an_optimizer_that_refuses_sparse_gradients_gets_dense_ones(make: Callable[..., Optimizer]) -> None:
-    pair = Pair(make)
+    pair = SparsePair(make)
     batch = pair.batches(1)[0]
     with pytest.raises(RuntimeError, match="sparse"):
         pair.train([batch])
@@ -158,7 +103,7 @@ def test_an_optimizer_that_refuses_sparse_gradients_gets_dense_ones(make: Callab
 @pytest.mark.parametrize("idle", IDLE)
 @pytest.mark.parametrize("kind", REFUSED_SPARSE, ids=lambda kind: kind.__name__)
 def test_refused(kind: type[RowOptimizer], idle: str) -> None:
-    pair = Pair(kind, idle=idle)
+    pair = SparsePair(kind, idle=idle)
     before = pair.ours.table.torch().clone()
     squared_loss(pair.ours(torch.tensor([1, 2])), torch.zeros(2, 6)).backward()
     with pytest.raises(OptimizerError, match=REFUSED_SPARSE[kind]) as caught:
@@ -172,7 +117,7 @@ def test_refused(kind: type[RowOptimizer], idle: str) -> None:
 
 def test_a_dtype_that_the_sparse_branch_cannot_do_is_refused() -> None:
     """Dense gradients would be another algorithm."""
-    pair = Pair(SingleSparse, torch.bfloat16)
+    pair = SparsePair(SingleSparse, torch.bfloat16)
     squared_loss(pair.ours(torch.tensor([1, 2])), torch.zeros(2, 6)).backward()
     with pytest.raises(OptimizerError, match=r"rows of torch\.bfloat16 made with sparse=True: .*no kernel for sparse"):
         pair.opt.step()
@@ -188,21 +133,9 @@ def test_sparse_adam_on_dense_gradients_says_what_to_do() -> None:
 # --- the training loop --------------------------------------------------------------------------------------------------
 
 
-def test_several_forwards_before_a_step(make: Callable[..., Optimizer]) -> None:
-    pair = Pair(make)
-    batches = pair.batches(24)
-    for first, second, third in zip(batches[::3], batches[1::3], batches[2::3], strict=True):
-        for module, opt in zip(pair.modules, pair.optimizers, strict=True):
-            opt.zero_grad(set_to_none=False)
-            (squared_loss(module(first[0]), first[1]) + squared_loss(module(second[0]), second[1])).backward()
-            squared_loss(module(third[0]), third[1]).backward()
-            opt.step()
-    pair.assert_same()
-
-
 def test_the_gradient_outside_the_step_is_that_of_any_table(make: Callable[..., Optimizer]) -> None:
     """Clipping works, which torch cannot do for sparse gradients."""
-    pair = Pair(make)
+    pair = SparsePair(make)
     for ids, target in pair.batches(10):
         pair.opt.zero_grad()
         pair.dense_opt.zero_grad()
@@ -217,37 +150,8 @@ def test_the_gradient_outside_the_step_is_that_of_any_table(make: Callable[..., 
     pair.assert_same(1e-5)
 
 
-def test_a_grad_scaler_and_a_step_it_skips(make: Callable[..., Optimizer]) -> None:
-    pair = Pair(make)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=128.0, growth_interval=3) for _ in pair.modules]
-    for number, (ids, target) in enumerate(pair.batches(12)):
-        for module, opt, scaler in zip(pair.modules, pair.optimizers, scalers, strict=True):
-            opt.zero_grad()
-            scaler.scale(squared_loss(module(ids), target) * (float("inf") if number == 5 else 1.0)).backward()
-            scaler.step(opt)
-            scaler.update()
-    assert scalers[0].get_scale() == scalers[1].get_scale()
-    pair.assert_same()
-
-
-@pytest.mark.parametrize("name", ["sparse-adam", "sgd", "adagrad"])
-def test_a_closure(name: str) -> None:
-    pair = Pair(TAKERS[name][0])
-    for ids, target in pair.batches(8):
-        for module, opt in zip(pair.modules, pair.optimizers, strict=True):
-
-            def closure(module=module, opt=opt, ids=ids, target=target) -> torch.Tensor:
-                opt.zero_grad()
-                loss = squared_loss(module(ids), target)
-                loss.backward()
-                return loss
-
-            opt.step(closure)
-    pair.assert_same()
-
-
 def test_a_padding_row_is_in_no_sparse_gradient(make: Callable[..., Optimizer]) -> None:
-    pair = Pair(make, padding_idx=0)
+    pair = SparsePair(make, padding_idx=0)
     for module in pair.modules:
         rows = module.table.torch() if module is pair.ours else module.weight.detach()
         rows[0] = 5.0  # nothing may move it
@@ -285,7 +189,7 @@ class Interrupted(RowWiseAdagrad):
 
 
 def test_a_step_that_fails_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = Pair(Interrupted)
+    pair = SparsePair(Interrupted)
     batches = pair.batches(8)
     pair.train(batches[:4])
     before = pair.ours.table.torch().clone()
@@ -312,7 +216,7 @@ def test_a_step_that_fails_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 def test_state_dicts_go_both_ways(make: Callable[..., Optimizer], idle: str) -> None:
-    pair, other = Pair(make, idle=idle), Pair(make, idle=idle)
+    pair, other = SparsePair(make, idle=idle), SparsePair(make, idle=idle)
     batches = pair.batches(20)
     pair.train(batches[:9])
     other.ours.load_state_dict(pair.dense.state_dict())
@@ -327,7 +231,7 @@ def test_state_dicts_go_both_ways(make: Callable[..., Optimizer], idle: str) -> 
 
 def test_the_sparse_momentum_of_torch_loads_here() -> None:
     make = functools.partial(SGD, lr=0.05, momentum=0.9)
-    pair = Pair(make, idle="exact")
+    pair = SparsePair(make, idle="exact")
     batches = pair.batches(20)
     pair.train(batches[:9])
     assert pair.dense_opt.state[pair.dense.weight]["momentum_buffer"].is_sparse
@@ -339,11 +243,11 @@ def test_the_sparse_momentum_of_torch_loads_here() -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("idle", IDLE)
 def test_checkpoints(make: Callable[..., Optimizer], idle: str, tmp_path) -> None:
-    pair = Pair(make, idle=idle)
+    pair = SparsePair(make, idle=idle)
     batches = pair.batches(20)
     pair.train(batches[:9])
     speedtransfer.save_checkpoint(tmp_path / "run", pair.ours, pair.opt)
-    other = Pair(make, idle=idle)
+    other = SparsePair(make, idle=idle)
     speedtransfer.load_checkpoint(tmp_path / "run", other.ours, other.opt)
     other.dense, other.dense_opt = pair.dense, pair.dense_opt
     other.modules = other.ours, other.dense

@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import NO_NUMPY_DTYPES
 from optimizer_cases import BASE, some
+from refusals import check_refused, refusals
 from refused_styles import Factored
 from speedtorch_cases import KINDS, WORDS, SkipGram, train
 from torch import nn
@@ -91,18 +92,6 @@ def test_all_names_are_there():
 
 # --- client loops -----------------------------------------------------------------------------------------------------
 
-OLD = {  # all that SpeedTorch lists
-    "SparseAdam": {"lr": 0.2},
-    "Adadelta": {"lr": 50.0},
-    "Adamax": {"lr": 0.4},
-    "Adam": {"lr": 0.2},
-    "AdamW": {"lr": 0.2},
-    "ASGD": {"lr": 3.0},
-    "RMSprop": {"lr": 0.05},
-    "Rprop": {"lr": 0.1},
-    "Adagrad": {"lr": 0.5},
-}
-
 
 @pytest.fixture(scope="module")
 def expected_run():
@@ -116,16 +105,6 @@ def test_the_loop_of_the_readme_in_every_memory(kind, expected_run, tmp_path):
     assert np.array_equal(u.getNumpyVersion(), expected_run[1].getNumpyVersion())
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("Adamax", "Adagrad", "SparseAdam") else pytest.mark.slow) for name in OLD],
-)
-def test_losses_fall_with_every_optimizer(name):
-    kind = getattr(torch.optim, name)
-    losses, *_ = train(KINDS["device"], lambda p: kind(p, **OLD[name]), CPU, 40, sparse=name == "SparseAdam")
-    assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
 @pytest.mark.parametrize("case", some(BASE), ids=str)
@@ -297,31 +276,6 @@ def test_copies_of_weights_are_made_before_they_are_seen(use):
         other.beforeForwardPass([5])
 
 
-def test_state_starts_as_the_optimizer_starts_it():
-    model = OneVariable()
-    weights = SpeedTorch.ModelFactory(model.table, 5, 4)
-
-    def arrays(kind, **options):
-        optimizer = kind(model.parameters(), **options)
-        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
-        state.optInit()
-        return optimizer, state
-
-    _, state = arrays(torch.optim.Adagrad, initial_accumulator_value=0.25)
-    assert (state.CUPYcorpi[0] == 0.25).all()
-    _, state = arrays(torch.optim.Rprop, lr=0.5)
-    assert state.optVarList == ["prev", "step_size"]
-    assert (state.CUPYcorpi[1] == 0.5).all()
-    _, state = arrays(torch.optim.ASGD)  # the averages start as the weights, when these are there
-    with pytest.raises(
-        OptimizerError, match=r"starts as a copy of the weights.*initialise a model factory for 'table'"
-    ):
-        state.beforeForwardPass([0])
-    weights.normalDistributionInit(0, 1)
-    state.beforeForwardPass([0])
-    assert np.array_equal(state.CUPYcorpi[0], weights.CUPYcorpus)
-
-
 def test_the_other_order_and_a_gradient_of_another_batch():
     weights, variable = made()
     weights.beforeForwardPass([1, 2, 3])
@@ -419,14 +373,6 @@ def test_rows_are_freed(kind):
         assert table() is None
         assert not hasattr(switcher, name)
         switcher.zerosInit()
-
-
-def test_custom_init_sees_all_rows():
-    switcher, _ = made(rows=300, dim=16)
-    torch.manual_seed(0)
-    switcher.customInit(torch.nn.init.xavier_uniform_)
-    torch.manual_seed(0)
-    assert torch.equal(switcher.getTorchVar(), torch.nn.init.xavier_uniform_(torch.empty(300, 16)))
 
 
 def test_datatypes(tmp_path):
@@ -589,37 +535,26 @@ def test_bad_state_writes_nothing():
         state.CUPYcorpi = np.zeros((1, 9, 4))
 
 
-def test_bad_arguments():
+WRONG = """
+ModelFactory(nn.ReLU(), 5, 4) -> InvalidTypeError: ReLU without a weight
+ModelFactory(st.Embedding(5, 4), 5, 4) -> InvalidTypeError: moves its rows by itself
+ModelFactory(model.table, -5, 4) -> InvalidValueError: total_classes is -5
+ModelFactory(model.table, 5, "4") -> InvalidTypeError: embed_dimension is '4'
+OptimizerFactory(adam, 5, 4, model, "tabel") -> InvalidValueError: did you mean 'table'
+OptimizerFactory(adam, 5, 4, OneVariable(), "table") -> InvalidValueError: does not train
+OptimizerFactory(model, 5, 4, model, "table") -> InvalidTypeError: is a OneVariable but
+OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table") -> OptimizerError: not row by row
+PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit() -> InvalidValueError: 'gpu' but must be 'cuda' or 'cpu'
+PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit() -> InvalidValueError: pass deviceType='cpu'
+COM(-1) -> InvalidValueError: total_classes is -1
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_bad_arguments(refusal):
     model = OneVariable()
-    adam = torch.optim.Adam(model.parameters())
-    for call, error, message in (
-        (lambda: SpeedTorch.ModelFactory(nn.ReLU(), 5, 4), InvalidTypeError, "ReLU without a weight"),
-        (lambda: SpeedTorch.ModelFactory(st.Embedding(5, 4), 5, 4), InvalidTypeError, "moves its rows by itself"),
-        (lambda: SpeedTorch.ModelFactory(model.table, -5, 4), InvalidValueError, "total_classes is -5"),
-        (lambda: SpeedTorch.ModelFactory(model.table, 5, "4"), InvalidTypeError, "embed_dimension is '4'"),
-        (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, model, "tabel"), InvalidValueError, "did you mean 'table'"),
-        (lambda: SpeedTorch.OptimizerFactory(adam, 5, 4, OneVariable(), "table"), InvalidValueError, "does not train"),
-        (lambda: SpeedTorch.OptimizerFactory(model, 5, 4, model, "table"), InvalidTypeError, "is a OneVariable but"),
-        (
-            lambda: SpeedTorch.OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table"),
-            OptimizerError,
-            "not row by row",
-        ),
-        (
-            lambda: SpeedTorch.PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit(),
-            InvalidValueError,
-            "deviceType is 'gpu' but must be 'cuda' or 'cpu'",
-        ),
-        (
-            lambda: SpeedTorch.PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit(),
-            InvalidValueError,
-            "pass deviceType='cpu'",
-        ),
-        (lambda: SpeedTorch.COM(-1), InvalidValueError, "total_classes is -1"),
-    ):
-        with pytest.raises(error, match=message) as caught:
-            call()
-        assert "\n" not in str(caught.value)
+    names = {"st": st, "nn": nn, "OneVariable": OneVariable, "Factored": Factored, "model": model}
+    check_refused(refusal, adam=torch.optim.Adam(model.parameters()), **names, **vars(SpeedTorch))
 
 
 def test_one_warning_a_process(monkeypatch):

@@ -10,7 +10,7 @@ import sweep_pair
 import torch
 from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from refused_styles import Lamb
-from sweep_optimizers import DIFFERS, FAILS, REFUSED, RESULTS, WORKS, classes, main, outcome
+from sweep_optimizers import DIFFERS, FAILS, REFUSED, RESULTS, WORKS, main, outcome
 from third_party import History, Lion, Proximal, RowOptimizer
 
 
@@ -20,11 +20,6 @@ class CountsLate(RowOptimizer):
     def update(self, p, g, state, group) -> None:
         state["step"] = state.get("step", 0) + 1
         p.sub_(g if state["step"] < 28 else g * p.norm(), alpha=group["lr"] / 10)
-
-
-class NeedsMore(RowOptimizer):
-    def __init__(self, params, radius: float) -> None:
-        super().__init__(params, radius)
 
 
 class Overflows(RowOptimizer):
@@ -47,7 +42,6 @@ CASES = {
     torch.optim.Adam: (WORKS, ""),
     Lamb: (REFUSED, "not row by row: the update of a row depends on the other rows"),
     torch.optim.LBFGS: (REFUSED, "it evaluates the loss several times"),
-    NeedsMore: (FAILS, "missing 1 required positional argument: 'radius'"),
     Overflows: (FAILS, "its weights become infinite or NaN"),
     Still: (FAILS, "it moves no weight"),
     CountsLate: (DIFFERS, "weights by"),
@@ -60,12 +54,6 @@ def test_outcomes(kind: type[torch.optim.Optimizer], monkeypatch: pytest.MonkeyP
     found, (result, detail) = outcome("ours", kind), CASES[kind]
     assert found.result == result, found
     assert detail in found.detail
-
-
-def test_classes_of_a_package() -> None:
-    names = [kind.__name__ for kind in classes("third_party")]
-    assert "Lion" in names
-    assert "Optimizer" not in names
 
 
 @pytest.mark.parametrize(("kind", "status"), [(Lion, 0), (CountsLate, 1)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from sweeps import cover
 
 pytest_plugins = ["pytester"]
 
@@ -110,34 +109,3 @@ def test_classes_share_the_cases_that_they_inherit(collected):
 def test_a_case_that_is_named_runs(collected):
     (slow, *_) = (name for name in collected("-m", "slow") if name.startswith("test_values"))
     assert collected("-m", "not slow", case=f"::{slow}") == [slow]
-
-
-def test_a_name_that_is_no_parameter(pytester, collected, capfd):
-    pytester.makepyfile(test_swept=SWEPT.replace('sweep("dense"', 'sweep("sparse"'))
-    collected()
-    assert "the mark sweep names sparse; choose from stored, dense" in capfd.readouterr().err
-
-
-def product(*sizes):
-    """Return cases of all combinations of parameters with these numbers of values."""
-    every = itertools.product(*map(range, sizes))
-    return {f"test[{'-'.join(map(str, case))}]": list(enumerate(case)) for case in every}
-
-
-@pytest.mark.parametrize(("sizes", "strength", "most"), [((9, 8), 1, 9), ((5, 4, 3), 2, 22), ((4, 4, 4, 4), 2, 24)])
-def test_few_cases_cover_all(sizes, strength, most):
-    cases = product(*sizes)
-    kept = cover(cases, strength)
-    combinations = [
-        {part for name in names for part in itertools.combinations(cases[name], strength)} for names in (cases, kept)
-    ]
-    assert combinations[0] == combinations[1]
-    assert len(kept) <= most
-
-
-def test_the_order_of_cases_does_not_matter_and_one_more_changes_few():
-    cases = product(12, 5)
-    kept = cover(cases, 1)
-    assert cover(dict(reversed(cases.items())), 1) == kept
-    more = cover(product(13, 5), 1)
-    assert kept <= more or len(kept & more) >= len(kept) / 2

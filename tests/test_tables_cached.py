@@ -7,12 +7,12 @@ import pickle
 import random
 import subprocess
 import sys
-import threading
 
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, one_line
+from cases import assert_same_bits
+from refusals import check_refused, refusals
 from table_cases.gather import GatherCases
 from table_cases.planes import PlaneCases
 from table_cases.scatter import ScatterCases
@@ -355,12 +355,6 @@ def test_nothing_shows_what_is_out_of_date():
     assert_same_bits(emb.weight.data + 0, expected.weight.detach())
 
 
-def test_a_placeholder_of_records_is_contiguous():
-    emb, optimizer = trained({"cache_rows": 10}, layout="rows")
-    assert not emb.table.plane("exp_avg").is_contiguous()
-    assert optimizer.state_dict()["state"][0]["exp_avg"].is_contiguous()
-
-
 def test_a_view_is_up_to_date_after_wait_and_may_be_written_to():
     emb, _ = trained({"cache_rows": 10})
     view = emb.table.torch()
@@ -526,29 +520,31 @@ def test_stats():
     assert stats.cache_hit_bytes + stats.cache_miss_bytes == stats.gathered_bytes
 
 
-def test_what_is_refused(tmp_path):
-    path, few = tmp_path / "t.npy", torch.ones(3)
-    for options, kind, message in [
-        ({"cache_rows": -1}, InvalidValueError, "cache_rows is -1 but must be at least 0"),
-        ({"cache_rows": 1.5}, InvalidTypeError, "cache_rows is 1.5"),
-        ({"cache_rows": "all"}, InvalidValueError, "cache_rows is 'all' but must be 'auto' or a number of rows"),
-        ({"cache_counts": few}, InvalidValueError, "cache_counts is given but cache_rows is None"),
-        (
-            {"cache_rows": 5, "cache_counts": few},
-            InvalidValueError,
-            r"cache_counts has shape \(3,\) but the table has 9 rows",
-        ),
-        ({"cache_rows": 5, "cache_counts": torch.ones(9) > 0}, InvalidTypeError, "cache_counts is of dtype torch.bool"),
-    ]:
-        for call in (
-            lambda options=options: st.Table(9, 2, memory="mmap", path=path, device="cpu", **options),
-            lambda options=options: st.Table.from_array(torch.ones(9, 2), "mmap", path, "cpu", **options),
-            lambda options=options: st.Embedding(9, 2, memory="mmap", path=path, device="cpu", **options),
-        ):
-            with pytest.raises(kind, match=message) as error:
-                call()
-            one_line(error)
-            assert not path.exists()
+WRONG = r"""
+cache_rows=-1 -> InvalidValueError: cache_rows is -1 but must be at least 0
+cache_rows=1.5 -> InvalidTypeError: cache_rows is 1.5
+cache_rows="all" -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number of rows
+cache_counts=torch.ones(3) -> InvalidValueError: cache_counts is given but cache_rows is None
+cache_rows=5, cache_counts=torch.ones(3) -> InvalidValueError: cache_counts has shape \(3,\) but the table has 9 rows
+cache_rows=5, cache_counts=torch.ones(9) > 0 -> InvalidTypeError: cache_counts is of dtype torch.bool
+cache_rows=4, cache_counts="x" -> InvalidTypeError: cache_counts is a str but must hold a number for each row
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_what_is_refused(tmp_path, refusal):
+    path = tmp_path / "t.npy"
+    for call in (
+        'st.Table(9, 2, memory="mmap", path=path, device="cpu", {})',
+        'st.Table.from_array(torch.ones(9, 2), "mmap", path, "cpu", {})',
+        'st.Embedding(9, 2, memory="mmap", path=path, device="cpu", {})',
+    ):
+        call = refusal._replace(call=call.format(refusal.call))
+        assert "; " in check_refused(call, st=st, torch=torch, path=path)
+        assert not path.exists()
+
+
+def test_what_cannot_have_a_cache():
     with pytest.raises(
         InvalidValueError, match="cache_rows is 5 but memory='device' has all rows on the compute device"
     ):
@@ -557,29 +553,6 @@ def test_what_is_refused(tmp_path):
         st.Embedding(9, 2, cache_row=5)
     with pytest.raises(InvalidValueError, match="rows is -1 but must be at least 0"):
         st.Table(3, 2, device="cpu", cache_rows=2).shrink_cache(-1)
-
-
-def test_a_thread_that_trains_is_told_of_a_lost_write():
-    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
-    table.gather([1])
-    view = table.torch()
-    table.gather([1])
-    table[[1]] = torch.ones(1, 2)
-    view.fill_(9)
-    told = []
-
-    def read():
-        try:
-            table.gather([1])
-        except InvalidValueError as error:
-            told.append(error)
-
-    for _ in range(2):
-        thread = threading.Thread(target=read)
-        thread.start()
-        thread.join()
-    assert len(told) == 1
-    table.gather([1])
 
 
 def test_a_table_that_goes_warns_of_a_lost_write():
@@ -591,23 +564,3 @@ def test_a_table_that_goes_warns_of_a_lost_write():
     view.fill_(9)
     with pytest.warns(UserWarning, match="when the table went"):
         del table
-
-
-def test_the_version_stands_still_while_rows_are_written_back(monkeypatch):
-    table = st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
-    table.gather([1])
-    table[[1]] = torch.ones(1, 2)
-    version, seen, scatter = table.version, [], type(table._cache.inner).scatter
-
-    def noted(*given):
-        scatter(*given)
-        seen.append(table.version)
-
-    monkeypatch.setattr(type(table._cache.inner), "scatter", noted)
-    table.wait()
-    assert seen == [version]
-
-
-def test_counts_that_are_no_numbers():
-    with pytest.raises(InvalidTypeError, match="cache_counts is a str but must hold a number for each row"):
-        st.Table(8, 2, memory="pageable", device="cpu", cache_rows=4, cache_counts="x")

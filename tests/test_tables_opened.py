@@ -17,6 +17,7 @@ import torch
 from cases import assert_same_bits, numbers, one_line
 from forked import run_script
 from opened_cases import cuts_of, write_file, write_parts
+from refusals import check_refused, refusals
 from safetensors import safe_open
 from safetensors.torch import save_file
 from table_cases.convert import ConvertCases
@@ -62,7 +63,7 @@ class ReadOnly(GatherCases, ConvertCases):
         return st.Table.load(path, "mmap", device=self.device, **kwargs)
 
     # These write.
-    test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = test_index_is_not_changed = None
+    test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = None
     test_index_out_of_range = test_table_without_rows = test_table_without_columns = None
     test_out_inside_the_table = test_scatter_converts_as_torch_does = test_several_planes = None
 
@@ -221,125 +222,74 @@ def test_against_the_reader_of_safetensors(published):
     assert (table.memory, table.path, table.writable) == ("mmap", None, False)
 
 
-def bad_arguments(folder):
-    one = folder / "model-00000-of-00005.safetensors"
+# `one` is the first file, `shard` a tensor there, `folder` that of all.
+WRONG = r"""
+open(5) -> InvalidTypeError: parts is a int but must be a path, or a list
+open({"a": 1}) -> InvalidTypeError: parts is a dict but must be a path
+open([one, 5]) -> InvalidTypeError: parts has 5, which is neither a path nor a \(file, key\) pair; pass
+open([(one, shard, 1)]) -> InvalidTypeError: which is neither a path nor a \(file, key\) pair
+open([(one, None)]) -> InvalidTypeError: which is neither a path nor a \(file, key\) pair
+open((one, shard)) -> StorageError: 'model.shard_0.weight' is not a file; .* pass a list: \[\('.*', 'model.sh
+open([]) -> InvalidValueError: parts is empty but a table is in one file or more; pass their paths
+open(one, 5) -> InvalidTypeError: key is a int but must be the name of a tensor; pass a str
+open([(one, shard)], shard) -> InvalidValueError: but parts has .* pairs; pass one of the two
+open(folder) -> InvalidValueError: has many tensors; pass key
+open(folder / "few", "w") -> StorageError: has no .safetensors files; check the path
+open(folder / "none.safetensors") -> StorageError: cannot read .* \(No such file or directory\); check the path
+open(folder / "none", "w") -> StorageError: cannot read .*; check the path
+open(one, "model.shard_1.weight") -> InvalidValueError: has no tensor .*; did you mean 'model.shard_
+open(one, "model.chard_{}.weight") -> InvalidValueError: no tensor is called .*; did you mean 'model.shard_
+open(index, "norm") -> InvalidValueError: no tensor is called 'norm';
+open(index, "m{}{}") -> InvalidValueError: more than once; pass a list
+open(folder / "gap.safetensors", "x.{}") -> InvalidValueError: key 'x.\{\}' matches 'x.0' and 'x.00'; pass
+open(folder / "two" / "a.safetensors", "x.{}") -> InvalidValueError: up to number 2 but none with number 1; download
+open(folder / "two", "x.{}") -> InvalidValueError: tensor 'x.0' is in .*a.safetensors' and in .*b.safetensors'; pass
+open(folder / "no.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
+open(folder / "bad.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
+open(others, "v") -> InvalidValueError: shape \(5,\) but a table is 2-D; reshape it
+open([(one, shard), (others, "w")]) -> InvalidTypeError: holds torch.float32 but .* holds torch.bfloat16; pass tensors of one
+open([(one, shard), (others, "n")]) -> InvalidValueError: has rows of 7 values but .* of 6; pass tensors of one table
+open(one, shard, writable="yes") -> InvalidValueError: writable is 'yes' but must be False, True or 'shared'; pass
+open(one, shard, writable=1.5) -> InvalidTypeError: writable is 1.5 but must be False, True or 'shared'; pass
+open(files, "model.shard_{}.weight", writable=True)
+-> InvalidValueError: writable is True but rows in 12 tensors are only read; copy them into one file first
+open(one, shard, cache_rows="all") -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number
+open(one, shard, cache_counts=torch.ones(1)) -> InvalidValueError: cache_counts is given but cache_rows is None
+open(one, shard, device="cpux") -> InvalidValueError: device is 'cpux' but
+open(one, shard, scale_key="model.norm.0") -> InvalidTypeError: scales are for rows of float8
+"""
+
+
+@pytest.fixture
+def names(published):
+    """What the calls of WRONG use: files beside those that are published, and some of these."""
+    folder = published[0]
+    two, none = torch.zeros(2, 3), folder / "two"
     (folder / "few").mkdir()
-    (folder / "two").mkdir()
+    none.mkdir()
     for name in ("a", "b"):
-        save_file({"x.0": torch.zeros(2, 3), "x.2": torch.zeros(2, 3)}, folder / "two" / f"{name}.safetensors")
-    save_file(
-        {"x.0": torch.zeros(2, 3), "x.3": torch.zeros(2, 3), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors"
-    )
-    save_file(
-        {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}, folder / "w.safetensors"
-    )
+        save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
+    save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
+    others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
+    save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
     (folder / "bad.safetensors.index.json").write_text("{")
-    shard = "model.shard_0.weight"
-    return [
-        ((5,), {}, InvalidTypeError, "parts is a int but must be a path, or a list"),
-        (({"a": 1},), {}, InvalidTypeError, "parts is a dict but must be a path"),
-        (([one, 5],), {}, InvalidTypeError, r"parts has 5, which is neither a path nor a \(file, key\) pair; pass"),
-        (([(one, shard, 1)],), {}, InvalidTypeError, r"which is neither a path nor a \(file, key\) pair"),
-        (([(one, None)],), {}, InvalidTypeError, r"which is neither a path nor a \(file, key\) pair"),
-        (
-            ((one, shard),),
-            {},
-            StorageError,
-            r"'model.shard_0.weight' is not a file; .* pass a list: \[\('.*', 'model.sh",
-        ),
-        (([],), {}, InvalidValueError, "parts is empty but a table is in one file or more; pass their paths"),
-        ((one, 5), {}, InvalidTypeError, "key is a int but must be the name of a tensor; pass a str"),
-        (([(one, shard)], shard), {}, InvalidValueError, "but parts has .* pairs; pass one of the two"),
-        ((folder,), {}, InvalidValueError, "has many tensors; pass key"),
-        ((folder / "few", "w"), {}, StorageError, "has no .safetensors files; check the path"),
-        (
-            (folder / "none.safetensors",),
-            {},
-            StorageError,
-            r"cannot read .* \(No such file or directory\); check the path",
-        ),
-        ((folder / "none", "w"), {}, StorageError, "cannot read .*; check the path"),
-        ((one, "model.shard_1.weight"), {}, InvalidValueError, "has no tensor .*; did you mean 'model.shard_"),
-        ((one, "model.chard_{}.weight"), {}, InvalidValueError, "no tensor is called .*; did you mean 'model.shard_"),
-        ((folder / "model.safetensors.index.json", "norm"), {}, InvalidValueError, "no tensor is called 'norm'; "),
-        ((folder / "model.safetensors.index.json", "m{}{}"), {}, InvalidValueError, "more than once; pass a list"),
-        ((folder / "gap.safetensors", "x.{}"), {}, InvalidValueError, r"key 'x.\{\}' matches 'x.0' and 'x.00'; pass"),
-        (
-            (folder / "two" / "a.safetensors", "x.{}"),
-            {},
-            InvalidValueError,
-            "up to number 2 but none with number 1; download",
-        ),
-        (
-            (folder / "two", "x.{}"),
-            {},
-            InvalidValueError,
-            "tensor 'x.0' is in .*a.safetensors' and in .*b.safetensors'; pass",
-        ),
-        (
-            (folder / "no.safetensors.index.json", "w"),
-            {},
-            StorageError,
-            "is no index of safetensors files .*; download",
-        ),
-        (
-            (folder / "bad.safetensors.index.json", "w"),
-            {},
-            StorageError,
-            "is no index of safetensors files .*; download",
-        ),
-        ((folder / "w.safetensors", "v"), {}, InvalidValueError, r"shape \(5,\) but a table is 2-D; reshape it"),
-        (
-            ([(one, shard), (folder / "w.safetensors", "w")],),
-            {},
-            InvalidTypeError,
-            "holds torch.float32 but .* holds torch.bfloat16; pass tensors of one table",
-        ),
-        (
-            ([(one, shard), (folder / "w.safetensors", "n")],),
-            {},
-            InvalidValueError,
-            "has rows of 7 values but .* of 6; pass tensors of one table",
-        ),
-        (
-            (one, shard),
-            {"writable": "yes"},
-            InvalidValueError,
-            "writable is 'yes' but must be False, True or 'shared'; pass",
-        ),
-        (
-            (one, shard),
-            {"writable": 1.5},
-            InvalidTypeError,
-            "writable is 1.5 but must be False, True or 'shared'; pass",
-        ),
-        (
-            (sorted(folder.glob("model*.safetensors")), "model.shard_{}.weight"),
-            {"writable": True},
-            InvalidValueError,
-            "writable is True but rows in 12 tensors are only read; copy them into one file first",
-        ),
-        ((one, shard), {"cache_rows": "all"}, InvalidValueError, "cache_rows is 'all' but must be 'auto' or a number"),
-        (
-            (one, shard),
-            {"cache_counts": torch.ones(1)},
-            InvalidValueError,
-            "cache_counts is given but cache_rows is None",
-        ),
-        ((one, shard), {"device": "cpux"}, InvalidValueError, "device is 'cpux' but"),
-        ((one, shard), {"scale_key": "model.norm.0"}, InvalidTypeError, "scales are for rows of float8"),
-    ]
+    return {
+        "folder": folder,
+        "files": sorted(folder.glob("model*.safetensors")),
+        "one": folder / "model-00000-of-00005.safetensors",
+        "index": folder / "model.safetensors.index.json",
+        "others": folder / "w.safetensors",
+        "shard": "model.shard_0.weight",
+    }
 
 
-@pytest.mark.parametrize("number", range(32))
-def test_wrong_arguments(published, number):
-    cases = bad_arguments(published[0])
-    assert len(cases) == 32
-    args, kwargs, standard, message = cases[number]
-    with pytest.raises(standard, match=message) as error:
-        st.Table.open(*args, **{"device": "cpu", **kwargs})
-    one_line(error)
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_wrong_arguments(names, refusal):
+    def opened(*args, **kwargs):
+        return st.Table.open(*args, **{"device": "cpu", **kwargs})
+
+    assert "; " in check_refused(refusal, open=opened, torch=torch, **names)
 
 
 @pytest.mark.parametrize("size", [0, 7, 30, -1, -2000])
@@ -631,49 +581,28 @@ def test_a_writable_table_is_trained_in_place(tmp_path):
         st.Embedding.from_pretrained(table)
 
 
-@pytest.mark.parametrize(
-    ("options", "standard", "message"),
-    [
-        (
-            {"cache_rows": 5},
-            InvalidValueError,
-            "cache_rows is 5 but the rows are those of a table that exists; pass it",
-        ),
-        ({"layout": "rows"}, InvalidValueError, "layout is 'rows' but the rows are those of a table that exists"),
-        (
-            {"dtype": torch.float16},
-            InvalidTypeError,
-            r"dtype is torch.float16 but the table holds torch.float32; convert",
-        ),
-        ({"memory": "pageable", "storage_dtype": torch.int8, "dtype": torch.float16}, InvalidTypeError, "leave one of"),
-        ({"memory": "mmap", "path": "here.txt"}, InvalidValueError, "rename it"),
-        ({"memory": "nowhere"}, InvalidValueError, "memory is 'nowhere', not one of its values"),
-        ({"process_group": 5}, InvalidTypeError, "but a table was given; pass a tensor"),
-        ({"comm_dtype": torch.int8}, InvalidValueError, "comm_dtype are for tables of several processes"),
-        ({"state_dtype": torch.int8}, InvalidTypeError, "state_dtype is torch.int8 but must be"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_of_from_pretrained(opened, options, standard, message):
-    with pytest.raises(standard, match=message) as error:
-        st.Embedding.from_pretrained(opened[0], **options)
-    one_line(error)
+WRONG_COPIES = r"""
+make(table, cache_rows=5) -> InvalidValueError: cache_rows is 5 but the rows are those of a table that exists; pass it
+make(table, layout="rows") -> InvalidValueError: layout is 'rows' but the rows are those of a table that exists
+make(table, dtype=torch.float16) -> InvalidTypeError: dtype is torch.float16 but the table holds torch.float32; convert
+make(table, memory="pageable", storage_dtype=torch.int8, dtype=torch.float16) -> InvalidTypeError: leave one of
+make(table, memory="mmap", path="here.txt") -> InvalidValueError: rename it
+make(table, memory="nowhere") -> InvalidValueError: memory is 'nowhere', not one of its values
+make(table, process_group=5) -> InvalidTypeError: but a table was given; pass a tensor
+make(table, comm_dtype=torch.int8) -> InvalidValueError: comm_dtype are for tables of several processes
+make(table, state_dtype=torch.int8) -> InvalidTypeError: state_dtype is torch.int8 but must be
+make("a.safetensors") -> InvalidTypeError: is the path 'a.safetensors' but must be a tensor or a table; pass st.Table.open
+make(Path("a.safetensors")) -> InvalidTypeError: is the path
+make([[1.0]]) -> InvalidTypeError: embeddings is a list but must be a tensor or a table; pass one
+make(torch.zeros(2, 2), dtype=torch.float16)
+-> InvalidTypeError: dtype is torch.float16 but embeddings are torch.float32; pass
+"""
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ("a.safetensors", "is the path 'a.safetensors' but must be a tensor or a table; pass st.Table.open"),
-        (Path("a.safetensors"), "is the path"),
-        ([[1.0]], "embeddings is a list but must be a tensor or a table; pass one"),
-    ],
-    ids=str,
-)
-def test_what_is_no_table(given, message):
-    with pytest.raises(InvalidTypeError, match=message):
-        st.Embedding.from_pretrained(given)
-    with pytest.raises(InvalidTypeError, match=r"dtype is torch.float16 but embeddings are torch.float32; pass"):
-        st.Embedding.from_pretrained(torch.zeros(2, 2), dtype=torch.float16)
+@pytest.mark.parametrize("refusal", refusals(WRONG_COPIES), ids=str)
+def test_wrong_arguments_of_from_pretrained(opened, refusal):
+    names = {"make": st.Embedding.from_pretrained, "table": opened[0], "torch": torch, "Path": Path}
+    assert "; " in check_refused(refusal, **names)
 
 
 # --- all rows at once ------------------------------------------------------------------------------------------------------

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
-import re
 
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, one_line
+from cases import assert_same_bits
 from opened_cases import write_file, write_parts
+from refusals import check_refused, refusals
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -197,35 +197,42 @@ def test_rows_without_scales_are_looked_up_as_they_are(tmp_path):
         st.Embedding.from_pretrained(table, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(
-    ("weights", "scales", "error", "message"),
-    [
-        (torch.zeros(4, 6), torch.ones(4), InvalidTypeError, "holds torch.float32 but scales are for rows of float8"),
-        ((4, 6), torch.ones(3), InvalidValueError, "there are scales for 3 rows but 4 rows of weights"),
-        ((4, 6), torch.ones(5, 2), InvalidValueError, "there are scales for 5 rows but 4 rows of weights"),
-        ((4, 6), torch.ones(4, 4), InvalidValueError, "has 4 scales a row but rows of 6 values are not as many blocks"),
-        ((4, 6), torch.ones(4, 0), InvalidValueError, "has 0 scales a row but rows of 6 values"),
-        ((4, 6), torch.ones(4, 2, 1), InvalidValueError, "but scales are all (rows,) or (rows, blocks)"),
-        (
-            (4, 6),
-            torch.ones(4, dtype=torch.float64),
-            InvalidTypeError,
-            "is F64 but must be one of bfloat16, float32",
-        ),
-        (
-            (4, 6),
-            torch.ones(4, dtype=torch.uint8),
-            InvalidTypeError,
-            "is U8 but must be one of bfloat16, float32",
-        ),
-    ],
-)
-def test_scales_that_do_not_fit(tmp_path, weights, scales, error, message):
-    weights = torch.zeros(weights).to(torch.float8_e4m3fn) if isinstance(weights, tuple) else weights
-    save_file({"w": weights, "s": scales}, tmp_path / "a.safetensors")
-    with pytest.raises(error, match=re.escape(message)) as found:
-        st.Table.open(tmp_path / "a.safetensors", "w", scale_key="s", device="cpu")
-    one_line(found)
+BAD_SCALES = r"""
+saved(torch.zeros(4, 6), ones(4)) -> InvalidTypeError: holds torch.float32 but scales are for rows of float8
+saved(codes, ones(3)) -> InvalidValueError: there are scales for 3 rows but 4 rows of weights
+saved(codes, ones(5, 2)) -> InvalidValueError: there are scales for 5 rows but 4 rows of weights
+saved(codes, ones(4, 4)) -> InvalidValueError: has 4 scales a row but rows of 6 values are not as many blocks
+saved(codes, ones(4, 0)) -> InvalidValueError: has 0 scales a row but rows of 6 values
+saved(codes, ones(4, 2, 1)) -> InvalidValueError: but scales are all \(rows,\) or \(rows, blocks\)
+saved(codes, ones(4).double()) -> InvalidTypeError: is F64 but must be one of bfloat16, float32
+saved(codes, ones(4).byte()) -> InvalidTypeError: is U8 but must be one of bfloat16, float32
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(BAD_SCALES), ids=str)
+def test_scales_that_do_not_fit(tmp_path, refusal):
+    def saved(weights, scales):
+        save_file({"w": weights, "s": scales}, tmp_path / "a.safetensors")
+        return st.Table.open(tmp_path / "a.safetensors", "w", scale_key="s", device="cpu")
+
+    codes = torch.zeros(4, 6).to(torch.float8_e4m3fn)
+    assert "; " in check_refused(refusal, saved=saved, codes=codes, ones=torch.ones, torch=torch)
+
+
+BAD_EXPONENTS = r"""
+scale_key="s" -> InvalidTypeError: is U8 but must be one of bfloat16, float32_e8m0fnu
+scale_key="f", scale_dtype=torch.float8_e8m0fnu -> InvalidTypeError: is F32 but must be one of float8_e8m0
+scale_key="s", scale_dtype=torch.uint8 -> InvalidValueError: scale_dtype is torch.uint8 but must be None or
+scale_dtype=torch.float8_e8m0fnu -> InvalidValueError: but there are no scales; pass scales or scale_key
+"""
+BAD_PLACES = r"""
+scales=pairs, scale_key="w" -> InvalidValueError: scale_key is 'w' but scales has .* pairs; pass one
+scale_key="s.0" -> InvalidValueError: scale_key is 's.0' but scales has .* pairs; pass one of the two
+scales=[(more, "u"), (more, "u")] -> InvalidValueError: there are 2 scales of one value for 1 tensors of rows
+scales=[(more, "s"), (more, "t")] -> InvalidTypeError: holds torch.bfloat16 but .* holds torch.float32; pass
+scales=[(path, "s.0")], writable=True -> InvalidValueError: rows in scales are only read; copy them
+scales=tmp_path, scale_key="z.{}" -> InvalidValueError: no tensor is called 'z.\{\}'.*argument scale_key
+"""
 
 
 @pytest.mark.skipif(FLOAT8_SCALE is None, reason="this torch has no float8_e8m0fnu")
@@ -235,52 +242,19 @@ def test_exponents_in_u8(tmp_path):
     path = tmp_path / "a.safetensors"
     table = st.Table.open(path, "w", scale_key="s", scale_dtype=torch.float8_e8m0fnu, device="cpu")
     assert_same_bits(st.Embedding.from_pretrained(table)(IDS), decoded(codes, scales)[IDS])
-    for kwargs, error, message in (
-        ({"scale_key": "s"}, InvalidTypeError, "is U8 but must be one of bfloat16, float32, float8_e8m0fnu"),
-        (
-            {"scale_key": "f", "scale_dtype": torch.float8_e8m0fnu},
-            InvalidTypeError,
-            "is F32 but must be one of float8_e8m0",
-        ),
-        (
-            {"scale_key": "s", "scale_dtype": torch.uint8},
-            InvalidValueError,
-            "scale_dtype is torch.uint8 but must be None or",
-        ),
-        ({"scale_dtype": torch.float8_e8m0fnu}, InvalidValueError, "but there are no scales; pass scales or scale_key"),
-    ):
-        with pytest.raises(error, match=message) as found:
-            st.Table.open(path, "w", device="cpu", **kwargs)
-        one_line(found)
+    for refusal in refusals(BAD_EXPONENTS):
+        call = refusal._replace(call=f'open(path, "w", device="cpu", {refusal.call})')
+        assert "; " in check_refused(call, open=st.Table.open, path=path, torch=torch)
 
 
 def test_wrong_arguments(opened, tmp_path):
     path = tmp_path / "a.safetensors"
     save_file({"s": torch.ones(2), "t": torch.ones(2).bfloat16(), "u": torch.ones(1)}, tmp_path / "c.safetensors")
     pairs, more = [(path, "w.0")], tmp_path / "c.safetensors"
-    for kwargs, error, message in (
-        ({"scales": pairs, "scale_key": "w"}, InvalidValueError, "scale_key is 'w' but scales has .* pairs; pass one"),
-        ({"scale_key": "s.0"}, InvalidValueError, "scale_key is 's.0' but scales has .* pairs; pass one of the two"),
-        (
-            {"scales": [(more, "u"), (more, "u")]},
-            InvalidValueError,
-            "there are 2 scales of one value for 1 tensors of rows",
-        ),
-        (
-            {"scales": [(more, "s"), (more, "t")]},
-            InvalidTypeError,
-            "holds torch.bfloat16 but .* holds torch.float32; pass",
-        ),
-        ({"scales": [(path, "s.0")], "writable": True}, InvalidValueError, "rows in scales are only read; copy them"),
-        (
-            {"scales": tmp_path, "scale_key": "z.{}"},
-            InvalidValueError,
-            r"no tensor is called 'z.\{\}'.*argument scale_key",
-        ),
-    ):
-        with pytest.raises(error, match=message) as found:
-            st.Table.open(pairs, device="cpu", **kwargs)
-        one_line(found)
+    names = {"open": st.Table.open, "pairs": pairs, "path": path, "more": more, "tmp_path": tmp_path}
+    for refusal in refusals(BAD_PLACES):
+        call = refusal._replace(call=f'open(pairs, device="cpu", {refusal.call})')
+        assert "; " in check_refused(call, **names)
 
 
 def test_blocks_whose_width_does_not_follow(tmp_path):

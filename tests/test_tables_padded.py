@@ -6,7 +6,7 @@ import torch
 from cpu_kernels import cpu_kernels
 
 from speedtransfer.tables import padded
-from speedtransfer.tables.padded import is_padded, num_unique, padded_unique, sum_rows, trimmed
+from speedtransfer.tables.padded import is_padded, num_unique, padded_anew, padded_unique, sum_rows, trimmed
 
 WAYS = ["torch", "kernels", "kernels, many"]
 
@@ -71,6 +71,12 @@ class TestUnique:
         assert found.ids.tolist() == [*range(9), 9]
         assert found.inverse[:5].tolist() == [9, 3, 0, 9, 8]
         assert num_unique(found.ids).tolist() == [9]
+
+    def test_padding_of_a_table_that_has_grown(self, way):
+        found = padded_anew(padded_unique(torch.tensor([3, 1, 3]), 5).ids, 9)
+        assert found.tolist() == [1, 3, 9]
+        assert num_unique(found).tolist() == [2]
+        assert padded_anew(found[:2], 9).tolist() == [1, 3]
 
     def test_nothing_but_ids_out_of_range(self, way):
         found = padded_unique(torch.tensor([-1, 50]), 9)

@@ -1,8 +1,6 @@
 """Rows read ahead: the numbers are those without, whatever happens in between; only what was written is read again."""
 
 import gc
-import os
-import random
 import sys
 import threading
 import weakref
@@ -393,62 +391,6 @@ def test_all_features_are_read_ahead(fetched):
         multi.prefetch(torch.tensor([[1, 7]]))
 
 
-# What may happen between the call of prefetch and the lookup, by turns that chance takes.
-def random_run(seed: int, steps: int, ahead: bool, options: dict) -> list[torch.Tensor]:
-    chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    emb = make(seed, **options)
-    optimizer = chance.choice([torch.optim.SGD, torch.optim.Adam, torch.optim.Adamax])(emb.parameters(), lr=0.05)
-    waiting, seen = [], []
-    for _ in range(steps):
-        turn = chance.choice(
-            ["ask", "ask", "ask", "train", "train", "train", "look", "drop", "write", "assign", "keep"]
-        )
-        if turn == "ask":
-            ids = torch.randint(ROWS, (chance.randrange(1, 9), 2), generator=generator)
-            waiting.append((ids, emb.prefetch(ids) if ahead else ids, chance.random() < 0.5))
-        elif turn in ("train", "look") and waiting:
-            ids, ticket, by_ids = waiting.pop(chance.randrange(len(waiting)))
-            with torch.set_grad_enabled(turn == "train"):
-                found = emb(ids if by_ids else ticket)
-            if turn == "train":
-                (found**2).sum().backward()
-                if chance.random() < 0.8:  # else the next lookup belongs to the same step
-                    optimizer.step()
-                    optimizer.zero_grad()
-            seen.append(found.detach().clone())
-        elif turn == "drop" and waiting:
-            waiting.pop(0)
-        elif turn == "write":
-            emb.table.scatter([chance.randrange(ROWS)], torch.ones(1, DIM, dtype=emb.table.dtype))
-        elif turn == "assign" and chance.random() < 0.2:
-            with torch.no_grad():
-                emb.weight[chance.randrange(ROWS)] *= 0.5
-        elif turn == "keep" and chance.random() < 0.2:
-            states = emb.state_dict(), optimizer.state_dict()
-            emb.load_state_dict(states[0])
-            optimizer.load_state_dict(states[1])
-    return [*seen, emb.weight.detach().clone()]
-
-
-RANDOM = [{"idle": "lazy"}, {"idle": "exact"}, {"idle": "exact", "storage_dtype": torch.bfloat16}]
-RANDOM += [{"idle": "lazy", "storage_dtype": torch.float8_e5m2}]
-
-
-@pytest.mark.parametrize("options", RANDOM, ids=str)
-@pytest.mark.parametrize("seed", range(3))
-def test_whatever_happens_in_between(seed, options):
-    without, with_tickets = (random_run(seed, 150, ahead, options) for ahead in (False, True))
-    assert len(without) > 20
-    assert all(torch.equal(a, b) for a, b in zip(without, with_tickets, strict=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", RANDOM, ids=str)
-def test_whatever_happens_in_between_for_long(options):
-    without, with_tickets = (random_run(7, 10_000, ahead, options) for ahead in (False, True))
-    assert all(torch.equal(a, b) for a, b in zip(without, with_tickets, strict=True))
-
-
 # --- errors, and ends -------------------------------------------------------------------------------------------------
 
 
@@ -488,13 +430,3 @@ def test_a_ticket_nobody_uses_is_forgotten():
     gc.collect()
     assert log() is None
     assert not tickets._open.get(emb._handle)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_reads_by_itself():
-    emb, ids = make(), torch.tensor([4, 7])
-    ticket = emb.prefetch(ids)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if torch.equal(emb(ticket), emb.table.torch()[ids]) else 1)
-    assert os.waitpid(child, 0)[1] == 0

@@ -23,6 +23,7 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.rows import Rows
 from speedtransfer.tables import unique_rows
+from speedtransfer.vocabulary.capacity import rows_within
 
 DIM = 3
 
@@ -93,13 +94,6 @@ def test_wrong_arguments_are_named(about: dict[str, Any], text: str) -> None:
     with pytest.raises((InvalidTypeError, InvalidValueError), match=text) as error:
         st.Vocabulary(**about)
     assert next(reversed(about)) in str(error.value)
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
-    given = {"capacity": np.int64(4), "max_capacity": np.int32(9), "seed": np.int64(3), "half_life": np.float32(3)}
-    assert repr(st.Vocabulary(**given, admit=np.int16(2), evict=np.int8(5))) == repr(
-        st.Vocabulary(4, 9, 2, 5, seed=3, half_life=3)
-    )
 
 
 @pytest.mark.parametrize(
@@ -568,6 +562,14 @@ def test_a_table_that_cannot_grow(evict: Any) -> None:
             with pytest.warns(UserWarning, match="cannot grow"):
                 module(ids(3))
             assert len(vocabulary) == 2
+            # It is not tried again, which would warn.
+            module(ids(4))
+            assert vocabulary.max_capacity == 2
+
+
+def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
+    table = st.Table(2, 4, device="cpu")
+    assert [rows_within(f"{num_bytes} B", table, 1) for num_bytes in (160, 175, 176, 3)] == [9, 9, 10, 1]
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------
@@ -632,14 +634,6 @@ def test_conversions_keep_ids_and_check_what_rows_begin_with() -> None:
     assert module(ids(5)).dtype == torch.float32
     module.double()(torch.arange(20))
     assert (len(vocabulary), module.num_embeddings) == (20, module.weight.shape[0])
-
-
-def test_max_norm_holds_for_unseen_ids_too() -> None:
-    module, _ = made(module={"max_norm": 0.5})
-    with torch.no_grad():
-        unseen = module(ids(7))
-    assert unseen.norm() <= 0.5
-    assert torch.allclose(module(ids(7)), unseen)
 
 
 @pytest.mark.parametrize("unseen", ["initial", "zeros"])
@@ -742,11 +736,3 @@ def test_state_that_is_loaded_is_not_that_of_ids_that_came_since(kind: type[torc
         trained(module, optimizer, 7, 10, 1)
         results.append(vocabulary.export())
     assert all(torch.equal(*pair) for found in results[1:] for pair in zip(results[0], found, strict=True))
-
-
-def test_numbers_of_rows_follow_the_table() -> None:
-    module, vocabulary = made(2, max_capacity=99)
-    vocabulary.update(range(30), torch.ones(30, DIM))
-    assert module.num_embeddings == len(module.weight) == 31
-    assert repr(module).startswith("Embedding(31, 3, ")
-    assert "30 of 30 ids" in repr(module)

@@ -1,4 +1,4 @@
-"""The count-min sketch, against a Counter."""
+"""Which ids are admitted: the count-min sketch against a Counter, and the rules that ask it or draw."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.vocabulary.policies import Admission, Eviction
 from speedtransfer.vocabulary.sightings import Sightings
 
 IDS = some.integers(-5, 30) | some.integers(-(2**63), 2**63 - 1)
@@ -112,3 +113,24 @@ def test_golden_counters():
 def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
         Sightings(**options)
+
+
+def test_ids_seen_long_ago_count_half():
+    """After so many sightings for each counter; those of ids that never come again would fill the sketch."""
+    admission = Admission(3, seed=1, width=1024)
+    assert not admission.choose(array([7]), array([2])).any()
+    admission.choose(array([9]), array([5000]))
+    assert not admission.choose(array([7]), array([1])).any()
+    assert admission.choose(array([7]), array([1])).all()
+
+
+def test_the_probability_is_that_of_each_sighting():
+    admission, ids = Admission(0.5, seed=1, width=0), np.arange(4000)
+    once, four_times = (admission.choose(ids, np.full(4000, count)) for count in (1, 4))
+    assert (once.mean(), four_times.mean()) == pytest.approx((0.5, 1 - 0.5**4), abs=0.03)
+    # Each lookup draws anew.
+    assert (once != admission.choose(ids, np.ones(4000))).mean() == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_row_stays_for_the_whole_of_its_time():
+    assert Eviction(5, half_life=1.0).scores(10, array([1, 2]), array([4, 5]), None).tolist() == [4.0, np.inf]

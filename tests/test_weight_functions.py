@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -208,6 +209,20 @@ def test_data_where_python_is_not_told(name: str, kind: str) -> None:
         warnings.simplefilter("ignore")
         ours, expected = PAST_PYTHON[name](emb.weight.data), PAST_PYTHON[name](nn.Parameter(VALUES.clone()).data)
     torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("rows", [slice(None), slice(1, 5)], ids=["weight", "view"])
+def test_a_function_that_writes_though_its_name_does_not_say_so(rows: slice, kind: str) -> None:
+    """With `max_norm` lookups shorten the rows of what they are given."""
+    emb, dense = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **KINDS[kind]), nn.Parameter(VALUES.clone())
+    with torch.no_grad():
+        for weight in (emb.weight, dense):
+            given = weight if rows == slice(None) else weight[rows]
+            F.embedding(IDS - 1, given, max_norm=0.5)
+            F.embedding_bag(IDS[None] - 1, given, max_norm=0.25)
+    torch.testing.assert_close(emb.weight.detach().clone(), dense.detach(), rtol=1e-2, atol=1e-2)
+    assert not torch.equal(dense, VALUES)
 
 
 def test_what_cannot_be_told_is_not_taken_for_rows() -> None:

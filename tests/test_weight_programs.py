@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,153 +74,7 @@ def pair() -> tuple[nn.Embedding, speedtransfer.Embedding]:
     return theirs, speedtransfer.Embedding.from_pretrained(theirs.weight.detach().clone(), freeze=False)
 
 
-def both(train: Callable[[Any], Any]) -> None:
-    expected, ours = pair()
-    torch.testing.assert_close(train(ours), train(expected))
-    torch.testing.assert_close(ours.weight.detach(), expected.weight.detach())
-
-
 IDS, MORE = torch.tensor([1, 2, 2]), torch.tensor([2, 5])
-
-
-def test_hooks_see_the_gradient_of_all_uses_once() -> None:
-    """A clipping hook of the sum is not the sum of clipped parts, and an optimizer in backward steps once."""
-
-    def train(emb: Any) -> Any:
-        seen: list[torch.Tensor] = []
-        opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-        emb.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
-
-        def step(param: nn.Parameter) -> None:
-            assert param.grad is not None
-            seen.append(param.grad.to_dense().clone())
-            opt.step()
-
-        emb.weight.register_post_accumulate_grad_hook(step)
-        for _ in range(3):
-            opt.zero_grad()
-            (emb(IDS).sum() * 0.3 + emb(MORE).sum() * 0.4 + emb.weight.pow(2).sum()).backward()
-        return seen, int(opt.state[emb.weight]["step"])
-
-    both(train)
-
-
-def test_hooks_see_gradients_of_autograd_grad() -> None:
-    def train(emb: Any) -> Any:
-        emb.weight.register_hook(lambda grad: grad * 3)
-        return torch.autograd.grad(emb(IDS).sum() + emb(MORE).pow(2).sum(), emb.weight)[0]
-
-    both(train)
-
-
-def test_a_gradient_that_is_held_goes_on() -> None:
-    """As in torch: what is accumulated later, also after zeros, is in the object that was there before."""
-
-    def train(emb: Any) -> Any:
-        emb(IDS).sum().backward()
-        held = emb.weight.grad
-        emb(MORE).sum().backward()
-        found = [held.clone(), held is emb.weight.grad]
-        emb.zero_grad(set_to_none=False)
-        emb(MORE).pow(2).sum().backward()
-        found += [held.clone(), held is emb.weight.grad]
-        emb.zero_grad()
-        emb(MORE).sum().backward()
-        return [*found, held.clone(), held is emb.weight.grad]
-
-    both(train)
-
-
-@pytest.mark.parametrize("steps", [0, 1])
-def test_an_assigned_gradient_is_written_to_before_the_step(steps: int) -> None:
-    """A buffer for communication: zeros when it is assigned, filled later."""
-
-    def train(emb: Any) -> Any:
-        opt = torch.optim.Adagrad(emb.parameters(), lr=0.1)
-        for _ in range(steps):
-            emb(IDS).sum().backward()
-            opt.step()
-        buffer = torch.zeros(9, 3)
-        emb.weight.grad = buffer
-        emb(MORE).pow(2).sum().backward()
-        before = buffer.clone()
-        buffer.mul_(0.5)
-        buffer[7] = 1
-        opt.step()
-        return before, buffer
-
-    both(train)
-
-
-def test_a_flat_buffer_of_gradients_stays() -> None:
-    """Zeros written to it are no sign that it is of use no more."""
-
-    def train(emb: Any) -> Any:
-        opt, flat = torch.optim.AdamW(emb.parameters(), lr=0.1), torch.zeros(27)
-        emb.weight.grad = flat.view(9, 3)
-        for shift in range(3):
-            flat.zero_()
-            emb(IDS + shift).pow(2).sum().backward()
-            flat.mul_(0.5)
-            opt.step()
-        return flat
-
-    both(train)
-
-
-def test_evaluation_in_another_thread() -> None:
-    """What it brings up to date is brought up to date once."""
-
-    def train(emb: Any) -> Any:
-        opt, going = torch.optim.AdamW(emb.parameters(), lr=0.01), threading.Event()
-
-        def look() -> None:
-            while not going.is_set():
-                emb(IDS).detach()
-                emb.weight.detach().sum()
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            for shift in range(100):
-                opt.zero_grad()
-                emb(IDS + shift % 7).pow(2).sum().backward()
-                opt.step()
-        finally:
-            going.set()
-            thread.join()
-
-    both(train)
-
-
-def test_rows_frozen_after_forward_get_no_gradient() -> None:
-    def train(emb: Any) -> Any:
-        loss = emb(IDS).sum() + emb.weight.pow(2).sum() + torch.ones(1, requires_grad=True).sum()
-        emb.requires_grad_(False)
-        loss.backward()
-        emb.requires_grad_(True)
-        return emb.weight.grad is None
-
-    both(train)
-
-
-def test_the_weight_before_keeps_its_gradient() -> None:
-    def train(emb: Any) -> Any:
-        opt = torch.optim.SGD(emb.parameters(), lr=0.1)
-        before = emb.weight
-        emb(IDS).sum().backward()
-        emb.weight = nn.Parameter(torch.ones(9, 3))
-        opt.step()
-        return before.detach(), before.grad.to_dense(), emb.weight.grad is None
-
-    both(train)
-
-
-def test_one_vector_holds_the_rows_of_two_tables() -> None:
-    one, other = pair()[1], pair()[1]
-    vector = torch.arange(54.0)
-    nn.utils.vector_to_parameters(vector, [one.weight, other.weight])
-    torch.testing.assert_close(torch.cat([one.weight, other.weight]).flatten(), vector)
 
 
 @contextmanager

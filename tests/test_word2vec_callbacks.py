@@ -229,7 +229,7 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path, monkeypatch):
         "import resource; from speedtransfer import cli; from speedtransfer.word2vec import callbacks\n"
         "callbacks.LOG_EVERY_S = 0\nresource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000))\ncli.main()"
     )
-    flags = ["--dim", "8", "--epochs", "40", "--block-words", "256", "--tensorboard", "board", "--device", "cpu"]
+    flags = ["--dim", "8", "--epochs", "20", "--block-words", "256", "--tensorboard", "board", "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     done = run_script(code, "word2vec", "train", "corpus.txt", "-o", "out", *flags)
     assert done.returncode == 0, done.stderr

@@ -164,8 +164,9 @@ def test_ids_are_read_only_and_leave_no_file(tmp_path, monkeypatch):
 
 def test_reports_what_it_has_read():
     seen = []
-    corpus_of("a b " * 10, report=seen.append)
-    assert seen[-1] == 20
+    for text, kind in (("a b " * 10, "text"), ("a b\n" * 10, "lines")):
+        corpus_of(text, kind=kind, report=seen.append)
+        assert seen[-1] == 20
 
 
 @pytest.mark.parametrize("kind", ["text", "lines"])

@@ -118,11 +118,6 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
     assert spans > 1000
 
 
-def test_pools_follow_the_noise(blocks, vocabulary):
-    pool = np.concatenate([block.negatives.flatten().numpy() for block in blocks["skipgram"]])
-    assert_drawn_from(np.bincount(pool, minlength=len(COUNTS)), vocabulary.noise())
-
-
 @pytest.mark.parametrize("pool", [1, 2, 100, 512, 4096, 8192])
 @pytest.mark.parametrize("num_draws", [1, 10, 30])
 def test_spans_use_all_of_the_pool_alike(pool, num_draws):

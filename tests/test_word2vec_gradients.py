@@ -192,27 +192,6 @@ def test_the_last_span_may_be_any_part_of_one(model, num_words):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.usefixtures("way")
-def test_loss_is_left_out_on_demand(model):
-    block, tables = draw_block(200, 3), draw_tables(4)
-    (with_loss, *expected), (without, *grads) = (by_hand(*tables, block, model, with_loss=w) for w in (True, False))
-    assert without.loss is None
-    assert with_loss.loss > 0
-    assert all(map(torch.equal, grads, expected))
-
-
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.usefixtures("way")
-def test_rows_given_are_left_alone(model):
-    block, tables = draw_block(200, 3), draw_tables(4)
-    places = places_of(block, NUM_ROWS, model)
-    rows = tables[0][places.bags.rows.ids], tables[1][places.outputs.ids]
-    before = [table.clone() for table in rows]
-    block_gradients(*rows, places, model=model)
-    assert all(map(torch.equal, rows, before))
-
-
-@pytest.mark.parametrize("model", MODELS)
 def test_extreme_scores_and_both_ways_agree(model, monkeypatch):
     pytest.importorskip("numba")
     block = draw_block(300, 5, 2, 16, num_rows=40)

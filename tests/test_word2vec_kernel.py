@@ -94,14 +94,6 @@ def test_what_shared_memory_does_not_hold_is_elsewhere(model, blocks, monkeypatc
     check_equal([train(tables, places, model, 64, backwards, blocks=blocks) for backwards in (False, True)], first)
 
 
-def test_loss_is_left_out_on_demand():
-    block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(9, 60, torch.float32)
-    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
-    *without, loss = train(tables, places, "skipgram", with_loss=False)
-    assert loss is None
-    assert all(map(torch.equal, without, train(tables, places, "skipgram")))
-
-
 def test_extreme_scores():
     block, tables = draw_block(70, 4, 1, 20, 60), [table * 40 for table in draw_tables(33, 60, torch.float32)]
     places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)

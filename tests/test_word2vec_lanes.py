@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from speedtransfer import jit
-from speedtransfer.word2vec import places
 
 if not jit.available():
     pytest.skip("numba is not installed", allow_module_level=True)
@@ -44,33 +43,6 @@ def test_rows_begin_where_lines_of_the_cache_do(dtype):
     assert all(row.ctypes.data % 64 == 0 for row in rows)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_widened_rows_have_zeros_at_their_ends(dtype):
-    rows, copy = np.arange(20, dtype=dtype).reshape(4, 5), np.full((4, WIDTH), 7, dtype=dtype)
-    lane_rows.widen(rows, copy)
-    assert (copy[:, :5] == rows).all()
-    assert (copy[:, 5:] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_way_back_is_divided_by_the_rate(dtype):
-    starts, ends, way = np.ones((3, 5), dtype), np.full((3, WIDTH), 3, dtype), np.zeros((3, 5), dtype)
-    lane_rows.set_way(starts, ends, dtype(0.5), way)
-    assert (way == -4).all()
-
-
-def test_rows_are_copied_and_added_and_averaged(case):
-    rows, others, _ = case
-    expected, chosen = rows.copy(), np.array([3, 9, 3, 0])
-    lane_rows.copy_row(rows, 1, others, 4)
-    lane_rows.add_row(rows, 2, others, 5)
-    lane_rows.mean_row(rows, 3, others, chosen, 1, 4)
-    lane_rows.mean_row(rows, 4, others, chosen, 0, 1)
-    expected[1], expected[2] = others[4], expected[2] + others[5]
-    expected[3], expected[4] = others[[9, 3, 0]].mean(0), others[3]
-    assert close(rows, expected)
-
-
 @pytest.mark.parametrize("anew", [False, True])
 def test_weighted_sums_and_scores(case, anew):
     rows, others, _ = case
@@ -81,15 +53,6 @@ def test_weighted_sums_and_scores(case, anew):
     lane_rows.weighted_sum(rows, 2, anew, weights, others, chosen, 1, 5)
     assert close(rows, expected)
     assert close(np.asarray(found, rows.dtype), rows[1] @ others[7])
-
-
-def test_an_empty_sum_is_zero_or_leaves_the_row(case):
-    rows, others, _ = case
-    before = rows.copy()
-    lane_rows.weighted_sum(rows, 1, False, others, others, np.array([0]), 0, 0)
-    assert (rows == before).all()
-    lane_rows.weighted_sum(rows, 1, True, others, others, np.array([0]), 0, 0)
-    assert not rows[1].any()
 
 
 def test_products_of_matrices(case):
@@ -135,7 +98,3 @@ def test_sigmoid_of_scores_without_bound_and_of_nan(dtype):
     assert (found[0, [0, 3, 5]] == [1, 1, 0.5]).all()
     assert (found[0, [1, 4]] > 0).all()
     assert (found[0, [1, 4]] < 1e-34).all()
-
-
-def test_a_span_fits_into_a_vector():
-    assert places.MOST_WORDS_AT_ONCE <= WIDTH

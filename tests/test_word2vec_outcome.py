@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import logging
 import math
 
 import numpy as np
@@ -128,30 +127,6 @@ def test_few_steps():
 def test_loss(values, expected):
     found = warning_of_loss(losses_of(*values), Settings(lr=0.03), 5)
     assert (expected in found) if expected else found == ""
-
-
-def test_losses_go_on_from_a_checkpoint():
-    losses, again = losses_of(4.0, 3.0, 2.5), Losses()
-    again.load_state(losses.state())
-    assert again.state() == losses.state()
-
-
-# Shorter runs with each of these warnings, and one without, are in test_word2vec_trainer.py.
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"epochs": 1, "block_words": 512}, "this run has 6 steps, too few"),
-        pytest.param({"lr": 30.0}, "above the 4.159 that it began with", marks=pytest.mark.slow),
-        pytest.param({"lr": 1e-9}, "little was learnt", marks=pytest.mark.slow),
-        pytest.param({}, None, marks=pytest.mark.slow),
-    ],
-)
-def test_warnings_reach_who_calls_train(settings, expected, caplog):
-    text = " ".join(f"w{n}" for n in np.random.default_rng(0).integers(0, 50, 3000))
-    with caplog.at_level(logging.WARNING, "speedtransfer"):
-        train(io.BytesIO(text.encode()), 8, sample=0, device="cpu", progress=False, **settings)
-    messages = [message for message in caplog.messages if "the usual rate" not in message]
-    assert [expected in message for message in messages] == ([True] if expected else [])
 
 
 @pytest.mark.parametrize(

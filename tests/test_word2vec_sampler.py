@@ -146,12 +146,6 @@ def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
         assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
 
 
-def test_assertion_finds_a_wrong_distribution(vocabulary):
-    drawn = np.random.default_rng(0).choice(len(COUNTS), 32_000, p=vocabulary.noise(power=1.0))
-    with pytest.raises(AssertionError):
-        assert_drawn_from(np.bincount(drawn, minlength=len(COUNTS)), vocabulary.noise())
-
-
 def test_subsampling_keeps_the_share_of_the_formula(vocabulary):
     repeat, sample = 300, 0.02
     blocks = epoch_of(sampler_of(vocabulary, corpus_ids(repeat), sample=sample))

@@ -506,6 +506,36 @@ w, (query @ w.T).sum()
 weights = nn.ParameterList([emb.weight, items.weight])
 step()
 weights[0], sum(w.numel() for w in weights)
+
+# A buffer of gradients, filled after it is assigned
+opt.zero_grad()
+buffer = torch.zeros(40, 6)
+emb.weight.grad = buffer
+emb(index).pow(2).sum().backward()
+before = buffer.clone()
+buffer.mul_(0.5)
+buffer[7] = 1
+opt.step()
+before, buffer
+
+# A flat buffer of gradients
+flat = torch.zeros(240)
+emb.weight.grad = flat.view(40, 6)
+for shift in range(3):
+    flat.zero_()
+    emb((ids + shift) % 40).pow(2).sum().backward()
+    flat.mul_(0.5)
+    opt.step()
+flat
+
+# The weight before keeps its gradient
+before, own = emb.weight, torch.optim.SGD([emb.weight], lr=0.1)
+opt.zero_grad()
+emb(ids).sum().backward()
+emb.weight = nn.Parameter(torch.ones(40, 6))
+own.step()
+opt = make_opt(model.parameters())
+before.detach(), before.grad.to_dense(), emb.weight.grad is None
 """,
 )
 
@@ -759,6 +789,44 @@ for _ in range(3):
 for _ in range(3):
     step()
     emb.weight.data[0].zero_()
+
+# Hooks see the gradient of all uses once: a clipped sum is no sum of clipped parts, and a step in a hook is one
+seen, own = [], make_opt([emb.weight])
+emb.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
+def step_of_all(p):
+    seen.append(p.grad.to_dense().clone())
+    own.step()
+emb.weight.register_post_accumulate_grad_hook(step_of_all)
+for _ in range(3):
+    model.zero_grad()
+    (emb(ids).sum() * 0.3 + emb(index).sum() * 0.4 + emb.weight.pow(2).sum()).backward()
+opt = make_opt([nn.Parameter(torch.zeros(1))])
+seen, int(own.state[emb.weight]["step"])
+
+# A hook and autograd.grad
+emb.weight.register_hook(lambda grad: grad * 3)
+torch.autograd.grad(emb(ids).sum() + emb(index).pow(2).sum(), emb.weight)[0]
+
+# A gradient that is held goes on
+opt.zero_grad()
+emb(ids).sum().backward()
+held = emb.weight.grad
+emb(index).sum().backward()
+found = [held.clone(), held is emb.weight.grad]
+emb.zero_grad(set_to_none=False)
+emb(index).pow(2).sum().backward()
+found += [held.clone(), held is emb.weight.grad]
+emb.zero_grad()
+emb(index).sum().backward()
+[*found, held.clone(), held is emb.weight.grad]
+
+# Frozen between forward and backward
+opt.zero_grad()
+value = emb(ids).sum() + emb.weight.pow(2).sum() + query.sum()
+emb.requires_grad_(False)
+value.backward()
+emb.requires_grad_(True)
+emb.weight.grad is None
 
 # A penalty over model.parameters() in a loop
 for _ in range(3):

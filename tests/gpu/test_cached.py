@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from cached_engines import Twice, cached
 from cases import assert_same_bits
 from table_contract import TableContract
 
@@ -13,34 +14,17 @@ import speedtransfer as st
 from gpu.on_device import OnDevice
 from gpu.test_tables import Made
 from gpu.tools import allocated_bytes, pinned, synchronizing
-from speedtransfer.engines import CachedEngine, LfuPolicy, MappedEngine, StagedEngine, StaticPolicy, make_engine
+from speedtransfer.engines import MappedEngine, StagedEngine, make_engine
 from speedtransfer.errors import DeviceError, InvalidValueError
 
-CACHES = [("static", 1), ("lfu", 2), ("static", 30)]
-
-
-def cached(inner, device, policy, capacity, kind=CachedEngine):
-    if policy == "static":
-        chosen = StaticPolicy(torch.arange(max(capacity, 30) - 1, -1, -1, device=device)[:capacity])
-    else:
-        chosen = LfuPolicy(device, every=1)
-    return kind(inner, chosen, capacity)
-
-
-class Twice(CachedEngine):
-    """Gathers everything twice, so that the second time rows come from the cache."""
-
-    def gather(self, planes, index, rows, check=False, unsorted=False):
-        super().gather(planes, index, rows, check, unsorted)
-        for out in rows:
-            out.view(torch.uint8).fill_(1)
-        super().gather(planes, index, rows, check, unsorted)
+CACHES = [("static", 1), ("lfu", 2)]
 
 
 class TestMapped(OnDevice):
-    @pytest.fixture(params=CACHES[:2], ids=lambda case: f"{case[0]} {case[1]}")
+    @pytest.fixture(params=CACHES, ids=lambda case: f"{case[0]} {case[1]}")
     def engine(self, request, device):
-        return cached(MappedEngine(device), device, *request.param)
+        policy, capacity = request.param
+        return cached(capacity, policy, MappedEngine(device), device=device)
 
     @pytest.fixture
     def store(self):
@@ -50,7 +34,7 @@ class TestMapped(OnDevice):
 class TestMappedTwice(OnDevice):
     @pytest.fixture
     def engine(self, device):
-        return cached(MappedEngine(device), device, *CACHES[2], kind=Twice)
+        return cached(30, "static", MappedEngine(device), kind=Twice, device=device)
 
     @pytest.fixture
     def store(self):
@@ -60,7 +44,7 @@ class TestMappedTwice(OnDevice):
 class TestAuto(OnDevice):
     @pytest.fixture
     def engine(self, device):
-        return cached(make_engine("pinned", device), device, "lfu", 20)
+        return cached(20, "lfu", make_engine("pinned", device), device=device)
 
     @pytest.fixture
     def store(self):
@@ -70,7 +54,7 @@ class TestAuto(OnDevice):
 class TestStaged(OnDevice):
     @pytest.fixture
     def engine(self, device):
-        return cached(StagedEngine(device, num_buffers=2, buffer_bytes=4096), device, *CACHES[2], kind=Twice)
+        return cached(30, "static", StagedEngine(device, num_buffers=2, buffer_bytes=4096), kind=Twice, device=device)
 
     @pytest.fixture
     def store(self):

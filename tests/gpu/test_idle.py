@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer as st
-from gpu.tools import synchronizing
+from gpu.tools import embedding_in, synchronizing
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
 NAMES = [
@@ -38,10 +38,7 @@ def train(module, make, device, steps=120, dtype=torch.float32):
 
 
 def ours(memory, device, folder, **options):
-    if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
-    torch.manual_seed(3)
-    return st.Embedding(ROWS, DIM, memory=memory, device=device, **{"idle": "exact", **options})
+    return embedding_in(memory, folder, device, ROWS, DIM, **{"idle": "exact", **options})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import speedtransfer as st
-from gpu.tools import synchronizing
+from gpu.tools import embedding_in, synchronizing
 from speedtransfer.engines import mapped
 from speedtransfer.errors import RowIndexError
 
@@ -16,10 +16,7 @@ SIZES, DIM = [7, 600, 3, 210], 16
 
 
 def multi(device, memory="pinned", folder=None, **options):
-    if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
-    torch.manual_seed(3)
-    return st.MultiEmbedding(SIZES, DIM, device=device, memory=memory, **options)
+    return embedding_in(memory, folder, device, SIZES, DIM, kind=st.MultiEmbedding, **options)
 
 
 def dense(device, **options):

@@ -148,15 +148,3 @@ def test_there_is_an_end_to_new_processes(tmp_path):
     assert "the process ended with 7" in found["test_a[2]"][1]
     assert "not run: 3 processes were lost before" in found["test_a[3]"][1]
     assert len(pids(tmp_path, "one")) == 4
-
-
-def test_what_does_not_even_start(tmp_path):
-    found = run(tmp_path, {"one": "if len(sys.argv) > 6: raise ImportError('not here')\ndef test_a(): pass\n"}, "-v")
-    assert found["test_a"][0] == "failure"
-    assert "not here" in found["test_a"][1]
-
-
-@pytest.mark.parametrize("option", ["-s", "--pdb"])
-def test_in_one_process_to_look_inside(tmp_path, option):
-    assert run(tmp_path, {"one": "def test_a(): pass\n"}, option)["test_a"] == ("passed", "")
-    assert len(pids(tmp_path, "one")) == 1

@@ -4,7 +4,6 @@ A test calls a few times before it holds a stream back, with the same shapes: wh
 """
 
 import contextlib
-import gc
 import subprocess
 import sys
 
@@ -13,7 +12,16 @@ import torch
 from engine_cases import any_bits
 
 import speedtransfer as st
-from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, hold, pinned, synchronizing, table_in
+from gpu.tools import (
+    DEVICE_ENGINES,
+    PINNED_ENGINES,
+    check_same,
+    hold,
+    no_garbage,  # noqa: F401 - a fixture
+    pinned,
+    synchronizing,
+    table_in,
+)
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
 
@@ -27,14 +35,6 @@ WAYS = (
 
 
 WARM = [True] * 9 + [False]  # more calls than a staging engine has buffers, then the one that counts
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage():
-    """Page-locked memory that garbage collection finds is freed, and that waits for the device."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.fixture(params=WAYS, ids="-".join)

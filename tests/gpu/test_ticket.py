@@ -1,12 +1,15 @@
 """Rows read ahead on a stream of their own: the numbers are those without, and the host waits for nothing."""
 
-import gc
-
 import pytest
 import torch
 
 import speedtransfer as st
-from gpu.tools import FORMS, synchronizing
+from gpu.tools import (
+    FORMS,
+    embedding_in,
+    no_garbage,  # noqa: F401 - a fixture
+    synchronizing,
+)
 from speedtransfer.errors import DeviceError, RowIndexError
 from speedtransfer.rows import Rows
 
@@ -14,19 +17,8 @@ MEMORIES = ["pinned", "pageable", "mmap"]
 ROWS, DIM, BATCH = 400, 16, 96
 
 
-@pytest.fixture(autouse=True)
-def _no_garbage():
-    """Page-locked memory that garbage collection finds is freed, and that waits for the device."""
-    gc.disable()
-    yield
-    gc.enable()
-
-
 def module(device, memory, folder, kind=st.Embedding, **options):
-    if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
-    torch.manual_seed(3)
-    return kind(ROWS, DIM, device=device, memory=memory, **options)
+    return embedding_in(memory, folder, device, ROWS, DIM, kind=kind, **options)
 
 
 def batches(steps, ids_on, seed=1):

@@ -9,7 +9,7 @@ from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer as st
-from gpu.tools import check_same
+from gpu.tools import check_same, embedding_in
 from speedtransfer.optim import find_handle
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
@@ -19,10 +19,7 @@ TOLERANCE = 1e-5  # sums in another order
 
 
 def embedding(memory, folder, device, num_rows=NUM_ROWS, dim=DIM, **kwargs):
-    if memory == "mmap":
-        kwargs["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
-    torch.manual_seed(3)
-    return st.Embedding(num_rows, dim, memory=memory, device=device, **{"idle": "lazy", **kwargs})
+    return embedding_in(memory, folder, device, num_rows, dim, **{"idle": "lazy", **kwargs})
 
 
 def dense_embedding(device, num_rows=NUM_ROWS, dim=DIM, **kwargs):

@@ -4,7 +4,6 @@ Where one does still, `KNOWN` has how often: a number that falls must be lowered
 """
 
 import contextlib
-import gc
 import importlib
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpu.tools import hold, synchronizing
+from gpu.tools import (
+    hold,
+    no_garbage,  # noqa: F401 - a fixture
+    synchronizing,
+)
 
 try:
     import fakegpu  # the emulated GPU, which lists every call
@@ -40,14 +43,6 @@ STAGED = {
     "exact, 26 tables": MANY,
     "evaluation": 0,
 }
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage():
-    """Page-locked memory that garbage collection finds is freed, and that waits for the device."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("memory", ["pinned", "device", "pageable", "mmap"])

@@ -57,6 +57,24 @@ def file_tensor(tensor: Tensor, folder: Path) -> Tensor:
     return torch.from_numpy(array).view(tensor.dtype).copy_(tensor)
 
 
+@pytest.fixture(autouse=True)
+def no_garbage() -> Iterator[None]:
+    """Page-locked memory that garbage collection finds is freed, and that waits for the device; for modules that import it."""
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def embedding_in(
+    memory: str, folder: Path, device: torch.device, *sizes: Any, kind: Any = st.Embedding, **options: Any
+) -> Any:
+    """Return a module with the first values of one seed in any memory; "mmap" has its file in `folder`."""
+    if memory == "mmap":
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+    torch.manual_seed(3)
+    return kind(*sizes, memory=memory, device=device, **options)
+
+
 def table_in(memory: str, folder: Path, num_rows: int, dim: int, device: torch.device, **kwargs: Any) -> st.Table:
     """Return a table in any memory; "mmap" has its file in `folder`."""
     if memory == "mmap":

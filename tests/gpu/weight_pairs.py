@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import speedtransfer as st
+from gpu.tools import embedding_in
 
 ROWS, DIM = 50, 8
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
@@ -19,10 +20,7 @@ STORED = [
 
 
 def embedding(memory, dtype, device, folder, rows=ROWS, dim=DIM, **options):
-    if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
-    torch.manual_seed(3)
-    return st.Embedding(rows, dim, memory=memory, storage_dtype=dtype, device=device, **options)
+    return embedding_in(memory, folder, device, rows, dim, storage_dtype=dtype, **options)
 
 
 def dense_of(emb):

@@ -15,17 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ranks.run import DeadRankError, Pool, RankError, torchrun
+from ranks.run import DeadRankError, RankError
 
 
 def rank_and_sum(number: int) -> tuple[int, torch.Tensor, int]:
     total = torch.tensor([dist.get_rank() + number])
     dist.all_reduce(total)
     return dist.get_rank(), total, os.getpid()
-
-
-def drawn() -> float:
-    return torch.rand(1).item()
 
 
 def raise_on(rank: int) -> None:
@@ -52,11 +48,6 @@ def warn() -> None:
     warnings.warn("seen", stacklevel=1)
 
 
-def leave_a_collective_out() -> None:
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.zeros(1))
-
-
 def test_results_come_in_the_order_of_ranks(ranks):
     results = ranks(rank_and_sum, 10)
     assert [rank for rank, _, _ in results] == list(range(ranks.world))
@@ -67,11 +58,6 @@ def test_processes_stay(two, three):
     first = [pid for *_, pid in two(rank_and_sum, 0)]
     assert [pid for *_, pid in three(rank_and_sum, 0)][:2] == first
     assert len({*first, os.getpid()}) == 3
-
-
-def test_each_call_has_the_same_seed(two):
-    torch.manual_seed(0)
-    assert two(drawn) == two(drawn) == [torch.rand(1).item()] * 2
 
 
 def test_an_exception_is_shown_with_its_rank_and_what_was_printed(two):
@@ -97,11 +83,6 @@ def test_a_rank_that_dies(two):
     alive, died = two.fails(die_on, 1)
     assert alive == "alive"
     assert isinstance(died, DeadRankError)
-
-
-def test_an_unmatched_collective_is_a_failure(two):
-    with pytest.raises(RankError):
-        two(leave_a_collective_out, timeout=1)
 
 
 def test_fails_returns_exceptions(two):
@@ -132,29 +113,3 @@ def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
     while any(Path("/proc", pid).exists() for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-
-
-@pytest.mark.slow
-def test_torchrun(tmp_path):
-    script = tmp_path / "script.py"
-    # In one piece: torchrun's processes do not buffer, and share the output.
-    script.write_text("import os, sys; sys.stdout.write('rank {RANK} of {WORLD_SIZE} {X}\\n'.format(**os.environ))")
-    result = torchrun(str(script), world=2, env={"X": "y"})
-    assert result.returncode == 0, result.stdout
-    assert "rank 1 of 2 y" in result.stdout
-
-
-@pytest.mark.slow
-def test_torchrun_that_hangs(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import time; print('started', flush=True); time.sleep(600)")
-    with pytest.raises(subprocess.TimeoutExpired) as hung:
-        torchrun(str(script), world=1, timeout=6)
-    assert "started" in hung.value.output
-
-
-def test_processes_start_at_the_first_call():
-    pool = Pool()
-    pool.of(2)
-    assert not pool.workers
-    pool.close()

@@ -1,4 +1,4 @@
-"""What only some of the processes have rows for, or are part of."""
+"""What only some of the processes have rows for, or are part of; other default devices and backends of torch."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import speedtransfer as st
 from ranks.small import DIM, ROWS, ids, rows_of, table
+from speedtransfer.ranks import Exchange, exchange_of
 
 
 def set_by_one(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,3 +60,74 @@ def test_forms_are_refused_as_in_one_process(two):
     with pytest.raises(st.errors.InvalidTypeError) as error:
         st.Embedding(ROWS, DIM, dtype=torch.float64, storage_dtype=torch.bfloat16)
     assert two(float64_in_bfloat16) == [str(error.value)] * 2
+
+
+def trained(options: dict) -> torch.Tensor:
+    torch.manual_seed(0)
+    ids = torch.tensor([1, 2, 5 + dist.get_rank()])
+    more = torch.arange(30)
+    # What would be made on the default device has no values.
+    with torch.device("meta"):
+        emb = st.Embedding(30, 4, padding_idx=2, device="cpu", process_group=dist.group.WORLD, **options)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            emb(ids).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(emb.parameters(), 1.0)
+            opt.step()
+        whole = st.full_state_dict(emb)
+        assert not whole or not whole["weight"].is_meta
+        with torch.no_grad():
+            return emb(more)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own optimizers count their steps on the default device")
+@pytest.mark.parametrize(
+    "options", [{"idle": "lazy"}, {"idle": "exact"}, {"memory": "shared"}, {"comm_dtype": torch.int8}], ids=str
+)
+def test_trains(two, options):
+    first, second = two(trained, options)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+# --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
+
+
+def trained_by_default() -> tuple[bool, torch.Tensor]:
+    group = dist.new_group(backend="cpu:gloo")
+    assert dist.get_backend(group) != "gloo"
+    emb = st.Embedding(20, 4, process_group=group, device="cpu")
+    opt = torch.optim.AdamW(emb.parameters())
+    emb(torch.arange(dist.get_rank() + 3)).sum().backward()
+    opt.step()
+    return exchange_of(group).on_host, emb(torch.arange(20)).detach()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="messages would be on the device")
+def test_without_cuda_messages_are_on_the_host(two):
+    (on_host, rows), (_, same) = two(trained_by_default)
+    assert on_host
+    assert torch.equal(rows, same)
+
+
+class Group:
+    """What has a backend."""
+
+
+@pytest.mark.parametrize(
+    ("config", "cuda", "on_host"),
+    [
+        ("cpu:gloo,cuda:gloo", True, True),
+        ("cpu:gloo,cuda:nccl", True, False),
+        ("cpu:gloo,cuda:nccl", False, True),
+        ("cuda:nccl", True, False),
+        ("cpu:gloo", True, True),
+    ],
+)
+def test_where_messages_are(monkeypatch, config, cuda, on_host):
+    for name, value in (("get_rank", 0), ("get_world_size", 1), ("get_backend_config", config)):
+        monkeypatch.setattr(dist, name, lambda group, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    group = Group()
+    assert Exchange(group).on_host is on_host
