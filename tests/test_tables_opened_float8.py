@@ -220,7 +220,7 @@ def test_scales_that_do_not_fit(tmp_path, refusal):
 
 
 BAD_EXPONENTS = r"""
-scale_key="s" -> InvalidTypeError: is U8 but must be one of bfloat16, float32_e8m0fnu
+scale_key="s" -> InvalidTypeError: is U8 but must be one of bfloat16, float32, float8_e8m0fnu
 scale_key="f", scale_dtype=torch.float8_e8m0fnu -> InvalidTypeError: is F32 but must be one of float8_e8m0
 scale_key="s", scale_dtype=torch.uint8 -> InvalidValueError: scale_dtype is torch.uint8 but must be None or
 scale_dtype=torch.float8_e8m0fnu -> InvalidValueError: but there are no scales; pass scales or scale_key
