@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.leaves import cloned, leaves, put
+from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
@@ -78,16 +80,19 @@ def assign_rows(handle: Any, values: Tensor, handles: Iterable[Any]) -> None:
 def take_param(handle: Any, param: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """Make an ordinary parameter, with its values, the weight.
 
-    If the table takes over its memory, the weight so far becomes an ordinary parameter; else it can no longer be used.
+    If the table takes over its memory, the weight so far becomes an ordinary parameter, with its gradient and the state that
+    an optimizer has of it; else it can no longer be used.
     """
     handle.id_space.check_written("replaced by another parameter")
     # It would be that of one process.
     handle.owners.check_whole("is given another weight", "set its rows by load_state_dict(), or weight.data = all rows")
     handle.table.check_writable()
     values, grad = param.detach(), handle.pending.gradient()
+    alike = len(values) == handle.table.num_rows and values.dtype == handle.rows.dtype
+    release = alike and _can_take(handle, values)
+    optimizer, state = _state_of(handle) if release else (None, {})
     handle.drop_state("another weight was assigned to the module")
     handle.pending.clear()
-    release = _can_take(handle, values) and len(values) == handle.table.num_rows and values.dtype == handle.rows.dtype
     old = handle.param_ref() if release else None
     if old is not None:
         # `set_whole` must not make it show the new memory.
@@ -101,6 +106,19 @@ def take_param(handle: Any, param: nn.Parameter, kind: type[nn.Parameter]) -> No
     if old is not None:
         # It may still be held, and trained, elsewhere.
         old.grad = grad
+        if optimizer is not None and state:
+            optimizer.state[old] = state
+
+
+def _state_of(handle: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the optimizer that trains the rows, if any, and a copy of its state of all of them."""
+    optimizer = None if handle.state is None else handle.state.optimizer()
+    if optimizer is None:
+        return None, {}
+    handle.rows.catch_up()
+    state = cloned(optimizer.state.get(handle.param) or {})
+    put(state, {name: value.decode() for name, value in leaves(state).items() if isinstance(value, EncodedPlane)})
+    return optimizer, state
 
 
 def _can_take(handle: Any, values: Tensor) -> bool:
