@@ -15,8 +15,9 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
-from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
+from speedtransfer.nn.tracing import refuse_to_quantize
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.tables import as_index
@@ -66,7 +67,7 @@ class Feature(nn.Embedding):
         """The row of the table after those of this feature."""
         return self.start + self.num_embeddings
 
-    @unrecorded
+    @looks_up
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
         weight = self._whole()

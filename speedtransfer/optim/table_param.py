@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import DeviceError
 from speedtransfer.interrupts import to_its_end
-from speedtransfer.optim.anchor import Anchor
+from speedtransfer.optim.anchor import Anchor, Joined, kept
 from speedtransfer.optim.features import Features
 from speedtransfer.optim.fused_step import FusedStep
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor, listen
@@ -260,6 +260,9 @@ class TableParam:
         """
         if self.id_space.come_and_go:
             self.id_space.pin(rows, ids)
+        if kept.joins is not None and ids is not None:
+            kept.joins.append(Joined(self, rows.detach().requires_grad_(), ids, deposit, features))
+            return kept.joins[-1].rows
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
         # Hooks that get the gradient later would be called with None.

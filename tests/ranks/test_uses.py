@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import speedtransfer as st
 from ranks.small import DIM, ROWS, Pair, all_ids, distance, ids, rows_of, table, told
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
 
 pytestmark = pytest.mark.parametrize("kind", ["sharded", "shared"])
@@ -246,7 +247,7 @@ def test_in_mid_training(two, kind):
 def compiled(kind: str) -> float:
     pair = Pair(kind)
     for backend, step in [("eager", 0), ("eager", 1), ("aot_eager", 2)]:
-        model = torch.compile(nn.Sequential(pair.emb), backend=backend)
+        model = torch.compile(nn.Sequential(pair.emb), backend=backend, fullgraph=ONE_GRAPH)
         pair.step(model(ids(step)).square().sum(), pair.one(all_ids(step)).square().sum())
     return pair.distance()
 
