@@ -201,6 +201,16 @@ def test_features_by_themselves_and_those_that_nothing_comes_to(backend: str) ->
     assert not model.features["user"].weight.grad.to_dense()[1].any()
 
 
+def test_a_copy_of_a_feature_has_rows_of_its_own() -> None:
+    model = st.MultiEmbedding(SIZES, 4, dtype=F64)
+    ids = torch.tensor([1, 2])
+    twin = copy.deepcopy(model["user"])
+    with torch.no_grad():
+        model["user"].weight.data.zero_()
+        assert torch.equal(compiled(twin)(ids), twin(ids))
+    assert twin(ids).count_nonzero()
+
+
 def test_ids_beyond_a_feature() -> None:
     model = st.MultiEmbedding(SIZES, 4)
     run = compiled(model)
@@ -246,6 +256,14 @@ def test_rows_that_are_shortened(backend: str) -> None:
     check(lambda: st.Embedding(20, 4, padding_idx=2, max_norm=0.8, dtype=F64), TABLES, backend)
     torch._dynamo.utils.counters.clear()
     check(InTurn, TABLES, backend, dense=False)
+
+
+def test_a_weight_that_one_of_its_modules_shortens_is_looked_up_in_turn_by_all() -> None:
+    for first, second in ((None, 0.5), (0.5, None)):
+        one, other = st.Embedding(20, 4, max_norm=first), st.Embedding(20, 4, max_norm=second)
+        one.weight = other.weight
+        for model in (one, other, *copy.deepcopy((one, other))):
+            assert model._handle.renormalizes
 
 
 def of_ids(dim: int = 4, kind: Any = st.Embedding, **options: Any) -> Callable[[], nn.Module]:

@@ -16,7 +16,7 @@ from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
 from speedtransfer.nn.feature_ids import FeatureIds
-from speedtransfer.nn.lookup_ops import looks_up, new_key
+from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
@@ -203,7 +203,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         super()._use(handle)
         handle.features = self._features()
         for number, feature in enumerate(self.values()):
-            feature.number, feature._key = number, new_key(feature)
+            feature.number = number
 
     def _features(self) -> Features:
         return Features(list(self.keys()), [feature.start for feature in self.values()])
