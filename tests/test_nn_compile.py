@@ -476,6 +476,8 @@ def test_what_is_looked_up_outside_of_the_graph() -> None:
     emb = st.Embedding(12, 4)
     run = torch.compile(emb, backend="eager")
     assert torch.equal(run([1, 2]), emb([1, 2]))
+    some = [torch.tensor(1), torch.tensor(2)]
+    assert torch.equal(run(some), emb(some))
     assert torch.equal(run(emb.prefetch(ids)), emb(ids))
     with pytest.raises(InvalidTypeError, match=r"index\.long"):
         run(torch.tensor([1.0]))

@@ -219,7 +219,7 @@ def test_ids_beyond_a_feature() -> None:
     with pytest.raises(RowIndexError, match=r"index\[0\] of feature '.*day' is -1"):
         compiled(model["day"])(torch.tensor([-1]))
     # Names that are none, and too few: what is said without a graph.
-    for wrong in ({"users": torch.tensor([1])}, [torch.tensor([1])]):
+    for wrong in ({"users": torch.tensor([1])}, {0: torch.tensor([1])}, [torch.tensor([1])]):
         with pytest.raises(st.errors.InvalidValueError, match="feature"):
             torch.compile(model, backend="aot_eager")(wrong)
 

@@ -159,11 +159,8 @@ def _like_lookup(*args: Any) -> list[Tensor]:
 
 def _like_deposit(grads: list[Tensor | None], number: Tensor, *args: Any) -> list[Tensor]:
     given = _Arguments(*args)
-    return [
-        each.new_empty(each.shape)
-        for each in (given.leaf, given.weights if given.weighed else None)
-        if each is not None
-    ]
+    like = [given.leaf] if given.weights is None or not given.weighed else [given.leaf, given.weights]
+    return [each.new_empty(each.shape) for each in like]
 
 
 class _Differentiable(torch.autograd.Function):
@@ -276,13 +273,14 @@ def _as_operator(
     ids = input if ids is None else ids
     names: list[str] = []
     parts, bags = [ids], None
-    if isinstance(ids, Mapping):
-        names, parts = list(ids), list(ids.values())
-    elif isinstance(ids, list | tuple):
-        names, parts = list(module._modules), list(ids)
-    if not all(type(part) is Tensor and part.dtype in INTEGERS for part in parts) or len(names or parts) != len(parts):
+    if isinstance(ids, Mapping | list | tuple):
+        names = list(ids if isinstance(ids, Mapping) else module._modules)
+        parts = list(ids.values() if isinstance(ids, Mapping) else ids)
+        if not names or len(names) != len(parts) or not all(name in module._modules for name in names):
+            return None
+    if not all(type(part) is Tensor and part.dtype in INTEGERS for part in parts):
         return None
-    if not parts or not module._has_rows() or in_transform():
+    if not module._has_rows() or in_transform():
         return None
     if isinstance(module, nn.EmbeddingBag):
         beside = [each for each in (offsets, per_sample_weights) if each is not None]
