@@ -130,8 +130,12 @@ nn/loader.py: loader
 nn/lookup.py: nn_bag
 - if offsets is not None and takes_last and
 + if offsets is None and takes_last and
-nn/lookup_ops.py: nn_compile
-- handle.anchor.arrive(active.ids, lookup_backward(active, grad, by_freq), active.add_grad)
+nn/lookup_ops.py: nn_compile nn_compile_kinds
+- one.arrive(grad)
++ pass
+- if function is _lookup:
++ if name == "lookup":
+- node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 + pass
 nn/multi.py: nn_multi
 - feature.load(module.weight.detach())

@@ -21,9 +21,8 @@ from training_loops import Program, parse
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
-from speedtransfer.nn.lookup_ops import register
+from speedtransfer.nn.lookup_ops import _modules, register
 from speedtransfer.nn.tracing import ONE_GRAPH
-from speedtransfer.optim.anchor import _handles, handle_at
 
 F64 = torch.float64
 pytestmark = [
@@ -432,25 +431,13 @@ def test_the_weight_in_one_graph_raises(use: str) -> None:
 
 
 def test_what_is_looked_up_outside_of_the_graph() -> None:
-    """max_norm writes rows, tickets and lists are no tensors, bags sum rows that nobody knows the number of."""
+    """Tickets and lists are no tensors."""
     ids = torch.tensor([[1, 7, 2], [0, 7, 9]])
-    for make in (
-        lambda: st.Embedding(12, 4, max_norm=0.5, dtype=F64),
-        lambda: st.EmbeddingBag(12, 4, dtype=F64),
-        lambda: st.MultiEmbedding([10, 10, 10], 4, dtype=F64),
-    ):
-        model = make()
-        plain = copy.deepcopy(model)
-        run = torch.compile(model, backend="aot_eager")
-        train(run, model.parameters(), [ids, ids % 3], lambda m, ids: m(ids).square().sum())
-        train(plain, plain.parameters(), [ids, ids % 3], lambda m, ids: m(ids).square().sum())
-        check_same(model, plain)
-        torch.compiler.reset()
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            compiled(make())(ids)
     emb = st.Embedding(12, 4)
     run = torch.compile(emb, backend="eager")
     assert torch.equal(run([1, 2]), emb([1, 2]))
+    some = [torch.tensor(1), torch.tensor(2)]
+    assert torch.equal(run(some), emb(some))
     assert torch.equal(run(emb.prefetch(ids)), emb(ids))
     with pytest.raises(InvalidTypeError, match=r"index\.long"):
         run(torch.tensor([1.0]))
@@ -550,24 +537,25 @@ def test_pickles() -> None:
     torch.save(model, buffer)
     buffer.seek(0)
     loaded = torch.load(buffer, weights_only=False)
-    keys = {int(each.words._handle.anchor.key) for each in (model, again, loaded)}
+    keys = {int(each.words._key) for each in (model, again, loaded)}
     assert len(keys) == 3
 
 
 def test_no_number_is_used_again() -> None:
     emb = st.Embedding(5, 2)
-    key = emb._handle.anchor.key
+    key = emb._key
     handle = weakref.ref(emb._handle)
-    assert handle_at(key) is handle()
+    assert _modules[int(key)] is emb
+    assert int(copy.copy(emb)._key) != int(key)
     del emb
     assert handle() is None
-    assert int(key) not in _handles
-    made = [int(st.Embedding(5, 2)._handle.anchor.key) for _ in range(5)]
+    assert int(key) not in _modules
+    made = [int(st.Embedding(5, 2)._key) for _ in range(5)]
     assert int(key) not in made
     assert len(set(made)) == 5
     leaf = torch.zeros(1, requires_grad=True)
     with pytest.raises(InvalidValueError, match="is gone"):
-        torch.ops.speedtransfer.lookup(torch.tensor([0]), leaf, key, 2, -1, False)
+        torch.ops.speedtransfer.lookup(*arguments(leaf, key, torch.tensor([0])))
 
 
 def test_a_compiled_model_goes_with_its_tables() -> None:
@@ -602,17 +590,20 @@ def test_a_forked_process() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+def arguments(leaf: Tensor, key: Tensor, ids: Tensor, training: bool = True) -> tuple:
+    return [ids], None, None, leaf, key, "Embedding.forward", [], 4, None, training, False, False
+
+
 def test_the_operators_are_what_torch_expects() -> None:
     emb = st.Embedding(20, 4, dtype=F64)
     register()
-    anchor, ids = emb._handle.anchor, torch.tensor([[1, 2], [2, 9]])
-    args = ids, anchor.leaf, anchor.key, 4, -1, False
+    leaf, ids = emb._handle.anchor.leaf, torch.tensor([[1, 2], [2, 9]])
+    args = arguments(leaf, emb._key, ids)
     # Without test_aot_dispatch_dynamic, which runs twice and compares numbers of lookups.
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(torch.ops.speedtransfer.rows, (ids, anchor.leaf.detach(), *args[2:]), test_utils=tests)
+    frozen = arguments(leaf.detach(), emb._key, ids, training=False)
+    torch.library.opcheck(torch.ops.speedtransfer.lookup, frozen, test_utils=tests)
     torch.library.opcheck(torch.ops.speedtransfer.lookup, args, test_utils=tests)
     _, number = torch.ops.speedtransfer.lookup(*args)
-    grad = torch.randn(2, 2, 4, dtype=F64)
-    torch.library.opcheck(
-        torch.ops.speedtransfer.deposit, (grad, ids, anchor.key, number, -1, False), test_utils=("test_faketensor",)
-    )
+    grads = [torch.randn(2, 2, 4, dtype=F64)]
+    torch.library.opcheck(torch.ops.speedtransfer.deposit, (grads, number, *args), test_utils=("test_faketensor",))

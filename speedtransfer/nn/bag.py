@@ -12,10 +12,10 @@ from typing_extensions import Unpack
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
+from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.tracing import unrecorded
 from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
@@ -53,7 +53,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         # That of a table may be only read; `from_pretrained` says whether it is trained.
         self._set_up(_weight, isinstance(_weight, Table), device, dtype, options)
 
-    @unrecorded
+    @looks_up
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Return the sum, mean or max of each bag's rows, ``(bags, embedding_dim)``.
 

@@ -13,11 +13,10 @@ from typing_extensions import Unpack
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import activate
 from speedtransfer.nn.lookup import frozen_lookup, lookup
-from speedtransfer.nn.lookup_ops import INTEGERS
+from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule, shape_of
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.tracing import recorded_as
 from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
@@ -114,22 +113,7 @@ class Embedding(TableModule, nn.Embedding):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self._set_up(_weight, _freeze, device, dtype, options)
 
-    def _compiles(self, input: Any) -> bool:
-        """Tell whether a lookup in a compiled model can be an operator of its graph."""
-        plain = type(input) is Tensor and input.dtype in INTEGERS and self.max_norm is None
-        return plain and self._has_rows() and self._handle.is_whole and not in_transform()
-
-    def _compiled(self, input: Tensor) -> Tensor:
-        """Return the rows of `input` by an operator."""
-        anchor, padding = self._handle.anchor, -1 if self.padding_idx is None else self.padding_idx
-        rest = anchor.key, self.embedding_dim, padding, self.scale_grad_by_freq
-        if torch.is_grad_enabled() and self._handle.requires_grad:
-            rows: Tensor = torch.ops.speedtransfer.lookup(input, anchor.leaf, *rest)[0]
-        else:
-            rows = torch.ops.speedtransfer.rows(input, anchor.leaf.detach(), *rest)
-        return rows
-
-    @recorded_as(_compiles, _compiled)
+    @looks_up
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``, on the compute device.
 

@@ -20,7 +20,7 @@ from speedtransfer.optim import Handle, find_handle
 from speedtransfer.system import physical_bytes
 
 # Attributes of a table module that one of torch.nn does not have.
-_OF_OURS = {"_handle", "_options", "idle", "_feature_ids", "_shared_parameters"}
+_OF_OURS = {"_handle", "_key", "_options", "idle", "_feature_ids", "_shared_parameters"}
 # By this name pickles of earlier versions find it.
 _empty = empty_dense_module
 

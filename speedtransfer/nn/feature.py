@@ -15,8 +15,9 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.lookup_ops import looks_up, new_key
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
-from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
+from speedtransfer.nn.tracing import refuse_to_quantize
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.tables import as_index
@@ -42,6 +43,7 @@ class Feature(nn.Embedding):
 
     def __init__(self, multi: Any, name: str, start: int, num_embeddings: int, padding_idx: int | None) -> None:
         nn.Module.__init__(self)
+        self._key = new_key(self)
         # Not the module itself, which has this one: a cycle would keep the table until the next gc.
         self._shared_parameters, self.name, self.start = multi._parameters, name, start
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, multi.embedding_dim, padding_idx
@@ -66,7 +68,7 @@ class Feature(nn.Embedding):
         """The row of the table after those of this feature."""
         return self.start + self.num_embeddings
 
-    @unrecorded
+    @looks_up
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
         weight = self._whole()
@@ -124,6 +126,10 @@ class Feature(nn.Embedding):
         return self.handle() is not None
 
     # --- nn.Module ----------------------------------------------------------------------------------------------------
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        self._key = new_key(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":

@@ -122,16 +122,6 @@ def _is_ours(active: ActiveRows, by_freq: bool) -> bool:
     return large and not by_freq and rows.dtype in (torch.float32, torch.float64)
 
 
-def lookup_backward(active: ActiveRows, grad: Tensor, scale_grad_by_freq: bool = False) -> Tensor:
-    """Return the gradient of ``active.rows``, ``(n, dim)``, from that of the result of `lookup`: what autograd computes."""
-    groups, padding = active._groups, active._padding_idx
-    if not _is_ours(active, scale_grad_by_freq):
-        num_rows = active.rows.shape[0]
-        return torch.ops.aten.embedding_dense_backward(grad, active.inverse, num_rows, groups.found, scale_grad_by_freq)
-    flat = grad.reshape(active.inverse.numel(), grad.shape[-1])
-    return _row_sums(groups, padding, active._handle.num_rows if grad.is_cuda else 0, scale_grad_by_freq, flat)
-
-
 def frozen_lookup(handle: Handle, ids: Any, padding_idx: int | None, scale_grad_by_freq: bool = False) -> Tensor:
     """Return the row of each id without gradients, ``(*shape of the ids, dim)``."""
     if handle.looks_up_directly(ids):

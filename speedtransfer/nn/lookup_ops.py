@@ -1,114 +1,221 @@
 """Lookups as operators of torch, which `torch.compile` takes into its graphs without looking inside.
 
-``speedtransfer::rows`` looks up without gradients. ``speedtransfer::lookup`` also returns a number that its backward,
-``speedtransfer::deposit``, finds the active rows by; the gradient for the optimizer goes by `optim.anchor`. What a compiler
-sees are functions of tensors: of ids, the leaf of the anchor, and its key.
+``speedtransfer::lookup`` calls the forward of a module as it is outside of a graph. It returns what that returns, and a number
+by which its backward, ``speedtransfer::deposit``, finds the graph of autograd that the forward has made, from the results to
+the rows of the table. Their gradient goes to the optimizer by `optim.anchor`. A compiler sees functions of tensors.
+
+Some lookups do more than read: `max_norm` writes rows, a vocabulary admits ids, processes send messages. These are
+``speedtransfer::lookup_in_turn``, which torch knows to have an effect: compilers keep their order, and leave none out.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
-from speedtransfer.cuda import is_capturing
-from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.lookup import frozen_lookup, lookup, lookup_backward
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.tracing import ONE_GRAPH, recorded_as
+from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.once import once
-from speedtransfer.optim import Handle
-from speedtransfer.optim.anchor import handle_at
+from speedtransfer.optim.anchor import Joined, joins_kept
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # What an id may be. Others raise where they are looked up, outside of a graph.
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# A number is never used again: a graph may outlive its module.
 _numbers = itertools.count(1)
+_modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_methods: dict[str, Callable[..., Any]] = {}
 
 
-def _rows(ids: Tensor, leaf: Tensor, key: Tensor, dim: int, padding_idx: int, by_freq: bool) -> Tensor:
-    with torch.no_grad():
-        return frozen_lookup(handle_at(key), ids, _given(padding_idx), by_freq)
+class _Arguments(NamedTuple):
+    """What the operators get: tensors first, of which `key` names the module, and `leaf` is that of the anchor.
+
+    `names` are those of the parts that `ids` are of, if they are not one tensor. The results have a row for each id, or there
+    are `bags`. With `training` they have a graph, with `weighed` also of the `weights` of bags.
+    """
+
+    ids: list[Tensor]
+    offsets: Tensor | None
+    weights: Tensor | None
+    leaf: Tensor
+    key: Tensor
+    method: str
+    names: list[str]
+    dim: int
+    bags: int | None
+    training: bool
+    weighed: bool
+    in_turn: bool
 
 
-def _lookup(ids: Tensor, leaf: Tensor, key: Tensor, dim: int, padding_idx: int, by_freq: bool) -> tuple[Tensor, Tensor]:
-    handle = handle_at(key)
-    if leaf.is_cuda and is_capturing():
-        handle.check_capturable(True)
-    with torch.no_grad():
-        active = _activated(handle, ids, padding_idx)
-        return lookup(active, by_freq), _remember(handle, active)
+_SCHEMA = (
+    "Tensor[] ids, Tensor? offsets, Tensor? weights, Tensor leaf, Tensor key, str method, str[] names, SymInt dim, "
+    "SymInt? bags, bool training, bool weighed, bool in_turn"
+)
 
 
-def _deposit(grad: Tensor, ids: Tensor, key: Tensor, number: Tensor, padding_idx: int, by_freq: bool) -> Tensor:
-    handle = handle_at(key)
-    with torch.no_grad():
-        active = handle.anchor.lookups.get(int(number))
-        if active is None:
-            # Saved tensors may be copies (save_on_cpu).
-            active = _activated(handle, ids, padding_idx)
-        handle.anchor.arrive(active.ids, lookup_backward(active, grad, by_freq), active.add_grad)
-        return grad.new_zeros(1)
+class _Recorded:
+    """The graph of a lookup: edges to it from its results, the rows that it begins with, weights of bags with a gradient."""
+
+    def __init__(self, results: list[Tensor], joined: list[Joined], weights: Tensor | None) -> None:
+        # Not the results themselves, whose memory would be kept.
+        self._edges = [get_gradient_edge(part) if part.requires_grad else None for part in results]
+        self._joined, self._weights = joined, weights
+        for one in joined:
+            one.handle.anchor.lookups.add(self)
+
+    def deposit(self, grads: list[Tensor | None]) -> Tensor | None:
+        """Leave the gradient of the rows for the optimizer, and return that of the weights."""
+        pairs = zip(self._edges, grads, strict=True)
+        given: list[Any] = [(edge, grad) for edge, grad in pairs if edge is not None and grad is not None]
+        wanted = [one.rows for one in self._joined] + ([] if self._weights is None else [self._weights])
+        if not given or not wanted:
+            return None
+        edges, parts = zip(*given, strict=True)
+        found = torch.autograd.grad(edges, wanted, parts, retain_graph=True, allow_unused=True)
+        for one, grad in zip(self._joined, found, strict=False):
+            if grad is not None:
+                one.arrive(grad)
+        return None if self._weights is None else found[-1]
 
 
-def _given(padding_idx: int) -> int | None:
-    return padding_idx if padding_idx >= 0 else None
+# By number. An entry lives as long as the memory of its number.
+_recorded: dict[int, _Recorded] = {}
 
 
-def _activated(handle: Handle, ids: Tensor, padding_idx: int) -> ActiveRows:
-    return activate(handle, ids, False, padding_idx=_given(padding_idx), padded=True, by_hand=True)
+def _called(given: _Arguments) -> list[Tensor]:
+    """Look up, and return the results."""
+    module = _modules.get(int(given.key))
+    if module is None:
+        raise InvalidValueError(
+            "this compiled graph looks rows up in a table that is gone; keep the module as long as what was compiled of it"
+        )
+    ids: Any = dict(zip(given.names, given.ids, strict=True)) if given.names else given.ids[0]
+    more = () if given.bags is None else (given.offsets, given.weights)
+    found = _methods[given.method](module, ids, *more)
+    return list(found.values()) if given.names else [found]
 
 
-def _remember(handle: Handle, active: ActiveRows) -> Tensor:
-    """Keep the rows of a lookup for its backward as long as the memory of the number returned, ``()`` int64, lives."""
-    number = next(_numbers)
-    array = np.array(number)
-    handle.anchor.lookups[number] = active
-    weakref.finalize(array, handle.anchor.lookups.pop, number, None).atexit = False
-    return torch.from_numpy(array)
+def _record(given: _Arguments) -> tuple[list[Tensor], _Recorded]:
+    """Look up, and return the results, and their graph."""
+    weights = None if given.weights is None else given.weights.detach().requires_grad_(given.weighed)
+    # The operator may have been called from below autograd.
+    above = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False)
+    with above, torch.enable_grad(), joins_kept() as joined:
+        results = _called(given._replace(weights=weights))
+        return results, _Recorded(results, joined, weights if given.weighed else None)
+
+
+def _lookup(*args: Any) -> list[Tensor]:
+    given, number = _Arguments(*args), np.array(next(_numbers))
+    if given.training:
+        results, _recorded[int(number)] = _record(given)
+        weakref.finalize(number, _recorded.pop, int(number), None).atexit = False
+    else:
+        with torch.no_grad():
+            results = _called(given)
+    # Parts of one tensor would share its memory, which compilers do not expect of results.
+    parts = [part.detach().clone() if given.names else part.detach() for part in results]
+    return [*parts, torch.from_numpy(number)]
+
+
+def _deposit(grads: list[Tensor | None], number: Tensor, *args: Any) -> list[Tensor]:
+    given, made = _Arguments(*args), _recorded.get(int(number))
+    if made is None:
+        # Saved tensors are copies (save_on_cpu), so that what was recorded is gone.
+        if given.in_turn:
+            raise InvalidTypeError(
+                "what a compiled model has saved for backward was copied (saved_tensors_hooks, save_on_cpu), and a lookup "
+                "with max_norm, with a vocabulary or of several processes is not made again; leave those hooks or "
+                "torch.compile out"
+            )
+        made = _record(given)[1]
+    grad, done = made.deposit(grads), [given.leaf.new_zeros(1)]
+    if given.weighed and given.weights is not None:
+        done.append(torch.zeros_like(given.weights) if grad is None else grad.contiguous())
+    return done
 
 
 # --- as compilers see them ------------------------------------------------------------------------------------------------
 
 
-def _like(ids: Tensor, leaf: Tensor, key: Tensor, dim: int, *_: Any) -> Tensor:
-    return leaf.new_empty((*ids.shape, dim))
+def _like_lookup(*args: Any) -> list[Tensor]:
+    given = _Arguments(*args)
+    shapes = [part.shape if given.bags is None else (given.bags,) for part in given.ids]
+    return [*(given.leaf.new_empty((*shape, given.dim)) for shape in shapes), torch.empty_like(given.key)]
+
+
+def _like_deposit(grads: list[Tensor | None], number: Tensor, *args: Any) -> list[Tensor]:
+    given = _Arguments(*args)
+    like = [given.leaf] if given.weights is None or not given.weighed else [given.leaf, given.weights]
+    return [each.new_empty(each.shape) for each in like]
 
 
 class _Differentiable(torch.autograd.Function):
     """The operator, and the one that its backward calls."""
 
     @staticmethod
-    def forward(ctx: Any, *args: Any) -> tuple[Tensor, Tensor]:
-        rows, number = _below_autograd(*args)
-        ids, _, key, _, ctx.padding_idx, ctx.by_freq = args
-        ctx.save_for_backward(ids, key, number)
-        ctx.mark_non_differentiable(number)
-        return rows, number
+    def forward(ctx: Any, given: _Arguments, leaf: Tensor, weights: Tensor | None) -> tuple[Tensor, ...]:
+        found = _below_autograd(given)
+        ids, *others = given[:5]
+        ctx.rest = given[5:]
+        ctx.save_for_backward(found[-1], *others, *ids)
+        ctx.mark_non_differentiable(found[-1])
+        ctx.set_materialize_grads(False)
+        return tuple(found)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ids, key, number = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        number, offsets, weights, leaf, key, *ids = ctx.saved_tensors
+        given = _Arguments(ids, offsets, weights, leaf, key, *ctx.rest)
+        if given.weighed and torch.is_grad_enabled():
+            raise InvalidTypeError(
+                "the gradient of per_sample_weights of a compiled lookup cannot be differentiated again (create_graph); leave "
+                "torch.compile out there"
+            )
         # Gradients for the optimizer are not differentiated again.
         with torch.no_grad():
-            done = torch.ops.speedtransfer.deposit(grads[0], ids, key, number, ctx.padding_idx, ctx.by_freq)
-        return None, done, None, None, None, None
+            done = torch.ops.speedtransfer.deposit(list(grads[:-1]), number, *given)
+        return None, done[0], done[1] if given.weighed else None
 
 
-def _below_autograd(*args: Any) -> tuple[Tensor, Tensor]:
+def _with_autograd(*args: Any) -> list[Tensor]:
+    given = _Arguments(*args)
+    if given.training and torch.is_grad_enabled():
+        return list(_Differentiable.apply(given, given.leaf, given.weights))
+    return _below_autograd(given)
+
+
+def _below_autograd(given: _Arguments) -> list[Tensor]:
+    if type(given.key) is Tensor and not torch._C._len_torch_dispatch_stack():
+        # In a compiled graph that runs: nobody below is interested.
+        return _lookup(*given)
+    tracing = get_proxy_mode() if given.in_turn else None
+    before = 0 if tracing is None else len(tracing.tracer.graph.nodes)
     with torch._C._AutoDispatchBelowAutograd():
-        found: tuple[Tensor, Tensor] = torch.ops.speedtransfer.lookup.default(*args)
+        found: list[Tensor] = _operator(given)(*given)
+    if tracing is not None:
+        # Also within torch.utils.checkpoint: what has an effect is not done again in backward.
+        nodes = tracing.tracer.graph.nodes
+        for node in itertools.islice(reversed(nodes), len(nodes) - before):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     return found
 
 
-def _with_autograd(*args: Any) -> tuple[Tensor, Tensor]:
-    if torch.is_grad_enabled() and args[1].requires_grad:
-        return _Differentiable.apply(*args)
-    if type(args[0]) is Tensor and not torch._C._len_torch_dispatch_stack():
-        # In a compiled graph that runs: nobody below is interested.
-        return _lookup(*args)
-    return _below_autograd(*args)
+def _operator(given: _Arguments) -> Any:
+    return torch.ops.speedtransfer.lookup_in_turn if given.in_turn else torch.ops.speedtransfer.lookup
 
 
 @once
@@ -118,15 +225,88 @@ def register() -> torch.library.Library:
     named = ("pt2_compliant_tag", "cudagraph_unsafe")
     tags = tuple(getattr(torch.Tag, name) for name in named if hasattr(torch.Tag, name))
     made = torch.library.Library("speedtransfer", "DEF")
-    of_ids = "Tensor ids, Tensor leaf, Tensor key, SymInt dim, SymInt padding_idx, bool by_freq"
-    of_grad = "Tensor grad, Tensor ids, Tensor key, Tensor number, SymInt padding_idx, bool by_freq"
     for schema, function, fake in (
-        (f"rows({of_ids}) -> Tensor", _rows, _like),
-        (f"lookup({of_ids}) -> (Tensor, Tensor)", _lookup, lambda *args: (_like(*args), torch.empty_like(args[2]))),
-        (f"deposit({of_grad}) -> Tensor", _deposit, lambda grad, *_: grad.new_empty(1)),
+        (f"lookup({_SCHEMA}) -> Tensor[]", _lookup, _like_lookup),
+        (f"lookup_in_turn({_SCHEMA}) -> Tensor[]", _lookup, _like_lookup),
+        (f"deposit(Tensor?[] grads, Tensor number, {_SCHEMA}) -> Tensor[]", _deposit, _like_deposit),
     ):
         name = made.define(schema, tags=tags)
         made.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"speedtransfer::{name}", fake, lib=made)
-    made.impl("lookup", _with_autograd, "Autograd")
+        if function is _lookup:
+            made.impl(name, _with_autograd, "Autograd")
+    if ONE_GRAPH:
+        made._register_effectful_op("speedtransfer::lookup_in_turn", torch._library.effects.EffectType.ORDERED)
     return made
+
+
+# --- as modules see them --------------------------------------------------------------------------------------------------
+
+
+def new_key(module: nn.Module) -> Tensor:
+    """Return what a compiled graph finds a module by, ``()`` int64 on the CPU.
+
+    A tensor and no int, so that layers which share code share a graph.
+    """
+    number = next(_numbers)
+    _modules[number] = module
+    # An inference tensor could not be saved for backward.
+    with torch.inference_mode(False):
+        return torch.tensor(number, dtype=torch.int64, device="cpu")
+
+
+def looks_up(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+    """Decorate the forward of a module that looks up: a compiled model has the operator in its place."""
+    _methods[method.__qualname__] = method
+    return recorded_as(functools.partial(_as_operator, method.__qualname__))(method)
+
+
+def _as_operator(
+    method: str,
+    module: Any,
+    input: Any = None,
+    offsets: Tensor | None = None,
+    per_sample_weights: Tensor | None = None,
+    ids: Any = None,
+) -> Any:
+    """Return what `method` of a module returns, by the operator; None where that cannot be."""
+    ids = input if ids is None else ids
+    names: list[str] = []
+    parts, bags = [ids], None
+    if isinstance(ids, Mapping | list | tuple):
+        names = list(ids if isinstance(ids, Mapping) else module._modules)
+        parts = list(ids.values() if isinstance(ids, Mapping) else ids)
+        if not names or len(names) != len(parts) or not all(name in module._modules for name in names):
+            return None
+    if not all(type(part) is Tensor and part.dtype in INTEGERS for part in parts):
+        return None
+    if not module._has_rows() or in_transform():
+        return None
+    if isinstance(module, nn.EmbeddingBag):
+        beside = [each for each in (offsets, per_sample_weights) if each is not None]
+        if not all(type(each) in (Tensor, nn.Parameter) for each in beside) or not ids.dim():
+            return None
+        bags = ids.shape[0] if offsets is None else offsets.numel() - int(module.include_last_offset)
+    handle = module._handle if hasattr(module, "_handle") else module.handle()
+    training = torch.is_grad_enabled()
+    weighed = training and per_sample_weights is not None and per_sample_weights.requires_grad
+    trained = training and handle.requires_grad
+    leaf = handle.anchor.leaf if trained else handle.anchor.leaf.detach()
+    given = _Arguments(
+        parts,
+        offsets,
+        per_sample_weights,
+        leaf,
+        module._key,
+        method,
+        names,
+        module.embedding_dim,
+        bags,
+        training=trained or weighed,
+        weighed=weighed,
+        in_turn=handle.renormalizes or not handle.is_whole,
+    )
+    found = _operator(given)(*given)[:-1]
+    if not names:
+        return found[0]
+    return dict(zip(names, found, strict=True)) if isinstance(ids, Mapping) else found

@@ -16,10 +16,11 @@ from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
 from speedtransfer.nn.feature_ids import FeatureIds
+from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.tracing import refuse_to_export, unrecorded
+from speedtransfer.nn.tracing import refuse_to_export
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
@@ -141,7 +142,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             feature.load(module.weight.detach())
         return made
 
-    @unrecorded
+    @looks_up
     def forward(self, ids: Any) -> Any:
         """Look up the ids of all features at once.
 

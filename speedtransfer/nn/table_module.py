@@ -14,7 +14,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead_of
-from speedtransfer.nn.lookup_ops import register
+from speedtransfer.nn.lookup_ops import new_key, register
 from speedtransfer.nn.module_state import ModuleState, with_weight
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
@@ -100,13 +100,14 @@ class TableModule(VocabularyModule, ModuleState):
     def _use(self, handle: Handle) -> None:
         """Make `handle` that of this module, and tell it what a step must know of the module."""
         register()
-        self._handle = handle
+        self._handle, self._key = handle, new_key(self)
         if self.max_norm is not None and not handle.table.writable:
             raise InvalidValueError(
                 f"max_norm is {self.max_norm}, which shortens rows where they are stored, but these are read in place and "
                 "cannot be changed; leave it out, or copy the table (memory='pageable')"
             )
-        handle.sparse, handle.renormalizes = bool(self.sparse), self.max_norm is not None
+        handle.sparse = bool(self.sparse)
+        handle.renormalizes = handle.renormalizes or self.max_norm is not None
         handle.set_padding(self.padding_idx)
 
     def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
@@ -335,6 +336,7 @@ class TableModule(VocabularyModule, ModuleState):
         elif other is not self.__dict__.get("_handle"):
             # The modules share one table from now on.
             self._handle = other
+            other.renormalizes = other.renormalizes or self.max_norm is not None
             self.__dict__.pop("_options", None)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -30,13 +30,13 @@ def unrecorded(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate
 
     Tools that trace a model would record the rows of one batch: under them the method raises.
     """
-    return recorded_as(None, None)(method)
+    return recorded_as(None)(method)
 
 
 def recorded_as(
-    fits: Callable[..., bool] | None, instead: Callable[..., Any] | None
+    instead: Callable[..., Any] | None,
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
-    """Decorate a method as `unrecorded` does; where ``fits(self, ...)`` a compiled model records ``instead(self, ...)``."""
+    """Decorate a method as `unrecorded` does; a compiled model records ``instead(self, ...)``, where that is not None."""
 
     def decorated(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
         @functools.wraps(method)
@@ -44,8 +44,10 @@ def recorded_as(
             if torch.compiler.is_compiling():
                 if _is_exporting() and self._has_rows():
                     refuse_to_record(self, "torch.export")
-                if ONE_GRAPH and fits is not None and instead is not None and fits(self, *args, **kwargs):
-                    return instead(self, *args, **kwargs)
+                if ONE_GRAPH and instead is not None:
+                    found = instead(self, *args, **kwargs)
+                    if found is not None:
+                        return found
                 return torch.compiler.disable(method)(self, *args, **kwargs)
             if torch._C._get_tracing_state() is not None:
                 refuse_to_record(self, "torch.jit")

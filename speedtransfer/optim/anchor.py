@@ -1,4 +1,4 @@
-"""What a compiled graph holds of a table: the number it is found by, and a leaf of autograd that its gradients come through.
+"""What a compiled graph holds of a table: a leaf of autograd that its gradients come through.
 
 A compiled graph runs the whole of its backward, whichever gradients were asked for. So gradients are kept until those of the
 leaf arrive, and forgotten at the end of a backward in which they do not (``torch.autograd.grad`` of something else).
@@ -8,19 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-from speedtransfer.errors import InvalidValueError
-
-# A number is never used again: a graph may outlive its table.
-_numbers = itertools.count(1)
-_handles: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Arrived(NamedTuple):
@@ -46,28 +40,22 @@ class Anchor:
 
     Attributes
     ----------
-    key : Tensor
-        ``()`` int64 on the CPU. A tensor and no int, so that layers which share code share a graph.
     leaf : Tensor
         ``(1,)``, dtype and device of the rows. Its gradient is zero. Not empty: compilers remove what computes empty tensors.
-    lookups : dict of int to object
-        What backward needs of lookups whose graphs are alive, by number.
+    lookups : set
+        What backward needs of lookups whose graphs are alive.
     """
 
     def __init__(self, handle: Any) -> None:
-        number = next(_numbers)
-        _handles[number] = handle
         self._handle = weakref.ref(handle)
-        self.lookups: dict[int, Any] = {}
+        self.lookups: weakref.WeakSet[Any] = weakref.WeakSet()
         # By number of a running backward.
         self._arrived: dict[int, list[Arrived]] = {}
-        # An inference tensor could not be saved for backward.
-        with torch.inference_mode(False):
-            self.key = torch.tensor(number, dtype=torch.int64, device="cpu")
         self.follow(handle.rows.dtype, handle.table.device)
 
     def follow(self, dtype: torch.dtype, device: torch.device) -> None:
         """Have a leaf of the dtype and device that the rows are computed in."""
+        # An inference tensor could not be saved for backward.
         with torch.inference_mode(False):
             self.leaf = torch.zeros(1, dtype=dtype, device=device)
         if dtype.is_floating_point:
@@ -91,14 +79,49 @@ class Anchor:
         return self._arrived.pop(torch._C._current_graph_task_id(), [])
 
 
-def handle_at(key: Tensor) -> Any:
-    """Return the handle whose anchor has `key`; raise if it is gone."""
-    handle = _handles.get(int(key))
-    if handle is None:
-        raise InvalidValueError(
-            "this compiled graph looks rows up in a table that is gone; keep the module as long as what was compiled of it"
-        )
-    return handle
+class Joined(NamedTuple):
+    """Rows of a table in the graph of a compiled lookup, whose backward ends there: what `Views.join` was given.
+
+    Attributes
+    ----------
+    handle : Handle
+    rows : Tensor
+        ``(n, dim)``, a leaf.
+    ids : Tensor
+        ``(n,)``, what rows those are; maybe padded.
+    deposit, features : callable
+        As `Views.join` takes them.
+    """
+
+    handle: Any
+    rows: Tensor
+    ids: Tensor
+    deposit: Callable[..., None]
+    features: Callable[[], int] | None
+
+    def arrive(self, grad: Tensor) -> None:
+        """Keep the gradient of the rows, for the optimizer, until that of the leaf of the anchor arrives."""
+        features = None if self.features is None else self.features()
+        grad = grad.to_dense() if grad.is_sparse else grad
+        self.handle.anchor.arrive(self.ids, grad, functools.partial(self.deposit, features=features))
+
+
+class _Kept(threading.local):
+    # None: rows become part of the graph of their weight.
+    joins: list[Joined] | None = None
+
+
+kept = _Kept()
+
+
+@contextlib.contextmanager
+def joins_kept() -> Iterator[list[Joined]]:
+    """Have rows of tables that this thread joins to their weights be leaves instead, and return them as a list."""
+    before, kept.joins = kept.joins, []
+    try:
+        yield kept.joins
+    finally:
+        kept.joins = before
 
 
 def _deposit(handle: weakref.ref[Any], leaf: Tensor) -> None:

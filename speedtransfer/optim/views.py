@@ -13,6 +13,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.anchor import Joined, kept
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor
 
 
@@ -57,6 +58,9 @@ class Views:
         handle = self._handle()
         if handle.id_space.come_and_go:
             handle.id_space.pin(rows, ids)
+        if kept.joins is not None and ids is not None:
+            kept.joins.append(Joined(handle, rows.detach().requires_grad_(), ids, deposit, features))
+            return kept.joins[-1].rows
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
         # Hooks that get the gradient later would be called with None.

@@ -6,6 +6,7 @@ import copy
 import pickle
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import speedtransfer as st
 from ranks.small import DIM, ROWS, Pair, all_ids, distance, ids, rows_of, table, told
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
 
 pytestmark = pytest.mark.parametrize("kind", ["sharded", "shared"])
@@ -246,13 +248,56 @@ def test_in_mid_training(two, kind):
 def compiled(kind: str) -> float:
     pair = Pair(kind)
     for backend, step in [("eager", 0), ("eager", 1), ("aot_eager", 2)]:
-        model = torch.compile(nn.Sequential(pair.emb), backend=backend)
+        model = torch.compile(nn.Sequential(pair.emb), backend=backend, fullgraph=ONE_GRAPH)
         pair.step(model(ids(step)).square().sum(), pair.one(all_ids(step)).square().sum())
     return pair.distance()
 
 
 def test_compiled(two, kind):
     assert max(two(compiled, kind)) < 1e-12
+
+
+class Several(nn.Module):
+    """Lookups of several tables, whose messages must come in one order: also of one whose result is not used."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        options = {"process_group": dist.group.WORLD, "memory": "shared" if kind == "shared" else "auto"}
+        torch.manual_seed(3)
+        self.rows = table(kind, max_norm=1.5 if kind == "sharded" else None)
+        self.bag = st.EmbeddingBag(ROWS, DIM, mode="sum", dtype=torch.float64, **options)
+        self.features = st.MultiEmbedding({"user": 30, "item": 9}, DIM, dtype=torch.float64, **options)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        bags = self.bag(ids.view(2, -1)).square().sum()
+        self.rows(ids // 2)
+        found = self.features({"user": ids % 30, "item": ids[:2] % 9})
+        return bags + (self.rows(ids) * found["user"]).sum() + self.features["item"](ids % 9).square().mean()
+
+
+def compiled_in_turn(kind: str, backend: str) -> bool:
+    found = []
+    # Of torch: inductor's own use of torch.jit.
+    warnings.filterwarnings("ignore", ".*torch.jit.*is deprecated", DeprecationWarning)
+    for compiles in (True, False):
+        model = Several(kind)
+        run = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
+        opt, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
+        for step in range(3):
+            # Batches of one size, or of two: this rank compiles once more.
+            batch = torch.cat([ids(step)] * (1 + step % 2 * dist.get_rank()))
+            opt.zero_grad()
+            losses.append(run(batch))
+            losses[-1].backward()
+            opt.step()
+        found.append([torch.stack(losses).detach(), *(rows_of(each) for each in (model.rows, model.bag))])
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_lookups_keep_their_order(two, kind, backend):
+    assert all(two(compiled_in_turn, kind, backend, limit=300, timeout=150))
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------------
