@@ -14,7 +14,11 @@ from speedtransfer.errors import DeviceError, InvalidTypeError, InvalidValueErro
 
 META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
-VOCABULARY = st.Embedding(10, 4, vocabulary=st.Vocabulary())
+
+
+def with_vocabulary(ids: Any) -> Any:
+    """Look up in a table with a vocabulary."""
+    return st.Embedding(10, 4, vocabulary=st.Vocabulary())(ids)
 
 
 @pytest.mark.parametrize(
@@ -62,8 +66,8 @@ VOCABULARY = st.Embedding(10, 4, vocabulary=st.Vocabulary())
         (lambda: st.NgramHash(rows=10, eos="</s>"), InvalidTypeError, r"eos is '</s>' \(str\) but must be an integer"),
         (lambda: st.NgramHash(rows=10).statistics(META), InvalidTypeError, "tokens is on the meta device"),
         (lambda: st.Embedding(10, 4)(META), InvalidTypeError, "index is on the meta device, which has no values"),
-        (lambda: VOCABULARY(META), InvalidTypeError, "ids is on the meta device, which has no values"),
-        (lambda: VOCABULARY(SPARSE), InvalidTypeError, r"ids is a sparse tensor .*; pass ids\.to_dense\(\)"),
+        (lambda: with_vocabulary(META), InvalidTypeError, "ids is on the meta device, which has no values"),
+        (lambda: with_vocabulary(SPARSE), InvalidTypeError, r"ids is a sparse tensor .*; pass ids\.to_dense\(\)"),
         (
             lambda: st.EmbeddingBag(10, 4)(SPARSE),
             InvalidTypeError,

@@ -37,11 +37,6 @@ from speedtransfer.nn import Embedding
 from speedtransfer.once import once
 from speedtransfer.ranks import exchange_of
 
-with warnings.catch_warnings():
-    # torch.jit.script, by torch itself.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import PostLocalSGDOptimizer
-
 # Initial steps with all-reduce, for all methods, and steps between two averages of models, which must divide them.
 WARMUP, PERIOD = 8, 8
 POWER_RANK = 2
@@ -222,6 +217,10 @@ def send_by(
     The first `warmup` steps use all-reduce. Models are averaged every `period` steps, by default with momentum 1 - 1 / W.
     """
     if method in (LOCAL_SGD, BLOCK_MOMENTUM):
+        with warnings.catch_warnings():
+            # torch.jit.script, by torch itself.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from torch.distributed.optim import PostLocalSGDOptimizer
         state = post_localSGD_hook.PostLocalSGDState(None, _alone(), start_localSGD_iter=warmup)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         # Averagers count from 0, and average after each step whose number is a multiple of the period.
