@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from experiments.gpu_rows import DIM, TINY, Cases, Scale, both_ways, few_blocks, pages
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from warm_steps import Form, Sizes, Step, Words
 
+from experiments.gpu_rows import DIM, TINY, Cases, Scale, both_ways, few_blocks, pages
 from speedtransfer.benchmark.environment import set_variable
 from speedtransfer.benchmark.measure import Group, synchronize
 from speedtransfer.benchmark.results import CaseResult
@@ -49,12 +49,13 @@ SGD, LAZY, LAZY_ROWS, EXACT, EXACT_ROWS = WAYS = (
     ("AdamW", "exact", "rows"),
 )
 KERNELS = 8  # of the profile, the longest
+NEED_CUDA = ("both_ways", "few_blocks", "pages")
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
     """Make a group for each experiment, in the order of what they tell; a profiler makes later launches slower."""
-    scale, cuda = TINY if quick else Scale(), device.type == "cuda"
-    if cuda:
+    scale = TINY if quick else Scale()
+    if device.type == "cuda":
         # Another engine would be another experiment. Memory that is registered serves rows as fast as what CUDA allocates,
         # and is there in a fraction of the time (see `pages`).
         os.environ.setdefault("SPEEDTRANSFER_ENGINE", "mapped")
@@ -75,9 +76,6 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
         _group("profile", f"the device's time of a step of AdamW, {small:,} rows, us by kernel", profile, scale),
         *(_group("pages", f"rows anywhere in a table of {gb:g} GB, GB/s", pages, scale, gb) for gb in sizes),
     ]
-    for group in found if not cuda else ():
-        if group.params["experiment"] in ("both_ways", "few_blocks", "pages"):
-            object.__setattr__(group, "make", _needs_cuda)
     return list({group.title: group for group in found}.values())
 
 
@@ -87,7 +85,8 @@ def _needs_cuda() -> Any:
 
 def _group(experiment: str, title: str, cases: Callable[..., Cases], scale: Scale, *size: float) -> Group:
     params = {"experiment": experiment, "headline": False, **({"size": size[0]} if size else {})}
-    return Group(title, functools.partial(_measured, cases, scale, *size), params)
+    runs = experiment not in NEED_CUDA or resolve_device(None).type == "cuda"
+    return Group(title, functools.partial(_measured, cases, scale, *size) if runs else _needs_cuda, params)
 
 
 def _measured(cases: Callable[..., Cases], *about: Any) -> list[CaseResult]:

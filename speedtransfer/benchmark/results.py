@@ -112,19 +112,6 @@ def case_names(groups: Iterable[GroupResult]) -> list[str]:
     return list(dict.fromkeys(case.name for group in groups for case in group.ran))
 
 
-def split_by(groups: Iterable[GroupResult], key: str) -> dict[Any, list[GroupResult]]:
-    """Return the groups by the value of a parameter."""
-    parts: dict[Any, list[GroupResult]] = {}
-    for group in groups:
-        parts.setdefault(group.params.get(key), []).append(group)
-    return parts
-
-
-def sorted_by(groups: Iterable[GroupResult], key: str) -> list[GroupResult]:
-    """Sort the groups by a parameter."""
-    return sorted(groups, key=lambda group: group.params[key])
-
-
 def to_text(value: Any, pad: str = "") -> str:
     """Return plain data as JSON with a line for each case: what holds no more than flat lists and dicts is on one."""
     if _depth(value) <= 1:
