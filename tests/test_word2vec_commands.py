@@ -366,7 +366,7 @@ def test_demo_without_matplotlib(folder, monkeypatch):
 
 
 def test_words_shown_are_in_the_shipped_corpus():
-    assert demo_module.SETTINGS.optimizer == "adamw"
+    assert demo_module.SETTINGS["optimizer"] == "adamw"
     from importlib import resources
 
     with resources.files("speedtransfer.word2vec").joinpath("corpora", demo_module.CORPUS).open("rb") as file:
