@@ -45,7 +45,7 @@ help:
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
 	@echo "make matrix      the fast tests with the lowest and newest Python, torch and NumPy, into docs/versions.md (environments in .nox)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
-	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  9 min: facts, all GPU tests, experiments"
+	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  9 min: all GPU tests, experiments"
 	@echo "  make gpu PY=python3 ARGS='--part 2 --archive part2.tgz'  9 min: step, transfer, cache, prefetch"
 	@echo "  make gpu PY=python3 ARGS='--part 3 --archive part3.tgz'  9 min: sanitizer, precision, mixed, memory"
 	@echo "make launches    launches, waits and host time of a training step on the emulated GPU (cuda-emulator/run make launches)"
@@ -108,9 +108,9 @@ idle: $(ENV)
 word2vec: $(ENV)
 	$(PY) bench/word2vec.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
 
-# ARGS="--only SGD": these configurations alone. ARGS=--quick: small tables.
+# ARGS=--quick: small tables.
 plan-accuracy: $(ENV)
-	$(PY) bench/plan_accuracy.py $(ARGS) && $(PY) bench/readme.py
+	$(PY) bench/record.py here --only plan_accuracy --limit 1800 $(ARGS) && $(PY) bench/readme.py
 
 # ARGS="--data TEXT --dtype float64": on a text of your own, in double precision. ARGS="--only lazy dense": these ways alone.
 ngram-lm: $(call with,plot)

@@ -5,12 +5,9 @@ Without a commit it counts the files as they lie here, where git knows them or w
 
 from __future__ import annotations
 
-import argparse
-import io
 import subprocess
 import sys
-import tarfile
-from collections.abc import Mapping
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -27,75 +24,41 @@ def part_of(name: str) -> str:
     return first if rest else "*.py"
 
 
-def count(files: Mapping[str, str]) -> dict[str, tuple[int, int, int]]:
-    """Return for each part its files, its lines and its files of more than `LONG` lines."""
-    found: dict[str, tuple[int, int, int]] = {}
-    for name, text in sorted(files.items()):
-        lines = len(text.splitlines())
-        so_far = found.get(part_of(name), (0, 0, 0))
-        found[part_of(name)] = (so_far[0] + 1, so_far[1] + lines, so_far[2] + (lines > LONG))
-    return found
+def count(root: Path, commit: str | None = None) -> dict[str, list[int]]:
+    """Return for each part the lines of its files; empty files are none to git."""
+    where = ["--untracked", "-e", ""] if commit is None else ["-e", "", commit]
+    command = ["git", "-C", str(root), "grep", "-c", *where, "--", "*.py"]
+    found: dict[str, list[int]] = defaultdict(list)
+    for line in subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines():
+        name, _, lines = line.removeprefix(f"{commit}:").rpartition(":")
+        found[part_of(name)].append(int(lines))
+    return dict(sorted(found.items()))
 
 
-def table(found: Mapping[str, tuple[int, int, int]]) -> str:
+def table(found: dict[str, list[int]]) -> str:
     """Return the table; the package and everything have lines of their own."""
-    totals = {
-        f"{PACKAGE}, all": [numbers for part, numbers in found.items() if part.startswith(PACKAGE)],
-        "all": [*found.values()],
-    }
-    summed = {what: tuple(map(sum, zip(*numbers, strict=True))) for what, numbers in totals.items() if numbers}
-    rows = [HEADING, *((part, *(f"{n:,}" for n in numbers)) for part, numbers in {**found, **summed}.items())]
+    package = [n for part, lines in found.items() if part.startswith(PACKAGE) for n in lines]
+    parts = {**found, f"{PACKAGE}, all": package, "all": [n for lines in found.values() for n in lines]}
+    rows = [HEADING]
+    for part, lines in parts.items():
+        rows.append((part, f"{len(lines):,}", f"{sum(lines):,}", f"{sum(n > LONG for n in lines):,}"))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            [row[0].ljust(widths[0]), *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths[1:], strict=True))]
-        )
-        for row in rows
-    )
-
-
-def here(root: Path) -> dict[str, str]:
-    """Return the Python files of the working tree by name, those git would ignore left out."""
-    command = ["git", "-C", str(root), "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.py"]
-    names = subprocess.run(command, capture_output=True, check=True, text=True).stdout.split("\0")
-    return {name: (root / name).read_text(encoding="utf-8") for name in names if name and (root / name).is_file()}
-
-
-def in_commit(root: Path, commit: str) -> dict[str, str]:
-    """Return the Python files of a commit by name.
-
-    Raises
-    ------
-    LookupError
-        git is not there, or does not know the commit.
-    """
-    command = ["git", "-C", str(root), "archive", "--format=tar", "--end-of-options", commit]
-    if not (root / ".git").exists():  # git would find whatever repository is around it
-        raise LookupError(f"{root} is no git repository")
-    try:
-        packed = subprocess.run(command, capture_output=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise LookupError(f"git cannot read commit {commit!r} ({error}); is it one of this repository?") from error
-    found = {}
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        for member in archive:
-            file = archive.extractfile(member)
-            if file is not None and member.name.endswith(".py"):
-                found[member.name] = file.read().decode("utf-8", "replace")
-    return found
+    texts = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(text) for text in texts)
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """Print the table; return the exit code."""
-    parser = argparse.ArgumentParser(prog="bench/count.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("commit", nargs="?", help="by default the files as they lie here", metavar="COMMIT")
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    commit = given[-1] if given else None
     try:
-        files = here(root) if args.commit is None else in_commit(root, args.commit)
-    except (OSError, LookupError, subprocess.CalledProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if commit is not None:
+            command = ["git", "-C", str(root), "rev-parse", "--verify", "--end-of-options", commit]
+            subprocess.run(command, check=True, capture_output=True)
+        print(table(count(root, commit)))
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"error: git cannot read commit {commit!r} ({error}); is it one of this repository?", file=sys.stderr)
         return 2
-    print(table(count(files)))
     return 0
 
 

@@ -1,4 +1,8 @@
-"""Runs the tests that need a GPU, plainly and under compute-sanitizer, for record.py, and summarizes the outcome."""
+"""Runs the tests that need a GPU, plainly and under compute-sanitizer, for record.py, and summarizes the outcome.
+
+It is a plugin of pytest as well, for a run that may be stopped: it appends the outcome of each test to the file $OUTCOMES, and
+prints each failure with its traceback, when it happens.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +16,34 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from gpu_parts import ALONE
-from running import run, run_together
+import pytest
+from running import run
 from store import write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 WORKERS, TEST_S = 8, 60  # processes that run tests at once, and seconds of a test
+# Tests in a process of their own after the others: of kernels whose waits could last for ever, and of much memory.
+ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("all_kernels", "bulk", "cuda", "large"))
 MARK = "pytest.mark.sanitizer"
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 SANITIZER_FOUND = 86  # our choice, for findings in tests that pass
 STOPPED, REFUSED = "stopped at its time limit", "could not run"
 
 
-def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Run the GPU tests, some of them in a process of their own beside the others; return what went wrong."""
+def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> str:
+    """Run the GPU tests, some of them after the others in a process of their own; return what went wrong."""
     alone = [name for name in ALONE if (root / name).exists()]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "outcomes", "-m", "gpu"]
-    pytest += ["-p", "no:cacheprovider"]
-    commands = [
-        [*pytest, *workers(), "tests/gpu", *(f"--ignore={name}" for name in alone)],
-        *([[*pytest, *alone]] if alone else []),
-    ]
-    outcomes = logs_beside(path) / f"{about['part']}.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "gpu"]
+    command += ["-p", "device_tests", "-p", "no:cacheprovider"]
+    commands = [[*command, *workers(), "tests/gpu", *(f"--ignore={name}" for name in alone)]]
+    commands += [[*command, *alone]] if alone else []
+    outcomes = path.parent / "logs" / f"{about['part']}.jsonl"
+    outcomes.parent.mkdir(parents=True, exist_ok=True)
     outcomes.unlink(missing_ok=True)
     start = time.monotonic()
     # Workers share the cores, and what one of them has compiled.
     environment = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": ""}
-    ended = run_together(commands, limit_s, cwd=root, env=environment)
-    codes = {code for code, _ in ended}
+    codes = {run(one, limit_s - (time.monotonic() - start), cwd=root, env=environment)[0] for one in commands}
     # The others are done where a process has none to run; 1: tests failed.
     worst = None if None in codes else max((code or 0 for code in codes - {NO_TESTS_COLLECTED}), key=abs, default=0)
     if not outcomes.exists():
@@ -53,11 +57,11 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
 def workers() -> list[str]:
     """Return the options for tests in several processes, where pytest has its plugins for that."""
     count = min(WORKERS, os.cpu_count() or 1)
-    options = ["-n", str(count), "--dist", "worksteal", "--max-worker-restart", "30"]
-    there = count > 1 and importlib.util.find_spec("xdist") is not None
+    if count == 1 or any(importlib.util.find_spec(name) is None for name in ("xdist", "pytest_timeout")):
+        return []
     # Nothing but the end of its process stops a test whose host waits for a kernel.
     limit = ["--timeout", str(TEST_S), "--timeout-method", "thread"]
-    return [*options, *limit] if there and importlib.util.find_spec("pytest_timeout") is not None else []
+    return ["-n", str(count), "--dist", "worksteal", "--max-worker-restart", "30", *limit]
 
 
 def ending(code: int | None) -> str:
@@ -65,7 +69,7 @@ def ending(code: int | None) -> str:
 
 
 def summary(outcomes: Path) -> dict[str, Any]:
-    """Return counts, passed tests by file, and failures with their messages, of what outcomes.py has written."""
+    """Return counts, passed tests by file, and failures with their messages, of what the plugin has written."""
     tests = [json.loads(line) for line in outcomes.read_text(encoding="utf-8").splitlines()]
     counts = Counter(test["outcome"] for test in tests)
     passed = (test["test"].partition("::")[0] for test in tests if test["outcome"] == "passed")
@@ -76,7 +80,7 @@ def summary(outcomes: Path) -> dict[str, Any]:
     }
 
 
-def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
+def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> str:
     """Run some GPU tests under compute-sanitizer, where it is installed; return what went wrong."""
     tools: dict[str, dict[str, Any]] = {}
     absent = shutil.which(SANITIZER) is None
@@ -84,13 +88,12 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float,
     write(path, result)
     end = time.monotonic() + limit_s
     for number, tool in enumerate(() if absent else TOOLS):
-        pytest = [sys.executable, "-m", "pytest", "-q", "-m", "sanitizer", *sanitized(root)]
-        command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), *pytest]
+        command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), sys.executable]
+        command += ["-m", "pytest", "-q", "-m", "sanitizer", *sanitized(root)]
         # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         start = time.monotonic()
-        limit = (end - start) / (len(TOOLS) - number)
-        code, output = run(command, limit, cwd=root, env=environment)
+        code, output = run(command, (end - start) / (len(TOOLS) - number), cwd=root, env=environment)
         lines = output.splitlines()
         findings = [line for line in lines if line.startswith("=========")]
         tools[tool] = {
@@ -129,6 +132,41 @@ def verdict(found: dict[str, Any]) -> str:
     return f"tests ended with exit code {code}" if found_nothing else "NOT CLEAN"
 
 
-def logs_beside(path: Path) -> Path:
-    """Return the folder for logs of a result; git ignores it."""
-    return path.parent if path.parent.name == "logs" else path.parent / "logs"
+# --- the plugin ---------------------------------------------------------------------------------------------------------
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Workers of pytest-xdist report to the process that has started them.
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Reporter(config), "outcomes, reporter")
+
+
+class _Reporter:
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.outcomes: dict[str, str] = {}  # of tests that have not ended, and of failures
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        before = self.outcomes.get(report.nodeid, "passed")
+        if report.failed:
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            if terminal is not None:
+                terminal.write_line(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}")
+            if before != "failed":
+                self._write(report.nodeid, "failed", _message(report))
+            self.outcomes[report.nodeid] = "failed"
+        elif before != "failed":
+            self.outcomes[report.nodeid] = "skipped" if report.skipped else before
+            if report.when == "teardown":
+                self._write(report.nodeid, self.outcomes.pop(report.nodeid))
+
+    def _write(self, test: str, outcome: str, message: str = "") -> None:
+        with Path(os.environ["OUTCOMES"]).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"test": test, "outcome": outcome, "message": message}) + "\n")
+
+
+def _message(report: pytest.TestReport) -> str:
+    """Return the first line of what went wrong."""
+    crash = getattr(report.longrepr, "reprcrash", None)
+    text = crash.message if crash is not None else str(report.longrepr)
+    return next(iter(text.strip().splitlines()), "")[:300]

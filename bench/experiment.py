@@ -1,4 +1,4 @@
-"""What the experiments of this folder share: arguments, errors, going on after a stop, results and pictures.
+"""What the experiments of this folder share: arguments, errors, results and pictures.
 
 The package is imported where it is needed: a process that measures gensim must not hold it in memory.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from store import read, write
+from store import write
 
 PLOT_BYTES = 150_000  # at most: a repository keeps every picture for ever
 
@@ -83,29 +83,6 @@ def stop_on_signals() -> None:
 # --- results --------------------------------------------------------------------------------------------------------------
 
 
-def resume(partial: Path, fresh: dict[str, Any], find_changes: Callable[[dict[str, Any]], list[str]]) -> dict[str, Any]:
-    """Return the result that a stopped run has left in `partial`.
-
-    Raises
-    ------
-    DataError
-        It cannot be read; or it was measured at another commit or with other versions than `fresh`, or with others of what
-        `find_changes` names.
-    """
-    try:
-        old = read(partial)
-        now, then = fresh["environment"], old["environment"]
-        changed = [name for name in ("commit", "dirty", "versions") if now[name] != then[name]] + find_changes(old)
-    except FileNotFoundError:
-        raise DataError(f"there is no {str(partial)!r} to go on with; drop --resume") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(f"cannot read {str(partial)!r} ({error!r}); drop --resume to start over") from error
-    if changed:
-        what = " and ".join(changed)
-        raise DataError(f"{str(partial)!r} was measured with other {what}; drop --resume to start over")
-    return old
-
-
 def write_result(
     result: dict[str, Any], out: Path, draw: Callable[[dict[str, Any]], Any] | None, lines: Sequence[str] = ()
 ) -> None:
@@ -145,12 +122,6 @@ def commit_and_date(result: dict[str, Any]) -> str:
     return f"commit {commit}, {environment['date'][:10]}"
 
 
-def provenance(result: dict[str, Any]) -> str:
-    """Return where, with which torch, by which code and when a result was measured."""
-    environment = result["environment"]
-    return f"{environment['device']}, torch {environment['versions']['torch']}, {commit_and_date(result)}"
-
-
 def blocks_of(picture: str, title: str, *blocks: str) -> str:
     """Return blocks of markdown, the picture (its path or nothing) first."""
     return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *blocks]))
@@ -160,10 +131,3 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
     """Return a table as markdown, all columns but the first aligned to the right."""
     lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as plain text, all columns but the first aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join("  ".join(line) for line in lines)

@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from experiment import blocks_of, exit_code, make_parser, positive_int, provenance, write_result
-from idle_data import TOP, Settings, read_data
-from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, WAYS, train
+from experiment import blocks_of, exit_code, make_parser, positive_int, write_result
+from idle_training import DENSE, DOUBLE, EXACT, LAZY, SPARSE, TOP, WAYS, Settings, read_data, train
 from store import IDLE, ROOT, header, path_of
 
+from speedtransfer.benchmark.report import provenance
 from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
 from speedtransfer.units import format_share
@@ -54,9 +54,6 @@ def _print_point(number: int, curves: dict[str, dict[str, list[float]]]) -> None
     print(f"step {number:,}, loss / recall: {', '.join(shown)}", flush=True)
 
 
-# --- words and picture --------------------------------------------------------------------------------------------------
-
-
 # Exact is dashed over a broad dense line: both are visible where they coincide.
 _STYLES: dict[str, dict[str, Any]] = {
     DENSE: {"color": "#b8bec8", "lw": 7, "solid_capstyle": "round", "zorder": 2},
@@ -70,56 +67,36 @@ _NAMES = {
     EXACT: 'speedtransfer, idle="exact" + AdamW',
     LAZY: 'speedtransfer, idle="lazy" + AdamW',
     SPARSE: "nn.Embedding(sparse=True) + SparseAdam",
+    DOUBLE: "dense in float64: rounding",
 }
 
 
 def draw(result: dict[str, Any]) -> Any:
     """Return the picture."""
     figure = require_matplotlib()(12, 4.4)
-    loss, recall, distance = figure.subplots(1, 3, width_ratios=(3, 3, 2))
+    panels = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     counts, curves = result["counts"], result["curves"]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(counts)]  # each loss is a mean from count to count
-    for way in WAYS:
-        loss.plot(middles, curves[way]["loss"], label=_NAMES[way], **_STYLES[way])
-        recall.plot(counts, curves[way]["recall"], **_STYLES[way])
-    for way in (LAZY, SPARSE, EXACT, DOUBLE):
-        distance.plot(counts[1:], curves[way]["distance"], **_STYLES[way])
-    distance.set_yscale("log")
-    # Points above the line, or below it where negative; between SparseAdam and the broad line of dense there is little room.
-    for axes, way, key, text, lift in (
-        (recall, EXACT, "recall", "dense, and exact on top of it", 7),
-        (recall, SPARSE, "recall", "SparseAdam", 2),
-        (recall, LAZY, "recall", "lazy", -7),
-        (distance, SPARSE, "distance", "SparseAdam", 7),
-        (distance, LAZY, "distance", "lazy", -7),
-        (distance, EXACT, "distance", "exact", -7),
-        (distance, DOUBLE, "distance", "dense in float64: rounding", 7),
-    ):
-        _label(axes, counts, curves[way][key], text, _STYLES[way]["color"], lift)
     titles = {
-        loss: "training loss",
-        recall: f"recall@{TOP} on held-out items (higher is better)",
-        distance: "farthest weight from dense\n(1: as far as dense has moved any)",
+        "loss": "training loss",
+        "recall": f"recall@{TOP} on held-out items (higher is better)",
+        "distance": "farthest weight from dense\n(1: as far as dense has moved any)",
     }
-    for axes, title in titles.items():
+    places = {"loss": middles, "recall": counts, "distance": counts[1:]}
+    for axes, (key, title) in zip(panels, titles.items(), strict=True):
+        for way, style in _STYLES.items():
+            if key in curves[way] and (key, way) != ("distance", DENSE):
+                axes.plot(places[key], curves[way][key], label=_NAMES[way], **style)
         axes.set_title(title, fontsize=11, color=INK)
         axes.set_xlabel("step")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
         tidy(axes)
-    for axes in (loss, recall):
+    for axes in panels[:2]:
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
-    low, high = distance.get_ylim()
-    distance.set_ylim(0.4 * low, 3 * high)
-    legend_below(figure, loss)
+    panels[2].set_yscale("log")
+    panels[0].plot([], [], label=_NAMES[DOUBLE], **_STYLES[DOUBLE])  # for the legend, which is that of the first
+    legend_below(figure, panels[0])
     return figure
-
-
-def _label(axes: Any, counts: list[int], values: list[float], text: str, colour: str, lift: int) -> None:
-    """Label a line at its end, `lift` points above it or below."""
-    beside = values[int(len(values) * max(0.0, 1 - len(text) / 36)) :]  # a line of text is as wide as about 36 letters
-    place, side = (max(beside), "bottom") if lift > 0 else (min(beside), "top")
-    style = {"fontsize": 9, "color": colour, "ha": "right", "va": side}
-    axes.annotate(text, (counts[-1], place), (0, lift), textcoords="offset points", **style)
 
 
 def sentences(result: dict[str, Any]) -> list[str]:

@@ -7,16 +7,15 @@ import re
 from typing import Any
 
 import word2vec_statistics as statistics
-from idle_data import TOP
-from idle_training import DENSE, EXACT, LAZY
-from store import EXPERIMENTS, IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
+from idle_training import DENSE, EXACT, LAZY, TOP
+from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
 from word2vec_report import OPTIMIZERS
 
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.units import format_count
 
 OVERSIZED = "notebooks/oversized.ipynb"
-STEP = "step"  # of the suites; its picture is shown, too
+STEP, GPU = "step", "gpu"  # of the suites; the picture of the first is shown, too
 _TITLE = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
 _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
 
@@ -25,7 +24,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
     """Return the sentence that `result` gives README.md; the one on steps stands below its picture."""
     describe = {
         STEP: _steps,
-        EXPERIMENTS: _on_a_gpu,
+        GPU: _on_a_gpu,
         IDLE: _same_numbers,
         WORD2VEC: _words,
         NGRAM_EXAMPLE: _language_model,
@@ -49,17 +48,16 @@ def _steps(result: dict[str, Any]) -> str:
 
 
 def _on_a_gpu(result: dict[str, Any]) -> str:
-    steps = [case for case in result["experiments"]["step"] if case["optimizer"] == "AdamW"]
-    rows = max(case["rows"] for case in steps)
-    largest = [case for case in steps if case["rows"] == rows]
-    dense = next(case for case in largest if case.get("dense"))
-    ours = {
-        case["idle"]: case for case in largest if case.get("layout") == "rows"
-    }  # as it is meant for tables of this size
+    groups = [GroupResult.from_json(group) for group in result["groups"] if group["params"]["experiment"] == "step"]
+    group = max(groups, key=lambda group: group.params["size"])
+    (lookups,) = re.findall(r"step of ([\d,]+) lookups", group.title)
+    several, one = "several kernels", "one kernel"
+    lazy, exact = (group.by_name[f"AdamW, {idle}, rows"].figures for idle in ("lazy", "exact"))
+    dense = group.by_name["nn.Embedding, AdamW"].figures[several]
     return (
-        f"**On a GPU.** AdamW step, {dense['lookups']:,} lookups in {format_count(rows)} x 128 in host memory, with "
-        f'`layout="rows"`: idle rows lazy {ours["lazy"]["fused_ms"]:.1f} ms, exact {ours["exact"]["ms"]:.1f} ms; dense '
-        f"training in the memory of the GPU {dense['ms']:.1f} ms. [More](docs/gpu.md#measured)."
+        f"**On a GPU.** AdamW step, {lookups} lookups in {format_count(group.params['size'])} x 128 in host memory, with "
+        f'`layout="rows"`: idle rows lazy {lazy[one]:.1f} ms, exact {exact[several]:.1f} ms; dense '
+        f"training in the memory of the GPU {dense:.1f} ms. [More](docs/gpu.md#measured)."
     )
 
 
@@ -100,10 +98,9 @@ def _language_model(result: dict[str, Any]) -> str:
 
 
 def _words(result: dict[str, Any]) -> str:
-    result = statistics.upgrade(result)
-    system = next(s for s in statistics.systems(result) if s.name == statistics.OURS and s.model == "skipgram")
+    system = next(s for s in statistics.systems(result) if s.system == statistics.OURS and s.model == "skipgram")
     beside = statistics.ratio(result, system)
-    verdicts = [verdict for _, _, verdict in statistics.differences(result, system)]
+    verdicts = [found.verdict for _, found in statistics.differences(result, system)]
     worse = verdicts.count(statistics.WORSE)
     quality = f"worse on {worse} of {len(verdicts)} sets" if worse else f"not worse on any of {len(verdicts)} sets"
     speed = "" if beside is None else f"{beside.medians:.1f} times gensim's words a second, "

@@ -17,111 +17,115 @@ import tarfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from device_tests import SANITIZER, ending, logs_beside, run_sanitizer, run_tests, verdict
-from gpu_parts import FACTS, GPU_PARTS, Task
-from running import log, logged, run
-from store import (
-    CLASSIC,
-    EXPERIMENTS,
-    FULL,
-    PARTIAL,
-    PARTS,
-    QUICK,
-    ROOT,
-    SUITES,
-    header,
-    path_of,
-    read,
-    recorded,
-)
+from device_tests import SANITIZER, ending, run_sanitizer, run_tests, verdict
+from rich.console import Console
+from running import log, logs, run
+from store import CHECKS, FULL, MEASURED, PARTIAL, QUICK, ROOT, header, path_of, read, recorded, suites, write
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
 SPARE_S = 25.0  # of a part of `make gpu`, for stopping its last task and what comes after
-MARGIN_S = 10.0  # that a program ends by itself before it is stopped
-EXPERIMENT_S = 20.0  # the same where one measurement takes longer
-SCRIPTS = {FACTS: "facts.py", EXPERIMENTS: "experiments/gpu.py"}
+MARGIN_S = 10.0  # that a suite ends by itself before it is stopped
 NO_DEVICE = "test_processes"  # of tests/gpu, which needs none
+
+
+class Task(NamedTuple):
+    """A part to run, its time limit, and whether to run its quick form."""
+
+    name: str
+    limit_s: float
+    quick: bool = False
+
+
+REST, PART_S = 1000.0, 540.0
+# Time that a task leaves goes to the next.
+GPU_PARTS = {
+    1: (Task("tests", 250), Task("gpu", REST)),
+    2: (
+        *(Task(name, limit, True) for name, limit in (("step", 60), ("transfer", 45), ("cache", 35), ("prefetch", 35))),
+        Task("step", 190),
+        Task("transfer", REST),
+    ),
+    3: (Task("sanitizer", 200), Task("precision", 80), Task("mixed", 120), Task("memory", REST)),
+}
+# Tables are sized for that much memory: with more, the step on the largest would not be reached.
+HOST_BYTES = {1: 110e9, 2: 67e9, 3: 67e9}
 
 HELP = """\
 On a machine that is lent for ten minutes a command, three commands do it, each in the order of what tells most:
-  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   9 min: facts, all tests of tests/gpu, experiments/gpu.py
+  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   9 min: all tests of tests/gpu; experiments/gpu.py
   make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: step, transfer, cache, prefetch --quick; step, transfer
   make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: sanitizer, precision, mixed, memory
 Each ends by itself in its time and leaves two files: the archive (results, pictures, logs, calibrations and compiled kernels;
-kept up to date while tasks run), to be unpacked at the root of the repository, where bench/readme.py then draws the results,
-and a plain log beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the
+written after each task), to be unpacked at the root of the repository, where bench/readme.py then draws the results, and a
+plain log beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the
 commit where there is no git; "+changes" means that the tree had some."""
 
 
-def cuda_missing() -> str:
-    """Return why there is no CUDA, nothing where there is."""
-    from speedtransfer.cuda import cuda_status
-
-    return cuda_status().reason
-
-
-# --- the parts ----------------------------------------------------------------------------------------------------------
+# --- a suite in a process of its own ------------------------------------------------------------------------------------
 
 
 def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Measure a suite; return what went wrong."""
-    command = [sys.executable, str(Path(__file__).with_name("suite.py")), about["part"], str(path), json.dumps(about)]
-    command += ["--seconds", f"{max(1.0, limit_s - MARGIN_S):.0f}", *(["--quick"] if quick else [])]
-    code, _ = run(command, limit_s, cwd=root)
+    """Measure a suite in another process; return what went wrong."""
+    job = {"about": about, "path": str(path), "quick": quick, "seconds": max(1.0, limit_s - MARGIN_S)}
+    code, _ = run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
     return "a group failed" if code == 1 else ending(code)
 
 
-def run_script(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
-    """Run a script of this folder; return what went wrong."""
-    command = [sys.executable, str(Path(__file__).with_name(SCRIPTS[about["part"]]))]
-    if about["part"] == EXPERIMENTS:
-        command += ["--out", str(path), "--seconds", f"{max(1.0, limit_s - EXPERIMENT_S):.0f}"]
-        command += ["--quick"] if quick else []
-    code, _ = run(command, limit_s, cwd=root)
-    if code == 0 and path.exists() and not read(path)["complete"]:
-        return "the time was up before some experiments"
-    return ending(code)
+def measure_here(about: dict[str, Any], path: str, quick: bool, seconds: float) -> int:
+    """Measure a suite and write its result after every group; return 1 where a group failed."""
+    from speedtransfer.benchmark import run as runner
+    from speedtransfer.benchmark.workload import default_table_bytes
+    from speedtransfer.cuda import resolve_device
 
+    def keep(result: dict[str, Any]) -> None:
+        # The header was made before: its commit is that of the sources that were measured.
+        write(Path(path), {**about, **result, "environment": about.get("environment", result["environment"])})
 
-def runner_of(name: str) -> Callable[[Path, Path, dict[str, Any], float, bool], str]:
-    """Return what runs a task: a function of the root, the path of the result, its header, seconds and whether it is quick."""
-    others = {"sanitizer": run_sanitizer, "tests": run_tests, **dict.fromkeys(SCRIPTS, run_script)}
-    return others.get(name, run_suite)
+    device, console = resolve_device(None), Console(width=120, force_terminal=False)
+    # Passed explicitly, so that the result records it.
+    options = {"table_bytes": default_table_bytes(device, quick)} if about["part"] == "transfer" else {}
+    result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds, **options)
+    keep(result)
+    return int(bool(result["failures"]))
 
 
 # --- the commands -------------------------------------------------------------------------------------------------------
 
 
-def record(
-    parts: Sequence[str], quick: bool, limit_s: float, total_s: float, root: Path = ROOT, archive: Path | None = None
-) -> int:
-    """Run `parts` and write their results, also into `archive`; return 1 after failures, else 0."""
-    tasks = [Task(part, limit_s, quick) for part in parts]
-    return record_tasks(tasks, time.monotonic() + total_s, root, archive, "parts")
-
-
 def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, archive: Path | None = None) -> int:
     """Run a part of `make gpu`; `total_s` is the most it may take, in place of its own time."""
-    part = GPU_PARTS[number]
-    part = part if total_s == float("inf") else part.scaled(total_s)
-    folder = path_of(root, header(root, EXPERIMENTS)["environment"]["device"], "").parent
-    for name, value in part.environment(folder / "cache").items():
-        os.environ.setdefault(name, value)
-    tasks = [task._replace(quick=task.quick or quick) for task in part.tasks]
-    return record_tasks(tasks, STARTED + part.seconds - SPARE_S, root, archive, f"part{number}")
+    from speedtransfer.system import physical_bytes
+
+    seconds = min(total_s, PART_S) if total_s != float("inf") else PART_S
+    folder = path_of(root, header(root, "")["environment"]["device"], "").parent / "cache"
+    room = min(HOST_BYTES[number], physical_bytes() or HOST_BYTES[number])
+    os.environ.setdefault("SPEEDTRANSFER_HOST_BYTES", f"{room:.0f}")
+    os.environ.setdefault("SPEEDTRANSFER_CACHE", str(folder))
+    os.environ.setdefault("CUPY_CACHE_DIR", str(folder / "cupy"))
+    tasks = [Task(name, limit * seconds / PART_S, small or quick) for name, limit, small in GPU_PARTS[number]]
+    return record(tasks, STARTED + seconds - SPARE_S, root, archive, f"part{number}")
 
 
-def record_tasks(tasks: Sequence[Task], end: float, root: Path, archive: Path | None, label: str) -> int:
-    """Run `tasks` until `end`; write their results, logs and an archive of both while they run."""
+def record(
+    tasks: Sequence[Task], end: float, root: Path = ROOT, archive: Path | None = None, label: str = "parts"
+) -> int:
+    """Run `tasks` until `end`; write their results, also into `archive`; return 1 after failures, else 0."""
     problems: dict[str, str] = {}
-    folder = path_of(root, header(root, tasks[0].name)["environment"]["device"], "").parent
-    logs = [folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])]
-    with logged(logs, lambda: pack(archive, folder, root) if archive is not None else None):
+    folder = path_of(root, header(root, "")["environment"]["device"], "").parent
+    with contextlib.ExitStack() as stack:
+        stack.callback(logs.clear)
+        stack.callback(pack, archive, folder, root)
+        for path in (folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
+            except OSError as error:
+                print(f"cannot write {path}: {error}", file=sys.stderr)
         for task in tasks:
             limit = min(task.limit_s, end - time.monotonic())
             if limit < 5:
@@ -129,8 +133,7 @@ def record_tasks(tasks: Sequence[Task], end: float, root: Path, archive: Path | 
                 continue
             log(f"--- {task.name}, {limit:.0f} s at most\n")
             problem = _run_task(task, limit, root)
-            if archive is not None:
-                pack(archive, folder, root)
+            pack(archive, folder, root)
             if problem:
                 problems[task.name] = problem
             log(f"--- {task.name}: {problem or 'done'}\n")
@@ -143,19 +146,23 @@ def record_tasks(tasks: Sequence[Task], end: float, root: Path, archive: Path | 
 def _run_task(task: Task, limit_s: float, root: Path) -> str:
     """Run a task and put its result where results of its kind lie; return what went wrong."""
     about = header(root, task.name)  # before: the commit as it is when it starts
-    device = about["environment"]["device"]
-    small = task.quick and task.name in (*SUITES, *CLASSIC, EXPERIMENTS)
-    path = path_of(root, device, task.name, QUICK if small else PARTIAL)
+    device, check = about["environment"]["device"], task.name in CHECKS
+    path = path_of(root, device, task.name, QUICK if task.quick and not check else PARTIAL)
     path.unlink(missing_ok=True)
-    logs_beside(path).mkdir(parents=True, exist_ok=True)
-    problem = runner_of(task.name)(root, path, about, limit_s, task.quick)
+    if check:
+        checks: dict[str, Callable[..., str]] = {"tests": run_tests, "sanitizer": run_sanitizer}
+        problem = checks[task.name](root, path, about, limit_s)
+    else:
+        problem = run_suite(root, path, about, limit_s, task.quick)
     if path == path_of(root, device, task.name, PARTIAL) and path.exists() and read(path)["complete"]:
         path.replace(path_of(root, device, task.name))
     return problem
 
 
-def pack(archive: Path, folder: Path, root: Path) -> None:
+def pack(archive: Path | None, folder: Path, root: Path) -> None:
     """Put the results, plots, logs and caches of `folder` into a file, to be unpacked at the root of another copy."""
+    if archive is None:
+        return
     new = archive.with_name(archive.name + ".new")  # an interrupted write leaves the old one
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
@@ -166,9 +173,6 @@ def pack(archive: Path, folder: Path, root: Path) -> None:
         new.replace(archive)
     except OSError as error:  # the results themselves are not affected
         print(f"cannot write {archive}: {error}", file=sys.stderr)
-
-
-# --- what there is ------------------------------------------------------------------------------------------------------
 
 
 def status(root: Path = ROOT) -> int:
@@ -191,29 +195,23 @@ def status(root: Path = ROOT) -> int:
         return 0
     never = sorted({path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - {NO_DEVICE} - passed)
     if never:
-        print(
-            "\nno recorded run on a GPU has passed a test of", *(f"tests/gpu/{name}.py" for name in never), sep="\n  "
-        )
+        files = (f"tests/gpu/{name}.py" for name in never)
+        print("\nno recorded run on a GPU has passed a test of", *files, sep="\n  ")
     return 0
 
 
 def outcome(part: str, result: dict[str, Any]) -> str:
     """Return what a result says, in a few words."""
+    text = "came to its end"
     if part == "tests":
         text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
     elif part == "sanitizer":
         found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
         text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
-    elif part == EXPERIMENTS:
-        cases = [case for every in result["experiments"].values() for case in every]
-        failed = sum("error" in case for case in cases)
-        text = f"{len(cases) - failed} measured" + (f", {failed} not" if failed else "")
-    elif part in (*SUITES, *CLASSIC):
+    elif part in MEASURED:
         skipped = sum(bool(group["skipped"]) for group in result["groups"])
         text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")
         text += f", {len(result['failures'])} FAILED" if result["failures"] else ""
-    else:
-        text = "came to its end"
     return text + (", quick" if result.get("quick") else "") + ("" if result["complete"] else ", INCOMPLETE")
 
 
@@ -225,29 +223,39 @@ def main(arguments: list[str] | None = None) -> int:
         epilog=HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name, parts in (("gpu", (*PARTS, EXPERIMENTS)), ("here", (*SUITES, *CLASSIC))):
-        command = commands.add_parser(name, help=f"run {', '.join(parts)} and write their results")
-        command.add_argument("--only", type=lambda text: text.split(","), default=list(parts), help="some of them: a,b")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{gpu,here,status}")
+    usual = [part for part in MEASURED if part not in ("gpu", "plan_accuracy")]
+    for name, parts, default in (
+        ("gpu", (*CHECKS, *MEASURED), [*CHECKS, *usual, "gpu"]),
+        ("here", MEASURED, usual),
+    ):
+        command = commands.add_parser(name, help=f"run {', '.join(default)} and write their results")
+        command.add_argument(
+            "--only", type=lambda text: text.split(","), default=default, help=f"some of {','.join(parts)}"
+        )
         command.add_argument("--quick", action="store_true", help="small sizes and few samples")
         command.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
         command.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
-        command.add_argument(
-            "--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home"
-        )
+        text = "all results of this device, to take home"
+        command.add_argument("--archive", type=Path, metavar="FILE.tgz", help=text)
         if name == "gpu":
             text = "a part of a run that is spread over several commands (see below), in place of --only and --limit"
             command.add_argument("--part", type=int, choices=GPU_PARTS, help=text)
         command.set_defaults(parts=parts, part=None)
     commands.add_parser("status", help="list the results")
+    commands.add_parser("suite").add_argument("job", type=json.loads)  # of run_suite
     args = parser.parse_args(arguments)
     if args.command == "status":
         return status()
+    if args.command == "suite":
+        return measure_here(**args.job)
     unknown = set(args.only) - set(args.parts)
     if unknown:
         named = ", ".join(sorted(unknown))
         parser.error(f"there is no part {named} of {args.command}; choose from {', '.join(args.parts)}")
-    if args.command == "gpu" and (reason := cuda_missing()):
+    from speedtransfer.cuda import cuda_status
+
+    if args.command == "gpu" and (reason := cuda_status().reason):
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
     # Stopping this process stops what it has started and completes the archive.
@@ -255,7 +263,8 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.part is not None:
         return record_part(args.part, args.quick, args.total, archive=args.archive)
-    return record(args.only, args.quick, args.limit, args.total, archive=args.archive)
+    tasks = [Task(part, args.limit, args.quick) for part in args.only]
+    return record(tasks, time.monotonic() + args.total, archive=args.archive)
 
 
 if __name__ == "__main__":

@@ -20,28 +20,25 @@ sys.path[:0] = [name for name in (str(ROOT), str(ROOT / "bench")) if name not in
 
 CHECKS = ("tests", "sanitizer")  # need a GPU
 SUITES = ("transfer", "step", "memory", "precision", "lookup", "prefetch", "cache")  # of speedtransfer bench
-CLASSIC = {  # bench/experiments/NAME.py, declared as those are
+EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
     "tax": "Compute against transfer",
     "mixed": "Mixed precision by batch size: time, memory, accuracy",
     "exchange": "Gradients in fewer bytes: to the same loss",
+    "gpu": "What a training step takes of a GPU",
+    "plan_accuracy": "Planned beside measured times of a step",
 }
-PARTS = (*CHECKS, *SUITES, *CLASSIC)
-EXPERIMENTS = "experiments"  # of bench/experiments/gpu.py, shown in docs/gpu.md
-IDLE = "idle"  # of bench/idle.py, which needs data that are not here
-NGRAM_EXAMPLE = "ngram_example"  # of bench/examples.py, shown in docs/ngrams.md
-PARALLEL_EXAMPLE = "parallel_example"  # of bench/examples.py, shown in docs/parallel.md
-WORD2VEC = "word2vec"  # of bench/word2vec.py, which needs such data, too
-PLAN = "plan_accuracy"  # of bench/plan_accuracy.py, shown in docs/plan.md
-OTHERS = (EXPERIMENTS, IDLE, WORD2VEC, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, PLAN)
+MEASURED = (*SUITES, *EXPERIMENTS)
+# Of scripts of their own: idle.py and word2vec.py need data that are not here, record_examples.py runs examples.
+IDLE, WORD2VEC, NGRAM_EXAMPLE, PARALLEL_EXAMPLE = OTHERS = "idle", "word2vec", "ngram_example", "parallel_example"
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
 
 
 def suites() -> dict[str, Any]:
-    """Return the suites of the command and the classic experiments by name, also for the reports of the package."""
+    """Return the suites of the command and the experiments by name, also for the reports of the package."""
     from speedtransfer.benchmark.suites import SUITES as KNOWN
     from speedtransfer.benchmark.suites import Suite
 
-    KNOWN.update({name: Suite(name, title, package="experiments") for name, title in CLASSIC.items()})
+    KNOWN.update({name: Suite(name, title, package="experiments") for name, title in EXPERIMENTS.items()})
     return KNOWN
 
 
@@ -66,7 +63,9 @@ def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
 def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
     """Yield the part and path of every result of `runs` (by default full ones), device by device."""
     for folder in sorted((root / "bench" / "results").glob("*/")):
-        paths = ((part, folder / f"{part}{run}.json") for part in (*PARTS, *OTHERS) for run in runs or (FULL,))
+        paths = (
+            (part, folder / f"{part}{run}.json") for part in (*CHECKS, *MEASURED, *OTHERS) for run in runs or (FULL,)
+        )
         yield from ((part, path) for part, path in paths if path.exists())
 
 

@@ -1,12 +1,11 @@
 """What one process of bench/word2vec.py does: train by gensim, train by this package, or evaluate the vectors of either.
 
-``python bench/word2vec_child.py JOB.json`` (see process.py). Only what a job needs is imported, before its clock
-starts, so that its memory is its own.
+``python bench/word2vec_child.py JOB.json`` (see running.py). Only what a job needs is imported, before its clock starts, so
+that its memory is its own.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
 import importlib
@@ -33,32 +32,17 @@ def train_gensim(job: dict[str, Any]) -> dict[str, Any]:
     """Train as ``Word2Vec(corpus_file=...)`` does; vocabulary and training are timed apart."""
     from gensim.models import Word2Vec
 
-    clock = _Clock()
-    model = Word2Vec(
-        sg=int(job["model"] == MODELS[0]),
-        cbow_mean=1,
-        hs=0,
-        negative=job["negative"],
-        vector_size=job["dim"],
-        window=job["window"],
-        sample=job["sample"],
-        min_count=job["min_count"],
-        epochs=job["epochs"],
-        workers=cores(),
-        seed=job["seed"],
-    )
+    same = {key: job[key] for key in ("negative", "window", "sample", "min_count", "epochs", "seed")}
+    start = time.perf_counter()
+    sg = int(job["model"] == MODELS[0])
+    model = Word2Vec(sg=sg, cbow_mean=1, hs=0, vector_size=job["dim"], workers=cores(), **same)
     model.build_vocab(corpus_file=job["corpus"])
-    clock.vocabulary_is_done()
-    model.train(
-        corpus_file=job["corpus"],
-        total_examples=model.corpus_count,
-        total_words=model.corpus_total_words,
-        epochs=model.epochs,
-    )
-    facts = clock.facts()
+    middle = time.perf_counter()
+    counts = {"total_examples": model.corpus_count, "total_words": model.corpus_total_words}
+    model.train(corpus_file=job["corpus"], epochs=model.epochs, **counts)
+    times = {"vocabulary_s": middle - start, "training_s": time.perf_counter() - middle}
     words = model.wv.index_to_key
-    counts = [model.wv.get_vecattr(word, "count") for word in words]
-    return {**facts, **_keep(job, words, counts, model.wv.vectors)}
+    return {**times, **_keep(job, words, [model.wv.get_vecattr(word, "count") for word in words], model.wv.vectors)}
 
 
 def train_ours(job: dict[str, Any]) -> dict[str, Any]:
@@ -76,13 +60,13 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
     settings = Settings(**{name: job[name] for name in same})
     device = resolve_device(None)
     torch.zeros(1, device=device)  # a CUDA device takes seconds to initialize
-    clock = _Clock()
+    start = time.perf_counter()
     corpus = Corpus(job["corpus"], min_count=settings.min_count)
-    clock.vocabulary_is_done()
+    middle = time.perf_counter()
     trainer = Trainer(corpus, settings)
     trainer.run(TrainingProgress(enabled=False))
     vectors = trainer.vectors()
-    facts = clock.facts()
+    facts: dict[str, Any] = {"vocabulary_s": middle - start, "training_s": time.perf_counter() - middle}
     if device.type == "cuda":
         facts["device_bytes"] = torch.cuda.max_memory_allocated(device)
     vocabulary = corpus.vocabulary
@@ -97,7 +81,8 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
     Returns
     -------
     dict
-        ``scores`` and ``asked``, the known pairs or questions, by set; ``items``, the outcome of each, see `unpack`.
+        ``scores`` and ``asked``, the known pairs or questions, by set; ``items``, the outcome of each: the cosine of a pair, 1
+        for a right answer and 0 for a wrong one, None where a word is unknown.
     """
     from speedtransfer.errors import InvalidValueError
     from speedtransfer.word2vec import Vectors
@@ -105,13 +90,13 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
     from speedtransfer.word2vec.evaluation import load_set
 
     folder = Path(job["folder"])
-    matrix = np.load(folder / "vectors.npy")
-    words, counts = _read_words(folder)
-    order = sorted(range(len(words)), key=lambda row: (-counts[row], words[row]))
-    vectors = Vectors([words[row] for row in order], matrix[order])
+    matrix, lines = np.load(folder / "vectors.npy"), (folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1]
+    words = [(word, int(count)) for word, _, count in (line.rpartition(" ") for line in lines)]
+    order = sorted(range(len(words)), key=lambda row: (-words[row][1], words[row][0]))
+    vectors = Vectors([words[row][0] for row in order], matrix[order])
     scores: dict[str, float | None] = {}
     asked: dict[str, int] = {}
-    items: dict[str, Any] = {}
+    items: dict[str, list[float | None]] = {}
     for name, kind, path in job["sets"]:
         keys = [name] if kind == PAIRS else [name, *(f"{name}, {part}" for part in PARTS)]
         scores.update(dict.fromkeys(keys))
@@ -122,93 +107,37 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
         except InvalidValueError:  # too few known words
             continue
         if kind == PAIRS:
-            scores[name], asked[name] = found.spearman, found.num_pairs
-            items[name] = pack_cosines(_cosines(vectors, questions.pairs))
+            scores[name], asked[name], items[name] = found.spearman, found.num_pairs, _cosines(vectors, questions.pairs)
             continue
-        all_questions = [question for _, section in questions.sections for question in section]
         for key, part in zip(keys, (found.total, found.semantic, found.syntactic), strict=True):
             scores[key], asked[key] = part.accuracy, part.num_questions
-            answers = dict.fromkeys(part.correct, 1) | dict.fromkeys(part.incorrect, 0)
-            items[key] = pack_answers([answers.get(question, -1) for question in all_questions])
+            answers = dict.fromkeys(part.correct, 1.0) | dict.fromkeys(part.incorrect, 0.0)
+            items[key] = [answers.get(question) for _, section in questions.sections for question in section]
     return {"scores": scores, "asked": asked, "items": items}
 
 
-def _cosines(vectors: Any, pairs: Sequence[tuple[str, str]]) -> np.ndarray:
-    """Return the cosine of each pair, nan where a word is unknown. Case does not matter, as in `evaluate`."""
+def _cosines(vectors: Any, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
+    """Return the cosine of each pair, None where a word is unknown. Case does not matter, as in `evaluate`."""
     words = [word.upper() for word in vectors.words]
     row_of = dict(zip(reversed(words), range(len(words) - 1, -1, -1), strict=True))
     rows = np.array([[row_of.get(word.upper(), -1) for word in pair] for pair in pairs])
     first, second = (vectors.matrix[side].astype(np.float64) for side in rows.T)
     length = np.linalg.norm(first, axis=1) * np.linalg.norm(second, axis=1)
     cosines = (first * second).sum(axis=1) / np.where(length > 0, length, 1)
-    return np.where(rows.min(axis=1) >= 0, cosines, np.nan).astype("<f4")
-
-
-def pack_cosines(cosines: np.ndarray) -> str:
-    """Return float32 cosines as text, see `unpack`."""
-    return base64.b64encode(cosines.astype("<f4").tobytes()).decode()
-
-
-def pack_answers(answers: Sequence[int]) -> dict[str, str]:
-    """Return answers, 1 right, 0 wrong, -1 unknown, as bits in hex, see `unpack`."""
-    known, right = (np.packbits([answer in which for answer in answers]) for which in ((0, 1), (1,)))
-    return {"known": known.tobytes().hex(), "right": right.tobytes().hex()}
-
-
-def unpack(packed: str | dict[str, str]) -> np.ndarray:
-    """Return the outcome of each item of a set, nan where a word is unknown.
-
-    Returns
-    -------
-    numpy.ndarray
-        Shape (items,), float64: the cosine of each pair; or 1 for each right and 0 for each wrong answer, with up to 7 nan
-        behind the last.
-    """
-    if isinstance(packed, str):
-        return np.frombuffer(base64.b64decode(packed), "<f4").astype(np.float64)
-    known, right = (np.unpackbits(np.frombuffer(bytes.fromhex(packed[key]), np.uint8)) for key in ("known", "right"))
-    return np.where(known, right, np.nan)
-
-
-class _Clock:
-    """Seconds of the two parts of a training, and what the process held before it."""
-
-    def __init__(self) -> None:
-        import psutil
-
-        self._import_bytes = psutil.Process().memory_info().rss
-        self._start = self._middle = time.perf_counter()
-
-    def vocabulary_is_done(self) -> None:
-        self._middle = time.perf_counter()
-
-    def facts(self) -> dict[str, Any]:
-        """Stop the clock."""
-        end = time.perf_counter()
-        return {
-            "vocabulary_s": self._middle - self._start,
-            "training_s": end - self._middle,
-            "import_bytes": self._import_bytes,
-        }
+    return [float(one) if known else None for one, known in zip(cosines, rows.min(axis=1) >= 0, strict=True)]
 
 
 def _keep(job: dict[str, Any], words: Sequence[str], counts: Any, matrix: np.ndarray) -> dict[str, Any]:
-    """Write the vectors to the folder of the job for `evaluate`, and return what identifies the vocabulary."""
+    """Write the vectors to the folder of the job for `evaluate`, and return what identifies the vocabulary, and memory."""
     lines = [f"{word} {count}\n" for word, count in zip(words, counts, strict=True)]
+    status = Path("/proc/self/status").read_text() if Path("/proc/self/status").exists() else ""
+    peak = 1024 * next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
     if job["folder"] is not None:
         np.save(Path(job["folder"], "vectors.npy"), matrix)
         Path(job["folder"], "words.txt").write_text("".join(lines), encoding="utf-8")
     same = hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
-    return {"vocabulary": {"words": len(words), "occurrences": int(sum(counts)), "sha256": same}}
-
-
-def _read_words(folder: Path) -> tuple[list[str], list[int]]:
-    words, counts = [], []
-    for line in folder.joinpath("words.txt").read_text(encoding="utf-8").split("\n")[:-1]:
-        word, _, count = line.rpartition(" ")
-        words.append(word)
-        counts.append(int(count))
-    return words, counts
+    about = {"words": len(words), "occurrences": int(sum(counts)), "sha256": same}
+    return {"vocabulary": about, "peak_bytes": peak}
 
 
 JOBS = {GENSIM: train_gensim, OURS: train_ours, EVALUATE: evaluate}

@@ -8,7 +8,7 @@ import lzma
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from experiment import DataError
 from store import ROOT
@@ -28,20 +28,9 @@ _READ = 1 << 20
 class Settings:
     """What is trained, by whom and how: the same for gensim, except for the optimizers, and on every corpus.
 
-    Attributes
-    ----------
-    dims : tuple of int
-    optimizers : tuple of str
-        Ours.
-    models : tuple of str
-        Of `MODELS`. All models and optimizers are trained in the first of `dims`, only the first of each in the others.
-    seeds : int
-        Runs of each: seeds 1, 2, ...
-    window, negative : int
-    words : int, optional
-        Only the first of each corpus.
-    restrict : int
-        Analogies are evaluated among so many of the most frequent words.
+    All `models` and our `optimizers` are trained in the first of `dims`, only the first of each in the others; `seeds` are
+    runs of each: 1, 2, ... Of each corpus only the first `words`, if given. Analogies are evaluated among the `restrict` most
+    frequent words.
     """
 
     dims: tuple[int, ...] = (100, 300)
@@ -55,16 +44,7 @@ class Settings:
 
 
 class CorpusSettings(NamedTuple):
-    """Settings for a corpus of some size, the same for gensim.
-
-    Attributes
-    ----------
-    epochs, min_count : int
-    sample : float
-        Threshold of subsampling.
-    analogies : bool
-        Whether the corpus is large enough for analogies to be meaningful.
-    """
+    """Settings for a corpus of some size, the same for gensim; `analogies`: whether it is large enough for them."""
 
     epochs: int = 5
     min_count: int = 5
@@ -76,14 +56,28 @@ class CorpusSettings(NamedTuple):
 OWN_SETTINGS = {SHIPPED.name: CorpusSettings(epochs=25, min_count=5, sample=1e-3, analogies=False)}
 
 
-class Corpus(NamedTuple):
-    """A text and the settings it is trained with."""
+def _find(folder: Path | None, below: str, names: Iterable[str], option: str) -> Path:
+    """Return the first of `names` that is a file in `folder`, or in its folder `below`."""
+    names = list(names)
+    bases = [] if folder is None else [folder / below, folder]
+    for path in (base / name for base in bases for name in names):
+        if path.is_file():
+            return path
+    raise DataError(
+        f"there is no {below}/{names[0]} in {str(folder or '')!r}; name the folder that has it with --data, or others with "
+        f"{option}"
+    )
 
-    path: Path
-    settings: CorpusSettings
+
+def _check_names(paths: list[Path], what: str) -> None:
+    for number, path in enumerate(paths):
+        if not path.is_file():
+            raise DataError(f"there is no {what} {str(path)!r}; check the path")
+        if path.name in (other.name for other in paths[:number]):
+            raise DataError(f"two files are called {path.name!r}; name each {what} once, or rename a file")
 
 
-def find_corpora(folder: Path | None, named: Iterable[Path] | None, epochs: int | None = None) -> list[Corpus]:
+def find_corpora(folder: Path | None, named: Iterable[Path] | None) -> list[Path]:
     """Return the corpora: `named` ones, or that of `folder` and the one that is shipped with the package.
 
     Raises
@@ -92,28 +86,10 @@ def find_corpora(folder: Path | None, named: Iterable[Path] | None, epochs: int 
         One is not there.
     """
     if named is None:
-        places = [base / (CORPUS + ending) for base in bases(folder, "corpora") for ending in _ENDINGS]
-        found = next((path for path in places if path.is_file()), None)
-        if found is None:
-            raise DataError(
-                f"there is no corpora/{CORPUS}.text8.xz (or .txt) in {str(folder or '')!r}; name the folder that has it "
-                "with --data, or other texts with --corpus"
-            )
-        named = [found, SHIPPED]
-    corpora: list[Corpus] = []
-    for path in named:
-        if not path.is_file():
-            raise DataError(f"there is no corpus {str(path)!r}; pass a text file, packed (.xz, .gz) or not")
-        if path.name in (corpus.path.name for corpus in corpora):
-            raise DataError(f"two corpora are called {path.name!r}; name each once, or rename a file")
-        settings = OWN_SETTINGS.get(path.name, CorpusSettings())
-        corpora.append(Corpus(path, settings if epochs is None else settings._replace(epochs=epochs)))
-    return corpora
-
-
-def bases(folder: Path | None, below: str) -> list[Path]:
-    """Return where the files of `folder` may lie."""
-    return [] if folder is None else [folder / below, folder]
+        named = [_find(folder, "corpora", (CORPUS + ending for ending in _ENDINGS), "--corpus"), SHIPPED]
+    paths = list(named)
+    _check_names(paths, "corpus")
+    return paths
 
 
 def prepare(corpus: Path, target: Path, words: int | None = None) -> dict[str, Any]:
@@ -140,36 +116,24 @@ def prepare(corpus: Path, target: Path, words: int | None = None) -> dict[str, A
 
 
 def _lines(corpus: Path, words: int | None) -> Iterator[list[str]]:
-    waiting: list[str] = []
-    left = words
-    with _open(corpus) as file:
-        for some in _words(file):
-            waiting += some if left is None else some[:left]
+    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(corpus.suffix, open)
+    waiting, rest, left = list[str](), "", words
+    with opener(corpus, "rt", encoding="utf-8") as file:
+        while text := file.read(_READ):
+            text = rest + text
+            some = text.split()
+            # A word may go on in what is read next.
+            rest = some.pop() if some and not text[-1].isspace() else ""
+            waiting += some[:left]
             left = None if left is None else left - min(left, len(some))
-            whole = len(waiting) - len(waiting) % LINE_WORDS
-            yield from (waiting[first : first + LINE_WORDS] for first in range(0, whole, LINE_WORDS))
-            del waiting[:whole]
+            while len(waiting) >= LINE_WORDS:
+                yield waiting[:LINE_WORDS]
+                del waiting[:LINE_WORDS]
             if left == 0:
                 break
+    waiting += [rest] if rest and left != 0 else []
     if waiting:
         yield waiting
-
-
-def _words(file: IO[str]) -> Iterator[list[str]]:
-    rest = ""
-    while text := file.read(_READ):
-        text = rest + text
-        words = text.split()
-        rest = words.pop() if words and not text[-1].isspace() else ""
-        yield words
-    if rest:
-        yield [rest]
-
-
-def _open(path: Path) -> IO[str]:
-    opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(path.suffix, open)
-    file: IO[str] = opener(path, "rt", encoding="utf-8")
-    return file
 
 
 # --- evaluation sets ------------------------------------------------------------------------------------------------------
@@ -179,13 +143,12 @@ def _open(path: Path) -> IO[str]:
 # is no longer evidence: never do that silently.
 TUNED, RESERVED = "tuned", "reserved"
 SETS = {
-    TUNED: {
-        "WS-353": "EN-WS-353-ALL.txt",
-        "RG-65": "EN-RG-65.txt",
-        "MTurk-287": "EN-MTurk-287.txt",
-        "analogies": "questions-words.txt",
-    },
-    RESERVED: {"SimLex-999": "EN-SIMLEX-999.txt", "RW": "EN-RW-STANFORD.txt"},
+    "EN-WS-353-ALL.txt": ("WS-353", TUNED),
+    "EN-RG-65.txt": ("RG-65", TUNED),
+    "EN-MTurk-287.txt": ("MTurk-287", TUNED),
+    "questions-words.txt": ("analogies", TUNED),
+    "EN-SIMLEX-999.txt": ("SimLex-999", RESERVED),
+    "EN-RW-STANFORD.txt": ("RW", RESERVED),
 }
 
 
@@ -204,52 +167,19 @@ def find_sets(folder: Path | None, named: Iterable[Path] | None) -> list[Evaluat
     Raises
     ------
     DataError
-        One is not there or has another format.
+        One is not there.
+    StorageError
+        A line of one is no pair with its score, and no analogy: gensim would skip it.
     """
-    known = {file: (name, group) for group, files in SETS.items() for name, file in files.items()}
+    from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
+
     if named is None:
-        named = []
-        for file in known:
-            found = next((path for base in bases(folder, "wordsim") if (path := base / file).is_file()), None)
-            if found is None:
-                raise DataError(
-                    f"there is no wordsim/{file} in {str(folder or '')!r}; name the folder that has it with --data, or "
-                    "other sets with --sets"
-                )
-            named.append(found)
-    sets: list[EvaluationSet] = []
-    for path in named:
-        name, group = known.get(path.name, (path.stem, RESERVED))
-        if name in (other.name for other in sets):
-            raise DataError(f"two sets are called {name!r}; name each once, or rename a file")
-        sets.append(EvaluationSet(name, _check(path), group, path))
-    return sorted(sets, key=lambda found: [*SETS].index(found.group))
-
-
-def _check(path: Path) -> str:
-    """Return the kind of the set at `path`, after checking every line: gensim would skip what it cannot read."""
-    number, kind, questions = 0, "", 0
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):  # noqa: B007
-                if not line.strip() or line.startswith("#"):
-                    continue
-                kind = kind or (ANALOGIES if line.startswith(":") else PAIRS)
-                if kind == PAIRS:
-                    _, _, score = line.split("\t")
-                    float(score)
-                elif line.startswith(":"):
-                    continue
-                elif len(line.split()) != 4:
-                    raise ValueError(f"{len(line.split())} words, not 4")
-                questions += 1
-    except FileNotFoundError:
-        raise DataError(f"there is no set {str(path)!r}; check --sets") from None
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"cannot read line {max(number, 1)} of {str(path)!r} ({error}); it must have lines of word, word and score "
-            'between tabs, or ": section" and then lines of four words'
-        ) from error
-    if not questions:
-        raise DataError(f"{str(path)!r} asks nothing; it must have pairs of words with scores, or analogies")
-    return kind
+        named = [_find(folder, "wordsim", [file], "--sets") for file in SETS]
+    paths = list(named)
+    _check_names(paths, "set")
+    sets = []
+    for path in paths:
+        name, group = SETS.get(path.name, (path.stem, RESERVED))
+        kind = PAIRS if isinstance(load_set(path), SimilaritySet) else ANALOGIES
+        sets.append(EvaluationSet(name, kind, group, path))
+    return sorted(sets, key=lambda found: found.group != TUNED)

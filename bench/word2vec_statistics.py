@@ -1,38 +1,21 @@
-"""Means over seeds, their confidence intervals, and the verdicts on ours beside gensim's."""
+"""What was trained, means over seeds with their confidence intervals, and the differences between ours and gensim's.
+
+The intervals of differences are those of a paired bootstrap over the items of a set and over seeds.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from word2vec_data import MODELS, RESERVED, SETS, TUNED
+import numpy as np
+from word2vec_data import PAIRS, RESERVED, TUNED, EvaluationSet
 
 GENSIM, OURS = "gensim", "speedtransfer"
-STUDENT = "Student"  # how differences were found; else word2vec_bootstrap.py
-BETTER, NOT_WORSE, WORSE, UNSURE = (
-    "better",
-    "not worse beyond the confidence interval",
-    "worse",
-    "one seed: no interval",
-)
-
-
-class Interval(NamedTuple):
-    """A value and half of its 95% confidence interval, None with too few values."""
-
-    value: float
-    half: float | None
-
-
-class Difference(NamedTuple):
-    """How far a system is above gensim on a set, with the ends of the 95% confidence interval; None where there is none."""
-
-    value: float
-    low: float | None
-    high: float | None
+BETTER, NOT_WORSE, WORSE = "better", "not worse beyond the confidence interval", "worse"
+RESAMPLES, SEED = 1000, 15
+LEAST_ITEMS = 20  # resamples of fewer vary too little to generalize
 
 
 class System(NamedTuple):
@@ -40,98 +23,27 @@ class System(NamedTuple):
 
     corpus: str
     model: str
-    name: str
+    system: str
     optimizer: str
     dim: int
+
+    @property
+    def gensim(self) -> System:
+        """Return the gensim that it is compared with."""
+        return self._replace(system=GENSIM, optimizer="")
 
 
 def system_of(run: dict[str, Any]) -> System:
     """Return the system of a run, or of anything with its keys."""
-    return System(run["corpus"], run["model"], run["system"], run["optimizer"], run["dim"])
-
-
-def gensim_of(system: System) -> System:
-    """Return the gensim that `system` is compared with."""
-    return system._replace(name=GENSIM, optimizer="")
-
-
-def mean(values: Sequence[float]) -> Interval:
-    """Return the mean with Student's interval."""
-    if len(values) < 2:
-        return Interval(statistics.fmean(values), None)
-    half = _t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Interval(statistics.fmean(values), half)
-
-
-def _t(freedom: int) -> float:
-    """Return the two-sided 95% quantile of Student's t, in four digits as printed tables have it."""
-    from scipy import stats
-
-    return round(float(stats.t.ppf(0.975, freedom)), 4)
-
-
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> Difference:
-    """Return how far the mean of `ours` is above that of `theirs`, with Student's interval for two samples.
-
-    Only for results that have no outcome of every item. The variance is pooled: with as many seeds on either side that is the
-    narrower one beside Welch's, so that it calls more differences worse, not fewer.
-    """
-    value, freedom = statistics.fmean(ours) - statistics.fmean(theirs), len(ours) + len(theirs) - 2
-    if min(len(ours), len(theirs)) < 2:
-        return Difference(value, None, None)
-    squares = sum((len(side) - 1) * statistics.variance(side) for side in (ours, theirs))
-    half = _t(freedom) * math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
-    return Difference(value, value - half, value + half)
-
-
-def judge(found: Difference) -> str:
-    """Return the verdict on a difference to gensim."""
-    if found.low is None or found.high is None:
-        return UNSURE
-    return BETTER if found.low > 0 else WORSE if found.high < 0 else NOT_WORSE
-
-
-def upgrade(result: dict[str, Any]) -> dict[str, Any]:
-    """Return a result in today's format.
-
-    Before, results were of one corpus and of skip-gram, and settings were chosen on all the sets that had names of ours. They
-    had no differences, nor has what is still being measured: those are then Student's.
-    """
-    if "corpora" not in result:
-        name, settings = result["corpus"]["name"], result["settings"]
-        same = {key: settings[key] for key in ("epochs", "min_count", "sample")}
-        sets = dict.fromkeys(key.partition(", ")[0] for run in result["runs"] for key in run["scores"])
-        result = {
-            **result,
-            "corpora": [{**result["corpus"], **same, "analogies": True}],
-            "groups": {key: TUNED if key in SETS[TUNED] else RESERVED for key in sets},
-            "runs": [{"corpus": name, "model": MODELS[0], **run} for run in result["runs"]],
-        }
-    if "differences" not in result:
-        result = {**result, "differences": {"method": STUDENT, "found": list(_student(result))}}
-    return result
-
-
-def _student(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for system in systems(result):
-        for name in score_names(result, system.corpus) if system.name != GENSIM else ():
-            ours, theirs = (scores(result, who, name) for who in (system, gensim_of(system)))
-            if ours and theirs:
-                yield {**key_of(system), "set": name, **difference(ours, theirs)._asdict()}
-
-
-def key_of(system: System) -> dict[str, Any]:
-    """Return the keys by which a run names its system, see `system_of`."""
-    corpus, model, name, optimizer, dim = system
-    return {"corpus": corpus, "model": model, "system": name, "optimizer": optimizer, "dim": dim}
+    return System(*(run[key] for key in System._fields))
 
 
 def systems(result: dict[str, Any], corpus: str | None = None) -> list[System]:
     """Return all that have a run (on `corpus`): by corpus, dimension and model, gensim first, ours in the order they ran."""
     corpora = [about["name"] for about in result["corpora"]]
     found = dict.fromkeys(system_of(run) for run in result["runs"] if corpus in (None, run["corpus"]))
-    models = {system.model: place for place, system in reversed([*enumerate(found)])}
-    return sorted(found, key=lambda system: (corpora.index(system.corpus), system.dim, models[system.model]))
+    models = list(dict.fromkeys(system.model for system in found))
+    return sorted(found, key=lambda system: (corpora.index(system.corpus), system.dim, models.index(system.model)))
 
 
 def runs_of(result: dict[str, Any], system: System) -> list[dict[str, Any]]:
@@ -159,18 +71,32 @@ def scores(result: dict[str, Any], system: System, name: str) -> list[float]:
     return [score for score in found if score is not None]
 
 
-def score_names(result: dict[str, Any], corpus: str, group: str | None = None) -> list[str]:
-    """Return the sets (of `group`) that a corpus is evaluated on, tuned ones first, analogies also by part."""
-    runs = [run for run in result["runs"] if run["corpus"] == corpus]
-    names = list(dict.fromkeys(itertools.chain.from_iterable(run["scores"] for run in runs)))
-    groups = (TUNED, RESERVED) if group is None else (group,)
-    return [name for one in groups for name in names if in_group(result, name, one)]
+def score_names(result: dict[str, Any], corpus: str) -> list[str]:
+    """Return the sets that a corpus is evaluated on, tuned ones first, analogies also by part."""
+    names = dict.fromkeys(name for run in result["runs"] if run["corpus"] == corpus for name in run["scores"])
+    return [name for one in (TUNED, RESERVED) for name in names if in_group(result, name, one)]
 
 
 def in_group(result: dict[str, Any], name: str, group: str) -> bool:
     """Tell whether a set, or a part of it, is of `group`."""
     groups = result["groups"]
     return bool(groups[name if name in groups else name.rpartition(", ")[0]] == group)
+
+
+class Interval(NamedTuple):
+    """A value and half of its 95% confidence interval, None with too few values."""
+
+    value: float
+    half: float | None
+
+
+def mean(values: Sequence[float]) -> Interval:
+    """Return the mean with Student's interval."""
+    if len(values) < 2:
+        return Interval(statistics.fmean(values), None)
+    from scipy import stats
+
+    return Interval(statistics.fmean(values), float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1)))
 
 
 class Ratio(NamedTuple):
@@ -183,7 +109,7 @@ class Ratio(NamedTuple):
 def ratio(result: dict[str, Any], system: System) -> Ratio | None:
     """Return it for `system`, None where gensim has no run beside it."""
     theirs, ours = (
-        {run["seed"]: speeds(result, run)[0] for run in runs_of(result, who)} for who in (gensim_of(system), system)
+        {run["seed"]: speeds(result, run)[0] for run in runs_of(result, who)} for who in (system.gensim, system)
     )
     if not theirs or not ours:
         return None
@@ -191,9 +117,106 @@ def ratio(result: dict[str, Any], system: System) -> Ratio | None:
     return Ratio(statistics.median(ours.values()) / statistics.median(theirs.values()), paired)
 
 
-def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, Difference, str]]:
-    """Yield the name of each set, how far `system` is above gensim, and the verdict."""
+# --- differences --------------------------------------------------------------------------------------------------------
+
+
+class Difference(NamedTuple):
+    """How far a system is above gensim on a set, with the ends of the 95% confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @property
+    def verdict(self) -> str:
+        """The verdict on it."""
+        return BETTER if self.low > 0 else WORSE if self.high < 0 else NOT_WORSE
+
+
+def differences(result: dict[str, Any], system: System) -> Iterator[tuple[str, Difference]]:
+    """Yield the name of each set and how far `system` is above gensim."""
     for found in result["differences"]["found"]:
         if system_of(found) == system:
-            measured = Difference(found["value"], found["low"], found["high"])
-            yield found["set"], measured, judge(measured)
+            yield found["set"], Difference(found["value"], found["low"], found["high"])
+
+
+def with_differences(result: dict[str, Any], sets: list[EvaluationSet]) -> dict[str, Any]:
+    """Return `result` with the differences to gensim in place of the outcome of every item, which takes 50 times the space."""
+    gold = {one.name: _gold(one) for one in sets}
+    found = [
+        {**system._asdict(), "set": name, **measured}
+        for system in systems(result)
+        if system.system != GENSIM
+        for name in score_names(result, system.corpus)
+        if (measured := _compare(result, system, name, gold[name if name in gold else name.rpartition(", ")[0]]))
+    ]
+    runs = [{key: value for key, value in run.items() if key != "items"} for run in result["runs"]]
+    about = {"method": "paired bootstrap", "resamples": RESAMPLES, "seed": SEED, "least_items": LEAST_ITEMS}
+    return {**result, "runs": runs, "differences": {**about, "found": found}}
+
+
+def _gold(found: EvaluationSet) -> np.ndarray | None:
+    """Return the human scores of the pairs of a set, None for analogies."""
+    from speedtransfer.word2vec.evaluation import load_set
+
+    loaded: Any = load_set(found.path)
+    return np.array(loaded.scores) if found.kind == PAIRS else None
+
+
+def _compare(result: dict[str, Any], system: System, name: str, gold: np.ndarray | None) -> dict[str, Any] | None:
+    theirs, ours = (
+        {run["seed"]: run["items"][name] for run in runs_of(result, who) if name in run.get("items", {})}
+        for who in (system.gensim, system)
+    )
+    pairs = [(ours[seed], theirs[seed]) for seed in ours if seed in theirs]
+    return bootstrap(*np.array(pairs, dtype=float).swapaxes(0, 1), gold) if pairs else None
+
+
+def bootstrap(
+    ours: np.ndarray, theirs: np.ndarray, gold: np.ndarray | None, resamples: int = RESAMPLES
+) -> dict[str, Any] | None:
+    """Return how far the mean score of `ours` is above that of `theirs`, with its 95% percentile interval.
+
+    Each resample draws seeds and items with replacement, the same for both sides, and scores each drawn seed on the drawn
+    items. With one seed the interval is over items only. With a few seeds it is somewhat too narrow for other seeds, as any
+    bootstrap of so few.
+
+    Parameters
+    ----------
+    ours, theirs : numpy.ndarray
+        Outcome of each item, of shape (seeds, items); nan where unknown. Only items known to all count.
+    gold : numpy.ndarray, optional
+        People's scores of the items, with which outcomes are correlated (Spearman); without, scores are mean outcomes.
+    resamples : int
+
+    Returns
+    -------
+    dict or None
+        ``value``, ``low``, ``high``, ``seeds`` and ``items``; None with fewer than `LEAST_ITEMS`.
+    """
+    known = ~np.isnan([*ours, *theirs]).any(axis=0)
+    ours, theirs, gold = ours[:, known], theirs[:, known], None if gold is None else gold[known]
+    seeds, items = ours.shape
+    if items < LEAST_ITEMS:
+        return None
+    value = np.mean([_score(one, gold) - _score(two, gold) for one, two in zip(ours, theirs, strict=True)])
+    if np.isnan(value):  # correlation with equal numbers
+        return None
+    random, drawn = np.random.default_rng((SEED, items, seeds)), []
+    for _ in range(resamples):
+        some, chosen = random.integers(items, size=items), random.integers(seeds, size=seeds)
+        people = None if gold is None else gold[some]
+        each = [_score(ours[seed, some], people) - _score(theirs[seed, some], people) for seed in chosen]
+        drawn.append(np.mean(each))
+    low, high = np.nanpercentile(drawn, [2.5, 97.5])
+    numbers = {key: round(float(n), 6) for key, n in (("value", value), ("low", low), ("high", high))}
+    return {**numbers, "seeds": seeds, "items": items}
+
+
+def _score(outcomes: np.ndarray, gold: np.ndarray | None) -> float:
+    if gold is None:
+        return float(outcomes.mean())
+    from scipy.stats import rankdata
+
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 where all that was drawn is equal
+        return float(np.corrcoef(rankdata(outcomes), rankdata(gold))[0, 1])

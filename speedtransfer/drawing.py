@@ -42,17 +42,6 @@ def line(axes: Any, x: Sequence[float], y: Sequence[Any], label: str, style: dic
         axes.plot(*zip(*there, strict=True), label=label, **style)
 
 
-def end_at(axes: Any, top: float) -> None:
-    """End the y axis at `top`, and mark points beyond it with an arrow and their value."""
-    axes.set_ylim(top=top)
-    for drawn in axes.get_lines():
-        points = [(x, y) for x, y in zip(drawn.get_xdata(), drawn.get_ydata(), strict=True) if y > top]
-        for x, y in points:
-            style = {"color": drawn.get_color(), "zorder": 5}
-            axes.plot(x, top, marker="^", ms=8, clip_on=False, **style)
-            axes.annotate(f"{y:,.0f}", (x, top), (7, -9), textcoords="offset points", fontsize=8, **style)
-
-
 def bars(
     axes: Any,
     names: Sequence[str],
@@ -74,17 +63,6 @@ def bars(
     axes.invert_yaxis()
     axes.margins(x=room)
     axes.set_xlim(left=0)
-
-
-def bars_beside(
-    axes: Any, number: int, of: int, values: dict[int, float], texts: Sequence[str], label: str, fontsize: float
-) -> Any:
-    """Draw the `number`-th of `of` adjacent bars at each place in `values`, with its text, and return the bars."""
-    height = 0.8 / of
-    places = [place + (number - (of - 1) / 2) * height for place in values]
-    drawn = axes.barh(places, list(values.values()), height * 0.92, color=COLOURS[number], label=label)
-    axes.bar_label(drawn, [f" {text}" for text in texts], fontsize=fontsize, color=INK)
-    return drawn
 
 
 def tidy(axes: Any) -> None:

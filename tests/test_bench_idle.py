@@ -19,8 +19,8 @@ def scripts(monkeypatch):
 
 
 @pytest.fixture
-def idle_data():
-    return importlib.import_module("idle_data")
+def idle_training():
+    return importlib.import_module("idle_training")
 
 
 def put_data(folder: Path, packed: bool = False) -> Path:
@@ -37,8 +37,8 @@ def put_data(folder: Path, packed: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_data(idle_data, tmp_path, packed):
-    data = idle_data.read_data(put_data(tmp_path / "data", packed))
+def test_data(idle_training, tmp_path, packed):
+    data = idle_training.read_data(put_data(tmp_path / "data", packed))
     assert data.sizes == (30, 40)
     assert data.train.shape == data.test.shape == (300, 2)
     assert data.train[9:12].tolist() == [[0, 18], [1, 1], [1, 3]]
@@ -56,25 +56,25 @@ def test_data(idle_data, tmp_path, packed):
         ("0 \xe9", "cannot read line 1"),
     ],
 )
-def test_data_that_cannot_be_read(idle_data, tmp_path, text, message):
+def test_data_that_cannot_be_read(idle_training, tmp_path, text, message):
     if text is not None:
         (tmp_path / "train.txt").write_text(text, encoding="utf-8")
-    with pytest.raises(idle_data.DataError, match=message) as caught:
-        idle_data.read_data(tmp_path)
+    with pytest.raises(idle_training.DataError, match=message) as caught:
+        idle_training.read_data(tmp_path)
     assert "\n" not in str(caught.value)
 
 
-def test_a_damaged_archive(idle_data, tmp_path):
+def test_a_damaged_archive(idle_training, tmp_path):
     put_data(tmp_path, packed=True)
     whole = (tmp_path / "test.txt.xz").read_bytes()
     (tmp_path / "test.txt.xz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(idle_data.DataError, match=r"test\.txt\.xz"):
-        idle_data.read_data(tmp_path)
+    with pytest.raises(idle_training.DataError, match=r"test\.txt\.xz"):
+        idle_training.read_data(tmp_path)
 
 
-def test_batches_are_epochs_with_as_many_other_items(idle_data, tmp_path):
-    data = idle_data.read_data(put_data(tmp_path))
-    found = idle_data.batches(data, idle_data.Settings(batch=100))
+def test_batches_are_epochs_with_as_many_other_items(idle_training, tmp_path):
+    data = idle_training.read_data(put_data(tmp_path))
+    found = idle_training.batches(data, idle_training.Settings(batch=100))
     pairs = []
     for _ in range(3):
         users, items = next(found)
@@ -83,12 +83,12 @@ def test_batches_are_epochs_with_as_many_other_items(idle_data, tmp_path):
     assert sorted(pairs) == [tuple(pair) for pair in data.train.tolist()]
 
 
-def test_recall(idle_data, tmp_path, monkeypatch):
+def test_recall(idle_training, tmp_path, monkeypatch):
     """By hand, for users that are asked in several rounds."""
-    monkeypatch.setattr(idle_data, "_USERS_AT_ONCE", 7)
-    monkeypatch.setattr(idle_data, "TOP", 5)
-    data = idle_data.read_data(put_data(tmp_path))
-    recall = idle_data.Recall(data, idle_data.Settings(users=20))
+    monkeypatch.setattr(idle_training, "_USERS_AT_ONCE", 7)
+    monkeypatch.setattr(idle_training, "TOP", 5)
+    data = idle_training.read_data(put_data(tmp_path))
+    recall = idle_training.Recall(data, idle_training.Settings(users=20))
     users, items = torch.randn(30, 4), torch.randn(40, 4)
     expected = []
     for user in recall.users.tolist():
@@ -127,36 +127,9 @@ def test_exact_is_dense_and_lazy_is_not(result, capsys):
     printed = capsys.readouterr()
     assert "Recall@20 at the end: dense" in printed.out
     assert printed.err == ""
+    assert importlib.import_module("idle").markdown(found, "").startswith("Likes, 30 users x 40 items, ")
     assert 1000 < result.with_suffix(".png").stat().st_size < 100_000
     assert result.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.slow
-def test_the_docs_and_the_list_of_results_show_it(result, tmp_path, capsys):
-    readme, record = importlib.import_module("readme"), importlib.import_module("record")
-    (section,) = [section for section in readme.SECTIONS if section.name == "idle rows"]
-    begin, end = section.begin, section.end
-    text = f"before\n{begin}\nold\n{end}\nafter\n"
-    page = tmp_path / "docs" / "optimizers.md"
-    page.parent.mkdir()
-    page.write_text(text)
-    assert readme.main(check=True, root=tmp_path) == 1
-    assert readme.main(check=False, root=tmp_path) == 0
-    assert readme.main(check=True, root=tmp_path) == 0
-    shown = page.read_text()
-    assert shown.startswith(f"before\n{begin}\n\n![")
-    assert shown.endswith(f"\n\n{end}\nafter\n")
-    assert "(../bench/results/a-device/idle.png)" in shown
-    assert "Likes, 30 users x 40 items" in shown
-    assert "old" not in shown
-    capsys.readouterr()
-    assert record.status(tmp_path) == 0
-    assert "came to its end" in capsys.readouterr().out
-
-    result.write_text("{}")
-    assert readme.main(check=False, root=tmp_path) == 0
-    assert "idle.json is unreadable (KeyError" in capsys.readouterr().err
-    assert page.read_text() == shown
 
 
 @pytest.mark.parametrize(

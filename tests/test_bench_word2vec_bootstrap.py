@@ -1,4 +1,4 @@
-"""bench/word2vec_bootstrap.py: outcomes whose difference is known, and edge cases."""
+"""bench/word2vec_statistics.py: outcomes whose difference is known, and edge cases of the bootstrap."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEEDS, ITEMS = 3, 40
 @pytest.fixture
 def found(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
-    module = importlib.import_module("word2vec_bootstrap")
+    module = importlib.import_module("word2vec_statistics")
     monkeypatch.setattr(module.bootstrap, "__defaults__", (200,))
     return module
 
@@ -107,16 +107,14 @@ def test_what_correlates_with_nothing(found):
 
 def test_differences_of_a_result(found):
     """Only seeds that both have; what is asked of one corpus is not asked of another; no items are left in the result."""
-    child = importlib.import_module("word2vec_child")
-    sets, statistics = importlib.import_module("word2vec_data"), importlib.import_module("word2vec_statistics")
+    sets = importlib.import_module("word2vec_data")
     random = np.random.default_rng(7)
 
     def run(corpus, system, seed, right):
         answers = (random.random(50) < right).astype(int)
         key = {"corpus": corpus, "model": "cbow", "system": system, "optimizer": "", "dim": 8, "seed": seed}
-        packed = child.pack_answers([*answers, -1])
-        assert child.unpack(packed)[:51].tolist() == pytest.approx([*answers, np.nan], nan_ok=True)
-        both = {"a": packed, "a, semantic": packed} if corpus == "large" else {}
+        outcomes = [*answers.tolist(), None]
+        both = {"a": outcomes, "a, semantic": outcomes} if corpus == "large" else {}
         return {**key, "scores": dict.fromkeys(both, answers.mean()), "items": both}
 
     systems = (("gensim", (1, 2, 3), 0.1), ("speedtransfer", (1, 2), 0.9))
@@ -136,9 +134,9 @@ def test_differences_of_a_result(found):
         patch.setattr(found, "_gold", lambda one: None)
         compared = found.with_differences(result, [analogies])
     assert all("items" not in made for made in compared["runs"])
-    system = statistics.System("large", "cbow", "speedtransfer", "", 8)
-    differences = list(statistics.differences(compared, system))
-    assert [(name, verdict) for name, _, verdict in differences] == [("a", "better"), ("a, semantic", "better")]
+    system = found.System("large", "cbow", "speedtransfer", "", 8)
+    differences = list(found.differences(compared, system))
+    assert [(name, one.verdict) for name, one in differences] == [("a", "better"), ("a, semantic", "better")]
     assert [(one["corpus"], one["seeds"], one["items"]) for one in compared["differences"]["found"]] == [
         ("large", 2, 50)
     ] * 2

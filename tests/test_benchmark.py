@@ -1,4 +1,4 @@
-"""The core of the benchmarks and the suites `transfer` and `speedtorch`: what is timed is right, and checked to be."""
+"""The core of the benchmarks and suite `transfer`: what is timed is right, and checked to be."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
-from speedtransfer.benchmark import methods, rival_methods, transfer
+from speedtransfer.benchmark import methods, transfer
 from speedtransfer.benchmark.environment import commit_of, environment
 from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
-from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.workload import Ids, Tables, Workload, distinct_ids, workload, zipf_ids
 from speedtransfer.errors import HostMemoryError, InvalidValueError
@@ -100,9 +100,6 @@ def test_shares_and_the_way_through_json():
     assert result.share_of_roof(result.cases[0]) == pytest.approx(1 / 3)
     assert result.cases[0].quartiles_s == (2.5e-9, 3.5e-9)
     assert GroupResult.from_json(result.to_json()) == result
-    assert result.unchecked is result.ours
-    result.cases.insert(1, CaseResult("speedtransfer, check=False", "ours", 100, [2e-9], kind="unchecked"))
-    assert result.unchecked is result.cases[1]
     assert not result.cases[0].noisy
     result.cases[0].samples_s = [2e-9, 6e-9]
     assert result.cases[0].noisy
@@ -149,8 +146,6 @@ def test_tables_show_one_memory_as_rows_of_any_width(memory):
     assert wide.memory == narrow.memory == memory
     assert wide.torch().data_ptr() == narrow.torch().data_ptr()
     assert len(narrow.torch().view(torch.int32).unique()) > 16300, "no two rows are alike, or hardly"
-    padded = tables.table(memory, 1 << 16, 100, 128)
-    assert (padded.torch().shape, padded.torch().stride()) == ((128, 100), (128, 1))
     assert wide.path is None or not wide.path.parent.exists(), "nothing stays behind, whatever happens"
 
 
@@ -194,7 +189,9 @@ def test_a_plain_copy_is_checked_too(direction):
 
 def test_an_empty_launch_has_nothing_to_check():
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    assert methods.as_case(methods.Method("empty launch", lambda ids: None, kind="empty"), work, "gather").check is None
+    assert (
+        methods.as_case(methods.Method("empty launch", lambda ids: None, checked=False), work, "gather").check is None
+    )
 
 
 def test_our_first_method_is_the_call_with_all_checks():
@@ -217,17 +214,17 @@ def test_methods_that_cross_are_right_without_a_device(direction, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(methods, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 50)
-    found = {"gather": rival_methods._crossing_gathers, "scatter": rival_methods._crossing_scatters}[direction](work)
+    found = {"gather": methods._crossing_gathers, "scatter": methods._crossing_scatters}[direction](work)
     for method in found:
         methods.as_case(method, work, direction).check()
     kept = [
-        rival_methods.BEST_TORCH[direction],
-        rival_methods.PLAIN_TORCH[direction],
-        rival_methods.OVERLAPPED_TORCH[direction],
+        methods.BEST_TORCH[direction],
+        methods.PLAIN_TORCH[direction],
+        methods.OVERLAPPED_TORCH[direction],
     ]
     assert [method.name for method in found[:3]] == kept
     monkeypatch.setattr(Workload, "device", torch.device("meta"))  # another one than that of the table
-    assert [method.name for method in rival_methods.other_methods(work, direction, all_of_them=False)] == kept
+    assert [method.name for method in methods.other_methods(work, direction, all_of_them=False)] == kept
 
 
 # --- suites -------------------------------------------------------------------------------------------------------------
@@ -268,7 +265,7 @@ def test_every_suite_has_a_module_with_groups():
     for suite in SUITES.values():
         assert suite.title
         assert callable(suite.module.groups)
-        assert isinstance(suite.note, str)
+        assert suite.declared("NOTE", "")
 
 
 def test_tables_of_the_benchmark_move_rows_like_any_other():

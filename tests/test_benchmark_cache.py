@@ -1,15 +1,15 @@
-"""Suite `cache`: computed shares of hits are those of draws, every method runs, and its results are reported."""
+"""Suites `cache` and `lookup`: computed shares of hits are those of draws, and every method runs and is checked."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from speedtransfer.benchmark import cache
+from speedtransfer.benchmark import cache, lookup
 from speedtransfer.benchmark.measure import WrongResultError, measure
-from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
+from speedtransfer.benchmark.workload import Lookups, zipf_ids, zipf_shares
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.page_cache import PagesStayError
 
 CPU = torch.device("cpu")
@@ -51,7 +51,6 @@ def test_every_method_runs_and_says_its_hits(tmp_path, monkeypatch):
     by_counts, by_use = (found.cases[number].figures for number in (3, 4))
     assert by_counts["hit_share"] == pytest.approx(by_counts["computed_share"], abs=0.02)
     assert 0 < by_use["hit_share"] < 1
-    assert len(headlines("cache", [found])) == 4
 
 
 def test_hits_that_are_not_those_computed(tmp_path, monkeypatch):
@@ -64,11 +63,28 @@ def test_hits_that_are_not_those_computed(tmp_path, monkeypatch):
         pytest.skip(str(error))
 
 
-def test_sentences():
-    without = CaseResult(cache.WITHOUT, "ours", 0, [40e-3])
-    figures = {"hit_share": 0.58, "computed_share": 0.6}
-    cached = CaseResult("cache of 10% of the rows, by use", "ours", 0, [20e-3], figures=figures)
-    assert headlines("cache", [GroupResult("step", {}, [without, cached])]) == [
-        "step, cache of 10% of the rows, by use: 58% of the rows of a batch are hits (60% computed), 20.0 ms, "
-        "2.00x the speed of 40.0 ms without"
-    ]
+def test_hits_are_said():
+    found = CaseResult("cache of 10% of the rows, by use", "ours", 0, [20e-3])
+    assert cache.describe(GroupResult("step", {}, [found]), found) == ""
+    found.figures = {"hit_share": 0.58, "computed_share": 0.6}
+    assert cache.describe(GroupResult("step", {}, [found]), found) == "58% hits, 60% computed"
+
+
+# --- lookup -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_lookup_runs():
+    groups = lookup.groups(CPU, True, rows=500)
+    assert [group.params["tokens"] for group in groups] == [1, 8, 64]
+    for group in groups:
+        found = measure(group, CPU, **FAST)
+        assert {case.name for case in found.ran} == {lookup.OURS, lookup.MODULE, lookup.FUNCTION}
+        assert not [case.error for case in found.cases if case.error]
+    with pytest.raises(InvalidValueError, match="rows is -1"):
+        lookup.groups(CPU, True, rows=-1)
+
+
+def test_wrong_rows_are_noticed():
+    lookups = Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
+    with pytest.raises(AssertionError, match="not those"):
+        lookups.check()

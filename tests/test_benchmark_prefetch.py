@@ -20,7 +20,6 @@ from speedtransfer.benchmark.cold_tables import (
     read_page_by_page,
 )
 from speedtransfer.benchmark.measure import Group, measure
-from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.page_cache import PAGE, PagesStayError, read_pages
 from speedtransfer.tables import Table
@@ -172,7 +171,6 @@ def test_every_method_is_measured(tables, monkeypatch, tmp_path):
         ]
         planes = 3 if group.params["experiment"] == prefetch.TRAINING else 1
         assert group.ours.payload_bytes == planes * 32 * PAGE
-    assert len(headlines("prefetch", found)) == 2
     assert not list(tmp_path.iterdir())
 
 
@@ -214,34 +212,24 @@ def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
     assert len(asked) == 15
 
 
-# --- sentences -----------------------------------------------------------------------------------------------------
+# --- what is said -------------------------------------------------------------------------------------------------------
 
 
-def result(*ahead: float, without: float = 50e-3, memory: float = 10e-3) -> GroupResult:
-    def case(name, role, seconds):
-        return CaseResult(name, role, 0, [seconds] * 5, [seconds] * 5, kind="ahead" * name.startswith("prefetch"))
-
-    methods = [case(prefetch.DEPTH.format(1 << i), "ours", seconds) for i, seconds in enumerate(ahead)]
-    cases = [case(prefetch.WITHOUT, "ours", without), *methods, case(prefetch.IN_MEMORY, "other", memory)]
-    return GroupResult("a step", {"lookups": 2000}, [*cases, case("reads", "roof", 8e-3)])
+def said(*ahead: float, without: float = 50e-3, memory: float = 10e-3) -> list[str]:
+    """What is said of each case, reading ahead or not."""
+    times = {
+        prefetch.WITHOUT: without,
+        **{f"{prefetch.AHEAD}{i}": s for i, s in enumerate(ahead)},
+        prefetch.IN_MEMORY: memory,
+    }
+    group = GroupResult("a step", {}, [CaseResult(name, "ours", 0, [seconds] * 5) for name, seconds in times.items()])
+    return [prefetch.describe(group, case) for case in group.cases]
 
 
 def test_what_is_hidden_is_said():
-    assert headlines("prefetch", [result(30e-3, 20e-3)]) == [
-        "a step: 50.0 ms without prefetch, 10.0 ms with the table in memory, 20.0 ms with prefetch, depth 2: 2.50x the speed, "
-        "100k rows a second; 50%, 75% of the waiting is hidden at depth 1, 2; the disk takes 8.00 ms for the same pages"
-    ]
+    assert said(30e-3, 20e-3) == ["", "50% of the waiting hidden", "75% of the waiting hidden", ""]
 
 
 def test_nothing_is_hidden_where_nothing_waits_or_reading_ahead_is_slower():
-    assert "none, none of the waiting" in headlines("prefetch", [result(51e-3, 50e-3)])[0]
-    group = result(9e-3, without=9e-3)
-    assert "none of the waiting" in headlines("prefetch", [group])[0]
-    without, ahead, memory, _ = group.cases
-    assert prefetch.hidden_share(without, ahead, memory) is None
-
-
-def test_noise_is_said():
-    group = result(30e-3)
-    group.cases[1].samples_s = [1e-3, 2e-3, 3e-3]
-    assert headlines("prefetch", [group])[0].endswith(" (noisy)")
+    assert said(51e-3, 50e-3)[1:3] == ["none of the waiting hidden"] * 2
+    assert said(9e-3, without=9e-3)[1] == "none of the waiting hidden"

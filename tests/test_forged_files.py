@@ -23,7 +23,7 @@ from test_checkpoint_fuzz import data_file, resign
 import speedtransfer as st
 from speedtransfer.engines import calibration
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.planning.machine_files import load_machine
+from speedtransfer.planning.machine import machine_given
 from speedtransfer.safetensors_io import header_bytes
 from speedtransfer.speedtorch import files as speedtorch_files
 from speedtransfer.word2vec import Vectors, Vocabulary
@@ -352,7 +352,7 @@ def test_arrays_and_tensors_of_speedtorch(tmp_path: Path) -> None:
 def test_a_machine_whose_name_a_terminal_would_carry_out(tmp_path: Path) -> None:
     (tmp_path / "m.yaml").write_text('name: "srv\\e]0;owned\\a"\nbase: h100-pcie\n')
     with pytest.raises(InvalidValueError, match=r"m\.yaml, 'srv\\x1b.*: name is 'srv\\x1b.* must be plain text"):
-        load_machine(str(tmp_path / "m.yaml"))
+        machine_given(str(tmp_path / "m.yaml"))
 
 
 def written(folder: Path) -> dict[str, bytes]:

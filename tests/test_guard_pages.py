@@ -8,8 +8,6 @@ import sys
 import pytest
 from forked import run_script
 
-pytest.importorskip("numba")
-
 COPIES = r"""
 import ctypes, math, mmap, sys
 import torch

@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("numba")
-
 TRAINING = """
 import torch, speedtransfer as st
 emb = st.Embedding(10_000, 64)

@@ -8,10 +8,10 @@ import pickle
 import numpy as np
 import pytest
 import scipy
-import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from late import sympy
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError

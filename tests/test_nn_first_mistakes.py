@@ -15,7 +15,11 @@ from speedtransfer.errors import InvalidTypeError, StorageError
 
 META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
-VOCABULARY = st.Embedding(10, 4, vocabulary=st.Vocabulary())
+
+
+def with_vocabulary(ids: Any) -> Any:
+    """Look up in a table with a vocabulary."""
+    return st.Embedding(10, 4, vocabulary=st.Vocabulary())(ids)
 
 
 WRONG = r"""
@@ -37,8 +41,8 @@ st.NgramHash(rows=10, orders="23") -> InvalidTypeError: orders is '23' \(str\) b
 st.NgramHash(rows=10, eos="</s>") -> InvalidTypeError: eos is '</s>' \(str\) but must be an integer
 st.NgramHash(rows=10).statistics(META) -> InvalidTypeError: tokens is on the meta device
 st.Embedding(10, 4)(META) -> InvalidTypeError: index is on the meta device, which has no values
-VOCABULARY(META) -> InvalidTypeError: ids is on the meta device, which has no values
-VOCABULARY(SPARSE) -> InvalidTypeError: ids is a sparse tensor .*; pass ids\.to_dense\(\)
+with_vocabulary(META) -> InvalidTypeError: ids is on the meta device, which has no values
+with_vocabulary(SPARSE) -> InvalidTypeError: ids is a sparse tensor .*; pass ids\.to_dense\(\)
 st.EmbeddingBag(10, 4)(SPARSE) -> InvalidTypeError: index is a sparse tensor .*; pass index\.to_dense
 st.Changes.load(3) -> InvalidTypeError: path is a int but must be the path of a file
 st.equal_steps(3) -> InvalidTypeError: loader is 3 \(int\) but must be an iterable of batches
@@ -53,7 +57,7 @@ st.clip_grad_norm_(nn.Linear(2, 2), 1.0) -> InvalidTypeError: a Linear; pass its
 
 @pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
 def test_wrong_arguments(refusal: Refusal) -> None:
-    check_refused(refusal, st=st, nn=nn, META=META, SPARSE=SPARSE, VOCABULARY=VOCABULARY)
+    check_refused(refusal, st=st, nn=nn, META=META, SPARSE=SPARSE, with_vocabulary=with_vocabulary)
 
 
 @pytest.mark.parametrize("function", [st.summary, st.to_dense, st.table_parameters, st.full_state_dict])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from speedtransfer.planning.id_draws import Draws
+from speedtransfer.planning.timed_trial import Draws
 from speedtransfer.ranks.zipf import draw_ids, expected_cached, expected_unique
 
 

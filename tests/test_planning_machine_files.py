@@ -12,8 +12,14 @@ from pathlib import Path
 import pytest
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.planning.machine import link_rates, parse_bytes
-from speedtransfer.planning.machine_files import PUBLISHED, load_machine, load_machines, published_machines
+from speedtransfer.planning.machine import (
+    PUBLISHED,
+    link_rates,
+    load_machines,
+    machine_given,
+    parse_bytes,
+    published_machines,
+)
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,10 +65,10 @@ class TestPublished:
         assert with_host == {m.name for m in published_machines() if m.name.startswith(("dgx", "g"))}
 
     def test_names(self):
-        assert load_machine("H200") == load_machine("h200")
+        assert machine_given("H200") == machine_given("h200")
         for name, words in (("h20", "did you mean 'h200'"), ("nothing", "choose from 'k80'"), ("", "choose from")):
             with pytest.raises(InvalidValueError, match=f"machine is '{name}', which is neither a name nor") as caught:
-                load_machine(name)
+                machine_given(name)
             assert words in str(caught.value)
 
     def test_is_in_the_wheel_and_yaml_is_loaded_where_it_is_needed(self):
@@ -70,7 +76,7 @@ class TestPublished:
         patterns = told["tool"]["setuptools"]["package-data"]["speedtransfer.planning"]
         assert any(PUBLISHED.match(pattern) for pattern in patterns)
         assert any(requirement.startswith("pyyaml") for requirement in told["project"]["dependencies"])
-        code = "import sys, speedtransfer.planning.machine_files as m; a = 'yaml' in sys.modules; m.load_machine('t4')"
+        code = "import sys, speedtransfer.planning.machine as m; a = 'yaml' in sys.modules; m.machine_given('t4')"
         code += "; print(a, 'yaml' in sys.modules)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
         assert done.stdout.split() == ["False", "True"]
@@ -135,7 +141,7 @@ def test_sizes_and_rates_as_people_write_them(value, per, expected):
 class TestFiles:
     def test_one_machine(self, file):
         lines = ["name: box", "device_bytes: 24 GB", "host_bytes: 94 GiB", "link: pcie gen4 x8", "devices: 2"]
-        machine = load_machine(file("\n".join(lines)))
+        machine = machine_given(file("\n".join(lines)))
         assert (machine.name, machine.device_bytes, machine.host_bytes) == ("box", 24e9, 94 * 2**30)
         assert (machine.devices, machine.link) == (2, "PCIe 4.0 x8")
         assert machine.link_up_bytes_per_s == link_rates("pcie4 x8")[1]
@@ -143,26 +149,26 @@ class TestFiles:
         assert "measured by" in machine.sources["link_up_bytes_per_s"]
 
     def test_any_file_that_is_there(self, file):
-        assert load_machine(file("device_bytes: 8e9", "box.yml")).name == "box"
-        assert load_machine(file("device_bytes: 8e9", "machine")).device_bytes == 8e9
+        assert machine_given(file("device_bytes: 8e9", "box.yml")).name == "box"
+        assert machine_given(file("device_bytes: 8e9", "machine")).device_bytes == 8e9
 
     def test_based_on_a_published_one(self, file):
         text = "base: H200\nhost_bytes: 1 TB\nlink_up_bytes_per_s: 50 GB/s\nsource: our lab, 2026"
-        machine, h200 = load_machine(file(text)), load_machine("h200")
+        machine, h200 = machine_given(file(text)), machine_given("h200")
         assert (machine.device_bytes, machine.link_up_bytes_per_s) == (h200.device_bytes, 50e9)
         assert machine.link_down_bytes_per_s == h200.link_down_bytes_per_s
         own = dict.fromkeys(("host_bytes", "link_up_bytes_per_s"), "our lab, 2026")
         assert machine.sources == {**h200.sources, **own}
 
     def test_another_link_has_other_rates(self, file):
-        machine = load_machine(file("base: h200\nlink: PCIe 4.0 x16"))
+        machine = machine_given(file("base: h200\nlink: PCIe 4.0 x16"))
         assert machine.link_up_bytes_per_s == link_rates("PCIe 4.0 x16")[1]
         assert "PCIe 4.0 x16" in machine.sources["link_up_bytes_per_s"]
-        machine = load_machine(file("link: CXL 3\nlink_up_bytes_per_s: 60 GB/s\nlink_down_bytes_per_s: 50 GB/s"))
+        machine = machine_given(file("link: CXL 3\nlink_up_bytes_per_s: 60 GB/s\nlink_down_bytes_per_s: 50 GB/s"))
         assert (machine.link, machine.link_up_bytes_per_s, machine.link_down_bytes_per_s) == ("CXL 3", 60e9, 50e9)
 
     def test_null_is_what_is_not_known(self, file):
-        machine = load_machine(file("base: gh200\nhost_bytes: null\n"))
+        machine = machine_given(file("base: gh200\nhost_bytes: null\n"))
         assert machine.host_bytes is None
         assert "host_bytes" not in machine.sources
 
@@ -170,13 +176,13 @@ class TestFiles:
         path = file("machines:\n  a: {base: l4, host_bytes: 64 GB}\n  b: {base: A, devices: 4}\n")
         assert [(m.name, m.devices, m.host_bytes) for m in load_machines(path)] == [("a", 1, 64e9), ("b", 4, 64e9)]
         with pytest.raises(InvalidValueError, match=r"mine\.yaml holds 2 machines; pass a file with the one"):
-            load_machine(path)
+            machine_given(path)
 
     def test_the_example(self):
-        machine = load_machine(str(Path(__file__).parents[1] / "examples" / "machine.yaml"))
+        machine = machine_given(str(Path(__file__).parents[1] / "examples" / "machine.yaml"))
         assert (machine.name, machine.devices, machine.host_bytes) == ("our-server", 2, 512e9)
-        assert machine.device_bytes == load_machine("h100-pcie").device_bytes
-        assert machine.link_up_bytes_per_s == load_machine("h100-pcie").link_up_bytes_per_s / 2
+        assert machine.device_bytes == machine_given("h100-pcie").device_bytes
+        assert machine.link_up_bytes_per_s == machine_given("h100-pcie").link_up_bytes_per_s / 2
 
     @pytest.mark.parametrize(
         ("text", "words"),
@@ -222,12 +228,12 @@ class TestFiles:
 
     def test_files_that_cannot_be_read(self, tmp_path, file):
         with pytest.raises(StorageError, match=r"missing\.yaml' is no file that is there"):
-            load_machine(str(tmp_path / "missing.yaml"))
+            machine_given(str(tmp_path / "missing.yaml"))
         (tmp_path / "folder.yaml").mkdir()
         with pytest.raises(StorageError, match="is no file"):
-            load_machine(str(tmp_path / "folder.yaml"))
+            machine_given(str(tmp_path / "folder.yaml"))
         with pytest.raises(InvalidValueError, match="has more than 1,048,576 bytes, too many for a machine"):
-            load_machine(file(" " * 2_000_000))
+            machine_given(file(" " * 2_000_000))
 
     def test_random_bytes_are_a_message_and_no_traceback(self, file):
         source, text = random.Random(0), PUBLISHED.read_bytes()[:3000]

@@ -10,22 +10,30 @@ import pytest
 from rich.console import Console
 
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.machine_files import load_machine, published_machines
+from speedtransfer.planning.machine import Machine, machine_given, published_machines
 from speedtransfer.planning.plan_picture import draw_ranking
-from speedtransfer.planning.rank import HOW_TO_PRICE, MEASURES, STEPS, Price, StepTime, as_table, rank, read_prices
-from speedtransfer.planning.ranked_workload import exchange_seconds, one_of
+from speedtransfer.planning.rank import (
+    HOW_TO_PRICE,
+    MEASURES,
+    STEPS,
+    Price,
+    as_table,
+    exchange_seconds,
+    one_of,
+    rank,
+    read_prices,
+)
 from speedtransfer.ranks.cost import StepCost
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "prices.yaml"
 BYTES = 1e9
 
 
-def moved(machine: Machine) -> StepTime:
+def moved(machine: Machine) -> float:
     """A step that brings bytes over the link and reads them in the GPU's memory; 20 GB must fit."""
     if machine.figure("device_bytes") < 20e9:
-        return StepTime(None, f"it needs 20 GB but {machine.name} has {machine.figure('device_bytes') / 1e9:g}")
-    return StepTime(BYTES / machine.figure("link_up_bytes_per_s") + BYTES / machine.figure("device_bytes_per_s"))
+        raise InvalidValueError(f"it needs 20 GB but {machine.name} has {machine.figure('device_bytes') / 1e9:g}")
+    return BYTES / machine.figure("link_up_bytes_per_s") + BYTES / machine.figure("device_bytes_per_s")
 
 
 def price(name: str, currency: str = "USD", devices: int | None = None, **prices: float) -> dict[str, Price]:
@@ -69,7 +77,7 @@ class TestOrders:
     def test_each(self, by, expected):
         ranking = rank([SLOW, FAST], moved, by=by, prices=CHEAP)
         assert names(ranking) == expected
-        values = [MEASURES[by](each) for each in ranking.ranked]
+        values = [MEASURES[by].value(each) for each in ranking.ranked]
         assert values == sorted(values, reverse=True)
 
     def test_cost_of_steps(self):
@@ -184,7 +192,7 @@ class TestSeveral:
         assert (machine.device_bytes, machine.host_bytes_per_s, machine.link_up_bytes_per_s) == (8e9, 2.5e10, None)
 
     def test_no_link_is_faster_than_its_share_of_host_memory(self):
-        machine = one_of(load_machine("gb200"))
+        machine = one_of(machine_given("gb200"))
         assert machine.link_up_bytes_per_s == machine.host_bytes_per_s == 381e9 / 2
 
     def test_rate_between_gpus(self):
@@ -247,7 +255,7 @@ class TestShown:
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
     ranking = rank([SLOW, FAST], moved, prices=CHEAP)
-    draw_ranking(tmp_path / "a.png", ["fast", "slow"], {name: ranking.relative(name) for name in MEASURES})
+    draw_ranking(tmp_path / "a.png", ["fast", "slow"], ranking.columns())
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(StorageError):
         draw_ranking(tmp_path / "none" / "a.png", ["fast", "slow"], {"time": [1.0, None]})

@@ -10,7 +10,7 @@ from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.forms import Form
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
-from speedtransfer.planning.ranked_workload import exchange_seconds, one_of, rank_machines
+from speedtransfer.planning.rank import exchange_seconds, one_of, rank_machines
 from speedtransfer.planning.workload import Workload, make_workload
 from speedtransfer.ranks.cost import sharded_step
 from speedtransfer.ranks.row_counts import expected_counts, row_form

@@ -12,11 +12,9 @@ from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.zipf import expected_unique
 
-ADAM = optimizer_given("AdamW")
-
 
 def workload(given, batch=1, lookups=1, zipf=1.05, unique=None):
-    return make_workload(given, ADAM, batch, lookups, zipf, unique, "auto")
+    return make_workload(given, optimizer_given("AdamW"), batch, lookups, zipf, unique, "auto")
 
 
 class Model(nn.Module):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import subprocess
@@ -94,6 +95,12 @@ def listed(record, tree, capsys):
     return capsys.readouterr().out.splitlines()
 
 
+def run(record, tree, *parts, quick=False, seconds=100.0, archive=None):
+    """Run parts of a recording."""
+    tasks = [record.Task(part, seconds, quick) for part in parts]
+    return record.record(tasks, time.monotonic() + seconds, tree, archive)
+
+
 # --- status -------------------------------------------------------------------------------------------------------------
 
 
@@ -107,8 +114,7 @@ def test_every_part_is_listed(record, store, tree, capsys):
     put(store, tree, "sanitizer")
     put(store, tree, "transfer")
     put(store, tree, "step", complete=False, quick=True, failures={"a": "why"})
-    experiments = {"step": [{"ms": 1.0}, {"ms": 2.0}], "pages": [{"error": "no memory"}]}
-    put(store, tree, "experiments", experiments=experiments)
+    put(store, tree, "gpu", groups=[*SUITE["groups"], GroupResult("b", {}, skipped="needs CUDA").to_json()])
     (tree / "tests/gpu/test_bulk.py").touch()
     empty, device, *lines = listed(record, tree, capsys)
     assert (empty, device) == ("", "NVIDIA H200")
@@ -120,7 +126,7 @@ def test_every_part_is_listed(record, store, tree, capsys):
             ("sanitizer", "memcheck clean, racecheck NOT CLEAN"),
             ("transfer", "1 groups measured"),
             ("step", "1 groups measured, 1 FAILED, quick, INCOMPLETE"),
-            ("experiments", "2 measured, 1 not"),
+            ("gpu", "1 groups measured, 1 not"),
         )
     ]
     assert lines[5:] == ["", "no recorded run on a GPU has passed a test of", "  tests/gpu/test_bulk.py"]
@@ -158,7 +164,7 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
         "def test_skipped(): pytest.skip('why')\n"
     )
     monkeypatch.setenv("COMMIT", "abc+changes")  # a copy of the tree without git cannot know it
-    assert record.record(["tests"], False, 100, 100, tree) == 1
+    assert run(record, tree, "tests") == 1
     found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
     assert found["files"] == {"test_device": 1}
@@ -172,14 +178,13 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert "tests/gpu/test_device.py::test_error, setup:" in printed.partition("= FAILURES =")[0]
 
 
-def test_some_gpu_tests_run_alone_beside_the_others(record, store, tree, gpu, monkeypatch):
+def test_some_gpu_tests_run_alone_after_the_others(record, store, tree, gpu, monkeypatch):
     """And a test that outlives its worker's time, or its worker, costs no other."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     (tree / "tests/gpu/test_device.py").write_text(
         "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\n"
-        "def test_beside():\n"
-        "    while not pathlib.Path('alone').exists(): time.sleep(0.02)\n"
+        "def test_before(): assert not pathlib.Path('alone').exists()\n"
         "def test_crashes(): os._exit(3)\n"
         "@pytest.mark.parametrize('number', range(4))\ndef test_good(number): pass\n"
     )
@@ -189,7 +194,7 @@ def test_some_gpu_tests_run_alone_beside_the_others(record, store, tree, gpu, mo
         "    assert 'PYTEST_XDIST_WORKER' not in os.environ\n"
         "    pathlib.Path('alone').touch()\n"
     )
-    assert record.record(["tests"], False, 100, 100, tree) == 1
+    assert run(record, tree, "tests") == 1
     found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["files"], found["failed"]) == ({"test_device": 5, "test_bulk": 1}, 1)
     assert "crashed while running" in found["failures"]["tests/gpu/test_device.py::test_crashes"]
@@ -207,27 +212,21 @@ def test_a_test_that_hangs_in_the_device_ends_with_its_worker(record, store, tre
         "    time.sleep(1000)\n"
         "def test_good(): pass\n"
     )
-    assert record.record(["tests"], False, 100, 100, tree) == 1
+    assert run(record, tree, "tests") == 1
     found = store.read(store.path_of(tree, gpu["device"], "tests"))
     assert (found["passed"], list(found["failures"])) == (1, ["tests/gpu/test_device.py::test_hangs"])
 
 
 @pytest.fixture
 def up_when(running, monkeypatch):
-    """Return a function of a path: from then on a part's time is up once that exists, however busy the machine is."""
+    """Return a function of a path: a program's time is up once that exists, however busy the machine is."""
 
     def wait_for(path):
         class Process(subprocess.Popen):
-            def __init__(self, *args, **kwargs):
-                self.is_part, self.is_up = kwargs.get("start_new_session", False), False
-                super().__init__(*args, **kwargs)
-
             def wait(self, timeout=None):
-                if self.is_part and not self.is_up:
+                if timeout is not None and timeout > running.GRACE_S:
                     while not path.exists() and self.poll() is None:
                         time.sleep(0.02)
-                    self.is_up = True
-                    monkeypatch.setattr(running.time, "monotonic", lambda: float("inf"))
                     raise subprocess.TimeoutExpired(self.args, 0)
                 return super().wait(timeout)
 
@@ -237,12 +236,9 @@ def up_when(running, monkeypatch):
 
 
 @pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN], ids=["heard", "ignored"])
-def test_gpu_tests_that_hang_leave_those_before(
-    record, running, store, tree, gpu, capsys, up_when, monkeypatch, fresh_signals, interrupts
-):
+def test_gpu_tests_that_hang_leave_those_before(record, store, tree, gpu, capsys, up_when, fresh_signals, interrupts):
     """Also in a background job of a script, which has SIGINT ignored."""
     signal.signal(signal.SIGINT, interrupts)
-    monkeypatch.setattr(running, "GRACE_S", 200.0)
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     (tree / "tests/gpu/test_device.py").write_text(
         "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\ndef test_good(): pass\n"
@@ -253,8 +249,7 @@ def test_gpu_tests_that_hang_leave_those_before(
         "    time.sleep(1000)\n"
     )
     up_when(tree / "hangs")
-    assert record.record(["tests"], False, 1000, 1000, tree) == 1
-    assert signal.getsignal(signal.SIGINT) is interrupts
+    assert run(record, tree, "tests", seconds=1000) == 1
     assert capsys.readouterr().err == "tests: stopped at its time limit\n"
     found = store.read(store.path_of(tree, gpu["device"], "tests", ".partial"))
     assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
@@ -269,14 +264,13 @@ def is_dead(pid):
         return True
 
 
-def test_what_hangs_is_stopped_with_all_it_has_started(running, tmp_path, monkeypatch, up_when):
+def test_what_hangs_is_stopped_with_all_it_has_started(running, tmp_path, up_when):
     """Also where it does not listen."""
     deaf = "import os, pathlib, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
     child = deaf + "pathlib.Path('new').write_text(str(os.getpid())); os.rename('new', 'child'); time.sleep(1000)"
     parent = (
         deaf + f"import subprocess, sys; print('begin', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
     )
-    monkeypatch.setattr(running, "GRACE_S", 1.0)
     up_when(tmp_path / "child")
     found = running.run([sys.executable, "-c", parent], 1000, cwd=tmp_path)
     assert found == (None, "begin\n")
@@ -286,7 +280,7 @@ def test_what_hangs_is_stopped_with_all_it_has_started(running, tmp_path, monkey
 
 
 def test_parts_that_get_no_time_are_named(record, tree, gpu, capsys):
-    assert record.record(["tests", "step"], False, 100, 0, tree) == 1
+    assert run(record, tree, "tests", "step", seconds=0) == 1
     assert capsys.readouterr().err.splitlines() == [f"{part}: no time was left for it" for part in ("tests", "step")]
 
 
@@ -302,7 +296,7 @@ def fake_sanitizer(folder, monkeypatch, code=86):
 
 def test_the_sanitizer(record, store, tree, gpu, monkeypatch):
     fake_sanitizer(tree, monkeypatch)
-    assert record.record(["sanitizer"], False, 100, 100, tree) == 1
+    assert run(record, tree, "sanitizer") == 1
     found = store.read(store.path_of(tree, gpu["device"], "sanitizer"))
     assert {tool: facts["exit"] for tool, facts in found["tools"].items()} == {"memcheck": 0, "racecheck": 86}
     assert found["tools"]["memcheck"]["summary"] == ["========= memcheck SUMMARY: some errors"]
@@ -312,14 +306,14 @@ def test_the_sanitizer(record, store, tree, gpu, monkeypatch):
 
 def test_no_sanitizer(record, store, tree, gpu, monkeypatch):
     monkeypatch.setenv("PATH", str(tree))
-    assert record.record(["sanitizer"], False, 100, 100, tree) == 0
+    assert run(record, tree, "sanitizer") == 0
     found = store.read(store.path_of(tree, gpu["device"], "sanitizer"))
     assert (found["absent"], found["tools"], found["complete"]) == (True, {}, True)
 
 
 def test_a_sanitizer_without_tests_is_no_failure(record, store, tree, gpu, monkeypatch, capsys):
     fake_sanitizer(tree, monkeypatch, 5)
-    assert record.record(["sanitizer"], False, 100, 100, tree) == 0
+    assert run(record, tree, "sanitizer") == 0
     assert "memcheck clean, racecheck no tests" in listed(record, tree, capsys)[2]
 
 
@@ -346,7 +340,7 @@ def test_a_refused_device_costs_no_earlier_result(record, store, tree, gpu, monk
     before = put(store, tree, "sanitizer").read_text()
     fake_sanitizer(tree, monkeypatch)
     (tree / "compute-sanitizer").write_text("#!/bin/sh\necho '========= Error: Device not supported'\nexit 1\n")
-    assert record.record(["sanitizer"], False, 100, 100, tree) == 1
+    assert run(record, tree, "sanitizer") == 1
     assert "memcheck could not run, racecheck could not run, INCOMPLETE" in listed(record, tree, capsys)[3]
     assert store.path_of(tree, gpu["device"], "sanitizer").read_text() == before
 
@@ -365,7 +359,7 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, gpu
     before = full.read_text()
     for complete, quick in ((False, False), (True, True)):
         monkeypatch.setattr(record, "run_suite", suite(complete))
-        assert record.record(["tax"], quick, 100, 100, tree) == 0
+        assert run(record, tree, "tax", quick=quick) == 0
         assert full.read_text() == before
     results = [line for line in listed(record, tree, capsys) if line.startswith("tax")]
     assert len(results) == 3
@@ -375,7 +369,7 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, gpu
         (False, True),
     ]
     monkeypatch.setattr(record, "run_suite", suite(True))
-    record.record(["tax"], False, 100, 100, tree)
+    assert run(record, tree, "tax") == 0
     assert full.read_text() != before
     assert sorted(path.name for path in full.parent.glob("*.json")) == ["tax.json", "tax.quick.json"]
 
@@ -392,7 +386,7 @@ def test_every_part_goes_into_the_archive(record, store, tree, gpu, monkeypatch,
         return ""
 
     monkeypatch.setattr(record, "run_suite", suite)
-    assert record.record(["tax", "step"], False, 100, 100, tree, archive=archive) == 0
+    assert run(record, tree, "tax", "step", archive=archive) == 0
     with tarfile.open(archive) as file:
         listings.append(sorted(file.getnames()))
     log = "bench/results/nvidia-h200/logs/parts.log"
@@ -401,14 +395,14 @@ def test_every_part_goes_into_the_archive(record, store, tree, gpu, monkeypatch,
     assert archive.with_suffix(".log").read_text() == (tree / log).read_text()
 
     (tree / "file").touch()
-    assert record.record(["tax"], False, 100, 100, tree, archive=tree / "file" / "results.tgz") == 0
+    assert run(record, tree, "tax", archive=tree / "file" / "results.tgz") == 0
     assert f"cannot write {tree / 'file' / 'results.tgz'}: " in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_suite(record, store, tree, gpu, capfd):
     """Of this package, on this machine, in a process of its own."""
-    assert record.record(["tax"], True, 500, 500, tree) == 0
+    assert run(record, tree, "tax", quick=True, seconds=500) == 0
     found = store.read(store.path_of(tree, gpu["device"], "tax", ".quick"))
     assert not store.path_of(tree, gpu["device"], "tax").exists()
     assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
@@ -418,55 +412,43 @@ def test_a_suite(record, store, tree, gpu, capfd):
     assert groups[-1].title in capfd.readouterr().out
 
 
-def test_a_group_that_breaks_costs_no_other(store, tmp_path, monkeypatch, capsys):
-    suite = importlib.import_module("suite")
-
+def test_a_group_that_breaks_costs_no_other(record, store, tmp_path, monkeypatch):
     def fail():
         raise RuntimeError("a fault\nof ours")
 
     def wrong():
         raise AssertionError("row 3 differs")
 
-    none = {"experiment": "none"}
-
-    class Fake:
-        name, title, note, module = "step", "a step", "", types.SimpleNamespace(sentences=lambda groups: [])
-
-        def groups(self, device, quick):
-            return [
-                Group("fine", lambda: [Case("a", lambda: None, role="ours")], none),
-                Group("breaks", fail, none),
-                Group("is wrong", lambda: [Case("a", lambda: None, wrong, role="ours")], none),
-                Group("fine too", lambda: [Case("a", lambda: None)], none),
-            ]
-
-    monkeypatch.setitem(suite.suites(), "step", Fake())
+    groups = [
+        Group("fine", lambda: [Case("a", lambda: None, role="ours")]),
+        Group("breaks", fail),
+        Group("is wrong", lambda: [Case("a", lambda: None, wrong, role="ours")]),
+        Group("fine too", lambda: [Case("a", lambda: None)]),
+    ]
+    module = types.SimpleNamespace(groups=lambda device, quick: groups)
+    monkeypatch.setattr(type(store.suites()["step"]), "module", module)
     path = tmp_path / "step.json"
-    monkeypatch.setattr(sys, "argv", ["suite.py", "step", str(path), '{"part": "d"}', "--quick"])
-    assert suite.main() == 1
+    job = {"about": {"part": "step", "more": 1}, "path": str(path), "quick": True, "seconds": 100.0}
+    assert record.main(["suite", json.dumps(job)]) == 1
     found = store.read(path)
     assert [len(g["cases"]) for g in found["groups"]] == [1, 0, 0, 1]
     assert found["failures"]["breaks"] == "RuntimeError: a fault of ours"
     assert "row 3 differs" in found["failures"]["is wrong"]
-    assert (found["complete"], found["part"]) == (True, "d")
+    assert (found["complete"], found["more"]) == (True, 1)
 
 
 # --- make gpu in parts --------------------------------------------------------------------------------------------------
 
 
 def test_every_part_fits_into_a_lease(record, store):
-    parts = importlib.import_module("gpu_parts")
-    assert sorted(parts.GPU_PARTS) == [1, 2, 3]
-    assert sum(part.seconds for part in parts.GPU_PARTS.values()) <= 30 * 60
-    for part in parts.GPU_PARTS.values():
-        assert part.seconds < 600
-        *limited, last = part.tasks
-        assert last.limit_s >= part.seconds, "the last one has all that is left"
-        assert sum(task.limit_s for task in limited) < part.seconds - record.SPARE_S
-        for task in part.tasks:
-            is_script = task.name in record.SCRIPTS and (BENCH / record.SCRIPTS[task.name]).exists()
-            assert is_script or task.name in store.PARTS
-    assert all((BENCH.parent / name).exists() for name in parts.ALONE)
+    assert sorted(record.GPU_PARTS) == sorted(record.HOST_BYTES) == [1, 2, 3]
+    assert record.PART_S < 600
+    for tasks in record.GPU_PARTS.values():
+        *limited, last = tasks
+        assert last.limit_s >= record.PART_S, "the last one has all that is left"
+        assert sum(task.limit_s for task in limited) < record.PART_S - record.SPARE_S
+        assert all(task.name in (*store.CHECKS, *store.MEASURED) for task in tasks)
+    assert all((BENCH.parent / name).exists() for name in importlib.import_module("device_tests").ALONE)
 
 
 @pytest.fixture
@@ -474,12 +456,12 @@ def part(record, gpu, monkeypatch):
     """What the tasks of a part were run with: name, limit, quick; each fails, and leaves a line in the log."""
     asked = []
 
-    def runner(root, path, about, limit_s, quick):
-        asked.append((about["part"], limit_s, quick, path))
+    def runner(root, path, about, limit_s, quick=None):
+        asked.append((about["part"], limit_s, quick))
         record.log(f"this is {about['part']}\n")
         return "broken"
 
-    for name in ("run_script", "run_tests", "run_sanitizer", "run_suite"):
+    for name in ("run_tests", "run_sanitizer", "run_suite"):
         monkeypatch.setattr(record, name, runner)
     monkeypatch.setattr(record, "STARTED", time.monotonic())
     for name in ("SPEEDTRANSFER_HOST_BYTES", "SPEEDTRANSFER_CACHE", "CUPY_CACHE_DIR"):
@@ -488,74 +470,51 @@ def part(record, gpu, monkeypatch):
     return asked
 
 
-def test_a_part_goes_on_after_failures(record, store, tree, part, capsys):
+def test_a_part_goes_on_after_failures(record, tree, part, capsys):
     archive = tree / "out" / "part1.tgz"
     assert record.record_part(1, False, float("inf"), tree, archive) == 1
-    assert [(name, quick) for name, _, quick, _ in part] == [("facts", False), ("tests", False), ("experiments", False)]
+    assert [(name, quick) for name, _, quick in part] == [("tests", None), ("gpu", False)]
     assert part[-1][1] > 490, "what the others have left"
     assert float(os.environ["SPEEDTRANSFER_HOST_BYTES"]) > 0
-    assert capsys.readouterr().err.splitlines()[-1] == "experiments: broken"
+    assert capsys.readouterr().err.splitlines()[-1] == "gpu: broken"
     with tarfile.open(archive) as file:
         (log,) = file.getnames()
         assert log.endswith("logs/part1.log")
-        assert b"this is experiments" in file.extractfile(log).read()
-    assert "this is facts" in archive.with_suffix(".log").read_text()
+        assert b"this is gpu" in file.extractfile(log).read()
+    assert "this is tests" in archive.with_suffix(".log").read_text()
 
 
 def test_what_was_calibrated_and_compiled_is_in_the_archive(record, store, tree, part, gpu):
-    """The next machine then need not do it again."""
+    """The next machine then need not do it again; in a part of a shorter time."""
     folder = store.path_of(tree, gpu["device"], "").parent / "cache"
     (folder / "kernels").mkdir(parents=True)
     (folder / "kernels" / "rows.cubin").touch()
-    record.record_part(3, True, 60.0, tree, tree / "part3.tgz")
+    record.record_part(3, True, 270.0, tree, tree / "part3.tgz")
+    assert [(name, round(limit), quick) for name, limit, quick in part[:2]] == [
+        ("sanitizer", 100, None),
+        ("precision", 40, True),
+    ]
     assert os.environ["SPEEDTRANSFER_CACHE"] == str(folder)
     assert Path(os.environ["CUPY_CACHE_DIR"]).parent == folder
     with tarfile.open(tree / "part3.tgz") as file:
         assert "bench/results/nvidia-h200/cache/kernels/rows.cubin" in file.getnames()
 
 
-def test_a_part_for_a_shorter_time(record, tree, part):
-    assert record.record_part(1, True, 270.0, tree) == 1
-    assert [round(limit) for _, limit, _, _ in part[:2]] == [15, 110]
-    assert all(quick for _, _, quick, _ in part)
+def test_what_is_there_is_kept_whatever_ends_the_run(record, store, tree, gpu, monkeypatch, fresh_signals):
+    def stopped(*args):
+        record.log("begun")
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(60)
 
-
-def test_what_is_there_is_kept_whatever_ends_the_run(record, running, tmp_path, monkeypatch, fresh_signals):
-    kept = []
-
-    def stopped(*args, archive):
-        with running.logged([tmp_path / "logs" / "run.log"], lambda: kept.append(True)):
-            running.log("begun")
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)
-
-    monkeypatch.setattr(record, "record", stopped)
+    monkeypatch.setattr(record, "ROOT", tree)
+    monkeypatch.setattr(record.record, "__defaults__", (tree, None, "parts"))
+    monkeypatch.setattr(record, "run_suite", stopped)
     with pytest.raises(SystemExit) as ended:
-        record.main(["here", "--only", "step"])
+        record.main(["here", "--only", "step", "--archive", str(tree / "all.tgz")])
     assert ended.value.code == 128 + signal.SIGTERM
-    assert kept == [True]
-    assert (tmp_path / "logs" / "run.log").read_text() == "begun"
-
-
-def test_what_is_there_is_kept_while_a_program_runs(running, tmp_path, monkeypatch):
-    kept = []
-    monkeypatch.setattr(running, "KEEP_S", 0.05)
-    with running.logged([], lambda: kept.append(True)):
-        code, text = running.run([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(0.5)"], 100)
-        assert len(kept) > 1
-    assert (code, text) == (0, "1\n")
-
-
-@pytest.mark.slow
-def test_the_facts_need_no_gpu(tmp_path):
-    """And what is not here is named."""
-    environment = {**os.environ, "PATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, BENCH / "facts.py"], env=environment, capture_output=True, text=True, check=True
-    )
-    assert "--- nvidia-smi\nnot here" in done.stdout
-    assert "--- /proc/meminfo\nMemTotal:" in done.stdout
-    assert "--- speedtransfer info\n" in done.stdout
+    with tarfile.open(tree / "all.tgz") as file:
+        (log,) = file.getnames()
+        assert file.extractfile(log).read().endswith(b"begun")
 
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
@@ -580,22 +539,17 @@ def test_gpu_without_cuda_refuses_in_one_line(record, capsys, options):
     assert line == f"error: the GPU tests and benchmarks need CUDA, but {cuda_status().reason}"
 
 
-def test_options(record, monkeypatch, capsys):
+def test_options(record, store, monkeypatch, capsys):
     asked = []
-    monkeypatch.setattr(record, "record", lambda *args, archive: asked.append((*args, archive)) or 0)
+    monkeypatch.setattr(record, "record", lambda tasks, end, archive: asked.append((list(tasks), archive)) or 0)
     found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
     monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: found)
     assert record.main(["here", "--only", "step,tax", "--quick", "--limit", "60", "--total", "90"]) == 0
     assert record.main(["gpu", "--archive", "a.tgz"]) == 0
+    usual = (*store.CHECKS, *store.SUITES, "tax", "mixed", "exchange", "gpu")
     assert asked == [
-        (["step", "tax"], True, 60.0, 90.0, None),
-        (
-            [*importlib.import_module("store").PARTS, "experiments"],
-            False,
-            300.0,
-            float("inf"),
-            Path("a.tgz"),
-        ),
+        ([record.Task(part, 60.0, True) for part in ("step", "tax")], None),
+        ([record.Task(part, 300.0) for part in usual], Path("a.tgz")),
     ]
     with pytest.raises(SystemExit):
         record.main(["here", "--only", "tests"])

@@ -15,7 +15,6 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageErro
 from speedtransfer.word2vec import Corpus, tokenise
 from speedtransfer.word2vec.tokenise import LINE_END, WordDict
 
-pytest.importorskip("numba")
 SPACES = re.findall(r"\s", "".join(map(chr, range(sys.maxunicode + 1))))
 # Neighbours of white space that are none, and one character of each length.
 WORD_CHARACTERS = [*"abcxyz09'", "\x01", "\x1b", "\x7f", "\x84", "\x86", "é", "\u200b", "\u200c", "\u2030", "\u3001"]

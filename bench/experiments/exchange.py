@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,19 +31,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 from speedtransfer.benchmark.measure import Group
-from speedtransfer.benchmark.report import Show, TextTable, bar_panels, pivots
-from speedtransfer.benchmark.results import CaseResult, GroupResult, split_by
-from speedtransfer.drawing import COLOURS, PALE
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn import Embedding
 from speedtransfer.once import once
 from speedtransfer.ranks import exchange_of
-from speedtransfer.units import format_count, format_ratio, format_seconds
-
-with warnings.catch_warnings():
-    # torch.jit.script, by torch itself.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    from torch.distributed.optim import PostLocalSGDOptimizer
 
 # Initial steps with all-reduce, for all methods, and steps between two averages of models, which must divide them.
 WARMUP, PERIOD = 8, 8
@@ -95,6 +87,13 @@ _STEPS, _QUICK_STEPS = 256, 32
 _MOST = 3  # a method may take this many times the steps of one process
 _RANKS, _QUICK_RANKS = (2, 4), (2,)
 _REPEATS, _QUICK_REPEATS = 4, 1
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return the bytes that a process sends in all steps, and how many these are."""
+    return (
+        f"{format_bytes(case.figures['sent_bytes'] * case.figures['steps'])} sent in {case.figures['steps']:,.0f} steps"
+    )
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
@@ -218,6 +217,10 @@ def send_by(
     The first `warmup` steps use all-reduce. Models are averaged every `period` steps, by default with momentum 1 - 1 / W.
     """
     if method in (LOCAL_SGD, BLOCK_MOMENTUM):
+        with warnings.catch_warnings():
+            # torch.jit.script, by torch itself.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            from torch.distributed.optim import PostLocalSGDOptimizer
         state = post_localSGD_hook.PostLocalSGDState(None, _alone(), start_localSGD_iter=warmup)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         # Averagers count from 0, and average after each step whose number is a multiple of the period.
@@ -388,53 +391,3 @@ class Training:
 def _sent_by_tables() -> int:
     traffic = exchange_of(dist.group.WORLD).traffic
     return traffic.control + traffic.ids + traffic.rows + traffic.gradients
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def sent_in_all(case: CaseResult) -> float:
-    """Return the bytes that a process sends in all steps."""
-    return case.figures["sent_bytes"] * case.figures["steps"]
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Compare bytes, steps and time to the loss, for each group."""
-    return [_sentence(group) for group in groups]
-
-
-def _sentence(group: GroupResult) -> str:
-    base, *others = group.ran
-    text = f"{group.title}: {base.name} {format_bytes(sent_in_all(base))} sent by a process in "
-    text += f"{base.figures['steps']:,.0f} steps and {format_seconds(base.median_s)}"
-    for case in others:
-        ratios = sent_in_all(case) / sent_in_all(base), case.median_s / base.median_s
-        text += f"; {case.name} {format_ratio(ratios[0])} the bytes, {case.figures['steps']:,.0f} steps, "
-        text += f"{format_ratio(ratios[1])} the time"
-    return text + "".join(f"; {case.name} {case.error}" for case in group.cases if case.error)
-
-
-def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return bytes, steps and time to the loss, by the number of processes."""
-    columns: dict[str, Show] = {
-        "sent by a process until then": lambda group, case: format_bytes(sent_in_all(case)),
-        "steps": lambda group, case: format_count(case.figures["steps"]),
-        "time": lambda group, case: format_seconds(case.median_s),
-    }
-    return [
-        table._replace(title=f"{kind}, {table.title}")
-        for kind, part in split_by(groups, "kind").items()
-        for table in pivots("processes", part, "ranks", columns)
-    ]
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the seconds to the loss, with the bytes that a process sends until then."""
-
-    def text(group: GroupResult, case: CaseResult) -> str:
-        sent = f"{format_bytes(sent_in_all(case))} sent in {case.figures['steps']:,.0f} steps"
-        return f"{format_seconds(case.median_s)}, {sent}"
-
-    return bar_panels(
-        make_figure, groups, text, lambda group, case: COLOURS[0] if case.role == "ours" else PALE, room=0.6
-    )

@@ -1,107 +1,233 @@
-"""Measures on a GPU what a training step takes: ``python bench/experiments/gpu.py [NAME ...] [--seconds 300]``.
+"""What a training step takes of a GPU: ``python bench/record.py here --only gpu``, some five minutes.
 
-``step``: one table, small and large, by optimizer, idle rows and layout, with the step in one kernel and without, beside dense
-training. ``fbgemm``: ten tables, of the sizes that FBGEMM publishes. ``both_ways``: rows read beside rows written.
-``few_blocks``: launches of few blocks, beside a product of matrices. ``host``: the host's time of ten small tables.
-``words``: words a second of word2vec. ``profile``: the device's time of a step by kernel. ``pages``: memory by allocator, size
-and launch.
-
-All run in that order, some five minutes; results go to ``bench/results/<device>/experiments.json`` as far as they have come.
-Without a GPU those that need none run on the CPU, and the others say so.
+Steps of one table, small and large, by optimizer, idle rows and layout, with the step in one kernel and without, beside dense
+training; of ten tables, of the sizes that FBGEMM publishes; the host's time of ten small tables; words a second of word2vec;
+the device's time by kernel; and what rows alone take (see gpu_rows.py). Without a GPU what needs none runs on the CPU.
 """
 
 from __future__ import annotations
 
-import argparse
-import gc
+import functools
+import itertools
 import os
-import sys
+import re
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity
+from warm_steps import Form, Sizes, Step, Words
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from store import EXPERIMENTS, FULL, QUICK, ROOT, header, path_of, read, write
-
-from experiments.gpu_rows import TINY, Cases, Scale, both_ways, few_blocks, pages
-from experiments.gpu_steps import fbgemm, host, profile, step, words
+from experiments.gpu_rows import DIM, TINY, Cases, Scale, both_ways, few_blocks, pages
+from speedtransfer.benchmark.environment import set_variable
+from speedtransfer.benchmark.measure import Group, synchronize
+from speedtransfer.benchmark.results import CaseResult
+from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import DeviceError
+from speedtransfer.optim.fused_step import SWITCH
 
-# In the order of what they tell; but a profiler makes later launches slower, so it comes after what times the host.
-NAMES: dict[str, Callable[[Scale], Cases]] = {
-    one.__name__: one for one in (step, fbgemm, both_ways, few_blocks, host, words, profile, pages)
+NOTE = "Rows have 512 bytes and are in page-locked memory; `nn.Embedding` is on the GPU, its AdamW with `fused=True`."
+VALUE = None
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
 }
+# The fastest of torch's for a dense table.
+DENSE = OPTIMIZERS | {"AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True)}
+# Ways to train: optimizer, idle rows, layout. SGD has no state, so nothing that could lie beside the weights.
+SGD, LAZY, LAZY_ROWS, EXACT, EXACT_ROWS = WAYS = (
+    ("SGD", "lazy", "planes"),
+    ("AdamW", "lazy", "planes"),
+    ("AdamW", "lazy", "rows"),
+    ("AdamW", "exact", "planes"),
+    ("AdamW", "exact", "rows"),
+)
+KERNELS = 8  # of the profile, the longest
 NEED_CUDA = ("both_ways", "few_blocks", "pages")
-LATE = "the time was up"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="bench/experiments/gpu.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("names", nargs="*", type=_name, metavar="NAME", help="these alone; others are kept")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="nothing is begun after that")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that all runs")
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
-    args = parser.parse_args(arguments)
-    end, about = time.monotonic() + args.seconds, header(ROOT, EXPERIMENTS)
-    cuda = about["environment"]["cuda"]
-    if cuda:
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Make a group for each experiment, in the order of what they tell; a profiler makes later launches slower."""
+    scale = TINY if quick else Scale()
+    if device.type == "cuda":
         # Another engine would be another experiment. Memory that is registered serves rows as fast as what CUDA allocates,
         # and is there in a fraction of the time (see `pages`).
         os.environ.setdefault("SPEEDTRANSFER_ENGINE", "mapped")
         os.environ.setdefault("SPEEDTRANSFER_PINNED", "register")
-    out = args.out or path_of(ROOT, about["environment"]["device"], EXPERIMENTS, QUICK if args.quick else FULL)
-    before = read(out) if out.exists() else {}
-    same = before.get("quick") == args.quick and before["environment"]["commit"] == about["environment"]["commit"]
-    found = before["experiments"] if same else {}
-    result = {**about, "quick": args.quick, "experiments": found}
-    for name in args.names or NAMES:
-        found[name] = cases = []
-        for case in run(name, TINY if args.quick else Scale(), end, cuda):
-            cases.append(case)
-            print(name, "  ".join(f"{key} {value}" for key, value in case.items()), flush=True)
-            late = any(one.get("error") == LATE for every in found.values() for one in every)
-            result["complete"] = set(found) == set(NAMES) and not late
-            write(out, result)
-    print(f"wrote {out}")
-    return 0
+    small, large = (scale.rows(wanted, 3) for wanted in (scale.small, scale.large))
+    rows = [small, scale.rows(8 * scale.small, 2)]
+    sizes = scale.sizes or (0,)
+    found = [
+        *(
+            _group("step", f"step of {scale.lookups:,} lookups in {n:,} rows, ms", step, scale, n)
+            for n in (small, large)
+        ),
+        _group("fbgemm", f"step of ten tables of {small:,} rows, {_many(scale):,} lookups in all, ms", fbgemm, scale),
+        *(_group("both_ways", f"rows read beside rows written, {n:,} rows, GB/s", both_ways, scale, n) for n in rows),
+        _group("few_blocks", f"rows read beside a product of matrices, {rows[1]:,} rows, GB/s", few_blocks, scale),
+        _group("host", "step of ten small tables, 2,000 lookups each, ms", host, scale),
+        _group("words", "word2vec, 100 dimensions, window 5", words, scale),
+        _group("profile", f"the device's time of a step of AdamW, {small:,} rows, us by kernel", profile, scale),
+        *(_group("pages", f"rows anywhere in a table of {gb:g} GB, GB/s", pages, scale, gb) for gb in sizes),
+    ]
+    return list({group.title: group for group in found}.values())
 
 
-def _name(text: str) -> str:
-    if text not in NAMES:
-        raise argparse.ArgumentTypeError(f"there is no experiment {text!r}; choose from {', '.join(NAMES)}")
-    return text
+def _needs_cuda() -> Any:
+    raise DeviceError("needs CUDA")
 
 
-def run(name: str, scale: Scale, end: float, cuda: bool) -> Iterator[dict[str, Any]]:
-    """Yield what an experiment finds; where something fails, the error in place of figures."""
-    facts: dict[str, Any] = {}
-    try:
-        if time.monotonic() > end:
-            yield {"error": LATE}
-            return
-        if name in NEED_CUDA and not cuda:
-            raise DeviceError("needs CUDA")
-        for facts, measure in NAMES[name](scale):
-            if time.monotonic() > end:
-                yield {**facts, "error": LATE}
-                return
-            try:
-                yield {**facts, **measure()}
-            except Exception as error:
-                yield {**facts, "error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
-            del measure
-            gc.collect()  # tables of which cycles are left keep gigabytes
-            if cuda:
-                torch.cuda.empty_cache()
-    except Exception as error:
-        yield {"error": " ".join(f"{type(error).__name__}: {error}".split())[:300]}
+def _group(experiment: str, title: str, cases: Callable[..., Cases], scale: Scale, *size: float) -> Group:
+    params = {"experiment": experiment, "headline": False, **({"size": size[0]} if size else {})}
+    runs = experiment not in NEED_CUDA or resolve_device(None).type == "cuda"
+    return Group(title, functools.partial(_measured, cases, scale, *size) if runs else _needs_cuda, params)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _measured(cases: Callable[..., Cases], *about: Any) -> list[CaseResult]:
+    """Return what an experiment finds; one that fails costs no other."""
+    found: list[CaseResult] = []
+    for name, measure in cases(*about):
+        found.append(CaseResult(name, "other" if name.startswith("nn.") else "ours", 0))
+        try:
+            found[-1].figures = measure()
+        except Exception as error:
+            found[-1].error = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return found
+
+
+# --- steps --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Uniform(Form):
+    """A form whose lookups are of a given share of distinct rows, anywhere in the table."""
+
+    distinct: float = 0.92
+
+    def _ids(self, sizes: Sizes, generator: torch.Generator) -> Tensor:
+        count = max(1, round(self.distinct * sizes.lookups))
+        rows = torch.randint(sizes.rows, (count,), generator=generator)
+        again = rows[torch.randint(count, (sizes.lookups - count,), generator=generator)]
+        return torch.cat([rows, again])[torch.randperm(sizes.lookups, generator=generator)]
+
+
+def step(scale: Scale, rows: int) -> Cases:
+    """Yield the time of steps of one table, in host memory and as torch has it."""
+    sizes = Sizes(rows, scale.lookups, DIM)
+    for way in WAYS:
+        yield ", ".join(way), functools.partial(_times, _form(*way), sizes, scale.steps)
+    for name, make in DENSE.items():
+        form = Uniform("dense", optimizer=make)
+        yield f"nn.Embedding, {name}", functools.partial(_times, form, sizes, scale.steps, switched=False)
+
+
+def _many(scale: Scale) -> int:
+    return 8 * scale.lookups - 6
+
+
+def fbgemm(scale: Scale) -> Cases:
+    """Yield the time of steps of ten tables: 1,048,570 lookups of 433,720 rows of 512 bytes."""
+    sizes = Sizes(10 * scale.rows(scale.small, 30), _many(scale), DIM)
+    for (optimizer, idle, layout), together in itertools.product((SGD, LAZY, EXACT), (False, True)):
+        form = replace(_form(optimizer, idle, layout), tables=10, together=together, distinct=0.4136)
+        modules = "MultiEmbedding" if together else "10 Embeddings"
+        yield f"{modules}, {optimizer}, {idle}", functools.partial(_times, form, sizes, max(scale.steps // 2, 1))
+
+
+def host(scale: Scale) -> Cases:
+    """Yield the time of steps of ten small tables."""
+    for way in (SGD, LAZY, EXACT):
+        form, sizes = replace(_form(*way), tables=10), Sizes(scale.small, 20_000, DIM)
+        yield ", ".join(way[:2]), functools.partial(_times, form, sizes, 2 * scale.steps)
+
+
+def words(scale: Scale) -> Cases:
+    """Yield words a second of word2vec's steps on the device and on the host."""
+    for device, model in itertools.product(dict.fromkeys((resolve_device(None).type, "cpu")), ("skipgram", "cbow")):
+
+        def measure(device: str = device, model: str = model) -> dict[str, float]:
+            sizes = Sizes(min(140_000, 70 * scale.small), scale.lookups // 2, 100)
+            form = Words("device" if device == "cuda" else "pageable", model)
+            with tempfile.TemporaryDirectory() as folder:
+                ms, _ = _time(form.build(sizes, torch.device(device), Path(folder)), scale.steps)
+            return {"words a second": round(1e3 * (sizes.lookups // 16) / ms)}
+
+        yield f"{model} on {device}", measure
+
+
+def profile(scale: Scale) -> Cases:
+    """Yield for each kernel its time in a step, lazy and exact."""
+    taken: dict[str, dict[str, float]] = {}
+    for way in (LAZY, EXACT):
+        one = _form(*way).build(Sizes(scale.small, scale.lookups, DIM), resolve_device(None), Path())
+        for switch in _switches():
+            taken[f"{way[1]}{', in one kernel' if switch == '1' else ''}"] = _by_kernel(one, scale.steps)
+    most = {name: max(times.get(name, 0.0) for times in taken.values()) for times in taken.values() for name in times}
+    for name in sorted(most, key=lambda name: -most[name])[:KERNELS]:
+        yield name, lambda name=name: {how: round(times.get(name, 0.0), 1) for how, times in taken.items()}  # type: ignore[misc]
+
+
+def _form(optimizer: str, idle: str, layout: str) -> Uniform:
+    memory = "pinned" if resolve_device(None).type == "cuda" else "pageable"
+    return Uniform(memory, idle, OPTIMIZERS[optimizer], options={"layout": layout})
+
+
+def _times(form: Form, sizes: Sizes, repeats: int, switched: bool = True) -> dict[str, float]:
+    """Return milliseconds of a step, of the clock and of the host, with the step in several kernels and in one."""
+    one, found = form.build(sizes, resolve_device(None), Path()), dict[str, float]()
+    for switch in _switches() if switched else ("0",):
+        kernels = "one kernel" if switch == "1" else "several kernels"
+        found[kernels], found[f"host, {kernels}"] = _time(one, repeats)
+    return found
+
+
+def _switches() -> Iterator[str]:
+    """Yield "0", the step in one kernel being off, and "1", with it on; on the CPU, which has none, the first."""
+    for switch in ("0", "1") if resolve_device(None).type == "cuda" else ("0",):
+        with set_variable(SWITCH, switch):
+            yield switch
+
+
+def _repeat(one: Step, times: int) -> None:
+    for _ in range(times):
+        one()
+
+
+def _time(one: Step, repeats: int) -> tuple[float, float]:
+    """Return milliseconds of a step: by the clock over many, so that host and device overlap, and of the host alone."""
+    device = resolve_device(None)
+    _repeat(one, 5)
+    synchronize(device)
+    start = time.perf_counter()
+    _repeat(one, repeats)
+    queued = time.perf_counter()
+    synchronize(device)
+    return round(1e3 * (time.perf_counter() - start) / repeats, 4), round(1e3 * (queued - start) / repeats, 4)
+
+
+def _by_kernel(one: Step, repeats: int) -> dict[str, float]:
+    """Return microseconds a step of each kernel."""
+    device = resolve_device(None)
+    cuda = device.type == "cuda"
+    _repeat(one, 5)
+    synchronize(device)
+    activity = ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[activity], acc_events=True) as found:
+        _repeat(one, repeats)
+        synchronize(device)
+    times: dict[str, float] = {}
+    for item in found.key_averages():
+        name = (
+            re.split(r"[<(]", re.sub(r"\(anonymous namespace\)::|^void ", "", item.key))[0].strip().rpartition("::")[2]
+        )
+        taken = item.self_device_time_total if cuda else item.self_cpu_time_total
+        times[name] = times.get(name, 0.0) + taken / repeats
+    return times

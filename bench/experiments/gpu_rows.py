@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import itertools
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.environment import set_variable
+from speedtransfer.benchmark.environment import host_room, set_variable
 from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine
-from speedtransfer.system import physical_bytes
 
 DIM = 128
 ROW_BYTES = 4 * DIM
 HOST_SHARE = 0.4  # of this machine's memory, for the tables of an experiment
 
 # What is measured, and what measures it.
-Cases = Iterator[tuple[dict[str, Any], Callable[[], dict[str, Any]]]]
+Cases = Iterator[tuple[str, Callable[[], dict[str, float]]]]
 
 
 class Scale(NamedTuple):
@@ -36,12 +34,12 @@ class Scale(NamedTuple):
 
     def rows(self, wanted: int, planes: int) -> int:
         """Return as many rows as `wanted`, fewer where `planes` of them do not fit."""
-        return min(wanted, int(self.room) // (planes * ROW_BYTES))
+        return min(wanted, int(host_room(HOST_SHARE)) // (planes * ROW_BYTES))
 
     @property
-    def room(self) -> float:
-        """Return the bytes that tables may take."""
-        return HOST_SHARE * (physical_bytes() or 8e9)
+    def sizes(self) -> list[float]:
+        """Return those of `gb` that fit."""
+        return [gb for gb in self.gb if gb * 2**30 < host_room(HOST_SHARE)]
 
 
 TINY = Scale(2_000, 4_000, 512, 2, (1 / 256,), 64)
@@ -51,33 +49,42 @@ FEW = {"lanes": (4, 8, 16, 32, 66, 132, 264), "bulk": (4, 8, 16, 33, 66)}
 Queue = tuple[torch.cuda.Stream, float, Callable[[], Any]]  # the bytes are those of a call
 
 
-def both_ways(scale: Scale) -> Cases:
+def both_ways(scale: Scale, rows: int) -> Cases:
     """Yield GB/s of rows read and of rows written, alone and at once, by kernels and by copies."""
     sides = torch.cuda.Stream(), torch.cuda.Stream()
     there = [torch.zeros(scale.lookups, DIM, device="cuda") for _ in sides]
-    for rows in (scale.small, scale.rows(8 * scale.small, 2)):
-        planes = [_plane(rows) for _ in sides]
-        index = [_draw(rows, scale) for _ in sides]
+    planes, index = [_plane(rows) for _ in sides], [_draw(rows, scale) for _ in sides]
 
-        def rows_by(engine: MappedEngine, way: str, side: int, planes: Any = planes, index: Any = index) -> Any:
-            ids, device_rows = index[side], there[side][: len(index[side])]
-            return sides[side], device_rows.nbytes, lambda: getattr(engine, way)([planes[side]], ids, [device_rows])
+    def found(queues: list[Queue]) -> dict[str, float]:
+        alone, at_once = [_rates(one)[0] for one in queues], _rates(*queues)
+        names = [f"{way} {when}" for when in ("alone", "at once") for way in ("read", "written")]
+        return dict(zip(names, [*alone, *at_once], strict=True))
 
-        def copied(way: str, side: int, planes: Any = planes) -> Any:
-            ends = [there[side][: len(planes[side])], planes[side][: scale.lookups]]
-            to, out_of = ends if way == "gather" else ends[::-1]
-            return sides[side], to.nbytes, lambda: to.copy_(out_of, non_blocking=True)
+    # Two never share an engine, so that neither waits for the other.
+    for (name, read), (_, written) in zip(_engines(LAUNCHES), _engines(LAUNCHES), strict=True):
 
-        found = {}
-        for side, way in enumerate(("gather", "scatter")):
-            made = {name: rows_by(engine, way, side) for name, engine in _engines(LAUNCHES)}
-            found[way] = {**made, "copy": copied(way, side)}
-        for (read_by, one), (written_by, two) in itertools.product(*(found[way].items() for way in found)):
+        def by_kernels(engines: Any = (read, written)) -> dict[str, float]:
+            queues = []
+            for side, (engine, way) in enumerate(zip(engines, ("gather", "scatter"), strict=True)):
+                device_rows = there[side][: len(index[side])]
+                arguments = [planes[side]], index[side], [device_rows]
+                move = getattr(engine, way)
+                queues.append((sides[side], device_rows.nbytes, lambda move=move, a=arguments: move(*a)))
+            return found(queues)
 
-            def measure(one: Any = one, two: Any = two) -> dict[str, Any]:
-                return {"alone": [_rates(one)[0], _rates(two)[0]], "at_once": _rates(one, two)}
+        yield name, by_kernels
 
-            yield {"rows": rows, "read": read_by, "written": written_by}, measure
+    def by_copies() -> dict[str, float]:
+        ends = [(one[: len(plane)], plane[: scale.lookups]) for one, plane in zip(there, planes, strict=True)]
+        pairs = [ends[0], ends[1][::-1]]
+        return found(
+            [
+                (side, to.nbytes, lambda to=to, of=of: to.copy_(of, non_blocking=True))
+                for side, (to, of) in zip(sides, pairs, strict=True)
+            ]
+        )
+
+    yield "plain copies", by_copies
 
 
 def few_blocks(scale: Scale) -> Cases:
@@ -89,51 +96,43 @@ def few_blocks(scale: Scale) -> Cases:
     product = main, 2 * scale.product**3 / 1e3, lambda: torch.mm(left, left, out=out)
     plane = _plane(scale.rows(8 * scale.small, 1))
     index = _draw(len(plane), scale)
-    yield {"rows": len(plane), "kernel": "none", "blocks": 0}, lambda: {"tflop_per_s": _rates(product)[0]}
+    yield "none", lambda: {"product, TFLOP/s": _rates(product)[0]}
     rows = torch.zeros(len(index), DIM, device="cuda")
     for name, engine in _engines(FEW):
 
-        def measure(engine: MappedEngine = engine) -> dict[str, Any]:
+        def measure(engine: MappedEngine = engine) -> dict[str, float]:
             move = side, rows.nbytes, lambda: engine.gather([plane], index, [rows])
             alone, (beside, speed) = _rates(move)[0], _rates(move, product)
-            return {"alone": alone, "beside": beside, "tflop_per_s": speed}
+            return {"alone": alone, "beside": beside, "product, TFLOP/s": speed}
 
-        kernel, _, blocks = name.partition(" ")
-        yield {"rows": len(plane), "kernel": kernel, "blocks": int(blocks)}, measure
+        yield name, measure
 
 
-def pages(scale: Scale) -> Cases:
-    """Yield GB/s of rows read and written by allocator, bytes of the table and launch."""
-    sizes = [gb for gb in scale.gb if gb * 2**30 < scale.room]
+def pages(scale: Scale, gb: float) -> Cases:
+    """Yield GB/s of rows read and written by allocator and launch."""
     rows = torch.zeros(scale.lookups, DIM, device="cuda")
     for allocator in ("alloc", "register"):
-        start = time.perf_counter()
         with set_variable("SPEEDTRANSFER_PINNED", allocator):
-            flat = _plane(int(max(sizes) * 2**30) // ROW_BYTES)
-        seconds = round(time.perf_counter() - start, 2)
-        for gb in sizes:
-            plane = flat[: int(gb * 2**30) // ROW_BYTES]
-            sets = itertools.cycle([_draw(len(plane), scale) for _ in range(6)])
-            for name, engine in _engines(LAUNCHES):
+            plane = _plane(int(gb * 2**30) // ROW_BYTES)
+        sets = itertools.cycle([_draw(len(plane), scale) for _ in range(6)])
+        for name, engine in _engines(LAUNCHES):
 
-                def measure(engine: MappedEngine = engine, plane: Tensor = plane, sets: Any = sets) -> dict[str, Any]:
-                    stream, num_bytes = torch.cuda.current_stream(), ROW_BYTES * len(next(sets))
+            def measure(engine: MappedEngine = engine, plane: Tensor = plane, sets: Any = sets) -> dict[str, float]:
+                stream, num_bytes = torch.cuda.current_stream(), ROW_BYTES * len(next(sets))
 
-                    def rate(way: str) -> float:
-                        def move() -> None:
-                            ids = next(sets)
-                            getattr(engine, way)([plane], ids, [rows[: len(ids)]])
+                def move(way: str) -> None:
+                    ids = next(sets)
+                    getattr(engine, way)([plane], ids, [rows[: len(ids)]])
 
-                        return _rates((stream, num_bytes, move))[0]
+                ways = ("gather", "scatter")
+                return {way: _rates((stream, num_bytes, lambda way=way: move(way)))[0] for way in ways}
 
-                    return {way: rate(way) for way in ("gather", "scatter")}
-
-                yield {"allocator": allocator, "seconds": seconds, "gb": gb, "launch": name}, measure
-        del flat, plane
+            yield f"{name}, {allocator}", measure
+        del plane
 
 
 def _engines(launches: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, MappedEngine]]:
-    """Yield an engine for each launch: two never share one, so that neither waits for the other."""
+    """Yield an engine for each launch."""
     for kernel, every in launches.items():
         for blocks in every:
             if kernel != "bulk" or torch.cuda.get_device_capability() >= (9, 0):

@@ -14,7 +14,7 @@ import gzip
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any, NamedTuple
@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.measure import Case, Group, synchronize
 from speedtransfer.benchmark.memory import in_process, peak_bytes, reset_peak
-from speedtransfer.benchmark.report import TextTable, accuracy, lines_by, pivots, show_held, show_time
-from speedtransfer.benchmark.results import GroupResult, noise, sorted_by
+from speedtransfer.benchmark.report import show_figure, show_held, show_time
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.errors import DeviceError, SpeedtransferError
 from speedtransfer.nn import Embedding
 from speedtransfer.system import cpu_features
-from speedtransfer.units import format_ratio, format_seconds
+from speedtransfer.units import format_seconds
 
 NOTE = (
     "AdamW; the learning rate grows with the root of the batch size. All forms begin with the same weights and see the same "
@@ -40,7 +40,14 @@ NOTE = (
     "probable one, after all epochs. Memory is the peak beyond what there was before the model, on the CPU of a process of "
     "its own."
 )
+BY = ("batch", "windows of a batch")
 ACCURACY, LOSS, WOULD_TAKE = "accuracy", "loss", "would_take_s"
+COLUMNS = {
+    "a step": show_time,
+    "memory": show_held,
+    "accuracy": show_figure(ACCURACY, "{:.1f}%", 100),
+    "not trained through, for the seconds that it would take": show_figure(WOULD_TAKE, "{:.1f}"),
+}
 MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32, for forms with float32 weights
 # Limits beyond which a form is not trained through.
 _MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0
@@ -114,6 +121,12 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
         )
         for batch in (_QUICK_BATCHES if quick else _BATCHES)
     ]
+
+
+def about(groups: list[GroupResult]) -> list[str]:
+    """Say which instructions the device has."""
+    known = groups[0].params["hardware"].items() if groups else ()
+    return [f"the device lists {', '.join(names) or 'no instructions'} for {dtype}" for dtype, names in known]
 
 
 def hardware(device: torch.device) -> dict[str, list[str]]:
@@ -310,45 +323,3 @@ def _peak(form: Form, sizes: Sizes, batch: int, device: torch.device) -> dict[st
         return {"host_bytes": max(0, peak_bytes() - base)}
     table = training.model.words.table
     return {"device_bytes": torch.cuda.max_memory_allocated(device) - base, "host_bytes": table.nbytes}
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Compare each form with FP32 at the smallest and the largest batch, and say which instructions the device has."""
-    groups = [group for group in sorted_by(groups, "batch") if FP32.name in group.by_name]
-    lines = [
-        f"the device lists {', '.join(names) or 'no instructions'} for {dtype}"
-        for dtype, names in (groups[0].params["hardware"].items() if groups else ())
-    ]
-    for form in FORMS[1:]:
-        found = [
-            (g.params["batch"], g.by_name[form.name], g.by_name[FP32.name]) for g in groups if form.name in g.by_name
-        ]
-        shown = [
-            f"{format_ratio(case.median_s / plain.median_s)} the time of {FP32.name} at batch {batch:,}"
-            for batch, case, plain in {id(one): one for one in (*found[:1], *found[-1:])}.values()
-        ]
-        late = [
-            f"{batch:,} ({format_seconds(case.figures[WOULD_TAKE])})"
-            for batch, case, _ in found
-            if WOULD_TAKE in case.figures
-        ]
-        shown += [f"not trained through, for the time it would take, at batch {', '.join(late)}"] if late else []
-        if shown:
-            lines.append(f"{form.name}: {', '.join(shown)}" + noise(*(case for _, case, _ in found)))
-    return lines
-
-
-def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return time, memory and accuracy, by batch size."""
-    columns = {"a step": show_time, "memory": show_held, "accuracy": lambda group, case: accuracy(case)}
-    return pivots("examples of a batch", groups, "batch", columns)
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step by batch size."""
-    return lines_by(
-        make_figure, {"A step, by where 16 bits are": sorted_by(groups, "batch")}, "batch", "windows of a batch"
-    )

@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.report import TextTable, lines_by, pivot, show_time
-from speedtransfer.benchmark.results import GroupResult, sorted_by, split_by
+from speedtransfer.benchmark.results import GroupResult
 
 NOTE = (
     "Copies go from and to page-locked memory. Without CUDA the CPU is the device as well: what is copied then is memory to "
     "memory, and the lines show what copies and the overhead of torch cost, not what a device gains."
 )
+BY = ("size", "n")
 HOST, RESIDENT, COPIES = "NumPy", "on the device", "device, copies both ways"
 
 _MATMUL_SIZES = (50, 100, 200, 400, 800, 1600, 4000)  # 200 is the classic one
@@ -33,6 +33,11 @@ _CPU_LIMIT = {"matmul": 1600, "mlp": 1024}  # larger sizes take seconds, and the
 _QUICK_LIMIT = {"matmul": 400, "mlp": 128}
 _BATCH, _LR = 256, 1e-2
 _SPIN_S = 0.15  # threads of OpenBLAS spin for 0.1 s after a product, and would disturb torch
+
+
+def series(group: GroupResult) -> str:
+    """Return what is computed."""
+    return {"matmul": "matrix product, n x n", "mlp": "training step of an MLP, width n"}[group.params["experiment"]]
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
@@ -156,41 +161,3 @@ class _TorchMLP:
 
     def weights(self) -> list[np.ndarray]:
         return [w.detach().cpu().numpy() for w in self.layers]
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def pays(groups: Sequence[GroupResult], fast: str) -> str:
-    """Say from which size on case `fast` beats NumPy, by groups in the order of size; a size that is noisy decides nothing."""
-    both = [(g.params["size"], g.by_name[HOST], g.by_name[fast]) for g in groups if {HOST, fast} <= g.by_name.keys()]
-    clear = [(n, f.median_s < h.median_s) for n, h, f in both if not (h.noisy or f.noisy)]
-    if not clear or [faster for _, faster in clear] != sorted(faster for _, faster in clear):
-        return "is not clear at this noise"
-    first = next((size for size, faster in clear if faster), None)
-    return "does not pay at any size measured" if first is None else f"pays from size {first:,} on"
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Say from which size on the device pays, for each experiment. Where the CPU is the device, nothing can."""
-    parts = split_by((group for group in groups if group.params.get("cuda")), "experiment")
-    return [
-        f"{experiment}: {fast} {pays(sorted_by(part, 'size'), fast)}"
-        for experiment, part in parts.items()
-        for fast in (RESIDENT, COPIES)
-    ]
-
-
-def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return the times by size, a table for each experiment."""
-    return [
-        pivot(f"{experiment}, time by size", part, lambda group: f"{group.params['size']:,}", show_time)
-        for experiment, part in split_by(groups, "experiment").items()
-    ]
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the times by size, a panel for each experiment."""
-    titles = {"matmul": "matrix product, n x n", "mlp": "training step of an MLP, width n"}
-    parts = split_by(groups, "experiment")
-    return lines_by(make_figure, {titles[name]: sorted_by(part, "size") for name, part in parts.items()}, "size", "n")

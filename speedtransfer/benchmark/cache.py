@@ -6,7 +6,6 @@ The same training step on tables in a file (on CUDA: in page-locked memory) with
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.measure import Case, Group, synchronize
-from speedtransfer.benchmark.report import bar_panels
-from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
-from speedtransfer.drawing import COLOURS, PALE
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.units import format_ratio, format_seconds, format_share
+from speedtransfer.units import format_share
 
 NOTE = (
     "Ids are drawn with a frequency that falls as 1 / rank. The computed share of hits is that of the distinct rows of a "
@@ -36,6 +33,13 @@ _ROWS, _QUICK_ROWS = 1 << 20, 1 << 16
 _LOOKUPS, _QUICK_LOOKUPS = 1 << 15, 1 << 12
 _WARM, _STEPS = 16, 12  # steps before the first run, and in each
 _TOLERANCE = 0.02
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return the share of hits, measured and computed."""
+    if MEASURED not in case.figures:
+        return ""
+    return f"{format_share(case.figures[MEASURED])} hits, {format_share(case.figures[COMPUTED])} computed"
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
@@ -124,39 +128,3 @@ def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Cas
         for kind in (BY_COUNTS, BY_USE):
             methods[kind.format(f"{share:.0%}")].figures[COMPUTED] = computed_share(shares, lookups, cached)
     return [Case.of(name, one, "ours", parts=_STEPS) for name, one in methods.items()]
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Compare each cache with a table without one."""
-    found = []
-    for group in groups:
-        without = group.by_name.get(WITHOUT)
-        for case in group.ran:
-            if case is without:
-                continue
-            text = f"{group.title}, {case.name}: {_hits(case)}, {format_seconds(case.median_s)}"
-            if without is not None:
-                ratio = format_ratio(without.median_s / case.median_s)
-                text += f", {ratio} the speed of {format_seconds(without.median_s)} without"
-                text += noise(case, without)
-            found.append(text)
-    return found
-
-
-def _hits(case: CaseResult) -> str:
-    measured, computed = case.figures[MEASURED], case.figures[COMPUTED]
-    return f"{format_share(measured)} of the rows of a batch are hits ({format_share(computed)} computed)"
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step with each cache, and the share of hits."""
-    return bar_panels(
-        make_figure,
-        groups,
-        lambda group, case: format_seconds(case.median_s) + (f", {_hits(case)}" if MEASURED in case.figures else ""),
-        lambda group, case: PALE if case.name == WITHOUT else COLOURS[0],
-        room=0.8,
-    )

@@ -11,12 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.report import lines_by
-from speedtransfer.benchmark.results import GroupResult, noise
 from speedtransfer.benchmark.workload import Lookups
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.units import format_ratio, format_seconds
+from speedtransfer.units import format_seconds
 
 NOTE = (
     "Under torch.inference_mode, with ids that are on the compute device. On the CPU `F.embedding` on the same memory is the "
@@ -24,6 +22,9 @@ NOTE = (
 )
 OURS, MODULE, FUNCTION, BY_HAND = "speedtransfer", "nn.Embedding", "F.embedding", "index_select on the host and a copy"
 DIM, TOKENS = 256, (1, 8, 64)
+BY = ("tokens", "ids of a lookup")
+COLUMNS = {"time of the host until a lookup returns": lambda group, case: format_seconds(case.median_host_s)}
+VALUE = (lambda case: 1e6 * case.median_host_s, "microseconds of the host until a lookup returns")
 
 _ROWS, _QUICK_ROWS = 1 << 18, 1 << 14
 _BATCHES = 64
@@ -70,30 +71,3 @@ def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case
         )
         for name, function in methods.items()
     ]
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Compare host time with torch's, for each number of ids."""
-    found = []
-    for group in groups:
-        ours = group.by_name.get(OURS)
-        others = [case for case in group.ran if case.name != OURS]
-        if ours is None or not others:
-            continue
-        text = f"{group.title}: {format_seconds(ours.median_host_s)} of the host a call"
-        for case in others:
-            ratio = format_ratio(ours.median_host_s / case.median_host_s)
-            text += f", {ratio} the {format_seconds(case.median_host_s)} of {case.name}"
-        found.append(text + noise(*group.ran))
-    return found
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw host time by the number of ids."""
-    panels = {"Time of the host until a lookup returns": groups}
-    return lines_by(
-        make_figure, panels, "tokens", "ids of a lookup", lambda case: 1e6 * case.median_host_s, "microseconds"
-    )

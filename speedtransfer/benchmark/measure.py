@@ -55,9 +55,6 @@ class Case:
         Called before the untimed repetition with which each turn begins.
     parts : int
         Equal parts of a repetition, such as steps; times and `payload_bytes` are those of one part.
-    kind : str
-        Used to pick cases for sentences and bars: "checked" and "unchecked" calls of a table, an "engine" by itself, a
-        "plain" torch method, one on a "view", an "empty" call, steps with "exact" idle rows, batches read "ahead".
     error : Exception, optional
         Why it cannot run here, if known in advance.
     """
@@ -73,7 +70,6 @@ class Case:
     before: Callable[[], None] | None = None
     warm: Callable[[], None] | None = None
     parts: int = 1
-    kind: str = ""
     error: Exception | None = None
 
     @classmethod
@@ -137,7 +133,7 @@ def measure(
         result.cases = [case for case in made if isinstance(case, CaseResult)]
         return result
     cases = [case for case in made if isinstance(case, Case)]
-    found = [CaseResult(case.name, case.role, case.payload_bytes, kind=case.kind) for case in cases]
+    found = [CaseResult(case.name, case.role, case.payload_bytes) for case in cases]
     result.cases = found
     repeats = []
     for case, case_result in zip(cases, found, strict=True):

@@ -18,24 +18,26 @@ from torch import nn
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, contenders
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.report import bar_panels
-from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.drawing import COLOURS, PALE
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import HostMemoryError, SpeedtransferError, check_size, format_bytes
-from speedtransfer.units import format_ratio
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
     "process of its own. Of a mmap table, host memory is pages of its file, which the system may take back."
 )
+VALUE = (lambda case: sum(case.memory.values()) / 1e9, "GB, less is better")
 LEAST = 0.95  # a table whose rows have all been touched takes at least this many times its planes
 TOLERANCE = 1.05  # a large table may take this many times its planes
 
 _ROWS, _QUICK_ROWS = 3_000_000, 100_000
 _LOOKUPS = 32_768
-# The buffers of a step have a fixed size, negligible for a large table. Smaller tables are not reported, or have a margin.
-_REPORTED_BYTES = 1e9
+# The buffers of a step have a fixed size, negligible for a large table. Smaller tables have a margin.
 _LARGE_BYTES, _BUFFERS_BYTES = 4e9, 200e6
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return the bytes of each memory."""
+    return ", ".join(f"{format_bytes(size)} of the {name[:-6]}" for name, size in case.memory.items() if size)
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, **others: Any) -> list[Group]:
@@ -99,36 +101,6 @@ def measured(contender: str, optimizer: str, rows: int, device: torch.device) ->
     return in_process(_child, contender, optimizer, rows, device, cuda=device.type == "cuda")
 
 
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Compare the memory of our large tables with their planes."""
-    lines = []
-    for group in groups:
-        planes = group.params["planes_bytes"]
-        for case in group.ran:
-            taken = max(case.memory.values(), default=0)
-            if case.role == "ours" and taken and planes >= _REPORTED_BYTES:
-                beyond = f"{format_ratio(taken / planes)} the {format_bytes(planes)} of its planes"
-                lines.append(f"{group.title}, {case.name}: {format_bytes(taken)}, {beyond}")
-    return lines
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a bar for each table: its memory of the host and of the device."""
-    return bar_panels(
-        make_figure,
-        groups,
-        lambda group, case: ", ".join(
-            f"{format_bytes(size)} of {name[:-6]}" for name, size in case.memory.items() if size
-        ),
-        lambda group, case: COLOURS[0] if case.role == "ours" else PALE,
-        value=lambda case: sum(case.memory.values()) / 1e9,
-        label="GB, less is better",
-    )
-
-
 # --- the process --------------------------------------------------------------------------------------------------------
 
 
@@ -164,7 +136,7 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
     return emb
 
 
-def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: bool = False) -> dict[str, int]:
+def in_process(function: Callable[..., dict[str, Any]], *arguments: Any, cuda: bool = False) -> dict[str, Any]:
     """Return ``function(*arguments)``, called in its own process; with `cuda` a new one, as CUDA does not survive a fork.
 
     Raises
@@ -192,15 +164,15 @@ def in_process(function: Callable[..., dict[str, int]], *arguments: Any, cuda: b
         process.join()
     if isinstance(answer, str):
         raise HostMemoryError(f"the process that trains it failed: {answer}")
-    found: dict[str, int] = answer
+    found: dict[str, Any] = answer
     return found
 
 
-def _answer(pipe: Connection, function: Callable[..., dict[str, int]], arguments: tuple[Any, ...]) -> None:
+def _answer(pipe: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
     # The parent process handles Ctrl-C.
     with contextlib.suppress(KeyboardInterrupt, ConnectionError):
         try:
-            answer: dict[str, int] | str = function(*arguments)
+            answer: dict[str, Any] | str = function(*arguments)
         except Exception as error:
             answer = " ".join(str(error).split()) or type(error).__name__
         pipe.send(answer)

@@ -1,19 +1,21 @@
-"""Methods to move rows: this library's, and plain copies as the roof. See `rival_methods` for those of torch and CuPy."""
+"""Methods to move rows: this library's, the best and simplest of PyTorch, CuPy's, and plain copies as the roof."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer import jit
 from speedtransfer.benchmark.measure import Case, cycle, synchronize
-from speedtransfer.benchmark.results import DEFAULT, UNCHECKED, Role
+from speedtransfer.benchmark.results import Role
 from speedtransfer.benchmark.workload import Ids, Workload
-from speedtransfer.cuda import pinned_empty
+from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
 from speedtransfer.engines import (
     AutoEngine,
     Direction,
@@ -30,15 +32,15 @@ from speedtransfer.engines import (
 class Method:
     """A method to move the rows of one batch.
 
-    `move` returns the rows of a gather, and of a plain copy what it has written and read. `queues` and `kind` are those of
-    its :class:`~speedtransfer.benchmark.measure.Case`; kind "empty" moves no rows to check.
+    `move` returns the rows of a gather, and of a plain copy what it has written and read; one that is not `checked` moves
+    none. `queues` is that of its :class:`~speedtransfer.benchmark.measure.Case`.
     """
 
     name: str
     move: Callable[[Ids], Any]
     role: Role = "other"
     queues: bool = False
-    kind: str = ""
+    checked: bool = True
 
 
 def as_case(method: Method, work: Workload, direction: Direction) -> Case:
@@ -48,11 +50,10 @@ def as_case(method: Method, work: Workload, direction: Direction) -> Case:
     return Case(
         method.name,
         lambda: method.move(turn()),
-        (lambda: check(method, work)) if method.kind != "empty" else None,
+        (lambda: check(method, work)) if method.checked else None,
         work.payload_bytes,
         method.role,
         queues=method.queues,
-        kind=method.kind,
     )
 
 
@@ -115,19 +116,19 @@ def our_methods(work: Workload, direction: Direction) -> list[Method]:
     """
     table, rows = work.table, work.rows
     queues = _queues(work, direction)
+    checked, unchecked = "speedtransfer", "speedtransfer, check=False"
     if direction == "gather":
         methods = [
-            Method(DEFAULT, lambda ids: table.gather(ids.device), "ours", queues, "checked"),
-            Method(UNCHECKED, lambda ids: table.gather(ids.device, check=False), "ours", queues, "unchecked"),
+            Method(checked, lambda ids: table.gather(ids.device), "ours", queues),
+            Method(unchecked, lambda ids: table.gather(ids.device, check=False), "ours", queues),
         ]
     else:
         methods = [
-            Method(DEFAULT, lambda ids: table.scatter(ids.device, rows), "ours", kind="checked"),
-            Method(UNCHECKED, lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues, "unchecked"),
+            Method(checked, lambda ids: table.scatter(ids.device, rows), "ours"),
+            Method(unchecked, lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues),
         ]
-    return methods + [
-        engine_method(name, engine, work, direction) for name, engine in engines(table.memory, work.device)
-    ]
+    names = [name for name in engine_names(table.memory, work.device) if name != "auto"]
+    return methods + [_engine(make_engine(table.memory, work.device, name), name, work, direction) for name in names]
 
 
 def _queues(work: Workload, direction: Direction) -> bool:
@@ -139,26 +140,20 @@ def _queues(work: Workload, direction: Direction) -> bool:
     return isinstance(engine, MappedEngine)
 
 
-def engines(memory: str, device: torch.device) -> list[tuple[str, Engine]]:
-    """Return every engine between `memory` and `device` but "auto", with its name."""
-    names = [name for name in engine_names(memory, device) if name != "auto"]
-    return [(name, make_engine(memory, device, name)) for name in names]
-
-
-def engine_method(name: str, engine: Engine, work: Workload, direction: Direction, unsorted: bool = True) -> Method:
-    """Return an engine by itself, with preallocated memory; `unsorted`: it may sort ids, as for a table."""
+def _engine(engine: Engine, name: str, work: Workload, direction: Direction) -> Method:
+    """Return an engine by itself, with preallocated memory; it may sort ids, as for a table."""
     # Threads of the host get ids on the host, like torch's methods.
     pick: Callable[[Ids], Tensor] = (lambda ids: ids.host) if engine.name == "staged" else (lambda ids: ids.device)
-    queues = isinstance(engine, MappedEngine)
 
     def gather(ids: Ids) -> Tensor:
-        engine.gather([work.plane], pick(ids), [work.out], unsorted=unsorted)
+        engine.gather([work.plane], pick(ids), [work.out], unsorted=True)
         return work.out
 
     def scatter(ids: Ids) -> None:
-        engine.scatter([work.plane], pick(ids), [work.rows], unsorted=unsorted)
+        engine.scatter([work.plane], pick(ids), [work.rows], unsorted=True)
 
-    return Method(f"engine: {name}", gather if direction == "gather" else scatter, "ours", queues, "engine")
+    move = gather if direction == "gather" else scatter
+    return Method(f"engine: {name}", move, "ours", isinstance(engine, MappedEngine))
 
 
 # --- plain copies -----------------------------------------------------------------------------------------------------
@@ -203,3 +198,152 @@ def _roof_name(work: Workload) -> str:
     if work.device.type == "cpu":
         return "memcpy"
     return "plain copy on the device" if work.table.memory == "device" else "one cudaMemcpy"
+
+
+# --- of PyTorch and CuPy ------------------------------------------------------------------------------------------------
+
+
+BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
+PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
+_CHUNKS = 8  # parts of a batch, whose transfers overlap with work of the host
+OVERLAPPED_TORCH = {direction: f"{name}, {_CHUNKS} parts overlapped" for direction, name in BEST_TORCH.items()}
+CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
+
+
+def other_methods(work: Workload, direction: Direction, all_of_them: bool = True) -> list[Method]:
+    """Return PyTorch's and CuPy's methods; unless `all_of_them`, only the best ones and t[idx]."""
+    if work.plane.device == work.device:
+        methods, best = _local_gathers(work) if direction == "gather" else _local_scatters(work), 2
+    else:
+        methods, best = _crossing_gathers(work) if direction == "gather" else _crossing_scatters(work), 3
+    methods = methods if all_of_them else methods[:best]
+    if work.device.type == "cuda" and work.table.memory in ("pinned", "device"):
+        methods += _view_methods(work, direction)
+    return methods
+
+
+def _local_gathers(work: Workload) -> list[Method]:
+    plane, out = work.plane, work.out
+    return [
+        Method("index_select(out=)", lambda ids: torch.index_select(plane, 0, ids.device, out=out)),
+        Method("t[idx]", lambda ids: plane[ids.device]),
+        Method("index_select", lambda ids: plane.index_select(0, ids.device)),
+        Method("F.embedding", lambda ids: F.embedding(ids.device, plane)),
+    ]
+
+
+def _local_scatters(work: Workload) -> list[Method]:
+    plane, rows = work.plane, work.rows
+    return [
+        Method("index_copy_", lambda ids: plane.index_copy_(0, ids.device, rows)),
+        Method("t[idx] = rows", lambda ids: plane.__setitem__(ids.device, rows)),
+        Method("index_put_", lambda ids: plane.index_put_((ids.device,), rows)),
+    ]
+
+
+def _crossing_gathers(work: Workload) -> list[Method]:
+    plane, out, staging = work.plane, work.out, Staging(work.rows)
+    chunk = -(-len(out) // _CHUNKS)
+
+    def staged(ids: Ids) -> Tensor:
+        with staging as buffer:
+            torch.index_select(plane, 0, ids.host, out=buffer)
+            return out.copy_(buffer, non_blocking=True)
+
+    def overlapped(ids: Ids) -> Tensor:
+        for part, where in zip(out.split(chunk), ids.host.split(chunk), strict=True):
+            with staging as buffer:
+                torch.index_select(plane, 0, where, out=buffer[: len(part)])
+                part.copy_(buffer[: len(part)], non_blocking=True)
+        return out
+
+    return [
+        Method(BEST_TORCH["gather"], staged),
+        Method(PLAIN_TORCH["gather"], lambda ids: plane[ids.host].to(work.device)),
+        Method(OVERLAPPED_TORCH["gather"], overlapped),
+        Method("F.embedding, then .to(device)", lambda ids: F.embedding(ids.host, plane).to(work.device)),
+    ]
+
+
+def _crossing_scatters(work: Workload) -> list[Method]:
+    plane, rows, staging = work.plane, work.rows, Staging(work.rows)
+    chunk = -(-len(rows) // _CHUNKS)
+
+    def fetched() -> Tensor:
+        with staging as buffer:
+            buffer.copy_(rows, non_blocking=True)
+        staging.wait(buffer)
+        return buffer
+
+    def put(buffer: Tensor, where: Tensor) -> None:
+        staging.wait(buffer)
+        plane.index_copy_(0, where, buffer[: len(where)])
+
+    def overlapped(ids: Ids) -> None:
+        queued = None
+        for part, where in zip(rows.split(chunk), ids.host.split(chunk), strict=True):
+            with staging as buffer:
+                buffer[: len(part)].copy_(part, non_blocking=True)
+            # Overlaps with the transfer of this part.
+            if queued is not None:
+                put(*queued)
+            queued = buffer, where
+        if queued is not None:
+            put(*queued)
+
+    return [
+        Method(BEST_TORCH["scatter"], lambda ids: plane.index_copy_(0, ids.host, fetched())),
+        Method(PLAIN_TORCH["scatter"], lambda ids: plane.__setitem__(ids.host, rows.cpu())),
+        Method(OVERLAPPED_TORCH["scatter"], overlapped),
+        Method("copy to pinned + index_put_", lambda ids: plane.index_put_((ids.host,), fetched())),
+    ]
+
+
+def _view_methods(work: Workload, direction: Direction) -> list[Method]:
+    """Return kernels of torch and CuPy on a table that the device can address; SpeedTorch uses the latter."""
+    host = work.plane.device.type == "cpu"
+    view = mapped_view(work.plane, work.device) if host else work.plane
+    array, rows, out = to_cupy(view), to_cupy(work.rows), work.out
+    # Like the view, made before anything is timed.
+    indices = {id(ids.device): to_cupy(ids.device) for ids in work.sets}
+
+    def cupy_gather(ids: Ids) -> Any:
+        with torch_stream(work.device):
+            return array[indices[id(ids.device)]]
+
+    def cupy_scatter(ids: Ids) -> None:
+        with torch_stream(work.device):
+            array[indices[id(ids.device)]] = rows
+
+    by_torch: tuple[str, Callable[[Ids], Any]]
+    by_cupy: Callable[[Ids], Any]
+    if direction == "gather":
+        by_torch = "index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out)
+        by_cupy = cupy_gather
+    else:
+        by_torch = "index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows)
+        by_cupy = cupy_scatter
+    found = [by_torch] * host + [(CUPY[direction], by_cupy)]
+    return [Method(name, move, queues=True) for name, move in found]
+
+
+class Staging:
+    """Two page-locked buffers used in turn, so that the host works on one while the other is transferred."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._device = like.device
+        self._buffers = [pinned_like(like) for _ in range(2)]
+        self._events = {id(buffer): torch.cuda.Event() for buffer in self._buffers}
+        self._turn = itertools.cycle(self._buffers)
+
+    def __enter__(self) -> Tensor:
+        self._current = next(self._turn)
+        self.wait(self._current)
+        return self._current
+
+    def __exit__(self, *error: object) -> None:
+        self._events[id(self._current)].record(torch.cuda.current_stream(self._device))
+
+    def wait(self, buffer: Tensor) -> None:
+        """Wait until the last copy that uses `buffer` is done."""
+        self._events[id(buffer)].synchronize()

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from speedtransfer.benchmark.contenders import DIM
 from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
-from speedtransfer.benchmark.report import Show, TextTable, lines_by, pivots, show_held, show_time
-from speedtransfer.benchmark.results import GroupResult, noise, sorted_by
+from speedtransfer.benchmark.report import show_figure, show_held, show_time
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size, format_bytes
 from speedtransfer.nn import Embedding
-from speedtransfer.units import format_ratio
 
 NOTE = (
     "AdamW. FP16 and BF16: how the table holds the weights, with the optimizer's state in bfloat16; int8: with a scale for "
@@ -28,6 +26,13 @@ NOTE = (
     "batches not seen before, the same for all, at the end of a fixed number of steps. Memory is the table with its state, "
     "and of a GPU what a step takes."
 )
+BY = ("batch", "examples of a batch")
+COLUMNS = {
+    "a step": show_time,
+    "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
+    "memory": show_held,
+    "loss reached": show_figure("loss", "{:.4f}"),
+}
 MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32
 
 _FIELDS, _HIDDEN = 4, 64  # rows of an example, units of the hidden layer
@@ -164,42 +169,3 @@ class _Training:
             synchronize(self.device)
             found["device_bytes"] = found.get("device_bytes", 0) + torch.cuda.max_memory_allocated(self.device) - base
         return found
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Compare each form with FP32, at the largest batch."""
-    last = max(groups, key=lambda group: group.params["batch"], default=None)
-    if last is None or not last.ran:
-        return []
-    plain, *others = last.ran
-    lines = []
-    for case in others:
-        shares = [
-            f"{format_ratio(case.median_s / plain.median_s)} the time",
-            f"{format_ratio(case.figures['table_bytes'] / plain.figures['table_bytes'])} the memory of the table",
-            f"{format_ratio(case.figures['moved_bytes'] / plain.figures['moved_bytes'])} the bytes moved",
-        ]
-        losses = f"loss {case.figures['loss']:.4f} against {plain.figures['loss']:.4f}"
-        batch = f"{last.params['batch']:,} examples a step"
-        lines.append(f"{case.name} to {plain.name}, {batch}: {', '.join(shares)}, {losses}" + noise(case, plain))
-    return lines
-
-
-def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return time, bytes moved, memory and loss, by batch size."""
-    columns: dict[str, Show] = {
-        "a step": show_time,
-        "moved a step": lambda group, case: format_bytes(case.figures["moved_bytes"]),
-        "memory": show_held,
-        "loss reached": lambda group, case: f"{case.figures['loss']:.4f}",
-    }
-    return pivots("examples of a batch", groups, "batch", columns)
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw the time of a step by batch size."""
-    panels = {"A step, by how the table is stored": sorted_by(groups, "batch")}
-    return lines_by(make_figure, panels, "batch", "examples of a batch")

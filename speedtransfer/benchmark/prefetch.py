@@ -17,13 +17,11 @@ from torch import Tensor, nn
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.report import bar_panels
-from speedtransfer.benchmark.results import CaseResult, GroupResult, noise
-from speedtransfer.drawing import COLOURS, PALE
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
 from speedtransfer.page_cache import PAGE, read_pages
-from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
+from speedtransfer.units import format_share
 
 NOTE = (
     "Before each stretch of steps all pages of the file are written to the disk and dropped; a stretch begins with steps that "
@@ -32,7 +30,7 @@ NOTE = (
     "hidden. The roof reads the same pages by single reads on many threads, and computes nothing."
 )
 FIELDS = 8  # lookups per example
-WITHOUT, DEPTH, IN_MEMORY = "without prefetch", "prefetch, depth {}", "table in memory"
+WITHOUT, AHEAD, IN_MEMORY = "without prefetch", "prefetch, depth ", "table in memory"
 PREADS = "reads of the same pages on {} threads"
 DEPTHS, THREADS = (1, 2, 4), (1, 32)
 TRAINING, EVALUATION = "training", "evaluation"
@@ -54,6 +52,17 @@ class Sizes(NamedTuple):
 FULL, QUICK = Sizes(256, 5, 12, 4), Sizes(64, 5, 8, 3)
 # Networks that take about a tenth of the time that the disk needs for a batch, and more than that time.
 WIDTHS, QUICK_WIDTHS = {TRAINING: (512, 2048), EVALUATION: (2048,)}, {TRAINING: (1024,), EVALUATION: (1024,)}
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return the share of the waiting that reading ahead hides: all is as fast as a table in memory."""
+    without, in_memory = group.by_name.get(WITHOUT), group.by_name.get(IN_MEMORY)
+    if without is None or in_memory is None or not case.name.startswith(AHEAD):
+        return ""
+    waiting = without.median_s - in_memory.median_s
+    share = (without.median_s - case.median_s) / waiting if waiting > 0 else 0.0
+    # A negative share is a loss, whose digits would mean nothing.
+    return f"{'none' if share < 0.005 else format_share(share)} of the waiting hidden"
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
@@ -159,77 +168,11 @@ def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list
     dense = _Dense(width, sizes.examples)
     page_bytes = sizes.examples * FIELDS * PAGE * (_PLANES if training else 1)
     step: Callable[..., _Runs] = functools.partial(_Runs, tables, dense, sizes, training)
-    methods = {WITHOUT: step()} | {DEPTH.format(depth): step(depth) for depth in DEPTHS}
+    methods = {WITHOUT: step()} | {f"{AHEAD}{depth}": step(depth) for depth in DEPTHS}
     pages: dict[str, Any] = {"payload_bytes": page_bytes, "parts": sizes.steps}
-    found = [
-        Case.of(name, method, "ours", kind="ahead" * (method.depth > 0), **pages) for name, method in methods.items()
-    ]
+    found = [Case.of(name, method, "ours", **pages) for name, method in methods.items()]
     found.append(Case.of(IN_MEMORY, step(in_file=False), parts=sizes.steps))
     for threads in THREADS:
         name = PREADS.format(threads).replace("1 threads", "1 thread")
         found.append(Case.of(name, _Reads(tables, sizes, training, threads), "roof", **pages))
     return found
-
-
-# --- report -------------------------------------------------------------------------------------------------------------
-
-
-def hidden_share(without: CaseResult, ahead: CaseResult, in_memory: CaseResult) -> float | None:
-    """Return the hidden share of the wait: 1 is as fast as a table in memory, 0 as without prefetch; None without a wait."""
-    waiting = without.median_s - in_memory.median_s
-    return (without.median_s - ahead.median_s) / waiting if waiting > 0 else None
-
-
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Describe each group."""
-    return [_sentence(group) for group in groups if group.ours is not None]
-
-
-def _sentence(group: GroupResult) -> str:
-    without, in_memory, roof = group.ours, _in_memory(group), group.roof
-    assert without is not None
-    text = f"{group.title}: {format_seconds(without.median_s)} without prefetch"
-    if in_memory is not None:
-        text += f", {format_seconds(in_memory.median_s)} with the table in memory"
-    best = min(_ahead(group), key=lambda case: case.median_s, default=None)
-    if best is not None:
-        text += f", {format_seconds(best.median_s)} with {best.name}"
-        text += f": {format_ratio(without.median_s / best.median_s)} the speed"
-        text += f", {format_count(group.params['lookups'] / best.median_s)} rows a second"
-        if in_memory is not None:
-            shares = ", ".join(_share(group, case) for case in _ahead(group))
-            depths = ", ".join(case.name.rpartition(" ")[2] for case in _ahead(group))
-            text += f"; {shares} of the waiting is hidden at depth {depths}"
-    if roof is not None:
-        text += f"; the disk takes {format_seconds(roof.median_s)} for the same pages"
-    return text + noise(without, in_memory, best)
-
-
-def _ahead(group: GroupResult) -> list[CaseResult]:
-    return [case for case in group.ran if case.kind == "ahead"]
-
-
-def _in_memory(group: GroupResult) -> CaseResult | None:
-    return next((case for case in group.ran if case.role == "other"), None)
-
-
-def _share(group: GroupResult, case: CaseResult) -> str:
-    without, in_memory = group.ours, _in_memory(group)
-    assert without is not None
-    share = None if in_memory is None else hidden_share(without, case, in_memory)
-    # A negative share is a loss, whose digits would mean nothing.
-    return "none" if share is None or share < 0.005 else format_share(share)
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw a bar for each method, with the share of the wait that it hides; a panel for each group."""
-
-    def text(group: GroupResult, case: CaseResult) -> str:
-        known = case.kind == "ahead" and group.ours is not None and _in_memory(group) is not None
-        hidden = f", {_share(group, case)} of the waiting hidden" if known else ""
-        return format_seconds(case.median_s) + hidden
-
-    def colour(group: GroupResult, case: CaseResult) -> str:
-        return COLOURS[0] if case.kind == "ahead" else COLOURS[5] if case.role == "ours" else PALE
-
-    return bar_panels(make_figure, groups, text, colour, room=0.3)

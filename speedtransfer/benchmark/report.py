@@ -1,16 +1,19 @@
-"""Reports of recorded suites from their JSON: tables, sentences and a picture, which the module of each suite defines."""
+"""Reports of recorded suites from their JSON: sentences, tables and a picture, as the module of each suite declares."""
 
 from __future__ import annotations
 
+import functools
 import io
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names
-from speedtransfer.benchmark.suites import SUITES
+from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.drawing import (
+    COLOURS,
     INK,
+    PALE,
     QUIET,
     bars,
     legend_below,
@@ -46,141 +49,7 @@ def groups_of(result: dict[str, Any]) -> list[GroupResult]:
     return [GroupResult.from_json(group) for group in result["groups"]]
 
 
-def group_table(group: GroupResult) -> TextTable:
-    """Return all figures of a group, fastest case first, without empty columns."""
-    base = group.ours or next(iter(group.ran), None)
-    overhead = group.params.get("kind") == "overhead"
-    figures = any(case.figures for case in group.ran)
-    columns: list[tuple[str, Callable[[CaseResult], str]]] = [
-        ("GB/s", lambda case: format_rate(case.gb_per_s)),
-        ("of roof", lambda case: format_share(group.share_of_roof(case)) if case.role != "roof" else "roof"),
-        (
-            f"time / {base.name}" if figures and base else "time / ours",
-            lambda case: format_ratio(case.median_s / base.median_s) if base and group.ours else "",
-        ),
-        ("median", lambda case: format_seconds(case.median_s)),
-        ("quartiles", lambda case: " to ".join(format_seconds(s) for s in case.quartiles_s)),
-        ("host", lambda case: format_seconds(case.median_host_s) if overhead else ""),
-        ("device", lambda case: format_seconds(case.device_s) if overhead and case.device_s else ""),
-        ("moved", lambda case: format_bytes(case.figures["moved_bytes"]) if "moved_bytes" in case.figures else ""),
-        ("loss", lambda case: f"{case.figures['loss']:.4f}" if "loss" in case.figures else ""),
-        ("accuracy", accuracy),
-        ("steps", lambda case: f"{case.figures['steps']:,.0f}" if "steps" in case.figures else ""),
-        ("sent a step", sent),
-        ("host memory", lambda case: _memory(case, "host_bytes")),
-        ("device memory", lambda case: _memory(case, "device_bytes")),
-    ]
-    cases = sorted(group.ran, key=lambda case: case.median_s)
-    if any(case.memory for case in cases) and not figures:
-        # The group is about memory, not time.
-        cases, columns = group.ran, columns[-2:]
-    elif group.roof is None or figures:
-        columns = [column for column in columns if column[0] != "of roof"]
-    rows = [[case.name, *(show(case) for _, show in columns)] for case in cases]
-    kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i] for row in rows))]
-    header = ["", *(label for label, _ in columns)]
-    ours = frozenset(case.name for case in cases if case.role == "ours")
-    return TextTable(group.title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], ours)
-
-
-def accuracy(case: CaseResult) -> str:
-    """Return the accuracy as a percentage, or "" if there is none."""
-    return f"{100 * case.figures['accuracy']:.1f}%" if "accuracy" in case.figures else ""
-
-
-def sent(case: CaseResult) -> str:
-    """Return the bytes that a process sends, counted or computed, or "" if there are none."""
-    if "sent_bytes" in case.figures:
-        return format_bytes(case.figures["sent_bytes"])
-    computed = case.figures.get("computed_sent_bytes")
-    return "" if computed is None else f"{format_bytes(computed)} (computed)"
-
-
-def _memory(case: CaseResult, key: str) -> str:
-    return format_bytes(case.memory[key]) if key in case.memory else ""
-
-
-def headlines(suite: str, groups: list[GroupResult]) -> list[str]:
-    """Return the results of a suite in sentences."""
-    found: list[str] = SUITES[suite].module.sentences([group for group in groups if group.ran])
-    return found
-
-
-def summary_tables(result: dict[str, Any]) -> list[TextTable]:
-    """Return the compact tables of a suite, by default all figures of each group."""
-    groups = [group for group in groups_of(result) if group.ran]
-    module = SUITES[result["suite"]].module
-    found: list[TextTable] = module.tables(groups) if hasattr(module, "tables") else [group_table(g) for g in groups]
-    return found
-
-
-def plot(result: dict[str, Any]) -> bytes | None:
-    """Return the picture of a recorded suite as PNG; None if there is nothing to show."""
-    make_figure = require_matplotlib()
-    groups = [group for group in groups_of(result) if group.ran]
-    with warnings.catch_warnings():
-        # A single point, for which matplotlib widens the axis.
-        warnings.filterwarnings("ignore", message="Attempting to set identical")
-        figure = SUITES[result["suite"]].module.draw(make_figure, groups) if groups else None
-        if figure is None:
-            return None
-        device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
-        figure.suptitle(device, fontsize=8, color=QUIET, parse_math=False)
-        file = io.BytesIO()
-        figure.savefig(file, format="png")
-    return file.getvalue()
-
-
-def bar_panels(
-    make_figure: Callable[..., Any],
-    groups: Sequence[GroupResult],
-    text: Show,
-    colour: Callable[[GroupResult, CaseResult], str],
-    room: float = 0.25,
-    value: Callable[[CaseResult], float] = lambda case: 1e3 * case.median_s,
-    label: str = "milliseconds, less is better",
-) -> Any:
-    """Draw a panel for each group, with a bar for each case, by default of its time, followed by `text`."""
-    height = max(len(group.cases) for group in groups)
-    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
-    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
-        cases = [case for case in group.cases if case.samples_s or case.memory]
-        colours = [colour(group, case) for case in cases]
-        texts = [text(group, case) for case in cases]
-        bars(axes, [case.name for case in cases], [value(case) for case in cases], texts, colours, room=room)
-        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
-    axes.set_xlabel(label)
-    return figure
-
-
-def lines_by(
-    make_figure: Callable[..., Any],
-    panels: Mapping[str, Sequence[GroupResult]],
-    key: str,
-    label: str,
-    value: Callable[[CaseResult], float | None] = lambda case: 1e3 * case.median_s,
-    what: str = "milliseconds, less is better",
-) -> Any:
-    """Draw a panel for each list of groups, with a line for each case, by default of its time, by the parameter `key`."""
-    panels = {title: groups for title, groups in panels.items() if groups}
-    if not panels:
-        return None
-    figure = make_figure(1 + 5.4 * len(panels), 4.8)
-    row = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axes, (title, groups) in zip(row, panels.items(), strict=True):
-        sizes = [group.params[key] for group in groups]
-        for number, name in enumerate(case_names(groups)):
-            cases = [group.by_name.get(name) for group in groups]
-            ours = any(case is not None and case.role == "ours" for case in cases)
-            line(axes, sizes, [case and value(case) for case in cases], name, line_style(number, ours))
-        axes.set(xscale="log", yscale="log", xlabel=label, ylabel=what)
-        axes.set_xticks(sizes, [format_count(size) for size in sizes])
-        axes.minorticks_off()
-        axes.set_title(title, fontsize=11, color=INK)
-        tidy(axes)
-        plain_numbers(axes)
-    legend_below(figure, row[0])
-    return figure
+# --- what is shown of a case --------------------------------------------------------------------------------------------
 
 
 def show_time(group: GroupResult, case: CaseResult) -> str:
@@ -193,23 +62,61 @@ def show_held(group: GroupResult, case: CaseResult) -> str:
     return format_bytes(sum(case.memory.values())) if case.memory else ""
 
 
-def pivot(title: str, groups: list[GroupResult], label: Callable[[GroupResult], str], show: Show) -> TextTable:
-    """Return a table with a row for each case and a column for each group, with `label` as its header."""
-    found = [{case.name: show(group, case) for case in group.ran} for group in groups]
-    names = case_names(groups)
-    # A case of few groups would be a row of blanks.
-    names = [name for name in names if 2 * sum(name in column for column in found) >= len(found)]
-    ours = frozenset(case.name for group in groups for case in group.ran if case.role == "ours")
-    header = ["", *(label(group) for group in groups)]
-    return TextTable(title, header, [[name, *(column.get(name, "") for column in found)] for name in names], ours)
+def show_rate(group: GroupResult, case: CaseResult) -> str:
+    """Format GB/s and the share of the roof; nothing for a case without payload."""
+    share = group.share_of_roof(case) if case.role != "roof" else None
+    return format_rate(case.gb_per_s) + (f" ({format_share(share)})" if share is not None else "")
 
 
-def pivots(by: str, groups: list[GroupResult], key: str, columns: dict[str, Show]) -> list[TextTable]:
-    """Return a `pivot` for each of `columns`, with the parameter `key` of each group as header."""
-    return [
-        pivot(f"{title}, by {by}", groups, lambda group: f"{group.params[key]:,}", show)
-        for title, show in columns.items()
-    ]
+def show_figure(name: str, form: str = "", scale: float = 1.0) -> Show:
+    """Return what formats a figure of a case, by default with four digits; "" where there is none."""
+
+    def show(group: GroupResult, case: CaseResult) -> str:
+        value = scale * case.figures.get(name, 0.0)
+        return (form or ("{:,.4g}" if abs(value) < 1e4 else "{:,.0f}")).format(value) if name in case.figures else ""
+
+    return show
+
+
+def _describe_rate(group: GroupResult, case: CaseResult) -> str:
+    share = group.share_of_roof(case)
+    return "" if share is None else f"{format_rate(case.gb_per_s)} GB/s, {format_share(share)} of the roof"
+
+
+def _ratio(group: GroupResult, case: CaseResult) -> str:
+    return format_ratio(case.median_s / group.ran[0].median_s)
+
+
+def _show_memory(key: str, group: GroupResult, case: CaseResult) -> str:
+    return format_bytes(case.memory[key]) if key in case.memory else ""
+
+
+def _has_times(group: GroupResult) -> bool:
+    """Return whether a group is about time: cases were timed, and not only for their memory."""
+    ran = group.ran
+    return all(case.samples_s for case in ran) and (any(c.figures for c in ran) or not any(c.memory for c in ran))
+
+
+# --- sentences ----------------------------------------------------------------------------------------------------------
+
+
+def headlines(suite: Suite, groups: Iterable[GroupResult]) -> list[str]:
+    """Return a sentence on each group that stands alone: its first case, and the time of each other over that of the first."""
+    groups = [group for group in groups if group.ran]
+    alone = [group for group in _in_series(suite, groups).get("", ()) if group.params.get("headline", True)]
+    about: Callable[..., list[str]] = suite.declared("about", lambda groups: [])
+    return [*about(groups), *(_sentence(group, suite.declared("describe", _describe_rate)) for group in alone)]
+
+
+def _sentence(group: GroupResult, describe: Show) -> str:
+    first, parts = group.ran[0], []
+    for case in group.ran:
+        said = [describe(group, case), "noisy" if case.noisy else ""]
+        if _has_times(group):
+            said.insert(0, show_time(group, case) if case is first else _ratio(group, case))
+        shown, *more = [*filter(None, said), ""]
+        parts.append(f"{case.name} {shown}" + (f" ({', '.join(filter(None, more))})" if any(more) else ""))
+    return f"{group.title}: {'; '.join(parts)}"
 
 
 def missing(result: dict[str, Any]) -> list[str]:
@@ -221,6 +128,149 @@ def missing(result: dict[str, Any]) -> list[str]:
     ]
 
 
+# --- tables -------------------------------------------------------------------------------------------------------------
+
+
+def _in_series(suite: Suite, groups: Iterable[GroupResult]) -> dict[str, list[GroupResult]]:
+    """Return groups by the title of their series, in the order of what they differ by; "": those that stand alone.
+
+    Where several groups of a series have the same value the first is in it.
+    """
+    by = suite.declared("BY", None)
+    title = suite.declared("series", lambda group: suite.title if by else "")
+    found: dict[str, dict[Any, GroupResult]] = {}
+    for number, group in enumerate(groups):
+        name, value = title(group), group.params.get(by[0]) if by else None
+        if not name or value in found.get(name, {}):
+            name, value = "", number
+        found.setdefault(name, {})[value] = group
+    return {name: [part[value] for value in sorted(part)] for name, part in found.items()}
+
+
+def series_tables(suite: Suite, groups: Iterable[GroupResult]) -> list[TextTable]:
+    """Return the tables of each series: a row for each case, a column for each group."""
+    columns: dict[str, Show] = suite.declared("COLUMNS", {"time": show_time})
+    parts = {name: part for name, part in _in_series(suite, groups).items() if name}
+    tables = [
+        _pivot(suite, f"{name}, {title}" if len(parts) > 1 else title, part, show)
+        for name, part in parts.items()
+        for title, show in columns.items()
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _pivot(suite: Suite, title: str, groups: list[GroupResult], show: Show) -> TextTable:
+    key, label = suite.declared("BY", None)
+    found = [{case.name: show(group, case) for case in group.ran} for group in groups]
+    # A case of few groups would be a row of blanks.
+    names = [n for n in case_names(groups) if 2 * sum(n in cells for cells in found) >= len(found)]
+    names = [name for name in names if any(column.get(name) for column in found)]
+    ours = frozenset(case.name for group in groups for case in group.ran if case.role == "ours")
+    rows = [[name, *(column.get(name, "") for column in found)] for name in names]
+    return TextTable(f"{title}, by {label}", ["", *(f"{group.params[key]:,}" for group in groups)], rows, ours)
+
+
+def group_table(group: GroupResult) -> TextTable:
+    """Return all figures of a group, fastest case first, without empty columns."""
+    cases = group.ran
+    names = list(dict.fromkeys(name for case in cases for name in case.figures))
+    columns: list[tuple[str, Show]] = []
+    if _has_times(group) and cases:
+        overhead = group.params.get("kind") == "overhead"
+        columns = [
+            ("GB/s", lambda group, case: format_rate(case.gb_per_s)),
+            ("of roof", lambda group, case: format_share(group.share_of_roof(case)) if case.role != "roof" else "roof"),
+            (f"x {cases[0].name}", _ratio),
+            ("median", show_time),
+            ("quartiles", lambda group, case: " to ".join(format_seconds(s) for s in case.quartiles_s)),
+            ("host", lambda group, case: format_seconds(case.median_host_s) if overhead else ""),
+            ("device", lambda group, case: format_seconds(case.device_s) if overhead else ""),
+        ]
+        columns = [column for column in columns if group.roof is not None or column[0] != "of roof"]
+        cases = sorted(cases, key=lambda case: case.median_s)
+    columns += [(name.replace("_", " "), show_figure(name)) for name in names]
+    columns += [(f"{place} memory", functools.partial(_show_memory, f"{place}_bytes")) for place in ("host", "device")]
+    rows = [[case.name, *(show(group, case) for _, show in columns)] for case in cases]
+    kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i] for row in rows))]
+    header = ["", *(label for label, _ in columns)]
+    ours = frozenset(case.name for case in cases if case.role == "ours")
+    return TextTable(group.title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], ours)
+
+
+# --- pictures -----------------------------------------------------------------------------------------------------------
+
+
+def plot(result: dict[str, Any]) -> bytes | None:
+    """Return the picture of a recorded suite as PNG: lines of each series, else bars; None if there is nothing to show."""
+    make_figure, suite = require_matplotlib(), SUITES[result["suite"]]
+    groups = [group for group in groups_of(result) if group.ran]
+    if not groups or suite.declared("VALUE", True) is None:
+        return None
+    with warnings.catch_warnings():
+        # A single point, for which matplotlib widens the axis.
+        warnings.filterwarnings("ignore", message="Attempting to set identical")
+        panels = {title: part for title, part in _in_series(suite, groups).items() if title}
+        figure = _lines(make_figure, suite, panels) if panels else _bars(make_figure, suite, groups)
+        device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
+        figure.suptitle(device, fontsize=8, color=QUIET, parse_math=False)
+        file = io.BytesIO()
+        figure.savefig(file, format="png")
+    return file.getvalue()
+
+
+def _value(suite: Suite) -> tuple[Callable[[CaseResult], float | None], str]:
+    found: tuple[Callable[[CaseResult], float | None], str] = suite.declared(
+        "VALUE", (lambda case: 1e3 * case.median_s, "milliseconds, less is better")
+    )
+    return found
+
+
+def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupResult]) -> Any:
+    """Draw a panel for each group, with a bar for each case, followed by what is said of it."""
+    describe, (value, label) = suite.declared("describe", _describe_rate), _value(suite)
+    height = max(len(group.ran) for group in groups)
+    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
+    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+        times = [show_time] if _has_times(group) else []
+        texts = [", ".join(filter(None, (show(group, case) for show in (*times, describe)))) for case in group.ran]
+        colours = [COLOURS[0] if case.role == "ours" else PALE for case in group.ran]
+        bars(
+            axes,
+            [case.name for case in group.ran],
+            [value(case) or 0.0 for case in group.ran],
+            texts,
+            colours,
+            room=0.8,
+        )
+        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+    axes.set_xlabel(label)
+    return figure
+
+
+def _lines(make_figure: Callable[..., Any], suite: Suite, panels: dict[str, list[GroupResult]]) -> Any:
+    """Draw a panel for each series, with a line for each case."""
+    (key, by), (value, label) = suite.declared("BY", None), _value(suite)
+    figure = make_figure(1 + 5.4 * len(panels), 4.8)
+    row = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, (title, groups) in zip(row, panels.items(), strict=True):
+        sizes = [group.params[key] for group in groups]
+        for number, name in enumerate(case_names(groups)):
+            cases = [group.by_name.get(name) for group in groups]
+            ours = any(case is not None and case.role == "ours" for case in cases)
+            line(axes, sizes, [case and value(case) for case in cases], name, line_style(number, ours))
+        axes.set(xscale="log", yscale="log", xlabel=by, ylabel=label)
+        axes.set_xticks(sizes, [format_count(size) for size in sizes])
+        axes.minorticks_off()
+        axes.set_title(title, fontsize=11, color=INK)
+        tidy(axes)
+        plain_numbers(axes)
+    legend_below(figure, row[0])
+    return figure
+
+
+# --- markdown -----------------------------------------------------------------------------------------------------------
+
+
 def provenance(result: dict[str, Any]) -> str:
     """Return device, versions, commit and date."""
     facts = result["environment"]
@@ -228,17 +278,21 @@ def provenance(result: dict[str, Any]) -> str:
         f"{name} {facts['versions'][name]}" for name in ("torch", "cupy") if facts["versions"].get(name)
     )
     commit = facts["commit"][:12] + (" with changes" if facts["dirty"] else "")
-    quick = ", quick run: small sizes and few samples" if result["quick"] else ""
+    quick = ", quick run: small sizes and few samples" if result.get("quick") else ""
     return f"{facts['device']}, {versions}, commit {commit}, {facts['date'][:10]}{quick}"
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Return the compact figures of a recorded suite as markdown."""
+def markdown(result: dict[str, Any], short: bool = False) -> str:
+    """Return the figures of a recorded suite as markdown; `short`: without the tables of groups that stand alone."""
     suite = SUITES[result["suite"]]
-    parts = [f"**{suite.title}** ({provenance(result)}; medians)"]
-    parts += ["\n".join(f"- {line}" for line in headlines(result["suite"], groups_of(result)))]
-    parts += [markdown_table(table) for table in summary_tables(result)]
-    parts += [suite.note, "\n".join(f"- not run: {line}" for line in missing(result))]
+    groups = [group for group in groups_of(result) if group.ran]
+    alone = [] if short else _in_series(suite, groups).get("", [])
+    tables = series_tables(suite, groups)[: 1 if short else None]
+    parts = [f"**{suite.title}** ({provenance(result)}; medians; x: times that of the first)"]
+    parts += ["\n".join(f"- {line}" for line in headlines(suite, groups))]
+    parts += [markdown_table(table) for table in [*tables, *map(group_table, alone)]]
+    if not short:
+        parts += [suite.declared("NOTE", ""), "\n".join(f"- not run: {line}" for line in missing(result))]
     return "\n\n".join(filter(None, parts))
 
 

@@ -1,4 +1,4 @@
-"""Measured samples, by case and group, as plain data; with ratios and noise in words."""
+"""Measured samples, by case and group, as plain data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ from dataclasses import asdict, dataclass, field
 from statistics import median, quantiles
 from typing import Any, Literal
 
-from speedtransfer.units import format_ratio
-
 Role = Literal["ours", "other", "roof"]
 
-DEFAULT, UNCHECKED = "speedtransfer", "speedtransfer, check=False"
 NOISY = 1.5  # a third quartile above this many times the first marks a figure as noisy
 
 
@@ -51,7 +48,7 @@ class CaseResult:
     @property
     def noisy(self) -> bool:
         """Whether the samples differ too much to rely on their median."""
-        low, high = self.quartiles_s
+        low, high = self.quartiles_s if self.samples_s else (1.0, 1.0)
         return high > NOISY * low
 
     @property
@@ -62,7 +59,7 @@ class CaseResult:
     @property
     def gb_per_s(self) -> float | None:
         """Payload per second in 1e9 bytes; None without payload."""
-        return self.payload_bytes / self.median_s / 1e9 if self.payload_bytes else None
+        return self.payload_bytes / self.median_s / 1e9 if self.payload_bytes and self.samples_s else None
 
 
 @dataclass
@@ -76,23 +73,18 @@ class GroupResult:
 
     @property
     def ran(self) -> list[CaseResult]:
-        """The cases that have samples."""
-        return [case for case in self.cases if case.samples_s]
+        """The cases that have samples or other figures."""
+        return [case for case in self.cases if not case.error and (case.samples_s or case.figures or case.memory)]
 
     @property
     def by_name(self) -> dict[str, CaseResult]:
-        """The cases that have samples, by name."""
+        """The cases that ran, by name."""
         return {case.name: case for case in self.ran}
 
     @property
     def ours(self) -> CaseResult | None:
         """The first case of this library that ran."""
         return next((case for case in self.ran if case.role == "ours"), None)
-
-    @property
-    def unchecked(self) -> CaseResult | None:
-        """The call with ``check=False``, as training uses it; `ours` without one."""
-        return next((case for case in self.ran if case.kind == "unchecked"), self.ours)
 
     @property
     def roof(self) -> CaseResult | None:
@@ -103,11 +95,6 @@ class GroupResult:
         """Return the bandwidth of `case` divided by that of the roof."""
         roof, rate = self.roof, case.gb_per_s
         return rate / roof.gb_per_s if roof is not None and rate is not None and roof.gb_per_s else None
-
-    def milliseconds(self, name: str) -> float | None:
-        """Return the median milliseconds of a case; None if it did not run."""
-        case = self.by_name.get(name)
-        return None if case is None else 1e3 * case.median_s
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
@@ -123,30 +110,6 @@ class GroupResult:
 def case_names(groups: Iterable[GroupResult]) -> list[str]:
     """Return the distinct names of all cases that ran."""
     return list(dict.fromkeys(case.name for group in groups for case in group.ran))
-
-
-def split_by(groups: Iterable[GroupResult], key: str) -> dict[Any, list[GroupResult]]:
-    """Return the groups by the value of a parameter."""
-    parts: dict[Any, list[GroupResult]] = {}
-    for group in groups:
-        parts.setdefault(group.params.get(key), []).append(group)
-    return parts
-
-
-def sorted_by(groups: Iterable[GroupResult], key: str) -> list[GroupResult]:
-    """Sort the groups by a parameter."""
-    return sorted(groups, key=lambda group: group.params[key])
-
-
-def noise(*cases: CaseResult | None) -> str:
-    """Return " (noisy)" if one of `cases` is."""
-    return " (noisy)" if any(case is not None and case.noisy for case in cases) else ""
-
-
-def times_the_speed(ours: CaseResult, others: list[CaseResult]) -> str:
-    """Return "; 2.00x the speed of this, 30.0x of that"."""
-    ratios = [f"{format_ratio(case.median_s / ours.median_s)} the speed of {case.name}" for case in others]
-    return f"; {', '.join([*ratios[:1], *(r.replace('the speed of', 'of') for r in ratios[1:])])}" if ratios else ""
 
 
 def to_text(value: Any, pad: str = "") -> str:

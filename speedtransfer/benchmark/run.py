@@ -17,7 +17,7 @@ from rich.text import Text
 
 from speedtransfer.benchmark.environment import environment
 from speedtransfer.benchmark.measure import EFFORT, measure
-from speedtransfer.benchmark.report import TextTable, group_table, headlines
+from speedtransfer.benchmark.report import TextTable, group_table, headlines, series_tables
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import Suite
 from speedtransfer.errors import SpeedtransferError, format_bytes
@@ -101,8 +101,11 @@ def run_suite(
             bar.start()
             if after_group is not None:
                 after_group(result())
+    ran = [group for group in found if group.ran]
+    for table in series_tables(suite, ran):
+        _show_table(show, table)
     show.print()
-    for text in [*(f"- {line}" for line in headlines(suite.name, found)), suite.note]:
+    for text in [*(f"- {line}" for line in headlines(suite, ran)), suite.declared("NOTE", "")]:
         show.print(Text(text))
     return result()
 
@@ -124,21 +127,20 @@ def _show(console: Console, group: GroupResult) -> None:
     if group.skipped:
         console.print(Text(f"\n{group.title}: not run: {group.skipped}"))
         return
-    table = group_table(group)
-    if console.width < _NARROW:
-        table = table.without("quartiles", "GB/s")
-    console.print(Text(f"\n{table.title}", style="bold"))
-    console.print(rich_table(table))
+    _show_table(console, group_table(group))
     for case in group.cases:
         if case.error:
             console.print(Text(f"{case.name}: not run: {case.error}"))
 
 
-def rich_table(table: TextTable) -> Table:
-    """Convert a table for a terminal, without its title; ours in bold."""
+def _show_table(console: Console, table: TextTable) -> None:
+    """Print a table with its title; ours in bold."""
+    if console.width < _NARROW:
+        table = table.without("quartiles", "GB/s")
     made = Table(box=None, pad_edge=False)
     for number, label in enumerate(table.header):
         made.add_column(Text(label), justify="right" if number else "left", no_wrap=bool(number), overflow="fold")
     for name, *rest in table.rows:
         made.add_row(*map(Text, (name, *rest)), style="bold" if name in table.ours else "")
-    return made
+    console.print(Text(f"\n{table.title}", style="bold"))
+    console.print(made)

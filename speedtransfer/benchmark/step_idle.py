@@ -45,7 +45,7 @@ def _cases(optimizer: str, device: torch.device, batches: Batches, room: dict[st
     for contender, error in fitting([lazy, exact, *rivals], batches.rows, room):
         step = _IdleStep(contender, batches.rows, device, batches)
         step.pool, step.history = pool, history if contender is exact else 0
-        cases.append(Case.of(contender.name, step, contender.role, kind="exact" * (contender is exact), error=error))
+        cases.append(Case.of(contender.name, step, contender.role, error=error))
     return cases
 
 

@@ -92,7 +92,6 @@ class _Method:
     optimizer: Callable[[nn.Module], Any]
     dense: Callable[[nn.Module], torch.optim.Optimizer]
     exact: bool
-    kind: str = ""
 
 
 def _training(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> Callable[[nn.Module], Any]:
@@ -106,7 +105,7 @@ def _ours(device: torch.device, idle: Any) -> _Method:
     memory: Any = "pinned" if device.type == "cuda" else "pageable"
     embed = functools.partial(Embedding, device=device, memory=memory, idle=idle)
     exact = idle == "exact"
-    return _Method(our_name(memory, idle), "ours", embed, _ADAMW, _DENSE_ADAMW, exact, "exact" * exact)
+    return _Method(our_name(memory, idle), "ours", embed, _ADAMW, _DENSE_ADAMW, exact)
 
 
 def _dense(device: torch.device) -> _Method:
@@ -192,7 +191,7 @@ class _Task:
     def _cases(self, methods: list[_Method]) -> list[Case]:
         draw = torch.Generator().manual_seed(self.seed)
         pool = list(torch.randint(0, self.rows, (_POOL, *self.batch), generator=draw).to(self.device))
-        return [Case.of(method.name, _Step(self, method, pool), method.role, kind=method.kind) for method in methods]
+        return [Case.of(method.name, _Step(self, method, pool), method.role) for method in methods]
 
     def build(self, embed: Embed) -> nn.Module:
         """Make the model, with initial weights by the seed."""

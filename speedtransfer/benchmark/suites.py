@@ -1,13 +1,17 @@
 """The suites of ``speedtransfer bench``: a line here and a module of the same name for each.
 
-The module defines
+The module declares what is compared and how it is shown; whatever has a default may be left out.
 
 - ``groups(device, quick, rows=None, seed=0, **others)``: the list of :class:`~speedtransfer.benchmark.measure.Group` to
   compare on a compute device, with small sizes if `quick`; `rows` are those of the table, and other options are ignored;
-- ``sentences(groups)``: the results of groups that ran, as a list of str;
-- ``draw(make_figure, groups)``: their picture, or None if there is nothing to draw;
-- ``tables(groups)``: compact tables of them; without it all figures of each group are shown;
-- ``NOTE``: what a reader of the figures should know.
+- ``NOTE``: what a reader of the figures should know;
+- ``BY = (key, label)``: the parameter by which groups of a series are put side by side, in tables and as lines;
+- ``series(group)``: the title of the series of a group, "" for one that stands alone; by default all groups are one series
+  where there is a ``BY``, else each stands alone and has a sentence, a table and bars;
+- ``COLUMNS = {title: show}``: what the tables of a series show of a case, by default its time;
+- ``describe(group, case)``: what is said of a case beside its time, by default its rate and share of the roof;
+- ``VALUE = (function, label)``: the figure of a case that the picture shows, by default milliseconds; None: no picture;
+- ``about(groups)``: further sentences.
 """
 
 from __future__ import annotations
@@ -45,10 +49,9 @@ class Suite:
         found: list[Group] = self.module.groups(device, quick, **options)
         return found
 
-    @property
-    def note(self) -> str:
-        """What a reader of the figures should know."""
-        return str(getattr(self.module, "NOTE", ""))
+    def declared(self, name: str, default: Any) -> Any:
+        """Return what the module declares by a name."""
+        return getattr(self.module, name, default)
 
 
 # Those of the command; bench/store.py adds experiments.

@@ -5,32 +5,40 @@ Tables are much larger than the cache, and batches of ids are used in turn: this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.measure import Group
-from speedtransfer.benchmark.report import TextTable, lines_by, pivot
-from speedtransfer.benchmark.results import (
-    CaseResult,
-    GroupResult,
-    noise,
-    split_by,
-    times_the_speed,
-)
+from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.methods import Method, as_case, other_methods, our_methods, roofs
+from speedtransfer.benchmark.report import show_rate
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
-from speedtransfer.benchmark.transfer_groups import ROWS, Plan
-from speedtransfer.benchmark.workload import default_table_bytes
-from speedtransfer.engines import DIRECTIONS
-from speedtransfer.errors import check_size
-from speedtransfer.units import format_rate, format_seconds, format_share
+from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
+from speedtransfer.engines import DIRECTIONS, Direction
+from speedtransfer.errors import check_size, format_bytes
 
 NOTE = """\
 The roof is one cudaMemcpy of page-locked memory; without CUDA it is the faster of torch's copy_ on all cores and a copy that \
 writes past the cache. Batches with repeated ids (Zipf) can beat it: their rows are read once and sent often. Distinct ids \
 exceed it only by noise or by what a cache still holds. "speedtransfer" is the call as anyone makes it, with all checks; \
 check=False is what training uses, which knows that its ids are distinct and in range."""
+
+
+BY = ("row_bytes", "bytes of a row")
+COLUMNS = {"GB/s and share of a plain copy": show_rate}
+VALUE = (lambda case: case.gb_per_s, "GB/s of rows")
+
+ROWS, ROW_BYTES = 131_072, 512  # of the headline: SpeedTorch's own batch
+_CALL_BYTES = 1 << 28  # limit of one call: a million rows of 256 bytes
+_SECOND_TABLE_BYTES = 1 << 30  # limit of tables in other memories than the main one
+_OVERHEAD_ROWS = 1000
+
+
+def series(group: GroupResult) -> str:
+    """Return the direction; the first group of each row size is put side by side."""
+    return str(group.params["direction"]) if group.params["kind"] == "ways" else ""
 
 
 def groups(
@@ -43,7 +51,7 @@ def groups(
 ) -> list[Group]:
     """Make all groups of the suite; `rows` are those of a batch."""
     cuda = device.type == "cuda"
-    plan = Plan(
+    plan = _Plan(
         device,
         check_size((ROWS if cuda or not quick else ROWS // 2) if rows is None else rows, "rows", 1),
         check_size(
@@ -51,9 +59,9 @@ def groups(
         ),
         seed,
     )
-    found = [plan.moves(d, all_of_them=True, headline=True) for d in DIRECTIONS]
+    found = [plan.moves(d, all_of_them=True) for d in DIRECTIONS]
     sizes = (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384)
-    found += [plan.moves(d, row_bytes=size, headline=size == 256) for size in sizes for d in DIRECTIONS]
+    found += [plan.moves(d, row_bytes=size) for size in sizes for d in DIRECTIONS]
     if not quick:
         found += [plan.moves(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
     found += [plan.moves(d, ids="zipf") for d in DIRECTIONS]
@@ -64,84 +72,65 @@ def groups(
     return list({group.title: group for group in reversed(found)}.values())[::-1]
 
 
-# --- report -------------------------------------------------------------------------------------------------------------
+class _Plan:
+    """Makes groups over tables that share their memory."""
 
+    def __init__(self, device: torch.device, rows: int, table_bytes: int, seed: int) -> None:
+        self.device, self.rows, self.table_bytes, self.seed = device, rows, table_bytes, seed
+        self.main = "pinned" if device.type == "cuda" else "pageable"
+        self.tables = Tables(device)
 
-def sentences(groups: list[GroupResult]) -> list[str]:
-    """Describe each group that is a headline."""
-    describe: dict[str, Callable[[GroupResult], str]] = {"ways": _rows, "overhead": _overhead}
-    chosen = [g for g in groups if g.params.get("headline") and g.ours and g.params["kind"] in describe]
-    return [describe[group.params["kind"]](group) for group in chosen]
+    def moves(self, direction: Direction, all_of_them: bool = False, **params: Any) -> Group:
+        """Compare methods to move rows; `params` are those of `_params`."""
 
+        def make(work: Workload) -> list[Method]:
+            return our_methods(work, direction) + other_methods(work, direction, all_of_them)
 
-def _rows(group: GroupResult) -> str:
-    ours = group.ours
-    assert ours is not None
-    rivals, unchecked = _rivals(group), group.unchecked
-    text = f"{group.title}: {format_rate(ours.gb_per_s)} GB/s"
-    if group.roof is not None:
-        text += f", {format_share(group.share_of_roof(ours))} of {group.roof.name}"
-        if unchecked is not None and unchecked is not ours:
-            text += f", {format_share(group.share_of_roof(unchecked))} with check=False"
-        engines = [case for case in group.ran if case.kind == "engine"]
-        if engines:
-            best = min(engines, key=lambda case: case.median_s)
-            text += f" and {format_share(group.share_of_roof(best))} by {best.name}"
-    return text + times_the_speed(ours, rivals) + noise(ours, unchecked, group.roof, *rivals)
+        return self._group("ways", direction, make, **params)
 
+    def overhead(self, direction: Direction) -> Group:
+        """Compare the overhead of calls that move few rows."""
 
-def _rivals(group: GroupResult) -> list[CaseResult]:
-    """Return the fastest method of torch, the simplest (t[idx]), and the fastest that uses CuPy or a view made with it."""
-    others = sorted((case for case in group.ran if case.role == "other"), key=lambda case: case.median_s)
-    views = [case for case in others if case.kind == "view"]
-    torch_only = [case for case in others if case not in views]
-    plain = [case for case in torch_only if case.kind == "plain"]
-    return list({case.name: case for case in (*torch_only[:1], *plain[:1], *views[:1])}.values())
+        def make(work: Workload) -> list[Method]:
+            found = our_methods(work, direction) + other_methods(work, direction, all_of_them=False)
+            if self.device.type == "cuda":
+                found.append(Method("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, checked=False))
+            return found
 
+        return self._group("overhead", direction, make, rows=min(_OVERHEAD_ROWS, self.rows))
 
-def _overhead(group: GroupResult) -> str:
-    ours = group.ours
-    assert ours is not None
-    unchecked = group.unchecked
-    text = f"{group.title}: {format_seconds(ours.median_host_s)} of host time a call"
-    if unchecked is not None and unchecked is not ours:
-        text += f", {format_seconds(unchecked.median_host_s)} with check=False"
-    empty = next((case for case in group.ran if case.kind == "empty"), None)
-    busy = [case for case in group.ran if case.role == "ours" and case.device_s]
-    if busy and empty and empty.device_s:
-        shown = ", ".join(f"{case.name} {format_seconds(case.device_s)}" for case in busy)
-        text += f"; on the device {shown}, an empty launch {format_seconds(empty.device_s)}"
-    return text + noise(ours, unchecked, empty)
+    def _group(self, kind: str, direction: Direction, make: Callable[[Workload], list[Method]], **params: Any) -> Group:
+        params = self._params(kind, direction, **params)
+        memory, count, row_bytes, ids = (params[name] for name in ("memory", "rows", "row_bytes", "ids"))
 
+        def cases() -> list[Case]:
+            table = self.tables.table(memory, self._bytes(memory), row_bytes // 4)
+            work = workload(table, count, ids, repeats=direction == "gather", seed=self.seed)
+            return [as_case(method, work, direction) for method in [*make(work), *roofs(work, direction)]]
 
-def tables(groups: list[GroupResult]) -> list[TextTable]:
-    """Return rate and share of the roof by row size, a table for each direction."""
-    title = "{}, GB/s and share of a plain copy, by bytes of a row"
-    return [
-        pivot(title.format(direction), part, lambda group: f"{group.params['row_bytes']:,} B", _rate_and_share)
-        for direction, part in split_by(sweep(groups), "direction").items()
-    ]
+        what = "overhead: " if kind == "overhead" else ""
+        draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
+        title = f"{what}{direction} {count:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
+        title += f", {memory} table of {format_bytes(self._bytes(memory))}"
+        return Group(title, cases, params)
 
+    def _bytes(self, memory: str) -> int:
+        return self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
 
-def _rate_and_share(group: GroupResult, case: CaseResult) -> str:
-    share = group.share_of_roof(case) if case.role != "roof" else None
-    return format_rate(case.gb_per_s) + (f" ({format_share(share)})" if share is not None else "")
-
-
-def sweep(groups: Iterable[GroupResult]) -> list[GroupResult]:
-    """Return the groups that differ by direction and row size only, in that order."""
-    same = [group for group in groups if group.params.get("kind") == "ways" and group.params["ids"] == "uniform"]
-    if not same:
-        return []
-    first = same[0].params
-    batches = [g for g in same if g.params["memory"] == first["memory"] and g.params["rows"] >= first["rows"] // 8]
-    chosen: dict[tuple[str, int], GroupResult] = {}
-    for group in batches:
-        chosen.setdefault((group.params["direction"], group.params["row_bytes"]), group)
-    return [chosen[key] for key in sorted(chosen)]
-
-
-def draw(make_figure: Callable[..., Any], groups: list[GroupResult]) -> Any:
-    """Draw rates by row size, a panel for each direction."""
-    panels = split_by(sweep(groups), "direction")
-    return lines_by(make_figure, panels, "row_bytes", "bytes of a row", lambda case: case.gb_per_s, "GB/s of rows")
+    def _params(
+        self,
+        kind: str,
+        direction: str,
+        memory: str = "",
+        rows: int = 0,
+        row_bytes: int = ROW_BYTES,
+        ids: str = "uniform",
+    ) -> dict[str, Any]:
+        """Return the parameters of a group; `rows` is limited by half of the table and by the bytes of a call."""
+        memory = memory or self.main
+        have = self._bytes(memory) // row_bytes
+        rows = max(1, min(rows or self.rows, have // 2, _CALL_BYTES // row_bytes))
+        return {
+            "kind": kind, "direction": direction, "memory": memory, "rows": rows, "row_bytes": row_bytes, "ids": ids,
+            "headline": kind == "overhead", "table_bytes": self._bytes(memory),
+        }  # fmt: skip

@@ -66,17 +66,12 @@ class Tables:
         self._key: tuple[str, int] | None = None
         self._base: Table | None = None
 
-    def table(self, memory: str, num_bytes: int, dim: int, stride: int | None = None) -> Table:
-        """Return a table of about `num_bytes` of float32 rows, `stride` values apart, with distinct values."""
+    def table(self, memory: str, num_bytes: int, dim: int) -> Table:
+        """Return a table of about `num_bytes` of float32 rows with distinct values, with its own engine."""
         flat = self._flat(memory, num_bytes)
-        stride = stride or dim
-        num_rows = len(flat) // stride
-        return self.over(flat[: num_rows * stride].view(num_rows, stride)[:, :dim])
-
-    def over(self, plane: Tensor) -> Table:
-        """Return a table over a part of the memory, with its own engine."""
+        num_rows = len(flat) // dim
         assert self._base is not None
-        return Table.__new__(Table)._adopt(self._base._place, plane)
+        return Table.__new__(Table)._adopt(self._base._place, flat[: num_rows * dim].view(num_rows, dim))
 
     def _flat(self, memory: Any, num_bytes: int) -> Tensor:
         if self._base is None or self._key != (memory, num_bytes):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -21,12 +20,6 @@ STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "floa
 STATE_NAMES = "float32", "bfloat16", "uint8"
 MEASURE_NAMES = "time", "bandwidth", "device-price", "machine-price", "hour"
 COMM_NAMES = "float32", "bfloat16", "int8"
-_TITLES = {
-    "time": "batches/s",
-    "device-price": "per GPU price",
-    "machine-price": "per machine price",
-    "hour": "per hour",
-}
 
 
 def plan(
@@ -117,84 +110,74 @@ def plan(
     import torch
     from rich.console import Console
 
-    from speedtransfer.nn.sizing import table_size
-    from speedtransfer.planning.forms import STATE, STORAGE, Form, forms_for
-    from speedtransfer.planning.optimizer_name import NONE, Trainer, optimizer_named
+    from speedtransfer.planning.forms import STATE, STORAGE, Form, forms_for, size_of
+    from speedtransfer.planning.optimizer_name import Trainer, optimizer_named
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import plan as make_plan
-    from speedtransfer.planning.rank import as_table, read_prices
-    from speedtransfer.planning.ranked_workload import rank_machines
+    from speedtransfer.planning.rank import as_table, rank_machines, read_prices
     from speedtransfer.planning.shown_ranks import show_ranks
     from speedtransfer.planning.workload import make_workload
-    from speedtransfer.ranks.zipf import expected_unique
 
-    counts = [_whole(each) for each in rows]
-    dims = [check_size(each, "--dim", 1) for each in dim]
-    if len(dims) not in (1, len(counts)):
+    if len(dim) not in (1, len(rows)):
         raise InvalidValueError(
-            f"--dim is given {len(dims)} times and --rows {len(counts)}; pass one --dim, or one for each"
+            f"--dim is given {len(dim)} times and --rows {len(rows)}; pass one --dim, or one for each"
         )
-    dims *= len(counts) if len(dims) == 1 else 1
+    sizes = list(zip(rows, dim * len(rows) if len(dim) == 1 else dim, strict=True))
     per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
-    _check_choice("--idle", idle, ("auto", "exact", "lazy"))
-    _check_choice("--storage-dtype", storage_dtype, STORAGE)
-    _check_choice("--state-dtype", state_dtype, STATE)
-    _check_choice("--by", by, MEASURE_NAMES)
-    _check_choice("--comm-dtype", comm_dtype, COMM_NAMES)
-    if scale_block is not None:
-        check_size(scale_block, "--scale-block", 1)
-        if storage_dtype is not None and not storage_dtype.startswith("float8"):
-            raise InvalidValueError(
-                f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; "
-                "leave it out, or pass --storage float8_e4m3fn"
-            )
-    for option, number in (("--zipf", zipf), ("--dense-ms", dense_ms)):
-        if not 0 <= number < math.inf:
-            raise InvalidValueError(f"{option} is {number} but must be a number from 0 on; pass one, or leave it out")
+    for option, name, choices in (
+        ("--idle", idle, ("auto", "exact", "lazy")),
+        ("--storage-dtype", storage_dtype, STORAGE),
+        ("--state-dtype", state_dtype, STATE),
+        ("--by", by, MEASURE_NAMES),
+        ("--comm-dtype", comm_dtype, COMM_NAMES),
+    ):
+        if name is not None and name not in choices:
+            raise InvalidValueError(f"{option} is {name!r}{suggest(name, choices)}")
+    if scale_block is not None and storage_dtype is not None and not storage_dtype.startswith("float8"):
+        raise InvalidValueError(
+            f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; "
+            "leave it out, or pass --storage float8_e4m3fn"
+        )
+    if not 0 <= dense_ms < math.inf:
+        raise InvalidValueError(f"--dense-ms is {dense_ms} but must be a number from 0 on; pass one, or leave it out")
     make = optimizer_named(optimizer)
     asked = None if per_sample is None else round(per_sample * samples)
-    for name, given in (("--unique", unique), ("--ranks", ranks), ("--rank", rank or None)):
-        if given is not None and asked is None:
-            raise InvalidValueError(f"{name} is given without the lookups of a step; pass --lookups as well")
-    if unique is not None and len(counts) > 1:
-        raise InvalidValueError(f"--unique is {unique} for {len(counts)} tables; leave it out, or plan them one by one")
-    if unique is not None and asked is not None and not 0 < unique <= min(asked, counts[0]):
-        raise InvalidValueError(
-            f"--unique is {unique} but must be above 0 and at most --lookups and --rows, {min(asked, counts[0])}; "
-            "pass a number between"
-        )
+    for option, wants in {"--unique": unique is not None, "--ranks": ranks is not None, "--rank": rank}.items():
+        if wants and asked is None:
+            raise InvalidValueError(f"{option} is given without the lookups of a step; pass --lookups as well")
     for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
         if value is not None and not rank:
             raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
-    form = Form(storage_dtype or "float32", state_dtype or "float32", scale_block if storage_dtype else None)
-    sizes = [table_size(*each, make, **form.arguments, idle=idle) for each in zip(counts, dims, strict=True)]
+    names = ["table"] if len(rows) == 1 else [f"table{number}" for number in range(len(rows))]
+    trainer = Trainer("frozen" if make is None else optimizer, make)
+    tables: Any = dict(zip(names, sizes, strict=True))
+    per_sample = 1 if per_sample is None else per_sample
+    workload = make_workload(tables, trainer, samples, per_sample, zipf, unique, idle)
+    forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     if ranks is not None and asked is not None:
         check_size(ranks, "--ranks", 1)
         for option, value in {"--rank": rank, "--json": json, "--picture": picture}.items():
             if value:
                 raise InvalidValueError(f"{option} is given with --ranks, which prints a table; leave out one of them")
-        if len(sizes) > 1 or optimizer.lower() == NONE:
+        if len(sizes) > 1 or make is None:
             raise InvalidValueError(
                 "--ranks is for one table and its training steps; pass one --rows, and an --optimizer but none"
             )
         comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype)
-        distinct = expected_unique(counts[0], zipf, asked) if unique is None else unique
-        show_ranks(console, sizes[0], ranks, asked, distinct, zipf, distinct_share, comm)
+        (table,) = workload.tables
+        form = Form(storage_dtype or "float32", state_dtype or "float32", scale_block if storage_dtype else None)
+        show_ranks(console, size_of(workload, table, form), ranks, asked, table.unique, zipf, distinct_share, comm)
         return
     # Before anything is measured.
     if picture is not None:
         check_png(picture)
     for path in (picture, None if json in (None, "-") else Path(str(json))):
         _check_writable(path)
-    names = ["table"] if len(counts) == 1 else [f"table{number}" for number in range(len(counts))]
-    tables = dict(zip(names, zip(counts, dims, strict=True), strict=True))
-    trainer = Trainer("frozen" if make is None else optimizer, make)
     if rank:
-        workload = make_workload(tables, trainer, samples, per_sample, zipf, unique, idle)
         ranking = rank_machines(
             workload,
-            forms_for(workload, storage_dtype, state_dtype, scale_block),
+            forms,
             _machines(machine, host_memory, disk),
             dense_s=dense_ms / 1e3,
             by=by or "time",
@@ -205,14 +188,14 @@ def plan(
         if picture is not None:
             from speedtransfer.planning.plan_picture import draw_ranking  # drawing is loaded where it is wanted
 
-            columns = {title: ranking.relative(name) for name, title in _TITLES.items() if ranking.has(name)}
-            draw_ranking(picture, [f"{each.machine.name} ({each.machine.devices})" for each in ranking.ranked], columns)
+            names = [f"{each.machine.name} ({each.machine.devices})" for each in ranking.ranked]
+            draw_ranking(picture, names, ranking.columns())
         return
     found = make_plan(
         tables,
         trainer,
         samples,
-        1 if per_sample is None else per_sample,
+        per_sample,
         zipf=zipf,
         unique=unique,
         machine=machine,
@@ -246,8 +229,7 @@ def _write(json: str | None, data: dict[str, Any], show: Any) -> None:
 
 def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Any]:
     """Return the machines to rank, those known and those of a file; what is given is for those whose own is not known."""
-    from speedtransfer.planning.machine import with_memory
-    from speedtransfer.planning.machine_files import load_machines, published_machines
+    from speedtransfer.planning.machine import load_machines, published_machines, with_memory
 
     more = [] if machine is None else load_machines(machine)
     return [
@@ -257,12 +239,6 @@ def _machines(machine: str | None, host_memory: str | None, disk: str | None) ->
 
 
 # --- checks of options, each of which raises with the option, the rule and the remedy ---------------------------------------
-
-
-def _whole(rows: float) -> int:
-    if not rows.is_integer():
-        raise InvalidValueError(f"--rows is {rows} but must be a number of rows; pass for instance 1e9")
-    return check_size(int(rows), "--rows", 1)
 
 
 def _lookups(
@@ -284,11 +260,6 @@ def _lookups(
         raise InvalidValueError("--batch is given, and --tokens too; pass one of them")
     per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
     return float(check_size(tokens, "--tokens", 1) * per_token), samples
-
-
-def _check_choice(option: str, name: str | None, choices: Collection[str]) -> None:
-    if name is not None and name not in choices:
-        raise InvalidValueError(f"{option} is {name!r}{suggest(name, choices)}")
 
 
 def _check_writable(path: Path | None) -> None:

@@ -38,8 +38,7 @@ from speedtransfer.planning.footprint import (
     sparse_way,
 )
 from speedtransfer.planning.forms import bytes_of, forms_for
-from speedtransfer.planning.machine import Machine, with_memory
-from speedtransfer.planning.machine_files import machine_given
+from speedtransfer.planning.machine import Machine, machine_given, with_memory
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
 from speedtransfer.planning.this_machine import this_machine

@@ -1,7 +1,8 @@
-"""Which machine is best for a workload: by the time of a step, by memory bandwidth, or by what the steps cost."""
+"""Which machine is best for tables: by the time of a step, by memory bandwidth, or by what the steps cost."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,12 +15,29 @@ from rich.table import Table as TextTable
 from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
-from speedtransfer.planning.machine import Machine, parse_bytes, parse_count, parse_text
-from speedtransfer.planning.machine_files import mapping_of, parsed, published_machines, read_yaml
+from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
+from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, check_machine
+from speedtransfer.planning.forms import Form, is_exact, state_planes
+from speedtransfer.planning.machine import (
+    Machine,
+    mapping_of,
+    parse_bytes,
+    parse_count,
+    parse_text,
+    parsed,
+    published_machines,
+    read_yaml,
+)
+from speedtransfer.planning.workload import Load, Workload
+from speedtransfer.ranks.cost import StepCost, sharded_step
+from speedtransfer.ranks.row_counts import expected_counts, row_form
+from speedtransfer.ranks.zipf import expected_unique
 from speedtransfer.units import format_ratio, format_seconds
 
 STEPS = 1e6  # batches that the price of an hour is turned into the cost of
+CALL_S = 50e-6  # of a collective call; a round number, and no machine's
 _PRICES = ("device_price", "machine_price", "hourly_price")
+_SHARED = ("host_bytes", "pinned_bytes", "disk_bytes", "host_bytes_per_s", "disk_bytes_per_s")
 
 
 @dataclass(frozen=True)
@@ -80,6 +98,9 @@ def read_prices(path: str | Path) -> Mapping[str, Price]:
     return found
 
 
+# --- ranking ------------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Ranked:
     """A machine that the workload fits on.
@@ -122,22 +143,34 @@ class Ranked:
         return None if price is None else self.performance / price
 
 
-# The value of each order, of which more is better.
-MEASURES: dict[str, Callable[[Ranked], float | None]] = {
-    "time": lambda ranked: ranked.performance,
-    "bandwidth": lambda ranked: ranked.bandwidth,
-    "device-price": lambda ranked: ranked.per(ranked.device_price),
-    "machine-price": lambda ranked: ranked.per(ranked.machine_price),
-    "hour": lambda ranked: ranked.per(ranked.hourly_price),
+class Measure(NamedTuple):
+    """An order: the value of which more is better, what it is in words and in a picture, and the price that it needs."""
+
+    value: Callable[[Ranked], float | None]
+    words: str
+    title: str
+    price: str = ""
+
+
+MEASURES = {
+    "time": Measure(lambda each: each.performance, "the time of a step", "batches/s"),
+    "bandwidth": Measure(lambda each: each.bandwidth, "memory bandwidth", ""),
+    "device-price": Measure(
+        lambda each: each.per(each.device_price),
+        "performance over the price of the GPUs",
+        "per GPU price",
+        "device_price",
+    ),
+    "machine-price": Measure(
+        lambda each: each.per(each.machine_price),
+        "performance over the price of the machine",
+        "per machine price",
+        "machine_price",
+    ),
+    "hour": Measure(
+        lambda each: each.per(each.hourly_price), "the cost of the steps, by the hour", "per hour", "hourly_price"
+    ),
 }
-PRICED = dict(zip(("device-price", "machine-price", "hour"), _PRICES, strict=True))
-
-
-class StepTime(NamedTuple):
-    """Seconds of a step on a machine, None with the reason where the workload does not fit."""
-
-    seconds: float | None
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -151,46 +184,41 @@ class Ranking:
 
     def relative(self, measure: str) -> list[float | None]:
         """Return the values of a measure over the best of them, in the order of the ranking."""
-        values = [MEASURES[measure](each) for each in self.ranked]
+        values = [MEASURES[measure].value(each) for each in self.ranked]
         best = max((value for value in values if value is not None), default=None)
         return [None if value is None or best is None else value / best for value in values]
 
-    def has(self, measure: str) -> bool:
-        """Tell whether any machine has a value for a measure."""
-        return any(MEASURES[measure](ranked) is not None for ranked in self.ranked)
+    def columns(self) -> dict[str, list[float | None]]:
+        """Return the relative values of each measure that a picture shows, by its title, where there are any."""
+        titled = {each.title: self.relative(name) for name, each in MEASURES.items() if each.title}
+        return {title: values for title, values in titled.items() if any(value is not None for value in values)}
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data: rates in bytes per second, times in seconds, None for what is not known."""
         shares = {measure: self.relative(measure) for measure in MEASURES}
-        return {
-            "by": self.by,
-            "steps": STEPS,
-            "ranked": [
-                {
-                    "machine": each.machine.name,
-                    "device": each.machine.device,
-                    "devices": each.machine.devices,
-                    "step_s": each.seconds,
-                    "batches_per_s": each.performance,
-                    "bandwidth_bytes_per_s": each.bandwidth,
-                    **{price: getattr(each, price) for price in _PRICES},
-                    "cost": each.cost,
-                    "relative": {measure: values[number] for measure, values in shares.items()},
-                    "sources": dict(each.machine.sources),
-                }
-                for number, each in enumerate(self.ranked)
-            ],
-            "left_out": [
-                {"machine": machine.name, "devices": machine.devices, "reason": reason}
-                for machine, reason in self.left_out
-            ],
-            "prices": [asdict(price) for price in self.prices],
-        }
+        ranked = [
+            {
+                "machine": each.machine.name,
+                "device": each.machine.device,
+                "devices": each.machine.devices,
+                "step_s": each.seconds,
+                "batches_per_s": each.performance,
+                "bandwidth_bytes_per_s": each.bandwidth,
+                **{price: getattr(each, price) for price in _PRICES},
+                "cost": each.cost,
+                "relative": {measure: values[number] for measure, values in shares.items()},
+                "sources": dict(each.machine.sources),
+            }
+            for number, each in enumerate(self.ranked)
+        ]
+        left_out = [{"machine": one.name, "devices": one.devices, "reason": reason} for one, reason in self.left_out]
+        prices = [asdict(price) for price in self.prices]
+        return {"by": self.by, "steps": STEPS, "ranked": ranked, "left_out": left_out, "prices": prices}
 
 
 def rank(
     machines: Sequence[Machine],
-    estimate: Callable[[Machine], StepTime],
+    estimate: Callable[[Machine], float],
     *,
     by: str = "time",
     devices: int | None = None,
@@ -227,47 +255,130 @@ def rank(
     for machine in machines:
         used = machine if devices is None else replace(machine, devices=devices)
         try:
-            seconds, reason = estimate(used)
+            seconds = estimate(used)
         except SpeedtransferError as error:
-            seconds, reason = None, str(error)
-        if seconds is None:
-            left_out.append((used, reason))
-        else:
-            ranked.append(_priced(machine, used, seconds, prices.get(machine.name.lower())))
+            left_out.append((used, str(error)))
+            continue
+        found = prices.get(machine.name.lower())
+        whole = math.ceil(used.devices / ((found and found.devices) or machine.devices))  # machines
+        counts = dict(zip(_PRICES, (used.devices, whole, whole), strict=True))
+        paid = {name: each * counts[name] for name in _PRICES if (each := getattr(found, name, None)) is not None}
+        ranked.append(Ranked(used, seconds, **paid))
     measure = MEASURES[by]
-    if by in PRICED and ranked and all(measure(each) is None for each in ranked):
+    if measure.price and ranked and all(measure.value(each) is None for each in ranked):
         raise InvalidValueError(
-            f"by is {by!r} but no machine that fits has a {PRICED[by]}; give one in a file of prices (--prices FILE.yaml)"
+            f"by is {by!r} but no machine that fits has a {measure.price}; give one in a file of prices (--prices FILE.yaml)"
         )
-    order = sorted(ranked, key=lambda each: (measure(each) is None, -(measure(each) or 0.0), each.seconds))
+    order = sorted(ranked, key=lambda each: (measure.value(each) is None, -(measure.value(each) or 0.0), each.seconds))
     return Ranking(by, tuple(order), tuple(left_out), tuple(prices.values()))
 
 
-def _priced(machine: Machine, used: Machine, seconds: float, price: Price | None) -> Ranked:
-    """Return the machine with what its GPUs that are used cost."""
-    if price is None:
-        return Ranked(used, seconds)
-    whole = math.ceil(used.devices / (price.devices or machine.devices))  # machines
-    counts = zip(_PRICES, (used.devices, whole, whole), strict=True)
-    found = {name: None if getattr(price, name) is None else getattr(price, name) * count for name, count in counts}
-    return Ranked(used, seconds, **found)
+# --- by the best configuration ------------------------------------------------------------------------------------------
+
+
+def rank_machines(
+    workload: Workload, forms: Sequence[Form], machines: Sequence[Machine], *, dense_s: float = 0.0, **options: Any
+) -> Ranking:
+    """Return machines in the order of what they give for a workload, each with the configuration that is best on it.
+
+    A step is one with rows read ahead, where that can be. On several GPUs each takes a batch, and the rows of every table are
+    shared out (``process_group=``), so that torch's own modules are left out there.
+
+    Parameters
+    ----------
+    workload : Workload
+    forms : sequence of Form
+        How rows and state may be stored.
+    machines : sequence of Machine
+    dense_s : float
+        Seconds of a step of the rest of the model.
+    options
+        Of :func:`rank`.
+    """
+
+    def estimate(machine: Machine) -> float:
+        ranks, one = machine.devices, one_of(machine) if machine.devices > 1 else machine
+        check_machine(one)
+        shares = [_distinct_share(table, workload.zipf, ranks) for table in workload.tables]
+        pairs = list(zip(workload.tables, shares, strict=True))
+        owned = replace(workload, tables=tuple(_shard(*pair, ranks) for pair in pairs)) if ranks > 1 else workload
+        found = [estimated(option, owned, one) for option in make_options(owned, forms, one, dense_s)]
+        best, seconds = _best([option for option in found if ranks == 1 or option.is_table])
+        if ranks == 1:
+            return seconds
+        of_row: Any = {"state_planes": state_planes(workload), "idle": "exact" if is_exact(workload) else "lazy"}
+        rows = [row_form(table.dim, **best.form.arguments, **of_row) for table in workload.tables]
+        counts = [
+            expected_counts(row, table.unique, share, ranks) for row, (table, share) in zip(rows, pairs, strict=True)
+        ]
+        cost = sharded_step(counts, ranks, training=workload.trainer.make is not None)
+        return seconds + exchange_seconds(machine, cost)
+
+    return rank(machines, estimate, **options)
+
+
+def one_of(machine: Machine) -> Machine:
+    """Return what each of the processes of a machine has, one for each GPU: its GPU, its link and its share of the rest.
+
+    Host memory has to feed all links at once: none is faster than its share of the host's bandwidth.
+    """
+    share: dict[str, Any] = {name: value / machine.devices for name in _SHARED if (value := getattr(machine, name))}
+    host = share.get("host_bytes_per_s")
+    for name in ("link_up_bytes_per_s", "link_down_bytes_per_s"):
+        rate = getattr(machine, name)
+        share[name] = rate if rate is None or host is None else min(rate, host)
+    return replace(machine, devices=1, **share)
+
+
+def exchange_seconds(machine: Machine, cost: StepCost) -> float:
+    """Return the time of what the processes send one another in a step, nothing overlapping.
+
+    Without a figure of its own it goes by way of host memory: down one link and up the other.
+    """
+    peer = machine.peer_bytes_per_s
+    if peer is None:
+        one = one_of(machine)
+        peer = 1 / (1 / one.figure("link_down_bytes_per_s") + 1 / one.figure("link_up_bytes_per_s"))
+    return cost.calls * CALL_S + cost.sent / peer
+
+
+def _best(options: Sequence[Option]) -> tuple[Option, float]:
+    """Return the best configuration and its time; raise with why the smallest of each memory does not fit."""
+    best = best_option(options)
+    if best is None:
+        of_tables = sorted((option for option in options if option.is_table), key=lambda option: -option.total_bytes)
+        reasons = {option.memory: option.reason for option in of_tables if option.memory in (DEVICE, PINNED, PAGEABLE)}
+        if PINNED in reasons:
+            del reasons[PAGEABLE]
+        raise InvalidValueError("; ".join(f"{memory}: {reason}" for memory, reason in reasons.items()))
+    seconds = best.ahead_s or best.step_s
+    if not seconds:
+        raise InvalidValueError(f"a rate that rows in {best.memory!r} memory need is not known")
+    return best, seconds
+
+
+def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
+    """Return the distinct rows that all processes look up over the sum of those of each."""
+    together = sum(expected_unique(rows, zipf, ranks * count) for rows, count in table.features)
+    return together / (ranks * sum(expected_unique(rows, zipf, count) for rows, count in table.features))
+
+
+def _shard(table: Load, share: float, ranks: int) -> Load:
+    """Return what one process owns of a table: of a step it updates the rows that any process looks up."""
+    rows = math.ceil(table.rows / ranks)
+    unique = min(share * table.unique, rows)
+    return dataclasses.replace(table, rows=rows, features=((rows, table.lookups),), unique=unique)
 
 
 # --- as a table -----------------------------------------------------------------------------------------------------------
 
-_BY = {
-    "time": "the time of a step",
-    "bandwidth": "memory bandwidth",
-    "device-price": "performance over the price of the GPUs",
-    "machine-price": "performance over the price of the machine",
-    "hour": "the cost of the steps, by the hour",
-}
 HOW_TO_PRICE = "prices are left out: give yours with --prices FILE.yaml; examples/prices.yaml shows how"
 
 
 def as_table(ranking: Ranking) -> RenderableType:
     """Return what a console prints: the ranking, below it what was left out and why, and of when the prices are."""
-    parts: list[RenderableType] = [Text(f"by {_BY[ranking.by]}; a step is a batch on each GPU; x: times the best\n")]
+    words = MEASURES[ranking.by].words
+    parts: list[RenderableType] = [Text(f"by {words}; a step is a batch on each GPU; x: times the best\n")]
     if ranking.ranked:
         table = TextTable("", box=None, pad_edge=False)
         table.columns[0].no_wrap = True

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 from speedtransfer.errors import InvalidValueError, format_bytes, printable
 from speedtransfer.system import program
@@ -28,12 +29,12 @@ from speedtransfer.word2vec.trainer import Trainer
 CORPUS = "world_factbook.words.txt.gz"
 WORDS = ("france", "coffee", "copper", "river", "march", "navy")
 NEXT = "analogy {} china chinese france"
-# A small corpus: many passes, and a subsampling threshold that leaves it words to learn from.
-SETTINGS = Settings(dim=64, optimizer="adamw", epochs=25, sample=1e-3, memory="auto")
+# A small corpus: many passes, and a subsampling threshold that leaves it words to learn from. Checked where they are used.
+SETTINGS: dict[str, Any] = {"dim": 64, "optimizer": "adamw", "epochs": 25, "sample": 1e-3, "memory": "auto"}
 
 
 def run_demo(
-    output: str | os.PathLike[str], settings: Settings = SETTINGS, show: Callable[[str], None] = print
+    output: str | os.PathLike[str], settings: Settings | None = None, show: Callable[[str], None] = print
 ) -> Trainer:
     """Train on the shipped corpus, write vectors and a picture, and return the trainer.
 
@@ -41,7 +42,7 @@ def run_demo(
     ----------
     output : path-like
         Folder; the files of an earlier demo in it are replaced.
-    settings : Settings
+    settings : Settings, optional
     show : callable
         Called with each line of the report.
 
@@ -52,6 +53,7 @@ def run_demo(
     StorageError
         `output` cannot be written.
     """
+    settings = settings or Settings(**SETTINGS)
     folder = OutputFolder(output, overwrite=True, only_own=True)
     if folder.path.exists() and os.listdir(folder.path) and not _is_of_demo(folder.path):
         raise InvalidValueError(

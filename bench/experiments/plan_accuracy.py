@@ -1,0 +1,179 @@
+"""Plans ten configurations by ``st.plan``, then trains each at its full size in a process of its own, and compares.
+
+``make plan-accuracy``, or ``python bench/record.py here --only plan_accuracy --limit 1800``. Wants a quiet machine with 8 GB
+of memory and of disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import tempfile
+import time
+import warnings
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import speedtransfer as st
+from speedtransfer.benchmark.measure import Group
+from speedtransfer.benchmark.memory import in_process
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.planning.optimizer_name import optimizer_given
+from speedtransfer.ranks.zipf import draw_ids
+
+NOTE = "Memory is that of weights and state; times are of a step, measured after every row has been trained once."
+RATIO, PLANNED, MEASURED = "planned / measured", "planned, ms", "measured, ms"
+VALUE = (lambda case: case.figures[RATIO], RATIO)
+GOAL = 1.5
+_QUICK = 200  # so many times fewer rows
+_CHUNK_VALUES = 1 << 22
+_WARM, _STEPS, _LIMIT_S = 4, 15, 4.0
+_MIX = 2_654_435_761  # a prime that divides no number of rows here: spreads frequent ids over the table
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: rows and columns of each table, samples, and ids of a sample in each table, and how it is stored."""
+
+    name: str
+    tables: tuple[tuple[int, int], ...]
+    optimizer: str = "AdamW"
+    batch: int = 4096
+    lookups: int = 4
+    zipf: float = 1.05
+    memory: str = "pageable"
+    idle: str = "exact"
+    storage: str = "float32"
+    state: str = "float32"
+
+
+# Of 1 to 3 GB with state.
+CASES = (
+    Case("AdamW exact, dim 64", ((3_000_000, 64),)),
+    Case("AdamW lazy, dim 64", ((3_000_000, 64),), idle="lazy"),
+    Case("AdamW exact, dim 16, uniform ids", ((6_000_000, 16),), zipf=0.0),
+    Case("SGD, dim 256, uniform ids", ((2_000_000, 256),), optimizer="SGD", zipf=0.0, idle="auto"),
+    Case("SGD momentum, dim 128", ((2_000_000, 128),), optimizer="SGD(momentum=0.9)"),
+    Case("Adagrad, dim 128, small batch", ((2_000_000, 128),), optimizer="Adagrad", batch=256, idle="auto"),
+    Case("AdamW, int8 rows, uint8 state", ((4_000_000, 128),), storage="int8", state="uint8"),
+    Case("AdamW, bfloat16 rows, uint8 state", ((4_000_000, 64),), storage="bfloat16", state="uint8", idle="lazy"),
+    Case(
+        "AdamW exact, 8 tables, dim 32",
+        tuple((rows, 32) for rows in (2_000_000, 1_000_000, 500_000, 300_000, 100_000, 30_000, 5_000, 300)),
+        lookups=1,
+    ),
+    Case("AdamW exact, mmap, dim 64", ((2_000_000, 64),), memory="mmap"),
+)
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return both times."""
+    return f"{case.figures[PLANNED]:.2f} ms planned, {case.figures[MEASURED]:.2f} ms measured"
+
+
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    """Make the group of all configurations; tables are on the CPU or what `st.plan` finds here."""
+    cases = [_smaller(case) for case in CASES] if quick else CASES
+    return [Group("configurations", functools.partial(_compare, cases), {"headline": False})]
+
+
+def _smaller(case: Case) -> Case:
+    return replace(case, tables=tuple((max(100, rows // _QUICK), dim) for rows, dim in case.tables))
+
+
+def _compare(cases: Any) -> list[CaseResult]:
+    found = []
+    for case in cases:
+        one = CaseResult(case.name, "ours", 0)
+        plan, full = (in_process(what, case) for what in (planned, measured))
+        times = {PLANNED: 1e3 * plan["step_s"], MEASURED: 1e3 * full["step_s"]}
+        one.figures = {**times, RATIO: round(times[PLANNED] / times[MEASURED], 3)}
+        one.memory = {"host_bytes": int(full["bytes"])}
+        found.append(one)
+    return found
+
+
+def about(groups: list[GroupResult]) -> list[str]:
+    """Say how near the plans were."""
+    ratios = [case.figures[RATIO] for group in groups for case in group.ran]
+    off = [max(ratio, 1 / ratio) for ratio in ratios]
+    within = sum(factor <= GOAL for factor in off)
+    return [
+        f"{within} of {len(off)} planned times are within a factor of {GOAL:g} of the measured ones, the median within "
+        f"{statistics.median(off):.4g}"
+    ]
+
+
+# --- in a process of its own --------------------------------------------------------------------------------------------
+
+
+def planned(case: Case) -> dict[str, float]:
+    """Return the time of a step by :func:`speedtransfer.plan`."""
+    form = {"storage_dtype": case.storage, "state_dtype": case.state}
+    plan = st.plan(
+        list(case.tables),
+        case.optimizer,
+        case.batch,
+        case.lookups,
+        zipf=case.zipf,
+        idle=case.idle,
+        **form,  # type: ignore[arg-type]
+    )
+    (option,) = [option for option in plan.options if option.memory == case.memory]
+    assert option.step_s is not None
+    return {"step_s": option.step_s}
+
+
+def measured(case: Case) -> dict[str, float]:
+    """Return the median time of a step of tables of full size, all rows of which have been trained once."""
+    trainer = optimizer_given(case.optimizer)
+    assert trainer.make is not None
+    options: dict[str, Any] = {"memory": case.memory, "idle": case.idle}
+    for name, dtype in (("storage_dtype", case.storage), ("state_dtype", case.state)):
+        options |= {name: getattr(torch, dtype)} if dtype != "float32" else {}
+    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".plan-accuracy-") as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tables = []
+        for number, (rows, dim) in enumerate(case.tables):
+            path = Path(folder, f"{number}.npy") if case.memory == "mmap" else None
+            zeros = torch.zeros(1, 1).expand(rows, dim)
+            tables.append(st.Embedding(rows, dim, _weight=zeros, path=path, **options))
+        optimizer = trainer.make([param for table in tables for param in table.parameters()])
+        _train_all(tables, optimizer)
+        found = {"step_s": statistics.median(_times(case, tables, optimizer))}
+        found["bytes"] = sum(table.table.nbytes for table in tables)
+        del tables, optimizer
+    return found
+
+
+def _train_all(tables: list[Any], optimizer: torch.optim.Optimizer) -> None:
+    """Touch every row once, so that its state and its pages exist."""
+    parts = [torch.arange(len(table.table)).split(_CHUNK_VALUES // table.embedding_dim) for table in tables]
+    for number in range(max(map(len, parts))):
+        for table, own in zip(tables, parts, strict=True):
+            table(own[number] if number < len(own) else own[0][:1]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _times(case: Case, tables: list[Any], optimizer: torch.optim.Optimizer) -> list[float]:
+    draw = np.random.default_rng(0)
+    times: list[float] = []
+    for number in range(_WARM + _STEPS):
+        ids = [
+            torch.from_numpy(draw_ids(rows, case.zipf, case.batch * case.lookups, draw) * _MIX % rows)
+            for rows, _ in case.tables
+        ]
+        grads = [torch.full((len(own), dim), 1e-2) for own, (_, dim) in zip(ids, case.tables, strict=True)]
+        start = time.perf_counter()
+        torch.autograd.backward([table(own) for table, own in zip(tables, ids, strict=True)], grads)
+        optimizer.step()
+        optimizer.zero_grad()
+        times.append(time.perf_counter() - start)
+        if number > 2 * _WARM and sum(times) > _LIMIT_S:
+            break
+    return times[_WARM:]
