@@ -12,10 +12,12 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, RowIndexError, check_size, suggest
 from speedtransfer.nn.active import activate
-from speedtransfer.nn.feature_ids import first_beyond, rows_of
+from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
-from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.fused_lookup import read_ahead
+from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
@@ -69,13 +71,33 @@ class Feature(nn.Embedding):
     @unrecorded
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
-        weight = self._whole()
-        flat, shape, _ = as_index(input, 0, device_of(weight), check=False)
+        found = self._found(input)
+        return look_up(self, self._whole(), found.index, found.padded, UsedFeatures(1 << self.number))
+
+    @unrecorded
+    def prefetch(self, ids: Any) -> Ticket:
+        """Begin to read the rows of `ids`, and return a ticket for this feature, as :meth:`MultiEmbedding.prefetch`."""
+        if not self._has_rows():
+            raise InvalidTypeError(
+                f"the weight that feature {self.name!r} is part of was swapped from outside (functional_call), so there are "
+                "no rows of a table; leave prefetch out"
+            )
+        return read_ahead(self, ids)
+
+    @property
+    def _handle(self) -> Any:
+        return self.handle()
+
+    def _found(self, ids: Any) -> FeatureRows:
+        """Return the rows of `ids` in the table, or what a ticket of this feature has."""
+        if isinstance(ids, Ticket):
+            return found_by(ids, self.number)
+        flat, shape, _ = as_index(ids, 0, device_of(self._whole()), check=False)
         bad = first_beyond(flat, self.num_embeddings)
         if bad is not None:
             raise self.out_of_range(int(flat[bad]), bad, shape)
-        index, padded = rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
-        return look_up(self, weight, index, padded, UsedFeatures(1 << self.number))
+        rows = rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
+        return FeatureRows(*rows, number=self.number)
 
     def out_of_range(self, value: int, position: int, shape: tuple[int, ...]) -> RowIndexError:
         """Return the error for the id `value`, at a flat `position` of ids of `shape`."""
@@ -233,18 +255,19 @@ def device_of(weight: Any) -> torch.device:
     return device
 
 
-def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None, features: UsedFeatures) -> Tensor:
+def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, features: UsedFeatures) -> Tensor:
     """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient.
 
     Their gradient is one of `features`.
     """
     handle, freq = find_handle(weight), module.scale_grad_by_freq
     if handle is None or in_transform():
+        index = index.ids.view(index.shape) if isinstance(index, Ticket) else index
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
         training = torch.is_grad_enabled() and handle.requires_grad
-        if not training and module.max_norm is None and handle.looks_up_directly(index):
-            return handle.rows.lookup(index)
+        if not training and module.max_norm is None:
+            return frozen_lookup(handle, index, None, freq)
         active = activate(handle, index, training, module.max_norm, module.norm_type, padded=True, features=features)
         rows = lookup(active, freq)
     if padded is None or not rows.requires_grad:

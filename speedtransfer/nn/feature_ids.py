@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +11,35 @@ from torch import Tensor
 
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import as_index
 
 Shapes = dict[str, torch.Size]
+
+
+class FeatureRows(NamedTuple):
+    """The rows of ids of features.
+
+    Attributes
+    ----------
+    index : Tensor or Ticket
+        In the table; of columns in their shape, of parts ``(n,)``. Or the ticket that was made for them.
+    padded : Tensor, optional
+        Which are padding, in the same shape; None: no feature has padding.
+    shapes : dict of str to torch.Size, optional
+        Of the parts, by feature; None: there are columns, or one feature.
+    by_name : bool
+        Whether the parts were given by name.
+    number : int, optional
+        Of the one feature that they are of.
+    """
+
+    index: Any
+    padded: Tensor | None
+    shapes: Shapes | None = None
+    by_name: bool = False
+    number: int | None = None
 
 
 class FeatureIds:
@@ -41,16 +66,16 @@ class FeatureIds:
         # Without tensors of a device that may be missing where this is unpickled.
         return {**vars(self), "_spread": {}}
 
-    def rows(self, ids: Any, device: torch.device) -> tuple[Tensor, Tensor | None, Shapes | None]:
-        """Return the rows of `ids` in the table, which of them are padding, and the shapes of the parts.
-
-        Columns keep their shape, and have None for parts; parts become one dimension. Where no feature has padding it is None.
+    def rows(self, ids: Any, device: torch.device) -> FeatureRows:
+        """Return the rows of `ids` in the table; of a ticket those that it was made for.
 
         Raises
         ------
         RowIndexError
             An id on the CPU is not below the rows of its feature.
         """
+        if isinstance(ids, Ticket):
+            return found_by(ids)
         if isinstance(ids, Mapping | list | tuple):
             flat, shapes = self._joined(ids, device)
         else:
@@ -71,7 +96,7 @@ class FeatureIds:
             names = tuple(ids) if isinstance(ids, Mapping) else ()
             given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
             index._made_from = names, given  # type: ignore[attr-defined]
-        return index, padded, shapes
+        return FeatureRows(index, padded, shapes, isinstance(ids, Mapping))
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         names = list(self._features)
@@ -117,6 +142,17 @@ class FeatureIds:
                 break
             position -= shape.numel()
         raise self._features[name].out_of_range(value, position, shape)
+
+
+def found_by(ticket: Ticket, number: int | None = None) -> FeatureRows:
+    """Return what the ticket was made for, to be looked up by all features together, or by that with a number."""
+    if ticket.found is None or ticket.found.number != number:
+        raise InvalidValueError(
+            "this ticket was made by another module, for the ids of other features; pass it to the module whose prefetch() "
+            "made it"
+        )
+    found: FeatureRows = ticket.found
+    return found._replace(index=ticket)
 
 
 def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:

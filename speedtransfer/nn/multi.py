@@ -15,7 +15,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
-from speedtransfer.nn.feature_ids import FeatureIds
+from speedtransfer.nn.feature_ids import FeatureIds, FeatureRows
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
@@ -147,8 +147,9 @@ class MultiEmbedding(FeatureModules, TableModule):
 
         Parameters
         ----------
-        ids : Tensor, or sequence or mapping of Tensor
-            ``(..., features)``, a column for each feature. Or the ids of each, of any shapes. Or by name those of some.
+        ids : Tensor, or sequence or mapping of Tensor, or Ticket
+            ``(..., features)``, a column for each feature. Or the ids of each, of any shapes. Or by name those of some. Or the
+            ticket that `prefetch` has returned for ids in one of these forms.
 
         Returns
         -------
@@ -163,9 +164,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         """
         refuse_to_export(self)
         weight = self.weight
-        index, padded, shapes = self._feature_ids.rows(ids, device_of(weight))
-        used = UsedFeatures((1 << len(self)) - 1 if shapes is None else 0)
-        rows = look_up(self, weight, index, padded, used)
+        found = self._feature_ids.rows(ids, device_of(weight))
+        shapes, used = found.shapes, UsedFeatures((1 << len(self)) - 1 if found.shapes is None else 0)
+        rows = look_up(self, weight, found.index, found.padded, used)
         if shapes is None:
             return rows
         split: Any = ()
@@ -177,15 +178,15 @@ class MultiEmbedding(FeatureModules, TableModule):
             # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
             split = torch.unsafe_split_with_sizes(rows, sizes)
         parts = [part.view(*shape, self.embedding_dim) for part, shape in zip(split, shapes.values(), strict=True)]
-        return dict(zip(shapes, parts, strict=True)) if isinstance(ids, Mapping) else parts
+        return dict(zip(shapes, parts, strict=True)) if found.by_name else parts
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
-        active: ActiveRows = super().activate(self._row_ids(ids))
+        active: ActiveRows = super().activate(self._found(ids).index)
         return active
 
-    def _row_ids(self, ids: Any) -> Any:
-        return self._feature_ids.rows(ids, device_of(self.weight))[0]
+    def _found(self, ids: Any) -> FeatureRows:
+        return self._feature_ids.rows(ids, device_of(self.weight))
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), feature by feature, padding rows zero: the numbers that a ``ModuleList`` has."""

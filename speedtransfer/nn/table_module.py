@@ -13,7 +13,7 @@ from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.fused_lookup import read_ahead_of
+from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import register
 from speedtransfer.nn.module_state import with_weight
 from speedtransfer.nn.new_table import make_handle
@@ -22,10 +22,9 @@ from speedtransfer.nn.patches import install
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrecorded
-from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
-from speedtransfer.optim import Handle, Sharded, VocabularyIds, find_handle
+from speedtransfer.optim import Handle, Sharded, find_handle
 from speedtransfer.tables import Table
 
 
@@ -190,23 +189,11 @@ class TableModule(VocabularyModule):
         """
         if not self._has_rows():
             raise self._without_rows("leave prefetch out")
-        if self._is_read_together():
-            return read_ahead_of([(self, ids)])[0]
-        training = torch.is_grad_enabled() and self._handle.requires_grad
-        if isinstance(self._handle.id_space, VocabularyIds):
-            return VocabularyTicket(self._handle.id_space, ids, training)
-        return Ticket(self._handle, self._row_ids(ids), self.padding_idx, training)
+        return read_ahead(self, ids)
 
-    def _is_read_together(self) -> bool:
-        """Tell whether the rows of several processes are read ahead, in all of them, and not when they are looked up."""
-        handle = self._handle
-        return not (
-            handle.owners.has_whole or handle.rows.own or handle.id_space.come_and_go or self.max_norm is not None
-        )
-
-    def _row_ids(self, ids: Any) -> Any:
-        """Return the numbers in the table of the rows that `ids`, given as to the module, name."""
-        return ids
+    def _found(self, ids: Any) -> Any:
+        """Return what features make of `ids`, given as to the module; None: they are those of the table."""
+        return None
 
     def _without_rows(self, remedy: str) -> InvalidTypeError | InvalidValueError:
         """Return the error for what needs the rows of the table, while the weight is not theirs."""
