@@ -15,7 +15,7 @@ from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import register
-from speedtransfer.nn.module_state import with_weight
+from speedtransfer.nn.module_state import ModuleState, with_weight
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
 from speedtransfer.nn.patches import install
@@ -28,7 +28,7 @@ from speedtransfer.optim import Handle, Sharded, find_handle
 from speedtransfer.tables import Table
 
 
-class TableModule(VocabularyModule):
+class TableModule(VocabularyModule, ModuleState):
     """A module of ``torch.nn`` whose weight is a table; `weight` reads and writes as the whole table (`nn.weight`).
 
     On the meta device it is waiting: it has `_options`, a weight without memory, and no `_handle` yet.

@@ -6,23 +6,27 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.module_state import ModuleState
+from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, UsedFeatures
 from speedtransfer.vocabulary import Vocabulary, as_ids
 
 Read = TypeVar("Read")
 
 
-class VocabularyModule(ModuleState):
-    """The part of :class:`TableModule` for ids of a vocabulary."""
+class VocabularyModule:
+    """The part of :class:`TableModule` for ids of a vocabulary, and of features of one."""
 
+    _handle: Any
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
+    scale_grad_by_freq: bool
+    training: bool
 
     @property
     def num_embeddings(self) -> int:
@@ -62,20 +66,30 @@ class VocabularyModule(ModuleState):
             if not vocabulary.have_changed(found.rows.reshape(-1).cpu().numpy(), generation):
                 return result
 
-    def _activate_by_id(self, ids: Any, training: bool) -> ActiveRows:
+    def _activate_by_id(self, ids: Any, training: bool, features: UsedFeatures | None = None) -> ActiveRows:
         """Return the unique rows of ids, as `TableModule.activate`."""
 
         id_space: Any = self._handle.id_space
 
         def read(found: FoundRows) -> ActiveRows:
             limits, padding = (self.max_norm, self.norm_type), id_space.padding_row(self.padding_idx)
-            active = activate(self._handle, found.rows, training, *limits, padding, by_hand=True)
+            active = activate(self._handle, found.rows, training, *limits, padding, by_hand=True, features=features)
             # A gradient may be added by hand later.
             id_space.date(active.ids)
             self._note_missed(active, found)
             return active
 
         return self._read_by_id(ids, training, read)
+
+    def _look_up(self, found: FoundRows, training: bool, features: UsedFeatures | None = None) -> Tensor:
+        """Return the rows that ids of a vocabulary have, of which `features` are, where that matters."""
+        handle, limits, by_freq = self._handle, (self.max_norm, self.norm_type), self.scale_grad_by_freq
+        padding = handle.id_space.padding_row(self.padding_idx)
+        if not training and self.max_norm is None:
+            return found.filled(frozen_lookup(handle, found.rows, padding, by_freq))
+        active = activate(handle, found.rows, training, *limits, padding, padded=True, features=features)
+        self._note_missed(active, found)
+        return found.filled(lookup(active, by_freq))
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
         id_space: Any = self._handle.id_space

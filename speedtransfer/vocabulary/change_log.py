@@ -81,6 +81,7 @@ class ChangeLog(Base):
                 self.seed,
                 self.initial,
                 self.padding_idx,
+                self.features,
             )
 
     def all_rows_changed(self) -> None:
@@ -135,6 +136,11 @@ class ChangeLog(Base):
                 f"{owner}: the changes are of a table with padding_idx={changes.padding_idx} and {len(changes.reserved)} "
                 f"reserved rows but this one has padding_idx={self.padding_idx} and {live.reserved}; make both with the same "
                 "padding_idx"
+            )
+        if list(changes.features) != list(self.features):
+            raise InvalidValueError(
+                f"{owner}: the changes are of ids of the features {list(changes.features)} but this table has "
+                f"{list(self.features)}; make both with the same features"
             )
         if changes.complete or not changes.origin:
             return

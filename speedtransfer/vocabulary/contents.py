@@ -11,6 +11,7 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.changes import Changes
+from speedtransfer.vocabulary.feature_keys import FeatureKeys
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.mixing import owners_of
@@ -44,6 +45,13 @@ class Contents(Base):
             return torch.from_numpy(owner.owners.to_whole(live.index.find(wanted.reshape(-1).numpy()))).view(
                 wanted.shape
             )
+
+    def features_of(self, rows: Tensor) -> Tensor:
+        """Return the number of the feature of each of `rows` (n,) of this process, on their device; 0: of none."""
+        live, _ = self._bound()
+        # Padding of rows on a device names none.
+        ids = live.ids[np.minimum(rows.cpu().numpy(), len(live.ids) - 1)]
+        return FeatureKeys(len(self.features)).split(torch.from_numpy(ids))[0].to(rows.device)
 
     def export(self) -> tuple[Tensor, Tensor]:
         """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.

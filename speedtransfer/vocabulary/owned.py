@@ -99,6 +99,8 @@ class Owned(Base):
         self._owner: weakref.ref[Any] | None = None
         self._live: IdRows | None = None
         self._padding: tuple[int, int] | None = None
+        # Of whose ids its own are keys (`FeatureKeys`), by number from 1 on; none: they are ids of the module.
+        self.features: tuple[str, ...] = ()
         self._map: DeviceMap | None = None
         # Whether a function of the user runs that is told, or asked, of ids to be evicted.
         self._calls_out = False

@@ -98,6 +98,8 @@ class Room(Base):
     def _begin(self, ids: np.ndarray, rows: np.ndarray, weights: Tensor) -> None:
         """Let `rows` (n,), which were free, be those of `ids` (n,), distinct and unknown, with `weights`, ``(n, dim)``."""
         live, owner = self._bound()
+        # First: the last step of a row is one of its feature. The rows are still free.
+        live.ids[rows] = ids
         owner.rows.reset(to_device(torch.from_numpy(rows), live.table.device), weights)
         # Noted before: after an interrupt more may be noted than has changed.
         self._note_change(rows)

@@ -18,6 +18,7 @@ from speedtransfer.vocabulary.loaded_state import (
     LoadPlan,
     SavedState,
     free_rows,
+    pack_features,
     pack_initial,
     pack_numbers,
     read_state,
@@ -63,6 +64,8 @@ class SavedVocabulary(Base):
             admitted_lately=self._admitted_lately,
         )
         state["initial"] = pack_initial(self.initial)
+        if self.features:
+            state["features"] = pack_features(self.features)
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -95,6 +98,15 @@ class SavedVocabulary(Base):
         """
         live, owner = self._bound()
         saved = read_state(state, str(owner)) if state else None
+        theirs = () if saved is None else saved.features
+        if theirs != self.features:
+            names = [
+                f"those of the features {list(each)}" if each else "of no features" for each in (theirs, self.features)
+            ]
+            raise InvalidValueError(
+                f"{owner}: the ids to load are {names[0]} but the ids here {names[1]}, and would become others; load what a "
+                "module with the same features has saved, or set rows by vocabulary.update"
+            )
         if saved is None:
             sources = np.arange(num_saved)
             if self._padding is not None:
@@ -177,8 +189,10 @@ class SavedVocabulary(Base):
                 owner.grow(plan.num_rows)
             owner.rows.catch_up()
             before = live.index.find(plan.ids)
-            owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
             ids, used = live.ids.copy(), live.last_use != FREE
+            # First: the last step of a row is one of its feature.
+            live.ids[plan.rows] = plan.ids
+            owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
             last_use = self._take_numbers(plan.saved, plan.sources)
             counts = None if plan.saved is None or plan.saved.counts is None else plan.saved.counts[plan.sources]
             free = None
