@@ -107,7 +107,7 @@ def test_numbers_of_numpy_are_numbers() -> None:
     [
         ({"vocabulary": "x"}, "must be a speedtransfer.Vocabulary"),
         ({"vocabulary": st.Vocabulary}, "must be a speedtransfer.Vocabulary"),
-        ({"vocabulary": st.Vocabulary(), "device": "meta"}, "meta device"),
+        ({"vocabulary": st.Vocabulary(max_capacity=3), "device": "meta"}, "capacity .* is 4;"),
         ({"vocabulary": st.Vocabulary(), "padding_idx": 1.5}, "integers of 64 bits"),
         ({"vocabulary": st.Vocabulary(), "padding_idx": 2**65}, "ids have 64 bits"),
         ({"vocabulary": st.Vocabulary(initial=1e6), "dtype": torch.float16}, "ends at 65504"),

@@ -16,8 +16,9 @@ from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import register
 from speedtransfer.nn.module_state import ModuleState, with_weight
+from speedtransfer.nn.new_rows import NewRows
 from speedtransfer.nn.new_table import make_handle
-from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
+from speedtransfer.nn.options import TableOptions, complete, options_of
 from speedtransfer.nn.patches import install
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
@@ -78,7 +79,10 @@ class TableModule(VocabularyModule, ModuleState):
         elif dtype is None and weight is None:
             dtype = torch.get_default_dtype()
         if device.type == "meta":
-            refuse_vocabulary(options, "a module on the meta device", "make it on the device where it is trained")
+            if options["vocabulary"] is not None:
+                NewRows(
+                    None, shape, device, dtype or torch.get_default_dtype(), options, self.padding_idx, None
+                ).check()
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
             return
         if weight is None and dtype in FLOAT8_DTYPES:
@@ -120,7 +124,8 @@ class TableModule(VocabularyModule, ModuleState):
     def _end_wait(self, weight: Tensor | None, param: nn.Parameter) -> None:
         """Make the table with the values of `weight`, or zeros, on the device of `param`, which becomes the weight."""
         shape = (self.num_embeddings, self.embedding_dim) if weight is None else (len(weight), weight.shape[1])
-        self._use(make_handle(weight, shape, param.device, param.dtype, param.requires_grad, self._options))
+        about = param.device, param.dtype, param.requires_grad, self._options, self.padding_idx
+        self._use(make_handle(weight, shape, *about))
         del self._options
         self._parameters["weight"] = self._handle.bind(param, TableWeight)
 
@@ -256,10 +261,12 @@ class TableModule(VocabularyModule, ModuleState):
             self._end_wait(None, nn.Parameter(sample, weight.requires_grad))
             return self
         if options is not None:
-            shape = self.num_embeddings, self.embedding_dim
+            known = self.vocabulary
+            shape = self.num_embeddings if known is None else known.capacity, self.embedding_dim
             empty = nn.Parameter(torch.empty(shape, dtype=sample.dtype, device="meta"), weight.requires_grad)
             empty.grad = None if self._handle.grad is None else torch.empty_like(empty)
             self._wait(empty, options)
+            self.num_embeddings = shape[0]
             return self
         if sample.dtype != dtype:
             self._handle.convert(sample.dtype)

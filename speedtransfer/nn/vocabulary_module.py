@@ -43,7 +43,10 @@ class VocabularyModule:
     def vocabulary(self) -> Vocabulary | None:
         """What gives ids their rows; None: an id is the number of its row."""
         handle = self.__dict__.get("_handle")
-        return None if handle is None else handle.id_space.vocabulary
+        if handle is None:
+            # On the meta device that of the options.
+            return self.__dict__.get("_options", {}).get("vocabulary")
+        return handle.id_space.vocabulary
 
     def _read_by_id(self, ids: Any, training: bool, read: Callable[[FoundRows], Read]) -> Read:
         """Return `read` of the rows of ids, of which the vocabulary admits new ones if this module is in train mode.
@@ -115,14 +118,13 @@ class VocabularyModule:
         handle = self.__dict__.get("_handle")
         if other is None or other is handle:
             return
-        own = None if handle is None else handle.id_space.vocabulary
-        theirs = other.id_space.vocabulary
+        own, theirs = self.vocabulary, other.id_space.vocabulary
         if own is None and theirs is None:
             return
         if theirs is None:
             raise InvalidTypeError(
-                f"{handle} has a vocabulary and is given the weight of another table, whose ids are the numbers of its "
-                "rows; make both with a vocabulary, or use the other module"
+                f"{handle or 'this module'} has a vocabulary and is given the weight of another table, whose ids are the "
+                "numbers of its rows; make both with a vocabulary, or use the other module"
             )
         padding = None if self.padding_idx is None else int(as_ids([self.padding_idx]))
         if padding != theirs.padding_idx:
