@@ -347,6 +347,7 @@ def small() -> st.MultiEmbedding:
 REFUSED: dict[str, Callable[[st.MultiEmbedding], Any]] = {
     "no weight of its own": lambda emb: emb[0].weight,
     r"no reset_parameters\(\) of its own": lambda emb: emb[0].reset_parameters(),
+    "no vocabulary of its own": lambda emb: emb[1].vocabulary,
     "has a vocabulary": st.to_dense,
     "cannot be written as a whole": lambda emb: emb.weight.data.mul_(2),
     "swapped in": lambda emb: torch.func.functional_call(emb, {"weight": torch.ones(9, 2)}, (torch.tensor([[1, 2]]),)),

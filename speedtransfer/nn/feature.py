@@ -111,6 +111,11 @@ class Feature(nn.Embedding, VocabularyModule):
     def _handle(self) -> Any:
         return self.handle()
 
+    @property
+    def vocabulary(self) -> None:
+        """None, or an error: the vocabulary is that of all features."""
+        self._refuse_with_ids("vocabulary")
+
     def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
         """Return the rows of `ids` in the table, or what a ticket of this feature has."""
         if isinstance(ids, Ticket):
