@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -351,6 +352,8 @@ REFUSED: dict[str, Callable[[st.MultiEmbedding], Any]] = {
     "has a vocabulary": st.to_dense,
     "cannot be written as a whole": lambda emb: emb.weight.data.mul_(2),
     "swapped in": lambda emb: torch.func.functional_call(emb, {"weight": torch.ones(9, 2)}, (torch.tensor([[1, 2]]),)),
+    "outside of transforms": lambda emb: torch.func.vmap(emb)(torch.tensor([[1, 2]])),
+    "outside of .*transforms": lambda emb: torch.func.vmap(emb[0])(torch.tensor([[1, 2]])),
     "with the same features": lambda emb: emb.load_state_dict(
         st.MultiEmbedding([3, 4, 5], 2, vocabulary=st.Vocabulary()).state_dict()
     ),
@@ -392,3 +395,15 @@ def test_states_of_another_kind_are_refused(tmp_path):
     assert list(st.full_state_dict(emb)) == list(emb.state_dict())
     with pytest.raises(InvalidValueError, match="features"):
         others.vocabulary.update(emb.vocabulary.changed_since(0))
+
+
+def test_a_vocabulary_of_a_module_that_is_gone_serves_another_kind():
+    emb = small()
+    vocabulary = emb.vocabulary
+    state = vocabulary.state_dict()
+    assert "features" in state
+    del emb
+    gc.collect()
+    one = st.Embedding(4, 2, vocabulary=vocabulary)
+    one(torch.tensor([3, 2**62]))
+    assert "vocabulary.features" not in one.state_dict()

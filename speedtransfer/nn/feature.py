@@ -67,8 +67,9 @@ class Feature(nn.Embedding, VocabularyModule):
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
         self.scale_grad_by_freq, self.sparse, self._keys = multi.scale_grad_by_freq, multi.sparse, keys
         if padding_idx is not None and keys is not None:
-            self.padding_idx = int(as_ids([padding_idx]))
-            if keys.first_beyond(as_ids([padding_idx])) is not None:
+            given = as_ids([padding_idx])
+            self.padding_idx = int(given)
+            if keys.first_beyond(given) is not None:
                 raise self.out_of_range(self.padding_idx, None, ())
         elif padding_idx is not None:
             padding_idx = check_size(padding_idx, f"padding_idx of feature {name!r}", -(2**63))
@@ -323,11 +324,13 @@ def find(module: Any, weight: Any, ids: Any, by_hand: bool = False) -> FeatureRo
 
     `by_hand`: a gradient may come without autograd.
     """
+    handle: Any = find_handle(weight)
+    if module._keys is not None and (handle is None or in_transform()):
+        raise without_rows("a weight that was replaced" if handle is None else handle)
     try:
         found: FeatureRows = module._found(ids, weight)
         return found
     except Exception as error:
-        handle: Any = find_handle(weight)
         if handle is not None and not handle.owners.has_whole:
             training = handle.requires_grad and torch.is_grad_enabled()
             if handle.id_space.come_and_go:
@@ -343,9 +346,7 @@ def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, feature
     Their gradient is one of `features`.
     """
     handle, freq = find_handle(weight), module.scale_grad_by_freq
-    if module._keys is not None:
-        if handle is None or in_transform():
-            raise without_rows("a weight that was replaced" if handle is None else handle)
+    if module._keys is not None and handle is not None:
         training = torch.is_grad_enabled() and handle.requires_grad
         found: Tensor = module._read_by_id(
             index, training, functools.partial(module._look_up, training=training, features=features)

@@ -118,6 +118,8 @@ class Owned(Base):
         self.check_unbound()
         rows, reserved = owner.rows, self.reserved_rows(padding_idx)
         self._padding = None if padding_idx is None else (int(as_ids([padding_idx])), PADDING_ROW)
+        # The module says, if it has any.
+        self.features = ()
         self._live = IdRows(rows.table, reserved, self._eviction.counts, self._padding)
         self._live.rebuild()
         self._owner = weakref.ref(owner)
