@@ -101,7 +101,7 @@ def test_wrong_arguments_are_named(about: dict[str, Any], text: str) -> None:
     [
         ({"vocabulary": "x"}, "must be a speedtransfer.Vocabulary"),
         ({"vocabulary": st.Vocabulary}, "must be a speedtransfer.Vocabulary"),
-        ({"vocabulary": st.Vocabulary(), "device": "meta"}, "meta device"),
+        ({"vocabulary": st.Vocabulary(max_capacity=3), "device": "meta"}, "capacity .* is 4;"),
         ({"vocabulary": st.Vocabulary(), "padding_idx": 1.5}, "integers of 64 bits"),
         ({"vocabulary": st.Vocabulary(), "padding_idx": 2**65}, "ids have 64 bits"),
         ({"vocabulary": st.Vocabulary(initial=1e6), "dtype": torch.float16}, "ends at 65504"),

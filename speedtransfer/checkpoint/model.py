@@ -53,6 +53,12 @@ class SavedModel:
     def __init__(self, node: dict[str, Any], model: nn.Module, readers: Readers) -> None:
         self.model, entries, reader = model, node["entries"], readers.whole
         state, self._tables = _state(model)
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.is_meta and key not in self._tables:
+                raise InvalidValueError(
+                    f"{key!r} of the model is on the meta device, where nothing can be loaded; call "
+                    "model.to_empty(device=...) first"
+                )
         parts = {key.removesuffix("weight") + OF_VOCABULARY for key in self._tables if key.endswith("weight")}
         ids = {key for key in {*entries, *state} if key.startswith(tuple(parts))}
         _check_keys(set(entries) - ids, set(state) - ids)

@@ -48,6 +48,11 @@ class FeatureLag:
         for number in numbers.unique().tolist():
             yield number, (numbers == number).nonzero().flatten()
 
+    @property
+    def now(self) -> int:
+        """The number of steps that new rows count as having taken, which are of the first feature until they get an id."""
+        return self._lags[0].now
+
     def settle(self) -> None:
         """Find out whether the newest step was made, as `Lag`."""
         for lag in self._lags:

@@ -17,7 +17,7 @@ from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule, shape_of
 from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
+from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
@@ -134,16 +134,6 @@ class Embedding(TableModule, nn.Embedding):
             return frozen_lookup(handle, input, padding, self.scale_grad_by_freq)
         active = activate(handle, input, training, self.max_norm, self.norm_type, padding, padded=True)
         return lookup(active, self.scale_grad_by_freq)
-
-    def _look_up(self, found: FoundRows, training: bool) -> Tensor:
-        """Return the rows that ids of a vocabulary have."""
-        handle = self._handle
-        padding = handle.id_space.padding_row(self.padding_idx)
-        if not training and self.max_norm is None:
-            return found.filled(frozen_lookup(handle, found.rows, padding, self.scale_grad_by_freq))
-        active = activate(handle, found.rows, training, self.max_norm, self.norm_type, padding, padded=True)
-        self._note_missed(active, found)
-        return found.filled(lookup(active, self.scale_grad_by_freq))
 
     @classmethod
     @takes_options

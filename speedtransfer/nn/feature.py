@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, ItemsView, Iterator, KeysView, Mapping, ValuesView
 from typing import Any
 
@@ -12,18 +13,23 @@ from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, RowIndexError, check_size, suggest
 from speedtransfer.nn.active import activate
-from speedtransfer.nn.feature_ids import first_beyond, rows_of
+from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, keys_of, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
-from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.fused_lookup import read_ahead
+from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up, new_key
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
-from speedtransfer.nn.tracing import refuse_to_quantize
+from speedtransfer.nn.ticket import Ticket
+from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
+from speedtransfer.nn.vocabulary_lookup import without_rows
+from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.tables import as_index
+from speedtransfer.vocabulary import FeatureKeys, as_ids
 
 
-class Feature(nn.Embedding):
+class Feature(nn.Embedding, VocabularyModule):
     """Look the rows of one feature up as an ``nn.Embedding`` does; without a parameter of its own.
 
     Parameters
@@ -33,23 +39,41 @@ class Feature(nn.Embedding):
     name : str
         Of the feature.
     start, num_embeddings : int
-        Its first row in the table, and how many it has.
+        Its first row in the table, and how many it has. With a vocabulary the key of its id 0, and how many ids there is room
+        for at first.
     padding_idx : int, optional
-        Counted from `start`.
+        Counted from `start`; with a vocabulary an id of this feature.
+    keys : FeatureKeys, optional
+        Of the vocabulary.
     """
 
-    # Among the features, from 0 on; the MultiEmbedding sets it.
+    # Among the features; the MultiEmbedding sets it.
     number = -1
+    # Not annotated, which torch.jit would read before it is refused.
+    _keys = None  # type: FeatureKeys | None
 
-    def __init__(self, multi: Any, name: str, start: int, num_embeddings: int, padding_idx: int | None) -> None:
+    def __init__(
+        self,
+        multi: Any,
+        name: str,
+        start: int,
+        num_embeddings: int,
+        padding_idx: int | None,
+        keys: FeatureKeys | None = None,
+    ) -> None:
         nn.Module.__init__(self)
         self._key = new_key(self)
         # Not the module itself, which has this one: a cycle would keep the table until the next gc.
         self._shared_parameters, self.name, self.start = multi._parameters, name, start
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, multi.embedding_dim, padding_idx
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
-        self.scale_grad_by_freq, self.sparse = multi.scale_grad_by_freq, multi.sparse
-        if padding_idx is not None:
+        self.scale_grad_by_freq, self.sparse, self._keys = multi.scale_grad_by_freq, multi.sparse, keys
+        if padding_idx is not None and keys is not None:
+            given = as_ids([padding_idx])
+            self.padding_idx = int(given)
+            if keys.first_beyond(given) is not None:
+                raise self.out_of_range(self.padding_idx, None, ())
+        elif padding_idx is not None:
             padding_idx = check_size(padding_idx, f"padding_idx of feature {name!r}", -(2**63))
             # The same exception as torch.nn raises, for code that catches it.
             assert -num_embeddings <= padding_idx < num_embeddings, (
@@ -60,6 +84,7 @@ class Feature(nn.Embedding):
     @property
     def weight(self) -> Any:  # type: ignore[override]
         """The rows of this feature, ``(num_embeddings, embedding_dim)``: read and written as a weight is."""
+        self._refuse_with_ids("weight")
         rows = self._rows()
         return self._whole()[self.start : self.stop] if rows is None else rows.weight()
 
@@ -72,22 +97,65 @@ class Feature(nn.Embedding):
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
         weight = self._whole()
-        flat, shape, _ = as_index(input, 0, device_of(weight), check=False)
+        found = find(self, weight, input)
+        return look_up(self, weight, found.index, found.padded, UsedFeatures(1 << self.number))
+
+    @unrecorded
+    def prefetch(self, ids: Any) -> Ticket:
+        """Begin to read the rows of `ids`, and return a ticket for this feature, as :meth:`MultiEmbedding.prefetch`."""
+        if not self._has_rows():
+            raise InvalidTypeError(
+                f"the weight that feature {self.name!r} is part of was swapped from outside (functional_call), so there are "
+                "no rows of a table; leave prefetch out"
+            )
+        return read_ahead(self, ids)
+
+    @property
+    def _handle(self) -> Any:
+        return self.handle()
+
+    @property
+    def vocabulary(self) -> None:
+        """None, or an error: the vocabulary is that of all features."""
+        self._refuse_with_ids("vocabulary")
+
+    def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
+        """Return the rows of `ids` in the table, or what a ticket of this feature has."""
+        if isinstance(ids, Ticket):
+            return found_by(ids, self.number)
+        if self._keys is not None:
+            given = as_ids(ids)
+            flat = given.reshape(-1)
+            bad = self._keys.first_beyond(flat)
+            if bad is not None:
+                raise self.out_of_range(int(flat[bad]), bad, given.shape)
+            return FeatureRows(keys_of(given, self.start, self.padding_idx), None, number=self.number)
+        flat, shape, _ = as_index(ids, 0, device_of(self._whole() if weight is None else weight), check=False)
         bad = first_beyond(flat, self.num_embeddings)
         if bad is not None:
             raise self.out_of_range(int(flat[bad]), bad, shape)
-        index, padded = rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
-        return look_up(self, weight, index, padded, UsedFeatures(1 << self.number))
+        rows = rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
+        return FeatureRows(*rows, number=self.number)
 
-    def out_of_range(self, value: int, position: int, shape: tuple[int, ...]) -> RowIndexError:
-        """Return the error for the id `value`, at a flat `position` of ids of `shape`."""
-        rows, where = self._rows(), ", ".join(str(int(i)) for i in np.unravel_index(position, shape)) if shape else ""
-        have = f"{self.num_embeddings} rows (0 to {self.num_embeddings - 1})" if self.num_embeddings else "no rows"
+    def out_of_range(self, value: int, position: int | None, shape: tuple[int, ...]) -> RowIndexError:
+        """Return the error for the id `value`, at a flat `position` of ids of `shape`, or of padding (None)."""
+        rows = None if position is None else self._rows()
+        where = ", ".join(str(int(i)) for i in np.unravel_index(position or 0, shape)) if shape else ""
         name, index = self.name if rows is None else rows.path, f"index[{where}]" if where else "index"
+        if self._keys is not None:
+            limit, bits = self._keys.limit, self._keys.bits
+            index = "padding_idx" if position is None else index
+            return RowIndexError(
+                f"{index} of feature {name!r} is {value} but ids of features that share a vocabulary have {bits} bits "
+                f"({-limit} to {limit - 1}), as the others name the feature; pass the highest {bits} bits of a hash: "
+                f"ids >> {64 - bits}"
+            )
+        have = f"{self.num_embeddings} rows (0 to {self.num_embeddings - 1})" if self.num_embeddings else "no rows"
         return RowIndexError(f"{index} of feature {name!r} is {value} but it has {have}; clamp or filter the index")
 
     def reset_parameters(self) -> None:
         """Draw the weights from N(0, 1), the padding row zero: the numbers of ``torch.nn`` with the same seed."""
+        self._refuse_with_ids("reset_parameters()")
         handle = self.handle()
         if handle is None:
             super().reset_parameters()
@@ -118,6 +186,15 @@ class Feature(nn.Embedding):
             )
         return self._shared_parameters["weight"]
 
+    def _refuse_with_ids(self, what: str) -> None:
+        """Raise where rows are those of ids, which are in no order, and others between them."""
+        if self._keys is not None:
+            raise InvalidTypeError(
+                f"feature {self.name!r} shares a vocabulary, and its rows are among those of other features, in no order, so "
+                f"that it has no {what} of its own; use the vocabulary of the MultiEmbedding (export, update, "
+                "Vocabulary(initial=...)) with the ids that its vocabulary_ids() returns"
+            )
+
     def _rows(self) -> FeatureHandle | None:
         handle = self.handle()
         return None if handle is None else FeatureHandle(handle, self.start, self.stop, self.number, self.name)
@@ -145,6 +222,8 @@ class Feature(nn.Embedding):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield `weight`, so that an optimizer of it raises; the parameters of a model do not contain it."""
+        if self._keys is not None:
+            return
         yield f"{prefix}.weight" if prefix else "weight", self.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Feature:
@@ -160,6 +239,9 @@ class Feature(nn.Embedding):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Save the rows as ``nn.Embedding`` does; in a checkpoint, which has the whole table, their number alone."""
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._keys is not None:
+            # The MultiEmbedding has them.
+            return
         handle = self.handle()
         if with_placeholders():
             rows = torch.empty(self.num_embeddings, 0, device="cpu")
@@ -172,6 +254,10 @@ class Feature(nn.Embedding):
         destination[prefix + "weight"] = rows if keep_vars else rows.detach()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if self._keys is not None:
+            # Keys of rows of its own are those of another model.
+            nn.Module._load_from_state_dict(self, state_dict, prefix, local_metadata, *rest)
+            return
         if with_placeholders():
             return
         check_assigned(state_dict, prefix, local_metadata)
@@ -240,18 +326,46 @@ def device_of(weight: Any) -> torch.device:
     return device
 
 
-def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None, features: UsedFeatures) -> Tensor:
+def find(module: Any, weight: Any, ids: Any, by_hand: bool = False) -> FeatureRows:
+    """Return the rows of `ids`, for a lookup in `weight`. If that raises the processes that share the rows out are told.
+
+    `by_hand`: a gradient may come without autograd.
+    """
+    handle: Any = find_handle(weight)
+    if module._keys is not None and (handle is None or in_transform()):
+        raise without_rows("a weight that was replaced" if handle is None else handle)
+    try:
+        found: FeatureRows = module._found(ids, weight)
+        return found
+    except Exception as error:
+        if handle is not None and not handle.owners.has_whole:
+            training = handle.requires_grad and torch.is_grad_enabled()
+            if handle.id_space.come_and_go:
+                handle.id_space.owners.refuse_ids(training and module.training)
+            else:
+                handle.owners.lookups.refuse(error, training or (by_hand and handle.requires_grad))
+        raise
+
+
+def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, features: UsedFeatures) -> Tensor:
     """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient.
 
     Their gradient is one of `features`.
     """
     handle, freq = find_handle(weight), module.scale_grad_by_freq
+    if module._keys is not None and handle is not None:
+        training = torch.is_grad_enabled() and handle.requires_grad
+        found: Tensor = module._read_by_id(
+            index, training, functools.partial(module._look_up, training=training, features=features)
+        )
+        return found
     if handle is None or in_transform():
+        index = index.ids.view(index.shape) if isinstance(index, Ticket) else index
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
         training = torch.is_grad_enabled() and handle.requires_grad
-        if not training and module.max_norm is None and handle.looks_up_directly(index):
-            return handle.rows.lookup(index)
+        if not training and module.max_norm is None:
+            return frozen_lookup(handle, index, None, freq)
         active = activate(handle, index, training, module.max_norm, module.norm_type, padded=True, features=features)
         rows = lookup(active, freq)
     if padded is None or not rows.requires_grad:

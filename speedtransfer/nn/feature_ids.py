@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -11,10 +11,36 @@ from torch import Tensor
 
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import as_index
+from speedtransfer.vocabulary import FeatureKeys, as_ids
 
 Shapes = dict[str, torch.Size]
+
+
+class FeatureRows(NamedTuple):
+    """The rows of ids of features.
+
+    Attributes
+    ----------
+    index : Tensor or Ticket
+        In the table; of columns in their shape, of parts ``(n,)``. Or the ticket that was made for them.
+    padded : Tensor, optional
+        Which are padding, in the same shape; None: no feature has padding.
+    shapes : dict of str to torch.Size, optional
+        Of the parts, by feature; None: there are columns, or one feature.
+    by_name : bool
+        Whether the parts were given by name.
+    number : int, optional
+        Of the one feature that they are of.
+    """
+
+    index: Any
+    padded: Tensor | None
+    shapes: Shapes | None = None
+    by_name: bool = False
+    number: int | None = None
 
 
 class FeatureIds:
@@ -24,16 +50,21 @@ class FeatureIds:
     ----------
     features : dict of str to Feature
         In the order of their rows.
+    keys : FeatureKeys, optional
+        Has the ids of a vocabulary that are found in the place of rows.
     """
 
-    def __init__(self, features: dict[str, Any]) -> None:
-        self._features = features
-        # By feature: its first row, how many it has, its padding row or -1.
+    _keys: FeatureKeys | None = None
+
+    def __init__(self, features: dict[str, Any], keys: FeatureKeys | None = None) -> None:
+        self._features, self._keys = features, keys
+        # By feature: its first row, how many it has, its padding row or -1. Or the key of its id 0, nothing, and padding.
+        none = -1 if keys is None else min(keys.limit, (1 << 63) - 1)
         layout = [
-            (f.start, f.num_embeddings, -1 if f.padding_idx is None else f.padding_idx) for f in features.values()
+            (f.start, f.num_embeddings, none if f.padding_idx is None else f.padding_idx) for f in features.values()
         ]
         self._layout = torch.tensor(layout, dtype=torch.int64, device="cpu").view(-1, 3).t().contiguous()
-        self._padded = any(padding >= 0 for _, _, padding in layout)
+        self._padded = any(padding != none for _, _, padding in layout)
         # The layout of each id, by device and number of ids of each feature.
         self._spread: dict[Any, Tensor] = {}
 
@@ -41,20 +72,20 @@ class FeatureIds:
         # Without tensors of a device that may be missing where this is unpickled.
         return {**vars(self), "_spread": {}}
 
-    def rows(self, ids: Any, device: torch.device) -> tuple[Tensor, Tensor | None, Shapes | None]:
-        """Return the rows of `ids` in the table, which of them are padding, and the shapes of the parts.
-
-        Columns keep their shape, and have None for parts; parts become one dimension. Where no feature has padding it is None.
+    def rows(self, ids: Any, device: torch.device) -> FeatureRows:
+        """Return the rows of `ids` in the table, or their keys; of a ticket those that it was made for.
 
         Raises
         ------
         RowIndexError
-            An id on the CPU is not below the rows of its feature.
+            An id on the CPU is not below the rows of its feature; or one anywhere has no key.
         """
+        if isinstance(ids, Ticket):
+            return found_by(ids)
         if isinstance(ids, Mapping | list | tuple):
             flat, shapes = self._joined(ids, device)
         else:
-            index, shape, _ = as_index(ids, 0, device, check=False)
+            index, shape = self._read(ids, device)
             flat, shapes = index.view(shape), None
             if not shape or shape[-1] != len(self._features):
                 raise InvalidValueError(
@@ -62,16 +93,20 @@ class FeatureIds:
                     "of tensors for other shapes"
                 )
         start, num_rows, padding = self._layout_of(flat.device, shapes)
-        bad = first_beyond(flat, num_rows)
+        bad = first_beyond(flat, num_rows) if self._keys is None else self._keys.first_beyond(flat)
         if bad is not None:
             self._raise(int(flat.reshape(-1)[bad]), bad, flat.shape, shapes)
-        index, padded = rows_of(flat, start, num_rows, padding if self._padded else None)
+        padding = padding if self._padded else None
+        if self._keys is None:
+            index, padded = rows_of(flat, start, num_rows, padding)
+        else:
+            index, padded = keys_of(flat, start, padding), None
         if index.is_cuda:
             # By these a ticket knows it, without looking at values.
             names = tuple(ids) if isinstance(ids, Mapping) else ()
             given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
             index._made_from = names, given  # type: ignore[attr-defined]
-        return index, padded, shapes
+        return FeatureRows(index, padded, shapes, isinstance(ids, Mapping))
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         names = list(self._features)
@@ -87,12 +122,19 @@ class FeatureIds:
                 raise InvalidValueError(f"ids has {name!r}, which is not a feature{suggest(str(name), names)}")
         parts, shapes = [torch.empty(0, dtype=torch.int64, device=device)][: not ids], Shapes()
         for name, part in ids.items():
-            flat, shape, _ = as_index(part, 0, device, check=False)
+            flat, shape = self._read(part, device)
             parts.append(flat)
             shapes[name] = torch.Size(shape)
         if any(part.device != parts[0].device for part in parts):
             parts = [to_device(part, device) for part in parts]
         return torch.cat(parts), shapes
+
+    def _read(self, ids: Any, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+        """Return ids as a 1-D int64 tensor, not checked, and their shape."""
+        if self._keys is None:
+            return as_index(ids, 0, device, check=False)[:2]
+        given = as_ids(ids)
+        return given.reshape(-1), tuple(given.shape)
 
     def _layout_of(self, device: torch.device, shapes: Shapes | None) -> Tensor:
         """Return the layout, ``(3, features)`` for columns, ``(3, n)`` for parts; those used last are kept."""
@@ -119,6 +161,17 @@ class FeatureIds:
         raise self._features[name].out_of_range(value, position, shape)
 
 
+def found_by(ticket: Ticket, number: int | None = None) -> FeatureRows:
+    """Return what the ticket was made for, to be looked up by all features together, or by that with a number."""
+    if ticket.found is None or ticket.found.number != number:
+        raise InvalidValueError(
+            "this ticket was made by another module, for the ids of other features; pass it to the module whose prefetch() "
+            "made it"
+        )
+    found: FeatureRows = ticket.found
+    return found._replace(index=ticket)
+
+
 def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:
     """Return the first flat position of ids on the CPU that are not below `num_rows`, a number or one for each.
 
@@ -130,6 +183,12 @@ def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:
     # Negative ids are the largest unsigned ones.
     beyond = ids.numpy().view(np.uint64) >= limit
     return int(beyond.argmax()) if beyond.any() else None
+
+
+def keys_of(ids: Tensor, start: Any, padding: Any) -> Tensor:
+    """Return the keys of ids that have one, `start` that of id 0; those that are `padding`, if it is not None, share one."""
+    keys = ids + start
+    return keys if padding is None else keys.masked_fill_(ids == padding, FeatureKeys.PADDING)
 
 
 def rows_of(ids: Tensor, start: Any, num_rows: Any, padding: Any) -> tuple[Tensor, Tensor | None]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import init
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
 from speedtransfer.optim import Handle, Sharded, VocabularyIds
 from speedtransfer.vocabulary.initial import FARTHEST
@@ -37,11 +38,19 @@ _CHANGES = "zero_ fill_ mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ erfinv_
 
 def _kinds(weight: Any) -> tuple[VocabularyIds | None, Sharded | None]:
     """Return the ids and the owners of the rows of a weight, where these are those of a vocabulary, or several."""
-    handle = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
+    handle: Any = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
+    if isinstance(handle, FeatureHandle):
+        handle = handle.handle
     if not isinstance(handle, Handle):
         return None, None
     ids, owners = handle.id_space, handle.owners
     return ids if isinstance(ids, VocabularyIds) else None, owners if isinstance(owners, Sharded) else None
+
+
+def _part(weight: Any) -> tuple[int, int]:
+    """Return the first row of the table that the weight has, and the one after its last."""
+    handle = handle_of(weight)
+    return (handle.start, handle.stop) if isinstance(handle, FeatureHandle) else (0, handle.num_rows)
 
 
 def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
@@ -61,7 +70,7 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
         if owners is None or (is_change and not numbers):
             return NotImplemented
         write = owners.change if is_change else owners.draw
-        write(lambda values: func(values, *args, **kwargs))
+        write(lambda values: func(values, *args, **kwargs), *_part(tensor))
         return tensor
 
     return call
@@ -71,8 +80,8 @@ def _copied(weight: Any, values: Tensor, non_blocking: bool = False) -> Any:
     owners = _kinds(weight)[1]
     if owners is None:
         return NotImplemented
-    handle = owners.handle
-    handle.store(torch.as_tensor(values).expand(handle.num_rows, handle.table.dim))
+    start, stop = _part(weight)
+    owners.handle.load(torch.as_tensor(values).detach().expand(stop - start, owners.handle.table.dim), start)
     return weight
 
 
@@ -93,7 +102,7 @@ def _kaiming_uniform(
     elif owners is not None:
         # In the order of torch, for the same bits.
         bound = math.sqrt(3.0) * (gain / root)
-        owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator))
+        owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator), *_part(tensor))
     return tensor
 
 

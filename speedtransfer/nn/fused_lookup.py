@@ -17,7 +17,8 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait
-from speedtransfer.optim import Handle
+from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
+from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.optim.shards import check_counts
 from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.tables import UniqueRows, as_index, unique_rows
@@ -112,6 +113,30 @@ class FusedLookups:
                 ticket.rows, ticket.read, ticket.changes = rows, read, handle.owners.changes
 
 
+def read_ahead(module: Any, ids: Any) -> Ticket:
+    """Return a ticket for the ids of one module, which has rows; of a table of several processes collective."""
+    if is_read_together(module):
+        return read_ahead_of([(module, ids)])[0]
+    handle: Handle = module._handle
+    found = module._found(ids)
+    rows, padding_idx = (ids, module.padding_idx) if found is None else (found.index, None)
+    training = torch.is_grad_enabled() and handle.requires_grad
+    if isinstance(handle.id_space, VocabularyIds):
+        ticket: Ticket = VocabularyTicket(handle.id_space, rows, training)
+    else:
+        ticket = Ticket(handle, rows, padding_idx, training)
+    ticket.found = found
+    return ticket
+
+
+def is_read_together(module: Any) -> bool:
+    """Tell whether the rows of several processes are read ahead, in all of them, and not when they are looked up."""
+    handle: Handle = module._handle
+    return not (
+        handle.owners.has_whole or handle.rows.own or handle.id_space.come_and_go or module.max_norm is not None
+    )
+
+
 def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
     """Return a ticket for each pair of a module and ids; those of several processes are sent together. Collective for these.
 
@@ -121,8 +146,7 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
     groups: dict[Exchange, tuple[list[Any], list[ShardTicket]]] = {}
     errors: dict[Exchange, Exception] = {}
     for module, ids in pairs:
-        together = module._has_rows() and module._is_read_together()
-        if not together:
+        if not (module._has_rows() and is_read_together(module)):
             tickets.append(module.prefetch(ids))
             continue
         handle: Handle = module._handle
@@ -130,7 +154,10 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
         handles, some = groups.setdefault(exchange, ([], []))
         handles.append(handle)
         try:
-            made = ShardTicket(handle, module._row_ids(ids), module.padding_idx, handle.requires_grad)
+            found = module._found(ids)
+            rows, padding_idx = (ids, module.padding_idx) if found is None else (found.index, None)
+            made = ShardTicket(handle, rows, padding_idx, handle.requires_grad)
+            made.found = found
         except Exception as error:
             errors.setdefault(exchange, error)
             continue

@@ -13,6 +13,7 @@ from typing_extensions import NamedTuple
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_loader, check_size
 from speedtransfer.nn.fused_lookup import read_ahead_of
+from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import Ticket
 
@@ -147,6 +148,10 @@ def _is_changed(ids: Any, before: Tensor) -> bool:
     return not torch.equal(torch.as_tensor(ids), before)
 
 
+def _copies(parts: Iterable[Any]) -> list[tuple[Any, Tensor]]:
+    return [(p, torch.as_tensor(p).clone()) for p in parts if not (isinstance(p, Tensor) and p.is_cuda)]
+
+
 class PrefetchLoader(Generic[Batch]):
     """What `prefetch` returns; attributes that it does not have are those of `loader`."""
 
@@ -243,9 +248,14 @@ class PrefetchLoader(Generic[Batch]):
                 # The table within it reads rows ahead, by row numbers that the module computes: its ticket has only these.
                 parts = ids if isinstance(ids, tuple) and all(isinstance(part, Tensor) for part in ids) else (ids,)
                 pairs.append(module.lookup_ahead(*parts))
-                given += [(p, torch.as_tensor(p).clone()) for p in parts if not (isinstance(p, Tensor) and p.is_cuda)]
+                given += _copies(parts)
             else:
                 pairs.append((module, ids))
+                if isinstance(module, MultiEmbedding):
+                    # Its ticket has row numbers too.
+                    given += _copies(
+                        ids.values() if isinstance(ids, Mapping) else ids if isinstance(ids, list | tuple) else [ids]
+                    )
         for module, _ in pairs:
             if not isinstance(module, TableModule):
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"

@@ -102,6 +102,9 @@ class ModuleState(nn.Module):
         Rows that are read in place are compared: to load others raises.
         """
         check_assigned(state_dict, prefix, local_metadata)
+        waiting = not self._has_rows() and self.__dict__.get("_options", {}).get("vocabulary") is not None
+        if waiting and (prefix + "weight" in state_dict or ids_of(state_dict, prefix)):
+            self._begin_with_ids(state_dict.get(prefix + "weight"), local_metadata)
         if not self._has_rows():
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             weight = self._parameters.get("weight")
@@ -152,6 +155,17 @@ class ModuleState(nn.Module):
                 f"{self._handle} is owned by {self._handle.owners.exchange.ranks} processes, so state_dict() of one has not "
                 "all rows; call st.save_checkpoint in all, or st.full_state_dict(model), which gives them to rank 0"
             )
+
+    def _begin_with_ids(self, given: Any, local_metadata: Any) -> None:
+        """Make the table of a module with a vocabulary on the meta device where the rows to load are, ``assign=True``."""
+        weight: Any = self._parameters["weight"]
+        if not isinstance(given, Tensor) or given.is_meta or not local_metadata.get("assign_to_params_buffers"):
+            raise InvalidValueError(
+                "a module with a vocabulary is on the meta device, where nothing can be loaded; pass assign=True, with the "
+                "rows, or call to_empty(device=...) of the model first"
+            )
+        waiting: Any = self
+        waiting._end_wait(None, nn.Parameter(given.new_empty(0), requires_grad=weight.requires_grad))
 
     def _load_ids(self, id_space: VocabularyIds, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
         """Load rows and their ids, of a table with any number of rows: those of a table without ids are numbered from 0 on.

@@ -14,8 +14,8 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
-from speedtransfer.nn.feature import Feature, FeatureModules, device_of, look_up
-from speedtransfer.nn.feature_ids import FeatureIds
+from speedtransfer.nn.feature import Feature, FeatureModules, device_of, find, look_up
+from speedtransfer.nn.feature_ids import FeatureIds, FeatureRows
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
@@ -24,6 +24,7 @@ from speedtransfer.nn.tracing import refuse_to_export
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
+from speedtransfer.vocabulary import FeatureKeys, as_ids
 
 # Arguments of nn.Embedding that all rows of a table have in common.
 _COMMON = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
@@ -47,6 +48,11 @@ class MultiEmbedding(FeatureModules, TableModule):
     memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
     comm_dtype
         As in :class:`~speedtransfer.Embedding`, for the one table.
+    vocabulary : Vocabulary, optional
+        Gives ids of all features rows as they come: `num_embeddings` is then how many there is room for at first, in sum, and
+        `padding_idx` an id of each feature, which all share one row of padding. The ids of the vocabulary, which its methods
+        take and return, have the number of the feature in their highest bits (`vocabulary_ids`, `feature_ids`): ids of n
+        features have ``64 - n.bit_length()`` bits, and others raise.
 
     Notes
     -----
@@ -54,7 +60,14 @@ class MultiEmbedding(FeatureModules, TableModule):
     parameter groups and ``requires_grad`` are those of all features. As in a ``ModuleList`` a feature that nothing came to in
     backward has no gradient (``m[i].weight.grad`` is None), and a step leaves it out. The state of an optimizer has one entry,
     with what each feature has of its own from the first such step on; that of a ``ModuleList`` does not load.
+
+    With a vocabulary ``m[i]`` has no `weight`, and the state dict is that of one table: it loads where the features are the
+    same, in the same order.
     """
+
+    # Of the features in the vocabulary.
+    # Not annotated, which torch.jit would read before it is refused.
+    _keys = None  # type: FeatureKeys | None
 
     @takes_options
     def __init__(
@@ -72,7 +85,6 @@ class MultiEmbedding(FeatureModules, TableModule):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        refuse_vocabulary(options, "a MultiEmbedding", "make an Embedding for each feature that needs one")
         nn.Module.__init__(self)
         if not isinstance(num_embeddings, Iterable) or isinstance(num_embeddings, str):
             raise InvalidTypeError(
@@ -91,11 +103,21 @@ class MultiEmbedding(FeatureModules, TableModule):
         self.embedding_dim, self.padding_idx, self.max_norm, self.norm_type = embedding_dim, None, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.num_embeddings = 0
-        for name, size in sizes.items():
+        if options.get("vocabulary") is not None:
+            self._keys = FeatureKeys(len(sizes))
+            if any(padding is not None for padding in paddings.values()):
+                self.padding_idx = FeatureKeys.PADDING
+            if _weight is not None:
+                raise InvalidTypeError(
+                    "a weight is given with a vocabulary, but its rows would be of no ids; make the module without, and call "
+                    "vocabulary.update(module.vocabulary_ids(feature, ids), rows)"
+                )
+        for number, (name, size) in enumerate(sizes.items()):
             size = check_size(size, f"num_embeddings of feature {name!r}")
-            self.add_module(name, Feature(self, name, self.num_embeddings, size, paddings[name]))
+            start = self.num_embeddings if self._keys is None else self._keys.start(number + 1)
+            self.add_module(name, Feature(self, name, start, size, paddings[name], self._keys))
             self.num_embeddings += size
-        self._feature_ids = FeatureIds(self._modules)
+        self._feature_ids = FeatureIds(self._modules, self._keys)
         self._set_up(_weight, _freeze, device, dtype, options)
 
     @classmethod
@@ -115,6 +137,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         InvalidTypeError, InvalidValueError
             A module is no ``nn.Embedding``, or is not like the first.
         """
+        refuse_vocabulary(options, "from_modules", "make a MultiEmbedding with it, and call its vocabulary.update")
         by_name = _by_name(modules)
         if not by_name:
             raise InvalidValueError("there are no modules; pass at least one nn.Embedding, which says the width of all")
@@ -148,8 +171,9 @@ class MultiEmbedding(FeatureModules, TableModule):
 
         Parameters
         ----------
-        ids : Tensor, or sequence or mapping of Tensor
-            ``(..., features)``, a column for each feature. Or the ids of each, of any shapes. Or by name those of some.
+        ids : Tensor, or sequence or mapping of Tensor, or Ticket
+            ``(..., features)``, a column for each feature. Or the ids of each, of any shapes. Or by name those of some. Or the
+            ticket that `prefetch` has returned for ids in one of these forms.
 
         Returns
         -------
@@ -164,32 +188,80 @@ class MultiEmbedding(FeatureModules, TableModule):
         """
         refuse_to_export(self)
         weight = self.weight
-        index, padded, shapes = self._feature_ids.rows(ids, device_of(weight))
-        used = UsedFeatures((1 << len(self)) - 1 if shapes is None else 0)
-        rows = look_up(self, weight, index, padded, used)
+        found = find(self, weight, ids)
+        shapes, used = found.shapes, UsedFeatures(self._every() if found.shapes is None else 0)
+        rows = look_up(self, weight, found.index, found.padded, used)
         if shapes is None:
             return rows
         split: Any = ()
         sizes = [shape.numel() for shape in shapes.values()]
         if rows.requires_grad and not in_transform():
-            features = [1 << list(self._modules).index(name) for name in shapes]
-            split = _Parts.apply(rows, sizes, features, used)
+            split = _Parts.apply(rows, sizes, self._bits(shapes), used)
         elif shapes:
             # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
             split = torch.unsafe_split_with_sizes(rows, sizes)
         parts = [part.view(*shape, self.embedding_dim) for part, shape in zip(split, shapes.values(), strict=True)]
-        return dict(zip(shapes, parts, strict=True)) if isinstance(ids, Mapping) else parts
+        return dict(zip(shapes, parts, strict=True)) if found.by_name else parts
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
-        active: ActiveRows = super().activate(self._row_ids(ids))
-        return active
+        found = find(self, self.weight, ids, by_hand=True)
+        if self._keys is None or not self._has_rows():
+            active: ActiveRows = super().activate(found.index)
+            return active
+        some = [name for name, shape in (found.shapes or {}).items() if shape.numel()]
+        given = self._every() if found.shapes is None else sum(self._bits(some))
+        training = torch.is_grad_enabled() and self._handle.requires_grad
+        return self._activate_by_id(found.index, training, UsedFeatures(given))
 
-    def _row_ids(self, ids: Any) -> Any:
-        return self._feature_ids.rows(ids, device_of(self.weight))[0]
+    def _every(self) -> int:
+        """Return all features, a bit for each."""
+        return (1 << len(self)) - 1 << (self._keys is not None)
+
+    def _bits(self, names: Iterable[str]) -> list[int]:
+        """Return the bit of each of these features."""
+        modules: Any = self._modules
+        return [1 << modules[name].number for name in names]
+
+    def vocabulary_ids(self, feature: str | int, ids: Any) -> Tensor:
+        """Return what the vocabulary calls the ids of a feature, int64 in their shape, for its methods: `update`, `rows`, ...
+
+        The padding of all features is one id.
+        """
+        self._check_vocabulary()
+        found: Tensor = self[feature]._found(ids).index
+        return found
+
+    def feature_ids(self, vocabulary_ids: Any) -> tuple[Tensor, Tensor]:
+        """Return which feature each id of the vocabulary is of, by number from 0 on, -1 for padding, and its id there.
+
+        Parameters
+        ----------
+        vocabulary_ids : tensor, ndarray or list
+            Any shape, such as ``vocabulary.export()[0]``.
+        """
+        numbers, ids = self._check_vocabulary().split(as_ids(vocabulary_ids))
+        return numbers - 1, ids
+
+    def _check_vocabulary(self) -> FeatureKeys:
+        if self._keys is None:
+            raise InvalidTypeError(
+                "this MultiEmbedding has no vocabulary: its ids are row numbers of their features; pass "
+                "vocabulary=st.Vocabulary() for ids of any kind"
+            )
+        return self._keys
+
+    def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
+        return self._feature_ids.rows(ids, device_of(self.weight if weight is None else weight))
 
     def reset_parameters(self) -> None:
-        """Draw the weights from N(0, 1), feature by feature, padding rows zero: the numbers that a ``ModuleList`` has."""
+        """Draw the weights from N(0, 1), feature by feature, padding rows zero: the numbers that a ``ModuleList`` has.
+
+        Those of ids of a vocabulary become what they begin with.
+        """
+        if self._keys is not None:
+            super().reset_parameters()
+            return
         for feature in self.values():
             feature.reset_parameters()
 
@@ -201,12 +273,17 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def _use(self, handle: Handle) -> None:
         super()._use(handle)
+        if self._keys is not None:
+            handle.id_space.vocabulary.features = tuple(self._modules)
         handle.features = self._features()
         for number, feature in enumerate(self.values()):
-            feature.number = number
+            # 0 is no feature's of a vocabulary.
+            feature.number = number + (self._keys is not None)
 
     def _features(self) -> Features:
-        return Features(list(self.keys()), [feature.start for feature in self.values()])
+        if self._keys is not None:
+            return Features(["", *self._modules], [], self._handle.id_space)
+        return Features(list(self._modules), [feature.start for feature in self.values()], self._handle.id_space)
 
     def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
         raise InvalidValueError(
@@ -230,8 +307,8 @@ class MultiEmbedding(FeatureModules, TableModule):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Save nothing, as the features save the rows; in a checkpoint the whole table."""
-        if with_placeholders():
+        """Save nothing, as the features save the rows; in a checkpoint, and of a vocabulary, the whole table."""
+        if with_placeholders() or self._keys is not None:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
         self._name_table(prefix)
@@ -240,7 +317,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             nn.Module._save_to_state_dict(double, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        if with_placeholders():
+        if with_placeholders() or self._keys is not None:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             return
         with with_weight(self, None) as double:

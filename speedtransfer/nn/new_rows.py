@@ -103,6 +103,7 @@ class NewRows:
                 "floating-point ones"
             )
         vocabulary.check_dtype(self.dtype)
+        self._capacity(vocabulary)
 
     def _check_shared_out(self) -> None:
         """Raise where options do not fit a table that processes share out."""

@@ -108,12 +108,12 @@ def options_of(handle: Handle) -> TableOptions:
     Raises
     ------
     InvalidTypeError
-        There can be none on the meta device: it has a vocabulary, or several processes.
+        There can be none on the meta device: several processes have its rows.
     """
-    if not handle.is_whole:
-        what = "a vocabulary" if handle.id_space.come_and_go else "rows in several processes"
+    if not handle.owners.has_whole:
         raise InvalidTypeError(
-            f"{handle} has {what}, which a module on the meta device would not keep; leave the module where it is"
+            f"{handle} has rows in several processes, which a module on the meta device would not keep; leave the module "
+            "where it is"
         )
     idle: Any = handle.idle
     table, rows, cache = handle.table, handle.rows, handle.table._cache_options
@@ -128,5 +128,6 @@ def options_of(handle: Handle) -> TableOptions:
             layout=table.layout,
             cache_rows=None if cache is None else cache.rows,
             cache_counts=None if cache is None else cache.counts,
+            vocabulary=handle.id_space.vocabulary.copy() if handle.id_space.come_and_go else None,
         )
     )

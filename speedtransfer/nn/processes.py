@@ -116,7 +116,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         result[key] = whole[handle]
     for name, module in model.named_modules(remove_duplicate=False):
         # In place of the whole table, and of what its features save in a checkpoint.
-        if isinstance(module, MultiEmbedding) and module._has_rows():
+        if isinstance(module, MultiEmbedding) and module._has_rows() and module.vocabulary is None:
             prefix = f"{name}." if name else ""
             rows = result.pop(f"{prefix}weight")
             result.update({f"{prefix}{key}.weight": rows[f.start : f.stop] for key, f in module.items()})

@@ -13,19 +13,19 @@ from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.fused_lookup import read_ahead_of
+from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import new_key, register
 from speedtransfer.nn.module_state import ModuleState, with_weight
+from speedtransfer.nn.new_rows import NewRows
 from speedtransfer.nn.new_table import make_handle
-from speedtransfer.nn.options import TableOptions, complete, options_of, refuse_vocabulary
+from speedtransfer.nn.options import TableOptions, complete, options_of
 from speedtransfer.nn.patches import install
 from speedtransfer.nn.sharded_table import ShardedTable
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.tracing import refuse_to_quantize, refuse_to_record, unrecorded
-from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight import TableWeight, WeightData, check_ordinary
-from speedtransfer.optim import Handle, Sharded, VocabularyIds, find_handle
+from speedtransfer.optim import Handle, Sharded, find_handle
 from speedtransfer.optim.assignment import take_param
 from speedtransfer.tables import Table
 
@@ -80,7 +80,10 @@ class TableModule(VocabularyModule, ModuleState):
         elif dtype is None and weight is None:
             dtype = torch.get_default_dtype()
         if device.type == "meta":
-            refuse_vocabulary(options, "a module on the meta device", "make it on the device where it is trained")
+            if options["vocabulary"] is not None:
+                NewRows(
+                    None, shape, device, dtype or torch.get_default_dtype(), options, self.padding_idx, None
+                ).check()
             self._wait(nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=not freeze), options)
             return
         if weight is None and dtype in FLOAT8_DTYPES:
@@ -123,7 +126,8 @@ class TableModule(VocabularyModule, ModuleState):
     def _end_wait(self, weight: Tensor | None, param: nn.Parameter) -> None:
         """Make the table with the values of `weight`, or zeros, on the device of `param`, which becomes the weight."""
         shape = (self.num_embeddings, self.embedding_dim) if weight is None else (len(weight), weight.shape[1])
-        self._use(make_handle(weight, shape, param.device, param.dtype, param.requires_grad, self._options))
+        about = param.device, param.dtype, param.requires_grad, self._options, self.padding_idx
+        self._use(make_handle(weight, shape, *about))
         del self._options
         self._parameters["weight"] = self._handle.bind(param, TableWeight)
 
@@ -192,23 +196,11 @@ class TableModule(VocabularyModule, ModuleState):
         """
         if not self._has_rows():
             raise self._without_rows("leave prefetch out")
-        if self._is_read_together():
-            return read_ahead_of([(self, ids)])[0]
-        training = torch.is_grad_enabled() and self._handle.requires_grad
-        if isinstance(self._handle.id_space, VocabularyIds):
-            return VocabularyTicket(self._handle.id_space, ids, training)
-        return Ticket(self._handle, self._row_ids(ids), self.padding_idx, training)
+        return read_ahead(self, ids)
 
-    def _is_read_together(self) -> bool:
-        """Tell whether the rows of several processes are read ahead, in all of them, and not when they are looked up."""
-        handle = self._handle
-        return not (
-            handle.owners.has_whole or handle.rows.own or handle.id_space.come_and_go or self.max_norm is not None
-        )
-
-    def _row_ids(self, ids: Any) -> Any:
-        """Return the numbers in the table of the rows that `ids`, given as to the module, name."""
-        return ids
+    def _found(self, ids: Any) -> Any:
+        """Return what features make of `ids`, given as to the module; None: they are those of the table."""
+        return None
 
     def _without_rows(self, remedy: str) -> InvalidTypeError | InvalidValueError:
         """Return the error for what needs the rows of the table, while the weight is not theirs."""
@@ -271,10 +263,12 @@ class TableModule(VocabularyModule, ModuleState):
             self._end_wait(None, nn.Parameter(sample, weight.requires_grad))
             return self
         if options is not None:
-            shape = self.num_embeddings, self.embedding_dim
+            known = self.vocabulary
+            shape = self.num_embeddings if known is None else known.capacity, self.embedding_dim
             empty = nn.Parameter(torch.empty(shape, dtype=sample.dtype, device="meta"), weight.requires_grad)
             empty.grad = None if self._handle.pending.grad is None else torch.empty_like(empty)
             self._wait(empty, options)
+            self.num_embeddings = shape[0]
             return self
         if sample.dtype != dtype:
             self._handle.convert(sample.dtype)

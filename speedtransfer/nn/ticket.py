@@ -37,6 +37,8 @@ class Ticket:
     """
 
     _future: concurrent.futures.Future[Ahead | None] | None
+    # What several features, or one, have made of the ids (`feature_ids.FeatureRows`); None: they are those of a table.
+    found: Any = None
 
     def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
         rows, table = handle.rows, handle.table

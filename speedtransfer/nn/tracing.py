@@ -75,7 +75,8 @@ def refuse_to_quantize(module: nn.Module, qconfig: Any) -> None:
     while qconfig is None and frame is not None:
         # quantize_dynamic sets None on modules of other classes than it was given: that of torch.nn may be among those.
         if frame.f_code.co_name == "_propagate_qconfig_helper":
-            qconfig = frame.f_locals["qconfig_dict"].get(type(module).__bases__[-1])
+            asked = frame.f_locals["qconfig_dict"]
+            qconfig = next((asked[base] for base in type(module).__bases__ if base in asked), None)
         frame = frame.f_back
     if qconfig is not None:
         raise InvalidTypeError(

@@ -6,24 +6,27 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
-from speedtransfer.optim import Handle
+from speedtransfer.optim import Handle, UsedFeatures
 from speedtransfer.vocabulary import Vocabulary, as_ids
 
 Read = TypeVar("Read")
 
 
-class VocabularyModule(nn.Module):
-    """The part of :class:`TableModule` for ids of a vocabulary."""
+class VocabularyModule:
+    """The part of :class:`TableModule` for ids of a vocabulary, and of features of one."""
 
-    _handle: Handle
+    _handle: Any
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
+    scale_grad_by_freq: bool
+    training: bool
 
     @property
     def num_embeddings(self) -> int:
@@ -40,7 +43,10 @@ class VocabularyModule(nn.Module):
     def vocabulary(self) -> Vocabulary | None:
         """What gives ids their rows; None: an id is the number of its row."""
         handle = self.__dict__.get("_handle")
-        return None if handle is None else handle.id_space.vocabulary
+        if handle is None:
+            # On the meta device that of the options.
+            return self.__dict__.get("_options", {}).get("vocabulary")
+        return handle.id_space.vocabulary
 
     def _read_by_id(self, ids: Any, training: bool, read: Callable[[FoundRows], Read]) -> Read:
         """Return `read` of the rows of ids, of which the vocabulary admits new ones if this module is in train mode.
@@ -63,20 +69,30 @@ class VocabularyModule(nn.Module):
             if not vocabulary.have_changed(found.rows.reshape(-1).cpu().numpy(), generation):
                 return result
 
-    def _activate_by_id(self, ids: Any, training: bool) -> ActiveRows:
+    def _activate_by_id(self, ids: Any, training: bool, features: UsedFeatures | None = None) -> ActiveRows:
         """Return the unique rows of ids, as `TableModule.activate`."""
 
         id_space: Any = self._handle.id_space
 
         def read(found: FoundRows) -> ActiveRows:
             limits, padding = (self.max_norm, self.norm_type), id_space.padding_row(self.padding_idx)
-            active = activate(self._handle, found.rows, training, *limits, padding, by_hand=True)
+            active = activate(self._handle, found.rows, training, *limits, padding, by_hand=True, features=features)
             # A gradient may be added by hand later.
             id_space.date(active.ids)
             self._note_missed(active, found)
             return active
 
         return self._read_by_id(ids, training, read)
+
+    def _look_up(self, found: FoundRows, training: bool, features: UsedFeatures | None = None) -> Tensor:
+        """Return the rows that ids of a vocabulary have, of which `features` are, where that matters."""
+        handle, limits, by_freq = self._handle, (self.max_norm, self.norm_type), self.scale_grad_by_freq
+        padding = handle.id_space.padding_row(self.padding_idx)
+        if not training and self.max_norm is None:
+            return found.filled(frozen_lookup(handle, found.rows, padding, by_freq))
+        active = activate(handle, found.rows, training, *limits, padding, padded=True, features=features)
+        self._note_missed(active, found)
+        return found.filled(lookup(active, by_freq))
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
         id_space: Any = self._handle.id_space
@@ -102,14 +118,13 @@ class VocabularyModule(nn.Module):
         handle = self.__dict__.get("_handle")
         if other is None or other is handle:
             return
-        own = None if handle is None else handle.id_space.vocabulary
-        theirs = other.id_space.vocabulary
+        own, theirs = self.vocabulary, other.id_space.vocabulary
         if own is None and theirs is None:
             return
         if theirs is None:
             raise InvalidTypeError(
-                f"{handle} has a vocabulary and is given the weight of another table, whose ids are the numbers of its "
-                "rows; make both with a vocabulary, or use the other module"
+                f"{handle or 'this module'} has a vocabulary and is given the weight of another table, whose ids are the "
+                "numbers of its rows; make both with a vocabulary, or use the other module"
             )
         padding = None if self.padding_idx is None else int(as_ids([self.padding_idx]))
         if padding != theirs.padding_idx:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError, OptimizerError
 from speedtransfer.idle import FeatureLag
+from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.probe import sparse_gradient
 
@@ -75,8 +76,11 @@ class Features:
     Parameters
     ----------
     names : sequence of str
+        With ids of a vocabulary the first, "", is that of the rows without an id.
     starts : sequence of int
-        The first row of each.
+        The first row of each. With ids of a vocabulary, of which each is one of a feature, there are none.
+    id_space : IdSpace
+        Tells the feature of a row.
 
     Attributes
     ----------
@@ -88,8 +92,8 @@ class Features:
         Whether the last step that began was one of features apart.
     """
 
-    def __init__(self, names: Sequence[str], starts: Sequence[int]) -> None:
-        self.names, self.starts = tuple(names), tuple(starts)
+    def __init__(self, names: Sequence[str], starts: Sequence[int], id_space: IdSpace) -> None:
+        self.names, self.starts, self._id_space = tuple(names), tuple(starts), id_space
         self.all = (1 << len(self.names)) - 1
         self.touched = self.left = self._before = 0
         self.is_apart = False
@@ -105,9 +109,7 @@ class Features:
 
     def of(self, rows: Tensor) -> Tensor:
         """Return the number of the feature of each of `rows` (n,), numbered as in all processes together."""
-        # The last of those that begin at a row has it: others before have no rows.
-        edges = torch.tensor(self.starts[1:], dtype=torch.int64, device="cpu").to(rows.device)
-        return torch.bucketize(rows, edges, right=True)
+        return self._id_space.features_of(rows, self.starts)
 
     def mask_of(self, rows: Tensor) -> int:
         """Return the features of `rows` (n,)."""
@@ -149,6 +151,9 @@ class Features:
         if handle.pending.touched is not None and self.touched != self.all:
             # The gradient became dense, and may have been written to anywhere.
             self.touched |= self.mask_of(handle.named_rows((handle.pending.grad != 0).any(1).nonzero().flatten()))
+        if self.touched and self._id_space.come_and_go:
+            # Rows without an id take part in every step.
+            self.touched |= 1
         rows, state = handle.rows, optimizer.state.get(handle.param) or {}
         self.is_apart = self.touched != self.all or APART in state or isinstance(rows.lag, FeatureLag)
         if not self.is_apart:

@@ -484,7 +484,7 @@ class Handle:
         self.id_space.copy_to(duplicate, memo)
         duplicate.__dict__.update(self._of_module())
         if self.features is not None:
-            duplicate.features = Features(self.features.names, self.features.starts)
+            duplicate.features = Features(self.features.names, self.features.starts, duplicate.id_space)
         memo[id(self)] = duplicate
         return duplicate
 

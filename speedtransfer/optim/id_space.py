@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 
@@ -23,6 +25,15 @@ class IdSpace:
     def padding_row(self, padding_idx: int | None) -> int | None:
         """Return the row of padding in the whole table, where that of the module is `padding_idx`."""
         return padding_idx
+
+    def features_of(self, rows: Tensor, starts: Sequence[int]) -> Tensor:
+        """Return the number of the feature of each of `rows` (n,), numbered as in all processes together.
+
+        `starts` are the first rows of the features, where ids are row numbers.
+        """
+        # The last of those that begin at a row has it: others before have no rows.
+        edges = torch.tensor(starts[1:], dtype=torch.int64, device="cpu").to(rows.device)
+        return torch.bucketize(rows, edges, right=True)
 
     def reset_rows(self) -> bool:
         """Set the rows of known ids to their initial values; return whether they have such."""

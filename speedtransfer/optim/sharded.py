@@ -219,13 +219,16 @@ class Sharded(Owners):
             self._keep(torch.arange(start + part.start, start + part.stop, device="cpu"), values)
 
     @torch.no_grad()
-    def change(self, function: Callable[[Tensor], object]) -> None:
-        """Have `function` change every value in place, each by itself."""
+    def change(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:
+        """Have `function` change every value, each by itself, in the rows from `start` to `stop` of the whole table."""
         rows, table = self._writable_rows("changed as a whole"), self.handle.table
         self.changes += 1
         size = self.partition.size(self.exchange.rank)
         for part in row_chunks(size, table.dim * rows.dtype.itemsize):
             ids = self.own_rows(part.start, part.stop)
+            if start or stop is not None:
+                numbers = self.handle.named_rows(ids)
+                ids = ids[(numbers >= start) & (numbers < (self.partition.num_rows if stop is None else stop))]
             values = rows.read(ids.to(table.device))["weight"]
             function(values)
             rows.put("weight", ids, values)

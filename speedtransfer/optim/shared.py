@@ -156,9 +156,9 @@ class SharedOwners(Sharded):
         super().draw(function, start, stop)
         _meet(self.handle.rows, self.exchange)
 
-    def change(self, function: Callable[[Tensor], object]) -> None:  # noqa: D102
+    def change(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
         _meet(self.handle.rows, self.exchange)
-        super().change(function)
+        super().change(function, start, stop)
         _meet(self.handle.rows, self.exchange)
 
     def load(self, values: Tensor, start: int = 0) -> None:  # noqa: D102

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.rows import LAST_STEP, Rows
 from speedtransfer.tables import loading
 from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, NotedIds, Vocabulary
+from speedtransfer.vocabulary.loaded_state import unpack_features
 
 
 class _Noted(NamedTuple):
@@ -76,6 +77,10 @@ class VocabularyIds(IdSpace):
 
     def padding_row(self, padding_idx: int | None) -> int | None:  # noqa: D102
         return None if self.vocabulary.padding_idx is None else PADDING_ROW * self.owners.processes
+
+    def features_of(self, rows: Tensor, starts: Sequence[int]) -> Tensor:
+        """Return the number of the feature of each of `rows` (n,), which this process has; 0: of none."""
+        return self.vocabulary.features_of(rows // self.owners.processes)
 
     @property
     def unseen_row(self) -> int:
@@ -334,6 +339,7 @@ class VocabularyIds(IdSpace):
     def copy_to(self, handle: Any, memo: dict[int, Any]) -> None:  # noqa: D102
         made = copy.deepcopy(self.vocabulary, memo)
         VocabularyIds(handle, made, self.vocabulary.padding_idx)
+        made.features = self.vocabulary.features
         made.load_state_dict(self.vocabulary.state_dict())
 
     def pickled(self, made: tuple[Any, ...]) -> tuple[Any, ...]:  # noqa: D102
@@ -351,6 +357,7 @@ def unpickle_with_ids(
 
     handle = _unpickle(*arguments)
     VocabularyIds(handle, vocabulary, padding_idx)
+    vocabulary.features = unpack_features(state)
     vocabulary.load_state_dict(state)
     return handle
 

@@ -1,6 +1,7 @@
 """Ids without bound: which row of a table an id has, which ids are admitted, and which have to go."""
 
 from speedtransfer.vocabulary.changes import Changes
+from speedtransfer.vocabulary.feature_keys import FeatureKeys
 from speedtransfer.vocabulary.id_rows import PADDING_ROW, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.loaded_state import LoadPlan
@@ -14,6 +15,7 @@ __all__ = [
     "PADDING_ROW",
     "UNSEEN_ROW",
     "Changes",
+    "FeatureKeys",
     "LoadPlan",
     "NotedIds",
     "Vocabulary",

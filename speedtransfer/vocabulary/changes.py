@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ class Changes(NamedTuple):
     seed, initial : optional
         What ids without a row read; None: a copy keeps its own.
     padding_idx : int, optional
+    features : sequence of str
+        Whose ids they are, of a `MultiEmbedding`.
     """
 
     ids: Tensor
@@ -56,6 +59,7 @@ class Changes(NamedTuple):
     seed: int | None = None
     initial: Initial | None = None
     padding_idx: int | None = None
+    features: Sequence[str] = ()
 
     def save(self, path: PathLike) -> None:
         """Write a ``.safetensors`` file; a file that is there stays whole until the new one is.
@@ -91,7 +95,10 @@ class Changes(NamedTuple):
         try:
             if (metadata.get("format"), metadata.get("version")) != (_FORMAT, "1"):
                 raise ValueError(f"format {metadata.get('format')!r}, version {metadata.get('version')!r}")
+            # Those of earlier versions are of no features.
+            metadata = {"features": "[]", **metadata}
             numbers: dict[str, Any] = {name: parse_json(metadata[name].encode()) for name in _NUMBERS}
+            numbers["features"] = tuple(map(str, numbers["features"]))
             if numbers["initial"] is not None:
                 numbers["initial"] = check_initial(numbers["initial"])
             kinds = {name: _FLOATS if name in ("rows", "reserved") else (torch.int64,) for name in _TENSORS}

@@ -45,6 +45,7 @@ def changed_since(vocabulary: Room, clock: int) -> Changes:
             vocabulary.seed,
             vocabulary.initial,
             vocabulary.padding_idx,
+            vocabulary.features,
         )
 
 
@@ -82,6 +83,11 @@ def check_changes(vocabulary: Room, live: IdRows, changes: Changes) -> None:
             f"{owner}: the changes are of a table with padding_idx={changes.padding_idx} and {len(changes.reserved)} "
             f"reserved rows but this one has padding_idx={vocabulary.padding_idx} and {live.reserved}; make both with "
             "the same padding_idx"
+        )
+    if list(changes.features) != list(vocabulary.features):
+        raise InvalidValueError(
+            f"{owner}: the changes are of ids of the features {list(changes.features)} but this table has "
+            f"{list(vocabulary.features)}; make both with the same features"
         )
     if changes.complete or not changes.origin:
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,6 +42,7 @@ _SPECS = {
     "origin": (torch.int64, 1, False),
     "counts": (torch.float32, 1, True),
     "sightings": (None, 2, True),
+    "features": (torch.uint8, 1, True),
 }
 
 
@@ -62,6 +63,8 @@ class SavedState(NamedTuple):
     initial : Initial
     origin : (int, int)
         Whose changes it has, and up to which clock; see `Changes`.
+    features : tuple of str
+        Whose ids they are.
     """
 
     ids: np.ndarray
@@ -72,6 +75,7 @@ class SavedState(NamedTuple):
     numbers: dict[str, int]
     initial: Initial
     origin: tuple[int, int]
+    features: tuple[str, ...] = ()
 
 
 class LoadPlan(NamedTuple):
@@ -129,6 +133,16 @@ def unpack_initial(values: Tensor) -> Initial:
     return check_initial(numbers[0] if kind == 0 else (_KINDS[int(kind)], *numbers))
 
 
+def pack_features(names: Sequence[str]) -> Tensor:
+    """Return the names of features, of which there are some, as a tensor."""
+    return torch.from_numpy(np.frombuffer("\0".join(names).encode(), dtype=np.uint8).copy())
+
+
+def unpack_features(state: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of features in a state, none if it has none; raise ValueError for other tensors."""
+    return tuple(bytes(state["features"].tolist()).decode().split("\0")) if "features" in state else ()
+
+
 def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     """Return the state in these tensors; `about` names the module.
 
@@ -166,6 +180,12 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
         raise InvalidValueError(
             f"{about}: 'vocabulary.initial' is not a valid initial value ({error}); load another state"
         ) from None
+    try:
+        features = unpack_features(state)
+    except ValueError:
+        raise InvalidValueError(
+            f"{about}: 'vocabulary.features' has no names of features; load another state"
+        ) from None
     ids, last_use, counts = arrays["ids"], arrays["last_use"], arrays.get("counts")
     reserved = numbers["reserved"]
     wrong = None
@@ -185,7 +205,7 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
         raise InvalidValueError(f"{about}: the state of the vocabulary has {wrong}; load what state_dict() returned")
     origin, clock = arrays["origin"].tolist()
     return SavedState(
-        ids, last_use, counts, arrays.get("sightings"), arrays["released"], numbers, initial, (origin, clock)
+        ids, last_use, counts, arrays.get("sightings"), arrays["released"], numbers, initial, (origin, clock), features
     )
 
 

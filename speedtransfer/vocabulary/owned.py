@@ -144,6 +144,8 @@ class Owned:
         self._owner: weakref.ref[Any] | None = None
         self._live: IdRows | None = None
         self._padding: tuple[int, int] | None = None
+        # Of whose ids its own are keys (`FeatureKeys`), by number from 1 on; none: they are ids of the module.
+        self.features: tuple[str, ...] = ()
         self._map: DeviceMap | None = None
         # Whether a function of the user runs that is told, or asked, of ids to be evicted.
         self._calls_out = False
@@ -161,6 +163,8 @@ class Owned:
         self.check_unbound()
         rows, reserved = owner.rows, self.reserved_rows(padding_idx)
         self._padding = None if padding_idx is None else (int(as_ids([padding_idx])), PADDING_ROW)
+        # The module says, if it has any.
+        self.features = ()
         self._live = IdRows(rows.table, reserved, self._eviction.counts, self._padding)
         self._live.rebuild()
         self._owner = weakref.ref(owner)

@@ -17,6 +17,7 @@ from speedtransfer.vocabulary.batches import first_unknown, powers, touch
 from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
 from speedtransfer.vocabulary.device_map import DeviceMap
 from speedtransfer.vocabulary.device_slots import fill_unseen
+from speedtransfer.vocabulary.feature_keys import FeatureKeys
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.initial import initial_values
 from speedtransfer.vocabulary.noted_ids import NotedIds
@@ -84,6 +85,13 @@ class Room(Owned):
                 values[part] = owner.rows.read(chunk)["weight"].to("cpu")
         return values
 
+    def features_of(self, rows: Tensor) -> Tensor:
+        """Return the number of the feature of each of `rows` (n,) of this process, on their device; 0: of none."""
+        live, _ = self._bound()
+        # Padding of rows on a device names none.
+        ids = live.ids[np.minimum(rows.cpu().numpy(), len(live.ids) - 1)]
+        return FeatureKeys(len(self.features)).split(torch.from_numpy(ids))[0].to(rows.device)
+
     def _admit(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Give the unknown ones among `ids` (n,) rows, if they are admitted, and write these to `rows` (n,)."""
         unknown, counts, positions, numbers = first_unknown(ids, rows)
@@ -106,6 +114,8 @@ class Room(Owned):
     def _begin(self, ids: np.ndarray, rows: np.ndarray, weights: Tensor) -> None:
         """Let `rows` (n,), which were free, be those of `ids` (n,), distinct and unknown, with `weights`, ``(n, dim)``."""
         live, owner = self._bound()
+        # First: the last step of a row is one of its feature. The rows are still free.
+        live.ids[rows] = ids
         owner.rows.reset(to_device(torch.from_numpy(rows), live.table.device), weights)
         # Noted before: after an interrupt more may be noted than has changed.
         self._note_change(rows)

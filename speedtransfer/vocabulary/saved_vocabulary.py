@@ -19,6 +19,7 @@ from speedtransfer.vocabulary.loaded_state import (
     LoadPlan,
     SavedState,
     free_rows,
+    pack_features,
     pack_initial,
     pack_numbers,
     read_state,
@@ -53,6 +54,8 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
         admitted_lately=vocabulary._admitted_lately,
     )
     state["initial"] = pack_initial(vocabulary.initial)
+    if vocabulary.features:
+        state["features"] = pack_features(vocabulary.features)
     return state
 
 
@@ -60,6 +63,16 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
     """Find a place for the rows of a saved table."""
     live, owner = vocabulary._bound()
     saved = read_state(state, str(owner)) if state else None
+    theirs = () if saved is None else saved.features
+    if theirs != vocabulary.features:
+        names = [
+            f"those of the features {list(each)}" if each else "of no features"
+            for each in (theirs, vocabulary.features)
+        ]
+        raise InvalidValueError(
+            f"{owner}: the ids to load are {names[0]} but the ids here {names[1]}, and would become others; load what a "
+            "module with the same features has saved, or set rows by vocabulary.update"
+        )
     if saved is None:
         sources = np.arange(num_saved)
         if vocabulary._padding is not None:
@@ -153,8 +166,10 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
             owner.grow(plan.num_rows)
         owner.rows.catch_up()
         before = live.index.find(plan.ids)
-        owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
         ids, used = live.ids.copy(), live.last_use != FREE
+        # First: the last step of a row is one of its feature.
+        live.ids[plan.rows] = plan.ids
+        owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
         last_use = _take_numbers(vocabulary, plan.saved, plan.sources)
         counts = None if plan.saved is None or plan.saved.counts is None else plan.saved.counts[plan.sources]
         free = None

@@ -41,10 +41,7 @@ ALONE = {
     "state dict of a feature": lambda emb: emb["item"].state_dict(),
     "weight": lambda emb: emb["user"].weight.detach().clone(),
     "product": lambda emb: emb["item"].weight @ torch.ones(4),
-    "write": lambda emb: emb["user"].weight.data.mul_(2),
     "write to a row": lambda emb: emb["item"].weight.data.__setitem__(0, 7.0),
-    "copy": lambda emb: emb["item"].weight.data.copy_(torch.ones(9, 4)),
-    "init": lambda emb: nn.init.normal_(emb["user"].weight),
     "to_dense": st.to_dense,
     "to_dense of embeddings": lambda emb: st.to_dense(
         nn.Sequential(st.Embedding(9, 2, process_group=emb.group), nn.ReLU())
@@ -148,3 +145,41 @@ def converted() -> bool:
 def test_converted(two):
     # What others write unseen is not read ahead.
     assert two(converted) == [False, False]
+
+
+WRITTEN = {
+    "normal_": lambda emb: nn.init.normal_(emb["item"].weight, std=0.1),
+    "data uniform_": lambda emb: emb["user"].weight.data.uniform_(-1, 1),
+    "constant_": lambda emb: nn.init.constant_(emb["item"].weight, 0.5),
+    "xavier_uniform_": lambda emb: nn.init.xavier_uniform_(emb["user"].weight),
+    "kaiming_uniform_": lambda emb: nn.init.kaiming_uniform_(emb["item"].weight),
+    "mul_": lambda emb: emb["item"].weight.data.mul_(2),
+    "mul_ of the first": lambda emb: emb["user"].weight.data.mul_(2),
+    "clamp_": lambda emb: emb["user"].weight.data.clamp_(-0.1, 0.1),
+    "copy_": lambda emb: emb["item"].weight.data.copy_(torch.arange(36.0).view(9, 4)),
+    "copy_ of a row": lambda emb: emb["item"].weight.data.copy_(torch.arange(4.0)),
+    "data =": lambda emb: setattr(emb["item"].weight, "data", torch.arange(36.0).view(9, 4)),
+}
+
+
+def written(kind: str) -> dict[str, float]:
+    """Set rows of one feature in all processes, in the middle of training, and compare with one process."""
+    found = {}
+    for what, use in WRITTEN.items():
+        rows = []
+        for emb in (trained(kind), trained("one")):
+            torch.manual_seed(7)
+            with torch.no_grad():
+                use(emb)
+            opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+            sum(part.square().sum() for part in emb(IDS).values()).backward()
+            opt.step()
+            rows.append(emb.table.gather(torch.arange(39)).clone())
+        found[what] = float((rows[0] - rows[1]).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_rows_of_one_feature_are_set_in_all_processes(two, kind):
+    for found in two(written, kind):
+        assert {what: far for what, far in found.items() if far > 1e-5} == {}

@@ -121,3 +121,33 @@ def test_ids_out_of_range_are_told_at_once(two):
     assert "rank 1 refused its ids" in first[0]
     assert "RowIndexError" in second[0]
     assert first[1] == second[1] == "torch.Size([1, 4])"
+
+
+def features(kind: str) -> float:
+    """Look features up by tickets, all together and one alone, and return how far the rows are from those of one process."""
+    options = {"process_group": dist.group.WORLD} | ({"memory": "shared"} if kind == "shared" else {})
+    torch.manual_seed(1)
+    ours = st.MultiEmbedding({"a": 30, "b": 9}, 4, **options)
+    torch.manual_seed(1)
+    one, far = st.MultiEmbedding({"a": 30, "b": 9}, 4), 0.0
+    opts = [torch.optim.Adam(emb.parameters(), lr=0.1) for emb in (ours, one)]
+    for step in range(3):
+        batches = [{"b": torch.tensor([8, rank]), "a": torch.tensor([[step, 3 + rank]])} for rank in range(2)]
+        mine = batches[dist.get_rank()]
+        both, alone = ours.prefetch(mine), ours["a"].prefetch(mine["a"])
+        found, rows = ours(both), ours["a"](alone)
+        wanted = one(mine)
+        pairs = (found["a"], wanted["a"]), (found["b"], wanted["b"]), (rows, wanted["a"])
+        far = max(far, *(float((a - b).detach().abs().max()) for a, b in pairs))
+        (found["a"].sum() + found["b"].square().sum() + rows.square().sum()).backward()
+        for each in map(one, batches):
+            ((each["a"].sum() + each["b"].square().sum() + each["a"].square().sum()) / 2).backward()
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    return far
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_tickets_of_features(two, kind):
+    assert max(two(features, kind)) < 1e-5

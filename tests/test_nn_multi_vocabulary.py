@@ -1,0 +1,409 @@
+"""``MultiEmbedding`` with a vocabulary, against a table with a vocabulary for each feature, and one for all."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from reading_ahead import by_loader, by_ticket
+from torch import Tensor, nn
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+
+SIZES = {"user": 30, "item": 40, "hour": 20}
+PADDING = {"user": -4, "item": None, "hour": 0}
+# Which features have a gradient in each step.
+STEPS = ["ui", "uih", "i", "", "uh", "uih", "h", "ui", "uih", "u", "uih", "ih"]
+NAMES = {name[0]: name for name in SIZES}
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+    "adam-weight-decay": lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.1, amsgrad=True),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=0.1),
+}
+
+
+def multi(sizes: Any = SIZES, padding: Any = PADDING, **about: Any) -> st.MultiEmbedding:
+    options = {name: about.pop(name) for name in ("idle", "memory", "storage_dtype", "layout") if name in about}
+    about = {"seed": 1, **about}
+    return st.MultiEmbedding(
+        sizes, 4, padding_idx=padding, dtype=torch.float64, vocabulary=st.Vocabulary(**about), **options
+    )
+
+
+class Each(nn.ModuleDict):
+    """A module with a vocabulary for each feature, whose ids are those that the vocabulary of `multi` has."""
+
+    def __init__(self, like: st.MultiEmbedding, idle: str = "auto", **about: Any) -> None:
+        padding = {name: None if PADDING[name] is None else like.vocabulary_ids(name, PADDING[name]) for name in SIZES}
+        about = {"seed": 1, **about}
+        super().__init__(
+            {
+                name: st.Embedding(
+                    size,
+                    4,
+                    padding_idx=padding[name],
+                    dtype=torch.float64,
+                    vocabulary=st.Vocabulary(**about),
+                    idle=idle,
+                )
+                for name, size in SIZES.items()
+            }
+        )
+        self.keys_of = like.vocabulary_ids
+
+    def forward(self, ids: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self[name](self.keys_of(name, part)) for name, part in ids.items()}
+
+
+def ids_of(step: int) -> dict[str, Tensor]:
+    """Ids of each feature: new ones come in every step, the same of several features, of any size, and padding."""
+    draw = torch.Generator().manual_seed(step)
+    ids = {name: torch.randint(-4, 3 + step, (2, 3), generator=draw) for name in SIZES}
+    ids["item"] = ids["item"] * (1 << 54)
+    return ids
+
+
+def loss_of(rows: dict[str, Tensor], features: str) -> Any:
+    some = [NAMES[f] for f in features]
+    return sum(((rows[n] - 0.3).square() * torch.arange(4)).sum() * len(n) for n in some if n in rows)
+
+
+def train(embs: Any, opt: Any, steps: Any, together: bool = False, before: Any = lambda embs, step: None) -> None:
+    for step in steps:
+        opt.zero_grad()
+        before(embs, step)
+        ids, features = ids_of(step), STEPS[step]
+        if not together:
+            ids = {NAMES[f]: ids[NAMES[f]] for f in features}
+        if features:
+            loss_of(embs(ids), features).backward()
+        opt.step()
+
+
+def rows_of(embs: Any) -> tuple[Tensor, Tensor]:
+    """All ids of the vocabularies, sorted, and their rows."""
+    pairs = [emb.vocabulary.export() for emb in ([embs] if isinstance(embs, st.MultiEmbedding) else embs.values())]
+    ids, rows = (torch.cat(parts) for parts in zip(*pairs, strict=True))
+    return ids.sort()[0], rows[ids.argsort()]
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+    (ids, rows), (wanted, expected) = rows_of(ours), rows_of(theirs)
+    assert torch.equal(ids, wanted)
+    torch.testing.assert_close(rows, expected, rtol=0, atol=1e-12)
+
+
+# --- as modules with a vocabulary each ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_leaves_features_out_as_modules_of_their_own(name, idle, together):
+    ours = multi(idle=idle)
+    theirs = Each(ours, idle)
+    for embs in (ours, theirs):
+        train(embs, OPTIMIZERS[name](embs.parameters()), range(len(STEPS)), together)
+    assert len(ours.vocabulary) > 30
+    assert_same(ours, theirs)
+    ours.eval(), theirs.eval()
+    for key, rows in theirs(ids_of(99)).items():
+        torch.testing.assert_close(ours[key](ids_of(99)[key]), rows, rtol=0, atol=1e-12)
+
+
+def forget(embs: Any, step: int) -> None:
+    """Rows of ids that are forgotten become those of other features."""
+    if step not in (4, 7, 9):
+        return
+    for name in ("user", "hour"):
+        emb = embs if isinstance(embs, st.MultiEmbedding) else embs[name]
+        of = embs.vocabulary_ids if isinstance(embs, st.MultiEmbedding) else embs.keys_of
+        emb.vocabulary.forget(of(name, torch.arange(step - 4, step)))
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_rows_of_forgotten_ids_and_a_table_that_grows(idle):
+    sizes = dict.fromkeys(SIZES, 2)
+    ours = multi(sizes, idle=idle, max_capacity=1000)
+    theirs = Each(ours, idle)
+    for embs in (ours, theirs):
+        train(embs, OPTIMIZERS["adamw"](embs.parameters()), range(len(STEPS)), before=forget)
+    assert ours.vocabulary.capacity > 6
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("way", ["state dicts", "deepcopy", "pickle", "checkpoint", "smaller table"])
+def test_training_goes_on_from_what_was_saved(way, tmp_path):
+    ours = multi(idle="exact")
+    opt = OPTIMIZERS["adamw"](ours.parameters())
+    theirs = Each(ours, "exact")
+    train(theirs, OPTIMIZERS["adamw"](theirs.parameters()), range(len(STEPS)))
+    train(ours, opt, range(6))
+    if way == "deepcopy":
+        made, opt = copy.deepcopy((ours, opt))
+    elif way == "pickle":
+        made, state = pickle.loads(pickle.dumps((ours, opt.state_dict())))
+        opt = OPTIMIZERS["adamw"](made.parameters())
+        opt.load_state_dict(state)
+    else:
+        # One that has met other ids.
+        made = multi({"user": 1, "item": 1, "hour": 30}, max_capacity=1000) if way == "smaller table" else multi()
+        fresh = OPTIMIZERS["adamw"](made.parameters())
+        train(made, fresh, [8, 2])
+        if way == "checkpoint":
+            st.save_checkpoint(tmp_path, ours, opt)
+            st.load_checkpoint(tmp_path, made, fresh)
+        else:
+            made.load_state_dict(copy.deepcopy(ours.state_dict()))
+            fresh.load_state_dict(copy.deepcopy(opt.state_dict()))
+        opt = fresh
+    train(made, opt, range(6, len(STEPS)))
+    assert_same(made, theirs)
+    assert made.vocabulary.features == tuple(SIZES)
+
+
+# --- as one module with the same vocabulary --------------------------------------------------------------------------------
+
+FORMS: dict[str, Callable[[Any, dict[str, Tensor]], Tensor]] = {
+    "columns": lambda m, ids: m(torch.stack(list(ids.values()), -1)).unbind(-2),
+    "list": lambda m, ids: m(list(ids.values())),
+    "names": lambda m, ids: m(dict(reversed(ids.items()))).values(),
+    "one by one": lambda m, ids: [m[name](part) for name, part in ids.items()],
+    "ticket": lambda m, ids: m(m.prefetch(list(ids.values()))),
+    "tickets of features": lambda m, ids: [m[name](m[name].prefetch(part)) for name, part in ids.items()],
+}
+ABOUT: dict[str, dict[str, Any]] = {
+    "evict": {"evict": "lru", "max_capacity": 40},
+    "admit": {"admit": 2, "unseen": "zeros"},
+    "row": {"admit": 3, "unseen": "row"},
+    "deferred": {"deferred": True, "evict": "lfu"},
+    "int8": {"storage_dtype": torch.int8},
+    "max_norm": {},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("about", ABOUT)
+def test_the_vocabulary_does_what_it_says(about, form):
+    """The rows of ids, one after the other, as one table that is looked up by the ids of the vocabulary."""
+    sizes, options = dict.fromkeys(SIZES, 10), {"max_norm": 1.0} if about == "max_norm" else {}
+    settings = {"max_capacity": 1000, **ABOUT[about]}
+    more = {"storage_dtype": settings.pop("storage_dtype")} if "storage_dtype" in settings else {}
+    kind: Any = st.MultiEmbedding
+    torch.manual_seed(0)
+    ours = kind(sizes, 4, PADDING, **options, **more, vocabulary=st.Vocabulary(seed=1, **settings))
+    torch.manual_seed(0)
+    one = st.Embedding(30, 4, 0, **options, **more, vocabulary=st.Vocabulary(seed=1, **settings))
+    opts = [OPTIMIZERS["adamw"](emb.parameters()) for emb in (ours, one)]
+    by_name = list(reversed(SIZES)) if form == "names" else list(SIZES)
+    for step in range(12):
+        ids = {name: ids_of(step)[name].reshape(-1) for name in SIZES}
+        found = torch.stack(list(FORMS[form](ours, ids)))
+        keys = torch.stack([ours.vocabulary_ids(name, ids[name]) for name in by_name])
+        together = form in ("columns", "list", "names", "ticket")
+        wanted = (
+            one(keys.T).transpose(0, 1)
+            if form == "columns"
+            else one(keys)
+            if together
+            else torch.stack([*map(one, keys)])
+        )
+        assert torch.equal(found, wanted)
+        for rows, opt in ((found, opts[0]), (wanted, opts[1])):
+            (rows * torch.arange(4)).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    assert ours.vocabulary.stats() == one.vocabulary.stats()
+    assert all(torch.equal(a, b) for a, b in zip(ours.vocabulary.export(), one.vocabulary.export(), strict=True))
+    with torch.no_grad():
+        assert torch.equal(ours.eval()["item"](ids["item"]), one.eval()(ours.vocabulary_ids("item", ids["item"])))
+
+
+@pytest.mark.parametrize("ahead", [by_ticket, by_loader])
+def test_rows_read_ahead(ahead):
+    ours, one = multi(), multi()
+    opts = [OPTIMIZERS["adamw"](emb.parameters()) for emb in (ours, one)]
+    batches = [ids_of(step) for step in range(8)]
+    for ids, early in ahead(ours, batches):
+        for emb, given, opt in ((ours, early, opts[0]), (one, ids, opts[1])):
+            loss_of(emb(given), "uih").backward()
+            opt.step()
+            opt.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(rows_of(ours), rows_of(one), strict=True))
+
+
+def test_gradients_by_hand():
+    ours, theirs = multi(idle="lazy"), None
+    theirs = Each(ours, "lazy")
+    opts = [OPTIMIZERS["adamw"](embs.parameters()) for embs in (ours, theirs)]
+    for step, some in enumerate(["ui", "h", "uih"]):
+        ids = {NAMES[f]: ids_of(step)[NAMES[f]] for f in some}
+        active = ours.activate(ids)
+        active.add_grad(torch.ones_like(active.rows))
+        for name, part in ids.items():
+            mine = theirs[name].activate(ours.vocabulary_ids(name, part))
+            mine.add_grad(torch.ones_like(mine.rows))
+        for opt in opts:
+            opt.step()
+            opt.zero_grad()
+    assert_same(ours, theirs)
+
+
+def test_the_row_of_unseen_ids_is_trained_in_each_step():
+    """It is of no feature: also a step that leaves some out has a gradient of it."""
+    ours = multi(unseen="row", admit=100, idle="exact")
+    one = st.Embedding(
+        90, 4, 0, dtype=torch.float64, vocabulary=st.Vocabulary(seed=1, unseen="row", admit=100), idle="exact"
+    )
+    opts = [OPTIMIZERS["adamw"](emb.parameters()) for emb in (ours, one)]
+    for step in range(4):
+        user = torch.arange(step, step + 3)
+        for emb, ids, opt in ((ours["user"], user, opts[0]), (one, ours.vocabulary_ids("user", user), opts[1])):
+            (emb(ids) - 0.3).square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+    torch.testing.assert_close(ours.weight[:2].detach(), one.weight[:2].detach(), rtol=0, atol=1e-12)
+
+
+# --- ids ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 26])
+def test_no_two_ids_share_one_of_the_vocabulary(count):
+    emb = st.MultiEmbedding([4] * count, 2, vocabulary=st.Vocabulary())
+    bits = 64 - count.bit_length()
+    ids = torch.tensor([0, 1, -1, 7, (1 << bits - 1) - 1, -(1 << bits - 1)])
+    keys = torch.stack([emb.vocabulary_ids(number, ids) for number in range(count)])
+    assert len(keys.unique()) == keys.numel()
+    assert not (keys == 0).any()
+    numbers, found = emb.feature_ids(keys)
+    assert torch.equal(numbers, torch.arange(count)[:, None].expand_as(keys))
+    assert torch.equal(found, ids.expand_as(keys))
+    for bad in (1 << bits - 1, -(1 << bits - 1) - 1):
+        wrong = torch.zeros(3, count, dtype=torch.int64)
+        wrong[1, -1] = bad
+        for look_up in (emb, lambda ids: emb(list(ids.T)), lambda ids: emb[-1](ids[:, -1]), emb.prefetch, emb.activate):
+            with pytest.raises(RowIndexError, match=rf"{bad} but .* {bits} bits .*ids >> {64 - bits}"):
+                look_up(wrong)
+    assert len(emb.vocabulary) == 0
+    assert st.hash_ids(["a", "b"]).bitwise_right_shift(64 - bits).abs().max() < 1 << bits - 1
+
+
+def test_ids_are_any_integers():
+    emb = multi()
+    parts = {"user": torch.tensor([7], dtype=torch.uint8), "item": [2**64 - 1], "hour": torch.tensor(3)}
+    rows = emb(parts)
+    assert torch.equal(rows["item"], emb["item"]([-1]))
+    assert torch.equal(rows["hour"], emb["hour"](3))
+    with pytest.raises(InvalidTypeError, match="integers"):
+        emb({"user": torch.ones(2)})
+
+
+def test_padding_of_all_features_is_one_row():
+    emb = multi(idle="lazy")
+    opt = OPTIMIZERS["adamw"](emb.parameters())
+    for _ in range(2):
+        rows = emb({"user": torch.tensor([-4, 3]), "hour": torch.tensor([0, 5]), "item": torch.tensor([-4])})
+        assert not rows["user"][0].any()
+        assert not rows["hour"][0].any()
+        assert rows["item"].any()
+        sum(part.sum() for part in rows.values()).backward()
+        opt.step()
+        opt.zero_grad()
+    assert emb.vocabulary.rows(emb.vocabulary_ids("user", [-4])).tolist() == [1]
+    numbers, ids = emb.feature_ids(emb.vocabulary_ids("hour", [0, 5]))
+    assert (numbers.tolist(), ids.tolist()) == ([-1, 2], [0, 5])
+
+
+def test_rows_are_set_and_read_by_ids_of_a_feature():
+    emb, served = multi(), multi().eval()
+    users = emb.vocabulary_ids("user", torch.tensor([5, 2**40]))
+    emb.vocabulary.update(users, torch.ones(2, 4, dtype=torch.float64))
+    assert emb["user"](torch.tensor([2**40])).tolist() == [[1.0] * 4]
+    emb["hour"](torch.tensor([5])).sum().backward()
+    served.vocabulary.update(emb.vocabulary.changed_since(0))
+    assert served["user"](torch.tensor([5])).tolist() == [[1.0] * 4]
+    keys, rows = emb.vocabulary.export()
+    numbers, ids = emb.feature_ids(keys)
+    assert ids[numbers == 0].tolist() == [5, 2**40]
+    assert rows[numbers == 0].tolist() == [[1.0] * 4] * 2
+    nn.init.constant_(emb.weight, 0.5)
+    assert emb["user"](torch.tensor([5])).tolist() == [[0.5] * 4]
+    assert emb.vocabulary.forget(users) == 2
+
+
+# --- what is refused ------------------------------------------------------------------------------------------------------
+
+
+def small() -> st.MultiEmbedding:
+    return st.MultiEmbedding([3, 4], 2, vocabulary=st.Vocabulary())
+
+
+REFUSED: dict[str, Callable[[st.MultiEmbedding], Any]] = {
+    "no weight of its own": lambda emb: emb[0].weight,
+    r"no reset_parameters\(\) of its own": lambda emb: emb[0].reset_parameters(),
+    "no vocabulary of its own": lambda emb: emb[1].vocabulary,
+    "has a vocabulary": st.to_dense,
+    "cannot be written as a whole": lambda emb: emb.weight.data.mul_(2),
+    "swapped in": lambda emb: torch.func.functional_call(emb, {"weight": torch.ones(9, 2)}, (torch.tensor([[1, 2]]),)),
+    "outside of transforms": lambda emb: torch.func.vmap(emb)(torch.tensor([[1, 2]])),
+    "outside of .*transforms": lambda emb: torch.func.vmap(emb[0])(torch.tensor([[1, 2]])),
+    "with the same features": lambda emb: emb.load_state_dict(
+        st.MultiEmbedding([3, 4, 5], 2, vocabulary=st.Vocabulary()).state_dict()
+    ),
+    "of no features": lambda emb: emb.load_state_dict(st.Embedding(7, 2, vocabulary=st.Vocabulary()).state_dict()),
+    "the features": lambda emb: st.Embedding(7, 2, vocabulary=st.Vocabulary()).load_state_dict(emb.state_dict()),
+    "belongs to another module": lambda emb: st.MultiEmbedding([3], 2, vocabulary=emb.vocabulary),
+    "a weight is given": lambda emb: st.MultiEmbedding([3], 2, _weight=torch.ones(3, 2), vocabulary=st.Vocabulary()),
+    "vocabulary.update": lambda emb: st.MultiEmbedding.from_modules([nn.Embedding(3, 2)], vocabulary=st.Vocabulary()),
+    "has no vocabulary": lambda emb: st.MultiEmbedding([3], 2).vocabulary_ids(0, [1]),
+    "padding_idx of feature '1'": lambda emb: st.MultiEmbedding([3, 4], 2, [None, 2**62], vocabulary=st.Vocabulary()),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused(what):
+    emb = small()
+    emb(torch.tensor([[1, 2], [3, 4]]))
+    before = emb.vocabulary.export()
+    with pytest.raises((InvalidTypeError, InvalidValueError, RowIndexError), match=what):
+        REFUSED[what](emb)
+    assert all(torch.equal(a, b) for a, b in zip(before, emb.vocabulary.export(), strict=True))
+
+
+def test_states_of_another_kind_are_refused(tmp_path):
+    emb, rows, others = (
+        small(),
+        st.MultiEmbedding([3, 4], 2),
+        st.MultiEmbedding({"a": 3, "b": 4}, 2, vocabulary=st.Vocabulary()),
+    )
+    st.save_checkpoint(tmp_path / "rows", rows)
+    st.save_checkpoint(tmp_path / "others", others)
+    st.save_checkpoint(tmp_path / "ids", emb)
+    for path, into, said in (("rows", emb, "0.weight"), ("ids", rows, "0.weight"), ("others", emb, "features")):
+        with pytest.raises(InvalidValueError, match=said):
+            st.load_checkpoint(tmp_path / path, into)
+    for state, into in ((rows.state_dict(), emb), (emb.state_dict(), rows)):
+        with pytest.raises(RuntimeError, match=r"0\.weight"):
+            into.load_state_dict(state)
+    assert list(st.full_state_dict(emb)) == list(emb.state_dict())
+    with pytest.raises(InvalidValueError, match="features"):
+        others.vocabulary.update(emb.vocabulary.changed_since(0))
+
+
+def test_a_vocabulary_of_a_module_that_is_gone_serves_another_kind():
+    emb = small()
+    vocabulary = emb.vocabulary
+    state = vocabulary.state_dict()
+    assert "features" in state
+    del emb
+    gc.collect()
+    one = st.Embedding(4, 2, vocabulary=vocabulary)
+    one(torch.tensor([3, 2**62]))
+    assert "vocabulary.features" not in one.state_dict()
