@@ -42,8 +42,8 @@ optim/leaves.py: optim_styles
 - _collect(value.items() if isinstance(value, dict) else enumerate(value),
 + _collect(enumerate(value),
 optim/merge.py: weight
-- if full and more_full:
-+ if full or more_full:
+- if more_ids is ids or (full and more_full):
++ if more_ids is ids or full or more_full:
 optim/param_guards.py: data_parallel
 - _refuse_copies(module, device_ids)
 + pass
@@ -131,7 +131,7 @@ nn/lookup.py: nn_bag
 - if offsets is not None and takes_last and
 + if offsets is None and takes_last and
 nn/lookup_ops.py: nn_compile
-- handle.anchor.arrive(active.ids, lookup_backward(active, grad, by_freq), active.add_grad)
+- handle.anchor.arrive(active.ids, active._groups.known, lookup_backward(active, grad, by_freq), active.add_grad)
 + pass
 nn/multi.py: nn_multi
 - feature.load(module.weight.detach())

@@ -16,9 +16,9 @@ from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import INTEGERS
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule, shape_of
-from speedtransfer.nn.ticket import Ticket
+from speedtransfer.nn.ticket import FoundRows, Ticket
 from speedtransfer.nn.tracing import recorded_as
-from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
+from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
@@ -156,9 +156,8 @@ class Embedding(TableModule, nn.Embedding):
         handle = self._handle
         padding = handle.id_space.padding_row(self.padding_idx)
         if not training and self.max_norm is None:
-            return found.filled(frozen_lookup(handle, found.rows, padding, self.scale_grad_by_freq))
-        active = activate(handle, found.rows, training, self.max_norm, self.norm_type, padding, padded=True)
-        self._note_missed(active, found)
+            return found.filled(frozen_lookup(handle, found, padding, self.scale_grad_by_freq))
+        active = activate(handle, found, training, self.max_norm, self.norm_type, padding, padded=True)
         return found.filled(lookup(active, self.scale_grad_by_freq))
 
     @classmethod

@@ -16,6 +16,7 @@ from speedtransfer.nn.feature_ids import first_beyond, rows_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.lookup import lookup
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
+from speedtransfer.nn.ticket import known_again, rows_in
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
@@ -233,15 +234,16 @@ def device_of(weight: Any) -> torch.device:
     return device
 
 
-def look_up(module: Any, weight: Any, index: Tensor, padded: Tensor | None, features: UsedFeatures) -> Tensor:
+def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, features: UsedFeatures) -> Tensor:
     """Return the rows of `weight` at `index`, as the arguments of `module` say; `padded` ones get no gradient.
 
     Their gradient is one of `features`.
     """
     handle, freq = find_handle(weight), module.scale_grad_by_freq
     if handle is None or in_transform():
-        rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
+        rows = F.embedding(rows_in(index), weight, None, module.max_norm, module.norm_type, freq)
     else:
+        index = known_again(handle, index)
         training = torch.is_grad_enabled() and handle.requires_grad
         if not training and module.max_norm is None and handle.looks_up_directly(index):
             return handle.rows.lookup(index)

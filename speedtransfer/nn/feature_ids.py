@@ -11,6 +11,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.nn.ticket import FoundRows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import as_index
 
@@ -41,7 +42,7 @@ class FeatureIds:
         # Without tensors of a device that may be missing where this is unpickled.
         return {**vars(self), "_spread": {}}
 
-    def rows(self, ids: Any, device: torch.device) -> tuple[Tensor, Tensor | None, Shapes | None]:
+    def rows(self, ids: Any, device: torch.device) -> tuple[FoundRows, Tensor | None, Shapes | None]:
         """Return the rows of `ids` in the table, which of them are padding, and the shapes of the parts.
 
         Columns keep their shape, and have None for parts; parts become one dimension. Where no feature has padding it is None.
@@ -66,12 +67,9 @@ class FeatureIds:
         if bad is not None:
             self._raise(int(flat.reshape(-1)[bad]), bad, flat.shape, shapes)
         index, padded = rows_of(flat, start, num_rows, padding if self._padded else None)
-        if index.is_cuda:
-            # By these a ticket knows it, without looking at values.
-            names = tuple(ids) if isinstance(ids, Mapping) else ()
-            given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
-            index._made_from = names, given  # type: ignore[attr-defined]
-        return index, padded, shapes
+        names = tuple(ids) if isinstance(ids, Mapping) else ()
+        given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
+        return FoundRows(index, source=(names, given)), padded, shapes
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         names = list(self._features)

@@ -48,7 +48,7 @@ def _deposit(grad: Tensor, ids: Tensor, key: Tensor, number: Tensor, padding_idx
         if active is None:
             # Saved tensors may be copies (save_on_cpu).
             active = _activated(handle, ids, padding_idx)
-        handle.anchor.arrive(active.ids, lookup_backward(active, grad, by_freq), active.add_grad)
+        handle.anchor.arrive(active.ids, active._groups.known, lookup_backward(active, grad, by_freq), active.add_grad)
         return grad.new_zeros(1)
 
 

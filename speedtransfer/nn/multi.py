@@ -19,6 +19,7 @@ from speedtransfer.nn.feature_ids import FeatureIds
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import known_again
 from speedtransfer.nn.tracing import refuse_to_export, unrecorded
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.nn.weight_calls import in_transform
@@ -181,7 +182,7 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
-        active: ActiveRows = super().activate(self._row_ids(ids))
+        active: ActiveRows = super().activate(known_again(self._handle, self._row_ids(ids)))
         return active
 
     def _row_ids(self, ids: Any) -> Any:

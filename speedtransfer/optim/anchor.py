@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.tables import Known
 
 # A number is never used again: a graph may outlive its table.
 _numbers = itertools.count(1)
@@ -28,7 +29,7 @@ class Arrived(NamedTuple):
 
     Attributes
     ----------
-    ids : Tensor
+    ids, known : Tensor, Known
         ``(n,)``, the active rows; maybe padded.
     grad : Tensor
         ``(n, dim)``.
@@ -37,6 +38,7 @@ class Arrived(NamedTuple):
     """
 
     ids: Tensor
+    known: Known
     grad: Tensor
     deposit: Callable[[Tensor], None]
 
@@ -73,7 +75,7 @@ class Anchor:
         if dtype.is_floating_point:
             self.leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_deposit, self._handle))
 
-    def arrive(self, ids: Tensor, grad: Tensor, deposit: Callable[[Tensor], None]) -> None:
+    def arrive(self, ids: Tensor, known: Known, grad: Tensor, deposit: Callable[[Tensor], None]) -> None:
         """Keep the gradient ``(n, dim)`` of the rows `ids` until that of the leaf arrives."""
         task = torch._C._current_graph_task_id()
         if task < 0:
@@ -84,7 +86,7 @@ class Anchor:
             self._arrived[task] = []
             forget: Any = functools.partial(self._arrived.pop, task, None)
             torch.autograd.Variable._execution_engine.queue_callback(forget)
-        self._arrived[task].append(Arrived(ids, grad, deposit))
+        self._arrived[task].append(Arrived(ids, known, grad, deposit))
 
     def take(self) -> list[Arrived]:
         """Return what has arrived in the running backward, and forget it."""
@@ -105,7 +107,7 @@ def _deposit(handle: weakref.ref[Any], leaf: Tensor) -> None:
     # Its gradient stays, zeros: another thread may be adding to it, which only autograd waits for.
     alive = handle()
     if alive is not None:
-        for _, grad, deposit in alive.anchor.take():
+        for _, _, grad, deposit in alive.anchor.take():
             # Frozen since the forward pass: torch drops the gradient too.
             if alive.requires_grad:
                 deposit(grad)

@@ -186,15 +186,17 @@ class Features:
                 f"the state of {type(optimizer).__name__} is of the features {sorted(kept)} but {handle} has those named "
                 f"{list(self.names)}; load the state that was saved with these"
             )
-        pending = handle.pending
-        numbers = _feature_of(self, handle.rows.name_rows, pending.ids)
+        numbers = _feature_of(self, handle.rows.name_rows, handle.pending.ids)
         for number, name in enumerate(self.names):
             if not self.touched >> number & 1:
                 continue
             at = (numbers == number).nonzero().flatten()
-            lent = nn.Parameter(pending.active[at], requires_grad=param.requires_grad)
-            grad = pending.grad[at]
-            lent.grad = sparse_gradient(grad, None, len(at)) if handle.state.sparse else grad
+            lent = nn.Parameter(handle.pending.active[at], requires_grad=param.requires_grad)
+            lent.grad = (
+                sparse_gradient(handle.pending.grad[at], None, len(at))
+                if handle.state.sparse
+                else handle.pending.grad[at]
+            )
             step.lent.append(_Lent(name, at, lent, lent._version))
             if name in kept:
                 own = cloned(kept[name])

@@ -78,7 +78,14 @@ class Step:
             fuses = not pending.in_place and handle.table.runs_kernels and not apart
             self._fused = plan_step(state, optimizer, group) if fuses else None
             if self._fused is None:
-                state.load(optimizer, group, frame, None if pending.in_place else pending.ids, pending.state_rows)
+                state.load(
+                    optimizer,
+                    group,
+                    frame,
+                    None if pending.in_place else pending.ids,
+                    pending.state_rows,
+                    pending.known,
+                )
                 # A probe may have assigned the gradient anew.
                 if pending.active is None:
                     pending.refresh()
@@ -104,7 +111,9 @@ class Step:
             if handle.rows.table.watched:
                 handle.table.discount(self._entered_at, handle.param._version - self._entered)
             if self._fused is None:
-                self._made = state.made(optimizer, group, None if self.pending.in_place else self.pending.ids)
+                self._made = state.made(
+                    optimizer, group, None if self.pending.in_place else self.pending.ids, self.pending.known
+                )
             else:
                 self._make_fused_step(state)
             try:
@@ -131,7 +140,7 @@ class Step:
         assert pending.ids is not None
         assert pending.grad is not None
         assert pending.active is not None
-        make_step(self._fused, state, pending.ids, pending.grad, pending.active)
+        make_step(self._fused, state, pending.ids, pending.grad, pending.active, pending.known)
         before = handle.table.version if handle.rows.table.watched else 0
         # As by an optimizer.
         torch.autograd.graph.increment_version(handle.param)
@@ -176,8 +185,8 @@ class Step:
         if state is not None and state.running and not state.stepping_elsewhere():
             if self._made is None and self.is_changed() and state.stepping():
                 raise OptimizerError(
-                    f"{handle} is used in the middle of a step, when an optimizer has changed some of its rows and not "
-                    "written them to the table yet; use it before the step or after it"
+                    f"{handle} is used in the middle of a step, when an optimizer has changed some of its rows and not written "
+                    "them to the table yet; use it before the step or after it"
                 )
             optimizer = state.optimizer()
             if optimizer is not None:
@@ -219,8 +228,8 @@ class Step:
         assert pending.grad is not None
         if pending.used_whole:
             raise OptimizerError(
-                f"{handle} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense "
-                "gradient; make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
+                f"{handle} was made with sparse=True and used as a whole (in a product, a penalty), or given a dense gradient; "
+                "make the embedding with sparse=False, or use the rows that are needed (emb(ids))"
             )
         grad, rows = pending.grad, None
         if handle.padding_idx is not None:
@@ -243,16 +252,11 @@ class Step:
             elif pending.assigned is not None:
                 pending.use_assigned()
             else:
-                pending.grad_version = pending.grad._version
+                pending.grad_version, pending._zeroed_at = pending.grad._version, -1
             self._lent = False
         if handle.features is not None:
             handle.features.end()
-        pending.active, pending.state_rows, pending.in_place, pending.waiting_since = (
-            None,
-            {},
-            False,
-            None,
-        )
+        pending.active, pending.state_rows, pending.in_place, pending.waiting_since = None, {}, False, None
         self._fused = None
         assert handle.shown_as is not None
         if param.__class__ is not handle.kind:

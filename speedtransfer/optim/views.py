@@ -14,6 +14,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor
+from speedtransfer.tables import NOTHING, Known
 
 
 class Views:
@@ -48,6 +49,7 @@ class Views:
         deposit: Callable[..., None],
         features: Callable[[], int] | None = None,
         guarded: bool = True,
+        known: Known = NOTHING,
     ) -> Tensor:
         """Return `rows`, ``(n, dim)``, as what a graph made of the weight; `deposit` takes their gradient, `grad`.
 
@@ -56,7 +58,7 @@ class Views:
         """
         handle = self._handle()
         if handle.id_space.come_and_go:
-            handle.id_space.pin(rows, ids)
+            handle.id_space.pin(rows, ids, known)
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
         # Hooks that get the gradient later would be called with None.
@@ -64,7 +66,7 @@ class Views:
         leaf = handle.anchor.leaf if late else handle.param_ref()
         apply = TableRows.apply if torch._C._are_functorch_transforms_active() else apply_plainly
         with as_tensor():
-            made: Tensor = apply(leaf, rows, (handle, ids, deposit, features, guarded))
+            made: Tensor = apply(leaf, rows, (handle, ids, deposit, features, guarded, known))
         return made
 
     def alive(self) -> list[Any]:
@@ -122,8 +124,8 @@ class Views:
                 return moved.clone() if moved is values and not copied else moved
         except torch.OutOfMemoryError as error:
             raise InvalidValueError(
-                f"{handle} is used as a whole, but its {handle.table.num_rows} rows do not fit on {handle.table.device}; use "
-                "the rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
+                f"{handle} is used as a whole, but its {handle.table.num_rows} rows do not fit on {handle.table.device}; use the "
+                "rows that are needed (emb(ids)), or emb.table.torch(), where the rows live"
             ) from error
 
     def note_use(self, ids: Tensor, version: int) -> None:
@@ -158,7 +160,8 @@ class Views:
         with torch.inference_mode(False), _outside_of_transforms():
             values = self.whole().detach()
             every = None if handle.features is None else handle.features.every
-            made = self.join(values, None, functools.partial(handle.pending.deposit_whole, values), every)
+            deposit = functools.partial(handle.pending.deposit_whole, values, handle.id_space.stamp())
+            made = self.join(values, None, deposit, every)
         self._whole = weakref.ref(made), handle.table.version
         return made
 
