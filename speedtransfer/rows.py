@@ -21,7 +21,7 @@ from speedtransfer.idle import Lag
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.progress import ByteProgress
 from speedtransfer.stored_planes import StoredPlanes
-from speedtransfer.tables import Table, WriteLog, kept, on_host, overlay, row_chunks
+from speedtransfer.tables import NOTHING, Known, Table, WriteLog, kept, overlay, row_chunks
 
 # The plane of the last step that each row has taken, int32.
 LAST_STEP = "idle.last_step"
@@ -70,19 +70,18 @@ class Rows(StoredPlanes):
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def read(self, ids: Tensor, planes: Sequence[str] = ("weight",), check: Tensor | None = None) -> dict[str, Tensor]:
+    def read(self, ids: Tensor, planes: Sequence[str] = ("weight",), known: Known = NOTHING) -> dict[str, Tensor]:
         """Return the rows `ids` (n,), not checked, of each plane: ``(n, *tail)`` on the compute device.
 
-        They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned. `check`
-        is for `Table.read`.
+        They are caught up with all steps so far. If some may have missed steps, the rows of every plane are returned.
         """
         if not self.lag:
             if self._as_stored:
-                return self.table.read(ids, planes, check)
-            return self.finish(self.fetch(ids, planes, check), ids)
+                return self.table.read(ids, planes, known)
+            return self.finish(self.fetch(ids, planes, known), ids)
         with self.lock:
             of_parent = self.table._place.refuses_writes
-            return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids, None, check), ids)
+            return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids, None, known), ids)
 
     def _fetch_of_parent(self, ids: Tensor) -> dict[str, Tensor]:
         """Do what `fetch` does in a child of fork, whose parent may be writing the rows.
@@ -111,32 +110,33 @@ class Rows(StoredPlanes):
             rows[LAST_STEP] = self.lag.last_steps(len(ids), ids.device, None, ids)
             return {n + s: part for n, values in rows.items() for s, part in self.encode(n, values, ids).items()}
 
-    def fetch(self, ids: Tensor, planes: Sequence[str] | None = None, check: Tensor | None = None) -> dict[str, Tensor]:
+    def fetch(self, ids: Tensor, planes: Sequence[str] | None = None, known: Known = NOTHING) -> dict[str, Tensor]:
         """Gather the rows `ids` (n,), not checked, as they are stored; on any thread and stream.
 
         By default of every plane, which `finish` needs to catch up; it may be called after further steps, as long as these did
         not write the rows.
         """
         planes = tuple(self._codecs) if planes is None else planes
-        return self.table.read(ids, planes if self._as_stored else self._stored_names(planes), check)
+        return self.table.read(ids, planes if self._as_stored else self._stored_names(planes), known)
 
     def refetch(
-        self, ids: Tensor, planes: Sequence[str] | None, fetched: dict[str, Tensor], log: WriteLog
+        self, ids: Tensor, planes: Sequence[str] | None, fetched: dict[str, Tensor], log: WriteLog, known: Known
     ) -> dict[str, Tensor]:
         """Return `fetched`, the result of ``fetch(ids, planes)``, and read those rows again that were written since.
 
         `ids` (n,) are sorted and unique; `log` was made before they were fetched.
         """
         # The host knows which rows they are, unless their ids are on a device that need not tell it.
-        ids = ids if self.table.takes_padding else on_host(ids, ids)
+        ids = ids if self.table.takes_padding or known.host is None else known.host
         writes = self.table.written_since(log)
         if writes is None:
-            return self.fetch(ids, planes)
+            return self.fetch(ids, planes, known)
         again = overlay(fetched, ids, writes, self.table.num_rows) if len(ids) else None
         if again is None:
             return fetched
         if ids.is_cuda and self.table.takes_padding:
-            for name, part in self.fetch(kept(ids, again, self.table.num_rows), planes).items():
+            ids, known = kept(ids, again, self.table.num_rows)
+            for name, part in self.fetch(ids, planes, known).items():
                 target = bits_of(fetched[name])
                 torch.where(again.unsqueeze(1), bits_of(part), target, out=target)
             return fetched
@@ -160,7 +160,13 @@ class Rows(StoredPlanes):
         return rows
 
     def write(
-        self, ids: Tensor, rows: dict[str, Tensor], step: Any = None, mark: Any = None, count: int | None = None
+        self,
+        ids: Tensor,
+        rows: dict[str, Tensor],
+        step: Any = None,
+        mark: Any = None,
+        count: int | None = None,
+        known: Known = NOTHING,
     ) -> None:
         """Set the rows `ids` (n,), unique, of each plane to ``(n, *tail)`` values on the compute device.
 
@@ -169,7 +175,7 @@ class Rows(StoredPlanes):
         made again after an interrupt has the same random numbers.
         """
         if self.lag is None:
-            self._write(ids, rows, count)
+            self._write(ids, rows, count, known)
             return
         # The record last: if the write fails there was no step.
         with self.lock:
@@ -179,11 +185,11 @@ class Rows(StoredPlanes):
             if mark is None or mark == self.lag.mark:
                 if LAST_STEP in self._codecs:
                     rows[LAST_STEP] = self.lag.last_steps(ids.shape[0], next(iter(rows.values())).device, step, ids)
-                self._write(ids, rows, count)
+                self._write(ids, rows, count, known)
             if step is not None:
                 self.lag.record(step, mark)
 
-    def _write(self, ids: Tensor, rows: dict[str, Tensor], count: int | None = None) -> None:
+    def _write(self, ids: Tensor, rows: dict[str, Tensor], count: int | None, known: Known) -> None:
         if count is not None:
             self._count = count
         if self._as_stored:
@@ -192,7 +198,7 @@ class Rows(StoredPlanes):
             encoded = {}
             for name, values in rows.items():
                 encoded.update({name + suffix: part for suffix, part in self.encode(name, values, ids).items()})
-        self.table.write(ids, encoded)
+        self.table.write(ids, encoded, known=known)
         self._count += 1
 
     @torch.no_grad()
@@ -251,9 +257,10 @@ class Rows(StoredPlanes):
         read: Sequence[str],
         written: Sequence[str],
         queue: Callable[[list[Tensor]], Sequence[Tensor]],
+        known: Known,
     ) -> None:
         """Let kernels change the rows `ids` (n,) of planes that are stored as they are; see `Table.update`."""
-        self.table.update(ids, read, written, queue)
+        self.table.update(ids, read, written, queue, known)
         self._count += 1
 
     def lookup(self, index: Any) -> Tensor:
@@ -301,7 +308,7 @@ class Rows(StoredPlanes):
         self.drop(*[name for name in self._codecs if name != "weight"])
 
     @torch.no_grad()
-    def catch_up(self, ids: Tensor | None = None) -> None:
+    def catch_up(self, ids: Tensor | None = None, known: Known = NOTHING) -> None:
         """Apply the steps that the rows `ids` (n,), unique, have missed, and write them; None: all rows."""
         if not self.lag:
             return
@@ -311,7 +318,7 @@ class Rows(StoredPlanes):
         # Held for all chunks: steps made meanwhile must not be forgotten at the end.
         with self.lock:
             if ids is not None:
-                self.write(ids, self.read(ids))
+                self.write(ids, self.read(ids, known=known), known=known)
                 return
             table = self.table
             row_bytes = max(table.nbytes // max(len(table), 1), 1)
@@ -368,8 +375,8 @@ def _weakly(method: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return what calls a method of an object as long as that lives, and returns None afterwards."""
     reference = weakref.WeakMethod(method)
 
-    def call(ids: Any) -> Any:
+    def call(*args: Any) -> Any:
         alive = reference()
-        return None if alive is None else alive(ids)
+        return None if alive is None else alive(*args)
 
     return call

@@ -42,8 +42,8 @@ optim/leaves.py: optim_styles
 - _collect(value.items() if isinstance(value, dict) else enumerate(value),
 + _collect(enumerate(value),
 optim/merge.py: weight
-- if full and more_full:
-+ if full or more_full:
+- if more_ids is ids or (full and more_full):
++ if more_ids is ids or full or more_full:
 optim/param_guards.py: data_parallel
 - _refuse_copies(module, device_ids)
 + pass

@@ -245,3 +245,18 @@ def long_sweep(case: OptimizerCase, memory: str, tmp_path) -> None:
     if path is not None:
         ours.table.flush()
         assert_same_weights(speedtransfer.Embedding.from_pretrained(speedtransfer.Table.load(path).torch()), dense)
+
+
+def test_a_gradient_by_hand_of_other_ids_than_those_that_were_looked_up() -> None:
+    """The step reads their rows: those of the lookup are other rows."""
+    emb = speedtransfer.Embedding(10, 2, memory="pageable", idle="lazy")
+    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
+    for _ in range(2):
+        wanted = emb.table.gather(torch.arange(10))
+        wanted[5:7] -= 1
+        active = emb.activate(torch.tensor([1, 2]))
+        active.ids = torch.tensor([5, 6])
+        active.add_grad(torch.ones(2, 2))
+        opt.step()
+        opt.zero_grad()
+        assert torch.equal(emb.table.gather(torch.arange(10)), wanted)

@@ -8,19 +8,19 @@ import torch
 
 import speedtransfer as st
 from speedtransfer.optim.row_gradient import RowGradient
-from speedtransfer.tables import is_padded, padded_unique
+from speedtransfer.tables import padded_unique
 
 NUM_ROWS, DIM = 7, 3
 
 
 def padded_gradient(index, sparse=False, changed=None):
     """Return a gradient of padded rows and the dense one."""
-    ids = padded_unique(torch.tensor(index), NUM_ROWS).ids
+    ids, *_, known = padded_unique(torch.tensor(index), NUM_ROWS)
     rows = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(0)) - 5
     rows[ids == NUM_ROWS] = 0
     dense = torch.zeros(NUM_ROWS, DIM)
     dense[ids[ids < NUM_ROWS]] = rows[ids < NUM_ROWS]
-    return RowGradient(NUM_ROWS, ids, rows, changed, sparse), dense
+    return RowGradient(NUM_ROWS, ids, rows, changed, sparse, known), dense
 
 
 def _clipped(grad):
@@ -66,7 +66,7 @@ def test_reads_as_the_dense_one(index, read):
 
 def test_a_sparse_one_has_no_padding():
     grad, dense = padded_gradient([5, 2, 2], sparse=True)
-    assert is_padded(grad.ids)
+    assert grad.known.length is not None
     assert grad.detach()._nnz() == 2
     assert grad._indices().tolist() == [[2, 5]]
     assert grad._values().shape == (2, DIM)
@@ -75,12 +75,13 @@ def test_a_sparse_one_has_no_padding():
 
 def test_its_owner_hears_of_what_changes():
     heard = []
-    grad, _ = padded_gradient(
-        [5, 2, 2], changed=lambda before, ids, rows, trimmed: heard.append((ids.tolist(), trimmed))
-    )
+    grad, _ = padded_gradient([5, 2, 2], changed=lambda before, ids, rows, how: heard.append((ids.tolist(), how)))
     grad.max()
     grad.add_(1)
-    assert heard == [([2, 5], True), (list(range(NUM_ROWS)), False)]
+    grad.zero_()
+    torch._foreach_zero_([grad])
+    every = list(range(NUM_ROWS))
+    assert heard == [([2, 5], "trimmed"), (every, "dense"), (every, "zeroed"), (every, "zeroed")]
 
 
 def test_an_old_gradient_that_changes_does_not_become_the_new_one():

@@ -5,8 +5,8 @@ import pytest
 import torch
 from cpu_kernels import cpu_kernels
 
-from speedtransfer.tables import padded
-from speedtransfer.tables.padded import is_padded, num_unique, padded_anew, padded_unique, sum_rows, trimmed
+from speedtransfer.tables import NOTHING, padded
+from speedtransfer.tables.padded import padded_anew, padded_unique, sum_rows, trimmed
 
 WAYS = ["torch", "kernels", "kernels, many"]
 
@@ -54,9 +54,7 @@ class TestUnique:
         assert len(found.ids) <= min(count, num_rows) + 1
         assert not spare or found.ids[-1] == num_rows
         assert torch.equal(found.inverse, inverse)
-        assert num_unique(found.ids).tolist() == [len(ids)]
-        assert is_padded(found.ids)
-        assert not is_padded(ids)
+        assert found.known.length.tolist() == [len(ids)]
         assert torch.equal(found.order, flat.sort(stable=True).indices)
         sizes = found.starts.diff()
         assert sizes.tolist() == [*torch.bincount(inverse).tolist(), *[0] * (len(found.ids) - len(ids))]
@@ -70,19 +68,20 @@ class TestUnique:
         found = padded_unique(torch.tensor([bad, 3, 0, bad, 8, *range(9)]), 9)
         assert found.ids.tolist() == [*range(9), 9]
         assert found.inverse[:5].tolist() == [9, 3, 0, 9, 8]
-        assert num_unique(found.ids).tolist() == [9]
+        assert found.known.length.tolist() == [9]
 
     def test_padding_of_a_table_that_has_grown(self, way):
-        found = padded_anew(padded_unique(torch.tensor([3, 1, 3]), 5).ids, 9)
+        groups = padded_unique(torch.tensor([3, 1, 3]), 5)
+        found = padded_anew(groups.ids, groups.known, 9)
         assert found.tolist() == [1, 3, 9]
-        assert num_unique(found).tolist() == [2]
-        assert padded_anew(found[:2], 9).tolist() == [1, 3]
+        assert groups.known.length.tolist() == [2]
+        assert padded_anew(found[:2], NOTHING, 9).tolist() == [1, 3]
 
     def test_nothing_but_ids_out_of_range(self, way):
         found = padded_unique(torch.tensor([-1, 50]), 9)
         assert found.ids.tolist() == [9, 9]
         assert found.inverse.tolist() == [0, 0]
-        assert num_unique(found.ids).tolist() == [0]
+        assert found.known.length.tolist() == [0]
 
 
 class TestSums:

@@ -221,7 +221,6 @@ class NgramHash(nn.Module):
             A token on the CPU is not below `vocab_size`. Elsewhere, in a compiled model and in ``torch.func.vmap`` it has the
             row number -1, which a table refuses.
         """
-        given = (tokens,) if context is None else (tokens, context)
         tokens = as_tokens(tokens, self.vocab_size, "tokens")
         multipliers, sizes, offsets, _ = self._on(tokens.device)
         places = self._places(tokens, context)
@@ -231,9 +230,6 @@ class NgramHash(nn.Module):
             rows = rows.masked_fill(torch.eq(tokens, self.constants.pad or 0).unsqueeze(-1), self.padding_row)
         if not can_look_at(tokens):
             rows = rows.masked_fill(beyond(tokens, self.vocab_size).unsqueeze(-1), -1)
-            if not torch.compiler.is_compiling():
-                # By these a ticket knows row numbers on a device, without looking at values.
-                rows._made_from = (id(self),), given  # type: ignore[attr-defined]
         return rows
 
     def statistics(self, tokens: Tensor) -> NgramStatistics:

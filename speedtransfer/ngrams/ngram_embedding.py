@@ -15,6 +15,7 @@ from speedtransfer.ngrams.gate import EngramGate
 from speedtransfer.ngrams.hashing import NgramHash
 from speedtransfer.ngrams.per_layer import PerLayerEmbedding
 from speedtransfer.nn import Embedding, TableOptions, Ticket, refuse_vocabulary, takes_options
+from speedtransfer.nn.ticket import FoundRows, known_again
 
 COMBINE = ("concat", "sum", "mean")
 # Tickets of `prefetch`, which are forgotten where nobody has them; not in the module, which is copied and pickled.
@@ -194,7 +195,10 @@ class NgramEmbedding(nn.Module):
             raise InvalidValueError("hidden is missing, with which the gate compares; pass hidden")
         if self.gate is None and hidden is not None:
             raise InvalidValueError("hidden is given but this module has no gate; leave it out, or pass gate=True")
-        rows = self.embedding(tokens if isinstance(tokens, Ticket) else self.ngrams(tokens, context))
+        if not isinstance(tokens, Ticket):
+            found, handle = self._found(tokens, context), vars(self.embedding).get("_handle")
+            tokens = found.rows if torch.compiler.is_compiling() else known_again(handle, found)
+        rows = self.embedding(tokens)
         if self.layers is not None:
             rows = rows.unflatten(-1, (self.layers, self.dim)).transpose(-2, -3)
         if self.head_scale is not None:
@@ -219,13 +223,17 @@ class NgramEmbedding(nn.Module):
         See :meth:`speedtransfer.Embedding.prefetch`. On a CUDA device the tokens must be the same tensor. The ticket need not
         be kept: the module keeps the last eight whose rows no lookup has used.
         """
-        ticket = self.embedding.prefetch(self.ngrams(tokens, context))
+        ticket = self.embedding.prefetch(self._found(tokens, context))
         _kept[self] = [*(one for one in _kept.get(self, ()) if one.is_waiting), ticket][-_MOST_KEPT:]
         return ticket
 
-    def lookup_ahead(self, tokens: Any, context: Tensor | None = None) -> tuple[Embedding, Tensor]:
+    def lookup_ahead(self, tokens: Any, context: Tensor | None = None) -> tuple[Embedding, FoundRows]:
         """Return the table and the row numbers of `tokens`, which :func:`speedtransfer.prefetch` reads ahead."""
-        return self.embedding, self.ngrams(tokens, context)
+        return self.embedding, self._found(tokens, context)
+
+    def _found(self, tokens: Tensor, context: Tensor | None) -> FoundRows:
+        given = (tokens,) if context is None else (tokens, context)
+        return FoundRows(self.ngrams(tokens, context), source=(id(self.ngrams), given))
 
     def extra_repr(self) -> str:
         """Describe how rows become the output."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
-from speedtransfer.nn.ticket import Ticket, find_ticket
+from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket
 from speedtransfer.optim import Handle, Sharded, UsedFeatures
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
@@ -31,13 +31,11 @@ class ActiveRows:
     """
 
     __slots__ = (
+        "_deposit",
         "_features",
         "_groups",
         "_handle",
-        "_lookup",
         "_padding_idx",
-        "_state_rows",
-        "_version",
         "ids",
         "inverse",
         "rows",
@@ -59,17 +57,15 @@ class ActiveRows:
         self.inverse = groups.inverse if len(shape) == 1 else groups.inverse.view(shape)
         # `_groups` has the positions of the original ids grouped by row, and the position of the padding row where known.
         self._padding_idx = -1 if padding_idx is None else padding_idx
-        self._groups, self._handle, self._version, self._state_rows = groups, handle, handle.rows.table.version, rows
-        # Of a table of several processes: see `optim.shards`.
-        self._lookup, self._features = lookup, features
+        self._groups, self._handle, self._features = groups, handle, features
+        ids, known, values, version = groups.ids, groups.known, self.rows, handle.rows.table.version
+        # A partial of self would be a cycle that keeps the rows alive.
+        self._deposit = functools.partial(
+            handle.pending.deposit, ids, known=known, rows=values, version=version, state_rows=rows, lookup=lookup
+        )
         if training:
-            # A partial of self would be a cycle that keeps the rows alive.
-            deposit = functools.partial(
-                handle.pending.deposit, self.ids, rows=self.rows, version=self._version, state_rows=rows, lookup=lookup
-            )
-            self.rows = handle.views.join(
-                self.rows, self.ids, deposit, None if features is None else features.take, guarded
-            )
+            take = None if features is None else features.take
+            self.rows = handle.views.join(values, ids, self._deposit, take, guarded, known)
 
     def add_grad(self, grad: Tensor) -> None:
         """Deposit a gradient written by hand for ``optimizer.step()``, without autograd.
@@ -91,11 +87,12 @@ class ActiveRows:
                 "pass grad.to(active.rows)"
             )
         with torch.no_grad():
-            handle, rows = self._handle, self.rows.detach()
             features = None if self._features is None else self._features.take()
-            handle.pending.deposit(
-                self.ids, grad, rows, self._version, self._state_rows, lookup=self._lookup, features=features
-            )
+            if self.ids is self._groups.ids:
+                self._deposit(grad=grad, rows=self.rows.detach(), features=features)
+            else:
+                # Of ids that were assigned nothing is known.
+                self._handle.pending.deposit(self.ids, grad, features=features)
 
 
 def activate(
@@ -110,7 +107,7 @@ def activate(
     by_hand: bool = False,
     features: UsedFeatures | None = None,
 ) -> ActiveRows:
-    """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already.
+    """Read the unique rows of `ids`, which may be `UniqueRows` on the CPU already, or the `FoundRows` of a vocabulary.
 
     Rows longer than `max_norm` are rescaled first, in the table too. With `training` a graph has them by the weight. `padded`
     lets the ids be padded, so that the host does not wait for a CUDA device; the last is then padding if `spare`. `by_hand`:
@@ -122,13 +119,14 @@ def activate(
     if isinstance(owners, Sharded):
         by_hand = by_hand and handle.requires_grad
         return _activate_shards(handle, owners, ids, training, by_hand, max_norm, norm_type, padding_idx, features)
+    found, ids = (ids, ids.rows) if isinstance(ids, FoundRows) else (None, ids)
     table = handle.rows.table
     num_rows, device = table.num_rows, table.device
     if device.type == "cuda" and is_capturing():
         _check_capturable(handle, ids, training or max_norm is not None, padded)
     ahead = check = None
     if handle.reads_ahead or isinstance(ids, Ticket):
-        ticket = find_ticket(handle, ids)
+        ticket = find_ticket(handle, found or ids)
         if ticket is not None:
             ahead, ids = ticket.wait(padded, ids, padding_idx), ticket.ids.view(ticket.shape) if ticket is ids else ids
     if ahead is not None:
@@ -146,14 +144,18 @@ def activate(
             flat = flat.cpu() if table.moves_on_host else flat
             groups = unique_rows(flat, num_rows, ids, padding_idx, grouped=device.type == "cuda")
     groups = groups.to(device)
+    if found is not None and found.noted is not None:
+        groups = groups._replace(known=groups.known._replace(noted=(found.noted,)))
     # Rescaled rows are written back, or refused: those of the parent of a forked process.
     if max_norm is not None and handle.table.writable:
-        handle.rows.catch_up(groups.ids)
-    rows = handle.rows.read(groups.ids, check=check) if ahead is None else ahead.rows(handle.rows)
+        handle.rows.catch_up(groups.ids, groups.known)
+    known = groups.known if check is None else groups.known._replace(check=check)
+    rows = handle.rows.read(groups.ids, known=known) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
         _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
+    lookup = found and found.stamp
     # Rows that a caller gets to see cannot be changed in place.
-    return ActiveRows(handle, groups, shape, rows, training, padding_idx, None, features, guarded=not padded)
+    return ActiveRows(handle, groups, shape, rows, training, padding_idx, lookup, features, guarded=not padded)
 
 
 def _activate_shards(
@@ -177,6 +179,7 @@ def _activate_shards(
             lookup = owners.lookups.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
             return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup, features)
         ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
+    found, ids = (ids, ids.rows) if isinstance(ids, FoundRows) else (None, ids)
     check_not_capturing("a lookup in a table of several processes")
     try:
         if isinstance(ids, UniqueRows):
@@ -194,9 +197,9 @@ def _activate_shards(
     if max_norm is not None:
         renormalize = functools.partial(_renormalize, handle, max_norm=max_norm, norm_type=norm_type)
     with torch.no_grad():
-        rows, lookup = owners.lookups.look_up(
-            groups.ids, training or by_hand, renormalize, getattr(ids, "_asked", None)
-        )
+        rows, lookup = owners.lookups.look_up(groups.ids, training or by_hand, renormalize, found and found.asked)
+    if found is not None and lookup is not None:
+        lookup.missed = found.stamp.missed
     return ActiveRows(handle, groups, shape, {"weight": rows}, training, padding_idx, lookup, features)
 
 
@@ -237,7 +240,8 @@ def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, n
         weight.copy_(torch.where(longer, weight * (max_norm / (norms + 1e-7)), weight))
         if handle.table.takes_padding:
             # Others are written nowhere: an encoded row would be rounded anew.
-            handle.rows.write(kept(ids, longer[:, 0], handle.table.num_rows), {"weight": weight})
+            ids, known = kept(ids, longer[:, 0], handle.table.num_rows)
+            handle.rows.write(ids, {"weight": weight}, known=known)
             return
         changed = longer[:, 0].nonzero().flatten()
     else:

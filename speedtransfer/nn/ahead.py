@@ -15,7 +15,7 @@ from speedtransfer.dtypes import bits_of, rows_at
 from speedtransfer.engines import faults_left
 from speedtransfer.once import once
 from speedtransfer.rows import Rows
-from speedtransfer.tables import UniqueRows, WriteLog, is_padded, kept, num_unique, padded_unique, unique_rows
+from speedtransfer.tables import UniqueRows, WriteLog, kept, padded_unique, unique_rows
 
 # Rows that take more than this share of the device's memory are not padded: the host waits for their number, which is little
 # beside what they take themselves.
@@ -49,7 +49,7 @@ class Ahead(NamedTuple):
     def take(self) -> None:
         """Let the current stream use them."""
         if self.arrived is not None:
-            parts = [part for part in (*self.groups[:4], num_unique(self.groups.ids)) if part is not None]
+            parts = [part for part in (*self.groups[:4], self.groups.known.length) if part is not None]
             use([*parts, *self.fetched.values()], self.arrived)
 
     def moved(self, rows: Rows, groups: UniqueRows) -> Ahead | None:
@@ -58,7 +58,7 @@ class Ahead(NamedTuple):
         None where there are other planes by now.
         """
         ours, theirs = self.groups.ids, groups.ids
-        if is_padded(ours):
+        if self.groups.known.length is not None:
             return self._moved_on_device(rows, groups)
         place = torch.searchsorted(ours, theirs).clamp_(max=max(len(ours) - 1, 0))
         there = ours[place] == theirs if len(ours) else torch.zeros_like(theirs, dtype=torch.bool)
@@ -78,7 +78,8 @@ class Ahead(NamedTuple):
         place = torch.searchsorted(ours, theirs).clamp_(max=len(ours) - 1)
         # Padding names a row by now if the table has got more; but one that an id has got was written, and is read again.
         there = ours[place] == theirs
-        found = rows.fetch(kept(theirs, ~there, rows.table.num_rows), self.planes)
+        others, known = kept(theirs, ~there, rows.table.num_rows)
+        found = rows.fetch(others, self.planes, known)
         if found.keys() != self.fetched.keys():
             return None
         for name, new in found.items():
@@ -88,15 +89,15 @@ class Ahead(NamedTuple):
 
     def stored(self, rows: Rows) -> dict[str, Tensor]:
         """Return the rows as they are stored, as `Rows.fetch` would."""
-        return rows.refetch(self.groups.ids, self.planes, self.fetched, self.log)
+        return rows.refetch(self.groups.ids, self.planes, self.fetched, self.log, self.groups.known)
 
     def rows(self, rows: Rows) -> dict[str, Tensor]:
         """Return the rows as `Rows.read` would, ``(n, *tail)`` of each plane; once, as a step writes to their memory."""
         if self.planes is not None and rows.lag is not None:
             # The steps that rows may miss since then are known only with all planes.
-            return rows.read(self.groups.ids)
+            return rows.read(self.groups.ids, known=self.groups.known)
         with rows.lock:
-            return rows.finish(rows.refetch(self.groups.ids, self.planes, self.fetched, self.log), self.groups.ids)
+            return rows.finish(self.stored(rows), self.groups.ids)
 
 
 def begin_to_read(
@@ -160,9 +161,9 @@ def _read(
                 side.wait_event(asked)
                 keep_until_done([flat], side)
             found = _unique(rows, flat, shape, padding_idx)
-            return (
-                None if found is None else Ahead(found, rows.fetch(found.ids, planes), planes, log, side.record_event())
-            )
+            if found is None:
+                return None
+            return Ahead(found, rows.fetch(found.ids, planes, found.known), planes, log, side.record_event())
 
 
 def _unique(rows: Rows, flat: Tensor, shape: tuple[int, ...], padding_idx: int | None) -> UniqueRows | None:

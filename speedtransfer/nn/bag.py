@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,8 +14,8 @@ from speedtransfer.nn.lookup import bag_lookup
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.table_module import TableModule
-from speedtransfer.nn.ticket import Ticket
-from speedtransfer.nn.vocabulary_lookup import FoundRows, refuse_without_rows
+from speedtransfer.nn.ticket import FoundRows, Ticket
+from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import Table
 
@@ -72,22 +71,19 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             return super().forward(ids, offsets, per_sample_weights)
         training = torch.is_grad_enabled() and self._handle.requires_grad
 
-        def look_up(found: FoundRows, padding: int | None) -> Tensor:
+        def look_up(ids: Any, padding: int | None) -> Tensor:
             spare = padding is not None
             active = activate(
-                self._handle, found.rows, training, self.max_norm, self.norm_type, padding, padded=True, spare=spare
+                self._handle, ids, training, self.max_norm, self.norm_type, padding, padded=True, spare=spare
             )
-            self._note_missed(active, found)
+            fill = ids.fill if isinstance(ids, FoundRows) else None
             freq, last = self.scale_grad_by_freq, self.include_last_offset
-            return bag_lookup(
-                active, offsets, per_sample_weights, self.mode, freq, last, spare, self.sparse, found.fill
-            )
+            return bag_lookup(active, offsets, per_sample_weights, self.mode, freq, last, spare, self.sparse, fill)
 
         if self._handle.id_space.come_and_go:
-            return self._read_by_id(
-                input, training, functools.partial(look_up, padding=self._handle.id_space.padding_row(self.padding_idx))
-            )
-        return look_up(FoundRows(input), self.padding_idx)
+            padding = self._handle.id_space.padding_row(self.padding_idx)
+            return self._read_by_id(input, training, lambda found: look_up(found, padding))
+        return look_up(input, self.padding_idx)
 
     @classmethod
     @takes_options

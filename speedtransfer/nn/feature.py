@@ -19,7 +19,7 @@ from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up, new_key
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
-from speedtransfer.nn.ticket import Ticket
+from speedtransfer.nn.ticket import Ticket, known_again, rows_in
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.vocabulary_lookup import without_rows
 from speedtransfer.nn.vocabulary_module import VocabularyModule
@@ -360,9 +360,10 @@ def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, feature
         )
         return found
     if handle is None or in_transform():
-        index = index.ids.view(index.shape) if isinstance(index, Ticket) else index
+        index = index.ids.view(index.shape) if isinstance(index, Ticket) else rows_in(index)
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
+        index = known_again(handle, index)
         training = torch.is_grad_enabled() and handle.requires_grad
         if not training and module.max_norm is None:
             return frozen_lookup(handle, index, None, freq)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import InvalidValueError, suggest
-from speedtransfer.nn.ticket import Ticket
+from speedtransfer.nn.ticket import FoundRows, Ticket
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.tables import as_index
 from speedtransfer.vocabulary import FeatureKeys, as_ids
@@ -24,8 +24,9 @@ class FeatureRows(NamedTuple):
 
     Attributes
     ----------
-    index : Tensor or Ticket
-        In the table; of columns in their shape, of parts ``(n,)``. Or the ticket that was made for them.
+    index : FoundRows, Tensor or Ticket
+        In the table; of columns in their shape, of parts ``(n,)``. With a vocabulary their keys. Or the ticket that was made
+        for them.
     padded : Tensor, optional
         Which are padding, in the same shape; None: no feature has padding.
     shapes : dict of str to torch.Size, optional
@@ -97,16 +98,13 @@ class FeatureIds:
         if bad is not None:
             self._raise(int(flat.reshape(-1)[bad]), bad, flat.shape, shapes)
         padding = padding if self._padded else None
-        if self._keys is None:
-            index, padded = rows_of(flat, start, num_rows, padding)
-        else:
-            index, padded = keys_of(flat, start, padding), None
-        if index.is_cuda:
-            # By these a ticket knows it, without looking at values.
-            names = tuple(ids) if isinstance(ids, Mapping) else ()
-            given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
-            index._made_from = names, given  # type: ignore[attr-defined]
-        return FeatureRows(index, padded, shapes, isinstance(ids, Mapping))
+        if self._keys is not None:
+            return FeatureRows(keys_of(flat, start, padding), None, shapes, isinstance(ids, Mapping))
+        index, padded = rows_of(flat, start, num_rows, padding)
+        # By these a ticket knows it, without looking at values.
+        names = tuple(ids) if isinstance(ids, Mapping) else ()
+        given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
+        return FeatureRows(FoundRows(index, source=(names, given)), padded, shapes, isinstance(ids, Mapping))
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         names = list(self._features)

@@ -117,7 +117,7 @@ class FeatureHandle:
         self._deposit(grad, 1 << self.number)
 
     def _deposit(self, grad: Tensor, features: int | None) -> None:
-        ids, rows = rows_of(self.handle, grad.detach())
+        ids, rows, _ = rows_of(self.handle, grad.detach())
         self.handle.pending.deposit(ids + self.start, rows, whole=True, features=features)
 
     def gradient(self) -> Tensor | None:
@@ -144,7 +144,9 @@ class FeatureHandle:
         bounds = torch.tensor([self.start, self.stop], device=ids.device)
         return slice(*torch.searchsorted(ids, bounds).tolist())
 
-    def _refuse_dense(self, *args: Any) -> NoReturn:
+    def _refuse_dense(self, *args: Any) -> None:
+        if args[-1] == "zeroed":
+            return
         raise InvalidTypeError(
             f"the gradient of {self} would become one of all its rows, which may be written to; use a copy "
             f"(weight.grad.to_dense()), or the gradient of {self.handle}"
@@ -166,7 +168,8 @@ class FeatureHandle:
             if not others:
                 self.handle.pending.clear()
                 return
-            self.handle.pending.set_gradient(*(torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows)))
+            ids, rows = (torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows))
+            self.handle.pending.set_gradient(ids, rows)
             self.handle.features.touched = others
 
     def store(self, values: Tensor) -> None:

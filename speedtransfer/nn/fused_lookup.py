@@ -16,7 +16,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
-from speedtransfer.nn.ticket import Ticket, begin_to_wait
+from speedtransfer.nn.ticket import Ticket, begin_to_wait, rows_in
 from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.optim.shards import check_counts
@@ -30,8 +30,9 @@ class ShardTicket(Ticket):
     def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
         check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
         device = handle.table.device
-        flat, self.shape, _ = as_index(ids, handle.num_rows, device, check=False)
-        self.groups = unique_rows(flat, handle.num_rows, ids, padding_idx, grouped=device.type == "cuda").to(device)
+        given = rows_in(ids)
+        flat, self.shape, _ = as_index(given, handle.num_rows, device, check=False)
+        self.groups = unique_rows(flat, handle.num_rows, given, padding_idx, grouped=device.type == "cuda").to(device)
         self._note(handle, flat, ids, padding_idx)
         self.training = training
         self.fused: FusedLookups | None = None

@@ -13,9 +13,9 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.engines import gather_rows
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
-from speedtransfer.nn.ticket import Ticket, find_ticket
+from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket
 from speedtransfer.optim import Handle
-from speedtransfer.tables import UniqueRows, is_padded, sum_rows
+from speedtransfer.tables import UniqueRows, sum_rows
 
 
 class _Lookup(torch.autograd.Function):
@@ -123,13 +123,14 @@ def _is_ours(active: ActiveRows, by_freq: bool) -> bool:
 
 
 def frozen_lookup(handle: Handle, ids: Any, padding_idx: int | None, scale_grad_by_freq: bool = False) -> Tensor:
-    """Return the row of each id without gradients, ``(*shape of the ids, dim)``."""
-    if handle.looks_up_directly(ids):
+    """Return the row of each id without gradients, ``(*shape of the ids, dim)``; `ids` are as for `activate`."""
+    rows = ids.rows if isinstance(ids, FoundRows) else ids
+    if handle.looks_up_directly(rows):
         ticket = find_ticket(handle, ids) if handle.reads_ahead or isinstance(ids, Ticket) else None
         if ticket is None:
-            return handle.rows.lookup(ids)
-        # Ids may have got other rows since.
-        ids = ids if handle.id_space.come_and_go else ticket
+            return handle.rows.lookup(rows)
+        # Those of a vocabulary may have got other rows since.
+        ids = ticket if rows is ids else ids
     return lookup(activate(handle, ids, False, padding_idx=padding_idx, padded=True), scale_grad_by_freq)
 
 
@@ -152,13 +153,13 @@ def bag_lookup(
         Whether there is a padding row, among the ids or not.
     sparse : bool
         Whether torch would make a sparse gradient, which it sums in another order in half precision.
-    beside : Fill, optional
+    beside : UnseenValues or UnseenOnDevice, optional
         What ids read that have no row.
     """
     rows, inverse, padding = active.rows, active.inverse, active._groups.found
     if type(offsets) is Tensor and inverse.dim() == 1:
         offsets = _checked_offsets(offsets, len(inverse), active._handle)
-    if is_padded(active.ids) and active._padding_idx >= 0:
+    if active._groups.known.length is not None and active._padding_idx >= 0:
         # The host does not know the place of the padding row: its ids are those of the last place, which no row has.
         padding = active.rows.shape[0] - 1
         inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)

@@ -20,6 +20,7 @@ from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.table_module import TableModule
+from speedtransfer.nn.ticket import known_again
 from speedtransfer.nn.tracing import refuse_to_export
 from speedtransfer.nn.weight import is_ordinary
 from speedtransfer.nn.weight_calls import in_transform
@@ -207,7 +208,7 @@ class MultiEmbedding(FeatureModules, TableModule):
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
         found = find(self, self.weight, ids, by_hand=True)
         if self._keys is None or not self._has_rows():
-            active: ActiveRows = super().activate(found.index)
+            active: ActiveRows = super().activate(known_again(self._handle, found.index))
             return active
         some = [name for name, shape in (found.shapes or {}).items() if shape.numel()]
         given = self._every() if found.shapes is None else sum(self._bits(some))

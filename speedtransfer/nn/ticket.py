@@ -9,7 +9,7 @@ from __future__ import annotations
 import concurrent.futures
 import os
 import weakref
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -20,11 +20,47 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.ahead import Ahead, begin_to_read, use
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim import Handle
-from speedtransfer.tables import as_index, is_padded
+from speedtransfer.tables import as_index
+from speedtransfer.vocabulary import NotedIds
 
 # Tickets that no lookup has used yet.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
 _turn = fork_safe_lock()
+
+
+class FoundRows(NamedTuple):
+    """The rows of some ids, that a vocabulary, a hash or the features of a table have given to them.
+
+    Attributes
+    ----------
+    rows : Tensor
+        Int64 in the shape of the ids; where they came from, the CPU or the compute device.
+    num_unseen : int
+        How many ids have none, as far as the host knows.
+    fill : UnseenValues or UnseenOnDevice, optional
+        What unseen ids read; None: `UNSEEN_ROW`.
+    noted : NotedIds, optional
+        The ids for the host, where it knows or will know their rows.
+    asked, stamp : Asked, Stamp, optional
+        What the owners know of them, of several processes; what a gradient must know of the lookup.
+    ticket : Ticket, optional
+        That was made for the ids.
+    source : tuple, optional
+        By whom they were computed, and the tensors that they were computed from.
+    """
+
+    rows: Tensor
+    num_unseen: int = 0
+    fill: Any = None
+    noted: NotedIds | None = None
+    asked: Any = None
+    ticket: Ticket | None = None
+    stamp: Any = None
+    source: tuple[Any, tuple[Any, ...]] | None = None
+
+    def filled(self, out: Tensor) -> Tensor:
+        """Return `out`, ``(*shape of the ids, dim)``, with the values of unseen ids in it."""
+        return out if self.fill is None else cast(Tensor, self.fill.into(out))
 
 
 class Ticket:
@@ -42,7 +78,7 @@ class Ticket:
 
     def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
         rows, table = handle.rows, handle.table
-        flat, self.shape, _ = as_index(ids, table.num_rows, table.device, check=False)
+        flat, self.shape, _ = as_index(rows_in(ids), table.num_rows, table.device, check=False)
         if table.device.type == "cuda":
             check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
         self._note(handle, flat, ids, padding_idx)
@@ -63,6 +99,8 @@ class Ticket:
         # Ids on a CUDA device are known by their memory, which is kept so that it is not reused.
         self._place = place_of(ids)
         self._given = ids
+        # Ids that were computed from the same since.
+        self._again: Tensor | None = None
         self._asked = current_stream(handle.table.device).record_event() if self._ids.is_cuda else None
         self._handle, self._rows, self._process = handle, handle.rows, os.getpid()
         self._padding_idx = padding_idx
@@ -89,7 +127,7 @@ class Ticket:
         """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
         if self._ids.is_cuda:
             return self._place is not None and self._place != place_of(self._given)
-        given = as_index(self._given, self._handle.num_rows, self._rows.table.device, check=False)[0]
+        given = as_index(rows_in(self._given), self._handle.num_rows, self._rows.table.device, check=False)[0]
         return not torch.equal(self._ids, given)
 
     def check(self, handle: Handle) -> None:
@@ -123,10 +161,10 @@ class Ticket:
         except Exception:
             # Planes may have been dropped while they were read. The lookup reads by itself, and raises what is the matter.
             return None
-        if ahead is None or (is_padded(ahead.groups.ids) and not padded):
+        if ahead is None or (ahead.groups.known.length is not None and not padded):
             return None
         ahead.take()
-        if is_padded(ahead.groups.ids) and ids is not self:
+        if ahead.groups.known.length is not None and ids is not self:
             # Somebody may have written to their memory whom torch does not see. The host cannot look without waiting.
             flat = ids.detach().reshape(-1).to(torch.int64)
             self._rows.table.check(torch.where(flat == self.ids, flat, CHANGED_ID))
@@ -149,7 +187,7 @@ class Ticket:
         if self.shape != tuple(ids.shape) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             return False
         if ids.is_cuda and self._rows.table.takes_padding:
-            return self._place is not None and self._place == place_of(ids)
+            return ids is self._again or (self._place is not None and self._place == place_of(ids))
         # Rows that the host moves make it wait for the device anyway.
         return self._ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
 
@@ -169,22 +207,40 @@ def open_tickets(handle: Handle) -> list[Ticket]:
 
 def place_of(ids: Any) -> tuple[Any, ...] | None:
     """Return where ids on a CUDA device lie and how often torch has written to them; None where that is not known."""
-    if not isinstance(ids, Tensor) or not ids.is_cuda:
+    rows = rows_in(ids)
+    if not isinstance(rows, Tensor) or not rows.is_cuda:
         return None
-    names, tensors = getattr(ids, "_made_from", ((), (ids,)))
-    if any(tensor.is_inference() for tensor in tensors):
+    names, tensors = (isinstance(ids, FoundRows) and ids.source) or ((), (rows,))
+    if any(not isinstance(tensor, Tensor) or tensor.is_inference() for tensor in tensors):
         return None
     return names, *((t.data_ptr(), t.shape, t.stride(), t.dtype, t._version) for t in tensors)
 
 
+def rows_in(ids: Any) -> Any:
+    """Return the row numbers in `ids`, which may be `FoundRows`."""
+    return ids.rows if isinstance(ids, FoundRows) else ids
+
+
+def known_again(handle: Handle | None, found: Any) -> Any:
+    """Return the rows in `found`, by which a ticket for others that were computed from the same can be found now."""
+    if handle is not None and handle.reads_ahead and not torch._C._are_functorch_transforms_active():
+        place = place_of(found)
+        for ticket in open_tickets(handle):
+            if place is not None and ticket._place == place:
+                ticket._again = rows_in(found)
+    return rows_in(found)
+
+
 def find_ticket(handle: Handle, ids: Any) -> Ticket | None:
-    """Return the ticket that `ids` are, or one of `handle` for the same ids that no lookup has used.
+    """Return the ticket that `ids` are or have, or one of `handle` for the same ids that no lookup has used.
 
     Raises
     ------
     InvalidValueError
         It was made for another table.
     """
+    if isinstance(ids, FoundRows):
+        return ids.ticket
     if isinstance(ids, Ticket):
         ids.check(handle)
         return ids

@@ -14,35 +14,10 @@ from speedtransfer.cuda import check_not_capturing, to_device
 from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.ahead import Ahead
-from speedtransfer.nn.ticket import Ticket, begin_to_wait, open_tickets, place_of
+from speedtransfer.nn.ticket import FoundRows, Ticket, begin_to_wait, find_ticket, place_of
 from speedtransfer.optim import Handle, VocabularyIds
-from speedtransfer.tables import UniqueRows, is_padded, padded_unique, unique_rows
+from speedtransfer.tables import UniqueRows, padded_unique, unique_rows
 from speedtransfer.vocabulary import UNSEEN_ROW, NotedIds, as_ids
-
-
-class FoundRows(NamedTuple):
-    """The rows of some ids.
-
-    Attributes
-    ----------
-    rows : Tensor
-        Int64 in the shape of the ids; where they came from, the CPU or the compute device.
-    num_unseen : int
-        How many ids have none, as far as the host knows.
-    fill : Fill, optional
-        What unseen ids read; None: `UNSEEN_ROW`.
-    noted : NotedIds, optional
-        The ids for the host, where it knows or will know their rows.
-    """
-
-    rows: Tensor
-    num_unseen: int = 0
-    fill: Fill | None = None
-    noted: NotedIds | None = None
-
-    def filled(self, out: Tensor) -> Tensor:
-        """Return `out`, ``(*shape of the ids, dim)``, with the values of unseen ids in it."""
-        return out if self.fill is None else self.fill.into(out)
 
 
 class UnseenValues(NamedTuple):
@@ -99,27 +74,26 @@ class UnseenOnDevice(NamedTuple):
         return torch.cat([rows, values]), torch.where(unseen, number, inverse.reshape(-1)).view(inverse.shape)
 
 
-Fill = UnseenValues | UnseenOnDevice
-
-
 def find_rows(id_space: VocabularyIds, ids: Any, admit: bool, on_device: bool = True) -> FoundRows:
     """Return the rows of ids: any integers, or the ticket that `prefetch` returned for them.
 
     With `admit` new ids get rows, now or after the next step. `on_device` lets ids on a device be found there.
     """
     try:
-        given = _given(id_space, ids)
+        given, ticket = _given(id_space, ids), ids if isinstance(ids, Ticket) else None
+        ticket = find_ticket(id_space.handle, given) if ticket is None and id_space.handle.reads_ahead else ticket
         admit = admit and not _runs_again()
         found = None if id_space.owners.processes > 1 else _find_without_wait(id_space, given, admit, on_device)
         if found is not None:
-            return found
-        flat = _on_host(id_space, ids, given)
+            return found._replace(ticket=ticket)
+        flat = _on_host(id_space, ids, given, ticket)
     except Exception:
         id_space.owners.refuse_ids(admit)
         raise
     if admit and id_space.vocabulary.unseen != "initial" and torch._C._current_graph_task_id() >= 0:
         _check_known(id_space, flat)
-    return _found(id_space, given, flat, id_space.owners.find(flat, admit))
+    found = _found(id_space, given, flat, id_space.owners.find(flat, admit))
+    return found._replace(ticket=ticket, asked=id_space.owners.asked)
 
 
 def _given(id_space: VocabularyIds, ids: Any) -> Tensor:
@@ -138,19 +112,16 @@ def _given(id_space: VocabularyIds, ids: Any) -> Tensor:
     return as_ids(ids)
 
 
-def _on_host(id_space: VocabularyIds, ids: Any, given: Tensor) -> np.ndarray:
+def _on_host(id_space: VocabularyIds, ids: Any, given: Tensor, ticket: Any) -> np.ndarray:
     """Return `given` ids of a lookup, (n,), for the map on the host: it waits for those on a device.
 
     Those of a ticket, which `ids` may be, have been on their way since it was made.
     """
-    handle, ticket = id_space.handle, ids if isinstance(ids, VocabularyTicket) else None
-    if ticket is None and given.is_cuda and handle.reads_ahead:
-        ticket = next((t for t in open_tickets(handle) if isinstance(t, VocabularyTicket) and t.is_at(given)), None)
     if ticket is None or ticket.noted is None:
         return given.reshape(-1).cpu().numpy()
     if ticket is not ids:
         # Somebody may have written to their memory whom torch does not see. The host cannot look without waiting.
-        handle.table.check(torch.where(given == ticket.source, 0, CHANGED_ID).reshape(-1))
+        id_space.handle.table.check(torch.where(given == ticket.source, 0, CHANGED_ID).reshape(-1))
     return ticket.noted.ids
 
 
@@ -168,10 +139,7 @@ def _find_without_wait(id_space: VocabularyIds, given: Tensor, admit: bool, on_d
     if rows is None:
         return None
     fill = UnseenOnDevice(id_space, flat, rows) if vocabulary.unseen == "initial" else None
-    rows = rows.view(given.shape)
-    # By these a ticket knows them.
-    rows._ids_of = given  # type: ignore[attr-defined]
-    return FoundRows(rows, fill=fill, noted=noted)
+    return FoundRows(rows.view(given.shape), fill=fill, noted=noted)
 
 
 def _found(id_space: VocabularyIds, given: Tensor, ids: np.ndarray, found: np.ndarray) -> FoundRows:
@@ -184,8 +152,6 @@ def _found(id_space: VocabularyIds, given: Tensor, ids: np.ndarray, found: np.nd
     # An engine that moves rows on the host takes them there.
     rows = rows if handle.table.moves_on_host else to_device(rows, given.device)
     rows = rows.view(given.shape)
-    rows._ids_of = given  # type: ignore[attr-defined]
-    rows._asked = id_space.owners.asked  # type: ignore[attr-defined]
     if not len(unseen) or vocabulary.unseen != "initial":
         return FoundRows(rows, len(unseen), noted=noted)
     values = to_device(vocabulary.initial_values(ids[unseen], handle.table.dim, handle.rows.dtype), device)
@@ -255,23 +221,18 @@ class VocabularyTicket(Ticket):
         self._note(handle, flat, ids, handle.padding_idx)
         begin_to_wait(self)
 
-    def is_at(self, ids: Tensor) -> bool:
-        """Tell whether `ids` on a device have the memory of those that it was made for, not written to since."""
+    def is_for(self, ids: Tensor) -> bool:
+        """Tell whether `ids`, int64, are those that it was made for; on a device, in the same memory, not written to since."""
+        if not ids.is_cuda:
+            return not self.source.is_cuda and torch.equal(ids, self.source)
         place = place_of(ids)
         return place is not None and place in (self._place_of_ids, place_of(self.source))
-
-    def is_for(self, ids: Tensor) -> bool:
-        """Tell whether `ids`, rows that were found for a lookup, are those of the ids that it was made for."""
-        wanted = getattr(ids, "_ids_of", None)
-        if wanted is None or wanted.device != self.source.device:
-            return False
-        return self.is_at(wanted) if wanted.is_cuda else torch.equal(wanted, self.source)
 
     def wait(self, padded: bool, ids: Any, padding_idx: int | None) -> Ahead | None:
         """Return what was read, as `Ticket.wait`, for the rows `ids` that the ids have by now."""
         known, ahead = self.ids, super().wait(padded, self, padding_idx)
         wanted, table = ids.reshape(-1), self._rows.table
-        if ahead is not None and is_padded(ahead.groups.ids):
+        if ahead is not None and ahead.groups.known.length is not None:
             if self._generation != self._handle.id_space.vocabulary.generation:
                 return ahead.moved(self._rows, padded_unique(wanted, table.num_rows, spare=True))
             # As in `Ticket.wait`.

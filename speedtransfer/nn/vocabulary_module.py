@@ -11,7 +11,8 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.active import ActiveRows, activate
 from speedtransfer.nn.lookup import frozen_lookup, lookup
-from speedtransfer.nn.vocabulary_lookup import FoundRows, UnseenValues, find_rows
+from speedtransfer.nn.ticket import FoundRows
+from speedtransfer.nn.vocabulary_lookup import UnseenValues, find_rows
 from speedtransfer.optim import Handle, UsedFeatures
 from speedtransfer.vocabulary import Vocabulary, as_ids
 
@@ -71,16 +72,12 @@ class VocabularyModule:
 
     def _activate_by_id(self, ids: Any, training: bool, features: UsedFeatures | None = None) -> ActiveRows:
         """Return the unique rows of ids, as `TableModule.activate`."""
-
-        id_space: Any = self._handle.id_space
+        limits = self.max_norm, self.norm_type, self._handle.id_space.padding_row(self.padding_idx)
 
         def read(found: FoundRows) -> ActiveRows:
-            limits, padding = (self.max_norm, self.norm_type), id_space.padding_row(self.padding_idx)
-            active = activate(self._handle, found.rows, training, *limits, padding, by_hand=True, features=features)
             # A gradient may be added by hand later.
-            id_space.date(active.ids)
-            self._note_missed(active, found)
-            return active
+            found = found if training else self._stamped(found)
+            return activate(self._handle, found, training, *limits, by_hand=True, features=features)
 
         return self._read_by_id(ids, training, read)
 
@@ -89,9 +86,8 @@ class VocabularyModule:
         handle, limits, by_freq = self._handle, (self.max_norm, self.norm_type), self.scale_grad_by_freq
         padding = handle.id_space.padding_row(self.padding_idx)
         if not training and self.max_norm is None:
-            return found.filled(frozen_lookup(handle, found.rows, padding, by_freq))
-        active = activate(handle, found.rows, training, *limits, padding, padded=True, features=features)
-        self._note_missed(active, found)
+            return found.filled(frozen_lookup(handle, found, padding, by_freq))
+        active = activate(handle, found, training, *limits, padding, padded=True, features=features)
         return found.filled(lookup(active, by_freq))
 
     def _found_rows(self, ids: Any, training: bool) -> FoundRows:
@@ -103,15 +99,13 @@ class VocabularyModule:
             torch.embedding_renorm_(
                 values, torch.arange(len(values), device=values.device), self.max_norm, self.norm_type
             )
-        return found
+        return self._stamped(found) if training else found
 
-    def _note_missed(self, active: ActiveRows, found: FoundRows) -> None:
-        """Note which rows those of a lookup are, and how many ids could not be admitted, for a warning if rows are trained."""
-        id_space: Any = self._handle.id_space
-        if id_space.come_and_go:
-            id_space.know(active.ids, found.noted)
-        if found.num_unseen and not (self.training and torch.is_grad_enabled()):
-            active.ids._num_missed = found.num_unseen  # type: ignore[attr-defined]
+    def _stamped(self, found: FoundRows) -> FoundRows:
+        """Return the same with what a gradient must know of the lookup."""
+        # Of those there is a warning, if rows are trained nevertheless.
+        missed = 0 if self.training and torch.is_grad_enabled() else found.num_unseen
+        return found._replace(stamp=self._handle.id_space.stamp(missed))
 
     def _check_same_ids(self, other: Handle | None) -> None:
         """Raise if, with the weight of another table, ids would no longer be those of a vocabulary, or padding no padding."""

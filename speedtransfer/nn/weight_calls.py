@@ -305,10 +305,11 @@ def _asking(handles: set[Handle]) -> Iterator[None]:
 def _of_weight(handle: Handle, parts: list[Tensor | None], arrived: list[Arrived]) -> Tensor | None:
     """Return the gradient of all rows from those of the nodes of the parameter, and those of compiled lookups."""
     if arrived:
-        ids = [padded_anew(one.ids, handle.num_rows) for one in arrived]
+        rows = handle.num_rows
         with torch.no_grad():
-            pairs = zip(ids, arrived, strict=True)
-            found = [of_all_rows(handle, ids, one.grad, handle.num_rows) for ids, one in pairs]
+            found = [
+                of_all_rows(handle, padded_anew(ids, known, rows), grad, known, rows) for ids, known, grad, _ in arrived
+            ]
             parts = [*parts, hooked(handle, functools.reduce(torch.add, found))]
     total: Tensor | None = None
     for given in parts:

@@ -16,13 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from speedtransfer.tables import Known
+
 
 class Arrived(NamedTuple):
     """The gradient of a compiled lookup.
 
     Attributes
     ----------
-    ids : Tensor
+    ids, known : Tensor, Known
         ``(n,)``, the active rows; maybe padded.
     grad : Tensor
         ``(n, dim)``.
@@ -31,6 +33,7 @@ class Arrived(NamedTuple):
     """
 
     ids: Tensor
+    known: Known
     grad: Tensor
     deposit: Callable[[Tensor], None]
 
@@ -61,7 +64,7 @@ class Anchor:
         if dtype.is_floating_point:
             self.leaf.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_deposit, self._handle))
 
-    def arrive(self, ids: Tensor, grad: Tensor, deposit: Callable[[Tensor], None]) -> None:
+    def arrive(self, ids: Tensor, known: Known, grad: Tensor, deposit: Callable[[Tensor], None]) -> None:
         """Keep the gradient ``(n, dim)`` of the rows `ids` until that of the leaf arrives."""
         task = torch._C._current_graph_task_id()
         if task < 0:
@@ -72,7 +75,7 @@ class Anchor:
             self._arrived[task] = []
             forget: Any = functools.partial(self._arrived.pop, task, None)
             torch.autograd.Variable._execution_engine.queue_callback(forget)
-        self._arrived[task].append(Arrived(ids, grad, deposit))
+        self._arrived[task].append(Arrived(ids, known, grad, deposit))
 
     def take(self) -> list[Arrived]:
         """Return what has arrived in the running backward, and forget it."""
@@ -87,7 +90,7 @@ class Joined(NamedTuple):
     handle : Handle
     rows : Tensor
         ``(n, dim)``, a leaf.
-    ids : Tensor
+    ids, known : Tensor, Known
         ``(n,)``, what rows those are; maybe padded.
     deposit, features : callable
         As `Views.join` takes them.
@@ -96,6 +99,7 @@ class Joined(NamedTuple):
     handle: Any
     rows: Tensor
     ids: Tensor
+    known: Known
     deposit: Callable[..., None]
     features: Callable[[], int] | None
 
@@ -103,7 +107,7 @@ class Joined(NamedTuple):
         """Keep the gradient of the rows, for the optimizer, until that of the leaf of the anchor arrives."""
         features = None if self.features is None else self.features()
         grad = grad.to_dense() if grad.is_sparse else grad
-        self.handle.anchor.arrive(self.ids, grad, functools.partial(self.deposit, features=features))
+        self.handle.anchor.arrive(self.ids, self.known, grad, functools.partial(self.deposit, features=features))
 
 
 class _Kept(threading.local):
@@ -128,7 +132,7 @@ def _deposit(handle: weakref.ref[Any], leaf: Tensor) -> None:
     # Its gradient stays, zeros: another thread may be adding to it, which only autograd waits for.
     alive = handle()
     if alive is not None:
-        for _, grad, deposit in alive.anchor.take():
+        for _, _, grad, deposit in alive.anchor.take():
             # Frozen since the forward pass: torch drops the gradient too.
             if alive.requires_grad:
                 deposit(grad)

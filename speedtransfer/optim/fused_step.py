@@ -31,6 +31,7 @@ from speedtransfer.cuda import WARM_UP, KernelArgument, check_not_capturing, is_
 from speedtransfer.once import once
 from speedtransfer.optim.graph import KEY
 from speedtransfer.optim.state import RowState
+from speedtransfer.tables import Known
 
 SWITCH = "SPEEDTRANSFER_FUSED_STEP"
 log = logging.getLogger(__name__)
@@ -103,14 +104,14 @@ def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> F
     return made._replace(way=way) if switch == "1" or _has_bits_of_torch(table.device) else None
 
 
-def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, active: Tensor) -> None:
+def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, active: Tensor, known: Known) -> None:
     """Update the rows `ids` (n,) and their state in the table.
 
     Parameters
     ----------
     plan : FusedStep
     state : RowState
-    ids : Tensor
+    ids, known : Tensor, Known
         ``(n,)`` int64 on the compute device, unique; maybe padded.
     grad : Tensor
         ``(n, dim)``.
@@ -124,7 +125,7 @@ def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, activ
         _queue(plan, ids, grad, active, weight, states)
         return [ids, grad, active, *plan.on_device]
 
-    state.rows.update(ids, plan.planes, ("weight", *plan.planes), queue)
+    state.rows.update(ids, plan.planes, ("weight", *plan.planes), queue, known)
     if plan.steps is not None:
         plan.steps.add_(1)
     state.end_elsewhere()

@@ -21,6 +21,7 @@ from speedtransfer.cuda import current_stream
 from speedtransfer.eager import uncompiled
 from speedtransfer.once import once
 from speedtransfer.optim.whole_gradient import of_all_rows
+from speedtransfer.tables import Known
 
 # Key of the handle in the __dict__ of its parameter.
 KEY = "_speedtransfer_handle"
@@ -40,7 +41,7 @@ class TableRows(torch.autograd.Function):
         ctx: Any,
         param: Tensor,
         values: Tensor,
-        use: tuple[Any, Tensor | None, Callable[..., None], Callable[[], int] | None, bool],
+        use: tuple[Any, Tensor | None, Callable[..., None], Callable[[], int] | None, bool, Known],
     ) -> Tensor:
         """Return `values`, ``(n, dim)``, the rows that `use` names; it is what `join` was given, in one: each argument costs.
 
@@ -58,14 +59,14 @@ class TableRows(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         """Deposit the gradient, or return that of all rows."""
-        (handle, ids, deposit, take_features, _), grad, total = ctx.use, grads[0], None
+        (handle, ids, deposit, take_features, _, known), grad, total = ctx.use, grads[0], None
         # Frozen since the forward pass: torch drops the gradient too.
         if grad is not None and handle.requires_grad:
             features = None if take_features is None else take_features()
             if handle.views.is_observed():
                 if features is not None and not handle.views.askers:
                     handle.features.note(handle, ids, features)
-                total = of_all_rows(handle, ids, grad, ctx.num_rows)
+                total = of_all_rows(handle, ids, grad, known, ctx.num_rows)
             else:
                 if grad.is_cuda:
                     _wait_at_end(grad.device)

@@ -388,7 +388,9 @@ class Handle:
             self.pending.trim()
         self.table.to(device)
         if self.pending.ids is not None and self.pending.grad is not None:
-            self.pending.set_gradient(self.pending.ids.to(self.table.device), self.pending.grad.to(self.table.device))
+            self.pending.set_gradient(
+                self.pending.ids.to(self.table.device), self.pending.grad.to(self.table.device), self.pending.known
+            )
         self.reset_param()
 
     def replace(self, rows: Rows, reason: str) -> None:
@@ -441,24 +443,24 @@ class Handle:
                     f"{self} cannot grow to {num_rows} rows, as several {what} have its table; make it of one (without "
                     "process_group, with a table of its own)"
                 )
-            before, ids = self.table.num_rows, self.pending.ids
+            before = self.table.num_rows
             try:
                 self.rows.grow(num_rows)
             finally:
                 # After an interrupt the table may have grown.
-                to_its_end(lambda: self._follow_growth(before, ids))
+                to_its_end(lambda: self._follow_growth(before))
 
-    def _follow_growth(self, before: int, given: Tensor | None) -> None:
-        """Show as many rows as the table has, which had `before`, when those of the pending gradient were `given` (n,)."""
+    def _follow_growth(self, before: int) -> None:
+        """Show as many rows as the table has, which had `before`."""
         if self.table.num_rows == before:
             return
         self.has_grown = True
         if self.pending.ids is not None and self.pending.grad is not None:
-            self.pending.ids = padded_anew(self.pending.ids, self.table.num_rows)
-        for task, (ids, grad) in self.pending.arriving.items():
-            self.pending.arriving[task] = padded_anew(ids, self.table.num_rows), grad
+            self.pending.ids = padded_anew(self.pending.ids, self.pending.known, self.table.num_rows)
+        for task, (ids, grad, known) in self.pending.arriving.items():
+            self.pending.arriving[task] = padded_anew(ids, known, self.table.num_rows), grad, known
         self.show_growth()
-        self.id_space.follow_growth(given)
+        self.id_space.follow_growth()
 
     def show_growth(self) -> None:
         """Let the weight, and its gradient, have as many rows as there are by now."""

@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from speedtransfer.optim.merge import Part
+from speedtransfer.tables import Known
+
 
 class IdSpace:
     """Ids that are the numbers of their rows, for good. What is based on it gives rows to ids that come and go.
@@ -42,24 +45,27 @@ class IdSpace:
     def check_written(self, what: str) -> None:
         """Raise if rows cannot be written by their numbers, in a way that is `what`."""
 
-    def pin(self, rows: Tensor, ids: Tensor | None) -> None:
+    def stamp(self, num_missed: int = 0) -> Any:
+        """Return what a gradient must know of a lookup made now, which could not admit `num_missed` ids."""
+
+    def pin(self, rows: Tensor, ids: Tensor | None, known: Known) -> None:
         """Let rows in a graph, ``(n, dim)``, be those of their ids until their gradient comes; `ids` (n,), or None: all."""
 
-    def begin_deposit(self, ids: Tensor, grad: Tensor, whole: bool, summed: bool) -> tuple[Tensor, Any]:
-        """Return what is trained of a gradient of the rows `ids` (n,), ``(n, dim)``, and what `end_deposit` has to know.
+    def begin_deposit(self, part: Part, lookup: Any, whole: bool, summed: bool) -> tuple[Tensor, Any]:
+        """Return what is trained of a gradient, ``(n, dim)``, and what `end_deposit` has to know.
 
         Raises
         ------
         InvalidValueError
             A row has become that of another id since the lookup.
         """
-        return grad, None
+        return part[1], None
 
-    def end_deposit(self, ids: Tensor, noted: Any) -> None:
+    def end_deposit(self, noted: Any) -> None:
         """End a deposit, with what `begin_deposit` has noted."""
 
-    def of_same_ids(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """Return the gradient of all rows, which a graph has had as `rows`, zero where other ids, or new ones, have them."""
+    def of_same_ids(self, rows: Tensor, grad: Tensor, lookup: Any) -> Tensor:
+        """Return the gradient of all rows, which a graph has had as `rows`, zero where other ids have them since `lookup`."""
         return grad
 
     def own_gradient(self, ids: Tensor | None, grad: Tensor) -> Tensor:
@@ -92,8 +98,8 @@ class IdSpace:
     def rows_replaced(self) -> None:
         """Note that the handle has another table with the same rows."""
 
-    def follow_growth(self, before: Tensor | None) -> None:
-        """Note that the table has grown; `before` were the rows of the pending gradient, (n,)."""
+    def follow_growth(self) -> None:
+        """Note that the table has grown."""
 
     def forget_state(self) -> None:
         """Note that the rows are to lose the state of their optimizer."""

@@ -5,47 +5,56 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from speedtransfer.tables import UniqueRows, is_padded, on_host, padded_unique, sum_rows, trimmed, unique_rows
+from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_unique, sum_rows, trimmed, unique_rows
+
+# The gradient of some rows: their ids (n,), the gradient (n, dim), what is known of the ids.
+Part = tuple[Tensor, Tensor, Known]
 
 
-def merged(
-    num_rows: int, one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], takes_padding: bool
-) -> tuple[Tensor, Tensor, UniqueRows | None]:
-    """Return ids and sum of two gradients (ids, gradient), in the memory of the first if it has all their rows.
+def merged(num_rows: int, one: Part, other: Part, takes_padding: bool) -> tuple[Part, UniqueRows | None]:
+    """Return the sum of two gradients, in the memory of the first if it has all their rows.
 
     `num_rows` are those of the table, and with `takes_padding` the ids returned may be padded.
     Last, on a CUDA device, how the ids come from the two, one after the other; None where that was not needed.
     """
-    (ids, grad), (more_ids, more) = one, other
+    (ids, grad, known), (more_ids, more, more_known) = one, other
     if not len(more_ids):
-        return ids, grad, None
-    if more_ids is ids:
-        return ids, grad.add_(more), None
-    full, more_full = (len(some) == num_rows and not is_padded(some) for some in (ids, more_ids))
-    if full and more_full:
-        return ids, grad.add_(more), None
+        return one, None
+    full, more_full = (len(some[0]) == num_rows and some[2].length is None for some in (one, other))
+    if more_ids is ids or (full and more_full):
+        return (ids, grad.add_(more), known), None
     if full:
         # What pads `more` adds zero to the last row.
-        return ids, grad.index_add_(0, more_ids.clamp(max=num_rows - 1), more), None
+        return (ids, grad.index_add_(0, more_ids.clamp(max=num_rows - 1), more), known), None
     if more_full:
-        return more_ids, more.index_add(0, ids.clamp(max=num_rows - 1), grad), None
+        return (more_ids, more.index_add(0, ids.clamp(max=num_rows - 1), grad), more_known), None
     if ids.is_cuda:
-        union = _union(num_rows, ids, more_ids, takes_padding)
-        return union.ids, sum_rows(torch.cat([grad, more]), union, num_rows), union
+        union = _union(num_rows, one, other, takes_padding)
+        return (union.ids, sum_rows(torch.cat([grad, more]), union, num_rows), union.known), union
     if more_ids.shape == ids.shape and torch.equal(more_ids, ids):
-        return ids, grad.add_(more), None
+        return (ids, grad.add_(more), known), None
     rows, position, *_ = unique_rows(torch.cat([ids, more_ids]))
     total = grad.new_zeros(len(rows), grad.shape[1])
     total[position[: len(ids)]] = grad
     # `more_ids` are unique.
     total[position[len(ids) :]] += more
-    return rows, total, None
+    return (rows, total, NOTHING), None
 
 
-def _union(num_rows: int, ids: Tensor, more_ids: Tensor, takes_padding: bool) -> UniqueRows:
-    """Return the unique rows of two lists on a CUDA device, for which the host does not wait where it need not."""
-    known, more_known = on_host(ids), on_host(more_ids)
-    if known is not None and more_known is not None:
-        return unique_rows(torch.cat([known, more_known]), grouped=True).to(ids.device)
-    union = padded_unique(torch.cat([ids, more_ids]), num_rows)
-    return union if takes_padding else trimmed(union)
+def unpadded(part: Part) -> Part:
+    """Return a gradient without the padding that it may have; the host waits for that."""
+    ids, grad, known = part
+    n = None if known.length is None else int(known.length)
+    return part if n is None else (ids[:n], grad[:n], NOTHING)
+
+
+def _union(num_rows: int, one: Part, other: Part, takes_padding: bool) -> UniqueRows:
+    """Return the unique rows of two gradients on a CUDA device, for which the host does not wait where it need not."""
+    (ids, _, known), (more_ids, _, more) = one, other
+    if known.host is not None and more.host is not None:
+        union = unique_rows(torch.cat([known.host, more.host]), grouped=True).to(ids.device)
+    else:
+        union = padded_unique(torch.cat([ids, more_ids]), num_rows)
+        union = union if takes_padding else trimmed(union)
+    noted = None if known.noted is None or more.noted is None else known.noted + more.noted
+    return union._replace(known=union.known._replace(noted=noted))

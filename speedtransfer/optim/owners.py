@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from speedtransfer.optim.merge import Part
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.ranks import Exchange, Partition, Segment
 
@@ -65,8 +66,8 @@ class Owners:
         """
         return False
 
-    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:
-        """Keep the gradient of the rows `ids` (n,), ``(n, dim)``, for the next exchange."""
+    def hold(self, part: Part, whole: bool, lookup: Any) -> None:
+        """Keep the gradient of some rows for the next exchange."""
 
     def has_left(self) -> bool:
         """Tell whether this process has a gradient for the next exchange."""
@@ -97,11 +98,9 @@ class Owners:
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Deposit the gradients received for the next step."""
 
-    def row_gradient(
-        self, num_rows: int, ids: Tensor, grad: Tensor, changed: Callable[..., None] | None, sparse: bool
-    ) -> RowGradient:
-        """Return the gradient of the weight, of `num_rows` rows, that has those `grad`, ``(n, dim)``, at `ids` (n,)."""
-        return RowGradient(num_rows, ids, grad, changed, sparse)
+    def row_gradient(self, num_rows: int, part: Part, changed: Callable[..., None] | None, sparse: bool) -> RowGradient:
+        """Return the gradient of the weight, of `num_rows` rows, that has those of `part`."""
+        return RowGradient(num_rows, *part[:2], changed, sparse, part[2])
 
     def check_gradient(self, grad: Tensor) -> None:
         """Raise unless `grad` can be assigned to the weight."""

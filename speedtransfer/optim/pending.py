@@ -16,10 +16,10 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
-from speedtransfer.optim.merge import merged
-from speedtransfer.optim.row_gradient import RowGradient, is_zeroed
+from speedtransfer.optim.merge import Part, merged, unpadded
+from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.whole_gradient import check_gradient, hooked, rows_of
-from speedtransfer.tables import UniqueRows, is_padded, num_unique, padded_anew
+from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_anew
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
@@ -47,6 +47,10 @@ class PendingGradient:
         # The active rows, (n,) sorted, and their gradient, (n, dim). None: there is none.
         self.ids: Tensor | None = None
         self.grad: Tensor | None = None
+        # What is known of the active rows.
+        self.known = NOTHING
+        # The version of `grad` when it was made zero.
+        self.zeroed_at = -1
         # The active rows, (n, dim), as read at version `version` of the table, and their state by plane, if read along.
         # None: the step reads them.
         self.active: Tensor | None = None
@@ -72,7 +76,7 @@ class PendingGradient:
         # What `clear` forgot last: `used_whole`, whether the gradient was assigned, `touched`.
         self._cleared: tuple[bool, bool, Tensor | None] | None = None
         # By number of a running backward: ids and gradient so far, kept until it ends for the hooks of the parameter.
-        self.arriving: dict[int, tuple[Tensor, Tensor]] = {}
+        self.arriving: dict[int, Part] = {}
         # Number of steps of all optimizers when the gradient came that no step has taken since; whether it was warned of.
         self.waiting_since: int | None = None
         self._warned = False
@@ -81,6 +85,7 @@ class PendingGradient:
         self,
         ids: Tensor,
         grad: Tensor,
+        known: Known = NOTHING,
         rows: Tensor | None = None,
         version: int = -1,
         state_rows: dict[str, Tensor] | None = None,
@@ -96,7 +101,7 @@ class PendingGradient:
 
         Parameters
         ----------
-        ids : Tensor
+        ids, known : Tensor, Known
             ``(n,)`` int64, sorted, unique; maybe padded.
         grad : Tensor
             ``(n, dim)``.
@@ -106,8 +111,8 @@ class PendingGradient:
             Their state by plane, each ``(n, *tail)``, as read then.
         whole : bool
             Whether it comes from a use of all rows, whose gradient is dense in torch.
-        lookup : Lookup, optional
-            What a table of several processes knows of the lookup.
+        lookup : Lookup or Stamp, optional
+            What a table of several processes, or of ids that come and go, knows of the lookup.
         summed : bool
             Whether it is the gradient of all processes already.
         hooked : bool
@@ -120,14 +125,14 @@ class PendingGradient:
             handle.features.note(handle, ids, features)
         # Threads may run backward at the same time, as in torch.
         with handle.rows.lock:
-            noted, looked_up = None, ids
+            noted = None
             if handle.id_space.come_and_go:
-                grad, noted = handle.id_space.begin_deposit(ids, grad, whole, summed)
+                grad, noted = handle.id_space.begin_deposit((ids, grad, known), lookup, whole, summed)
             if not summed and not handle.owners.is_alone:
-                handle.owners.hold(ids, grad, whole, lookup)
+                handle.owners.hold((ids, grad, known), whole, lookup)
             else:
                 if handle.has_grown:
-                    ids = padded_anew(ids, handle.table.num_rows)
+                    ids = padded_anew(ids, known, handle.table.num_rows)
                 if handle.state is not None and handle.state.running:
                     handle.step.check_steps_here("a gradient arrives")
                     handle.step.recover()
@@ -139,11 +144,11 @@ class PendingGradient:
                 self._of_graph = self._of_graph or grad.requires_grad
                 grad = grad.detach()
                 if not hooked and handle.has_hooks():
-                    self._arrive(ids, grad)
+                    self._arrive((ids, grad, known))
                 else:
-                    self._accumulate(ids, grad, rows, version, state_rows)
+                    self._accumulate((ids, grad, known), rows, version, state_rows)
             if noted is not None:
-                handle.id_space.end_deposit(looked_up, noted)
+                handle.id_space.end_deposit(noted)
 
     def _clear_for_next(self) -> None:
         """Clear a gradient that was set to zero; what shows it will show the next."""
@@ -156,11 +161,11 @@ class PendingGradient:
             # A gradient of zeros is one.
             handle.features.touched = touched
 
-    def deposit_whole(self, rows: Tensor, grad: Tensor, features: int | None = None) -> None:
+    def deposit_whole(self, rows: Tensor, lookup: Any, grad: Tensor, features: int | None = None) -> None:
         """Add the gradient of all rows, ``(rows that there were, dim)``, which a graph has had as `rows`."""
         handle = self._handle()
         with handle.rows.lock:
-            grad = handle.id_space.of_same_ids(rows, grad)
+            grad = handle.id_space.of_same_ids(rows, grad, lookup)
             self.deposit(*rows_of(handle, grad), whole=True, features=features)
             handle.id_space.note_late()
 
@@ -179,31 +184,27 @@ class PendingGradient:
         self.deposit(*rows_of(handle, grad), whole=whole, hooked=not handle.late_hooks)
 
     def _accumulate(
-        self,
-        ids: Tensor,
-        grad: Tensor,
-        rows: Tensor | None = None,
-        version: int = -1,
-        state_rows: dict[str, Tensor] | None = None,
+        self, part: Part, rows: Tensor | None = None, version: int = -1, state_rows: dict[str, Tensor] | None = None
     ) -> None:
         handle = self._handle()
+        ids, grad, known = part
         grad = grad if grad.is_contiguous() else _writable(grad)
         shown = None if self._shown is None else self._shown_gradient()
         if self.ids is None:
-            self.ids, self.grad, self.grad_version = ids, grad, grad._version
+            self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
             self.active, self.state_rows, self.version = rows, state_rows or {}, version
         else:
             assert self.grad is not None
-            table = handle.table
-            ids, grad, union = merged(table.num_rows, (self.ids, self.grad), (ids, grad), table.takes_padding)
+            table, pending = handle.table, (self.ids, self.grad, self.known)
+            (ids, grad, known), union = merged(table.num_rows, pending, (ids, grad, known), table.takes_padding)
             if union is None:
-                self.set_gradient(ids, grad)
+                self.set_gradient(ids, grad, known)
             else:
                 self._join(union, grad, rows, version, state_rows or {})
         self._reused, self.capture = False, capture_number() if ids.is_cuda else None
         # As in torch, where a gradient stays the same object until it is set to None.
         if shown is not None:
-            shown.ids, shown.rows = ids, grad
+            shown.ids, shown.rows, shown.known = ids, grad, known
         if self.waiting_since is None:
             self.waiting_since = _steps_made
         else:
@@ -229,31 +230,29 @@ class PendingGradient:
         shown = None if self._shown is None else self._shown()
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
-    def _arrive(self, ids: Tensor, grad: Tensor) -> None:
+    def _arrive(self, part: Part) -> None:
         """Add a part of the gradient, for hooks to see all of it at the end of the running backward."""
         handle = self._handle()
         task, table = torch._C._current_graph_task_id(), handle.table
         # Outside of a backward: written by hand.
         if task < 0:
-            self._finish(ids, grad)
+            self._finish(part)
         elif task in self.arriving:
-            self.arriving[task] = merged(table.num_rows, self.arriving[task], (ids, grad), table.takes_padding)[:2]
+            self.arriving[task] = merged(table.num_rows, self.arriving[task], part, table.takes_padding)[0]
         else:
-            self.arriving[task] = ids, grad
-            torch.autograd.Variable._execution_engine.queue_callback(
-                lambda: handle.pending._finish(*self.arriving.pop(task))
-            )
+            self.arriving[task] = part
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(self.arriving.pop(task)))
 
     @torch.no_grad()
-    def _finish(self, ids: Tensor, grad: Tensor) -> None:
+    def _finish(self, part: Part) -> None:
         """Run the hooks of the parameter on the gradient of one backward, and accumulate it between them."""
         handle = self._handle()
         param = handle.param_ref()
         if param is not None and param._backward_hooks:
             sparse = handle.sparse and not self.used_whole
-            shown = handle.owners.row_gradient(handle.num_rows, ids, grad, None, sparse)
-            ids, grad = rows_of(handle, hooked(handle, shown).detach())
-        self._accumulate(ids, grad)
+            shown = handle.owners.row_gradient(handle.num_rows, part, None, sparse)
+            part = rows_of(handle, hooked(handle, shown).detach())
+        self._accumulate(part)
         if param is not None:
             with as_tensor():
                 hooks = list((param._post_accumulate_grad_hooks or {}).values())
@@ -278,7 +277,7 @@ class PendingGradient:
         """Make `grad` the pending gradient of `union`, and join what was read of its rows: none is read again."""
         handle = self._handle()
         active, pairs = self.active, {name: (part, state_rows.get(name)) for name, part in self.state_rows.items()}
-        self.set_gradient(union.ids, grad)
+        self.set_gradient(union.ids, grad, union.known)
         known = active is not None and rows is not None and self.version == version == handle.table.version
         if not known or pairs.keys() != state_rows.keys() or union.order is None or union.starts is None:
             return
@@ -299,7 +298,7 @@ class PendingGradient:
         if grad._version == self.grad_version or not grad.numel():
             return False
         check_not_capturing(f"a backward after a change of the gradient of {handle}")
-        return is_zeroed(grad) or not bool(grad.any())
+        return self.zeroed_at == grad._version or not bool(grad.any())
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the whole table, or None."""
@@ -314,26 +313,29 @@ class PendingGradient:
         sparse = handle.sparse and not self.used_whole
         if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and handle.owners.shows_sparse):
             tell = functools.partial(_tell, weakref.ref(self))
-            shown = handle.owners.row_gradient(handle.num_rows, self.ids, self.grad, tell, sparse)
+            shown = handle.owners.row_gradient(handle.num_rows, (self.ids, self.grad, self.known), tell, sparse)
             self._shown = weakref.ref(shown)
         shown.of_graph = self._of_graph
         return shown
 
-    def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, trimmed: bool) -> None:
-        """Use the gradient that `gradient` returned, made dense for a function that writes to it, or without padding."""
+    def _changed(self, before: Tensor, ids: Tensor, grad: Tensor, how: str) -> None:
+        """Use the gradient that `gradient` returned, after a change of its rows (`RowGradient`)."""
         handle = self._handle()
         # One that was shown before zero_grad, or a copy of one that has become dense since, is not the gradient any more.
         if self.grad is None or before.untyped_storage().data_ptr() != self.grad.untyped_storage().data_ptr():
             return
+        if how == "zeroed":
+            self.zeroed_at = self.grad._version
+            return
         if self.capture is not None:
             # Replays go on writing to it as it is.
-            if trimmed:
+            if how == "trimmed":
                 return
             raise DeviceError(
                 f"the gradient of {handle} is one that a CUDA graph writes at each replay, and it cannot become dense; take a "
                 "dense copy (weight.grad.to_dense())"
             )
-        if trimmed:
+        if how == "trimmed":
             self._take_trimmed(ids, grad)
         else:
             self.touched = self.ids
@@ -419,7 +421,7 @@ class PendingGradient:
         # Rows that another graph, or none, has read may have changed.
         exposed = exposed or (self.ids.is_cuda and self.capture != capture_number())
         if exposed or self.active is None or self.version != handle.rows.table.version:
-            every = len(self.ids) == handle.table.num_rows > 0 and not is_padded(self.ids)
+            every = len(self.ids) == handle.table.num_rows > 0 and self.known.length is None
             # A step of all rows can update them where they are stored.
             every = every and not (handle.features is not None and handle.features.is_apart)
             self.in_place = every and handle.aliased and handle.state is not None and handle.state.steps_in_place()
@@ -427,16 +429,16 @@ class PendingGradient:
                 handle.rows.catch_up()
                 self.active, self.state_rows = handle.table.stored("weight").detach(), {}
             else:
-                self.state_rows = handle.rows.read(self.ids)
+                self.state_rows = handle.rows.read(self.ids, known=self.known)
                 self.active = self.state_rows.pop("weight")
             self.version = handle.table.version
         if given and self.grad is not None:
             self.grad = handle.id_space.own_gradient(self.ids, self.grad)
-            self.grad_version = self.grad._version
+            self.grad_version, self.zeroed_at = self.grad._version, -1
 
-    def set_gradient(self, ids: Tensor, grad: Tensor) -> None:
+    def set_gradient(self, ids: Tensor, grad: Tensor, known: Known = NOTHING) -> None:
         """Make `grad`, ``(n, dim)``, the pending gradient of the rows `ids` (n,), which the step has to read."""
-        self.ids, self.grad, self.grad_version = ids, grad, grad._version
+        self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
         self.active, self.state_rows = None, {}
 
     def trim(self) -> None:
@@ -448,18 +450,17 @@ class PendingGradient:
                     f"the gradient of {handle} was made by a CUDA graph, where the number of its rows is not known, so that "
                     "it cannot be sparse; make the embedding with sparse=False, or use an optimizer for dense gradients"
                 )
-            count = num_unique(self.ids)
-            if count is not None:
-                self._take_trimmed(self.ids[: int(count)], self.grad[: int(count)])
+            if self.known.length is not None:
+                self._take_trimmed(*unpadded((self.ids, self.grad, self.known))[:2])
 
     def _take_trimmed(self, ids: Tensor, grad: Tensor) -> None:
         n, before, shown = len(ids), self.grad, None if self._shown is None else self._shown()
-        self.ids, self.grad = ids, grad
+        self.ids, self.grad, self.known = ids, grad, NOTHING
         self.active = None if self.active is None else self.active[:n]
         self.state_rows = {name: part[:n] for name, part in self.state_rows.items()}
         # It remains the gradient that was shown.
         if shown is not None and shown.rows is before:
-            shown.ids, shown.rows = ids, grad
+            shown.ids, shown.rows, shown.known = ids, grad, NOTHING
 
     def clear(self) -> None:
         """Set the gradient to None and forget the active rows."""
@@ -473,6 +474,7 @@ class PendingGradient:
         if self.grad is not None:
             self._cleared = self.used_whole, self.assigned is not None, self.touched
         self.ids = self.grad = self.active = self.touched = None
+        self.known = NOTHING
         self._reused, self.assigned, self.capture, self._of_graph = False, None, None, False
         self.state_rows, self.used_whole, self.in_place, self.waiting_since = {}, False, False, None
 

@@ -20,10 +20,10 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.optim.merge import merged
+from speedtransfer.optim.merge import Part, merged, unpadded
 from speedtransfer.optim.owners import Owners
 from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of
-from speedtransfer.tables import row_chunks, unique_rows
+from speedtransfer.tables import NOTHING, row_chunks, unique_rows
 
 _REMEDY = (
     "make the tables with process_group=..., which shares out their rows and needs no wrapper, and leave them out of it with "
@@ -42,7 +42,7 @@ class Replicas(Owners):
         self.is_waiting = False
         self._is_open = False
         # The gradient of this process since the last exchange; and whether a whole table was used.
-        self._left: tuple[Tensor, Tensor] | None = None
+        self._left: Part | None = None
         self._whole = False
 
     def begin(self, model: DistributedDataParallel) -> None:
@@ -53,15 +53,10 @@ class Replicas(Owners):
     def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
         return self._is_open
 
-    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
-        handle = self.handle
-        ids, grad = ids.clone(), grad.detach().clone()
-        ids, grad = (
-            (ids[ids < handle.num_rows], grad[: int((ids < handle.num_rows).sum())]) if ids.is_cuda else (ids, grad)
-        )
-        if self._left is not None:
-            ids, grad, _ = merged(handle.table.num_rows, self._left, (ids, grad), handle.table.takes_padding)
-        self._left = ids, grad
+    def hold(self, part: Part, whole: bool, lookup: Any) -> None:  # noqa: D102
+        ids, grad, known = unpadded(part)
+        left = ids.clone(), grad.detach().clone(), known
+        self._left = left if self._left is None else merged(self.handle.table.num_rows, self._left, left, False)[0]
         self._whole |= whole
         # A backward without a forward of the wrapper, as all processes make it.
         self._is_open |= not self.is_waiting
@@ -89,7 +84,7 @@ class Replicas(Owners):
         table = handle.table
         if left is None:
             ids = torch.empty(0, dtype=torch.int64, device=table.device)
-            left = ids, torch.empty(0, table.dim, dtype=handle.rows.dtype, device=table.device)
+            left = ids, torch.empty(0, table.dim, dtype=handle.rows.dtype, device=table.device), NOTHING
         counts = [number >> 2 for number in numbers]
         ids = exchange.gather("ids", left[0].unsqueeze(1), counts)[:, 0]
         grads = exchange.gather("gradients", left[1].mul_(1 / exchange.ranks), counts)

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.merge import merged
-from speedtransfer.tables import num_unique
+from speedtransfer.tables import NOTHING, Known
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ class RowGradient(Tensor):
 
     Attributes
     ----------
-    ids : Tensor
+    ids, known : Tensor, Known
         ``(n,)`` int64, sorted: the active rows; on a CUDA device padded, until something needs to know how many there are.
     rows : Tensor
         ``(n, dim)``, their gradient, zero for padding.
@@ -62,9 +62,10 @@ class RowGradient(Tensor):
     ids: Tensor
     rows: Tensor
     sparse: bool
+    known: Known
     # Whether it was made by ``backward(create_graph=True)``: in torch one could go back from it.
     of_graph: bool = False
-    _changed: Callable[[Tensor, Tensor, Tensor, bool], None] | None
+    _changed: Callable[[Tensor, Tensor, Tensor, str], None] | None
 
     @staticmethod
     def __new__(
@@ -72,16 +73,18 @@ class RowGradient(Tensor):
         num_rows: int,
         ids: Tensor,
         rows: Tensor,
-        changed: Callable[[Tensor, Tensor, Tensor, bool], None] | None = None,
+        changed: Callable[[Tensor, Tensor, Tensor, str], None] | None = None,
         sparse: bool = False,
+        known: Known = NOTHING,
     ) -> RowGradient:
         """Return the gradient of `num_rows` rows.
 
-        `changed` is called with the new ids and rows once it becomes dense, or loses its padding, and with which.
+        `changed` is called with the rows before, the new ids and rows, and how they have changed: "dense", "trimmed", without
+        padding, or "zeroed", in place.
         """
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
-        made.ids, made.rows, made._changed, made.sparse = ids, rows, changed, sparse
+        made.ids, made.rows, made._changed, made.sparse, made.known = ids, rows, changed, sparse, known
         return made
 
     @classmethod
@@ -120,26 +123,27 @@ class RowGradient(Tensor):
 
     def like(self, rows: Tensor) -> RowGradient:
         """Return a gradient of the same rows with the values `rows`, ``(n, dim)``."""
-        ids = self.ids
-        if rows.device != ids.device:
-            # A copy does not know of padding.
-            n = len(self.trim().ids)
-            ids, rows = self.ids.to(rows.device), rows[:n]
-        return self._made(ids, rows)
+        if rows.device != self.ids.device:
+            # Padding is known only where the ids are.
+            rows = rows[: len(self.trim().ids)]
+        return self._made(self.ids.to(rows.device), rows, self.known)
 
-    def _made(self, ids: Tensor, rows: Tensor, changed: Any = None) -> RowGradient:
-        return RowGradient(self.shape[0], ids, rows, changed, self.sparse)
+    def _made(self, ids: Tensor, rows: Tensor, known: Known, changed: Any = None) -> RowGradient:
+        return RowGradient(self.shape[0], ids, rows, changed, self.sparse, known)
 
     def trim(self) -> RowGradient:
         """Drop padding, for which the host waits, and return this gradient."""
-        count = num_unique(self.ids)
-        if count is not None:
+        if self.known.length is not None:
             check_not_capturing("counting the rows of a gradient")
-            n = int(count)
-            before, self.ids, self.rows = self.rows, self.ids[:n], self.rows[:n]
-            if self._changed is not None:
-                self._changed(before, self.ids, self.rows, True)
+            n = int(self.known.length)
+            before, self.ids, self.rows, self.known = self.rows, self.ids[:n], self.rows[:n], NOTHING
+            self._tell(before, "trimmed")
         return self
+
+    def _tell(self, before: Tensor, how: str) -> None:
+        """Tell whose gradient this is that it is another than `before`."""
+        if self._changed is not None:
+            self._changed(before, self.ids, self.rows, how)
 
     def is_full(self) -> bool:
         """Tell whether every row is active."""
@@ -161,9 +165,8 @@ class RowGradient(Tensor):
         """Make every row active, others with zeros, and return the dense values."""
         if not self.is_full():
             before, self.rows = self.rows, self.dense()
-            self.ids = torch.arange(self.shape[0], device=self.ids.device)
-            if self._changed is not None:
-                self._changed(before, self.ids, self.rows, False)
+            self.ids, self.known = torch.arange(self.shape[0], device=self.ids.device), NOTHING
+            self._tell(before, "dense")
         return self.rows
 
     # Functions that read memory and do not reach the dispatcher.
@@ -238,9 +241,11 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _scaled(func, args) if name is aten.mul and len(args) == 2 else NotImplemented
     grad, rest = args[0], args[1:]
     if name in (aten.detach, aten.alias):
-        return grad._made(grad.ids, grad.rows, grad._changed)
+        return grad._made(grad.ids, grad.rows, grad.known, grad._changed)
     if name is aten.zero_:
-        return _wrapped(grad, _zeroed(grad.rows))
+        _wrapped(grad, grad.rows.zero_())
+        grad._tell(grad.rows, "zeroed")
+        return grad
     if name in _ZERO_TO_ZERO or (name in _CLAMPED and _keeps_zero(*rest, **kwargs)):
         return _wrapped(grad, func(grad.rows, *rest, **kwargs))
     if name in _SCALED:
@@ -251,9 +256,8 @@ def by_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _wrapped(grad, func(grad.rows, rest[0].rows, **kwargs))
         if func is aten.add.Tensor and rest[0].shape == grad.shape and not kwargs:
             # As autograd adds those of two lookups.
-            one, other = (grad.ids, grad.rows.clone()), (rest[0].ids, rest[0].rows)
-            ids, rows, _ = merged(grad.shape[0], one, other, grad.rows.is_cuda)
-            return grad._made(ids, rows)
+            one, other = (grad.ids, grad.rows.clone(), grad.known), (rest[0].ids, rest[0].rows, rest[0].known)
+            return grad._made(*merged(grad.shape[0], one, other, grad.rows.is_cuda)[0])
         return NotImplemented
     over_all = len(rest) < 2 and kwargs.get("dim") is None
     norm = name in (aten.linalg_vector_norm, aten.norm) and over_all and order_of(args, kwargs) > 0
@@ -289,18 +293,6 @@ def _into(out: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if isinstance(result, RowGradient) and result.ids is out.ids and result.dtype == out.dtype:
             return _wrapped(out, out.rows.copy_(result.rows))
     return _densely(func, args, kwargs)
-
-
-def is_zeroed(rows: Tensor) -> bool:
-    """Tell whether ``zero_grad(set_to_none=False)`` was the last to write to the rows of a gradient."""
-    return getattr(rows, "_zeroed_at", None) == rows._version
-
-
-def _zeroed(rows: Tensor) -> Tensor:
-    rows.zero_()
-    # `_wrapped` counts this change once more.
-    rows._zeroed_at = rows._version + 1  # type: ignore[attr-defined]
-    return rows
 
 
 def _wrapped(grad: RowGradient, result: Any) -> Any:
@@ -359,11 +351,11 @@ def _of_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = func([g.rows if isinstance(g, RowGradient) else g for g in grads], *args[1:], **kwargs)
     # In place.
     if results is None:
-        changed = [g.rows for g in grads if isinstance(g, RowGradient)]
-        torch.autograd.graph.increment_version(changed)
+        changed = [g for g in grads if isinstance(g, RowGradient)]
+        torch.autograd.graph.increment_version([g.rows for g in changed])
         if func.overloadpacket is aten._foreach_zero_:
-            for rows in changed:
-                rows._zeroed_at = rows._version  # type: ignore[attr-defined]
+            for g in changed:
+                g._tell(g.rows, "zeroed")
         return None
     return [_wrapped(g, r) if isinstance(g, RowGradient) else r for g, r in zip(grads, results, strict=True)]
 

@@ -16,8 +16,10 @@ from torch.utils import _foreach_utils
 from torch.utils._pytree import tree_map_only
 
 from speedtransfer.errors import InvalidValueError
+from speedtransfer.optim.merge import Part
 from speedtransfer.optim.row_gradient import RowGradient, by_rows, order_of
 from speedtransfer.ranks import Exchange
+from speedtransfer.tables import Known
 
 aten = torch.ops.aten
 # Of one number, which is that of all processes. Those of the active rows of each are added, or the largest is taken.
@@ -41,17 +43,15 @@ class ShardGradient(RowGradient):
     exchange: Exchange
 
     @staticmethod
-    def of(
-        num_rows: int, ids: Tensor, rows: Tensor, changed: Callable[..., None] | None, exchange: Exchange
-    ) -> ShardGradient:
+    def of(num_rows: int, part: Part, changed: Callable[..., None] | None, exchange: Exchange) -> ShardGradient:
         """Return the gradient of `num_rows` rows; see :class:`RowGradient`."""
-        made = RowGradient.__new__(ShardGradient, num_rows, ids, rows, changed)
+        made = RowGradient.__new__(ShardGradient, num_rows, *part[:2], changed, known=part[2])
         assert isinstance(made, ShardGradient)
         made.exchange = exchange
         return made
 
-    def _made(self, ids: Tensor, rows: Tensor, changed: Any = None) -> RowGradient:
-        return ShardGradient.of(self.shape[0], ids, rows, changed, self.exchange)
+    def _made(self, ids: Tensor, rows: Tensor, known: Known, changed: Any = None) -> RowGradient:
+        return ShardGradient.of(self.shape[0], (ids, rows, known), changed, self.exchange)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, ProcessGroupError, RowIndexError
-from speedtransfer.optim.merge import merged
+from speedtransfer.optim.merge import Part, merged
 from speedtransfer.optim.owners import Owners
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.shard_gradient import ShardGradient
 from speedtransfer.optim.shards import KEPT, Route, ShardLookups
 from speedtransfer.ranks import Exchange, Partition, Segment
-from speedtransfer.tables import row_chunks
+from speedtransfer.tables import NOTHING, row_chunks
 
 
 class Sharded(Owners):
@@ -71,7 +71,7 @@ class Sharded(Owners):
     def is_open(self, at_step: bool = False) -> bool:  # noqa: D102
         return any(lookup.is_open for lookup in self.lookups)
 
-    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
+    def hold(self, part: Part, whole: bool, lookup: Any) -> None:  # noqa: D102
         if lookup is None:
             raise InvalidTypeError(
                 f"{self.handle} is owned by {self.exchange.ranks} processes and a gradient was given for rows that were not "
@@ -83,7 +83,7 @@ class Sharded(Owners):
                 "which the processes that own them have forgotten; look up again before each step"
             )
         lookup.is_open = True
-        grad = grad.detach()
+        grad = part[1].detach()
         before = self._left.get(lookup.number)
         self._left[lookup.number] = grad if before is None else before + grad
         self.lookups.release(lookup)
@@ -150,22 +150,22 @@ class Sharded(Owners):
                 read = None if read is None else {name: values[kept] for name, values in read.items()}
             rest = {} if read is None else {name: values for name, values in read.items() if name != "weight"}
             rows = None if read is None else read["weight"]
-            found.append((owned, total, rows, -1 if read is None else lookup.version, rest))
+            found.append((owned, total, NOTHING, rows, -1 if read is None else lookup.version, rest))
             # The step updates these rows where they are.
             lookup.read = None
         if len(found) > 1 and handle.has_hooks():
             # They see all of the gradient, once.
-            pair = found[0][:2]
+            part = found[0][:3]
             for each in found[1:]:
-                pair = merged(handle.table.num_rows, pair, each[:2], handle.table.takes_padding)[:2]
-            found = [(*pair, None, -1, {})]
+                part = merged(handle.table.num_rows, part, each[:3], handle.table.takes_padding)[0]
+            found = [(*part, None, -1, {})]
         for each in found:
             handle.pending.deposit(*each, summed=True)
 
     def row_gradient(  # noqa: D102
-        self, num_rows: int, ids: Tensor, grad: Tensor, changed: Callable[..., None] | None, sparse: bool
+        self, num_rows: int, part: Part, changed: Callable[..., None] | None, sparse: bool
     ) -> RowGradient:
-        return ShardGradient.of(num_rows, ids, grad, changed, self.exchange)
+        return ShardGradient.of(num_rows, part, changed, self.exchange)
 
     def check_gradient(self, grad: Tensor) -> None:
         """Raise unless it was made of that of the weight: the rows of another are those of all."""

@@ -60,8 +60,8 @@ class Lookup:
 
     def __init__(self, number: int, route: Route, read: dict[str, Tensor] | None, version: int) -> None:
         self.number, self.route, self.read, self.version = number, route, read, version
-        # Whether no gradient has come yet, on any process.
-        self.is_open = True
+        # Whether no gradient has come yet, on any process; how many ids of a vocabulary it could not admit here.
+        self.is_open, self.missed = True, 0
 
 
 class ShardLookups:

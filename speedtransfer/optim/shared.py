@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim.merge import merged
+from speedtransfer.optim.merge import Part, merged, unpadded
 from speedtransfer.optim.sharded import Sharded
 from speedtransfer.optim.shards import Asked, Lookup, ShardLookups
 from speedtransfer.ranks import Exchange, Partition, Segment
 from speedtransfer.rows import OwnRows, Rows
-from speedtransfer.tables import num_unique
 
 
 class SharedLookups(ShardLookups):
@@ -59,7 +58,7 @@ class SharedOwners(Sharded):
     ) -> None:
         super().__init__(handle, exchange, partition, comm_dtype)
         # The gradient of this process since the last exchange; whether there was an exchange since the last step.
-        self._merged: tuple[Tensor, Tensor] | None = None
+        self._merged: Part | None = None
         self._has_met = False
 
     def share_rows(self) -> None:  # noqa: D102
@@ -72,15 +71,12 @@ class SharedOwners(Sharded):
         """Tell whether there is an exchange: at the end of each backward, and at a step that none went before."""
         return self.handle.requires_grad and not (at_step and self._has_met and self._merged is None)
 
-    def hold(self, ids: Tensor, grad: Tensor, whole: bool, lookup: Any) -> None:  # noqa: D102
-        count = num_unique(ids)
-        if count is not None:
-            ids, grad = ids[: int(count)], grad[: int(count)]
-        left = ids, grad.detach().clone()
-        if self._merged is not None:
-            table = self.handle.table
-            left = merged(table.num_rows, self._merged, left, table.takes_padding)[:2]
-        self._merged = left
+    def hold(self, part: Part, whole: bool, lookup: Any) -> None:  # noqa: D102
+        ids, grad, known = unpadded(part)
+        left = ids, grad.detach().clone(), known
+        self._merged = (
+            left if self._merged is None else merged(self.handle.table.num_rows, self._merged, left, False)[0]
+        )
 
     def has_left(self) -> bool:  # noqa: D102
         return self._merged is not None
@@ -102,7 +98,7 @@ class SharedOwners(Sharded):
             empty = torch.empty(0, dtype=torch.int64, device=table.device)
             ids, grad = empty, torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
         else:
-            ids, grad = self._merged
+            ids, grad, _ = self._merged
         self._asked, self._order, self._sends = self.lookups.by_owner(ids)
         self._left = {self.lookups.count + 1: grad}
         return [self._sends]

@@ -18,6 +18,7 @@ from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import PlaneSpec
 from speedtransfer.optim.state_planes import RowOwner, StatePlanes
 from speedtransfer.rows import Rows
+from speedtransfer.tables import NOTHING, Known
 
 _NUMBERS = (int, float)
 
@@ -40,7 +41,7 @@ class MadeStep(NamedTuple):
 
     Attributes
     ----------
-    ids : Tensor or None
+    ids, known : Tensor or None, Known
         ``(n,)``, the rows; None: all, which were updated where they are stored.
     values : dict of str to Tensor
         ``(n, *tail)``, by plane.
@@ -60,6 +61,7 @@ class MadeStep(NamedTuple):
     mark: Any
     writes: int
     state: dict[str, Any]
+    known: Known
 
 
 class RowState(StatePlanes):
@@ -167,6 +169,7 @@ class RowState(StatePlanes):
         frame: FrameType | None,
         ids: Tensor | None,
         given: dict[str, Tensor],
+        known: Known,
     ) -> None:
         """Put the state of the active rows into `optimizer.state`.
 
@@ -177,7 +180,7 @@ class RowState(StatePlanes):
             The group of the parameter.
         frame : FrameType
             The frame of the function that runs the step.
-        ids : Tensor or None
+        ids, known : Tensor or None, Known
             ``(n,)``, the active rows; None: all, and the state is the planes themselves.
         given : dict of str to Tensor
             State of the active rows by plane, each ``(n, *tail)``, that was read with their weights.
@@ -199,7 +202,7 @@ class RowState(StatePlanes):
             if views and ids is not None:
                 planes = self._planes
                 if not given.keys() >= set(planes.values()):
-                    given = self.rows.read(ids, list(planes.values()))
+                    given = self.rows.read(ids, list(planes.values()), known=known)
                 active = {name: given[plane] for name, plane in planes.items()}
                 bools = [name for name in active if self._specs[name].dtype == torch.bool]
                 active |= {name: self._as_state(name, active[name]) for name in bools}
@@ -214,7 +217,7 @@ class RowState(StatePlanes):
         if state and active:
             put(state, active)
 
-    def made(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None) -> MadeStep:
+    def made(self, optimizer: Optimizer, group: dict[str, Any], ids: Tensor | None, known: Known) -> MadeStep:
         """Return the step that the optimizer has made of the active rows `ids` (n,); None: of all, as in `load`."""
         param, rows = self.param, self.rows
         state = optimizer.state.get(param, {})
@@ -232,13 +235,13 @@ class RowState(StatePlanes):
         step = None if lag is None else lag.step_made(optimizer, group, state)
         if ids is None and not all(v.data_ptr() == rows.table.stored(n).data_ptr() for n, v in values.items()):
             # The optimizer has replaced a tensor.
-            ids = torch.arange(count, device=param.device)
-        return MadeStep(ids, values, step, None if lag is None else lag.mark, rows._count, state)
+            ids, known = torch.arange(count, device=param.device), NOTHING
+        return MadeStep(ids, values, step, None if lag is None else lag.mark, rows._count, state, known)
 
     def store(self, made: MadeStep) -> None:
         """Write the rows of a step and their state to the table."""
         if made.ids is not None:
-            self.rows.write(made.ids, made.values, made.step, made.mark, made.writes)
+            self.rows.write(made.ids, made.values, made.step, made.mark, made.writes, made.known)
         else:
             self.rows.stepped_in_place(made.step, made.mark)
         if made.state:

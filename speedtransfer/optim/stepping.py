@@ -78,7 +78,8 @@ class Step:
             fuses = not pending.in_place and handle.table.runs_kernels and not apart
             self._fused = plan_step(state, optimizer, group) if fuses else None
             if self._fused is None:
-                state.load(optimizer, group, frame, None if pending.in_place else pending.ids, pending.state_rows)
+                ids = None if pending.in_place else pending.ids
+                state.load(optimizer, group, frame, ids, pending.state_rows, pending.known)
                 # A probe may have assigned the gradient anew.
                 if pending.active is None:
                     pending.refresh()
@@ -104,7 +105,8 @@ class Step:
             if handle.rows.table.watched:
                 handle.table.discount(self._entered_at, handle.param._version - self._entered)
             if self._fused is None:
-                self._made = state.made(optimizer, group, None if self.pending.in_place else self.pending.ids)
+                ids = None if self.pending.in_place else self.pending.ids
+                self._made = state.made(optimizer, group, ids, self.pending.known)
             else:
                 self._make_fused_step(state)
             try:
@@ -131,7 +133,7 @@ class Step:
         assert pending.ids is not None
         assert pending.grad is not None
         assert pending.active is not None
-        make_step(self._fused, state, pending.ids, pending.grad, pending.active)
+        make_step(self._fused, state, pending.ids, pending.grad, pending.active, pending.known)
         before = handle.table.version if handle.rows.table.watched else 0
         # As by an optimizer.
         torch.autograd.graph.increment_version(handle.param)
@@ -243,16 +245,11 @@ class Step:
             elif pending.assigned is not None:
                 pending.use_assigned()
             else:
-                pending.grad_version = pending.grad._version
+                pending.grad_version, pending.zeroed_at = pending.grad._version, -1
             self._lent = False
         if handle.features is not None:
             handle.features.end()
-        pending.active, pending.state_rows, pending.in_place, pending.waiting_since = (
-            None,
-            {},
-            False,
-            None,
-        )
+        pending.active, pending.state_rows, pending.in_place, pending.waiting_since = None, {}, False, None
         self._fused = None
         assert handle.shown_as is not None
         if param.__class__ is not handle.kind:

@@ -15,6 +15,7 @@ from speedtransfer.cuda import check_not_capturing
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim.anchor import Joined, kept
 from speedtransfer.optim.graph import TableRows, apply_plainly, as_tensor
+from speedtransfer.tables import NOTHING, Known
 
 
 class Views:
@@ -49,6 +50,7 @@ class Views:
         deposit: Callable[..., None],
         features: Callable[[], int] | None = None,
         guarded: bool = True,
+        known: Known = NOTHING,
     ) -> Tensor:
         """Return `rows`, ``(n, dim)``, as what a graph made of the weight; `deposit` takes their gradient, `grad`.
 
@@ -57,9 +59,9 @@ class Views:
         """
         handle = self._handle()
         if handle.id_space.come_and_go:
-            handle.id_space.pin(rows, ids)
+            handle.id_space.pin(rows, ids, known)
         if kept.joins is not None and ids is not None:
-            kept.joins.append(Joined(handle, rows.detach().requires_grad_(), ids, deposit, features))
+            kept.joins.append(Joined(handle, rows.detach().requires_grad_(), ids, known, deposit, features))
             return kept.joins[-1].rows
         if len(self.joined) > 16:
             self.joined = [reference for reference in self.joined if reference() is not None]
@@ -68,7 +70,7 @@ class Views:
         leaf = handle.anchor.leaf if late else handle.param_ref()
         apply = TableRows.apply if torch._C._are_functorch_transforms_active() else apply_plainly
         with as_tensor():
-            made: Tensor = apply(leaf, rows, (handle, ids, deposit, features, guarded))
+            made: Tensor = apply(leaf, rows, (handle, ids, deposit, features, guarded, known))
         return made
 
     def alive(self) -> list[Any]:
@@ -162,7 +164,8 @@ class Views:
         with torch.inference_mode(False), _outside_of_transforms():
             values = self.whole().detach()
             every = None if handle.features is None else handle.features.every
-            made = self.join(values, None, functools.partial(handle.pending.deposit_whole, values), every)
+            deposit = functools.partial(handle.pending.deposit_whole, values, handle.id_space.stamp())
+            made = self.join(values, None, deposit, every)
         self._whole = weakref.ref(made), handle.table.version
         return made
 

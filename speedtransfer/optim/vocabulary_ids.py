@@ -15,18 +15,20 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim.id_owners import IdOwners, RankIdOwners
 from speedtransfer.optim.id_space import IdSpace
+from speedtransfer.optim.merge import Part
 from speedtransfer.rows import LAST_STEP, Rows
-from speedtransfer.tables import loading
-from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, NotedIds, Vocabulary
+from speedtransfer.tables import NOTHING, Known, loading
+from speedtransfer.vocabulary import PADDING_ROW, UNSEEN_ROW, LoadPlan, Vocabulary
 from speedtransfer.vocabulary.loaded_state import unpack_features
 
 
-class _Noted(NamedTuple):
-    """Before a deposit: the rows of the pending gradient, (n,); ids that were not admitted; whether rows may be late."""
+class Stamp(NamedTuple):
+    """When a lookup was made: which ids had the rows, of how many rows, and the clock; how many ids it could not admit."""
 
-    ids: Tensor | None
+    generation: int
+    num_rows: int
+    clock: int
     missed: int
-    late: bool
 
 
 class VocabularyIds(IdSpace):
@@ -54,7 +56,7 @@ class VocabularyIds(IdSpace):
         self._handle = weakref.ref(handle)
         self._of: Any = weakref.proxy(handle)
         # Rows in graphs whose gradient has not come, by the id() of the tensor of their ids, which is kept here, or of all.
-        self._held: dict[int, tuple[weakref.ref[Tensor], Tensor | None]] = {}
+        self._held: dict[int, tuple[weakref.ref[Tensor], Tensor | None, Known]] = {}
         # Ids that lookups of the pending gradient could not admit; whether it was warned of such.
         self._num_missed, self._has_warned = 0, False
         # Whether the pending gradient may be of rows that were not looked up since the last step.
@@ -102,13 +104,15 @@ class VocabularyIds(IdSpace):
     def rows_in_use(self) -> np.ndarray | None:
         """Return the rows of which a gradient may come or is pending, (n,), some perhaps twice; None: of all."""
         handle = self._of
-        held = [ids for rows, ids in self._held.values() if rows() is not None]
-        if any(ids is None for ids in held) or (handle.pending.used_whole and handle.pending.grad is not None):
+        used: list[Any] = [(ids, known) for rows, ids, known in self._held.values() if rows() is not None]
+        if any(ids is None for ids, _ in used) or (handle.pending.used_whole and handle.pending.grad is not None):
             return None
-        arriving = [ids for ids, _ in handle.pending.arriving.values()]
+        used += [(rows, NOTHING) for rows in self.owners.rows_asked()]
+        used += [(ids, known) for ids, _, known in handle.pending.arriving.values()]
         # One that zero_grad(set_to_none=False) has made zero is that of no batch.
-        pending = [] if handle.pending.ids is None or handle.pending.is_cleared() else [handle.pending.ids]
-        parts = [self._on_host(ids) for ids in (*held, *self.owners.rows_asked(), *arriving, *pending)]
+        if handle.pending.ids is not None and not handle.pending.is_cleared():
+            used.append((handle.pending.ids, handle.pending.known))
+        parts = [self._on_host(*each) for each in used]
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def rows_released(self, rows: np.ndarray) -> None:
@@ -116,9 +120,10 @@ class VocabularyIds(IdSpace):
         handle = self._of
         if handle.pending.ids is None or handle.pending.grad is None or handle.pending.assigned is not None:
             return
-        if not np.isin(self._on_host(handle.pending.ids), rows).any():
+        if not np.isin(self._on_host(handle.pending.ids, handle.pending.known), rows).any():
             return
-        stay = torch.from_numpy(~np.isin(handle.pending.ids.cpu().numpy(), rows)).to(handle.pending.ids.device)
+        ids = handle.pending.ids.cpu().numpy()
+        stay = torch.from_numpy(~np.isin(ids, rows) & (ids < handle.table.num_rows)).to(handle.pending.ids.device)
         if not bool(stay.all()):
             handle.pending.set_gradient(handle.pending.ids[stay], handle.pending.grad[stay])
             # It is still one that the next backward replaces.
@@ -127,89 +132,71 @@ class VocabularyIds(IdSpace):
     def rows_changed(self, rows: np.ndarray) -> None:
         """Forget a pending gradient of one of `rows` (n,), which have other ids now, or none."""
         handle = self._of
-        if handle.pending.ids is not None and np.isin(self._on_host(handle.pending.ids), rows).any():
+        if (
+            handle.pending.ids is not None
+            and np.isin(self._on_host(handle.pending.ids, handle.pending.known), rows).any()
+        ):
             handle.pending.clear()
 
     # --- lookups ----------------------------------------------------------------------------------------------------------
 
-    def pin(self, rows: Tensor, ids: Tensor | None) -> None:  # noqa: D102
+    def stamp(self, num_missed: int = 0) -> Stamp:  # noqa: D102
+        return Stamp(self.vocabulary.generation, self._of.num_rows, self.vocabulary.clock, num_missed)
+
+    def pin(self, rows: Tensor, ids: Tensor | None, known: Known) -> None:  # noqa: D102
         if self.owners.holds_lookups:
             if ids is not None:
                 self.owners.hold(rows)
             return
-        key = rows if ids is None else ids
-        self.date(key)
         self._held = {key: entry for key, entry in self._held.items() if entry[0]() is not None}
-        self._held[id(key)] = weakref.ref(rows), ids
+        self._held[id(rows if ids is None else ids)] = weakref.ref(rows), ids, known
 
-    def date(self, tensor: Tensor) -> None:
-        """Note on the rows of a lookup, (n,), or on a leaf over all rows, which ids the rows have now."""
-        if self.owners.holds_lookups:
-            # The lookup is known by its number, and for how long a gradient may come for it.
-            return
-        tensor._dated = self.vocabulary.generation, self._of.num_rows  # type: ignore[attr-defined]
-        tensor._clock = self.vocabulary.clock  # type: ignore[attr-defined]
-
-    def know(self, ids: Tensor, noted: NotedIds | None) -> None:
-        """Let the host know the rows `ids` of a lookup by the ids looked up, so that it need not wait for the device."""
-        if ids.is_cuda and noted is not None and not self.owners.holds_lookups:
-            ids._noted = (noted,)  # type: ignore[attr-defined]
-
-    def _on_host(self, ids: Tensor) -> np.ndarray:
+    def _on_host(self, ids: Tensor, known: Known) -> np.ndarray:
         """Return rows on the host, (n,), some perhaps twice; without padding."""
-        noted = getattr(ids, "_noted", None)
+        noted = known.noted
         parts = [ids.cpu().numpy()] if noted is None else [self.vocabulary.noted_rows(part) for part in noted]
         rows = np.concatenate(parts)
         return rows[(rows >= 0) & (rows < self._of.table.num_rows)]
 
     # --- gradients --------------------------------------------------------------------------------------------------------
 
-    def begin_deposit(self, ids: Tensor, grad: Tensor, whole: bool, summed: bool) -> tuple[Tensor, _Noted]:  # noqa: D102
-        handle = self._of
+    def begin_deposit(self, part: Part, lookup: Any, whole: bool, summed: bool) -> tuple[Tensor, Any]:  # noqa: D102
+        handle, (ids, grad, known) = self._of, part
         self._held.pop(id(ids), None)
         # `of_same_ids` has left out rows that have changed.
         if not whole:
-            self._check_lookup(ids)
+            self._check_lookup(ids, known, lookup)
         # Ids that were not admitted are counted where they were looked up.
         goes_on = summed or handle.pending.grad is not None or handle.owners.has_left()
-        late = self.vocabulary.by_time or getattr(ids, "_clock", None) != self.vocabulary.clock
-        return self.own_gradient(ids, grad), _Noted(handle.pending.ids, self._num_missed if goes_on else 0, late)
+        missed = (self._num_missed if goes_on else 0) + (0 if lookup is None else lookup.missed)
+        late = self.vocabulary.by_time or not isinstance(lookup, Stamp) or lookup.clock != self.vocabulary.clock
+        return self.own_gradient(ids, grad), (missed, late)
 
-    def end_deposit(self, ids: Tensor, noted: _Noted) -> None:  # noqa: D102
-        self._num_missed = noted.missed + getattr(ids, "_num_missed", 0)
-        self._late = self._late or noted.late
-        self._join_noted(noted.ids, ids)
+    def end_deposit(self, noted: tuple[int, bool]) -> None:  # noqa: D102
+        self._num_missed, late = noted
+        self._late = self._late or late
 
-    def _check_lookup(self, ids: Tensor) -> None:
+    def _check_lookup(self, ids: Tensor, known: Known, lookup: Stamp | None) -> None:
         """Raise if a row of a lookup, (n,), is that of another id by now, or if it is not known when the lookup was."""
         if self.owners.holds_lookups:
+            # The lookup is known by its number, and for how long a gradient may come for it.
             return
-        dated = getattr(ids, "_dated", None)
-        if dated is None:
+        if lookup is None:
             raise InvalidValueError(
                 f"{self}: a gradient comes for rows whose lookup is not known, so that they may be those of other ids by now; "
                 "look the ids up again"
             )
-        generation, num_rows = dated
-        if generation != self.vocabulary.generation:
-            rows = self._on_host(ids)
-            if self.vocabulary.have_changed(rows[rows < num_rows], generation):
+        if lookup.generation != self.vocabulary.generation:
+            rows = self._on_host(ids, known)
+            if self.vocabulary.have_changed(rows[rows < lookup.num_rows], lookup.generation):
                 raise InvalidValueError(
                     f"{self}: a gradient comes for rows of ids that were taken off since their lookup (a second backward "
                     "after a step, or activate() without gradients); look the ids up again"
                 )
 
-    def _join_noted(self, *parts: Tensor | None) -> None:
-        """Let the host know the rows of the pending gradient if it knows those that it was made of."""
-        noted = [getattr(ids, "_noted", None) for ids in parts if ids is not None]
-        pending = self._of.pending.ids
-        if pending is not None and not any(pending is ids for ids in parts) and None not in noted:
-            pending._noted = tuple(one for part in noted for one in part or ())
-
-    def of_same_ids(self, rows: Tensor, grad: Tensor) -> Tensor:  # noqa: D102
+    def of_same_ids(self, rows: Tensor, grad: Tensor, lookup: Stamp) -> Tensor:  # noqa: D102
         self._held.pop(id(rows), None)
-        generation, _ = rows._dated  # type: ignore[attr-defined]
-        others = self.vocabulary.changed_rows(generation)
+        others = self.vocabulary.changed_rows(lookup.generation)
         others = others[others < len(grad)]
         if len(others):
             grad = grad.clone()
@@ -230,9 +217,10 @@ class VocabularyIds(IdSpace):
 
     def late_rows(self) -> np.ndarray | None:
         """Return the rows of the pending gradient, (n,), if some may not have been looked up since the last step."""
-        ids = self._of.pending.ids
+        handle = self._of
         # Several processes tell no changes.
-        return self._on_host(ids) if self._late and ids is not None and self.owners.processes == 1 else None
+        known = self._late and handle.pending.ids is not None and self.owners.processes == 1
+        return self._on_host(handle.pending.ids, handle.pending.known) if known else None
 
     def count_step(self, late: np.ndarray | None) -> None:  # noqa: D102
         # A gradient that is not cleared is that of later steps too.
@@ -307,8 +295,7 @@ class VocabularyIds(IdSpace):
         if LAST_STEP in self._of.table.planes:
             self.vocabulary.all_rows_changed()
 
-    def follow_growth(self, before: Tensor | None) -> None:  # noqa: D102
-        self._join_noted(before)
+    def follow_growth(self) -> None:  # noqa: D102
         self.vocabulary.follow()
 
     def check_dtype(self, dtype: Any) -> None:  # noqa: D102

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.optim.merge import Part
 from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.tables import NOTHING, Known
 
 
-def of_all_rows(handle: Any, ids: Tensor | None, grad: Tensor, num_rows: int) -> Tensor:
+def of_all_rows(handle: Any, ids: Tensor | None, grad: Tensor, known: Known, num_rows: int) -> Tensor:
     """Return the gradient ``(num_rows, dim)`` that is `grad`, ``(*, n, dim)``, at the rows `ids` (n,); None: at all."""
     grad = handle.id_space.own_gradient(ids, grad)
     if ids is None:
@@ -21,24 +23,24 @@ def of_all_rows(handle: Any, ids: Tensor | None, grad: Tensor, num_rows: int) ->
         # What pads the rows adds zero to the last one.
         ids = ids.to(grad.device).clamp(max=num_rows - 1)
         return grad.new_zeros(*grad.shape[:-2], num_rows, grad.shape[-1]).index_add(-2, ids, grad)
-    return RowGradient(num_rows, ids, grad, sparse=handle.sparse)
+    return RowGradient(num_rows, ids, grad, sparse=handle.sparse, known=known)
 
 
-def rows_of(handle: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the active rows (n,) of a gradient ``(num_rows, dim)``, and their gradient (n, dim).
+def rows_of(handle: Any, grad: Tensor) -> Part:
+    """Return the active rows (n,) of a gradient ``(num_rows, dim)``, their gradient (n, dim), and what is known of them.
 
     With lazy idle rows those whose gradient is zero are not active.
     """
     if isinstance(grad, RowGradient):
-        return grad.ids, grad.rows
+        return grad.ids, grad.rows, grad.known
     if grad.is_sparse:
-        return _rows_of_sparse(handle, grad)
+        return (*_rows_of_sparse(handle, grad), NOTHING)
     # With exact idle rows a zero gradient and none are the same. After a softmax over all rows, where no row is zero, one
     # column shows that.
     if handle.rows.lag is not None or (grad.shape[1] and bool((grad[:, 0] != 0).all())):
-        return torch.arange(len(grad), device=grad.device), grad
+        return torch.arange(len(grad), device=grad.device), grad, NOTHING
     ids = (grad != 0).any(dim=1).nonzero().flatten()
-    return ids, grad if len(ids) == len(grad) else grad[ids]
+    return ids, grad if len(ids) == len(grad) else grad[ids], NOTHING
 
 
 def _rows_of_sparse(handle: Any, grad: Tensor) -> tuple[Tensor, Tensor]:

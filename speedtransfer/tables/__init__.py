@@ -3,7 +3,7 @@
 from speedtransfer.tables.chunks import CHUNK_BYTES, copy_plane, plane_chunks, row_chunks
 from speedtransfer.tables.index import as_index, refuse_layout
 from speedtransfer.tables.memories import Memory, check_room
-from speedtransfer.tables.padded import is_padded, kept, num_unique, padded_anew, padded_unique, sum_rows, trimmed
+from speedtransfer.tables.padded import kept, padded_anew, padded_unique, sum_rows, trimmed
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.placement import Placement
 from speedtransfer.tables.planes import PathLike, check_dtype
@@ -13,13 +13,15 @@ from speedtransfer.tables.saving import MEMORIES
 from speedtransfer.tables.stats import TableStats
 from speedtransfer.tables.table import Table
 from speedtransfer.tables.unfinished import loading, refuse
-from speedtransfer.tables.unique import UniqueRows, move_together, on_host, unique_rows
+from speedtransfer.tables.unique import NOTHING, Known, UniqueRows, move_together, unique_rows
 from speedtransfer.tables.write_back import overlay
 from speedtransfer.tables.write_log import WriteLog
 
 __all__ = [
     "CHUNK_BYTES",
     "MEMORIES",
+    "NOTHING",
+    "Known",
     "Memory",
     "PathLike",
     "Placement",
@@ -33,12 +35,9 @@ __all__ = [
     "check_layout",
     "check_room",
     "copy_plane",
-    "is_padded",
     "kept",
     "loading",
     "move_together",
-    "num_unique",
-    "on_host",
     "overlap",
     "overlay",
     "padded_anew",

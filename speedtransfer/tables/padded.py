@@ -20,7 +20,7 @@ from speedtransfer.cuda import (
     launch_kernel,
     launch_over,
 )
-from speedtransfer.tables.unique import UniqueRows
+from speedtransfer.tables.unique import NOTHING, Known, UniqueRows
 
 _INT32_MAX = 2**31 - 1
 # struct Unique of unique.cu, struct Sums of sums.cu.
@@ -64,7 +64,8 @@ def _find(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
     # Repeats write the same value to the same place.
     ids = torch.full((room,), num_rows, device=flat.device).scatter_(0, groups - 1, ordered)
     starts = torch.searchsorted(groups, torch.arange(1, room + 2, device=flat.device))
-    return _padded(ids, inverse, order, starts, (groups[-1] - (ordered[-1] == num_rows).long()).view(1))
+    num_unique = (groups[-1] - (ordered[-1] == num_rows).long()).view(1)
+    return UniqueRows(ids, inverse, order, starts, known=Known(num_unique))
 
 
 def _find_by_kernels(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
@@ -83,7 +84,7 @@ def _find_few(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
     # A thread for each pair that is compared.
     threads = min(max(1 << (count - 1).bit_length() >> 1, 32), _FEW_THREADS)
     launch_kernel(kernel_on("unique.cu", "find_few", device), 1, threads, argument, current_stream(device))
-    return _padded(ids, inverse, order, starts, num_unique)
+    return UniqueRows(ids, inverse, order, starts, known=Known(num_unique))
 
 
 def _find_many(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
@@ -105,50 +106,30 @@ def _find_many(flat: Tensor, num_rows: int, room: int) -> UniqueRows:
     launch("mark_groups", keys, groups, 0)
     groups = groups.cumsum(0, dtype=groups.dtype)
     launch("write_groups", keys, groups, order.data_ptr())
-    return _padded(ids, inverse, order, starts, num_unique)
+    return UniqueRows(ids, inverse, order, starts, known=Known(num_unique))
 
 
-def _padded(ids: Tensor, inverse: Tensor, order: Tensor, starts: Tensor, num_unique: Tensor) -> UniqueRows:
-    ids._num_unique = num_unique  # type: ignore[attr-defined]
-    return UniqueRows(ids, inverse, order, starts)
-
-
-def num_unique(ids: Tensor) -> Tensor | None:
-    """Return how many of padded ids name a row, ``(1,)`` int64 on their device; None if `ids` are not padded."""
-    return getattr(ids, "_num_unique", None)
-
-
-def is_padded(ids: Tensor) -> bool:
-    """Tell whether `ids` may end in padding."""
-    return "_num_unique" in ids.__dict__
-
-
-def kept(ids: Tensor, keep: Tensor, num_rows: int) -> Tensor:
-    """Return `ids` (n,) with padding in place of those that `keep` (n,) is False for."""
+def kept(ids: Tensor, keep: Tensor, num_rows: int) -> tuple[Tensor, Known]:
+    """Return `ids` (n,) with padding in place of those that `keep` (n,) is False for, and what is known of them."""
     found = ids.masked_fill(~keep, num_rows)
-    found._num_unique = (found < num_rows).sum().view(1)  # type: ignore[attr-defined]
-    return found
+    return found, Known((found < num_rows).sum().view(1))
 
 
-def padded_anew(ids: Tensor, num_rows: int) -> Tensor:
+def padded_anew(ids: Tensor, known: Known, num_rows: int) -> Tensor:
     """Return padded `ids` (n,) of a table that has had fewer rows with padding for `num_rows`; others as they are."""
-    count = num_unique(ids)
-    if count is None:
+    if known.length is None:
         return ids
-    found = torch.where(torch.arange(ids.shape[0], device=ids.device) < count, ids, num_rows)
-    found._num_unique = count  # type: ignore[attr-defined]
-    return found
+    return torch.where(torch.arange(ids.shape[0], device=ids.device) < known.length, ids, num_rows)
 
 
 def trimmed(groups: UniqueRows) -> UniqueRows:
     """Return `groups` without padding; the host waits. An id out of range must have been ruled out."""
-    count = num_unique(groups.ids)
-    if count is None:
+    if groups.known.length is None:
         return groups
     check_not_capturing("counting unique rows")
-    n = int(count)
+    n = int(groups.known.length)
     assert groups.starts is not None
-    return groups._replace(ids=groups.ids[:n], starts=groups.starts[: n + 1])
+    return groups._replace(ids=groups.ids[:n], starts=groups.starts[: n + 1], known=NOTHING)
 
 
 def sum_rows(values: Tensor, groups: UniqueRows, num_rows: int, excluded: int = -1) -> Tensor:
@@ -209,7 +190,7 @@ def _check_unique(like: Tensor) -> Any:
     def right() -> bool:
         flat = torch.tensor([5, 0, -1, 5, 9, 7, 2**40, 0], device=like.device)
         few, many, wanted = (find(flat, 9, 8) for find in (_find_few, _find_many, _find))
-        tensors = [(*rows[:4], num_unique(rows.ids)) for rows in (few, many, wanted)]
+        tensors = [(*rows[:4], rows.known.length) for rows in (few, many, wanted)]
         return all(torch.equal(a, c) and torch.equal(b, c) for a, b, c in zip(*tensors, strict=True))
 
     return right

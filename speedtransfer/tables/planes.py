@@ -77,7 +77,7 @@ class Planes:
         self._outlived: list[object] = []
         # Called with row numbers, or None for all rows, before these are read or written from outside: by `Rows`, while it
         # lets idle rows miss steps. What is moved as it is stored (`read`, `write`, ``check=False``) does without.
-        self._catch_up: Callable[[Tensor | None], None] | None = None
+        self._catch_up: Callable[..., None] | None = None
         # The same for rows that must not be written: takes row numbers, and returns them caught up, by plane as they are
         # stored; None: no row has missed any.
         self._caught_up: Callable[[Tensor], dict[str, Tensor] | None] | None = None

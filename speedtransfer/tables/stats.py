@@ -10,7 +10,6 @@ from torch import Tensor
 
 from speedtransfer.cuda import is_capturing
 from speedtransfer.once import fork_safe_lock
-from speedtransfer.tables.padded import num_unique
 
 
 @dataclass
@@ -61,15 +60,13 @@ class PaddedStats:
         # Threads that evaluate count as well.
         self._lock = fork_safe_lock()
 
-    def add(self, kind: str, ids: Tensor, rows: Sequence[Tensor]) -> None:
-        """Count `rows`, each (n, width), moved for the padded ids (n,); in a CUDA graph nothing is counted."""
+    def add(self, kind: str, count: Tensor, rows: Sequence[Tensor]) -> None:
+        """Count `rows`, each (n, width), moved for padded ids, of which `count` (1,) name one; in a CUDA graph nothing."""
         if is_capturing():
             return
-        count = num_unique(ids)
-        assert count is not None
         row_bytes = sum(values.shape[1] * values.element_size() for values in rows)
         with self._lock:
-            counts = self._counts.setdefault((kind, row_bytes, ids.device), [])
+            counts = self._counts.setdefault((kind, row_bytes, count.device), [])
             counts.append(count)
             if len(counts) == self._MAX_COUNTS:
                 counts[:] = [torch.cat(counts).sum().view(1)]

@@ -170,9 +170,10 @@ class Table(Opening, Saving, WholePlanes, Growing, UncheckedRows):
             caught_up = self._caught_up(groups.ids)
         elif check and catch_up and self._catch_up is not None:
             if flat.is_cuda and self.takes_padding and len(flat):
-                self._catch_up(padded_unique(flat, self.num_rows).ids)
+                groups = padded_unique(flat, self.num_rows)
             else:
-                self._catch_up(unique_rows(flat, None if checked else self.num_rows, index).ids)
+                groups = unique_rows(flat, None if checked else self.num_rows, index)
+            self._catch_up(groups.ids, groups.known)
         names = [planes] if isinstance(planes, str) or not isinstance(planes, Iterable) else list(planes)
         stored = [self._planes[self._check_plane(name)] for name in names]
         dtypes = [check_conversion(plane.dtype, dtype) for plane in stored]

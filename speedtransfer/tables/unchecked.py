@@ -11,11 +11,10 @@ from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, is_capturing
 from speedtransfer.engines import SELECTED, Engine, KernelEngine, check_apart
 from speedtransfer.tables import forks, stats
-from speedtransfer.tables.padded import is_padded
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Planes
 from speedtransfer.tables.unfinished import Unfinished
-from speedtransfer.tables.unique import on_host
+from speedtransfer.tables.unique import NOTHING, Known
 from speedtransfer.tables.write_back import beside, copied
 from speedtransfer.tables.write_log import Write
 
@@ -26,11 +25,8 @@ _FEW_VALUES = 1 << 13
 class UncheckedRows(Planes):
     """The part of a :class:`~speedtransfer.Table` that moves rows unchecked: for `Rows`, and for the checked `scatter`."""
 
-    def read(self, ids: Tensor, planes: Sequence[str], check: Tensor | None = None) -> dict[str, Tensor]:
-        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded.
-
-        Those that were padded may come with what they are the unique rows of: the device checks it, as in `check`.
-        """
+    def read(self, ids: Tensor, planes: Sequence[str], known: Known = NOTHING) -> dict[str, Tensor]:
+        """Gather rows as they are stored: `ids` (n,), contiguous int64 on `device` or the CPU, are in range, or padded."""
         stored = [self._planes[name] for name in planes]
         count = ids.shape[0]
         few = self._selects and stored and count * stored[0].shape[1] * len(stored) <= _FEW_VALUES and count < FEW_ROWS
@@ -41,16 +37,16 @@ class UncheckedRows(Planes):
         else:
             device = self._place.device
             rows = [buffers.empty((count, plane.shape[1]), plane.dtype, device) for plane in stored]
-            if self.moves_on_host:
-                ids = on_host(ids, ids)
+            if self.moves_on_host and known.host is not None:
+                ids = known.host
             if count >= FEW_ROWS and self._cache is None:
                 read_ahead_of_rows(stored, ids)
-            self._engine.gather(stored, ids, rows, False if check is None else check)
+            self._engine.gather(stored, ids, rows, False if known.check is None else known.check)
         if self._begun != ended:
             with self._turn:
                 self._engine.gather(stored, ids, rows)
-        if self._engine.takes_padding and is_padded(ids):
-            self._padded_stats.add("gathered", ids, rows)
+        if self._engine.takes_padding and known.length is not None:
+            self._padded_stats.add("gathered", known.length, rows)
         else:
             with stats.counting:
                 self._stats.gathered_rows += count
@@ -62,13 +58,13 @@ class UncheckedRows(Planes):
         """Let the device check that `flat`, (n,) int64 on it, is in range; if not, the next call raises, as after `gather`."""
         check_apart(self._engine, [self._planes["weight"]], flat)
 
-    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False) -> None:
+    def write(self, ids: Tensor, rows: dict[str, Tensor], unsorted: bool = False, known: Known = NOTHING) -> None:
         """Scatter contiguous rows, by plane, as they are stored: `ids` (n,) are as for `read`, and none is there twice."""
         if self._place.refuses_writes:
             self.check_writable()
         values = list(rows.values())
-        if self.moves_on_host:
-            ids = on_host(ids, ids)
+        if self.moves_on_host and known.host is not None:
+            ids = known.host
         planes = [self._planes[name] for name in rows]
         # Children of this process that read the rows wait meanwhile.
         turns = forks.turns if self._place.is_shared_by_forks else None
@@ -100,8 +96,8 @@ class UncheckedRows(Planes):
         if not self._captured and ids.is_cuda and is_capturing():
             count_graphs()
             self._captured = True
-        if self._engine.takes_padding and is_padded(ids):
-            self._padded_stats.add("scattered", ids, values)
+        if self._engine.takes_padding and known.length is not None:
+            self._padded_stats.add("scattered", known.length, values)
             return
         with stats.counting:
             self._stats.scattered_rows += ids.shape[0]
@@ -132,12 +128,13 @@ class UncheckedRows(Planes):
         read: Sequence[str],
         written: Sequence[str],
         queue: Callable[[list[Tensor]], Sequence[Tensor]],
+        known: Known,
     ) -> None:
         """Let kernels change the rows `ids` (n,), as for `write`, where they are stored; needs `runs_kernels`.
 
         Parameters
         ----------
-        ids : Tensor
+        ids, known : Tensor, Known
         read, written : sequence of str
             The planes whose rows they read and write.
         queue : callable
@@ -158,8 +155,8 @@ class UncheckedRows(Planes):
             finally:
                 self._ended = self._begun
         for kind, planes in (("gathered", came), ("scattered", stored)):
-            if is_padded(ids) and planes:
-                self._padded_stats.add(kind, ids, planes)
+            if known.length is not None and planes:
+                self._padded_stats.add(kind, known.length, planes)
             elif planes:
                 row_bytes, count = sum(plane.shape[1] * plane.element_size() for plane in planes), ids.shape[0]
                 for name, number in ((f"{kind}_rows", count), (f"{kind}_bytes", count * row_bytes)):

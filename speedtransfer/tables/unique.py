@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -14,13 +14,37 @@ from speedtransfer.tables.index import check_bounds
 _FEW_IDS = 1 << 10  # torch.unique is faster for no more
 
 
+class Known(NamedTuple):
+    """What is known of the ids of some rows, (n,) int64, without waiting for the device that they are on.
+
+    Attributes
+    ----------
+    length : Tensor, optional
+        ``(1,)`` int64 there, how many name a row; those after are padding (:mod:`~speedtransfer.tables.padded`). None: all do.
+    host : Tensor, optional
+        ``(n,)``, what they were moved from, on the host.
+    noted : tuple, optional
+        What else the host finds the same rows by.
+    check : Tensor, optional
+        What padded ones are the unique rows of: ``(m,)``, which the device is to check when it reads them.
+    """
+
+    length: Tensor | None = None
+    host: Tensor | None = None
+    noted: tuple[Any, ...] | None = None
+    check: Tensor | None = None
+
+
+NOTHING = Known()
+
+
 class UniqueRows(NamedTuple):
     """The unique values of an index, and the index grouped by them.
 
     Attributes
     ----------
     ids : Tensor
-        ``(n,)`` int64, sorted. Padded ones (see :mod:`~speedtransfer.tables.padded`) end in values that name no row.
+        ``(n,)`` int64, sorted. Padded ones end in values that name no row.
     inverse : Tensor
         Where each value of the index is in `ids`.
     order, starts : Tensor or None
@@ -28,6 +52,8 @@ class UniqueRows(NamedTuple):
         `order` the groups begin and, last, `count`. None where the index is on the CPU and short.
     found : int
         Position in `ids` of the row that was looked for; -1 where it is not among them, and where `ids` are padded.
+    known : Known
+        Of `ids`.
     """
 
     ids: Tensor
@@ -35,6 +61,7 @@ class UniqueRows(NamedTuple):
     order: Tensor | None = None
     starts: Tensor | None = None
     found: int = -1
+    known: Known = NOTHING
 
     def to(self, device: torch.device) -> UniqueRows:
         """Return the same on `device`."""
@@ -51,11 +78,8 @@ def move_together(
     parts = iter(torch.cat(tensors, out=joined).to(device, non_blocking=True).split(sizes))
     moved = []
     for rows in groups:
-        ids = next(parts)
-        ids._on_host = rows.ids
-        inverse, order, starts = (None if part is None else next(parts) for part in rows[1:4])
-        assert inverse is not None
-        moved.append(UniqueRows(ids, inverse, order, starts, rows.found))
+        ids, inverse, order, starts = (cast(Any, None if part is None else next(parts)) for part in rows[:4])
+        moved.append(UniqueRows(ids, inverse, order, starts, rows.found, Known(host=rows.ids)))
     return moved, list(parts)
 
 
@@ -102,11 +126,6 @@ def unique_rows(
     ids = key[starts[:-1]]
     unique, inverse, positions, edges = (torch.from_numpy(array) for array in (ids, place, order, starts))
     return UniqueRows(unique, inverse, positions, edges, -1 if look_for is None else _position(ids, look_for))
-
-
-def on_host(ids: Tensor, otherwise: Any = None) -> Any:
-    """Return the copy of `ids` on the host that they were moved from, or `otherwise`."""
-    return getattr(ids, "_on_host", otherwise)
 
 
 def _position(ids: np.ndarray, wanted: int) -> int:
