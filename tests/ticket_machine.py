@@ -25,6 +25,7 @@ from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
 from speedtransfer.rows import Rows
+from speedtransfer.tables import NOTHING, Known
 
 ROWS, DIM = 12, 4
 LIMIT_S = 60  # that nothing here ever takes
@@ -57,10 +58,10 @@ class Gate:
             assert self.opened.wait(LIMIT_S)
 
 
-def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None, check: Any = None) -> dict[str, torch.Tensor]:
+def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None, known: Known = NOTHING) -> dict[str, torch.Tensor]:
     gate = getattr(_here, "gate", None)
     if gate is None:
-        return _fetch(rows, ids, planes, check)
+        return _fetch(rows, ids, planes, known)
     gate.hold("before")
     middle = len(ids) // 2 if gate.moment == "middle" else 0
     first = _fetch(rows, ids[:middle], planes)

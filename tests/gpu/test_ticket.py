@@ -49,9 +49,9 @@ def fetched(monkeypatch):
     """The number of rows of each read."""
     seen, fetch = [], Rows.fetch
 
-    def noted(rows, ids, planes=None):
+    def noted(rows, ids, *more):
         seen.append(len(ids))
-        return fetch(rows, ids, planes)
+        return fetch(rows, ids, *more)
 
     monkeypatch.setattr(Rows, "fetch", noted)
     return seen
