@@ -119,9 +119,11 @@ idle/rules.py: idle_history
 nn/bag.py: tables_opened_float8
 - requires_grad_(trainable and not freeze)
 + requires_grad_(trainable or not freeze)
-nn/feature.py: nn_multi
-- if bad is not None:
-+ if False:
+nn/feature.py: nn_multi nn_multi_vocabulary
+- bad = first_beyond(flat, self.num_embeddings)
++ bad = None
+- bad = self._keys.first_beyond(flat)
++ bad = None
 - if self.padding_idx is not None:
 + if False:
 nn/loader.py: loader
@@ -344,8 +346,6 @@ tables/padded.py: tables_padded
 + groups[-1].view(1)
 - (groups.ids >= num_rows) | (groups.ids == excluded)
 + (groups.ids >= num_rows)
-- found._num_unique = count
-+ pass
 tables/unique.py: tables
 - if few or largest >> (63 - bits):
 + if few:

@@ -70,7 +70,7 @@ def embedding_in(
 ) -> Any:
     """Return a module with the first values of one seed in any memory; "mmap" has its file in `folder`."""
     if memory == "mmap":
-        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.npy"
+        options["path"] = folder / f"rows{len(list(folder.iterdir()))}.safetensors"
     torch.manual_seed(3)
     return kind(*sizes, memory=memory, device=device, **options)
 
