@@ -26,7 +26,7 @@ from speedtransfer.units import format_share
 NOTE = (
     "Before each stretch of steps all pages of the file are written to the disk and dropped; a stretch begins with steps that "
     "are not timed, until reading ahead has found its pace. Ids are uniform, but no page is wanted twice in a stretch. "
-    "Tables are on the CPU, whatever the device. Of the waiting, which is the time in a file less that in memory, a share is "
+    "Tables are on the CPU, whatever the device. The waiting is the time in a file less that in memory, and a share of it is "
     "hidden. The roof reads the same pages by single reads on many threads, and computes nothing."
 )
 FIELDS = 8  # lookups per example

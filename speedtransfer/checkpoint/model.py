@@ -113,7 +113,7 @@ class SavedModel:
 
     @property
     def handles(self) -> list[Handle]:
-        """Of the tables that it goes into."""
+        """Those of the tables that it goes into."""
         return list(self._tables.values())
 
     def allocate(self) -> None:

@@ -171,7 +171,7 @@ class SavedOptimizer:
 
     @property
     def handles(self) -> list[Handle]:
-        """Of the tables whose state it goes into."""
+        """Those of the tables whose state it goes into."""
         return [handle for handle, *_ in self._planes]
 
     def allocate(self) -> None:

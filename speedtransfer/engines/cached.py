@@ -94,7 +94,7 @@ class CachedEngine:
             return
         ids = to_device(index, self.device)
         if check is not False:
-            # Of the index as it is, so that the error says where in it a row is out of range.
+            # The index as it is, so that the error says where in it a row is out of range.
             check_apart(self.inner, planes, ids if check is True else check)
         some, found = [planes[number] for number in wide], [rows[number] for number in wide]
         self._with_less_memory(lambda: self._gather(some, ids, found, unsorted))

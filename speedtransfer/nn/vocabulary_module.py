@@ -57,7 +57,7 @@ class VocabularyModule:
         handle = self._handle
         vocabulary = handle.id_space.vocabulary
         if training or self.max_norm is not None or not handle.owners.has_whole:
-            # Until autograd has them. Of several processes all must read as often.
+            # Until autograd has them. All processes must read as often.
             with handle.rows.lock:
                 return read(self._found_rows(ids, training))
         while True:

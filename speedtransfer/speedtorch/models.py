@@ -169,7 +169,7 @@ class Models(OneArray):
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the rows of the model's variable back where `beforeForwardPass` with the same indexes got them from.
 
-        Of a row that is named several times the last copy stays, as in an assignment of NumPy.
+        Where a row is named several times the last copy stays, as in an assignment of NumPy.
 
         Raises
         ------

@@ -206,7 +206,7 @@ class Optimizers(Storage):
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the optimizer's state back where `beforeForwardPass` with the same indexes got it from.
 
-        Of a row that is named several times the last copy stays, as in an assignment of NumPy.
+        Where a row is named several times the last copy stays, as in an assignment of NumPy.
 
         Raises
         ------

@@ -28,7 +28,7 @@ class WholePlanes(Planes):
     def torch(self) -> Tensor:
         """Return the weight plane as a tensor over the same memory, on the host unless `memory` is "device".
 
-        Of a table that is read in place (`open`), a write to it changes what this process reads, and never the file; if its
+        Where a table is read in place (`open`), a write to it changes what this process reads, and never the file; if its
         rows are in several tensors, it is a copy.
         """
         return self.plane("weight")

@@ -31,7 +31,7 @@ def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
 def adopt(vocabulary: Room, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
     """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
 
-    Of several processes those that `rank` owns.
+    In a group, those that `rank` owns.
     """
     live, owner = vocabulary._bound()
     with owner.rows.lock:

@@ -80,7 +80,7 @@ class DeviceMap:
         if self._slots is None or (self._taken + self._num_changes) * _LEAST_SPACE > len(self._slots.memory):
             return self._make(live)
         if self._changes:
-            # Of an id that has changed several times the last counts: the first of the reversed list.
+            # Where an id has changed several times the last counts: the first of the reversed list.
             ids, rows = (np.concatenate([change[k] for change in self._changes])[::-1] for k in range(2))
             ids, last = np.unique(ids, return_index=True)
             with self._order.writing():

@@ -185,7 +185,7 @@ class Vocabulary(Room):
     def adopt(self, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
         """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
 
-        Of several processes those that `rank` owns.
+        In a group, those that `rank` owns.
         """
         contents.adopt(self, weights, rank, ranks)
 
