@@ -309,7 +309,7 @@ class RowState(StatePlanes):
         if not state or self.sparse or self._fresh:
             return False
         found, specs = leaves(state), self._specs
-        # Contiguous: fused optimizers of torch on the CPU do not look at strides. The dtype is the one that the optimizer computes in.
+        # Contiguous: fused optimizers of torch on the CPU do not look at strides. In the dtype that the optimizer computes in.
         return all(
             isinstance(view, Tensor)
             and view.is_contiguous()
