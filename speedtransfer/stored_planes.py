@@ -160,7 +160,14 @@ class StoredPlanes(EncodedPlanes):
             dim = self.table.dim
             # With explicit dtype and device: the defaults of torch may be others.
             empty = torch.empty(0, dtype=self.dtype, device="cpu")
-            self._fill("weight", lambda rows: empty.new_empty(rows.stop - rows.start, dim).normal_(), start, stop)
+            before = dict[int, Tensor]()
+
+            def drawn(rows: slice) -> Tensor:
+                # After an interrupt the numbers of a chunk are drawn again: the same ones.
+                torch.set_rng_state(before.setdefault(rows.start, torch.get_rng_state()))
+                return empty.new_empty(rows.stop - rows.start, dim).normal_()
+
+            self._fill("weight", drawn, start, stop)
 
     @torch.no_grad()
     def _fill(

@@ -208,9 +208,9 @@ vocabulary/batches.py: vocabulary_index
 vocabulary/change_log.py: vocabulary_changes
 - self.begins = at + 1
 + self.begins = at
-vocabulary/contents.py: vocabulary_changes
-- new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
-+ new, old = np.flatnonzero(at < 0), np.flatnonzero(at > 0)
+vocabulary/contents.py: vocabulary
+- live.last_use[at[old]] = vocabulary.clock
++ pass
 vocabulary/loaded_state.py: vocabulary_state
 - if len(ids) != len(last_use) or (counts
 + if (counts
@@ -268,7 +268,7 @@ encoding/numba_codecs.py: encoding
 encoding/rounding.py: encoding
 - words *= _MIX_FIRST
 + pass
-checkpoint/load.py: checkpoint_disk
+checkpoint/load.py: checkpoint_fuzz
 - reader.check(bar.advance)
 + pass
 checkpoint/model.py: checkpoint_forms

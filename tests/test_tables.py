@@ -51,6 +51,17 @@ class OnCpu(TableContract):
 class TestPageable(OnCpu):
     memory = "pageable"
 
+    def test_a_new_plane_is_no_change_and_its_changes_count_when_it_is_gone(self):
+        table = self.make(7, 4)
+        before = table.version
+        plane = table.add_plane("exp_avg", fill=2)
+        assert table.version == before
+        plane.add_(1)
+        after = table.version
+        assert after > before
+        table.drop_plane("exp_avg")
+        assert table.version == after
+
 
 @pytest.mark.sweep
 class TestPageableRecords(OnCpu):

@@ -179,6 +179,18 @@ def test_padding_of_unsigned_ids() -> None:
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
+def test_what_is_set_counts_as_used() -> None:
+    """Of ids that are set by hand and ids that were trained the one used longest ago goes first."""
+    module, vocabulary = made(8, evict="lru", max_capacity=8)
+    optimizer = sgd(module)
+    for id in range(7):
+        trained(module, optimizer, id)
+    vocabulary.update([0], torch.ones(1, DIM))
+    trained(module, optimizer, 7)
+    trained(module, optimizer, 8)
+    assert set(vocabulary.ids().tolist()) == {0, 3, 4, 5, 6, 7, 8}
+
+
 def test_rows_wait_for_their_gradient() -> None:
     """Two forwards, one backward, a step, the second backward: its rows are still those of its ids."""
     module, vocabulary = made(2, evict="lru")

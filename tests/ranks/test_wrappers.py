@@ -142,6 +142,15 @@ def ways(kind: str) -> dict[str, float]:
             model.emb.weight.add_(dist.get_rank())
         found["different rows"] = compare(model, wrap(model), one)
 
+        # Rows and, in one process, the whole weight: the gradient is dense, as in one process.
+        model, one = models(kind, sparse=True)
+        wrapped = wrap(model)
+        (wrapped(ids()).sum() + (model.emb.weight.square().sum() if dist.get_rank() else 0)).backward()
+        (sum(one(ids(0, rank)).sum() for rank in range(2)) + one.emb.weight.square().sum()).backward()
+        grad, expected = model.emb.weight.grad, one.emb.weight.grad / 2
+        assert grad.layout == expected.layout == torch.strided
+        found["whole by one, sparse"] = float((grad - expected).abs().max())
+
     model, one = models(kind)
     for each in (model, one):
         each.emb.weight.register_hook(lambda grad: grad.clamp(-0.2, 0.2))
