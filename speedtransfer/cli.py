@@ -15,6 +15,7 @@ import platform
 import re
 import subprocess
 import sys
+from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -166,11 +167,17 @@ def _threads() -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
+def _numba() -> str:
+    try:
+        return metadata.version("numba")
+    except metadata.PackageNotFoundError:
+        return "not installed; run: pip install numba"
+
+
 def _rows() -> list[tuple[str, str]]:
     import numpy
     import torch
 
-    from speedtransfer import jit
     from speedtransfer.cuda import cuda_status
     from speedtransfer.system import physical_bytes
 
@@ -181,10 +188,7 @@ def _rows() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", f"{torch.__version__} (built {built}), {_threads()}"),
         ("numpy", numpy.__version__),
-        (
-            "host rows",
-            "compiled copies (numba)" if jit.available() else "torch; `pip install numba` is up to 4 times as fast",
-        ),
+        ("numba", _numba()),
         ("cupy", status.cupy or "not installed"),
         ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),
         ("host memory", f"{format_bytes(physical_bytes())}, {os.cpu_count()} CPUs"),

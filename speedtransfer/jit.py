@@ -1,10 +1,9 @@
-"""Functions compiled by numba, and threads to run them on. Without numba, or with one that fails, there are none."""
+"""Functions compiled by numba, and threads to run them on."""
 
 from __future__ import annotations
 
 import concurrent.futures
 import importlib
-import importlib.util
 import itertools
 import logging
 import os
@@ -26,23 +25,21 @@ Part = tuple[Callable[..., None], tuple[Any, ...]]  # a compiled function, and i
 
 
 @once
-def available() -> bool:
-    """Whether numba is installed."""
-    return importlib.util.find_spec("numba") is not None
-
-
 def compiled_module(name: str) -> Any:
-    """Return the module `name`, which imports numba; None where numba is missing or does not work."""
-    return _imported(name) if available() else None
+    """Return the module `name`, which imports numba: where it is used first, as that takes a second.
 
-
-@once
-def _imported(name: str) -> Any:
+    Raises
+    ------
+    ImportError
+        There is no numba, or none that works here.
+    """
     try:
         return importlib.import_module(name)
     except Exception as error:  # whatever a numba says that does not fit the rest of the installation
-        log.warning("numba cannot be used (%s: %s), so torch does its work, slower", type(error).__name__, error)
-        return None
+        raise ImportError(
+            f"numba, by which rows are moved and stepped on the host, cannot be used ({type(error).__name__}: {error}); run: "
+            "pip install --upgrade speedtransfer numba"
+        ) from error
 
 
 def compile_function(function: Any) -> Any:

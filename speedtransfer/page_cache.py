@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,11 +36,7 @@ def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
     def read(job: tuple[int, np.ndarray]) -> None:
         descriptor, pages = job
         room = bytearray(PAGE)
-        if compiled is not None:
-            compiled.read(descriptor, pages, ctypes.addressof(ctypes.c_ubyte.from_buffer(room)), PAGE)
-            return
-        for page in pages.tolist():
-            os.preadv(descriptor, [room], page * PAGE)
+        compiled.read(descriptor, pages, ctypes.addressof(ctypes.c_ubyte.from_buffer(room)), PAGE)
 
     with ThreadPoolExecutor(threads) as pool:
         list(pool.map(read, jobs))

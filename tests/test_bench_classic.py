@@ -205,6 +205,7 @@ def test_what_did_not_come_to_the_loss_is_told(exchange, monkeypatch):
 # --- plans --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_plans_are_compared_with_what_a_step_takes(suites, monkeypatch, tmp_path):
     plans = suites["plan_accuracy"].module
     monkeypatch.chdir(tmp_path)

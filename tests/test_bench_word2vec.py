@@ -478,6 +478,7 @@ def test_the_table(made):
     assert len(rest) == 5
 
 
+@pytest.mark.slow
 def test_recorded_results_are_shown(tmp_path, capsys):
     record = importlib.import_module("record")
     paths = sorted((ROOT / "bench/results").glob("*/word2vec.json"))

@@ -72,6 +72,7 @@ def test_seeds_count(found):
     assert (paired["low"], paired["high"]) == pytest.approx((0.1, 0.1))
 
 
+@pytest.mark.slow
 def test_intervals_hold_what_they_promise(found):
     """Of 60 sets of items, about 57 intervals hold the true difference, 0."""
     random, held = np.random.default_rng(4), 0

@@ -76,13 +76,6 @@ def test_plain_reads_bring_the_pages_of_the_rows(tables, threads):
     assert brought == tables.files.share_in_memory() > 0
 
 
-def test_plain_reads_without_numba(tables, monkeypatch):
-    monkeypatch.setattr("speedtransfer.page_cache.compiled_module", lambda name: None)
-    tables.drop_pages()
-    read_pages(tables.files.pages(tables.ids(50), ["weight"]), 2)
-    assert tables.files.share_in_memory() > 0
-
-
 def test_plain_reads_read_what_the_table_has(tables):
     table = tables.in_file[0].table
     ((descriptor, pages),) = tables.files.pages(torch.tensor([17]), ["exp_avg"])

@@ -281,6 +281,7 @@ def test_grad_scaler_with_skipped_steps(windows, fused):
     (assert_equal if windows == ALL_TOUCHED else assert_close)(*models, *losses)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # dynamo looks at it

@@ -22,7 +22,7 @@ pytestmark = [
     # Of torch: inductor's own use of torch.jit.
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
 ]
-INDUCTOR = pytest.param("inductor", marks=pytest.mark.slow)
+EAGER, INDUCTOR = (pytest.param(name, marks=pytest.mark.slow) for name in ("eager", "inductor"))
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ class Weighing(nn.Module):
         return self.bag(per_sample_weights=self.weight[ids].exp(), input=ids)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager", INDUCTOR])
 def test_weights_of_bags_get_their_gradient(backend: str) -> None:
     check(Weighing, TABLES, backend)
     # Of a table that is frozen too.
@@ -190,7 +190,7 @@ class Alone(nn.Module):
         return self.features["user"](ids) * self.features["day"](ids + 1), named["user"]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager"])
 def test_features_by_themselves_and_those_that_nothing_comes_to(backend: str) -> None:
     check(Alone, TABLES, backend, dense=False)
     model = Alone()
@@ -251,7 +251,7 @@ class InTurn(nn.Module):
         return [found * self.ids(ids + 5), self.rows(ids)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager", INDUCTOR])
 def test_rows_that_are_shortened(backend: str) -> None:
     check(lambda: st.Embedding(20, 4, padding_idx=2, max_norm=0.8, dtype=F64), TABLES, backend)
     torch._dynamo.utils.counters.clear()
@@ -288,7 +288,7 @@ def test_ids_of_a_vocabulary(make: Callable[[], nn.Module], backend: str) -> Non
     check(make, batches, backend, dense=False)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager", INDUCTOR])
 @pytest.mark.parametrize("where", ["within", "around"])
 def test_effects_are_not_repeated_by_checkpoints(backend: str, where: str) -> None:
     def seen(compiles: bool) -> tuple[list[Tensor], dict[str, Tensor]]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -179,40 +177,6 @@ def test_an_optimizer_without_idle_steps_makes_no_plane() -> None:
         assert "idle.last_step" in module.table.planes
         train(module, optimizer(module.parameters(), lr=0.1))
         assert "idle.last_step" not in module.table.planes
-
-
-WITHOUT_NUMBA = """
-import sys
-sys.modules["numba"] = None  # an import then fails
-import torch, speedtransfer as st
-for make in (
-    lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
-    lambda p: torch.optim.Adam(p, lr=0.05, weight_decay=0.1),
-):
-    torch.manual_seed(0)
-    ours = st.Embedding(300, 64)
-    dense = torch.nn.Embedding.from_pretrained(ours.table.torch().clone(), freeze=False)
-    for module in (ours, dense):
-        draw, opt = torch.Generator().manual_seed(1), make(module.parameters())
-        for _ in range(30):
-            module(torch.randint(0, 300, (2000,), generator=draw) // 2).square().mean().backward()
-            opt.step()
-            opt.zero_grad()
-    torch.testing.assert_close(ours.table.torch(), dense.weight.detach(), rtol=0, atol=2e-5)
-    int8 = st.Embedding(300, 64, storage_dtype=torch.int8)
-    int8(torch.arange(300)).sum().backward()
-vectors = st.word2vec
-assert "llvmlite" not in sys.modules
-print("trained")
-"""
-
-
-@pytest.mark.slow
-def test_without_numba_everything_still_trains() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_NUMBA], capture_output=True, text=True, timeout=300, check=False
-    )
-    assert done.stdout == "trained\n", done.stderr
 
 
 class Signs(torch.optim.Optimizer):

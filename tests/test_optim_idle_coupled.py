@@ -15,7 +15,6 @@ from lazy_oracle import (
 from optimizer_cases import FUSED_ON_CPU, OptimizerCase, case_named, some
 
 import speedtransfer
-from speedtransfer import jit
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import History, Replay, rule_for
 from speedtransfer.optim import find_handle
@@ -65,8 +64,8 @@ def test_implementations(case: OptimizerCase, kwargs: dict[str, Any]) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", some(COUPLED, ["adam-coupled", "adadelta-coupled"]), ids=str)
-def test_without_numba(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
+def test_by_torch(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Replay, "_catch_up_compiled", lambda *rows: False)
     pair = Exact(case, dtype)
     pair.train(pair.batches(100), *pair.schedulers(warmup_and_cosine))
     pair.assert_same(TOLERANCE[dtype])
@@ -76,7 +75,6 @@ def test_without_numba(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pyt
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_compiled_and_torch_agree(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of any width that have missed different numbers of steps; state as training leaves it."""
-    pytest.importorskip("numba")
     for dim in (1, 7, 16, 65):
         torch.manual_seed(dim)
         param = torch.nn.Parameter(torch.randn(50, dim, dtype=dtype))
@@ -91,8 +89,9 @@ def test_compiled_and_torch_agree(case: OptimizerCase, dtype: torch.dtype, monke
         state = {n: v for n, v in optimizer.state[param].items() if v.dim()}
         last = torch.randint(0, 71, (50, 1), dtype=torch.int32)
         results = []
-        for compiled in (jit.available(), False):
-            monkeypatch.setattr("speedtransfer.jit.available", lambda answer=compiled: answer)
+        for compiled in (True, False):
+            if not compiled:
+                monkeypatch.setattr(Replay, "_catch_up_compiled", lambda *rows: False)
             rows = {n: v.detach().clone() for n, v in {"weight": param, **state}.items()}
             replay.catch_up(rows, last)
             results.append(rows)

@@ -73,6 +73,7 @@ def option(name, given, memory):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps_rollup")
 def test_memory_of_a_process(tmp_path):
     forms = [(name, {"storage_dtype": "float32", **given}) for name, given in FORMS.values()]

@@ -153,6 +153,7 @@ def test_folder_of_a_device(store, tmp_path):
 # --- the parts of a run -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     (tree / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
     (tree / "tests/gpu/test_device.py").write_text(
@@ -178,6 +179,7 @@ def test_the_gpu_tests(record, store, tree, gpu, monkeypatch):
     assert "tests/gpu/test_device.py::test_error, setup:" in printed.partition("= FAILURES =")[0]
 
 
+@pytest.mark.slow
 def test_some_gpu_tests_run_alone_after_the_others(record, store, tree, gpu, monkeypatch):
     """And a test that outlives its worker's time, or its worker, costs no other."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
@@ -235,7 +237,11 @@ def up_when(running, monkeypatch):
     return wait_for
 
 
-@pytest.mark.parametrize("interrupts", [signal.default_int_handler, signal.SIG_IGN], ids=["heard", "ignored"])
+@pytest.mark.parametrize(
+    "interrupts",
+    [signal.default_int_handler, pytest.param(signal.SIG_IGN, marks=pytest.mark.slow)],
+    ids=["heard", "ignored"],
+)
 def test_gpu_tests_that_hang_leave_those_before(record, store, tree, gpu, capsys, up_when, fresh_signals, interrupts):
     """Also in a background job of a script, which has SIGINT ignored."""
     signal.signal(signal.SIGINT, interrupts)

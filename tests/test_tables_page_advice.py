@@ -177,10 +177,7 @@ def test_rows_that_are_on_the_disk_are_read_at_once(tmp_path, all_large, asked, 
 
 
 @linux
-@pytest.mark.parametrize("compiled", [True, False])
-def test_pages_are_asked_for_with_numba_and_without(tmp_path, all_large, compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(advice, "compiled_module", lambda name: None)
+def test_pages_are_asked_for(tmp_path, all_large):
     table = evicted(tmp_path / "t.npy", numbers((ROWS, DIM), torch.float32))
     start, rows = advice.map_of(table.torch())[1], torch.arange(0, ROWS, 1000)
     # Far beyond a piece, and a single page.

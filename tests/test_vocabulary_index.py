@@ -1,4 +1,4 @@
-"""The map from ids to rows, against a dict, with numba and without it; and the passes over a batch, against plain loops."""
+"""The map from ids to rows, against a dict; and the passes over a batch, against plain loops."""
 
 from __future__ import annotations
 
@@ -12,16 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from numba_or_plain import compiled  # noqa: F401 - a fixture
 
-from speedtransfer import jit
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError
 from speedtransfer.vocabulary import id_index
 from speedtransfer.vocabulary.batches import first_unknown, touch
 from speedtransfer.vocabulary.id_index import IdIndex
 
 LOW, HIGH = -(2**63), 2**63 - 1
-WAYS = [jit.available(), False]
 # A few near ids, so that examples repeat them, and those at the edges.
 IDS = some.integers(-4, 40) | some.integers(LOW, HIGH) | some.sampled_from([LOW, HIGH, -1, 0, 2**32, 2**48, -(2**48)])
 
@@ -30,12 +27,8 @@ def array(values):
     return np.array(list(values), dtype=np.int64)
 
 
-def use(context, way):
-    context.setattr("speedtransfer.jit.available", lambda: way)
-
-
 class AgainstDict(RuleBasedStateMachine):
-    """Two indices, compiled and plain, and a dict."""
+    """An index and a dict."""
 
     @initialize(room=some.integers(0, 100), pace=some.sampled_from([1, 20, 1 << 15]))
     def make(self, room, pace):
@@ -43,26 +36,20 @@ class AgainstDict(RuleBasedStateMachine):
         self.context = pytest.MonkeyPatch()
         self.context.setattr(id_index, "_MOVED_SLOTS", pace)
         self.context.setattr(id_index, "_MOVED_SLOTS_PER_ID", 0)
-        self.indices = []
-        for way in WAYS:
-            with pytest.MonkeyPatch.context() as context:
-                use(context, way)
-                self.indices.append(IdIndex(room))
+        self.index = IdIndex(room)
         self.oracle: dict[int, int] = {}
 
     @rule(ids=some.lists(IDS, unique=True, max_size=80), row=some.integers(0, 2**62))
     def insert(self, ids, row):
         ids = [id for id in ids if id not in self.oracle]
         rows = range(row, row + len(ids))
-        for index in self.indices:
-            index.insert(array(ids), array(rows))
+        self.index.insert(array(ids), array(rows))
         self.oracle.update(zip(ids, rows, strict=True))
 
     @rule(data=some.data())
     def remove(self, data):
         ids = data.draw(some.lists(some.sampled_from(sorted(self.oracle)), unique=True)) if self.oracle else []
-        for index in self.indices:
-            index.remove(array(ids))
+        self.index.remove(array(ids))
         for id in ids:
             del self.oracle[id]
 
@@ -71,20 +58,18 @@ class AgainstDict(RuleBasedStateMachine):
         """What is half right changes nothing."""
         present, absent = sorted(self.oracle), data.draw(IDS.filter(lambda id: id not in self.oracle))
         wrong = [[absent, absent], *([[absent, present[0]]] if present else [])]
-        for index in self.indices:
-            for ids in wrong:
-                with pytest.raises(InvalidValueError, match="has a row already"):
-                    index.insert(array(ids), array([1, 1]))
-            with pytest.raises(InvalidValueError, match="has no row"):
-                index.remove(array([*present[:1], absent]))
-            if present:
-                with pytest.raises(InvalidValueError, match="stands there twice"):
-                    index.remove(array([present[0], present[0]]))
+        for ids in wrong:
+            with pytest.raises(InvalidValueError, match="has a row already"):
+                self.index.insert(array(ids), array([1, 1]))
+        with pytest.raises(InvalidValueError, match="has no row"):
+            self.index.remove(array([*present[:1], absent]))
+        if present:
+            with pytest.raises(InvalidValueError, match="stands there twice"):
+                self.index.remove(array([present[0], present[0]]))
 
     @rule(room=some.integers(0, 500))
     def reserve(self, room):
-        for index in self.indices:
-            index.reserve(room)
+        self.index.reserve(room)
 
     def teardown(self):
         if hasattr(self, "context"):
@@ -92,24 +77,22 @@ class AgainstDict(RuleBasedStateMachine):
 
     @rule()
     def go_on(self):
-        for index in self.indices:
-            index.go_on()
+        self.index.go_on()
 
     @rule()
     def clear(self):
-        for index in self.indices:
-            index.clear()
+        self.index.clear()
         self.oracle.clear()
 
     @rule(ids=some.lists(IDS))
     def find(self, ids):
-        for index in self.indices:
-            assert index.find(array(ids)).tolist() == [self.oracle.get(id, -1) for id in ids]
+        assert self.index.find(array(ids)).tolist() == [self.oracle.get(id, -1) for id in ids]
 
     @invariant()
     def holds_the_same(self):
         ids = array(self.oracle)
-        for index in getattr(self, "indices", []):
+        if hasattr(self, "index"):
+            index = self.index
             assert len(index) == len(self.oracle)
             assert index.find(ids).tolist() == list(self.oracle.values())
             assert dict(zip(*(part.tolist() for part in index.items()), strict=True)) == self.oracle
@@ -119,7 +102,6 @@ AgainstDict.TestCase.settings = settings(max_examples=20, stateful_step_count=20
 test_against_a_dict = AgainstDict.TestCase
 
 
-@pytest.mark.skipif(not jit.available(), reason="needs numba")
 def test_a_table_that_doubles_is_moved_a_few_slots_at_a_time():
     ids, index = np.arange(1 << 17), IdIndex()
     index.insert(ids, ids)
@@ -167,29 +149,27 @@ ADVERSARIAL = {
 
 
 @pytest.mark.parametrize("name", ADVERSARIAL)
-def test_regular_ids_are_found(compiled, name):
+def test_regular_ids_are_found(name):
     ids = ADVERSARIAL[name].astype(np.int64)
     index = IdIndex()
     for part in np.array_split(np.arange(len(ids)), 7):
         index.insert(ids[part], part)
     assert np.array_equal(index.find(ids), np.arange(len(ids)))
     assert (index.find(ids ^ (1 << 20 | 1 << 60 | 1 << 40)) == -1).all()
-    if compiled:
-        # As evenly as random numbers fill the slots: 3,000 in 8,192 have runs of a dozen.
-        assert np.bincount(homes(index, ids).astype(np.int64)).max() < 12
+    # As evenly as random numbers fill the slots: 3,000 in 8,192 have runs of a dozen.
+    assert np.bincount(homes(index, ids).astype(np.int64)).max() < 12
     index.remove(ids[::2])
     assert np.array_equal(index.find(ids), np.where(np.arange(len(ids)) % 2, np.arange(len(ids)), -1))
     index.insert(ids[::2], np.arange(len(ids))[::2])
     assert np.array_equal(index.find(ids), np.arange(len(ids)))
 
 
-def test_all_ids_equal(compiled):
+def test_all_ids_equal():
     index = IdIndex.of(array([7]), array([3]))
     assert (index.find(np.full(1000, 7)) == 3).all()
     assert (index.find(np.full(1000, 8)) == -1).all()
 
 
-@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
 def test_ids_that_share_a_slot():
     """Chosen with the index's own random number, round the end of the table too."""
     index = IdIndex(200)
@@ -214,7 +194,7 @@ def test_ids_that_share_a_slot():
         alive.update(zip(back.tolist(), range(len(back)), strict=True))
 
 
-def test_churn(compiled):
+def test_churn():
     """Ids that come and go leave nothing behind."""
     rng, index = np.random.default_rng(2), IdIndex(1000)
     present, bytes_at_first = np.empty(0, np.int64), index.nbytes
@@ -230,12 +210,11 @@ def test_churn(compiled):
     index.remove(present)
     assert len(index) == 0
     assert (index.find(np.arange(-3000, 3000)) == -1).all()
-    if compiled:
-        assert index.nbytes == bytes_at_first
-        assert not index._slots[:, 1].any()
+    assert index.nbytes == bytes_at_first
+    assert not index._slots[:, 1].any()
 
 
-def test_growth_keeps_all(compiled):
+def test_growth_keeps_all():
     rng, index = np.random.default_rng(3), IdIndex()
     ids = np.unique(rng.integers(LOW, HIGH, 150_000))
     rows = rng.permutation(len(ids))
@@ -252,7 +231,7 @@ def test_growth_keeps_all(compiled):
         assert len(index) == len(ids)
 
 
-def test_threads_find_at_once(compiled):
+def test_threads_find_at_once():
     ids = np.random.default_rng(4).permutation(50_000)
     index, wrong = IdIndex.of(ids, np.arange(50_000)), []
 
@@ -269,7 +248,7 @@ def test_threads_find_at_once(compiled):
     assert not wrong
 
 
-def test_bad_calls_say_what_to_do(compiled):
+def test_bad_calls_say_what_to_do():
     index = IdIndex.of(array([1]), array([1]))
     with pytest.raises(InvalidValueError, match=r"2 ids and 1 rows"):
         index.insert(array([3, 4]), array([1]))
@@ -298,13 +277,12 @@ def test_bad_calls_say_what_to_do(compiled):
     assert index.find(array([1, 3, 4])).tolist() == [1, -1, -1]
 
 
-def test_uint64_ids_are_the_same_bits(compiled):
+def test_uint64_ids_are_the_same_bits():
     index = IdIndex.of(np.array([2**64 - 1, 2**63], dtype=np.uint64), array([5, 6]))
     assert index.find(array([-1, LOW, HIGH])).tolist() == [5, 6, -1]
     assert index.find(np.array([2**63, 0], dtype=np.uint64)).tolist() == [6, -1]
 
 
-@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
 def test_more_than_the_machine_has_is_refused():
     index = IdIndex.of(array([5]), array([6]))
     with pytest.raises(HostMemoryError, match="max_capacity"):
@@ -321,35 +299,27 @@ def test_unknown_ids_are_numbered_in_order(pairs):
     order = list(counts)
     places = [at for at, (id, _) in enumerate(pairs) if id not in known]
     expected = [order, list(counts.values()), places, [order.index(pairs[at][0]) for at in places]]
-    for way in WAYS:
-        with pytest.MonkeyPatch.context() as context:
-            use(context, way)
-            results = first_unknown(ids, rows)
-        assert [result.dtype for result in results] == [np.int64] * 4
-        assert [result.tolist() for result in results] == expected
+    results = first_unknown(ids, rows)
+    assert [result.dtype for result in results] == [np.int64] * 4
+    assert [result.tolist() for result in results] == expected
 
 
 @pytest.mark.parametrize("decay", [1.0, 0.999, 0.5, 0.0])
 def test_touch_counts_with_decay(decay):
     rng = np.random.default_rng(5)
     oracle, oracle_last = [0.0] * 50, [-1] * 50
-    planes = [(np.full((50, 1), -1), np.zeros((50, 1), np.float32)) for _ in WAYS]
+    last, counts = np.full((50, 1), -1), np.zeros((50, 1), np.float32)
     for now in np.cumsum(rng.integers(0, 30, 40)).tolist():
         rows = rng.integers(-1, 50, rng.integers(0, 60))
-        for way, (last, counts) in zip(WAYS, planes, strict=True):
-            with pytest.MonkeyPatch.context() as context:
-                use(context, way)
-                touch(rows, now, last[:, 0], counts[:, 0], decay)
+        touch(rows, now, last[:, 0], counts[:, 0], decay)
         for row in rows[rows >= 0].tolist():
             oracle[row] = oracle[row] * decay ** (now - oracle_last[row]) + 1
             oracle_last[row] = now
-        for last, counts in planes:
-            assert last[:, 0].tolist() == oracle_last
-            assert np.allclose(counts[:, 0], oracle, rtol=1e-5)
-        assert np.array_equal(planes[0][1], planes[1][1])
+        assert last[:, 0].tolist() == oracle_last
+        assert np.allclose(counts[:, 0], oracle, rtol=1e-5)
 
 
-def test_touch_without_counts(compiled):
+def test_touch_without_counts():
     last = np.full(6, -1)
     touch(array([3, -1, 3, 0]), 9, last)
     touch(array([0]), 2**40, last[:4])

@@ -9,12 +9,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from numba_or_plain import compiled  # noqa: F401 - a fixture
 
 from speedtransfer import jit
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.vocabulary import quantiles
-from speedtransfer.vocabulary.initial import check_initial, initial_values
+from speedtransfer.vocabulary.initial import check_initial, initial_values, stream_starts
+from speedtransfer.vocabulary.mixing import GOLDEN, mix64
 
 NORMAL, UNIFORM = ("normal", 0.0, 1.0), ("uniform", -0.1, 0.3)
 NORMALS = [
@@ -51,7 +51,7 @@ def hexes(values):
     return [value.hex() for value in values.flatten().tolist()]
 
 
-def test_golden_bits(compiled):
+def test_golden_bits():
     """On every machine, for ever: ids of a checkpoint get the rows they would have got elsewhere."""
     ids = array(0, 1, -1, LOW, HIGH, 2**32)
     normal = initial_values(ids, 2, 7, ("normal", 0.5, 0.25), torch.float64)
@@ -62,7 +62,7 @@ def test_golden_bits(compiled):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("initial", [NORMAL, UNIFORM, ("normal", 3.0, 1e-30), ("uniform", 0.1, 0.1), 0.1])
-def test_a_value_depends_on_id_column_and_seed_alone(compiled, initial, dtype):
+def test_a_value_depends_on_id_column_and_seed_alone(initial, dtype):
     rng = np.random.default_rng(0)
     ids = np.concatenate([array(LOW, HIGH, 0, -1), rng.integers(LOW, HIGH, 60)])
     values = initial_values(ids, 16, 3, initial, dtype)
@@ -82,18 +82,19 @@ def test_a_value_depends_on_id_column_and_seed_alone(compiled, initial, dtype):
         assert not torch.equal(initial_values(ids, 16, 4, initial, dtype), values)
 
 
-@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
 @pytest.mark.parametrize("initial", [NORMAL, ("normal", -1.5, 1e-3), UNIFORM, ("uniform", -1e300, 3.0)])
-def test_numba_and_numpy_give_the_same_bits(monkeypatch, initial):
+def test_numba_and_numpy_give_the_same_bits(initial):
     ids = np.random.default_rng(1).integers(LOW, HIGH, 20_000)
-    dtypes = DTYPES[:1] if initial[1] == -1e300 else DTYPES[:2]
-    by_numba = [initial_values(ids, 16, 9, initial, dtype) for dtype in dtypes]
-    monkeypatch.setattr("speedtransfer.jit.available", lambda: False)
-    for dtype, values in zip(dtypes, by_numba, strict=True):
-        assert torch.equal(initial_values(ids, 16, 9, initial, dtype), values)
+    kind, first, second = initial
+    words = mix64(stream_starts(ids, 9)[:, None] + np.arange(1, 17, dtype=np.uint64) * GOLDEN)
+    if kind == "normal":
+        expected = quantiles.normal(words) * second + first
+    else:
+        expected = np.minimum(quantiles.unit_range(words) * (second - first) + first, second)
+    for dtype in DTYPES[:1] if first == -1e300 else DTYPES[:2]:
+        assert torch.equal(initial_values(ids, 16, 9, initial, dtype), torch.from_numpy(expected).to(dtype))
 
 
-@pytest.mark.skipif(not jit.available(), reason="numba is not installed")
 def test_compiled_code_fuses_no_products():
     """A product added without rounding in between would give other bits on other processors."""
     import numba
@@ -214,7 +215,7 @@ def test_ties_between_two_roundings():
         assert _rounded(values, dtype).double().tolist() == expected
 
 
-def test_initial_may_be_a_number(compiled):
+def test_initial_may_be_a_number():
     for dtype in DTYPES:
         values = initial_values(array(3, 4), 5, 0, 0.1, dtype)
         assert torch.equal(values, torch.full((2, 5), 0.1, dtype=dtype))

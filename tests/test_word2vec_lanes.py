@@ -3,12 +3,6 @@
 import numpy as np
 import pytest
 import torch
-
-from speedtransfer import jit
-
-if not jit.available():
-    pytest.skip("numba is not installed", allow_module_level=True)
-
 from numba import njit
 
 from speedtransfer.word2vec import lane_rows

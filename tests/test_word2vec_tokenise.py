@@ -10,7 +10,6 @@ import tempfile
 import numpy as np
 import pytest
 
-from speedtransfer import jit
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, tokenise
 from speedtransfer.word2vec.tokenise import LINE_END, WordDict
@@ -199,19 +198,6 @@ def test_damaged_archive(always_fast, tmp_path):
         Corpus(tmp_path / "a.gz")
 
 
-@pytest.fixture
-def fresh_choice():
-    jit._imported.cache_clear()
-    yield
-    jit._imported.cache_clear()
-
-
-def test_without_numba(always_fast, fresh_choice, monkeypatch):
-    monkeypatch.setattr(jit, "available", lambda: False)
-    assert tokenise.compiled_tokeniser() is None
-    assert Corpus(io.BytesIO(b"a b a b"), 1).ids.tolist() == [0, 1, 0, 1]
-
-
 def test_a_small_text_does_not_wait_for_numba(monkeypatch):
     monkeypatch.setattr(tokenise, "compiled_tokeniser", lambda: pytest.fail("asked for"))
     assert len(Corpus(io.BytesIO(b"a b a b"), 1)) == 4
@@ -224,7 +210,6 @@ def test_the_compiled_way_is_taken(always_fast, monkeypatch):
     for threads in (3, 0, None):
         Corpus(io.BytesIO(b"a b a b"), 1, threads=threads)
     assert len(taken) == 2
-    assert None not in taken
 
 
 def test_tokeniser_hides_where_words_are():

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer import jit
 from speedtransfer.benchmark.measure import Case, cycle, synchronize
 from speedtransfer.benchmark.results import Role
 from speedtransfer.benchmark.workload import Ids, Workload
@@ -179,7 +178,7 @@ def roofs(work: Workload, direction: Direction) -> list[Method]:
         return to.copy_(source, non_blocking=True), source
 
     found = [Method(_roof_name(work), copy, "roof", queues=True)]
-    if work.device.type == "cpu" and jit.available():
+    if work.device.type == "cpu":
         in_order = torch.arange(len(rows))
 
         def past_the_cache(ids: Ids) -> tuple[Tensor, Tensor]:

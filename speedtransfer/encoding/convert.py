@@ -80,7 +80,7 @@ def _bits(keys: Keys | None, rows: slice, values: Tensor) -> Tensor | None:
 
 
 def _compiled(values: Tensor) -> Any:
-    """Return the module of compiled passes where `values` are worth one and numba works, else None."""
+    """Return the module of compiled passes where `values` are worth one, else None."""
     if values.device.type != "cpu" or values.numel() < _COMPILED_VALUES:
         return None
     return compiled_module("speedtransfer.encoding.numba_codecs")

@@ -86,8 +86,6 @@ def _move(
     if any(plane.dtype != dense.dtype for plane, dense in zip(planes, rows, strict=True)):
         return False
     compiled = compiled_module(_COPIES)
-    if compiled is None:
-        return False
     if choose is _scatter_copy:
         # Ids of a training step come back from the caller, who can have changed them: then nothing is written.
         check_host_index(index, planes)

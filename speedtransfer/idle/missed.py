@@ -60,12 +60,11 @@ def _take_compiled(rule: Rule, sums: Sums, rows: dict[str, Tensor], last: Tensor
     suitable = [p.dtype == torch.float32 and not p.is_cuda and p.is_contiguous() for p in planes]
     if not planes or len(planes) < len(names) or False in suitable:
         return False
-    compiled = compiled_module("speedtransfer.idle.numba_sums")
-    if compiled is not None:
-        arrays = *[plane.numpy() for plane in planes], sums.table, sums.blocks, last.numpy()
-        part = compiled.take_terms, (*arrays, base, sums.count, sums.horizon, rule.floor, sums.eps)
-        run_on_threads([part], last.shape[0], 2 * len(planes) * planes[0].nbytes, planes)
-    return compiled is not None
+    arrays = *[plane.numpy() for plane in planes], sums.table, sums.blocks, last.numpy()
+    take = compiled_module("speedtransfer.idle.numba_sums").take_terms
+    part = take, (*arrays, base, sums.count, sums.horizon, rule.floor, sums.eps)
+    run_on_threads([part], last.shape[0], 2 * len(planes) * planes[0].nbytes, planes)
+    return True
 
 
 def _take_chunks(rule: Rule, sums: Sums, rows: dict[str, Tensor], index: Tensor) -> None:

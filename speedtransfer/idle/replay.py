@@ -133,10 +133,9 @@ class Replay:
         planes = [rows[name] for name in names]
         dtype = planes[0].dtype
         suit = [plane for plane in planes if not plane.is_cuda and plane.dtype == dtype and plane.is_contiguous()]
-        known = dtype in (torch.float32, torch.float64) and len(suit) == len(planes)
-        compiled = compiled_module("speedtransfer.idle.numba_replay") if known else None
-        if compiled is None:
+        if dtype not in (torch.float32, torch.float64) or len(suit) < len(planes):
             return False
+        compiled = compiled_module("speedtransfer.idle.numba_replay")
         by_name = {name: plane.numpy() for name, plane in zip(names, planes, strict=True)}
         numbers = self._numbers[: self.length].astype(by_name["weight"].dtype)
         # A plane that there is not is one of no columns.

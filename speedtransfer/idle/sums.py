@@ -117,21 +117,14 @@ class Sums:
         if self._has_sums:
             values[products:] = self._term(step)
         rest = count, self._final, values, self._limits, self._floor
-        compiled = compiled_module("speedtransfer.idle.numba_sums")
-        if compiled is not None:
-            # One loop of C: signals are handled before it or after it.
-            parts = (
-                functools.partial(compiled.take_step, self.table, self.blocks, *rest),
-                functools.partial(setattr, self, "count", count + 1),
-                functools.partial(setattr, self, "eps", step.eps),
-            )
-            collections.deque(map(functools.partial.__call__, parts), maxlen=0)
-        else:
-            # Into copies, which an interrupt may leave half done.
-            table, blocks = self.table.copy(), self.blocks.copy()
-            with np.errstate(all="ignore"):
-                quadrature.take_step(table, blocks, *rest)
-            self.table, self.blocks, self.count, self.eps = table, blocks, count + 1, step.eps
+        take_step = compiled_module("speedtransfer.idle.numba_sums").take_step
+        # One loop of C: signals are handled before it or after it.
+        parts = (
+            functools.partial(take_step, self.table, self.blocks, *rest),
+            functools.partial(setattr, self, "count", count + 1),
+            functools.partial(setattr, self, "eps", step.eps),
+        )
+        collections.deque(map(functools.partial.__call__, parts), maxlen=0)
         if self._has_sums:
             final = max(self._final, self.count - self.horizon)
             if final > self._final and not self._hard_final:

@@ -131,9 +131,4 @@ def _advise(block: _Map, begin: int, end: int) -> None:
 
 def _advise_all(block: _Map, start: int, begins: np.ndarray, ends: np.ndarray) -> None:
     """Have the system read the bytes `begins` to `ends`, both (n,), of a map at address `start`."""
-    compiled = compiled_module(_CALLS)
-    if compiled is not None:
-        compiled.ask_for(start, begins, ends, _PIECE_BYTES, mmap.MADV_WILLNEED)
-        return
-    for begin, end in zip(begins.tolist(), ends.tolist(), strict=True):
-        _advise(block, begin, end)
+    compiled_module(_CALLS).ask_for(start, begins, ends, _PIECE_BYTES, mmap.MADV_WILLNEED)

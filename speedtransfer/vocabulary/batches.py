@@ -1,4 +1,4 @@
-"""Passes over the ids and rows of a batch: which ids are unknown, and which rows were used. Compiled by numba if there."""
+"""Passes over the ids and rows of a batch: which ids are unknown, and which rows were used. Compiled by numba."""
 
 from __future__ import annotations
 
@@ -36,14 +36,10 @@ def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.nda
     positions = np.flatnonzero(rows == -1)
     if not len(positions):
         return tuple(np.empty(0, np.int64) for _ in range(4))  # type: ignore[return-value]
-    compiled = compiled_module(_COMPILED)
-    if compiled is not None:
-        unknown, counts, numbers = (np.empty(len(positions), np.int64) for _ in range(3))
-        found = compiled.number(*table_for(len(positions)), ids[positions], unknown, counts, numbers)
-        return unknown[:found].copy(), counts[:found].copy(), positions, numbers
-    known: dict[int, int] = {}
-    numbers = np.array([known.setdefault(id, len(known)) for id in ids[positions].tolist()], dtype=np.int64)
-    return np.array(list(known), dtype=np.int64), np.bincount(numbers, minlength=len(known)), positions, numbers
+    unknown, counts, numbers = (np.empty(len(positions), np.int64) for _ in range(3))
+    number = compiled_module(_COMPILED).number
+    found = number(*table_for(len(positions)), ids[positions], unknown, counts, numbers)
+    return unknown[:found].copy(), counts[:found].copy(), positions, numbers
 
 
 def touch(
@@ -75,18 +71,10 @@ def touch(
         at = int(rows.argmax())
         raise RowIndexError(f"rows[{at}] is {rows[at]} but there are {len(last_use)} rows; pass rows of the table")
     compiled = compiled_module(_COMPILED)
-    if compiled is not None:
-        if counts is None:
-            compiled.touch(rows, now, last_use)
-        else:
-            compiled.touch_and_count(rows, now, last_use, counts, float(decay))
-        return
-    rows = rows[rows >= 0]
-    if counts is not None:
-        distinct = np.unique(rows)
-        counts[distinct] = counts[distinct] * powers(decay, now - last_use[distinct])
-        np.add.at(counts, rows, np.float32(1))
-    last_use[rows] = now
+    if counts is None:
+        compiled.touch(rows, now, last_use)
+    else:
+        compiled.touch_and_count(rows, now, last_use, counts, float(decay))
 
 
 def powers(base: float, exponents: np.ndarray) -> np.ndarray:

@@ -1,9 +1,8 @@
-"""Map 64-bit ids to row numbers: a hash table compiled by numba, or a dict without it. Knows of no table."""
+"""Map 64-bit ids to row numbers: a hash table compiled by numba. Knows of no table."""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,6 @@ _COMPILED = "speedtransfer.vocabulary.numba_index"
 _SMALLEST = 64  # slots
 _SLOT_BYTES = 16
 _MAPPED_BYTES = 1 << 21  # from here on a table fills huge pages
-_ENTRY_BYTES = 64  # of a dict, for the two integers of an entry
 # Of a smaller table, how many slots are moved at least each time, a few milliseconds, and how many for each id that comes.
 _MOVED_SLOTS = 1 << 15
 _MOVED_SLOTS_PER_ID = 8
@@ -58,15 +56,12 @@ class IdIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the index holds; without numba, about."""
-        if self._compiled is None:
-            return sys.getsizeof(self._rows) + _ENTRY_BYTES * len(self._rows)
+        """Bytes of memory that the index holds."""
         return self._slots.nbytes + self._old.nbytes
 
     def clear(self) -> None:
         """Remove all ids and give the memory back."""
         self._count = 0
-        self._rows: dict[int, int] = {}
         self._slots, *self._hash = table_for(0)
         # A smaller table that is moved to the slots, and how many of its slots that is done for.
         self._old, self._moved = _NO_TABLE, np.zeros(1, np.int64)
@@ -80,7 +75,7 @@ class IdIndex:
             The system refuses that much memory; the index is as before.
         """
         room = check_size(room, "room")
-        if self._compiled is None or 2 * room <= len(self._slots):
+        if 2 * room <= len(self._slots):
             return
         self._move(len(self._old))
         slots, none = _free_slots(_size_for(room)), np.zeros(1, np.int64)
@@ -110,8 +105,6 @@ class IdIndex:
         (n,) int64 array
         """
         ids = checked(ids, "ids")
-        if self._compiled is None:
-            return np.array([self._rows.get(id, -1) for id in ids.tolist()], dtype=np.int64)
         rows = np.empty(len(ids), np.int64)
         if self._old is _NO_TABLE:
             part = self._compiled.find, (self._slots, *self._hash, ids, rows)
@@ -176,30 +169,17 @@ class IdIndex:
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids and their rows, in no order: two (len,) int64 arrays."""
-        if self._compiled is None:
-            count = len(self._rows)
-            return np.fromiter(self._rows.keys(), np.int64, count), np.fromiter(self._rows.values(), np.int64, count)
         parts = self._slots, self._old[self._moved[0] :]
         taken = np.concatenate([part[part[:, 1] < 0] for part in parts])
         return taken[:, 0].copy(), ~taken[:, 1]
 
     def _insert(self, ids: np.ndarray, rows: np.ndarray) -> int:
         """Insert ids up to the first that is there already; return how many."""
-        if self._compiled is not None:
-            return self._compiled.insert(self._slots, self._old, self._moved, *self._hash, ids, rows)
-        for done, (id, row) in enumerate(zip(ids.tolist(), rows.tolist(), strict=True)):
-            if self._rows.setdefault(id, row) != row or len(self._rows) != self._count + done + 1:
-                return done
-        return len(ids)
+        return self._compiled.insert(self._slots, self._old, self._moved, *self._hash, ids, rows)
 
     def _remove(self, ids: np.ndarray) -> int:
         """Remove ids up to the first that is not there; return how many."""
-        if self._compiled is not None:
-            return self._compiled.remove(self._slots, self._old, self._moved, *self._hash, ids)
-        for done, id in enumerate(ids.tolist()):
-            if self._rows.pop(id, None) is None:
-                return done
-        return len(ids)
+        return self._compiled.remove(self._slots, self._old, self._moved, *self._hash, ids)
 
 
 # What is moved where nothing is.

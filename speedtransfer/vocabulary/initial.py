@@ -18,14 +18,12 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.jit import compiled_module, run_on_threads
 from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
-from speedtransfer.vocabulary.quantiles import normal, unit_range
 
 Initial = tuple[str, float, float] | float
 
 _COMPILED = "speedtransfer.vocabulary.numba_initial"
 _KINDS = {"normal": "mean and standard deviation", "uniform": "lowest and highest value"}
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-_CHUNK = 1 << 15  # values; temporaries of NumPy stay in the cache
 _WORK_BYTES = 32  # a value takes as long as to move so many
 FARTHEST = 8.3  # standard deviations: no value of `quantiles.normal` is farther from 0
 
@@ -111,16 +109,8 @@ def initial_values(
     values = np.empty((len(ids), dim), np.float32 if dtype == torch.float32 else np.float64)
     streams = stream_starts(ids, seed)
     scale, highest = (second, math.inf) if is_normal else (second - first, second)
-    compiled = compiled_module(_COMPILED)
-    if compiled is not None:
-        part = compiled.fill, (values, streams, is_normal, first, scale, highest)
-        run_on_threads([part], len(ids), _WORK_BYTES * values.size, ())
-    else:
-        standard, columns = normal if is_normal else unit_range, np.arange(1, dim + 1, dtype=np.uint64) * GOLDEN
-        rows = max(1, _CHUNK // max(1, dim))
-        for start in range(0, len(ids), rows):
-            words = mix64(streams[start : start + rows, None] + columns)
-            values[start : start + rows] = np.minimum(standard(words) * scale + first, highest)
+    part = compiled_module(_COMPILED).fill, (values, streams, is_normal, first, scale, highest)
+    run_on_threads([part], len(ids), _WORK_BYTES * values.size, ())
     return _rounded(values, dtype)
 
 

@@ -47,7 +47,7 @@ class Corpus:
     report : callable, optional
         Called with the number of words read so far, about once per megabyte of text.
     threads : int, optional
-        0: number the words in Python. By default numba does, where it is installed; the result is the same.
+        0: number the words in Python. By default compiled code does; the result is the same.
     settings : Settings, optional
         All of them instead, of which those named above count.
 

@@ -17,7 +17,6 @@ goes along the pairs (`compiled`), on a CUDA device kernels do (`spans`); torch 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -105,14 +104,14 @@ def block_gradients(
     """
     rate = RATES[model] if rate is None else rate
     starts, cbow = (center_rows, context_rows), model == "cbow"
-    compiled = _compiled() if _may_be_compiled(center_rows) else None
-    if compiled is None:
+    if not _may_be_compiled(center_rows):
         center, context = center_rows.clone(), context_rows.clone()
         train = spans.train_by_kernel if _may_use_kernel(center_rows, places, cbow) else spans.train_in_torch
         loss = train(center, context, places, cbow, negative, rate, with_loss)
         for start, end in zip(starts, (center, context), strict=True):
             torch.sub(start, end, out=end).div_(rate)
     else:
+        compiled = compiled_module("speedtransfer.word2vec.compiled")
         (center, context), summed = compiled.gradients(starts, places, cbow, negative, rate, with_loss)
         loss = center_rows.new_tensor(summed) if with_loss else None
     num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
@@ -121,11 +120,6 @@ def block_gradients(
 
 def _may_be_compiled(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
-
-
-def _compiled() -> Any:
-    """Return the module `compiled`, or None where numba does not work."""
-    return compiled_module("speedtransfer.word2vec.compiled")
 
 
 def _may_use_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:

@@ -84,7 +84,7 @@ def read_words(
     report : callable, optional
         Called with the number of words so far.
     compiled : bool
-        Whether to use the compiled tokeniser, for texts of some size, where numba works.
+        Whether to use the compiled tokeniser, for texts of some size.
 
     Raises
     ------
@@ -115,5 +115,5 @@ def read_words(
 
 
 def compiled_tokeniser() -> Any:
-    """Return the module `tokenise_compiled`, or None where numba does not work."""
+    """Return the module `tokenise_compiled`."""
     return compiled_module("speedtransfer.word2vec.tokenise_compiled")

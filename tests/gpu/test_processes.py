@@ -118,6 +118,7 @@ def found(folder):
     return run(folder, FILES)
 
 
+@pytest.mark.slow
 def test_outcomes_are_those_of_the_tests(found):
     assert {name: tag for name, (tag, _) in found.items()} == OUTCOMES
     assert "as it says" in found["test_bad"][1]

@@ -116,6 +116,7 @@ def losses(has_table: bool, ways: tuple[Callable, ...]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "has_table", "ways"),
     [

@@ -104,6 +104,7 @@ def losses(steps: int) -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow
 def test_signs_need_the_errors_that_are_sent_later(two):
     first, second = two(losses, 240)
     assert first == second

@@ -84,6 +84,7 @@ def test_corpora_that_differ_are_told(two, tmp_path):
     assert "rank 1: a corpus of 246 words" in first
 
 
+@pytest.mark.slow
 def test_word2vec_joins_what_another_launcher_starts(tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 50}" for i in range(2000)))
     with socket.socket() as probe:

@@ -100,6 +100,7 @@ def distance(state: OneBitState) -> float:
     return (ddp.module.weight - aims.mean(0)).abs().max().item()
 
 
+@pytest.mark.slow
 def test_one_bit_needs_what_it_keeps(three):
     assert max(three(distance, OneBitState(start_step=0))) < 0.1
     assert min(three(distance, Forgetful(start_step=0))) > 0.3
