@@ -203,8 +203,8 @@ buffers.py: buffers
 - while self._free_bytes > min(self._peak_bytes, _KEEP_BYTES):
 + while self._free_bytes > _KEEP_BYTES:
 vocabulary/batches.py: vocabulary_index
-- positions = np.flatnonzero(rows == -1)
-+ positions = np.flatnonzero(rows <= 0)
+- compiled.touch(rows, now, last_use)
++ pass
 vocabulary/change_log.py: vocabulary_changes
 - self.begins = at + 1
 + self.begins = at

@@ -14,8 +14,8 @@ LISTED = listed()
 CELLS = [(*place, verb) for place in ALL for verb in (VERBS if place not in LISTED[MAKING] else ["nothing"])]
 # Those that always run have every pair of a kind, an owner and a form, and every verb with each of these, or with one much
 # like it; with few of the owners that are two processes.
-LIKE = {"NgramEmbedding": "Embedding", "PerLayerEmbedding": "Embedding", "int8": "bfloat16"}
-LIKE |= {"group of 1": "alone", "shared": "group of 2"}
+LIKE = {"EmbeddingBag": "Embedding", "NgramEmbedding": "Embedding", "PerLayerEmbedding": "Embedding"}
+LIKE |= {"int8": "bfloat16", "layout": "mmap", "group of 1": "alone", "shared": "group of 2"}
 COSTLY = {"-".join(it) for it in CELLS if OWNERS[it[1]] > 1}
 
 

@@ -253,7 +253,7 @@ KINDS = {
 
 
 # One of so many points is tried always.
-STRIDE = 399
+STRIDE = 599
 # Kinds, functions, and how many points of these come to one that is tried.
 WITHIN = [
     ("first", "add_together", 5),

@@ -352,7 +352,7 @@ def alone() -> Any:
 
 
 # About as many points of each.
-SOME = 10
+SOME = 6
 FEW = [
     ("weight.detach", "exact"),
     ("weight.detach", "int8"),

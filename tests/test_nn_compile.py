@@ -406,7 +406,9 @@ class Tied(nn.Module):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("use", ["transposed", "linear", "rows", "penalty"])
+@pytest.mark.parametrize(
+    "use", ["linear", "rows", *(pytest.param(use, marks=pytest.mark.slow) for use in ("transposed", "penalty"))]
+)
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}], ids=str)
 @pytest.mark.parametrize("backend", [pytest.param("eager", marks=pytest.mark.slow), "aot_eager"])
 def test_the_weight_used_beside_the_lookup(use: str, options, backend: str) -> None:

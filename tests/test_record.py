@@ -202,6 +202,7 @@ def test_some_gpu_tests_run_alone_after_the_others(record, store, tree, gpu, mon
     assert "crashed while running" in found["failures"]["tests/gpu/test_device.py::test_crashes"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="tests run in one process")
 def test_a_test_that_hangs_in_the_device_ends_with_its_worker(record, store, tree, gpu, monkeypatch):
     """It hears no signal, as a host that waits for a kernel does not."""

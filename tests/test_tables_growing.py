@@ -291,7 +291,7 @@ print(line)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@SUFFIXES
+@pytest.mark.parametrize("suffix", [pytest.param(".npy", marks=pytest.mark.slow), ".safetensors"])
 def test_a_kill_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
     done = run_script(KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix) % 3))
     assert done.returncode == 0, done.stderr

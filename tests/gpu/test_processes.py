@@ -126,6 +126,7 @@ def test_outcomes_are_those_of_the_tests(found):
     assert "left over" in found["test_teardown"][1]
 
 
+@pytest.mark.slow
 def test_what_is_said_of_a_process_that_was_lost(found, folder):
     assert "the process ended with SIGABRT" in found["test_crash"][1]
     assert "in test_crash" in found["test_crash"][1]  # faulthandler's
@@ -135,6 +136,7 @@ def test_what_is_said_of_a_process_that_was_lost(found, folder):
     assert "in test_hang" in found["test_hang"][1]
 
 
+@pytest.mark.slow
 def test_the_processes(found, folder):
     first, *apart = pids(folder, "apart")  # the first one collects everything
     assert pids(folder, "ordinary") == [first]

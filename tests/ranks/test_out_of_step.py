@@ -79,6 +79,7 @@ TOLD = {
 }
 
 
+@pytest.mark.sweep("kind", "what")
 @pytest.mark.parametrize(("kind", "what"), TOLD)
 def test_told_in_all(two, kind, what):
     import re

@@ -36,7 +36,7 @@ RUNS = {
 
 
 # By two processes of every kind, and by three of one kind, in every run of the tests; of other runs one kind.
-CORE = {"adamw", "adamw exact", "uneven, empty ranks", "GradScaler", "two lookups"}
+CORE = {"adamw exact", "uneven, empty ranks", "two lookups"}
 
 
 def _marks(world, name):

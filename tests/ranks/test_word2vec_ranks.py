@@ -46,11 +46,10 @@ def apart(words: list[str], matrix: np.ndarray) -> float:
 @pytest.mark.parametrize(
     "options",
     [
-        {},
         {"memory": "shared"},
         *(
             pytest.param(options, marks=pytest.mark.slow)
-            for options in ({"optimizer": "sgd"}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50})
+            for options in ({}, {"optimizer": "sgd"}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50})
         ),
     ],
     ids=str,
