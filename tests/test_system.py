@@ -16,6 +16,8 @@ from speedtransfer.errors import StorageError
 @pytest.fixture
 def of_this_machine(monkeypatch):
     monkeypatch.delenv("SPEEDTRANSFER_HOST_BYTES", raising=False)
+    # Read anew each time.
+    monkeypatch.setattr(system, "_physical_bytes", system._physical_bytes.__wrapped__)
 
 
 class TestPhysicalBytes:
@@ -54,6 +56,20 @@ class TestPhysicalBytes:
         alone = system.physical_bytes()
         files[Path("/sys/fs/cgroup", group)] = limit
         assert system.physical_bytes() == (1_000_000 if counts else alone)
+
+
+def test_memory_is_read_once_a_second(monkeypatch):
+    monkeypatch.delenv("SPEEDTRANSFER_HOST_BYTES", raising=False)
+    now, have = [5.5], [1 << 30]
+    system._physical_bytes.cache_clear()
+    monkeypatch.setattr(system.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(system, "_limits", lambda: [system._Group(have[0], Path(), "", "")])
+    assert system.physical_bytes() == 1 << 30
+    have[0] = 1 << 29
+    assert system.physical_bytes() == 1 << 30
+    now[0] = 6.0
+    assert system.physical_bytes() == 1 << 29
+    system._physical_bytes.cache_clear()
 
 
 class TestControlGroups:

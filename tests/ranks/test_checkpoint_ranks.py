@@ -195,7 +195,10 @@ def test_rows_read_ahead_are_read_again(two, tmp_path):
     assert all(two(load_with_ids_ahead, tmp_path))
 
 
-@pytest.mark.parametrize("optimizer", ["adagrad", "sgd-momentum", "sgd", "rmsprop-centered"])
+@pytest.mark.parametrize(
+    "optimizer",
+    ["adagrad", "rmsprop-centered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "sgd-momentum"))],
+)
 def test_other_optimizers(optimizer, two, three, tmp_path):
     setup = dataclasses.replace(EXACT, optimizer=optimizer)
     saved, later = two(save_and_go_on, setup, tmp_path)[0]

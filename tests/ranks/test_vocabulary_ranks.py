@@ -167,8 +167,10 @@ RUNS = {
     "time to live, one table": Run(vocabulary={"evict": 3}, ids=100, capacity=150),
 }
 BY_THREE = {"by chance, zeros for unseen ids", "used longest ago"}
+# As others of the same kind.
+SLOW = {"time to live, one table", "grows as the memory allows", "no padding", "always", "records"}
 CASES = [
-    pytest.param(world, name, marks=[pytest.mark.slow] if world == 3 and name not in BY_THREE else [])
+    pytest.param(world, name, marks=[pytest.mark.slow] if name in SLOW or (world == 3 and name not in BY_THREE) else [])
     for world in (2, 3)
     for name in RUNS
 ]
