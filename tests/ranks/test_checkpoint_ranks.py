@@ -92,7 +92,9 @@ def test_shared_tables_and_replicas(kinds, name, two, three, tmp_path):
                 assert_alike(went_on, later, saved)
 
 
-@pytest.mark.parametrize(("kind", "name"), [("one", "exact"), ("one", "int8"), ("torch", "exact")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [("one", "exact"), pytest.param("one", "int8", marks=pytest.mark.slow), ("torch", "exact")]
+)
 def test_into_one_process_and_out_of_it(kind, name, two, tmp_path):
     """Format 2 into an ordinary table and ``nn.Embedding``, and format 1 into shards."""
     setup = SETUPS[name]
@@ -110,7 +112,11 @@ def test_into_one_process_and_out_of_it(kind, name, two, tmp_path):
             assert_alike(went_on, later, saved)
 
 
-@pytest.mark.parametrize("options", [{"layout": "rows"}, {"cache_rows": 20}, {"memory": "mmap"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param({"layout": "rows"}, marks=pytest.mark.slow), {"cache_rows": 20}, {"memory": "mmap"}],
+    ids=str,
+)
 def test_other_memories(options, two, three, tmp_path):
     if options.get("memory") == "mmap":
         options = {**options, "path": tmp_path / "rows.safetensors"}

@@ -616,7 +616,7 @@ def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
     return tuple(after - was for after, was in zip(counts(), before, strict=True))
 
 
-@pytest.mark.parametrize("times", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_nothing_is_left_of_tables(two, kind, times):
     for left in two(made_and_dropped, kind, times * 5 if kind == "shared" else times):
         # What tests before have left may have gone.
