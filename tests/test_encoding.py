@@ -264,7 +264,6 @@ def check_parts(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [1, 16, 100, 128, 300])
 def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
-    pytest.importorskip("numba")
     compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
     values, codec = awkward(width), codec_of(kind, width)
     for writes in range(3):

@@ -69,7 +69,6 @@ def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> di
 @pytest.mark.parametrize("blocks", [1, 2, 8, 256])
 def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dtype, blocks: int) -> None:
     """By torch, by numba and by the kernel."""
-    pytest.importorskip("numba")
     parts = stored_rows(dtype, blocks, scale_dtype)
     codec = codec_of_planes(256, dtype, blocks, scale_dtype)
     expected = by_hand(parts[""], parts[SCALE], blocks).view(torch.int32)
@@ -229,7 +228,6 @@ def test_zeros_keep_their_sign_and_nothing_is_beyond_the_largest(dtype: torch.dt
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize(("width", "block"), [(1, 1), (130, 128), (131, 128), (96, 32), (100, 7), (64, 1)])
 def test_compiled_passes_and_kernels_with_blocks_of_any_size(dtype: torch.dtype, width: int, block: int) -> None:
-    pytest.importorskip("numba")
     compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
     values = normal(200, width) * torch.logspace(-44, 38, 200)[:, None]
     values[5], values[6, 0], values[7, -1] = -0.0, math.inf, math.nan

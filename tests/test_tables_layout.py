@@ -308,6 +308,5 @@ class TestReference(OverRecords):
 class TestCompiled(OverRecords):
     @pytest.fixture
     def engine(self, monkeypatch):
-        pytest.importorskip("numba")
         monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
         return HostEngine("cpu")

@@ -166,14 +166,14 @@ def test_command(tmp_path, sets, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("corpus.txt").write_bytes(text())
     flags = ["--dim", "8", "--epochs", "2", "--evaluate", "pairs.txt", "--evaluate", "analogies.txt", "--quiet"]
-    result = CliRunner().invoke(app, ["train", "corpus.txt", "-o", "out", "--tensorboard", "board", *flags])
+    result = CliRunner().invoke(app, ["train", "corpus.txt", "-o", "out", "--curves", *flags])
     assert result.exit_code == 0, result.output
     pairs, analogies = json.loads(Path("out/settings.json").read_text())["evaluation"]
     assert (pairs["set"], pairs["epochs"], pairs["used"], pairs["unknown"]) == ("pairs.txt", 2.0, 4, 1)
     assert -1 <= pairs["spearman"] <= 1
     assert (analogies["set"], analogies["used"], analogies["unknown"]) == ("analogies.txt", 2, 0)
     assert analogies["accuracy"] in (0, 0.5, 1)
-    assert Path("board", "projector_config.pbtxt").exists()
+    assert Path("out/tensorboard/projector_config.pbtxt").exists()
 
 
 @pytest.mark.parametrize(
@@ -229,9 +229,9 @@ def test_a_full_disk_ends_the_curves_and_not_the_run(tmp_path, monkeypatch):
         "import resource; from speedtransfer import cli; from speedtransfer.word2vec import callbacks\n"
         "callbacks.LOG_EVERY_S = 0\nresource.setrlimit(resource.RLIMIT_FSIZE, (16_000, 16_000))\ncli.main()"
     )
-    flags = ["--dim", "8", "--epochs", "20", "--block-words", "256", "--tensorboard", "board", "--device", "cpu"]
+    flags = ["--dim", "8", "--epochs", "20", "--block-words", "256", "--curves", "--device", "cpu"]
     monkeypatch.chdir(tmp_path)
     done = run_script(code, "word2vec", "train", "corpus.txt", "-o", "out", *flags)
     assert done.returncode == 0, done.stderr
-    assert "TensorBoard's files in 'board' end here (File too large); training goes on" in done.stderr
+    assert "TensorBoard's files in 'out/tensorboard' end here (File too large); training goes on" in done.stderr
     assert len(Vectors.load(tmp_path / "out" / "vectors.txt")) == 50

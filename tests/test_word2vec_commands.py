@@ -118,15 +118,15 @@ def test_kinds_of_corpora_and_models(folder, content, flags):
 def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, chosen):
     """Also where another version would choose otherwise; a value that is given must be that of the checkpoint."""
     # Without the number of epochs.
-    arguments = ["train", "corpus.txt", "-o", "out", "--checkpoint", "point", *QUICK[:2], *QUICK[4:]]
+    arguments = ["train", "corpus.txt", "-o", "out", "--resume", *QUICK[:2], *QUICK[4:]]
     assert run(*arguments, "--epochs", "2", "--block-words", "64").exit_code == 0
     before = Path("out/vectors.txt").read_bytes()
     settings = json.loads(Path("out/settings.json").read_text())["settings"]
-    assert run(*arguments, *chosen, "--resume").exit_code == 0
+    assert run(*arguments, *chosen).exit_code == 0
     assert Path("out/vectors.txt").read_bytes() == before
     assert json.loads(Path("out/settings.json").read_text())["settings"] == settings
-    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "--resume", "--epochs", "3")
-    fails_with(InvalidValueError, "block_words is 32 but the", *arguments, "--resume", "--block-words", "32")
+    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "--epochs", "3")
+    fails_with(InvalidValueError, "block_words is 32 but the", *arguments, "--block-words", "32")
 
 
 def test_what_repeats_a_run_is_written_down(folder):
@@ -369,20 +369,10 @@ def test_too_little_room_is_reported_before_training(folder, monkeypatch):
     assert "output folder 'out' has 1.11 kB free but the vectors will take about 4.4 kB; make room" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        ("output", ["-o", "point/out"]),
-        ("output", ["-o", "point"]),
-        ("path", ["-o", "out", "--memory", "mmap", "--path", "point"]),
-        ("tensorboard", ["-o", "out", "--tensorboard", "point/board"]),
-    ],
-)
-def test_nothing_else_goes_into_the_checkpoint(folder, name, flags):
-    fails_with(
-        InvalidValueError, f"{name} '{flags[-1]}' is in the folder of the checkpoint", "train", "corpus.txt",
-        "--checkpoint", "point", *flags, *QUICK,
-    )  # fmt: skip
+def test_nothing_else_goes_into_the_checkpoint(folder):
+    flags = ["-o", "out", "--memory", "mmap", "--path", "out/checkpoint/tables"]
+    message = f"path '{flags[-1]}' is in the folder of the checkpoint"
+    fails_with(InvalidValueError, message, "train", "corpus.txt", *flags, *QUICK)
     assert names(folder) == ["corpus.txt"]
 
 
@@ -476,30 +466,12 @@ def test_settings_of_a_run_with_tables_in_its_folder_are_for_other_folders_too(f
     assert names(folder / "two" / "tables") == ["input.safetensors", "output.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("flags", "note"),
-    [
-        (
-            ["--checkpoint", "point"],
-            "note: --checkpoint is not needed any more: without it the folder is out/checkpoint",
-        ),
-        (
-            ["--tensorboard", "board"],
-            "note: --tensorboard is not needed any more: without it the folder is out/tensorboard",
-        ),
-        (
-            ["--memory", "mmap", "--path", "t"],
-            "note: --path is not needed any more: without it the folder is out/tables",
-        ),
-    ],
-)
-def test_folders_of_their_own_go_on_to_work(folder, flags, note):
-    result = run("train", "corpus.txt", "-o", "out", *flags, *QUICK)
+def test_tables_may_lie_elsewhere(folder):
+    result = run("train", "corpus.txt", "-o", "out", "--memory", "mmap", "--path", "t", *QUICK)
     assert result.exit_code == 0, result.output
-    assert result.stderr.startswith(note)
-    assert names(folder) == sorted(["corpus.txt", "out", flags[-1]])
+    assert names(folder) == ["corpus.txt", "out", "t"]
     assert names(folder / "out") == ["settings.json", "vectors.txt", "vocab.txt"]
-    assert names(folder / flags[-1])
+    assert names(folder / "t")
 
 
 # --- guards -----------------------------------------------------------------------------------------------------------

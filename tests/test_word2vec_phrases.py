@@ -135,7 +135,6 @@ def test_nothing_to_join():
 
 
 def test_phrases_by_the_compiled_tokeniser(factbook, monkeypatch):
-    pytest.importorskip("numba")
     from speedtransfer.word2vec import tokenise
 
     monkeypatch.setattr(tokenise, "FAST_FROM_PIECES", 1)

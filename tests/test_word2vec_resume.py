@@ -305,15 +305,15 @@ def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
     Path("corpus.txt").write_bytes(text(10_000))
     flags = ["train", "corpus.txt", "--dim", "8", "--block-words", "64", "--epochs", "4", "--memory", "mmap", "--quiet"]
     flags += ["--device", "cpu"]
-    kept = ["-o", "out", "--path", "tables", "--checkpoint", "point", "--checkpoint-every", "50"]
+    kept = ["-o", "out", "--path", "tables", "--checkpoint-every", "50"]
     with started_script(KILLED, *flags, *kept) as script:
-        script.wait_for(Path("point/manifest.json").exists)
+        script.wait_for(Path("out/checkpoint/manifest.json").exists)
         tables = Path("tables/input.safetensors"), Path("tables/output.safetensors")
         saved = [table.read_bytes() for table in tables]
         script.wait_for(lambda: saved != [table.read_bytes() for table in tables])
     # It is killed here: the tables are ahead of the checkpoint.
     assert script.process.exitcode == -signal.SIGKILL, script.process.exitcode
-    assert not Path("out").exists()
+    assert names(Path("out")) == ["checkpoint"]
     for arguments in ([*kept, "--resume"], ["-o", "whole", "--path", "whole_tables"]):
         result = CliRunner().invoke(app, [*flags, *arguments])
         assert result.exit_code == 0, result.output

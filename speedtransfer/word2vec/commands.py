@@ -167,36 +167,26 @@ def train(
         bool,
         typer.Option("--curves", help="Write TensorBoard's curves into the output folder.", rich_help_panel="Output"),
     ] = False,
-    # Flags of earlier versions, when each of these folders was separate.
-    checkpoint: Annotated[Path | None, typer.Option(hidden=True)] = None,
-    tensorboard: Annotated[Path | None, typer.Option(hidden=True)] = None,
     **flags: Any,
 ) -> None:
     """Train vectors on a corpus. Ctrl-C and SIGTERM stop early and save the vectors so far (exit codes 130 and 143).
 
     All files of the run are in the output folder. The same command with --resume goes on after a stop or a crash.
     """
-    from speedtransfer.word2vec.output import BOARD, CHECKPOINT, TABLES
+    from speedtransfer.word2vec.output import BOARD, CHECKPOINT
     from speedtransfer.word2vec.run import RunOptions
     from speedtransfer.word2vec.run_folder import train_into
 
     settings = _read_settings(ctx, config, option or [], flags, output)
-    for name, folder, instead in (
-        ("checkpoint", checkpoint, f"{output / CHECKPOINT}, and --resume alone starts or goes on"),
-        ("tensorboard", tensorboard, f"{output / BOARD} with --curves"),
-        ("path", flags["path"], f"{output / TABLES}"),
-    ):
-        if folder is not None:
-            typer.echo(f"note: --{name} is not needed any more: without it the folder is {instead}", err=True)
     options = RunOptions(
-        checkpoint=checkpoint or output / CHECKPOINT,
+        checkpoint=output / CHECKPOINT,
         checkpoint_every=checkpoint_every,
         resume=resume,
-        tensorboard=tensorboard or (output / BOARD if curves else None),
+        tensorboard=output / BOARD if curves else None,
         evaluate=evaluate or [],
         evaluate_every=evaluate_every,
         overwrite=overwrite,
-        when_stopped=not (resume or checkpoint or checkpoint_every),
+        when_stopped=not (resume or checkpoint_every),
     )
     _exit_after(train_into(output, corpus, settings, options, format, quiet, typer.echo))
 
