@@ -355,7 +355,7 @@ tables/chunks.py: tables
 - elif not dtype.is_floating_point and not float(fill).is_integer():
 + elif dtype.is_floating_point and not float(fill).is_integer():
 tables/page_advice.py: tables_page_advice
-- _advise(block, begin, end)
+- compiled_module(_CALLS).ask_for(start, begins, ends, _PIECE_BYTES, mmap.MADV_WILLNEED)
 + pass
 tables/reserved.py: tables_growing
 - os.ftruncate(self.number, after)
