@@ -15,7 +15,6 @@ import platform
 import re
 import subprocess
 import sys
-from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -23,7 +22,7 @@ from typer.core import TyperCommand
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes, printable
 from speedtransfer.system import program
-from speedtransfer.version import __version__
+from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec.commands import app as word2vec_app
 from speedtransfer.word2vec.commands import in_flags
 
@@ -167,13 +166,6 @@ def _threads() -> str:
     return f"{count} thread{'s' * (count > 1)}"
 
 
-def _numba() -> str:
-    try:
-        return metadata.version("numba")
-    except metadata.PackageNotFoundError:
-        return "not installed; run: pip install numba"
-
-
 def _rows() -> list[tuple[str, str]]:
     import numpy
     import torch
@@ -188,7 +180,7 @@ def _rows() -> list[tuple[str, str]]:
         ("python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"),
         ("torch", f"{torch.__version__} (built {built}), {_threads()}"),
         ("numpy", numpy.__version__),
-        ("numba", _numba()),
+        ("numba", version_of("numba") or "not installed; run: pip install numba"),
         ("cupy", status.cupy or "not installed"),
         ("driver", f"supports CUDA {status.driver}" if status.driver else "no NVIDIA driver"),
         ("host memory", f"{format_bytes(physical_bytes())}, {os.cpu_count()} CPUs"),

@@ -160,11 +160,14 @@ class StoredPlanes(EncodedPlanes):
             dim = self.table.dim
             # With explicit dtype and device: the defaults of torch may be others.
             empty = torch.empty(0, dtype=self.dtype, device="cpu")
-            before = dict[int, Tensor]()
+            begun: tuple[int, Tensor] | None = None
 
             def drawn(rows: slice) -> Tensor:
-                # After an interrupt the numbers of a chunk are drawn again: the same ones.
-                torch.set_rng_state(before.setdefault(rows.start, torch.get_rng_state()))
+                nonlocal begun
+                if begun is not None and begun[0] == rows.start:
+                    # After an interrupt the numbers of a chunk are drawn again: the same ones.
+                    torch.set_rng_state(begun[1])
+                begun = rows.start, torch.get_rng_state()
                 return empty.new_empty(rows.stop - rows.start, dim).normal_()
 
             self._fill("weight", drawn, start, stop)

@@ -45,8 +45,8 @@ class Interrupt:
             self._entered = {entry for entry in self._entered if entry[0] != id(frame)}
             self._at.pop(id(frame), None)
         if event == "line":
-            # Python looks for signals after calls, not before the first line of a handler, nor at a `try`, which the `with`
-            # round it does not see.
+            # Python looks for signals after calls, not before the first line of a handler. Nor does it at a `try`, where an
+            # exception would pass a `with` around it.
             if _text(frame) == "try:" or _text(frame, -1) in ("finally:", "except BaseException:"):
                 return self._line
             # A comprehension goes on: from Python 3.12 on its function's `with` would not see what is raised here, as it does

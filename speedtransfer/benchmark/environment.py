@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import importlib.metadata
 import os
 import platform
 import subprocess
@@ -17,7 +16,7 @@ import torch
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.system import cpu_model, physical_bytes
-from speedtransfer.version import __version__
+from speedtransfer.version import __version__, version_of
 
 ROOT = Path(__file__).resolve().parents[2]
 HOST_SHARE = 0.6  # share of the host's memory for the tables of a comparison
@@ -39,8 +38,8 @@ def environment(device: torch.device | None = None) -> dict[str, Any]:
             "torch": torch.__version__,
             "torch_cuda": status.torch_cuda,
             "cupy": status.cupy,
-            "numpy": importlib.metadata.version("numpy"),
-            "numba": _version("numba"),
+            "numpy": version_of("numpy"),
+            "numba": version_of("numba"),
             "speedtransfer": __version__,
         },
         "commit": commit,
@@ -105,10 +104,3 @@ def set_variable(name: str, value: str) -> Iterator[None]:
         del os.environ[name]
         if before is not None:
             os.environ[name] = before
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -173,13 +173,12 @@ def train(
 
     All files of the run are in the output folder. The same command with --resume goes on after a stop or a crash.
     """
-    from speedtransfer.word2vec.output import BOARD, CHECKPOINT
+    from speedtransfer.word2vec.output import BOARD
     from speedtransfer.word2vec.run import RunOptions
     from speedtransfer.word2vec.run_folder import train_into
 
     settings = _read_settings(ctx, config, option or [], flags, output)
     options = RunOptions(
-        checkpoint=output / CHECKPOINT,
         checkpoint_every=checkpoint_every,
         resume=resume,
         tensorboard=output / BOARD if curves else None,

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -13,7 +14,6 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from speedtransfer.checkpoint import manifest
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, format_bytes, printable
 from speedtransfer.ranks import is_first, joined
-from speedtransfer.version import __version__
+from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
-from speedtransfer.word2vec.output import SETTINGS, TABLES, VOCABULARY, OutputFolder, check_apart, table_files
+from speedtransfer.word2vec.output import CHECKPOINT, SETTINGS, TABLES, VOCABULARY, OutputFolder, table_files
 from speedtransfer.word2vec.progress import TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run, RunOptions
 from speedtransfer.word2vec.settings import Settings
@@ -55,7 +55,7 @@ def train_into(
         A path, or "-".
     settings : Settings
     options : RunOptions
-        With the folders of checkpoint and TensorBoard where they are wanted: in `output`, or elsewhere.
+        The checkpoint is in `output`, whatever they name.
     format : str
         Of the vectors.
     quiet : bool
@@ -70,17 +70,17 @@ def train_into(
         written: then the message names the place where the vectors are.
     """
     suffix = check_format(format)
-    resume, overwrite, checkpoint = options.resume, options.overwrite, options.checkpoint
-    if checkpoint is not None:
-        check_apart("output", output, checkpoint)
-    stopped = checkpoint is not None and os.path.lexists(Path(checkpoint) / manifest.NAME)
+    resume, overwrite, checkpoint = options.resume, options.overwrite, output / CHECKPOINT
+    options = dataclasses.replace(options, checkpoint=checkpoint)
+    stopped = os.path.lexists(checkpoint / manifest.NAME)
     folder = OutputFolder(
         output,
         overwrite or resume,
         remedy=", or pass --resume to go on or --overwrite" if stopped else " or pass --overwrite",
         only_own=resume and not overwrite,  # the run that is resumed has left its files there when it was interrupted
         within=[
-            *(path for path in (checkpoint, options.tensorboard) if path is not None),
+            checkpoint,
+            *([] if options.tensorboard is None else [options.tensorboard]),
             *table_files(settings.path),
         ],
     )
@@ -210,8 +210,5 @@ def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", 
 
 def _versions() -> dict[str, str | None]:
     """Return the versions of what the bits of the vectors depend on."""
-    try:
-        numba: str | None = metadata.version("numba")
-    except metadata.PackageNotFoundError:
-        numba = None
-    return {"speedtransfer": __version__, "torch": torch.__version__, "numpy": np.__version__, "numba": numba}
+    others = {"torch": torch.__version__, "numpy": np.__version__, "numba": version_of("numba")}
+    return {"speedtransfer": __version__, **others}
