@@ -88,11 +88,7 @@ class Processes:
 
     def texts(self, text: str) -> list[str]:
         """Return the texts of all processes, in the order of ranks."""
-        texts = [text]
-        if self._exchange is not None:
-            texts = [""] * self.ranks
-            dist.all_gather_object(texts, text, group=self._exchange.group)
-        return texts
+        return [text] if self._exchange is None else self._exchange.texts(text)
 
     def progress(self, text: str, num_bytes: int, show: bool | None) -> ByteProgress:
         """Return a bar, which rank 0 alone shows."""

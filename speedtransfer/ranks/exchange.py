@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -85,16 +86,19 @@ class Exchange:
         # gloo moves memory of the host alone, NCCL that of the device. A group made without a backend may have both.
         self.on_host = not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group)
         self._number = 0
-        # What ranks agree by, if not by the group itself.
-        self._meetings: Callable[[], dist.ProcessGroup | None] | None = None
+        # What messages go by, if not by the group itself.
+        self._apart: Any = None
+
+    def __deepcopy__(self, memo: object) -> Exchange:
+        return self
 
     @property
     def is_apart(self) -> bool:
-        """Whether ranks agree by a group of their own."""
-        return self._meetings is not None
+        """Whether messages go beside the group, and not by it."""
+        return self._apart is not None
 
     def keep_apart(self) -> None:
-        """Agree by another group from now on, which messages of others that wait in this group do not hold up. Collective.
+        """Send beside the group from now on, so that messages of others that wait in it hold none of these up. Collective.
 
         With gloo alone: NCCL wants the messages of all groups in one order.
         """
@@ -106,9 +110,11 @@ class Exchange:
         ):
             return
         options = getattr(self.group._get_backend(torch.device("cpu")), "options", None)
-        ranks, timeout = dist.get_process_group_ranks(self.group), getattr(options, "_timeout", None)
-        made = dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True)
-        self._meetings = weakref.ref(made)
+        timeout = getattr(options, "_timeout", dist.default_pg_timeout)
+        # Not `new_group`, which all processes call, or else name a group by how many they have, maybe not equally many.
+        number = self.from_first(torch.tensor([secrets.randbits(63)], device="cpu")).item()
+        store = dist.distributed_c10d.PrefixStore(f"speedtransfer/{number}", dist.distributed_c10d._get_default_store())
+        self._apart = dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -126,10 +132,14 @@ class Exchange:
             )
         return group
 
-    def _meeting_group(self) -> dist.ProcessGroup | None:
-        # Raises if the group was destroyed, and with it perhaps that of the meetings.
+    def _all_to_all(self, got: Tensor, sent: Tensor, receives: Sequence[int] = (), sends: Sequence[int] = ()) -> None:
+        """Send parts of `sent` to each rank, as many as `sends`, by default as many each, and fill `got` with theirs."""
+        # Raises if it was destroyed.
         group = self.group
-        return group if self._meetings is None else self._meetings()
+        if self._apart is None:
+            dist.all_to_all_single(got, sent, list(receives) or None, list(sends) or None, group=group)
+        else:
+            self._apart.alltoall_base(got, sent, list(receives), list(sends)).wait()
 
     def is_destroyed(self) -> bool:
         """Tell whether there is no process group any more."""
@@ -192,9 +202,9 @@ class Exchange:
 
     def _numbers(self, values: Tensor, what: str) -> Tensor:
         sent = values.to(self._device())
-        got, group = torch.empty_like(sent), self._meeting_group()
+        got = torch.empty_like(sent)
         with self._told_of_failure(what):
-            dist.all_to_all_single(got, sent, group=group)
+            self._all_to_all(got, sent)
         self.traffic.calls += 1
         self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
         return got.cpu()
@@ -218,9 +228,17 @@ class Exchange:
         raise DifferenceError(f"the processes differ where one {point}: {self._told(about)}; give all the same")
 
     def _told(self, text: str) -> str:
-        texts: list[str] = [""] * self.ranks
-        dist.all_gather_object(texts, text, group=self._meeting_group())
-        return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(texts))
+        return "; ".join(f"rank {rank}: {told}" for rank, told in enumerate(self.texts(text)))
+
+    def texts(self, text: str) -> list[str]:
+        """Return the texts of all processes, in the order of ranks."""
+        letters = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
+        sizes = torch.full((self.ranks, 1), len(letters) if text else 0, device="cpu")
+        counts = self._numbers(sizes, "tells texts")[:, 0].tolist()
+        if not any(counts):
+            return [""] * self.ranks
+        parts = self.gather("control", letters[: len(text.encode()), None], counts)[:, 0].split(counts)
+        return [part.numpy().tobytes().decode() for part in parts]
 
     def agree_on_error(self, point: str, error: BaseException | None, about: str = "") -> None:
         """Raise `error` where there is one; if another rank has one, raise here too."""
@@ -263,7 +281,7 @@ class Exchange:
         sent = joined.to(self._device())
         got = sent.new_empty(sum(sizes[1]))
         with self._told_of_failure(f"sends {kind}"):
-            dist.all_to_all_single(got, sent, sizes[1], sizes[0], group=self.group)
+            self._all_to_all(got, sent, sizes[1], sizes[0])
         self.traffic.calls += 1
         sent_away = sum(sizes[0]) - sizes[0][self.rank]
         setattr(self.traffic, kind, getattr(self.traffic, kind) + sent_away)
@@ -289,7 +307,10 @@ class Exchange:
         sent = padded.contiguous().view(torch.uint8).to(self._device())
         parts = [torch.empty_like(sent) for _ in range(self.ranks)]
         with self._told_of_failure(f"sends {kind}"):
-            dist.all_gather(parts, sent, group=self.group)
+            if self._apart is None:
+                dist.all_gather(parts, sent, group=self.group)
+            else:
+                self._apart.allgather([parts], [sent]).wait()
         self.traffic.calls += 1
         setattr(self.traffic, kind, getattr(self.traffic, kind) + (self.ranks - 1) * sent.numel())
         kept = [part[:count] for part, count in zip(parts, counts, strict=True)]

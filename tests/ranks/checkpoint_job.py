@@ -86,7 +86,9 @@ class Job:
         self.net = Net(setup)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-            self.model = self.net if self.alone else DistributedDataParallel(self.net)
+            # Else it arranges its buckets anew after the first step, and adds the gradients of three ranks in another order.
+            as_before = {"find_unused_parameters": True}
+            self.model = self.net if self.alone else DistributedDataParallel(self.net, **as_before)
         self.optimizer = case_named(setup.optimizer).make(self.net.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         # Of each process its own.

@@ -176,6 +176,18 @@ def test_distributed_data_parallel(two, kind):
         assert all(error < 1e-12 for error in found.values()), found
 
 
+def with_groups_of_some(kind: str) -> float:
+    """As one process has more groups than the other: those of pipelines, or of the processes of a host."""
+    dist.new_group([0])
+    model, one = models(kind)
+    return compare(model, wrap(model), one)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_with_different_numbers_of_groups(two, kind):
+    assert max(two(with_groups_of_some, kind)) < 1e-12
+
+
 def refused(kind: str) -> dict[str, str]:
     model, _ = models(kind)
     wrapped = wrap(model)
