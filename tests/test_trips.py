@@ -46,9 +46,11 @@ def traced(function: Callable[[], object]) -> Trip:
     return trip
 
 
-@pytest.mark.parametrize(("idle", "calls"), [("lazy", 88), ("exact", 125)])
-def test_a_step(idle: str, calls: int) -> None:
-    emb = st.Embedding(5000, 32, memory="pageable", idle=idle)
+@pytest.mark.parametrize(
+    ("idle", "ids", "calls"), [("lazy", "rows", 88), ("exact", "rows", 125), ("lazy", "known", 180)]
+)
+def test_a_step(idle: str, ids: str, calls: int) -> None:
+    emb = st.Embedding(5000, 32, memory="pageable", idle=idle, vocabulary=st.Vocabulary() if ids == "known" else None)
     opt = torch.optim.AdamW(emb.parameters(), lr=1e-3)
 
     def step() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
-from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket
+from speedtransfer.nn.ticket import FoundRows, Ticket, by_row, find_ticket, known_again
 from speedtransfer.optim import Handle, Sharded, UsedFeatures
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
@@ -156,6 +156,25 @@ def activate(
     lookup = found and found.stamp
     # Rows that a caller gets to see cannot be changed in place.
     return ActiveRows(handle, groups, shape, rows, training, padding_idx, lookup, features, guarded=not padded)
+
+
+def rows_of(handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> tuple[Any, int | None]:
+    """Return the rows, for a lookup, of ids that are no row numbers, and that of padding; of others the arguments.
+
+    Raises
+    ------
+    RowIndexError
+        An id has no row. The processes that share the rows out are told.
+    """
+    if handle.id_space.by_row:
+        return ids, padding_idx
+    try:
+        rows, padding_idx = by_row(handle, ids, padding_idx)
+    except Exception as error:
+        if isinstance(handle.owners, Sharded):
+            handle.owners.lookups.refuse(error, training)
+        raise
+    return known_again(handle, rows), padding_idx
 
 
 def _activate_shards(

@@ -108,6 +108,11 @@ def _refuse_rows_elsewhere(model: nn.Module) -> None:
                 f"{name or type(module).__name__!r} has a vocabulary, and modules of torch.nn know no ids but the numbers "
                 "of their rows; export the modules behind it, and its ids and rows by vocabulary.export()"
             )
+        if is_table(module) and not module._handle.id_space.by_row:
+            raise InvalidTypeError(
+                f"{name or type(module).__name__!r} looks {module._handle.id_space.kind} up, and modules of torch.nn know no "
+                "ids but the numbers of their rows; export the modules behind it"
+            )
 
 
 def is_table(module: nn.Module) -> bool:

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, RowIndexError, check_size, suggest
-from speedtransfer.nn.active import activate
-from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, keys_of, rows_of
+from speedtransfer.nn.active import activate, rows_of
+from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, in_table, keys_of
 from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup import frozen_lookup, lookup
@@ -21,7 +21,7 @@ from speedtransfer.nn.lookup_ops import looks_up, new_key
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
 from speedtransfer.nn.ticket import Ticket, known_again, rows_in
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
-from speedtransfer.nn.vocabulary_lookup import without_rows
+from speedtransfer.nn.vocabulary_lookup import refuse_without_rows, without_rows
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
@@ -134,7 +134,7 @@ class Feature(nn.Embedding, VocabularyModule):
         bad = first_beyond(flat, self.num_embeddings)
         if bad is not None:
             raise self.out_of_range(int(flat[bad]), bad, shape)
-        rows = rows_of(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
+        rows = in_table(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
         return FeatureRows(*rows, number=self.number)
 
     def out_of_range(self, value: int, position: int | None, shape: tuple[int, ...]) -> RowIndexError:
@@ -360,11 +360,12 @@ def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, feature
         )
         return found
     if handle is None or in_transform():
+        refuse_without_rows(module.__dict__.get("_handle", handle))
         index = index.ids.view(index.shape) if isinstance(index, Ticket) else rows_in(index)
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
-        index = known_again(handle, index)
         training = torch.is_grad_enabled() and handle.requires_grad
+        index = known_again(handle, rows_of(handle, index, None, training)[0])
         if not training and module.max_norm is None:
             return frozen_lookup(handle, index, None, freq)
         active = activate(handle, index, training, module.max_norm, module.norm_type, padded=True, features=features)

@@ -100,7 +100,7 @@ class FeatureIds:
         padding = padding if self._padded else None
         if self._keys is not None:
             return FeatureRows(keys_of(flat, start, padding), None, shapes, isinstance(ids, Mapping))
-        index, padded = rows_of(flat, start, num_rows, padding)
+        index, padded = in_table(flat, start, num_rows, padding)
         # By these a ticket knows it, without looking at values.
         names = tuple(ids) if isinstance(ids, Mapping) else ()
         given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
@@ -189,7 +189,7 @@ def keys_of(ids: Tensor, start: Any, padding: Any) -> Tensor:
     return keys if padding is None else keys.masked_fill_(ids == padding, FeatureKeys.PADDING)
 
 
-def rows_of(ids: Tensor, start: Any, num_rows: Any, padding: Any) -> tuple[Tensor, Tensor | None]:
+def in_table(ids: Tensor, start: Any, num_rows: Any, padding: Any) -> tuple[Tensor, Tensor | None]:
     """Return the rows of `ids` in the table, and which ids are `padding`, if that is not None.
 
     Where `first_beyond` cannot look, ids beyond their feature become -1, which is not a row of the table either.

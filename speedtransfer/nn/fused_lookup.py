@@ -16,7 +16,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
-from speedtransfer.nn.ticket import Ticket, begin_to_wait, rows_in
+from speedtransfer.nn.ticket import Ticket, begin_to_wait, by_row, rows_in
 from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
 from speedtransfer.optim import Handle, VocabularyIds
 from speedtransfer.optim.shards import check_counts
@@ -120,7 +120,7 @@ def read_ahead(module: Any, ids: Any) -> Ticket:
         return read_ahead_of([(module, ids)])[0]
     handle: Handle = module._handle
     found = module._found(ids)
-    rows, padding_idx = (ids, module.padding_idx) if found is None else (found.index, None)
+    rows, padding_idx = by_row(handle, *((ids, module.padding_idx) if found is None else (found.index, None)))
     training = torch.is_grad_enabled() and handle.requires_grad
     if isinstance(handle.id_space, VocabularyIds):
         ticket: Ticket = VocabularyTicket(handle.id_space, rows, training)
@@ -156,7 +156,7 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
         handles.append(handle)
         try:
             found = module._found(ids)
-            rows, padding_idx = (ids, module.padding_idx) if found is None else (found.index, None)
+            rows, padding_idx = by_row(handle, *((ids, module.padding_idx) if found is None else (found.index, None)))
             made = ShardTicket(handle, rows, padding_idx, handle.requires_grad)
             made.found = found
         except Exception as error:

@@ -108,11 +108,16 @@ def options_of(handle: Handle) -> TableOptions:
     Raises
     ------
     InvalidTypeError
-        There can be none on the meta device: several processes have its rows.
+        There can be none on the meta device: several processes have its rows, or its ids are no row numbers.
     """
     if not handle.owners.has_whole:
         raise InvalidTypeError(
             f"{handle} has rows in several processes, which a module on the meta device would not keep; leave the module "
+            "where it is"
+        )
+    if not (handle.id_space.by_row or handle.id_space.come_and_go):
+        raise InvalidTypeError(
+            f"{handle} looks {handle.id_space.kind} up, which a module on the meta device would not know; leave the module "
             "where it is"
         )
     idle: Any = handle.idle

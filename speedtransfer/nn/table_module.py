@@ -12,7 +12,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
-from speedtransfer.nn.active import ActiveRows, activate
+from speedtransfer.nn.active import ActiveRows, activate, rows_of
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import new_key, register
 from speedtransfer.nn.module_state import ModuleState, with_weight
@@ -149,8 +149,9 @@ class TableModule(VocabularyModule, ModuleState):
             super().reset_parameters()  # type: ignore[misc]
             return
         self._handle.normal_()
-        if self.padding_idx is not None and self.vocabulary is None:
-            self._handle.load(torch.zeros(1, self.embedding_dim, device="cpu"), self.padding_idx)
+        padding = None if self.vocabulary is not None else self._handle.id_space.padding_row(self.padding_idx)
+        if padding is not None:
+            self._handle.load(torch.zeros(1, self.embedding_dim, device="cpu"), padding)
 
     @unrecorded
     def activate(self, ids: Any) -> ActiveRows:
@@ -169,7 +170,8 @@ class TableModule(VocabularyModule, ModuleState):
         training = torch.is_grad_enabled() and self._handle.requires_grad
         if self._handle.id_space.come_and_go:
             return self._activate_by_id(ids, training)
-        return activate(self._handle, ids, training, self.max_norm, self.norm_type, self.padding_idx, by_hand=True)
+        rows, padding = rows_of(self._handle, ids, self.padding_idx, self._handle.requires_grad)
+        return activate(self._handle, rows, training, self.max_norm, self.norm_type, padding, by_hand=True)
 
     @unrecorded
     def prefetch(self, ids: Any) -> Ticket:

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing, current_stream, is_capturing
 from speedtransfer.engines import CHANGED_ID
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import Ahead, begin_to_read, use
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim import Handle
-from speedtransfer.tables import as_index
+from speedtransfer.tables import UniqueRows, as_index
 from speedtransfer.vocabulary import NotedIds
 
 # Tickets that no lookup has used yet.
@@ -219,6 +219,26 @@ def place_of(ids: Any) -> tuple[Any, ...] | None:
 def rows_in(ids: Any) -> Any:
     """Return the row numbers in `ids`, which may be `FoundRows`."""
     return ids.rows if isinstance(ids, FoundRows) else ids
+
+
+def by_row(handle: Handle, ids: Any, padding_idx: int | None) -> tuple[Any, int | None]:
+    """Return the rows of ids that are no row numbers, as `FoundRows`, and that of padding; of others the arguments.
+
+    Raises
+    ------
+    RowIndexError
+        An id has no row.
+    """
+    id_space = handle.id_space
+    if id_space.by_row or id_space.come_and_go or isinstance(ids, Ticket):
+        return ids, padding_idx
+    if isinstance(ids, UniqueRows):
+        raise InvalidTypeError(
+            f"{handle} looks {id_space.kind} up, but got UniqueRows, which are numbers of rows; pass the ids, or the ticket "
+            "of its own prefetch()"
+        )
+    source = ids.source if isinstance(ids, FoundRows) else ((), (ids,))
+    return FoundRows(id_space.find(rows_in(ids)), source=source), id_space.padding_row(padding_idx)
 
 
 def known_again(handle: Handle | None, found: Any) -> Any:

@@ -253,13 +253,13 @@ class VocabularyTicket(Ticket):
 
 def refuse_without_rows(handle: Any) -> None:
     """Raise for a lookup in a weight that was swapped in, or within a transform, where ids are not row numbers."""
-    if handle is not None and handle.id_space.come_and_go:
+    if handle is not None and not handle.id_space.by_row:
         raise without_rows(handle)
 
 
 def without_rows(about: Any) -> InvalidTypeError:
     """Return the error for such a lookup in what is called `about`."""
     return InvalidTypeError(
-        f"{about} has a vocabulary, and its ids are not row numbers of a weight that is swapped in (functional_call, a "
-        "parametrization, torch.func, torch.export); call the module as it is, outside of transforms"
+        f"{about} has ids that are not row numbers of a weight that is swapped in (functional_call, a parametrization, "
+        "torch.func, torch.export); call the module as it is, outside of transforms"
     )

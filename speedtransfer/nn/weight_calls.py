@@ -194,11 +194,16 @@ def activated(
 
 
 def check_named_by_row(handle: Handle) -> None:
-    """Raise for a lookup in a weight whose rows belong to ids of a vocabulary: an index may be meant as either."""
+    """Raise for a lookup in a weight whose ids are no row numbers: an index may be meant as either."""
     if handle.id_space.come_and_go:
         raise InvalidTypeError(
             f"{handle} is indexed, but its rows are in the order in which ids came; call the module with the ids, or read "
             "emb.table.gather(emb.vocabulary.rows(ids))"
+        )
+    if not handle.id_space.by_row:
+        raise InvalidTypeError(
+            f"{handle} is indexed, but its rows are those of {handle.id_space.kind}; call the module with these, or read "
+            "emb.table.gather(rows)"
         )
 
 

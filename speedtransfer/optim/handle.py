@@ -492,7 +492,10 @@ class Handle:
 
     def _of_module(self) -> dict[str, Any]:
         """Return the attributes that the module has set, which copies keep."""
-        return {name: getattr(self, name) for name in ("name", "sparse", "renormalizes", "padding_idx")}
+        names = ["name", "sparse", "renormalizes", "padding_idx"]
+        # Ids that come and go are pickled by themselves.
+        names += ["id_space"] if not (self.id_space.by_row or self.id_space.come_and_go) else []
+        return {name: getattr(self, name) for name in names}
 
 
 def _unpickle(

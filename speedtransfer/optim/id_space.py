@@ -1,4 +1,7 @@
-"""What an id of a lookup means: the number of a row, or what a vocabulary gives rows to (`optim.vocabulary_ids`)."""
+"""What an id of a lookup means: the number of a row, or what a vocabulary gives rows to (`optim.vocabulary_ids`).
+
+CONTRIBUTING.md adds another kind.
+"""
 
 from __future__ import annotations
 
@@ -13,17 +16,30 @@ from speedtransfer.tables import Known
 
 
 class IdSpace:
-    """Ids that are the numbers of their rows, for good. What is based on it gives rows to ids that come and go.
+    """Ids that are the numbers of their rows. What is based on it finds the rows of others, or gives rows to ids as they come.
 
     A handle asks it where that makes a difference.
     """
 
-    # Whether rows can become those of other ids.
+    # Whether ids are the numbers of their rows; whether rows can become those of other ids.
+    by_row: ClassVar[bool] = True
     come_and_go: ClassVar[bool] = False
     # For messages.
     kind: ClassVar[str] = "row numbers"
     # What gives ids their rows.
     vocabulary: Any = None
+
+    def find(self, ids: Any) -> Tensor:
+        """Return the numbers of the rows of ids, in their shape, on any device; asked in each lookup unless ids are `by_row`.
+
+        Of ids that come and go the module asks in another way (`nn.vocabulary_lookup`).
+
+        Raises
+        ------
+        RowIndexError
+            An id has no row.
+        """
+        raise NotImplementedError
 
     def padding_row(self, padding_idx: int | None) -> int | None:
         """Return the row of padding in the whole table, where that of the module is `padding_idx`."""
@@ -121,6 +137,7 @@ class IdSpace:
 
     def copy_to(self, handle: Any, memo: dict[int, Any]) -> None:
         """Give the handle of a copy of the rows ids like these."""
+        handle.id_space = self
 
     def pickled(self, made: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return what `Handle.__reduce__` is to return, where `made` is that of a handle whose ids are row numbers."""

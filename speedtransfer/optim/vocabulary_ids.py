@@ -48,7 +48,7 @@ class VocabularyIds(IdSpace):
         The id of padding.
     """
 
-    come_and_go, kind = True, "ids of a vocabulary"
+    by_row, come_and_go, kind = False, True, "ids of a vocabulary"
     vocabulary: Vocabulary
 
     def __init__(self, handle: Any, vocabulary: Vocabulary, padding_idx: int | None = None) -> None:

@@ -198,10 +198,11 @@ class Room(Owned):
         HostMemoryError
             There is no row for an id that is to be admitted, and none may be taken from another. It is not admitted.
         """
+        if not self._waiting:
+            return
         live, owner = self._bound()
         with owner.rows.lock:
-            if self._waiting:
-                live.table.check_writable()
+            live.table.check_writable()
             waiting, self._waiting = self._waiting, []
             found = [self.noted_rows(noted) for noted in waiting]
             # Those used in this step stay, of whichever lookup.
