@@ -165,7 +165,7 @@ def test_rows_in_the_place_of_ids() -> None:
     module, _ = made()
     with pytest.raises(InvalidTypeError, match="UniqueRows, which are numbers of rows"):
         module.activate(unique_rows(ids(1, 2), 4, ids(1, 2)))
-    with pytest.raises(InvalidTypeError, match="Ticket, which are numbers of rows"):
+    with pytest.raises(InvalidValueError, match="this ticket was made for"):
         module(st.Embedding(4, DIM).prefetch(ids(1)))
 
 

@@ -194,8 +194,8 @@ def _activate_shards(
     if ticket is not None:
         taken = ticket.take(padding_idx)
         if taken is not None:
-            groups, rows, read = taken
-            lookup = owners.lookups.remember(ticket.route, read) if training or by_hand else None  # type: ignore[attr-defined]
+            groups, rows, route, read = taken
+            lookup = owners.lookups.remember(route, read) if training or by_hand else None
             return ActiveRows(handle, groups, ticket.shape, {"weight": rows}, training, padding_idx, lookup, features)
         ids = ticket.ids.view(ticket.shape) if ticket is ids else ids
     found, ids = (ids, ids.rows) if isinstance(ids, FoundRows) else (None, ids)

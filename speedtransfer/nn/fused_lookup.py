@@ -13,119 +13,105 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait, by_row, rows_in
-from speedtransfer.nn.vocabulary_lookup import VocabularyTicket
-from speedtransfer.optim import Handle, VocabularyIds
-from speedtransfer.optim.shards import check_counts
+from speedtransfer.optim import Handle
+from speedtransfer.optim.shards import Route, check_counts
 from speedtransfer.ranks import Exchange, Segment
-from speedtransfer.tables import UniqueRows, as_index, unique_rows
+from speedtransfer.tables import UniqueRows, unique_rows
 
 
-class ShardTicket(Ticket):
-    """Ids whose owners know them already; a lookup takes it in the place of the ids, or finds it by the same ids."""
+class FusedPart:
+    """What is read ahead for the ids of one ticket, rows of a table that several processes share out.
 
-    def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
-        check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
-        device = handle.table.device
-        given = rows_in(ids)
-        flat, self.shape, _ = as_index(given, handle.num_rows, device, check=False)
-        self.groups = unique_rows(flat, handle.num_rows, given, padding_idx, grouped=device.type == "cuda").to(device)
-        self._note(handle, flat, ids, padding_idx)
-        self.training = training
-        self.fused: FusedLookups | None = None
-        self.route: Any = None
-        # What this process reads ahead for all; the rows that came, and the state of the table then.
-        self.ahead: Any = None
-        self.rows: Tensor | None = None
-        self.read: dict[str, Tensor] | None = None
-        self.changes = -1
+    Attributes
+    ----------
+    groups : UniqueRows
+        Of the ids.
+    """
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether no lookup has used it."""
-        return self.fused is not None
+    def __init__(self, ticket: Ticket, training: bool) -> None:
+        self.handle: Any = ticket._handle
+        rows, device = self.handle.num_rows, self.handle.table.device
+        given, padding_idx = rows_in(ticket._given), ticket._padding_idx
+        self.groups = unique_rows(ticket.ids, rows, given, padding_idx, grouped=device.type == "cuda").to(device)
+        self._training = training
+        # The rows that came, what this process has read for all, and the state of the table then.
+        self._came: tuple[Tensor, dict[str, Tensor], int] | None = None
 
-    def take(self, padding_idx: int | None) -> tuple[UniqueRows, Tensor, dict[str, Tensor] | None] | None:
-        """Return the unique rows of the ids, their values, and what this process has read for all; None where they are old."""
-        fused, self.fused = self.fused, None
-        self.forget()
-        if fused is None or padding_idx != self._padding_idx:
-            return None
-        if self.rows is None:
-            fused.pull()
-        handle: Any = self._handle
-        if self.changes != handle.owners.changes:
-            return None
-        assert self.rows is not None
-        return self.groups, self.rows, self.read
+    def begin(self, fused: FusedLookups, route: Route) -> None:
+        """Begin to read what all processes ask of this one."""
+        self._fused, self.route = fused, route
+        planes = None if self._training or self.handle.rows.lag is not None else ("weight",)
+        # From the host: those of a device would be padded.
+        owned = route.owned.cpu()
+        self.ahead: Any = begin_to_read(self.handle.rows, owned, tuple(owned.shape), None, planes, None)
+
+    def arrive(self, rows: Tensor, read: dict[str, Tensor]) -> None:
+        """Keep the rows that have come."""
+        self._came = rows, read, self.handle.owners.changes
+
+    def take(self) -> tuple[UniqueRows, Tensor, Route, dict[str, Tensor]] | None:
+        """Return the unique rows of the ids, their values, and the route and what was read for it; None where they are old."""
+        if self._came is None:
+            self._fused.pull()
+        assert self._came is not None
+        rows, read, changes = self._came
+        return None if changes != self.handle.owners.changes else (self.groups, rows, self.route, read)
 
 
 class FusedLookups:
-    """The tickets of one batch in the tables of one process group."""
+    """The parts of one batch in the tables of one process group, which all processes make."""
 
-    def __init__(
-        self, exchange: Exchange, handles: list[Any], tickets: list[ShardTicket], error: Exception | None
-    ) -> None:
-        self._exchange, self._handles, self._tickets = exchange, handles, [weakref.ref(ticket) for ticket in tickets]
-        self._about = "ids ahead, of " + ", ".join(map(str, handles))
+    def __init__(self, exchange: Exchange, handles: list[Any], parts: list[FusedPart], error: Exception | None) -> None:
+        self._exchange, self._about = exchange, "ids ahead, of " + ", ".join(map(str, handles))
         if error is not None:
             exchange.agree("looks up rows", [-1] * len(handles), self._about)
             raise error
-        placed = [h.owners.lookups.by_owner(t.groups.ids) for h, t in zip(self._handles, tickets, strict=True)]
+        placed = [part.handle.owners.lookups.by_owner(part.groups.ids) for part in parts]
         sends = torch.stack([count for _, _, count in placed], 1)
         counts = check_counts(exchange.agree("looks up rows", sends, self._about)).T.tolist()
         ids = [
             Segment(places.unsqueeze(1), n.tolist(), got) for (places, _, n), got in zip(placed, counts, strict=True)
         ]
-        for handle, ticket, place, segment, got in zip(
-            self._handles, tickets, placed, ids, exchange.move("ids", ids), strict=True
-        ):
-            rows = handle.rows
-            ticket.fused = self
-            ticket.route = handle.owners.lookups.routed(place[1], segment.sends, segment.receives, got[:, 0])
-            planes = None if ticket.training or rows.lag is not None else ("weight",)
-            # From the host: those of a device would be padded.
-            owned = ticket.route.owned.cpu()
-            ticket.ahead = begin_to_read(rows, owned, tuple(owned.shape), None, planes, None)
-        self._work = [(t.route, t.ahead) for t in tickets]
+        for part, place, segment, got in zip(parts, placed, ids, exchange.move("ids", ids), strict=True):
+            lookups = part.handle.owners.lookups
+            part.begin(self, lookups.routed(place[1], segment.sends, segment.receives, got[:, 0]))
+        # A ticket may be gone before; the others need what it asks for.
+        self._work = [(part.handle, part.route, part.ahead, weakref.ref(part)) for part in parts]
 
     @torch.no_grad()
     def pull(self) -> None:
         """Let the rows of all tables come."""
         self._exchange.agree("looks up rows", [0], self._about.replace("ids", "rows", 1))
-        reads, segments, kinds = [], list[Segment](), list[list[str]]()
-        for handle, (route, ahead) in zip(self._handles, self._work, strict=True):
+        reads, segments = [], list[Segment]()
+        for handle, route, ahead, _ in self._work:
             found = ahead.result()
             found.take()
-            read, parts = handle.owners.lookups.read(route.owned, None, found)
-            reads.append(read)
-            kinds.append(list(parts))
-            segments += [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in parts.values()]
+            reads.append(handle.owners.lookups.read(route.owned, None, found))
+            sent = reads[-1][1].values()
+            segments += [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in sent]
         received = iter(self._exchange.move("rows", segments))
-        for handle, reference, (route, _), read, names in zip(
-            self._handles, self._tickets, self._work, reads, kinds, strict=True
-        ):
-            rows = handle.owners.lookups.arranged(route, {name: next(received) for name in names})
-            ticket = reference()
-            if ticket is not None:
-                ticket.rows, ticket.read, ticket.changes = rows, read, handle.owners.changes
+        for (handle, route, _, reference), (read, sent) in zip(self._work, reads, strict=True):
+            rows = handle.owners.lookups.arranged(route, {name: next(received) for name in sent})
+            part = reference()
+            if part is not None:
+                part.arrive(rows, read)
 
 
 def read_ahead(module: Any, ids: Any) -> Ticket:
     """Return a ticket for the ids of one module, which has rows; of a table of several processes collective."""
     if is_read_together(module):
         return read_ahead_of([(module, ids)])[0]
+    return _ticket(module, ids, torch.is_grad_enabled() and module._handle.requires_grad)
+
+
+def _ticket(module: Any, ids: Any, training: bool) -> Ticket:
     handle: Handle = module._handle
     found = module._found(ids)
     rows, padding_idx = by_row(handle, *((ids, module.padding_idx) if found is None else (found.index, None)))
-    training = torch.is_grad_enabled() and handle.requires_grad
-    if isinstance(handle.id_space, VocabularyIds):
-        ticket: Ticket = VocabularyTicket(handle.id_space, rows, training)
-    else:
-        ticket = Ticket(handle, rows, padding_idx, training)
+    ticket = Ticket(handle, rows, padding_idx, training)
     ticket.found = found
     return ticket
 
@@ -144,7 +130,7 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
     All tables of a group on every process: in the order of `pairs`.
     """
     tickets: list[Ticket] = []
-    groups: dict[Exchange, tuple[list[Any], list[ShardTicket]]] = {}
+    groups: dict[Exchange, tuple[list[Any], list[FusedPart]]] = {}
     errors: dict[Exchange, Exception] = {}
     for module, ids in pairs:
         if not (module._has_rows() and is_read_together(module)):
@@ -152,21 +138,19 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
             continue
         handle: Handle = module._handle
         exchange = handle.owners.exchange
-        handles, some = groups.setdefault(exchange, ([], []))
+        handles, parts = groups.setdefault(exchange, ([], []))
         handles.append(handle)
         try:
-            found = module._found(ids)
-            rows, padding_idx = by_row(handle, *((ids, module.padding_idx) if found is None else (found.index, None)))
-            made = ShardTicket(handle, rows, padding_idx, handle.requires_grad)
-            made.found = found
+            ticket = _ticket(module, ids, handle.requires_grad)
+            ticket.part = FusedPart(ticket, handle.requires_grad)
         except Exception as error:
             errors.setdefault(exchange, error)
             continue
-        some.append(made)
-        tickets.append(made)
-    for exchange, (handles, some) in groups.items():
-        FusedLookups(exchange, handles, some, errors.get(exchange))
+        parts.append(ticket.part)
+        tickets.append(ticket)
+    for exchange, (handles, parts) in groups.items():
+        FusedLookups(exchange, handles, parts, errors.get(exchange))
     for ticket in tickets:
-        if isinstance(ticket, ShardTicket):
+        if ticket.part is not None:
             begin_to_wait(ticket)
     return tickets

@@ -20,8 +20,8 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import Ahead, begin_to_read, use
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim import Handle
-from speedtransfer.tables import UniqueRows, as_index
-from speedtransfer.vocabulary import NotedIds
+from speedtransfer.tables import UniqueRows, as_index, padded_unique, unique_rows
+from speedtransfer.vocabulary import NotedIds, as_ids
 
 # Tickets that no lookup has used yet.
 _open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
@@ -66,22 +66,44 @@ class FoundRows(NamedTuple):
 class Ticket:
     """Ids whose rows are being read ahead; a lookup takes it in the place of the ids, and finds it by the same ids.
 
+    With a vocabulary they are the rows that the ids have by now; the lookup finds or admits the others, and reads those.
+
     Attributes
     ----------
+    source : Tensor
+        A copy of the ids, int64 in their shape.
     shape : tuple of int
         Of the ids.
+    noted : NotedIds, optional
+        Ids of a vocabulary on a CUDA device, for the host.
+    part : FusedPart, optional
+        Its part of what several processes read together.
     """
 
-    _future: concurrent.futures.Future[Ahead | None] | None
+    _future: concurrent.futures.Future[Ahead | None] | None = None
     # What several features, or one, have made of the ids (`feature_ids.FeatureRows`); None: they are those of a table.
     found: Any = None
+    part: Any = None
 
     def __init__(self, handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> None:
-        rows, table = handle.rows, handle.table
-        flat, self.shape, _ = as_index(rows_in(ids), table.num_rows, table.device, check=False)
+        rows, table, id_space = handle.rows, handle.table, handle.id_space
+        # The caller may fill the memory of `ids` anew for the next batch.
+        self.source = _values(handle, ids).clone()
+        self.shape = tuple(self.source.shape)
         if table.device.type == "cuda":
             check_not_capturing("prefetch()", "read ahead before the capture, or leave it out")
-        self._note(handle, flat, ids, padding_idx)
+        # Ids on a CUDA device are known by their memory, which is kept so that it is not reused.
+        self._place, self._given = place_of(ids), ids
+        # Ids that were computed from the same since.
+        self._again: Tensor | None = None
+        self._asked = current_stream(table.device).record_event() if self.source.is_cuda else None
+        self._handle, self._rows, self._process, self._padding_idx = handle, rows, os.getpid(), padding_idx
+        self.noted = NotedIds(self.source.view(-1)) if id_space.come_and_go and self.source.is_cuda else None
+        self._version, ahead = id_space.version, id_space.rows_ahead(self.source)
+        self._ids = (self.source if ahead is None else ahead).view(-1)
+        if ahead is None:
+            begin_to_wait(self)
+            return  # those who know their rows find them when they are looked up
         if not handle.owners.has_whole:
             return  # other processes write rows, or have them
         if table.device.type == "cuda" and table.memory == "device":
@@ -92,20 +114,6 @@ class Ticket:
         self._future = begin_to_read(rows, self._ids, self.shape, padding_idx, planes, self._asked)
         begin_to_wait(self)
 
-    def _note(self, handle: Handle, flat: Tensor, ids: Any, padding_idx: int | None) -> None:
-        """Keep what a lookup finds it by."""
-        # The caller may fill the memory of `ids` anew for the next batch.
-        self._ids = flat.clone()
-        # Ids on a CUDA device are known by their memory, which is kept so that it is not reused.
-        self._place = place_of(ids)
-        self._given = ids
-        # Ids that were computed from the same since.
-        self._again: Tensor | None = None
-        self._asked = current_stream(handle.table.device).record_event() if self._ids.is_cuda else None
-        self._handle, self._rows, self._process = handle, handle.rows, os.getpid()
-        self._padding_idx = padding_idx
-        self._future = None
-
     def __del__(self) -> None:
         future = self.__dict__.get("_future")
         if future is not None:
@@ -113,7 +121,7 @@ class Ticket:
 
     @property
     def ids(self) -> Tensor:
-        """``(n,)`` int64, flat, for the current stream."""
+        """The rows that they had, ``(n,)`` int64, for the current stream."""
         if self._asked is not None:
             use([self._ids], self._asked)
         return self._ids
@@ -121,14 +129,13 @@ class Ticket:
     @property
     def is_waiting(self) -> bool:
         """Whether rows are read ahead for it that no lookup has used."""
-        return self._future is not None
+        return self._future is not None or self.part is not None
 
     def is_changed(self) -> bool:
         """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
-        if self._ids.is_cuda:
+        if self.source.is_cuda:
             return self._place is not None and self._place != place_of(self._given)
-        given = as_index(rows_in(self._given), self._handle.num_rows, self._rows.table.device, check=False)[0]
-        return not torch.equal(self._ids, given)
+        return not torch.equal(self.source, _values(self._handle, self._given))
 
     def check(self, handle: Handle) -> None:
         """Raise `InvalidValueError` unless it was made for the table of `handle`."""
@@ -145,7 +152,7 @@ class Ticket:
         padded : bool
             Whether its rows may be padded.
         ids : Tensor or Ticket
-            What it was found by.
+            What it was found by; with a vocabulary the rows that the ids have by now.
         padding_idx : int, optional
             Of the module that looks up: several may have one table.
         """
@@ -164,16 +171,28 @@ class Ticket:
         if ahead is None or (ahead.groups.known.length is not None and not padded):
             return None
         ahead.take()
-        if ahead.groups.known.length is not None and ids is not self:
+        return ahead if ids is self else self._of_rows(ahead, ids.detach().reshape(-1).to(torch.int64), padding_idx)
+
+    def _of_rows(self, ahead: Ahead, wanted: Tensor, padding_idx: int | None) -> Ahead | None:
+        """Return what was read for the rows (n,) that the ids have by now."""
+        table, id_space = self._rows.table, self._handle.id_space
+        if ahead.groups.known.length is not None:
+            if self._version != id_space.version:
+                return ahead.moved(self._rows, padded_unique(wanted, table.num_rows, spare=True))
             # Somebody may have written to their memory whom torch does not see. The host cannot look without waiting.
-            flat = ids.detach().reshape(-1).to(torch.int64)
-            self._rows.table.check(torch.where(flat == self.ids, flat, CHANGED_ID))
-        return ahead
+            table.check(torch.where(self.ids == wanted, wanted, CHANGED_ID))
+            return ahead
+        if not id_space.come_and_go or torch.equal(self.ids, wanted):
+            return ahead
+        # As `activate` finds them.
+        groups = unique_rows(wanted.cpu(), table.num_rows, wanted, padding_idx, grouped=table.device.type == "cuda")
+        return ahead.moved(self._rows, groups.to(table.device))
 
     def take(self, padding_idx: int | None) -> Any:
-        """Return what several processes have read for it, for the first who asks: nothing, unless it is a `ShardTicket`."""
+        """Return what several processes have read together for it, for the first who asks, as `FusedPart.take`."""
+        part, self.part = self.part, None
         self.forget()
-        return None
+        return None if part is None or padding_idx != self._padding_idx else part.take()
 
     def forget(self) -> None:
         """Let no lookup find it any more."""
@@ -183,13 +202,24 @@ class Ticket:
                 tickets.discard(self)
 
     def is_for(self, ids: Tensor) -> bool:
-        """Tell whether `ids` are those that it was made for."""
+        """Tell whether `ids` are those that it was made for; on a device, in the same memory, not written to since."""
         if self.shape != tuple(ids.shape) or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
             return False
-        if ids.is_cuda and self._rows.table.takes_padding:
-            return ids is self._again or (self._place is not None and self._place == place_of(ids))
+        by_value = not self._handle.id_space.come_and_go
+        if ids.is_cuda and (self._rows.table.takes_padding or not by_value):
+            place = place_of(ids)
+            return ids is self._again or (place is not None and place in (self._place, place_of(self.source)))
         # Rows that the host moves make it wait for the device anyway.
-        return self._ids.device == ids.device and torch.equal(self.ids, ids.reshape(-1).to(torch.int64))
+        known = self.ids if by_value else self.source.view(-1)
+        return known.device == ids.device and torch.equal(known, ids.reshape(-1).to(torch.int64))
+
+
+def _values(handle: Handle, ids: Any) -> Tensor:
+    """Return ids, or the rows in `FoundRows`, int64 in their shape, not checked."""
+    if handle.id_space.come_and_go:
+        return as_ids(ids)
+    flat, shape, _ = as_index(rows_in(ids), handle.num_rows, handle.table.device, check=False)
+    return flat.view(shape)
 
 
 def begin_to_wait(ticket: Ticket) -> None:
@@ -230,8 +260,11 @@ def by_row(handle: Handle, ids: Any, padding_idx: int | None) -> tuple[Any, int 
         An id has no row.
     """
     id_space = handle.id_space
-    if id_space.by_row or id_space.come_and_go or isinstance(ids, Ticket):
+    if id_space.by_row or isinstance(ids, Ticket):
         return ids, padding_idx
+    if id_space.come_and_go:
+        # A lookup finds, or admits, them.
+        return ids, id_space.padding_row(padding_idx)
     if isinstance(ids, UniqueRows):
         raise InvalidTypeError(
             f"{handle} looks {id_space.kind} up, but got UniqueRows, which are numbers of rows; pass the ids, or the ticket "

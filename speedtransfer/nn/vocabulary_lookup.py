@@ -13,10 +13,9 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, to_device
 from speedtransfer.engines import CHANGED_ID
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.nn.ahead import Ahead
-from speedtransfer.nn.ticket import FoundRows, Ticket, begin_to_wait, find_ticket, place_of
-from speedtransfer.optim import Handle, VocabularyIds
-from speedtransfer.tables import UniqueRows, padded_unique, unique_rows
+from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket
+from speedtransfer.optim import VocabularyIds
+from speedtransfer.tables import UniqueRows
 from speedtransfer.vocabulary import UNSEEN_ROW, NotedIds, as_ids
 
 
@@ -99,13 +98,13 @@ def find_rows(id_space: VocabularyIds, ids: Any, admit: bool, on_device: bool = 
 def _given(id_space: VocabularyIds, ids: Any) -> Tensor:
     """Return the ids of a lookup, int64; raise for anything else."""
     handle = id_space.handle
-    if isinstance(ids, VocabularyTicket):
+    if isinstance(ids, Ticket):
         ids.check(handle)
         ids = ids.source
-    elif isinstance(ids, UniqueRows | Ticket):
+    elif isinstance(ids, UniqueRows):
         raise InvalidTypeError(
-            f"{handle} has a vocabulary and looks ids up, but got {type(ids).__name__}, which are numbers of rows; pass the "
-            "ids, or the ticket of its own prefetch()"
+            f"{handle} has a vocabulary and looks ids up, but got UniqueRows, which are numbers of rows; pass the ids, or the "
+            "ticket of its own prefetch()"
         )
     if handle.table.device.type == "cuda":
         check_not_capturing(f"a lookup in {handle}, whose ids the host maps to rows,", "leave it out of the graph")
@@ -180,75 +179,6 @@ def _check_known(id_space: VocabularyIds, ids: np.ndarray) -> None:
             f"forward without gradients where they were unseen={id_space.vocabulary.unseen!r}; pass use_reentrant=False, or "
             "Vocabulary(unseen='initial')"
         )
-
-
-class VocabularyTicket(Ticket):
-    """A ticket for ids, of which the rows known by now are read ahead; the lookup finds or admits the others, and reads these.
-
-    Attributes
-    ----------
-    source : Tensor
-        The ids, in their shape.
-    noted : NotedIds, optional
-        The same for the host, of ids on a device.
-    """
-
-    def __init__(self, id_space: VocabularyIds, ids: Any, training: bool) -> None:
-        self._ids_given = ids
-        self.source = as_ids(ids).clone()
-        handle, vocabulary, padding_idx = id_space.handle, id_space.vocabulary, id_space.handle.padding_idx
-        flat, on_device = self.source.reshape(-1), self.source.is_cuda
-        self._place_of_ids, self._generation = place_of(ids), vocabulary.generation
-        self.noted = NotedIds(flat) if on_device else None
-        if id_space.owners.processes > 1:
-            # Their owners find them, when all look up.
-            self._wait_for_lookup(handle, flat, ids)
-            return
-        if not (on_device and handle.table.takes_padding):
-            rows = vocabulary.rows(self.source)
-            super().__init__(handle, rows.masked_fill_(rows < 0, UNSEEN_ROW), padding_idx, training)
-            return
-        found = vocabulary.find_on_device(flat, counted=False)
-        if found is not None:
-            super().__init__(handle, found.view(self.source.shape), padding_idx, training)
-            return
-        # The host is to map them, once they are there.
-        self._wait_for_lookup(handle, flat, ids)
-
-    def _wait_for_lookup(self, handle: Handle, flat: Tensor, ids: Any) -> None:
-        """Read no rows ahead."""
-        self.shape = tuple(self.source.shape)
-        self._note(handle, flat, ids, handle.padding_idx)
-        begin_to_wait(self)
-
-    def is_for(self, ids: Tensor) -> bool:
-        """Tell whether `ids`, int64, are those that it was made for; on a device, in the same memory, not written to since."""
-        if not ids.is_cuda:
-            return not self.source.is_cuda and torch.equal(ids, self.source)
-        place = place_of(ids)
-        return place is not None and place in (self._place_of_ids, place_of(self.source))
-
-    def wait(self, padded: bool, ids: Any, padding_idx: int | None) -> Ahead | None:
-        """Return what was read, as `Ticket.wait`, for the rows `ids` that the ids have by now."""
-        known, ahead = self.ids, super().wait(padded, self, padding_idx)
-        wanted, table = ids.reshape(-1), self._rows.table
-        if ahead is not None and ahead.groups.known.length is not None:
-            if self._generation != self._handle.id_space.vocabulary.generation:
-                return ahead.moved(self._rows, padded_unique(wanted, table.num_rows, spare=True))
-            # As in `Ticket.wait`.
-            table.check(torch.where(known == wanted, known, CHANGED_ID))
-            return ahead
-        if ahead is None or torch.equal(known, wanted):
-            return ahead
-        # As `activate` finds them.
-        groups = unique_rows(wanted.cpu(), table.num_rows, ids, padding_idx, grouped=table.device.type == "cuda")
-        return ahead.moved(self._rows, groups.to(table.device))
-
-    def is_changed(self) -> bool:
-        """Tell whether the ids that it was made for have other values by now, as far as the host can see."""
-        if self.source.is_cuda:
-            return self._place_of_ids is not None and self._place_of_ids != place_of(self._ids_given)
-        return not torch.equal(self.source, as_ids(self._ids_given))
 
 
 def refuse_without_rows(handle: Any) -> None:

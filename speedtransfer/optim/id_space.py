@@ -26,8 +26,9 @@ class IdSpace:
     come_and_go: ClassVar[bool] = False
     # For messages.
     kind: ClassVar[str] = "row numbers"
-    # What gives ids their rows.
+    # What gives ids their rows; grows whenever one gets or loses a row.
     vocabulary: Any = None
+    version: int = 0
 
     def find(self, ids: Any) -> Tensor:
         """Return the numbers of the rows of ids, in their shape, on any device; asked in each lookup unless ids are `by_row`.
@@ -40,6 +41,10 @@ class IdSpace:
             An id has no row.
         """
         raise NotImplementedError
+
+    def rows_ahead(self, ids: Tensor) -> Tensor | None:
+        """Return the rows that ids, int64, have by now, in their shape, to be read ahead; None: a lookup will find them."""
+        return ids
 
     def padding_row(self, padding_idx: int | None) -> int | None:
         """Return the row of padding in the whole table, where that of the module is `padding_idx`."""

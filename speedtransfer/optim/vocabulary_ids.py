@@ -140,6 +140,22 @@ class VocabularyIds(IdSpace):
 
     # --- lookups ----------------------------------------------------------------------------------------------------------
 
+    @property
+    def version(self) -> int:  # type: ignore[override]
+        """Grows whenever an id gets or loses a row."""
+        return self.vocabulary.generation
+
+    def rows_ahead(self, ids: Tensor) -> Tensor | None:  # noqa: D102
+        if self.owners.processes > 1:
+            # Their owners find them, when all look up.
+            return None
+        if ids.is_cuda and self._of.table.takes_padding:
+            # None: the host is to map them, once they are there.
+            found = self.vocabulary.find_on_device(ids.view(-1), counted=False)
+            return None if found is None else found.view(ids.shape)
+        rows = self.vocabulary.rows(ids)
+        return rows.masked_fill_(rows < 0, UNSEEN_ROW)
+
     def stamp(self, num_missed: int = 0) -> Stamp:  # noqa: D102
         return Stamp(self.vocabulary.generation, self._of.num_rows, self.vocabulary.clock, num_missed)
 
