@@ -119,7 +119,7 @@ def test_rows_that_are_reset_are_stored_as_new_ones_and_others_as_ever(idle: str
 def test_planes_that_start_from_the_weights_do_so_as_these_are_stored() -> None:
     rows = Rows(st.Table(4, 8, torch.int8, "pageable"), torch.int8)
     rows.add("average", (8,), torch.float32, None)
-    rows.reset(torch.tensor([2]), torch.randn(1, 8))
+    rows.reset(torch.tensor([2]), 1 + torch.rand(1, 8))
     assert torch.equal(rows.whole("average"), rows.whole("weight"))
     assert rows.whole("average")[2].ne(0).all()
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from speedtransfer.errors import InvalidTypeError, RowIndexError, check_size, suggest
 from speedtransfer.nn.active import activate, rows_of
 from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, in_table, keys_of
-from speedtransfer.nn.feature_weight import FeatureHandle
+from speedtransfer.nn.feature_view import FeatureView
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up, new_key
@@ -195,9 +195,9 @@ class Feature(nn.Embedding, VocabularyModule):
                 "Vocabulary(initial=...)) with the ids that its vocabulary_ids() returns"
             )
 
-    def _rows(self) -> FeatureHandle | None:
+    def _rows(self) -> FeatureView | None:
         handle = self.handle()
-        return None if handle is None else FeatureHandle(handle, self.start, self.stop, self.number, self.name)
+        return None if handle is None else FeatureView(handle, self.start, self.stop, self.number, self.name)
 
     def _has_rows(self) -> bool:
         return self.handle() is not None

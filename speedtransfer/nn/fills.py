@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.nn import init
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special
-from speedtransfer.optim import Handle, Sharded, VocabularyIds
+from speedtransfer.optim import Sharded, VocabularyIds
 from speedtransfer.vocabulary.initial import FARTHEST
 
 # What rows of a vocabulary begin with after a call: the kind of value, and the arguments that have its numbers.
@@ -38,11 +37,9 @@ _CHANGES = "zero_ fill_ mul_ div_ add_ sub_ clamp_ clamp_min_ clamp_max_ erfinv_
 
 def _kinds(weight: Any) -> tuple[VocabularyIds | None, Sharded | None]:
     """Return the ids and the owners of the rows of a weight, where these are those of a vocabulary, or several."""
-    handle: Any = handle_of(weight) if isinstance(weight, TableWeight | WeightData) else None
-    if isinstance(handle, FeatureHandle):
-        handle = handle.handle
-    if not isinstance(handle, Handle):
+    if not isinstance(weight, TableWeight | WeightData):
         return None, None
+    handle = handle_of(weight).of
     ids, owners = handle.id_space, handle.owners
     return ids if isinstance(ids, VocabularyIds) else None, owners if isinstance(owners, Sharded) else None
 
@@ -50,7 +47,7 @@ def _kinds(weight: Any) -> tuple[VocabularyIds | None, Sharded | None]:
 def _part(weight: Any) -> tuple[int, int]:
     """Return the first row of the table that the weight has, and the one after its last."""
     handle = handle_of(weight)
-    return (handle.start, handle.stop) if isinstance(handle, FeatureHandle) else (0, handle.num_rows)
+    return handle.start, handle.stop
 
 
 def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:

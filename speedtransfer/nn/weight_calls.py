@@ -126,7 +126,7 @@ def _hooked(func: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(weight: Any, *args: Any, **kwargs: Any) -> Any:
         handle = handle_of(weight)
-        if not isinstance(handle, Handle):
+        if handle.is_part:
             raise InvalidTypeError(
                 f"{handle} is part of one parameter, whose hooks get the gradient of all features at once; register the hook "
                 "on the weight of the MultiEmbedding"
@@ -164,7 +164,7 @@ def _own_view(weight: Any, other: Any) -> Any:
     if other is not weight or not isinstance(weight, TableWeight) or not torch.is_grad_enabled():
         return NotImplemented
     handle = handle_of(weight)
-    if not isinstance(handle, Handle) or not handle.requires_grad:
+    if handle.is_part or not handle.requires_grad:
         return NotImplemented
     handle.views.know_node()
     made = handle.whole_in_graph()
@@ -176,7 +176,7 @@ def _own_view(weight: Any, other: Any) -> Any:
 
 def has_table(weight: Any) -> bool:
     """Tell whether `weight` is that of a whole table, or its data."""
-    return isinstance(weight, TableWeight | WeightData) and isinstance(handle_of(weight), Handle)
+    return isinstance(weight, TableWeight | WeightData) and not handle_of(weight).is_part
 
 
 def activated(
@@ -255,7 +255,7 @@ def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
     wanted = [inputs] if isinstance(inputs, Tensor) else list(inputs)
     for weight in wanted:
         handle = handle_of(weight) if isinstance(weight, TableWeight) else None
-        if isinstance(handle, Handle) and not handle.owners.has_whole:
+        if handle is not None and not handle.of.owners.has_whole:
             raise InvalidValueError(
                 f"torch.autograd.grad was asked for the gradient of {handle}, but its rows are owned by "
                 "several processes, which bring their gradients together at the end of backward(); call "

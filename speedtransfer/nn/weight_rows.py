@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.nn.feature_weight import FeatureHandle
 from speedtransfer.nn.weight import TableWeight, WeightData, handle_of, special, with_copy, with_whole
 from speedtransfer.nn.weight_calls import activated, check_named_by_row, embedding, has_table, in_transform
 from speedtransfer.optim import Handle
@@ -123,8 +122,7 @@ def _without_gradients(
             return with_whole(func, (weight, *args), {}, ids)
         finally:
             handle.note_use(ids, version)
-    if isinstance(handle, FeatureHandle):
-        handle, ids = handle.handle, ids + handle.start
+    handle, ids = handle.of, ids + handle.start
     if not handle.is_whole:
         return NotImplemented
     handle.step.recover()
@@ -145,8 +143,8 @@ def _rows_at(weight: Any, index: Any) -> Any:
     handle, trains = handle_of(weight), _trains(weight)
     rows = isinstance(first, Tensor) and first.dtype in (torch.int64, torch.int32) and first.dim() > 0
     rows = rows or (isinstance(first, list) and bool(first) and all(type(i) is int for i in first))
-    if (rows or type(first) is int) and isinstance(handle, Handle):
-        check_named_by_row(handle)
+    if rows or type(first) is int:
+        check_named_by_row(handle.of)
     # With others, indices are broadcast with one another.
     if rows and has_table(weight) and all(isinstance(part, slice) for part in rest):
         ids = torch.as_tensor(first)
@@ -158,7 +156,7 @@ def _rows_at(weight: Any, index: Any) -> Any:
     if not trains:
         within = () if named is None else ((named.within, *rest),)
         return _without_gradients(Tensor.__getitem__, weight, named, (index,), within)
-    if named is None or not has_table(weight) or (isinstance(handle, Handle) and handle.id_space.come_and_go):
+    if named is None or not has_table(weight) or handle.id_space.come_and_go:
         return NotImplemented
     active = activated(
         weight, UniqueRows(named.ids, torch.arange(len(named.ids), device=named.ids.device)), None, None, 2.0

@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -304,7 +304,21 @@ class Handle:
         """Return all rows as text, or what there is of them here."""
         return self.owners.shown()
 
-    # --- what the weight asks, of this or of the handle of a feature (`nn.feature_weight`) ---------------------------------
+    # --- what a weight asks, of this or of a view of some of the rows (`nn.feature_view`) ----------------------------------
+
+    # Whether the weight is a part of that of another handle, from row `start` on.
+    is_part: ClassVar[bool] = False
+    start: ClassVar[int] = 0
+
+    @property
+    def stop(self) -> int:
+        """The row after the last of the weight."""
+        return self.num_rows
+
+    @property
+    def of(self) -> Handle:
+        """The handle that optimizers step with."""
+        return self
 
     def whole(self, ids: Tensor | None = None) -> Tensor:
         """Return all rows, as `Views.whole`."""

@@ -19,14 +19,24 @@ from speedtransfer.rows import Rows
 from speedtransfer.tables import Table
 
 
-class FeatureHandle:
-    """What `TableWeight` and `WeightData` need of a :class:`Handle`, for the rows from `start` to `stop` of its table.
+class FeatureView:
+    """What a weight asks a :class:`Handle`, for the rows from `start` to `stop` of the weight that is the handle's.
 
     Optimizers cannot step with it: anything else that they ask a handle for raises.
+
+    Parameters
+    ----------
+    of : Handle
+    start, stop : int
+    number : int
+        Of the feature.
+    name : str
     """
 
-    def __init__(self, handle: Handle, start: int, stop: int, number: int, name: str) -> None:
-        self.handle, self.start, self.stop, self.number, self.name = handle, start, stop, number, name
+    is_part = True
+
+    def __init__(self, of: Handle, start: int, stop: int, number: int, name: str) -> None:
+        self.of, self.start, self.stop, self.number, self.name = of, start, stop, number, name
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
 
     def weight(self) -> nn.Parameter:
@@ -44,17 +54,17 @@ class FeatureHandle:
     @property
     def path(self) -> str:
         """The name of the feature in the model, where known."""
-        return str(self.handle).removesuffix("weight") + self.name
+        return str(self.of).removesuffix("weight") + self.name
 
     @property
     def rows(self) -> Rows:
         """The rows of all features, for their dtype."""
-        return self.handle.rows
+        return self.of.rows
 
     @property
     def table(self) -> Table:
         """The table with the rows of all features."""
-        return self.handle.table
+        return self.of.table
 
     @property
     def num_rows(self) -> int:
@@ -64,28 +74,28 @@ class FeatureHandle:
     @property
     def aliased(self) -> bool:
         """Whether a tensor on the compute device can alias the rows."""
-        return self.handle.aliased
+        return self.of.aliased
 
     @property
     def requires_grad(self) -> bool:
         """Whether the rows of all features are trained."""
-        return self.handle.requires_grad
+        return self.of.requires_grad
 
     @requires_grad.setter
     def requires_grad(self, requires_grad: bool) -> None:
-        if requires_grad != self.handle.requires_grad:
+        if requires_grad != self.of.requires_grad:
             raise InvalidValueError(
-                f"{self} is part of the parameter {self.handle}, which is frozen and trained as a whole; leave this feature "
+                f"{self} is part of the parameter {self.of}, which is frozen and trained as a whole; leave this feature "
                 "out of the MultiEmbedding, or use requires_grad_ of all"
             )
 
     def placeholder(self) -> Tensor:
         """Return what stands for the rows in the parameter, as `Handle.placeholder`."""
-        return self.handle.placeholder()[self.start : self.stop]
+        return self.of.placeholder()[self.start : self.stop]
 
     def whole(self, ids: Tensor | None = None) -> Tensor:
         """Return the rows, caught up, ``(n, dim)`` on the compute device, as `Handle.whole` of all features."""
-        handle = self.handle
+        handle = self.of
         if ids is not None and self.aliased:
             return handle.whole(ids + self.start)[self.start : self.stop]
         handle.step.recover()
@@ -103,22 +113,22 @@ class FeatureHandle:
 
     def note_use(self, ids: Tensor, version: int) -> None:
         """Note a use of the rows `ids`, as `Handle.note_use`."""
-        self.handle.note_use(ids + self.start, version)
+        self.of.note_use(ids + self.start, version)
 
     def whole_in_graph(self) -> Tensor:
         """Return the rows as what a graph made of the weight of all features; backward deposits their gradient."""
         with torch.inference_mode(False):
             rows = self.whole().detach()
         ids = torch.arange(self.start, self.stop, device=rows.device)
-        return self.handle.views.join(rows, ids, self._deposit, lambda: 1 << self.number)
+        return self.of.views.join(rows, ids, self._deposit, lambda: 1 << self.number)
 
     def receive(self, grad: Tensor) -> None:
         """Deposit what has reached the node of the weight of the feature in the graph: the gradient of all its rows."""
         self._deposit(grad, 1 << self.number)
 
     def _deposit(self, grad: Tensor, features: int | None) -> None:
-        ids, rows, _ = rows_of(self.handle, grad.detach())
-        self.handle.pending.deposit(ids + self.start, rows, whole=True, features=features)
+        ids, rows, _ = rows_of(self.of, grad.detach())
+        self.of.pending.deposit(ids + self.start, rows, whole=True, features=features)
 
     def gradient(self) -> Tensor | None:
         """Return the gradient of the rows, over the memory of that of all; None where nothing came to this feature."""
@@ -130,12 +140,12 @@ class FeatureHandle:
 
     def _own_gradient(self) -> Any:
         """Return the gradient of all rows if this feature has one."""
-        if not self.handle.owners.has_whole:
+        if not self.of.owners.has_whole:
             raise InvalidTypeError(
-                f"{self} is part of {self.handle}, whose rows several processes own, each with their gradient; use the "
+                f"{self} is part of {self.of}, whose rows several processes own, each with their gradient; use the "
                 "gradient of the MultiEmbedding"
             )
-        whole, features = self.handle.gradient(), self.handle.features
+        whole, features = self.of.gradient(), self.of.features
         if whole is None or features is None or not features.touched >> self.number & 1:
             return None
         return whole.trim()  # type: ignore[attr-defined]
@@ -149,44 +159,44 @@ class FeatureHandle:
             return
         raise InvalidTypeError(
             f"the gradient of {self} would become one of all its rows, which may be written to; use a copy "
-            f"(weight.grad.to_dense()), or the gradient of {self.handle}"
+            f"(weight.grad.to_dense()), or the gradient of {self.of}"
         )
 
     def assign_gradient(self, grad: Tensor | None) -> None:
         """Set the gradient of the rows to None, that of other features stays; raise for another."""
         if grad is not None and grad is not self.gradient():
             raise InvalidTypeError(
-                f"{self} is part of one parameter, {self.handle}, and is assigned a gradient of its own; change weight.grad "
+                f"{self} is part of one parameter, {self.of}, and is assigned a gradient of its own; change weight.grad "
                 "in place, or assign that of the MultiEmbedding"
             )
         whole = self._own_gradient() if grad is None else None
         if whole is not None:
-            assert self.handle.features is not None
+            assert self.of.features is not None
             at, ids, rows = self._at(whole.ids), whole.ids, whole.rows
-            others = self.handle.features.touched & ~(1 << self.number)
-            self.handle.step.recover()
+            others = self.of.features.touched & ~(1 << self.number)
+            self.of.step.recover()
             if not others:
-                self.handle.pending.clear()
+                self.of.pending.clear()
                 return
             ids, rows = (torch.cat([part[: at.start], part[at.stop :]]) for part in (ids, rows))
-            self.handle.pending.set_gradient(ids, rows)
-            self.handle.features.touched = others
+            self.of.pending.set_gradient(ids, rows)
+            self.of.features.touched = others
 
     def store(self, values: Tensor) -> None:
         """Set the rows to `values`, ``(n, dim)``, and keep the state of the optimizer."""
-        self.handle.rows.catch_up()
-        self.handle.table.wait()
-        self.handle.load(values.detach(), self.start)
+        self.of.rows.catch_up()
+        self.of.table.wait()
+        self.of.load(values.detach(), self.start)
 
     def set_whole(self, values: Tensor) -> None:
         """Set the rows to a copy of `values`, ``(n, dim)``."""
-        shape = self.stop - self.start, self.handle.table.dim
+        shape = self.stop - self.start, self.of.table.dim
         if tuple(values.shape) != shape:
             raise InvalidValueError(
                 f"{self} is {shape} but the values assigned are {tuple(values.shape)}; make a new MultiEmbedding for another "
                 "number of rows"
             )
-        self.handle.step.recover()
+        self.of.step.recover()
         self.store(values)
 
     def track_alias(self, alias: Tensor) -> Tensor:
@@ -197,17 +207,17 @@ class FeatureHandle:
         if name.startswith("__"):
             raise AttributeError(name)
         raise InvalidTypeError(
-            f"{self} is part of one parameter, {self.handle}, and has no gradient and no optimizer of its own; give the "
+            f"{self} is part of one parameter, {self.of}, and has no gradient and no optimizer of its own; give the "
             "optimizer, or whatever reads gradients, the parameters() of the MultiEmbedding or of the model"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Handle:
         """Copy the rows to a table of their own."""
-        memory: Any = "pageable" if self.handle.table.device.type == "cpu" else "device"
+        memory: Any = "pageable" if self.of.table.device.type == "cpu" else "device"
         values = self.whole().detach().clone()
-        made = Table.from_array(values, memory, device=self.handle.table.device, copy=False)
-        memo[id(self)] = copied = Handle(made, self.requires_grad, self.handle.idle)
-        copied.sparse = self.handle.sparse
+        made = Table.from_array(values, memory, device=self.of.table.device, copy=False)
+        memo[id(self)] = copied = Handle(made, self.requires_grad, self.of.idle)
+        copied.sparse = self.of.sparse
         return copied
 
     def __reduce__(self) -> Any:
