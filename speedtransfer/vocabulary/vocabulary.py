@@ -57,7 +57,7 @@ class Vocabulary(Room):
     seed : int, optional
         By default ``torch.initial_seed()`` as it is now.
     half_life : float
-        Of counts of uses, in steps (with a timedelta in microseconds).
+        Steps after which a count of uses has halved (microseconds if `evict` is a timedelta).
     on_evict : callable, optional
         Called with ids, ``(n,)`` int64, and their weights, ``(n, dim)``, before their rows are taken. If it raises they stay.
     deferred : bool
