@@ -43,7 +43,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinx_inline_tabs",
 ]
-exclude_patterns = ["_build", "notebooks/README.md"]
+exclude_patterns = ["_build", "jupyter_execute", "notebooks/README.md"]
 
 # --- pages --------------------------------------------------------------------------------------------------------------
 
