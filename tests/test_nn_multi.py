@@ -538,7 +538,6 @@ class TestModule:
             (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(60, DIM))), "assign one of that shape"),
             (lambda m: torch.jit.script(m), "to_dense"),
             (lambda m: torch.jit.trace(m, next(batches(1))), "to_dense"),
-            (lambda m: st.MultiEmbedding([3], 2, device="meta"), "meta device"),
             (
                 lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=[1]),
                 r"features \['0'\] but num_embeddings of \['0', '1'\]",

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.errors import InvalidTypeError, RowIndexError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, check_size, suggest
 from speedtransfer.nn.active import activate, rows_of
-from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, in_table, keys_of
+from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, in_table, keys_of, read_ids
 from speedtransfer.nn.feature_view import FeatureView
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup import frozen_lookup, lookup
@@ -25,7 +25,6 @@ from speedtransfer.nn.vocabulary_lookup import refuse_without_rows, without_rows
 from speedtransfer.nn.vocabulary_module import VocabularyModule
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
-from speedtransfer.tables import as_index
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 
 
@@ -36,8 +35,8 @@ class Feature(nn.Embedding, VocabularyModule):
     ----------
     multi : MultiEmbedding
         The module that has the parameter.
-    name : str
-        Of the feature.
+    name, number : str, int
+        Of the feature; its number is that of its bit where features are told apart.
     start, num_embeddings : int
         Its first row in the table, and how many it has. With a vocabulary the key of its id 0, and how many ids there is room
         for at first.
@@ -47,8 +46,6 @@ class Feature(nn.Embedding, VocabularyModule):
         Of the vocabulary.
     """
 
-    # Among the features; the MultiEmbedding sets it.
-    number = -1
     # Not annotated, which torch.jit would read before it is refused.
     _keys = None  # type: FeatureKeys | None
 
@@ -56,6 +53,7 @@ class Feature(nn.Embedding, VocabularyModule):
         self,
         multi: Any,
         name: str,
+        number: int,
         start: int,
         num_embeddings: int,
         padding_idx: int | None,
@@ -64,7 +62,7 @@ class Feature(nn.Embedding, VocabularyModule):
         nn.Module.__init__(self)
         self._key = new_key(self)
         # Not the module itself, which has this one: a cycle would keep the table until the next gc.
-        self._shared_parameters, self.name, self.start = multi._parameters, name, start
+        self._shared_parameters, self.name, self.number, self.start = multi._parameters, name, number, start
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, multi.embedding_dim, padding_idx
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
         self.scale_grad_by_freq, self.sparse, self._keys = multi.scale_grad_by_freq, multi.sparse, keys
@@ -103,6 +101,11 @@ class Feature(nn.Embedding, VocabularyModule):
     @unrecorded
     def prefetch(self, ids: Any) -> Ticket:
         """Begin to read the rows of `ids`, and return a ticket for this feature, as :meth:`MultiEmbedding.prefetch`."""
+        if self._whole().is_meta:
+            raise InvalidValueError(
+                f"feature {self.name!r} is on the meta device and has no rows yet; give the MultiEmbedding some: "
+                "to_empty(device=...), load_state_dict(..., assign=True)"
+            )
         if not self._has_rows():
             raise InvalidTypeError(
                 f"the weight that feature {self.name!r} is part of was swapped from outside (functional_call), so there are "
@@ -130,7 +133,7 @@ class Feature(nn.Embedding, VocabularyModule):
             if bad is not None:
                 raise self.out_of_range(int(flat[bad]), bad, given.shape)
             return FeatureRows(keys_of(given, self.start, self.padding_idx), None, number=self.number)
-        flat, shape, _ = as_index(ids, 0, device_of(self._whole() if weight is None else weight), check=False)
+        flat, shape = read_ids(ids, device_of(self._whole() if weight is None else weight))
         bad = first_beyond(flat, self.num_embeddings)
         if bad is not None:
             raise self.out_of_range(int(flat[bad]), bad, shape)
@@ -265,9 +268,11 @@ class Feature(nn.Embedding, VocabularyModule):
         handle = self.handle()
         if handle is not None:
             handle.step.recover()
-        empty = torch.empty(1, 1, dtype=weight.dtype, device="cpu")
+        # On the meta device torch says that nothing is loaded.
+        empty = torch.empty(1, 1, dtype=weight.dtype, device="meta" if weight.is_meta else "cpu")
         whole = nn.Parameter(empty.expand(self.num_embeddings, self.embedding_dim), requires_grad=False)
-        receive(whole, self.load)
+        if not weight.is_meta:
+            receive(whole, self.load)
         local_metadata = {**local_metadata, "assign_to_params_buffers": False}
         with with_weight(self, whole) as double:
             super(Feature, double)._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
@@ -333,7 +338,8 @@ def find(module: Any, weight: Any, ids: Any, by_hand: bool = False) -> FeatureRo
     """
     handle: Any = find_handle(weight)
     if module._keys is not None and (handle is None or in_transform()):
-        raise without_rows("a weight that was replaced" if handle is None else handle)
+        about = "a weight on the meta device" if weight.is_meta else "a weight that was replaced"
+        raise without_rows(about if handle is None else handle)
     try:
         found: FeatureRows = module._found(ids, weight)
         return found

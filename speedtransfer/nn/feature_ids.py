@@ -130,7 +130,7 @@ class FeatureIds:
     def _read(self, ids: Any, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
         """Return ids as a 1-D int64 tensor, not checked, and their shape."""
         if self._keys is None:
-            return as_index(ids, 0, device, check=False)[:2]
+            return read_ids(ids, device)
         given = as_ids(ids)
         return given.reshape(-1), tuple(given.shape)
 
@@ -168,6 +168,14 @@ def found_by(ticket: Ticket, number: int | None = None) -> FeatureRows:
         )
     found: FeatureRows = ticket.found
     return found._replace(index=ticket)
+
+
+def read_ids(ids: Any, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    """Return ids for rows on `device` as a 1-D int64 tensor, not checked, and their shape."""
+    if device.type == "meta" and isinstance(ids, Tensor) and ids.is_meta:
+        # As torch.nn does to find shapes.
+        return ids.reshape(-1).to(torch.int64), tuple(ids.shape)
+    return as_index(ids, 0, device, check=False)[:2]
 
 
 def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:

@@ -116,7 +116,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         for number, (name, size) in enumerate(sizes.items()):
             size = check_size(size, f"num_embeddings of feature {name!r}")
             start = self.num_embeddings if self._keys is None else self._keys.start(number + 1)
-            self.add_module(name, Feature(self, name, start, size, paddings[name], self._keys))
+            # 0 is no feature's of a vocabulary.
+            place = number + (self._keys is not None)
+            self.add_module(name, Feature(self, name, place, start, size, paddings[name], self._keys))
             self.num_embeddings += size
         self._feature_ids = FeatureIds(self._modules, self._keys)
         self._set_up(_weight, _freeze, device, dtype, options)
@@ -206,6 +208,8 @@ class MultiEmbedding(FeatureModules, TableModule):
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
+        if self._is_waiting():
+            raise self._without_rows("")
         found = find(self, self.weight, ids, by_hand=True)
         if self._keys is None or not self._has_rows():
             active: ActiveRows = super().activate(known_again(self._handle, found.index))
@@ -277,29 +281,27 @@ class MultiEmbedding(FeatureModules, TableModule):
         if self._keys is not None:
             handle.id_space.vocabulary.features = tuple(self._modules)
         handle.features = self._features()
-        for number, feature in enumerate(self.values()):
-            # 0 is no feature's of a vocabulary.
-            feature.number = number + (self._keys is not None)
 
     def _features(self) -> Features:
         if self._keys is not None:
             return Features(["", *self._modules], [], self._handle.id_space)
         return Features(list(self._modules), [feature.start for feature in self.values()], self._handle.id_space)
 
-    def _wait(self, weight: nn.Parameter, options: TableOptions) -> None:
-        raise InvalidValueError(
-            "a MultiEmbedding cannot be on the meta device; make it on the device that it is for, and leave it there"
-        )
-
     def _take_weight(self, param: nn.Parameter) -> None:
-        shape = self.num_embeddings, self.embedding_dim
+        shape, handle = (self.num_embeddings, self.embedding_dim), self.__dict__.get("_handle")
         if tuple(param.shape) != shape:
             raise InvalidValueError(
-                f"{self._handle} is {shape} but the weight assigned is {tuple(param.shape)}; assign one of that shape"
+                f"{handle or 'this MultiEmbedding'} is {shape} but the weight assigned is {tuple(param.shape)}; assign one of "
+                "that shape"
             )
         other = find_handle(param)
+        if other is not None and handle is None:
+            raise InvalidValueError(
+                f"this MultiEmbedding is on the meta device and is given {other}, the weight of another; make it of its own "
+                "rows (to_empty), and then share the weight"
+            )
         if other is not None:
-            check_alike(self._handle, self._features(), other.features)
+            check_alike(handle, self._features(), other.features)
         super()._take_weight(param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MultiEmbedding:
@@ -312,8 +314,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         if with_placeholders() or self._keys is not None:
             super()._save_to_state_dict(destination, prefix, keep_vars)
             return
-        self._name_table(prefix)
-        self._check_has_all_rows()
+        if self._has_rows():
+            self._name_table(prefix)
+            self._check_has_all_rows()
         with with_weight(self, None) as double:
             nn.Module._save_to_state_dict(double, destination, prefix, keep_vars)
 
@@ -321,8 +324,29 @@ class MultiEmbedding(FeatureModules, TableModule):
         if with_placeholders() or self._keys is not None:
             super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
             return
+        if self._is_waiting() and local_metadata.get("assign_to_params_buffers"):
+            self._begin_with(state_dict, prefix, rest[-1])
         with with_weight(self, None) as double:
             nn.Module._load_from_state_dict(double, state_dict, prefix, local_metadata, *rest)
+
+    def _begin_with(self, state_dict: Any, prefix: str, errors: list[str]) -> None:
+        """Make the table where the rows to load are, ``assign=True``; the features load theirs then."""
+        given = {name: state_dict.get(f"{prefix}{name}.weight") for name in self._modules}
+        there = [each for each in given.values() if isinstance(each, Tensor) and not each.is_meta]
+        if not there:
+            return
+        fits = len(there) == len(given) and all(
+            each.shape == (feature.num_embeddings, self.embedding_dim)
+            for each, feature in zip(there, self.values(), strict=True)
+        )
+        if fits and len({(each.device, each.dtype) for each in there}) == 1:
+            trained = self.weight.requires_grad
+            self._end_wait(None, nn.Parameter(there[0].new_empty(0), requires_grad=trained))
+            return
+        errors.append(
+            f"the features of {prefix[:-1] or 'this MultiEmbedding'}, on the meta device, are given rows of other shapes, of "
+            "several dtypes or devices, or of some features alone; give those of all, or call to_empty(device=...) first"
+        )
 
 
 class _Parts(torch.autograd.Function):

@@ -272,8 +272,8 @@ class Room(Owned):
                 "first"
             )
         return (
-            f"{about}, and evict={self.evict!r} found {lack} rows too few to evict, as rows of batches whose optimizer step has "
-            "not run stay; pass a larger max_capacity, or call optimizer.step() and zero_grad() more often"
+            f"{about}, and evict={self.evict!r} found {lack} rows too few to evict, as rows of batches whose optimizer step "
+            "has not run stay; pass a larger max_capacity, or call optimizer.step() and zero_grad() more often"
         )
 
     def _take_from_ids(self, rows: np.ndarray, archive: bool = True) -> None:
