@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 
 import pytest
 import torch
@@ -297,6 +298,21 @@ def test_memory_of_a_table_in_a_process_of_its_own():
     planes = PLANES["AdamW"] * 50_000 * ROW_BYTES
     assert planes <= taken["host_bytes"] <= planes + memory._BUFFERS_BYTES
     assert taken["device_bytes"] == 0
+
+
+def test_a_process_of_its_own_leaves_the_fork_server_to_the_program(monkeypatch):
+    """What that loads is one list for all processes of the program."""
+    asked = []
+    monkeypatch.setattr(
+        "multiprocessing.context.BaseContext.set_forkserver_preload", lambda *names: asked.append(names)
+    )
+    assert memory.in_process(dict, {"host_bytes": 1}) == {"host_bytes": 1}
+    assert not asked
+
+
+def test_a_process_that_is_killed():
+    with pytest.raises(HostMemoryError, match="the process that trains it ended before it was done"):
+        memory.in_process(os._exit, 9)
 
 
 def test_a_table_without_room():

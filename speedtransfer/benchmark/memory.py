@@ -8,7 +8,8 @@ import functools
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ class _Process:
 
 def measured(contender: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
     """Measure ``{"host_bytes": ..., "device_bytes": ...}`` of a table in its own process."""
-    return in_process(_child, contender, optimizer, rows, device, cuda=device.type == "cuda")
+    return in_process(_child, contender, optimizer, rows, device)
 
 
 # --- the process --------------------------------------------------------------------------------------------------------
@@ -136,46 +137,25 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
     return emb
 
 
-def in_process(function: Callable[..., dict[str, Any]], *arguments: Any, cuda: bool = False) -> dict[str, Any]:
-    """Return ``function(*arguments)``, called in its own process; with `cuda` a new one, as CUDA does not survive a fork.
+def in_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
+    """Return ``function(*arguments)``, called in a new process.
 
     Raises
     ------
     HostMemoryError
         The process failed, or the system has killed it for its memory.
     """
-    fork = not cuda and "forkserver" in multiprocessing.get_all_start_methods()
-    context: Any = multiprocessing.get_context("forkserver" if fork else "spawn")
-    if fork:
-        # The first optimizer of a process imports torch._dynamo, which takes more than a second.
-        context.set_forkserver_preload(["torch", "torch._dynamo", function.__module__])
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(theirs, function, arguments), daemon=True)
-    process.start()
-    theirs.close()
     try:
-        answer = ours.recv()
-    except EOFError:
-        process.join()
-        raise HostMemoryError(f"the process that trains it ended with code {process.exitcode}") from None
-    finally:
-        ours.close()
-        process.kill()
-        process.join()
-    if isinstance(answer, str):
-        raise HostMemoryError(f"the process that trains it failed: {answer}")
-    found: dict[str, Any] = answer
-    return found
-
-
-def _answer(pipe: Connection, function: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
-    # The parent process handles Ctrl-C.
-    with contextlib.suppress(KeyboardInterrupt, ConnectionError):
-        try:
-            answer: dict[str, Any] | str = function(*arguments)
-        except Exception as error:
-            answer = " ".join(str(error).split()) or type(error).__name__
-        pipe.send(answer)
+        # Spawned, as CUDA does not survive a fork, and the fork server is one for the whole program, which may use it too.
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            return pool.submit(function, *arguments).result()
+    except BrokenProcessPool:
+        raise HostMemoryError(
+            "the process that trains it ended before it was done; the system may have killed it for its memory"
+        ) from None
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise HostMemoryError(f"the process that trains it failed: {reason}") from error
 
 
 def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:
