@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from speedtransfer.benchmark import memory, precision, step, step_idle, step_models
-from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Batches, contenders
+from speedtransfer.benchmark import memory, precision, step
+from speedtransfer.benchmark.contenders import BY_HAND, DIM, PLANES, ROW_BYTES, contenders
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import headlines
 from speedtransfer.benchmark.suites import SUITES
+from speedtransfer.benchmark.training_step import Batches
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 from speedtransfer.optim.probe import outcomes
 
@@ -59,6 +61,10 @@ def test_sizes():
     assert list(step._sizes(10, 5)) == [10]  # too large a size is an error of its cases
 
 
+def table_of(case):
+    return case.run.__self__.model.tables[0].table
+
+
 def test_every_size_sees_the_same_accesses():
     batches = Batches(1000, 300, 0)
     small, large = batches.ids(1000), batches.ids(64_000)
@@ -77,7 +83,7 @@ def test_a_step_moves_the_same_rows_whatever_the_size():
         outcomes._known.clear()
         case = group.make()[0]
         case.run()
-        rows.append(case.run.__self__.emb.table.stats().gathered_rows)
+        rows.append(table_of(case).stats().gathered_rows)
     assert len(rows) > 2
     assert len(set(rows)) == 1
 
@@ -120,9 +126,8 @@ def test_all_batches_have_been_taken_before_a_step_is_timed():
     case = step.groups(CPU, True, rows=300)[0].make()[0]
     case.run()
     case.check()
-    taken = case.run.__self__
-    ids = taken.batches.touched(300)
-    assert (taken.emb.table.plane("exp_avg_sq")[ids] > 0).any(dim=1).all()
+    ids = case.run.__self__.task.touched
+    assert (table_of(case).plane("exp_avg_sq")[ids] > 0).any(dim=1).all()
 
 
 def test_idle_rows_exact_beside_lazy():
@@ -130,7 +135,7 @@ def test_idle_rows_exact_beside_lazy():
     groups = [group for group in groups if group.params["experiment"] == "idle rows"]
     assert [group.params for group in groups] == [
         {"experiment": "idle rows", "optimizer": optimizer, "rows": 300, "dim": DIM, "history": history}
-        for optimizer, history in (("AdamW", 30), *((other, 10) for other in step_idle.OTHERS))
+        for optimizer, history in (("AdamW", 30), *((other, 10) for other in step.OTHERS))
     ]
     ours = ["speedtransfer, pageable", "speedtransfer, pageable, idle=exact"]
     assert [[case.name for case in found.cases] for found in run_all(groups)] == [
@@ -140,7 +145,7 @@ def test_idle_rows_exact_beside_lazy():
         ours,
     ]
     quick = step.groups(CPU, True, rows=300)
-    assert quick[-1].params["history"] == step_idle.QUICK_HISTORY
+    assert quick[-1].params["history"] == step.QUICK_HISTORY
 
 
 def test_many_tables():
@@ -153,13 +158,13 @@ def test_many_tables():
 
 def models(history=3):
     """Return a group for a small step, one for many tables and one for a whole table."""
-    return list(step_models.groups(CPU, 300, seed=0, history=history))
+    return list(step.model_groups(CPU, 300, seed=0, history=history))
 
 
 def test_a_small_step():
     (found,) = run_all(models()[:1])
     ours = ["speedtransfer, pageable", "speedtransfer, pageable, idle=exact"]
-    assert [case.name for case in found.ran] == [*ours, NAMES[1], step_models.BY_HAND]
+    assert [case.name for case in found.ran] == [*ours, NAMES[1], BY_HAND]
     (line,) = headlines(SUITES["step"], [found])
     assert line.startswith("AdamW step, 64 uniform ids in 300 x 32 float32, after 3 steps: speedtransfer, pageable ")
     assert any(group.params["experiment"] == "small step" for group in step.groups(CPU, True, rows=300))
@@ -193,29 +198,31 @@ def idle_case(number):
 def test_idle_rows_have_gaps_and_ids_are_new():
     case, taken = idle_case(1)
     case.check()
-    idle = taken.emb.table.read(torch.arange(300), ["idle.last_step"])["idle.last_step"]  # nothing is caught up
+    idle = table_of(case).read(torch.arange(300), ["idle.last_step"])["idle.last_step"]  # nothing is caught up
     now = idle.max()
     assert now == 1 + 14 + 30
     assert len(idle.unique()) > 5
-    seen = [taken._turn() for _ in range(20)]
-    assert len({tuple(ids.tolist()) for ids in seen}) == 20
+    seen = [taken._turn().tolist() for _ in range(20)]
+    assert len(set(map(tuple, seen))) == 20
     _, lazy = idle_case(0)
-    assert [a.tolist() for a in lazy.pool.draw(3, 7)] == [b.tolist() for b in taken.pool.draw(3, 7)]
+    assert [ids.tolist() for ids in lazy.task.timed[:20]] == seen
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_a_wrong_step_with_idle_rows_is_noticed(number):
     case, taken = idle_case(number)
-    row = taken.batches.ids(300)[0][0]
-    (taken.emb.table.torch() if number < 2 else taken.emb.weight.data)[row] += 1e-3
+    row, emb = taken.task.checked[0][0], taken.model.tables[0]
+    (emb.table.torch() if number < 2 else emb.weight.data)[row] += 1e-3
     with pytest.raises(AssertionError, match="not close"):
         case.check()
 
 
-def test_a_lazy_step_is_not_exact():
-    _, taken = idle_case(0)
-    with pytest.raises(AssertionError, match="not close"):
-        taken._check_exact()
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_lazy_step_is_not_exact(number):
+    case, taken = idle_case(number)
+    taken.contender = replace(taken.contender, exact=not taken.contender.exact)
+    with pytest.raises(AssertionError, match=r"not close|does not touch"):
+        case.check()
 
 
 def test_files_of_a_step_are_gone_afterwards(tmp_path, monkeypatch):
@@ -232,9 +239,9 @@ def stepped(number):
     """Return a case after its first step, its plane of weights, a row that the step touched and one that it did not."""
     case = step.groups(CPU, True, rows=300)[0].make()[number]
     case.run()
-    taken = case.run.__self__
-    touched, first = taken.batches.touched(300), taken.batches.ids(300)[0]
-    plane = taken.emb.table.torch() if number in (0, 3) else taken.emb.weight.data
+    task, emb = case.run.__self__.task, case.run.__self__.model.tables[0]
+    touched, first = task.touched, task.checked[0]
+    plane = emb.table.torch() if number in (0, 3) else emb.weight.data
     return case, plane, first[0], touched[~torch.isin(touched, first)][0]
 
 

@@ -123,8 +123,8 @@ def _child(name: str, optimizer: str, rows: int, device: torch.device) -> dict[s
 
 def _train(contender: Contender, optimizer: str, rows: int, device: torch.device) -> nn.Module:
     """Step over every row once, in batches of consecutive ids; two steps are enough for a dense optimizer."""
-    emb = contender.make(rows)
-    opt = contender.optimizer(list(emb.parameters()))
+    emb = contender.embed(rows, DIM)
+    opt = contender.optimizer(emb)
     starts: Sequence[int] = range(0, rows, _LOOKUPS)
     if contender.planes > PLANES[optimizer]:  # the dense gradient
         starts = starts[:2]

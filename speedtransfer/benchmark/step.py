@@ -1,29 +1,34 @@
-"""Suite `step`: a whole training step (forward, backward, step, zero_grad). Its cost must not grow with the table."""
+"""Suite `step`: a whole training step (forward, backward, step, zero_grad). Its cost must not grow with the table.
+
+Groups by the size of the table, of small models, which show what a table costs apart from its rows, and with new ids in every
+step: where idle rows are trained, a row catches up when it is looked up again, which costs more the longer it was idle.
+"""
 
 from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
 
 import torch
+from torch import Tensor
 
-from speedtransfer.benchmark import step_idle, step_models
-from speedtransfer.benchmark.contenders import (
-    DIM,
-    PLANES,
-    ROW_BYTES,
-    Batches,
-    Contender,
-    Step,
-    contenders,
-    fitting,
-)
+from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, by_hand, contenders, fitting
 from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.step_idle import HISTORY, QUICK_HISTORY
+from speedtransfer.benchmark.training_step import (
+    BATCHES,
+    Batches,
+    Lookup,
+    SmallTables,
+    Task,
+    TrainingStep,
+    WholeTable,
+)
+from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size
 
 NOTE = (
@@ -32,9 +37,19 @@ NOTE = (
     "training goes on, and steps wait for that. Steps with new ids are timed after many others, so that idle rows "
     "have missed as many as in training."
 )
+BY = ("rows", "rows of the table")
+IDLE, SMALL, MANY, WHOLE = "idle rows", "small step", "many tables", "whole table"
+HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed, with AdamW; a third with the others
+OTHERS = ("SGD with momentum", "RMSprop", "Adamax")
+
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
-BY = ("rows", "rows of the table")
+_SMALL_ROWS, _SMALL_WIDTH, _SMALL_IDS = 10_000, 32, 64
+_MODEL_ROWS, _TABLES, _WIDTH, _IDS = 100_000, 26, 16, 256
+_WHOLE_WIDTH, _WHOLE_IDS = 64, 64
+_POOL = 64  # timed batches with new ids: about as many as steps are timed, so that none is repeated
+_CHECKED_IDLE = (0, *[1] * 12, *range(2, BATCHES))  # rows of the first batch stay idle for long
+_CHECKED = 9  # steps of small models that are compared with dense training
 
 
 def series(group: GroupResult) -> str:
@@ -49,7 +64,7 @@ def groups(
     seed: int = 0,
     max_bytes: int | None = None,
     history: int | None = None,
-    **others: Any,
+    **others: object,
 ) -> list[Group]:
     """Make all groups of the suite.
 
@@ -65,8 +80,11 @@ def groups(
 
     def group(size: int, chosen: list[Contender], experiment: str, title: str = "") -> Group:
         title = f"AdamW step, {batches.lookups:,} lookups in {size:,} x {DIM} float32{title}"
+        ids = batches.ids(size)
+        # The other batches are taken once: rows get memory when they are first touched, which must not be timed.
+        task = _of_batches(batches, size, device, [ids[0]], ids, lambda contender: ids[1:])
         params = {"experiment": experiment, "rows": size, "dim": DIM}
-        return Group(title, functools.partial(_compare, chosen, device, size, batches, room), params)
+        return Group(title, functools.partial(_compare, chosen, task, room), params)
 
     every = contenders(device)
     in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
@@ -74,8 +92,8 @@ def groups(
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
     history = check_size(history or (QUICK_HISTORY if quick else HISTORY), "history", 1)
-    found += step_models.groups(device, rows, batches.seed, history, quick)
-    found += step_idle.groups(device, batches, room, history, quick)
+    found += model_groups(device, rows, seed, history, quick)
+    found += _idle_groups(device, batches, room, history, quick)
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
     return found
@@ -89,12 +107,106 @@ def _sizes(first: int, last: int) -> Iterator[int]:
         rows *= factor if factor * rows <= last else 2
 
 
-def _compare(
-    chosen: list[Contender], device: torch.device, rows: int, batches: Batches, room: dict[str, float]
-) -> list[Case]:
+def _compare(chosen: Sequence[Contender], task: Task, room: dict[str, float] | None = None) -> list[Case]:
+    """Return a case for each contender; where `room` is given, those that do not fit in it have an error."""
     # Reference cycles may hold tables of the previous group.
     gc.collect()
-    return [
-        Case.of(contender.name, Step(contender, rows, device, batches), contender.role, error=error)
-        for contender, error in fitting(chosen, rows, room)
-    ]
+    pairs = [(contender, None) for contender in chosen] if room is None else fitting(chosen, task.rows, room)
+    return [Case.of(one.name, TrainingStep(one, task), one.role, error=error) for one, error in pairs]
+
+
+def _of_batches(
+    batches: Batches,
+    rows: int,
+    device: torch.device,
+    checked: Sequence[Tensor],
+    timed: Sequence[Tensor],
+    history: Callable[[Contender], Iterable[Tensor]],
+) -> Task:
+    model = functools.partial(Lookup, batches=batches, device=device)
+    return Task(model, rows, checked, timed, device, history, batches.touched(rows), batches.seed)
+
+
+# --- small models -------------------------------------------------------------------------------------------------------
+
+
+def model_groups(device: torch.device, rows: int, seed: int, history: int, quick: bool = False) -> Iterator[Group]:
+    """Yield a group for a small step and, unless `quick`, for many tables and for a whole table, of at most `rows` rows.
+
+    Ours take `history` steps before any is timed, so that idle rows have missed some. Ids are uniform, so that rows stay idle
+    for long.
+    """
+    (lazy, sparse, dense, *_), (exact, *_) = contenders(device), contenders(device, idle="exact")
+    few, rows = min(rows, _SMALL_ROWS), min(rows, _MODEL_ROWS)
+
+    def group(
+        experiment: str,
+        title: str,
+        model: type,
+        rows: int,
+        shape: tuple[int, ...],
+        chosen: list[Contender],
+        history: int,
+        **params: int,
+    ) -> Group:
+        width = params["dim"]
+        make = functools.partial(model, width=width, **{key: params[key] for key in ("tables",) if key in params})
+
+        def cases() -> list[Case]:
+            draw = torch.Generator().manual_seed(seed)
+            pool = list(torch.randint(0, rows, (_POOL, *shape), generator=draw).to(device))
+
+            def between(contender: Contender) -> Iterator[Tensor]:
+                return islice(cycle(pool), _CHECKED, _CHECKED + (history if contender.role == "ours" else 0))
+
+            return _compare(chosen, Task(make, rows, pool[:_CHECKED], pool, device, between, seed=seed))
+
+        title += f", after {history:,} steps" if history else ""
+        return Group(title, cases, {"experiment": experiment, "rows": rows, **params, "history": history})
+
+    title = f"AdamW step, {_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
+    chosen = [lazy, exact, sparse, by_hand(device)]
+    yield group(SMALL, title, SmallTables, few, (_SMALL_IDS,), chosen, history, dim=_SMALL_WIDTH)
+    if quick:
+        return
+    title = f"AdamW step, {_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
+    chosen, shape = [lazy, exact, sparse, dense], (_TABLES, _IDS)
+    yield group(MANY, title, SmallTables, rows, shape, chosen, history, dim=_WIDTH, tables=_TABLES)
+    title = f"AdamW step, softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
+    # Every step touches all rows.
+    chosen = [replace(lazy, exact=True), exact, dense]
+    yield group(WHOLE, title, WholeTable, rows, (2, _WHOLE_IDS), chosen, 0, dim=_WHOLE_WIDTH)
+
+
+# --- new ids in every step ----------------------------------------------------------------------------------------------
+
+
+def _idle_groups(
+    device: torch.device, batches: Batches, room: dict[str, float], history: int, quick: bool
+) -> Iterator[Group]:
+    """Yield a group for each optimizer, `quick` for AdamW only: exact against lazy, and for AdamW against torch."""
+    for optimizer in ("AdamW",) if quick else ("AdamW", *OTHERS):
+        steps = history if optimizer == "AdamW" else max(1, history // 3)
+        title = f"{optimizer} step with new ids, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
+        params = {"experiment": IDLE, "optimizer": optimizer, "rows": batches.rows, "dim": DIM, "history": steps}
+        make = functools.partial(_idle_cases, optimizer, device, batches, room, steps)
+        yield Group(f"{title}, after {steps:,} steps", make, params)
+
+
+def _idle_cases(
+    optimizer: str, device: torch.device, batches: Batches, room: dict[str, float], history: int
+) -> list[Case]:
+    (lazy, *others), (exact, *_) = contenders(device, optimizer), contenders(device, optimizer, idle="exact")
+    rivals = [one for one in others if one.role == "other"] if optimizer == "AdamW" else []
+
+    def draw(count: int, seed: int) -> Iterator[Tensor]:
+        generator = torch.Generator().manual_seed(batches.seed + seed)
+        return (zipf_ids(batches.rows, batches.lookups, generator) for _ in range(count))
+
+    def between(contender: Contender) -> Iterator[Tensor]:
+        return draw(history if contender is exact else 0, seed=2)
+
+    ids = batches.ids(batches.rows)
+    checked = [ids[number] for number in _CHECKED_IDLE]
+    task = _of_batches(batches, batches.rows, device, checked, list(draw(_POOL, seed=1)), between)
+    return _compare([lazy, exact, *rivals], replace(task, all_rows=True), room)
