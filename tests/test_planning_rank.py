@@ -255,7 +255,7 @@ class TestShown:
 def test_picture(tmp_path):
     pytest.importorskip("matplotlib")
     ranking = rank([SLOW, FAST], moved, prices=CHEAP)
-    draw_ranking(tmp_path / "a.png", ["fast", "slow"], ranking.columns())
+    draw_ranking(tmp_path / "a.png", ranking)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(StorageError):
-        draw_ranking(tmp_path / "none" / "a.png", ["fast", "slow"], {"time": [1.0, None]})
+        draw_ranking(tmp_path / "none" / "a.png", rank([SLOW], moved))

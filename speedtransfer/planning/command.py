@@ -111,7 +111,7 @@ def plan(
     from rich.console import Console
 
     from speedtransfer.planning.forms import STATE, STORAGE, Form, forms_for, size_of
-    from speedtransfer.planning.optimizer_name import Trainer, optimizer_named
+    from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import plan as make_plan
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
@@ -140,7 +140,7 @@ def plan(
         )
     if not 0 <= dense_ms < math.inf:
         raise InvalidValueError(f"--dense-ms is {dense_ms} but must be a number from 0 on; pass one, or leave it out")
-    make = optimizer_named(optimizer)
+    trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
     for option, wants in {"--unique": unique is not None, "--ranks": ranks is not None, "--rank": rank}.items():
         if wants and asked is None:
@@ -150,7 +150,6 @@ def plan(
             raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     names = ["table"] if len(rows) == 1 else [f"table{number}" for number in range(len(rows))]
-    trainer = Trainer("frozen" if make is None else optimizer, make)
     tables: Any = dict(zip(names, sizes, strict=True))
     per_sample = 1 if per_sample is None else per_sample
     workload = make_workload(tables, trainer, samples, per_sample, zipf, unique, idle)
@@ -160,7 +159,7 @@ def plan(
         for option, value in {"--rank": rank, "--json": json, "--picture": picture}.items():
             if value:
                 raise InvalidValueError(f"{option} is given with --ranks, which prints a table; leave out one of them")
-        if len(sizes) > 1 or make is None:
+        if len(sizes) > 1 or trainer.make is None:
             raise InvalidValueError(
                 "--ranks is for one table and its training steps; pass one --rows, and an --optimizer but none"
             )
@@ -172,24 +171,18 @@ def plan(
     # Before anything is measured.
     if picture is not None:
         check_png(picture)
-    for path in (picture, None if json in (None, "-") else Path(str(json))):
-        _check_writable(path)
+    for path in (picture, json if json != "-" else None):
+        if path is not None:
+            _check_writable(Path(path))
     if rank:
-        ranking = rank_machines(
-            workload,
-            forms,
-            _machines(machine, host_memory, disk),
-            dense_s=dense_ms / 1e3,
-            by=by or "time",
-            devices=devices,
-            prices=None if prices is None else read_prices(prices),
-        )
+        machines, paid = _machines(machine, host_memory, disk), None if prices is None else read_prices(prices)
+        how: Any = {"dense_s": dense_ms / 1e3, "by": by or "time", "devices": devices, "prices": paid}
+        ranking = rank_machines(workload, forms, machines, **how)
         _write(json, ranking.data(), lambda: console.print(as_table(ranking)))
         if picture is not None:
             from speedtransfer.planning.plan_picture import draw_ranking  # drawing is loaded where it is wanted
 
-            names = [f"{each.machine.name} ({each.machine.devices})" for each in ranking.ranked]
-            draw_ranking(picture, names, ranking.columns())
+            draw_ranking(picture, ranking)
         return
     found = make_plan(
         tables,
@@ -262,15 +255,14 @@ def _lookups(
     return float(check_size(tokens, "--tokens", 1) * per_token), samples
 
 
-def _check_writable(path: Path | None) -> None:
-    """Raise `StorageError` if no file can be written there; None: nothing is."""
-    if path is None:
-        return
+def _check_writable(path: Path) -> None:
+    """Raise `StorageError` if no file can be written there."""
+    problem = ""
     if path.is_dir():
-        raise StorageError(f"cannot write {str(path)!r} (it is a folder); pass the name of a file")
-    if not path.parent.is_dir():
-        raise StorageError(
-            f"cannot write {str(path)!r} (there is no folder {str(path.parent)!r}); make it, or pass another path"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise StorageError(f"cannot write {str(path)!r} (the folder is not writable); choose a folder you may write to")
+        problem = "(it is a folder); pass the name of a file"
+    elif not path.parent.is_dir():
+        problem = f"(there is no folder {str(path.parent)!r}); make it, or pass another path"
+    elif not os.access(path.parent, os.W_OK):
+        problem = "(the folder is not writable); choose a folder you may write to"
+    if problem:
+        raise StorageError(f"cannot write {str(path)!r} {problem}")

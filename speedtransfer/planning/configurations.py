@@ -152,11 +152,9 @@ def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, de
         found.append(_torch_option(workload, SPARSE, machine, dense_s, sparse))
     for form in forms:
         for memory in memories(machine):
-            need = footprint(workload, form, memory, machine)
-            code = code_for(workload, form, memory)
-            found.append(
-                Option(memory, form, need, moved(workload, form), misfit(need, machine), code, dense_s=dense_s)
-            )
+            need, code = footprint(workload, form, memory, machine), code_for(workload, form, memory)
+            reason = misfit(need, machine)
+            found.append(Option(memory, form, need, moved(workload, form), reason, code, dense_s=dense_s))
     return found
 
 
@@ -225,21 +223,18 @@ def code_for(workload: Workload, form: Form, memory: str) -> str:
         options.append(f"idle={workload.idle!r}")
     lines: list[str] = []
     replaced = [table for table in workload.tables if table.named and not table.is_table]
-    if replaced:
-        few = ["min_rows=1"] if min(table.rows for table in replaced) < _MIN_ROWS else []
-        if memory == MMAP:
-            for table in replaced:
-                names = [f"names={list(table.names)!r}"] if len(workload.tables) > 1 else []
-                own = ["model", *few, *names, *options, f"path={_file(table)!r}"]
-                lines.append(f"st.replace_embeddings({', '.join(own)})")
-        else:
-            lines.append(f"st.replace_embeddings({', '.join(['model', *few, *options])})")
+    few = ["min_rows=1"] if min((table.rows for table in replaced), default=_MIN_ROWS) < _MIN_ROWS else []
+    for table in replaced if memory == MMAP else replaced[:1]:
+        names = [f"names={list(table.names)!r}"] if memory == MMAP and len(workload.tables) > 1 else []
+        path = [f"path={_file(table)!r}"] if memory == MMAP else []
+        lines.append(f"st.replace_embeddings({', '.join(['model', *few, *names, *options, *path])})")
     for table in workload.tables:
-        if table.named and not table.is_table:
+        if table in replaced:
             continue
         path = [f"path={_file(table)!r}"] if memory == MMAP else []
         frozen = ["_freeze=True"] if workload.trainer.make is None and table.kind != BAG else []
-        own = [*_shape(table), *frozen, *options, *path]
+        rows = [size for size, _ in table.features] if table.kind == MULTI else table.rows
+        own = [str(rows), str(table.dim), *frozen, *options, *path]
         lines.append(f"{_variable(table)} = st.{table.kind}({', '.join(own)})")
     return "\n".join(lines)
 
@@ -257,12 +252,6 @@ def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> st
     if sparse is not None and not sparse.same:
         lines.append(f"# trained by torch.optim.{sparse.name}, whose numbers are others")
     return "\n".join(lines) or "# the model as it is"
-
-
-def _shape(table: Load) -> list[str]:
-    if table.kind == MULTI:
-        return [str([rows for rows, _ in table.features]), str(table.dim)]
-    return [str(table.rows), str(table.dim)]
 
 
 def _variable(table: Load) -> str:

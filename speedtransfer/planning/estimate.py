@@ -64,11 +64,7 @@ CODEC_US, LAUNCH_US = 133.0, 2.5
 class Estimate:
     """Seconds of the parts of a step.
 
-    Attributes
-    ----------
-    host_s, up_s, down_s, copies_s, compute_s, disk_s : float
-    queued : bool
-        Whether the host queues its work and goes on, so that its calls and the work of the device overlap.
+    `queued`: the host queues its work and goes on, so that its calls and the work of the device overlap.
     """
 
     host_s: float = 0.0
@@ -93,14 +89,9 @@ class Estimate:
     @property
     def bound(self) -> str:
         """Which part is the longest: "host", "bus", "copies", "compute" or "disk"."""
-        parts = {
-            "host": self.host_s,
-            "bus": self.up_s + self.down_s,
-            "copies": self.copies_s,
-            "compute": self.compute_s,
-            "disk": self.disk_s,
-        }
-        return max(parts, key=lambda name: parts[name])
+        parts = {"bus": self.up_s + self.down_s}
+        parts |= {name: getattr(self, f"{name}_s") for name in ("host", "copies", "compute", "disk")}
+        return max(("host", "bus", "copies", "compute", "disk"), key=lambda name: parts[name])
 
 
 def estimate_step(
@@ -108,23 +99,13 @@ def estimate_step(
 ) -> Estimate | None:
     """Return the time of a step; None where a rate that it needs is not known of the machine.
 
-    Parameters
-    ----------
-    workload : Workload
-    form : Form
-    memory : str
-        One of the memories, or a module of torch.
-    machine : Machine
-    cached : float
-        Share of the distinct rows of a step that a cache on the device serves.
+    `memory` is one of the memories, or a module of torch; a cache on the device serves the share `cached` of the distinct rows
+    of a step.
     """
     gpu = machine.device is not None
     near = machine.device_bytes_per_s if gpu else machine.host_bytes_per_s
-    up_rate, down_rate, host_rate = (
-        machine.link_up_bytes_per_s,
-        machine.link_down_bytes_per_s,
-        machine.host_bytes_per_s,
-    )
+    up_rate, down_rate = machine.link_up_bytes_per_s, machine.link_down_bytes_per_s
+    host_rate = machine.host_bytes_per_s
     if near is None:
         return None
     active = active_bytes(workload, gpu)
@@ -193,16 +174,8 @@ def disk_bytes(workload: Workload, form: Form, machine: Machine) -> float:
 
 
 def served_share(workload: Workload, shares: list[float]) -> list[float]:
-    """Return which share of the distinct rows of a step is among the most frequent rows of the tables.
+    """Return for each of `shares` which share of the distinct rows of a step is among that share of the most frequent rows.
 
-    Parameters
-    ----------
-    workload : Workload
-    shares : list of float
-        Of the rows of each table; a result for each.
-
-    Notes
-    -----
     The sum of ``1 - (1 - p) ** n`` over the most frequent rows, over that of all; p is the probability of a row by the Zipf
     law and n the number of lookups.
     """

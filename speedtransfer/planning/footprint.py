@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -137,25 +136,12 @@ def moved(workload: Workload, form: Form) -> Moved:
 
 def page_bytes(workload: Workload, table: Load, form: Form) -> float:
     """Return the bytes of the pages that a row in files is on, one file for each plane, on average over rows."""
-    total = 0.0
-    for plane in size_of(workload, table, form).planes:
-        if plane.row_bytes:
-            total += _PAGE * (1 + (plane.row_bytes - math.gcd(plane.row_bytes, _PAGE)) / _PAGE)
-    return total
+    sizes = [plane.row_bytes for plane in size_of(workload, table, form).planes if plane.row_bytes]
+    return float(sum(_PAGE + size - math.gcd(size, _PAGE) for size in sizes))
 
 
-@dataclass(frozen=True)
-class SparseWay:
-    """How torch trains a sparse ``nn.Embedding``.
-
-    Attributes
-    ----------
-    make : callable
-        Makes the optimizer.
-    name : str
-    same : bool
-        Whether it is the optimizer that was asked for; else the numbers are others.
-    """
+class SparseWay(NamedTuple):
+    """How torch trains a sparse ``nn.Embedding``; `same`: by the optimizer that was asked for, else the numbers are others."""
 
     make: MakeOptimizer
     name: str

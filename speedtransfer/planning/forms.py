@@ -19,15 +19,7 @@ FLOAT32 = "float32"
 
 
 class Form(NamedTuple):
-    """How rows and their state are stored.
-
-    Attributes
-    ----------
-    storage, state : str
-        Names of dtypes.
-    scale_block : int, optional
-        Columns that share a scale of float8 rows.
-    """
+    """How rows and their state are stored: names of dtypes, and the columns that share a scale of float8 rows."""
 
     storage: str = FLOAT32
     state: str = FLOAT32
@@ -41,23 +33,11 @@ class Form(NamedTuple):
         return int(self.storage != FLOAT32 or self.state != FLOAT32)
 
     @property
-    def storage_dtype(self) -> torch.dtype | None:
-        """What :class:`speedtransfer.Embedding` takes: None for float32."""
-        return None if self.storage == FLOAT32 else STORAGE[self.storage]
-
-    @property
-    def state_dtype(self) -> torch.dtype | None:
-        """What :class:`speedtransfer.Embedding` takes: None for float32."""
-        return None if self.state == FLOAT32 else STATE[self.state]
-
-    @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of :class:`speedtransfer.Embedding` that make rows of this form."""
-        return {
-            "storage_dtype": self.storage_dtype,
-            "state_dtype": self.state_dtype,
-            "scale_block": self.scale_block,
-        }
+        """The arguments of :class:`speedtransfer.Embedding` that make rows of this form; None for float32."""
+        storage = None if self.storage == FLOAT32 else STORAGE[self.storage]
+        state = None if self.state == FLOAT32 else STATE[self.state]
+        return {"storage_dtype": storage, "state_dtype": state, "scale_block": self.scale_block}
 
     def __str__(self) -> str:
         return self.storage if self.storage == self.state else f"{self.storage} rows, {self.state} state"
@@ -75,15 +55,7 @@ _TRAINED: tuple[Form, ...] = (
 
 
 def forms_for(workload: Workload, storage: str | None, state: str | None, scale_block: int | None = None) -> list[Form]:
-    """Return the forms to plan: the one that is asked for, or all that differ.
-
-    Parameters
-    ----------
-    workload : Workload
-    storage, state : str, optional
-        Names of dtypes; where one of them is given, the other is float32 by default.
-    scale_block : int, optional
-    """
+    """Return the forms to plan: the one of given dtypes, of which float32 is the default, or all that differ."""
     if scale_block is not None:
         check_size(scale_block, "scale_block", 1)
     if storage is not None or state is not None:
@@ -131,13 +103,7 @@ def size_of(workload: Workload, table: Load, form: Form) -> TableSize:
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes of all tables, by what they are.
-
-    Attributes
-    ----------
-    weight, state, last_step, scale : int
-        Weights as they are stored; the optimizer's state; the last step of each row, for exact idle rows; scales of both.
-    """
+    """Bytes of all tables: weights as they are stored, state, last steps of rows (of exact idle rows), and scales of both."""
 
     weight: int = 0
     state: int = 0
@@ -153,12 +119,8 @@ class Bytes:
 def bytes_of(workload: Workload, form: Form) -> Bytes:
     """Return the bytes of all tables in a form."""
     sizes = [size_of(workload, table, form) for table in workload.tables]
-    return Bytes(
-        sum(size.weight_bytes for size in sizes),
-        sum(size.state_bytes for size in sizes),
-        sum(size.last_step_bytes for size in sizes),
-        sum(size.scale_bytes for size in sizes),
-    )
+    parts = ("weight", "state", "last_step", "scale")
+    return Bytes(*(sum(getattr(size, f"{part}_bytes") for size in sizes) for part in parts))
 
 
 def is_exact(workload: Workload) -> bool:

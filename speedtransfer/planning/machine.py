@@ -105,10 +105,7 @@ class Machine:
 def parse_bytes(value: Any, per: str = "") -> float:
     """Return bytes: a number, or text such as "80 GB" (1e9) or "94 GiB" (2**30); with ``per="/s"`` a rate, "55 GB/s".
 
-    Raises
-    ------
-    InvalidValueError
-        It is none, or not above 0. The message begins with the value and names the rule, without a subject.
+    Raises `InvalidValueError` if it is none, or not above 0; the message begins with the value, without a subject.
     """
     example = f"80 GB{per}"
     found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
@@ -146,10 +143,7 @@ def parse_text(value: Any) -> str:
 def link_rates(text: str) -> tuple[str, float, float, str]:
     """Return the name of a link such as "PCIe 5.0 x16" or "NVLink-C2C", what copies get up and down, and the source.
 
-    Raises
-    ------
-    InvalidValueError
-        It is none that is known here. The message begins with the text, without a subject.
+    Raises as :func:`parse_bytes` does if it is none that is known here.
     """
     found = _PCIE.fullmatch(text.strip())
     up = down = _ASSUMED_SHARE
@@ -214,15 +208,7 @@ _LINK_RATES = ("link_up_bytes_per_s", "link_down_bytes_per_s")
 
 
 def read_yaml(path: Path, what: str) -> dict[str, Any]:
-    """Return the mapping that a YAML file holds; `what` it should be is for messages.
-
-    Raises
-    ------
-    StorageError
-        The file cannot be read.
-    InvalidValueError
-        It is too large, no YAML, or no mapping.
-    """
+    """Return the mapping that a YAML file holds; `what` it should be is for messages."""
     import yaml  # few commands need it
 
     if not path.is_file():
@@ -262,12 +248,7 @@ def parsed(entry: Mapping[str, Any], key: str, parse: Callable[[Any], Any], labe
 
 
 def load_machines(machine: str) -> list[Machine]:
-    """Return the machine of a name, in whatever case, or those of a YAML file.
-
-    Parameters
-    ----------
-    machine : str
-        A name of :func:`published_machines`; or the path of a file (one that is there, or ends in .yaml or .yml).
+    """Return the machine of a name, in whatever case, or those of a YAML file (one that is there, or ends in .yaml or .yml).
 
     Raises
     ------

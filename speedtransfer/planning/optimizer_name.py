@@ -28,18 +28,7 @@ class Trainer(NamedTuple):
 def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     """Return the optimizer that is given in any of the ways that :func:`speedtransfer.plan` takes.
 
-    Parameters
-    ----------
-    optimizer : str, type, Optimizer, callable, Trainer or None
-        A name with keyword arguments or without, a class, an optimizer that was made (its class and the hyperparameters of its
-        first group), what makes one of a list of parameters, or None (also "none"): nothing is trained.
-    label : str
-        What to call it in errors.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        It is none of these, there is none of that name, or it does not take these arguments.
+    Of one that was made, it is the class with the hyperparameters of its first group. Errors call it `label`.
     """
     if isinstance(optimizer, Trainer):
         return optimizer
@@ -48,7 +37,10 @@ def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     if isinstance(optimizer, str):
         return Trainer(optimizer, optimizer_named(optimizer, label))
     if isinstance(optimizer, Optimizer):
-        return Trainer(type(optimizer).__name__, functools.partial(_made_like, type(optimizer), _settings(optimizer)))
+        settings = {
+            key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")
+        }
+        return Trainer(type(optimizer).__name__, functools.partial(_made_like, type(optimizer), settings))
     if not callable(optimizer):
         raise InvalidTypeError(
             f"{label} is {optimizer!r} ({type(optimizer).__name__}) but must be an optimizer; pass a class of torch.optim, "
@@ -57,11 +49,6 @@ def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     name = getattr(optimizer, "__name__", "") or getattr(getattr(optimizer, "func", None), "__name__", "optimizer")
     _check_made(optimizer, name, name, label)
     return Trainer(name, optimizer)
-
-
-def _settings(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the hyperparameters of the first group."""
-    return {key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")}
 
 
 def _made_like(kind: type[Optimizer], settings: dict[str, Any], params: list[torch.nn.Parameter]) -> Optimizer:
@@ -76,13 +63,7 @@ def _made_like(kind: type[Optimizer], settings: dict[str, Any], params: list[tor
 # The same maker for the same text: sizes of rows are kept by it.
 @functools.lru_cache(maxsize=64)
 def optimizer_named(text: str, label: str = "--optimizer") -> MakeOptimizer | None:
-    """Return what makes the optimizer that `text` names; None for "none".
-
-    Raises
-    ------
-    InvalidValueError
-        It is no name with keyword arguments, there is no such optimizer, or it does not take these arguments.
-    """
+    """Return what makes the optimizer that `text` names; None for "none"."""
     if text.lower() == NONE:
         return None
     name, given = _parsed(text, label)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, PAGEABLE, PINNED, SPARSE, footprint, misfit
 from speedtransfer.planning.machine import Machine
+from speedtransfer.planning.rank import Ranking
 from speedtransfer.planning.workload import Workload
 from speedtransfer.system import replace_file
 
@@ -105,8 +106,9 @@ def _units(axes: Any, seconds: Sequence[float]) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def draw_ranking(path: Path, names: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> None:
+def draw_ranking(path: Path, ranking: Ranking) -> None:
     """Draw a column of bars for each measure, of values relative to the best; "-" where there is none; a PNG."""
+    names, columns = [f"{each.machine.name} ({each.machine.devices})" for each in ranking.ranked], ranking.columns()
     figure = require_matplotlib()(2.0 + 2.2 * len(columns), 1.0 + 0.34 * len(names))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for number, (axes, (title, values)) in enumerate(zip(panels, columns.items(), strict=True)):

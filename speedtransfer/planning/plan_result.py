@@ -24,6 +24,12 @@ from speedtransfer.units import format_count, format_ratio, format_seconds, form
 WIDTH = 132
 _MOST_TABLES, _MOST_LINES = 8, 4
 _SHORT = {SPARSE: "sparse nn.Embedding"}
+_LOST = (  # by the level of a form
+    "nothing is rounded",
+    "rows or state in fewer bits are the first that fit",
+    "8-bit rows are the first that fit",
+    "only files are large enough",
+)
 
 
 @dataclass(frozen=True)
@@ -221,18 +227,14 @@ def _options(plan: Plan, steps: bool) -> TextTable:
     for label in ("memory", "stored as"):
         table.add_column(label, no_wrap=True)
     gpu = plan.machine.device is not None
-    wanted = [*(["device"] if gpu else []), "host", "disk"]
-    if steps:
-        wanted += [
-            "bus a step",
-            "step",
-            *(["read ahead"] if gpu and any(each.ahead_s for each in plan.options) else []),
-        ]
+    ahead = gpu and any(each.ahead_s for each in plan.options)
+    wanted = ["device"] * gpu + ["host", "disk"] + ["bus a step", "step", *["read ahead"] * ahead] * steps
     for label in wanted:
-        table.add_column(label, justify="right", no_wrap=True)
+        # Without a GPU rows cross no bus.
+        shown = "rows a step" if label == "bus a step" and not gpu else label
+        table.add_column(shown, justify="right", no_wrap=True)
     table.add_column("", overflow="fold", min_width=22)
-    shown = _shown_options(plan)
-    for option in shown:
+    for option in _shown_options(plan):
         cells = {
             "device": _size(option.need.device),
             "host": _size(option.need.host),
@@ -246,8 +248,6 @@ def _options(plan: Plan, steps: bool) -> TextTable:
         name = f"{mark} {_SHORT.get(option.memory, option.memory)}"
         values = [cells[label] for label in wanted]
         table.add_row(name, _form_words(plan, option.form), *values, _remark(option, steps))
-    if steps and not gpu:
-        table.columns[2 + wanted.index("bus a step")].header = "rows a step"
     return table
 
 
@@ -258,10 +258,9 @@ def _size(count: float) -> str:
 def _remark(option: Option, steps: bool) -> str:
     if option.reason:
         known = "unknown" if "not known" in option.reason else "no room"
-        short = [name for name in ("memory on the", "host memory", "disk") if f"of {name}" in option.reason]
-        return (
-            f"{known}: {', '.join(name.replace('memory on the', 'device') for name in short) or 'page-locked memory'}"
-        )
+        places = {"memory on the": "device", "host memory": "host memory", "disk": "disk"}
+        short = [place for words, place in places.items() if f"of {words}" in option.reason]
+        return f"{known}: {', '.join(short) or 'page-locked memory'}"
     if not steps:
         return "fits"
     parts = [option.how] if option.how else ["time not known"]
@@ -288,14 +287,8 @@ def _cache(plan: Plan) -> TextTable:
     for label in ("takes", "serves", "left up", "left down", "step, estimated"):
         table.add_column(label, justify="right", no_wrap=True)
     for size in plan.cache:
-        moved = format_bytes(size.up), format_bytes(size.down)
-        table.add_row(
-            f"{format_count(size.rows)} rows",
-            format_bytes(size.num_bytes),
-            format_share(size.share),
-            *moved,
-            format_seconds(size.step_s),
-        )
+        cells = [format_bytes(size.num_bytes), format_share(size.share), format_bytes(size.up), format_bytes(size.down)]
+        table.add_row(f"{format_count(size.rows)} rows", *cells, format_seconds(size.step_s))
     return table
 
 
@@ -325,14 +318,9 @@ def _why(plan: Plan, best: Option) -> str:
     if not best.is_table:
         known = "no table is faster" if best.step_s is not None else "whether a table is faster is not known"
         return f"{words}: it fits, and {known}; keep torch.nn"
-    lost = (
-        "nothing is rounded",
-        "rows or state in fewer bits are the first that fit",
-        "8-bit rows are the first that fit",
-    )
     if len(plan.bytes) == 1:
         return f"{words}: the fastest that fits"
-    why = "only files are large enough" if best.level == 3 else lost[best.level]
+    why = _LOST[best.level]
     dense = plan.options[0]
     if dense.fits and dense.step_s and best.step_s:
         why += f", {format_ratio(dense.step_s / best.step_s)} the speed of dense nn.Embedding"

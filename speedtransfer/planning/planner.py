@@ -142,19 +142,9 @@ def plan(
         options = _measured(options, workload, target, progress)
     else:
         options = [estimated(option, workload, target) for option in options]
-    best = best_option(options)
+    best, smallest = best_option(options), smallest_option(options)
     cache = _caches(workload, options, best, target)
-    return Plan(
-        workload,
-        target,
-        here,
-        held,
-        tuple(options),
-        best,
-        smallest_option(options),
-        cache,
-        dense_bytes(workload),
-    )
+    return Plan(workload, target, here, held, tuple(options), best, smallest, cache, dense_bytes(workload))
 
 
 def _with_disk_rate(machine: Machine, workload: Workload, options: Sequence[Option]) -> Machine:
@@ -175,21 +165,15 @@ def _name(dtype: torch.dtype | str | None) -> str | None:
 def _measured(options: Sequence[Option], workload: Workload, machine: Machine, progress: bool | None) -> list[Option]:
     """Return options with the times of those that fit; of files only where they are needed, or rows are float32."""
     device = resolve_device(None) if machine.device is not None else torch.device("cpu")
-    only_files = all(option.memory == MMAP for option in options if option.fits)
-    wanted = [
-        option
-        for option in options
-        if option.fits and (option.memory != MMAP or only_files or option.form == options[0].form)
-    ]
-    found: list[Option] = []
+    fitting = [option for option in options if option.fits]
+    only_files = all(option.memory == MMAP for option in fitting)
+    wanted = [one for one in fitting if one.memory != MMAP or only_files or one.form == options[0].form]
+    found = list(options)
     with LateBar("measuring", len(wanted), progress) as bar:
-        for option in options:
-            if option not in wanted:
-                found.append(option)
-                continue
-            bar.show(sum(other.trial is not None for other in found), f"measuring {option.memory}, {option.form}")
+        for number, option in enumerate(wanted):
+            bar.show(number, f"measuring {option.memory}, {option.form}")
             timed = replace(option, trial=_trial(option, workload, device))
-            found.append(disk_estimated(timed, workload, machine))
+            found[found.index(option)] = disk_estimated(timed, workload, machine)
     return found
 
 
@@ -223,11 +207,8 @@ def _caches(
     rows = sum(table.rows for table in workload.tables)
     total = bytes_of(workload, chosen.form).total
     need = footprint(workload, chosen.form, chosen.memory, machine)
-    room = (
-        (machine.device_bytes or 0) - need.device
-        if machine.device is not None
-        else (machine.host_bytes or 0) - need.host
-    )
+    on_gpu = machine.device is not None
+    room = (machine.device_bytes or 0) - need.device if on_gpu else (machine.host_bytes or 0) - need.host
     largest = max(0.0, room / total)
     shares = [share for share in _CACHED if share <= largest and share * rows >= 1]
     if _CACHED[-1] > largest > 0 and largest * rows >= 1:
@@ -235,10 +216,8 @@ def _caches(
     step = moved(workload, chosen.form)
     found = []
     for share, served in zip(shares, served_share(workload, shares), strict=True):
-        timed = None if machine.device is None else estimate_step(workload, chosen.form, chosen.memory, machine, served)
-        left = 1 - served
-        seconds = None if timed is None else timed.seconds
-        found.append(
-            CacheSize(int(share * rows), int(share * total), served, left * step.up, left * step.down, seconds)
-        )
+        timed = estimate_step(workload, chosen.form, chosen.memory, machine, served) if on_gpu else None
+        left, seconds = 1 - served, None if timed is None else timed.seconds
+        size = int(share * rows), int(share * total)
+        found.append(CacheSize(*size, served, left * step.up, left * step.down, seconds))
     return tuple(found)

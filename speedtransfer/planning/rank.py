@@ -44,17 +44,8 @@ _SHARED = ("host_bytes", "pinned_bytes", "disk_bytes", "host_bytes_per_s", "disk
 class Price:
     """What a machine costs, from a user's file: prices change too often to come with a package.
 
-    Attributes
-    ----------
-    name : str
-        Of the machine.
-    device_price, machine_price, hourly_price : float or None
-        Of one GPU, of the whole machine, and of an hour of it.
-    devices : int or None
-        GPUs of the machine that the last two are for; None: as many as the machine of that name has.
-    currency, date : str
-        The date as YYYY, YYYY-MM or YYYY-MM-DD.
-    source : str or None
+    The prices are those of one GPU, of the whole machine, and of an hour of it; the last two are for a machine with so many
+    `devices`, None: as many as the machine of that name has. The date is YYYY, YYYY-MM or YYYY-MM-DD.
     """
 
     name: str
@@ -103,16 +94,9 @@ def read_prices(path: str | Path) -> Mapping[str, Price]:
 
 @dataclass(frozen=True)
 class Ranked:
-    """A machine that the workload fits on.
+    """A machine that the workload fits on, with as many GPUs as are used, and the seconds of a step: a batch on each GPU.
 
-    Attributes
-    ----------
-    machine : Machine
-        With as many GPUs as are used.
-    seconds : float
-        Of a step, in which each GPU takes a batch.
-    device_price, machine_price, hourly_price : float or None
-        Of all GPUs that are used, of the machines that have them, and of an hour of these.
+    The prices are those of all GPUs that are used, of the machines that have them, and of an hour of these.
     """
 
     machine: Machine
@@ -152,24 +136,16 @@ class Measure(NamedTuple):
     price: str = ""
 
 
+def _by_price(price: str, words: str, title: str) -> Measure:
+    return Measure(lambda each: each.per(getattr(each, price)), words, title, price)
+
+
 MEASURES = {
     "time": Measure(lambda each: each.performance, "the time of a step", "batches/s"),
     "bandwidth": Measure(lambda each: each.bandwidth, "memory bandwidth", ""),
-    "device-price": Measure(
-        lambda each: each.per(each.device_price),
-        "performance over the price of the GPUs",
-        "per GPU price",
-        "device_price",
-    ),
-    "machine-price": Measure(
-        lambda each: each.per(each.machine_price),
-        "performance over the price of the machine",
-        "per machine price",
-        "machine_price",
-    ),
-    "hour": Measure(
-        lambda each: each.per(each.hourly_price), "the cost of the steps, by the hour", "per hour", "hourly_price"
-    ),
+    "device-price": _by_price("device_price", "performance over the price of the GPUs", "per GPU price"),
+    "machine-price": _by_price("machine_price", "performance over the price of the machine", "per machine price"),
+    "hour": _by_price("hourly_price", "the cost of the steps, by the hour", "per hour"),
 }
 
 
@@ -224,18 +200,10 @@ def rank(
     devices: int | None = None,
     prices: Mapping[str, Price] | None = None,
 ) -> Ranking:
-    """Return the machines in the order of what they give for a workload.
+    """Return the machines in the order `by`, a key of `MEASURES`.
 
-    Parameters
-    ----------
-    machines : sequence of Machine
-    estimate : callable
-        The time of a step on a machine; an error of this package that it raises is a reason to leave the machine out.
-    by : {"time", "bandwidth", "device-price", "machine-price", "hour"}
-        Performance (batches per second), memory bandwidth, or performance over a price.
-    devices : int, optional
-        GPUs that are used; by default those of each machine. As many machines are paid for as have them.
-    prices : mapping of str to Price, optional
+    `estimate` returns the time of a step on a machine; an error of this package that it raises is a reason to leave the
+    machine out. Of each so many `devices` are used, by default its own; as many machines are paid for as have them.
 
     Raises
     ------
@@ -282,18 +250,8 @@ def rank_machines(
     """Return machines in the order of what they give for a workload, each with the configuration that is best on it.
 
     A step is one with rows read ahead, where that can be. On several GPUs each takes a batch, and the rows of every table are
-    shared out (``process_group=``), so that torch's own modules are left out there.
-
-    Parameters
-    ----------
-    workload : Workload
-    forms : sequence of Form
-        How rows and state may be stored.
-    machines : sequence of Machine
-    dense_s : float
-        Seconds of a step of the rest of the model.
-    options
-        Of :func:`rank`.
+    shared out (``process_group=``), so that torch's own modules are left out there. `dense_s` are the seconds of a step of the
+    rest of the model, `options` those of :func:`rank`.
     """
 
     def estimate(machine: Machine) -> float:

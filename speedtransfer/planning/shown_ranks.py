@@ -39,29 +39,10 @@ def show_ranks(
     distinct_share: float | None,
     comm_dtype: torch.dtype | None,
 ) -> None:
-    """Print the cost of each kind of table.
+    """Print the cost of each kind of table of that `size` in one process; raises if `distinct_share` cannot be.
 
-    Parameters
-    ----------
-    console : rich.console.Console
-    size : TableSize
-        Of the table in one process.
-    ranks : int
-    lookups : int
-        Of one process in a step.
-    unique : float
-        Distinct rows of them.
-    zipf : float
-        Exponent of the distribution of ids.
-    distinct_share : float, optional
-        Distinct rows of all processes over the sum of those of each; by default by `zipf`.
-    comm_dtype : torch.dtype, optional
-        Of gradients sent.
-
-    Raises
-    ------
-    InvalidValueError
-        `distinct_share` cannot be.
+    `lookups`, `unique` of them distinct, are those of one process in a step; `distinct_share` are the distinct rows of all
+    processes over the sum of those of each, by default by `zipf`. Gradients are sent in `comm_dtype`.
     """
     rows, dim = size.rows, size.dim
     share = expected_distinct_share(rows, zipf, lookups, ranks) if distinct_share is None else distinct_share

@@ -37,26 +37,9 @@ _MOST_LEFT = 0.01  # of the pages of the file that may stay in memory
 def this_machine(path: str | Path | None = None, *, rates: Collection[str] = (), device: int = 0) -> Machine:
     """Return this machine: its free memories and disk now and, where asked for, its rates, measured in about a second each.
 
-    Parameters
-    ----------
-    path : str or Path, optional
-        A folder on the disk where files of tables would be; by default the current one.
-    rates : collection of {"host", "device", "link", "disk"}
-        What to measure: the bandwidths of host and GPU memory, the link between them, random reads of the disk. For the disk a
-        file without a name is written into `path`. None by default; the link's rate to the GPU is also known, without
-        measuring, where `speedtransfer calibrate` has measured it.
-    device : int
-        The CUDA device.
-
-    Returns
-    -------
-    Machine
-        What could not be found out is None, and `notes` say why.
-
-    Raises
-    ------
-    InvalidValueError
-        `rates` has another name, or there is no such device.
+    `path` is a folder on the disk where files of tables would be, by default the current one; for its rate a file without a
+    name is written there. The link's rate to the GPU is also known, without measuring, where `speedtransfer calibrate` has
+    measured it. What could not be found out is None, and `notes` say why.
     """
     for rate in rates:
         if rate not in RATES:

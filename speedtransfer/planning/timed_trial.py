@@ -46,17 +46,7 @@ _MIX = 0x9E3779B1  # prime, near 2**32 divided by the golden ratio: spreads numb
 
 @dataclass(frozen=True)
 class TrialTime:
-    """Seconds of a step, by what they grow with.
-
-    Attributes
-    ----------
-    fixed_s : float
-        Whatever the step looks up.
-    unique_s : float
-        In proportion to the distinct rows, and the lookups, of a step.
-    rows_s : float
-        In proportion to the rows of the tables.
-    """
+    """Seconds of a step: whatever it looks up, in proportion to its distinct rows and lookups, and to rows of the tables."""
 
     fixed_s: float
     unique_s: float
@@ -74,18 +64,7 @@ def trial_bytes() -> int:
 
 
 def time_tables(workload: Workload, form: Form, memory: str, device: torch.device, folder: Path) -> TrialTime:
-    """Measure a step of tables in one memory and form.
-
-    Parameters
-    ----------
-    workload : Workload
-    form : Form
-    memory : {"device", "pinned", "pageable", "mmap"}
-    device : torch.device
-        The compute device.
-    folder : Path
-        Where files of tables are made, and removed.
-    """
+    """Measure a step of tables in one memory and form; files of tables are made in `folder`, and removed."""
     row_bytes = [size_of(workload, table, form).row_bytes for table in workload.tables]
     cut = _Cut(workload, row_bytes, trial_bytes())
     with _quiet(), tempfile.TemporaryDirectory(dir=folder, prefix=".speedtransfer-plan-") as files:
@@ -93,8 +72,7 @@ def time_tables(workload: Workload, form: Form, memory: str, device: torch.devic
         for number, (table, rows) in enumerate(zip(workload.tables, cut.rows, strict=True)):
             kind = EmbeddingBag if table.kind == BAG else Embedding
             path = Path(files, f"{number}.safetensors") if memory == MMAP else None
-            options: dict[str, Any] = {"memory": memory, "path": path, "idle": workload.idle}
-            options |= form.arguments
+            options = {"memory": memory, "path": path, "idle": workload.idle, **form.arguments}
             zeros = torch.zeros(1, 1, device="cpu").expand(sum(rows), table.dim)
             modules.append(kind(sum(rows), table.dim, _weight=zeros, device=device, **options))
         ids_on = device if memory in (DEVICE, PINNED) else torch.device("cpu")
@@ -156,13 +134,7 @@ def _quiet() -> Iterator[None]:
 class _Cut:
     """How many rows each feature has in a trial, and which part of a step's distinct rows it looks up.
 
-    Parameters
-    ----------
-    workload : Workload
-    row_bytes : sequence of int
-        Of each table.
-    budget : int
-        Bytes of all tables, and four times those of the lookups of a step.
+    `row_bytes` are those of each table; all tables, and four times the lookups of a step, have `budget` bytes.
     """
 
     def __init__(self, workload: Workload, row_bytes: Sequence[int], budget: int) -> None:
@@ -287,11 +259,10 @@ class _Steps:
 
     def _grad(self, number: int, count: int) -> Tensor:
         """Return a gradient of so many rows."""
-        if len(self._grads[number]) < count:
-            self._grads[number] = torch.full_like(
-                self._grads[number].new_empty(count, self._grads[number].shape[1]), 1e-2
-            )
-        return self._grads[number][:count]
+        kept = self._grads[number]
+        if len(kept) < count:
+            kept = self._grads[number] = kept.new_full((count, kept.shape[1]), 1e-2)
+        return kept[:count]
 
 
 def _draws_of(table: Load, zipf: float, kept: Sequence[int], share: float) -> list[tuple[Draws, int]]:
@@ -315,20 +286,8 @@ class Draws:
     in for, the most frequent ids have half of the rows to themselves, and all others take the other half in turns: distinct
     ids of a step have distinct rows, and a row that is rare is one that has not been touched for long.
 
-    Parameters
-    ----------
-    rows : int
-        Of the feature that is planned.
-    kept : int
-        Rows that there are for it, at most `rows`.
-    lookups : int
-        Of a step.
-    zipf : float
-    share : float
-        Of the distinct rows of a step, with all their lookups, above 0 and at most 1.
-    unique : float, optional
-        Distinct rows of a step where they are not those of the Zipf law: rows take turns then.
-    seed : int
+    The feature that is planned has so many `rows` and `lookups` of a step; at most `kept` rows are there for it, and a `share`
+    of the distinct rows is looked up. Where these are `unique`, and not those of the Zipf law, rows take turns.
     """
 
     def __init__(

@@ -119,26 +119,8 @@ def _expected(features: Sequence[tuple[int, int]], zipf: float) -> float:
     return sum(expected_unique(rows, zipf, count) for rows, count in features)
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A table before it is known how often it is looked up."""
-
-    name: str
-    features: tuple[int, ...]
-    dim: int
-    kind: str = EMBEDDING
-    is_table: bool = False
-    names: tuple[str, ...] = ()
-
-
 def make_workload(
-    given: Any,
-    trainer: Trainer,
-    batch: Any,
-    lookups: Any,
-    zipf: Any,
-    unique: Any,
-    idle: str,
+    given: Any, trainer: Trainer, batch: Any, lookups: Any, zipf: Any, unique: Any, idle: str
 ) -> Workload:
     """Check and complete what :func:`speedtransfer.plan` is given, which documents it."""
     batch = check_size(batch, "batch", 1)
@@ -154,8 +136,8 @@ def make_workload(
     )
     tables = []
     for table in found:
-        features = tuple((rows, round(batch * per_sample[table.name])) for rows in table.features)
-        rows, count = sum(table.features), sum(number for _, number in features)
+        features = tuple((rows, round(batch * per_sample[table.name])) for rows, _ in table.features)
+        rows, count = table.rows, sum(number for _, number in features)
         check_size(count, "lookups of a step", 1)
         if count >= MAX_SIZE:
             raise InvalidValueError(
@@ -170,9 +152,7 @@ def make_workload(
                 f"{min(count, rows)}; pass a number between"
             )
         bag = round(per_sample[table.name]) if table.kind == BAG else 1
-        tables.append(
-            Load(table.name, rows, table.dim, features, distinct, table.kind, bag, table.is_table, table.names)
-        )
+        tables.append(replace(table, features=features, unique=distinct, bag=bag))
     return Workload(tuple(tables), batch, exponent, trainer, idle, values, others)
 
 
@@ -200,8 +180,8 @@ def _by_name(
     return numbers if one_only else {name: numbers.get(name, 1.0) for name in names}
 
 
-def _of_sizes(given: Any) -> list[_Found]:
-    """Return tables of ``(rows, dim)``, of a sequence of these, or of a mapping of names to these."""
+def _of_sizes(given: Any) -> list[Load]:
+    """Return tables of ``(rows, dim)``, of a sequence of these, or of a mapping of names to these; without lookups yet."""
     wrong = f"sizes are {given!r} but must be (rows, dim), a list of these or a dict of name to these; or pass a model"
     if isinstance(given, Mapping):
         pairs = {str(name): size for name, size in given.items()}
@@ -217,7 +197,7 @@ def _of_sizes(given: Any) -> list[_Found]:
         if not isinstance(size, Sequence) or isinstance(size, str | bytes) or len(size) != 2:
             raise InvalidTypeError(wrong)
         rows, dim = _size(size[0], f"rows of {name!r}", MAX_SIZE), _size(size[1], f"dim of {name!r}", MAX_DIM)
-        found.append(_Found(name, (rows,), dim))
+        found.append(Load(name, rows, dim, ((rows, 0),), 0.0))
     return found
 
 
@@ -231,13 +211,12 @@ def _size(value: Any, name: str, most: int) -> int:
         raise InvalidValueError(
             f"{name} is {value} but must be at most 2**{most.bit_length() - 1}; pass a smaller number"
         )
-    size = check_size(value, name, 1)
-    return size
+    return check_size(value, name, 1)
 
 
-def _of_model(model: nn.Module) -> tuple[list[_Found], int, int]:
+def _of_model(model: nn.Module) -> tuple[list[Load], int, int]:
     """Return the embeddings of a model, those that share a weight once, and the values and bytes of its other parameters."""
-    found: dict[int, _Found] = {}
+    found: dict[int, Load] = {}
     weights: set[int] = set()
     for name, module in model.named_modules():
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag | MultiEmbedding) or isinstance(module, Feature):
@@ -252,11 +231,11 @@ def _of_model(model: nn.Module) -> tuple[list[_Found], int, int]:
         kind = (
             MULTI if isinstance(module, MultiEmbedding) else BAG if isinstance(module, nn.EmbeddingBag) else EMBEDDING
         )
-        rows = tuple(each.num_embeddings for each in module.values()) if isinstance(module, MultiEmbedding) else ()
-        rows = tuple(size for size in rows or (module.num_embeddings,) if size)
-        if rows:
-            is_table = isinstance(module, TableModule)
-            found[key] = _Found(name, rows, module.embedding_dim, kind, is_table, (name,))
+        rows = [each.num_embeddings for each in module.values()] if isinstance(module, MultiEmbedding) else []
+        features = tuple((size, 0) for size in rows or [module.num_embeddings] if size)
+        if features:
+            size, is_table = sum(rows for rows, _ in features), isinstance(module, TableModule)
+            found[key] = Load(name, size, module.embedding_dim, features, 0.0, kind, 1, is_table, (name,))
     if not found:
         raise InvalidValueError(
             f"the model, a {type(model).__name__}, has no nn.Embedding, nn.EmbeddingBag or table of this package; pass sizes "
