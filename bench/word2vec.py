@@ -116,15 +116,7 @@ class Session:
         self.result: dict[str, Any] = {}
 
     def prepare(self, corpora: list[Path], about: dict[str, Any], goes_on: bool) -> None:
-        """Write the texts, resume or begin, and let each system train for a moment to warm up.
-
-        Raises
-        ------
-        DataError
-            A corpus cannot be read; what is there has been measured otherwise.
-        RunError
-            A system cannot train.
-        """
+        """Write the texts, resume or begin, and let each system train for a moment to warm up."""
         facts = []
         for number, path in enumerate(corpora):
             self._texts[path.name] = self._folder / f"corpus{number}.txt"

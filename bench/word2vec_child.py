@@ -76,13 +76,9 @@ def train_ours(job: dict[str, Any]) -> dict[str, Any]:
 def evaluate(job: dict[str, Any]) -> dict[str, Any]:
     """Evaluate stored vectors on all sets, by the package's evaluator, whose figures are tested against gensim's.
 
-    Words of equal count are sorted alphabetically first, so that all systems are evaluated on the same analogies.
-
-    Returns
-    -------
-    dict
-        ``scores`` and ``asked``, the known pairs or questions, by set; ``items``, the outcome of each: the cosine of a pair, 1
-        for a right answer and 0 for a wrong one, None where a word is unknown.
+    Words of equal count are sorted alphabetically first, so that all systems are evaluated on the same analogies. Returns by
+    set the ``scores``, how many pairs or questions are known (``asked``), and the outcome of each of the ``items``: the cosine
+    of a pair, 1 for a right answer and 0 for a wrong one, None where a word is unknown.
     """
     from speedtransfer.errors import InvalidValueError
     from speedtransfer.word2vec import Vectors

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import itertools
 import lzma
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,17 +57,13 @@ class CorpusSettings(NamedTuple):
 OWN_SETTINGS = {SHIPPED.name: CorpusSettings(epochs=25, min_count=5, sample=1e-3, analogies=False)}
 
 
-def _find(folder: Path | None, below: str, names: Iterable[str], option: str) -> Path:
+def _find(folder: Path | None, below: str, names: Sequence[str], option: str) -> Path:
     """Return the first of `names` that is a file in `folder`, or in its folder `below`."""
-    names = list(names)
-    bases = [] if folder is None else [folder / below, folder]
-    for path in (base / name for base in bases for name in names):
-        if path.is_file():
-            return path
-    raise DataError(
-        f"there is no {below}/{names[0]} in {str(folder or '')!r}; name the folder that has it with --data, or others with "
-        f"{option}"
-    )
+    for base in (folder / below, folder) if folder is not None else ():
+        if found := next((base / name for name in names if (base / name).is_file()), None):
+            return found
+    where = f"there is no {below}/{names[0]} in {str(folder or '')!r}"
+    raise DataError(f"{where}; name the folder that has it with --data, or others with {option}")
 
 
 def _check_names(paths: list[Path], what: str) -> None:
@@ -78,32 +75,21 @@ def _check_names(paths: list[Path], what: str) -> None:
 
 
 def find_corpora(folder: Path | None, named: Iterable[Path] | None) -> list[Path]:
-    """Return the corpora: `named` ones, or that of `folder` and the one that is shipped with the package.
-
-    Raises
-    ------
-    DataError
-        One is not there.
-    """
+    """Return the corpora: `named` ones, or that of `folder` and the one that is shipped with the package."""
     if named is None:
-        named = [_find(folder, "corpora", (CORPUS + ending for ending in _ENDINGS), "--corpus"), SHIPPED]
+        named = [_find(folder, "corpora", [CORPUS + ending for ending in _ENDINGS], "--corpus"), SHIPPED]
     paths = list(named)
     _check_names(paths, "corpus")
     return paths
 
 
 def prepare(corpus: Path, target: Path, words: int | None = None) -> dict[str, Any]:
-    """Write the first `words` of `corpus` to `target` in lines of `LINE_WORDS`; return facts about them.
-
-    Raises
-    ------
-    DataError
-        The corpus cannot be read, or has no word.
-    """
+    """Write the first `words` of `corpus` to `target` in lines of `LINE_WORDS`; return facts about them."""
     count, content = 0, hashlib.sha256()
     try:
         with target.open("wb") as out:
-            for line in _lines(corpus, words):
+            left = itertools.islice(_words(corpus), words)
+            while line := list(itertools.islice(left, LINE_WORDS)):
                 count += len(line)
                 data = " ".join(line).encode() + b"\n"
                 content.update(data)
@@ -115,25 +101,18 @@ def prepare(corpus: Path, target: Path, words: int | None = None) -> dict[str, A
     return {"name": corpus.name, "words": count, "sha256": content.hexdigest()}
 
 
-def _lines(corpus: Path, words: int | None) -> Iterator[list[str]]:
+def _words(corpus: Path) -> Iterator[str]:
     opener: Any = {".xz": lzma.open, ".gz": gzip.open}.get(corpus.suffix, open)
-    waiting, rest, left = list[str](), "", words
+    rest = ""
     with opener(corpus, "rt", encoding="utf-8") as file:
         while text := file.read(_READ):
             text = rest + text
             some = text.split()
             # A word may go on in what is read next.
             rest = some.pop() if some and not text[-1].isspace() else ""
-            waiting += some[:left]
-            left = None if left is None else left - min(left, len(some))
-            while len(waiting) >= LINE_WORDS:
-                yield waiting[:LINE_WORDS]
-                del waiting[:LINE_WORDS]
-            if left == 0:
-                break
-    waiting += [rest] if rest and left != 0 else []
-    if waiting:
-        yield waiting
+            yield from some
+    if rest:
+        yield rest
 
 
 # --- evaluation sets ------------------------------------------------------------------------------------------------------
@@ -164,12 +143,7 @@ class EvaluationSet(NamedTuple):
 def find_sets(folder: Path | None, named: Iterable[Path] | None) -> list[EvaluationSet]:
     """Return the sets, tuned ones first: `named` ones, or all of `folder`; one with another name than ours is reserved.
 
-    Raises
-    ------
-    DataError
-        One is not there.
-    StorageError
-        A line of one is no pair with its score, and no analogy: gensim would skip it.
+    A line that is no pair with its score, and no analogy, is an error: gensim would skip it.
     """
     from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
 

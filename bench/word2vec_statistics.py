@@ -177,22 +177,11 @@ def bootstrap(
 ) -> dict[str, Any] | None:
     """Return how far the mean score of `ours` is above that of `theirs`, with its 95% percentile interval.
 
-    Each resample draws seeds and items with replacement, the same for both sides, and scores each drawn seed on the drawn
-    items. With one seed the interval is over items only. With a few seeds it is somewhat too narrow for other seeds, as any
-    bootstrap of so few.
-
-    Parameters
-    ----------
-    ours, theirs : numpy.ndarray
-        Outcome of each item, of shape (seeds, items); nan where unknown. Only items known to all count.
-    gold : numpy.ndarray, optional
-        People's scores of the items, with which outcomes are correlated (Spearman); without, scores are mean outcomes.
-    resamples : int
-
-    Returns
-    -------
-    dict or None
-        ``value``, ``low``, ``high``, ``seeds`` and ``items``; None with fewer than `LEAST_ITEMS`.
+    Both are the outcome of each item, ``(seeds, items)``, nan where unknown; only items known to all count, and with fewer
+    than `LEAST_ITEMS` the result is None. The score is Spearman's correlation with `gold`, people's scores of the items, or
+    without these the mean outcome. Each resample draws seeds and items with replacement, the same for both sides, and scores
+    each drawn seed on the drawn items. With one seed the interval is over items only. With a few seeds it is somewhat too
+    narrow for other seeds, as any bootstrap of so few.
     """
     known = ~np.isnan([*ours, *theirs]).any(axis=0)
     ours, theirs, gold = ours[:, known], theirs[:, known], None if gold is None else gold[known]
