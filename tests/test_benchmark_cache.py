@@ -8,7 +8,7 @@ import torch
 from speedtransfer.benchmark import cache, lookup
 from speedtransfer.benchmark.measure import WrongResultError, measure
 from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.benchmark.workload import Lookups, zipf_ids, zipf_shares
+from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.page_cache import PagesStayError
 
@@ -85,6 +85,6 @@ def test_every_lookup_runs():
 
 
 def test_wrong_rows_are_noticed():
-    lookups = Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
+    lookups = lookup.Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
     with pytest.raises(AssertionError, match="not those"):
         lookups.check()

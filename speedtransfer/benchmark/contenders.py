@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.environment import Room
 from speedtransfer.benchmark.results import Role
-from speedtransfer.errors import HostMemoryError
+from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.nn import Embedding
 
 DIM = 128
@@ -128,9 +127,20 @@ def fitting(
 
     `room` has the bytes that tables may take, by place.
     """
-    left = Room(room)
+    left = dict(room)
     for contender in chosen:
-        yield contender, left.take(contender.planes * rows * ROW_BYTES, contender.place)
+        size, place = contender.planes * rows * ROW_BYTES, contender.place
+        if size <= left[place]:
+            left[place] -= size
+            yield contender, None
+            continue
+        yield (
+            contender,
+            HostMemoryError(
+                f"takes {format_bytes(size)} but the tables of a comparison may take {format_bytes(room[place])} of the "
+                f"{place}'s memory together, of which those beside it leave {format_bytes(left[place])}"
+            ),
+        )
 
 
 class TableByHand(ZeroEmbedding):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from speedtransfer.cuda import cuda_status, resolve_device
-from speedtransfer.errors import HostMemoryError, format_bytes
 from speedtransfer.system import cpu_model, physical_bytes
 from speedtransfer.version import __version__, version_of
 
@@ -74,23 +73,6 @@ def cpu_name() -> str:
 def host_room(share: float = HOST_SHARE) -> float:
     """Return a share of the host's memory in bytes; of 8 GB if that is unknown."""
     return share * (physical_bytes() or 8e9)
-
-
-class Room:
-    """A budget in bytes for the tables of a comparison, by place ("host", "device")."""
-
-    def __init__(self, most: dict[str, float]) -> None:
-        self._most, self._left = most, dict(most)
-
-    def take(self, num_bytes: float, place: str = "host") -> HostMemoryError | None:
-        """Take bytes from the budget; return an error instead if too few are left."""
-        if num_bytes <= self._left[place]:
-            self._left[place] -= num_bytes
-            return None
-        return HostMemoryError(
-            f"takes {format_bytes(num_bytes)} but the tables of a comparison may take {format_bytes(self._most[place])} of "
-            f"the {place}'s memory together, of which those beside it leave {format_bytes(self._left[place])}"
-        )
 
 
 @contextlib.contextmanager

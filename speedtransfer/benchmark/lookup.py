@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.workload import Lookups
+from speedtransfer.benchmark.measure import Case, Group, cycle
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.units import format_seconds
@@ -43,6 +42,24 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
     ]
 
 
+class Lookups:
+    """Calls of `find` on ids; `batches` are pairs of ids and expected rows, used in turn."""
+
+    def __init__(self, find: Callable[[Tensor], Tensor], batches: list[tuple[Tensor, Tensor]]) -> None:
+        self._find, self._turn = find, cycle(batches)
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        """Look up the next batch."""
+        return self._find(self._turn()[0])
+
+    @torch.inference_mode()
+    def check(self) -> None:
+        """Raise AssertionError if rows are not as expected."""
+        ids, expected = self._turn()
+        assert torch.equal(self._find(ids).cpu(), expected), "the rows found are not those of the ids"
+
+
 def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case]:
     generator = torch.Generator().manual_seed(seed)
     cuda = device.type == "cuda"
@@ -62,12 +79,8 @@ def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case
     else:
         table = ours.table.torch()
         methods[FUNCTION] = lambda ids: F.embedding(ids, table)
+    queues = {name: cuda and name != BY_HAND for name in methods}
     return [
-        Case.of(
-            name,
-            Lookups(function, batches),
-            "ours" if name == OURS else "other",
-            queues=cuda and name != BY_HAND,
-        )
-        for name, function in methods.items()
+        Case.of(name, Lookups(find, batches), "ours" if name == OURS else "other", queues=queues[name])
+        for name, find in methods.items()
     ]

@@ -133,36 +133,35 @@ def measure(
         result.cases = [case for case in made if isinstance(case, CaseResult)]
         return result
     cases = [case for case in made if isinstance(case, Case)]
-    found = [CaseResult(case.name, case.role, case.payload_bytes) for case in cases]
-    result.cases = found
-    repeats = []
-    for case, case_result in zip(cases, found, strict=True):
+    result.cases = [CaseResult(case.name, case.role, case.payload_bytes) for case in cases]
+    timed = []
+    for case, found in zip(cases, result.cases, strict=True):
         try:
-            repeats.append(_prepare(case, case_result, device, min_sample_s))
+            number = _prepare(case, found, device, min_sample_s)
         except AssertionError as error:
-            if case.role == "other":
-                case_result.error = f"gives a wrong result ({_reason(error)})"
-                repeats.append(0)
-                continue
-            raise WrongResultError(
-                f"{group.title}: {case.name} gives a wrong result ({_reason(error)}), so nothing is timed; please report it"
-            ) from error
+            problem = f"gives a wrong result ({_reason(error)})"
+            if case.role != "other":
+                raise WrongResultError(
+                    f"{group.title}: {case.name} {problem}, so nothing is timed; please report it"
+                ) from error
+            found.error, number = problem, 0
+        timed += [(case, found, number)] * bool(number)
     share_s = budget_s / max(1, len(cases)) / turns
     collecting = gc.isenabled()
     gc.disable()
     try:
         for _ in range(turns):
-            for case, case_result, number in zip(cases, found, repeats, strict=True):
-                if number:
-                    _sample(case, case_result, number, device, samples, share_s)
+            for case, found, number in timed:
+                _sample(case, found, number, device, samples, share_s)
             gc.collect(1)  # what the turn has made: a full collection looks at all of torch
     finally:
         if collecting:
             gc.enable()
-    for case, case_result, number in zip(cases, found, repeats, strict=True):
-        case_result.memory, case_result.figures = dict(case.memory), dict(case.figures)
-        if number and case.queues and device.type == "cuda":
-            case_result.device_s = _device_seconds(case, device)
+    for case, found in zip(cases, result.cases, strict=True):
+        found.memory, found.figures = dict(case.memory), dict(case.figures)
+    for case, found, _ in timed:
+        if case.queues and device.type == "cuda":
+            found.device_s = _device_seconds(case, device)
     return result
 
 

@@ -8,21 +8,9 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+from speedtransfer import drawing
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names
 from speedtransfer.benchmark.suites import SUITES, Suite
-from speedtransfer.drawing import (
-    COLOURS,
-    INK,
-    PALE,
-    QUIET,
-    bars,
-    legend_below,
-    line,
-    line_style,
-    plain_numbers,
-    require_matplotlib,
-    tidy,
-)
 from speedtransfer.errors import format_bytes
 from speedtransfer.units import format_count, format_rate, format_ratio, format_seconds, format_share
 
@@ -202,7 +190,7 @@ def group_table(group: GroupResult) -> TextTable:
 
 def plot(result: dict[str, Any]) -> bytes | None:
     """Return the picture of a recorded suite as PNG: lines of each series, else bars; None if there is nothing to show."""
-    make_figure, suite = require_matplotlib(), SUITES[result["suite"]]
+    make_figure, suite = drawing.require_matplotlib(), SUITES[result["suite"]]
     groups = [group for group in groups_of(result) if group.ran]
     if not groups or suite.declared("VALUE", True) is None:
         return None
@@ -212,7 +200,7 @@ def plot(result: dict[str, Any]) -> bytes | None:
         panels = {title: part for title, part in _in_series(suite, groups).items() if title}
         figure = _lines(make_figure, suite, panels) if panels else _bars(make_figure, suite, groups)
         device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
-        figure.suptitle(device, fontsize=8, color=QUIET, parse_math=False)
+        figure.suptitle(device, fontsize=8, color=drawing.QUIET, parse_math=False)
         file = io.BytesIO()
         figure.savefig(file, format="png")
     return file.getvalue()
@@ -233,8 +221,8 @@ def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupR
     for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
         times = [show_time] if _has_times(group) else []
         texts = [", ".join(filter(None, (show(group, case) for show in (*times, describe)))) for case in group.ran]
-        colours = [COLOURS[0] if case.role == "ours" else PALE for case in group.ran]
-        bars(
+        colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in group.ran]
+        drawing.bars(
             axes,
             [case.name for case in group.ran],
             [value(case) or 0.0 for case in group.ran],
@@ -242,7 +230,7 @@ def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupR
             colours,
             room=0.8,
         )
-        axes.set_title(group.title, fontsize=10, color=INK, loc="left", parse_math=False)
+        axes.set_title(group.title, fontsize=10, color=drawing.INK, loc="left", parse_math=False)
     axes.set_xlabel(label)
     return figure
 
@@ -257,14 +245,14 @@ def _lines(make_figure: Callable[..., Any], suite: Suite, panels: dict[str, list
         for number, name in enumerate(case_names(groups)):
             cases = [group.by_name.get(name) for group in groups]
             ours = any(case is not None and case.role == "ours" for case in cases)
-            line(axes, sizes, [case and value(case) for case in cases], name, line_style(number, ours))
+            drawing.line(axes, sizes, [case and value(case) for case in cases], name, drawing.line_style(number, ours))
         axes.set(xscale="log", yscale="log", xlabel=by, ylabel=label)
         axes.set_xticks(sizes, [format_count(size) for size in sizes])
         axes.minorticks_off()
-        axes.set_title(title, fontsize=11, color=INK)
-        tidy(axes)
-        plain_numbers(axes)
-    legend_below(figure, row[0])
+        axes.set_title(title, fontsize=11, color=drawing.INK)
+        drawing.tidy(axes)
+        drawing.plain_numbers(axes)
+    drawing.legend_below(figure, row[0])
     return figure
 
 

@@ -5,7 +5,6 @@ Tables are much larger than the cache, and batches of ids are used in turn: this
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from speedtransfer.benchmark.methods import Method, as_case, other_methods, our_
 from speedtransfer.benchmark.report import show_rate
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
-from speedtransfer.benchmark.workload import Tables, Workload, default_table_bytes, workload
+from speedtransfer.benchmark.workload import Tables, default_table_bytes, workload
 from speedtransfer.engines import DIRECTIONS, Direction
 from speedtransfer.errors import check_size, format_bytes
 
@@ -80,57 +79,39 @@ class _Plan:
         self.main = "pinned" if device.type == "cuda" else "pageable"
         self.tables = Tables(device)
 
-    def moves(self, direction: Direction, all_of_them: bool = False, **params: Any) -> Group:
-        """Compare methods to move rows; `params` are those of `_params`."""
-
-        def make(work: Workload) -> list[Method]:
-            return our_methods(work, direction) + other_methods(work, direction, all_of_them)
-
-        return self._group("ways", direction, make, **params)
-
-    def overhead(self, direction: Direction) -> Group:
-        """Compare the overhead of calls that move few rows."""
-
-        def make(work: Workload) -> list[Method]:
-            found = our_methods(work, direction) + other_methods(work, direction, all_of_them=False)
-            if self.device.type == "cuda":
-                found.append(Method("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, checked=False))
-            return found
-
-        return self._group("overhead", direction, make, rows=min(_OVERHEAD_ROWS, self.rows))
-
-    def _group(self, kind: str, direction: Direction, make: Callable[[Workload], list[Method]], **params: Any) -> Group:
-        params = self._params(kind, direction, **params)
-        memory, count, row_bytes, ids = (params[name] for name in ("memory", "rows", "row_bytes", "ids"))
-
-        def cases() -> list[Case]:
-            table = self.tables.table(memory, self._bytes(memory), row_bytes // 4)
-            work = workload(table, count, ids, repeats=direction == "gather", seed=self.seed)
-            return [as_case(method, work, direction) for method in [*make(work), *roofs(work, direction)]]
-
-        what = "overhead: " if kind == "overhead" else ""
-        draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
-        title = f"{what}{direction} {count:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
-        title += f", {memory} table of {format_bytes(self._bytes(memory))}"
-        return Group(title, cases, params)
-
-    def _bytes(self, memory: str) -> int:
-        return self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
-
-    def _params(
+    def moves(
         self,
-        kind: str,
-        direction: str,
+        direction: Direction,
+        all_of_them: bool = False,
         memory: str = "",
         rows: int = 0,
         row_bytes: int = ROW_BYTES,
         ids: str = "uniform",
-    ) -> dict[str, Any]:
-        """Return the parameters of a group; `rows` is limited by half of the table and by the bytes of a call."""
+        kind: str = "ways",
+    ) -> Group:
+        """Compare methods to move rows, `all_of_them` or the best; `rows` is limited by the table and the bytes of a call."""
         memory = memory or self.main
-        have = self._bytes(memory) // row_bytes
-        rows = max(1, min(rows or self.rows, have // 2, _CALL_BYTES // row_bytes))
-        return {
+        table_bytes = self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
+        rows = max(1, min(rows or self.rows, table_bytes // row_bytes // 2, _CALL_BYTES // row_bytes))
+        overhead = kind == "overhead"
+
+        def cases() -> list[Case]:
+            table = self.tables.table(memory, table_bytes, row_bytes // 4)
+            work = workload(table, rows, ids, repeats=direction == "gather", seed=self.seed)
+            methods = our_methods(work, direction) + other_methods(work, direction, all_of_them)
+            if overhead and self.device.type == "cuda":
+                methods.append(Method("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, checked=False))
+            return [as_case(method, work, direction) for method in [*methods, *roofs(work, direction)]]
+
+        draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
+        title = f"{'overhead: ' * overhead}{direction} {rows:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
+        title += f", {memory} table of {format_bytes(table_bytes)}"
+        params = {
             "kind": kind, "direction": direction, "memory": memory, "rows": rows, "row_bytes": row_bytes, "ids": ids,
-            "headline": kind == "overhead", "table_bytes": self._bytes(memory),
+            "headline": overhead, "table_bytes": table_bytes,
         }  # fmt: skip
+        return Group(title, cases, params)
+
+    def overhead(self, direction: Direction) -> Group:
+        """Compare the overhead of calls that move few rows."""
+        return self.moves(direction, rows=min(_OVERHEAD_ROWS, self.rows), kind="overhead")

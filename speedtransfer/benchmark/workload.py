@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from speedtransfer.benchmark.measure import cycle, synchronize
+from speedtransfer.benchmark.measure import synchronize
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table
 
 _BASE_DIM = 128  # columns of the float32 table that all others are views of
-MIX = (
-    -7046029254386353131
-)  # 2**64 divided by the golden ratio, an odd number: multiplying by it scatters consecutive numbers
+# 2**64 divided by the golden ratio, an odd number: multiplying by it scatters consecutive numbers.
+MIX = -7046029254386353131
 _PRIME = 1_000_000_007
 _MAX_SETS = 64
 
@@ -92,43 +89,11 @@ class Tables:
         self._base = self._key = None
 
 
-class Lookups:
-    """Calls of `find` on ids, within `context()`: `batches` are pairs of ids and expected results, used in turn."""
-
-    def __init__(
-        self,
-        find: Callable[[Tensor], Any],
-        batches: list[tuple[Tensor, Tensor]],
-        context: Callable[[], contextlib.AbstractContextManager[Any]] = torch.inference_mode,
-    ) -> None:
-        self._find, self._turn, self._context = find, cycle(batches), context
-
-    def run(self) -> Any:
-        """Look up the next batch."""
-        with self._context():
-            return self._find(self._turn()[0])
-
-    def check(self) -> None:
-        """Raise AssertionError if results are not as expected."""
-        ids, expected = self._turn()
-        with self._context():
-            found = torch.as_tensor(self._find(ids)).cpu()
-        assert torch.equal(found, expected), "the rows found are not those of the ids"
-
-
 def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = True, seed: int = 0) -> Workload:
     """Return batches of `count` rows of `table`.
 
-    Parameters
-    ----------
-    table : Table
-    count : int
-        Ids drawn for a batch.
-    ids : {"uniform", "zipf"}
-        Uniform ids are distinct, in random order.
-    repeats : bool
-        If False, repeated ids are dropped, and all batches cut to the length of the shortest.
-    seed : int
+    `ids` are "uniform", and then distinct in random order, or "zipf"; without `repeats` repeated ids are dropped, and all
+    batches cut to the length of the shortest.
     """
     generator = torch.Generator().manual_seed(seed)
     plane = table.torch()
