@@ -17,16 +17,16 @@ all threads in the shortest of the steps (others may use the machine), without a
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-from store import ROOT, read, write
+from experiment import OutOfTimeError, RunError
+from running import run_job
+from store import ROOT, header, read, write
 
 LIMIT_S = 600
 PATH = ROOT / "bench" / "launches.json"  # of an emulated device, so that it is no result of one
@@ -52,23 +52,18 @@ def main() -> int:
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--write", action="store_true", help="write the result; of --only into what is there")
     parser.add_argument("-v", "--verbose", action="store_true", help="also list kernels, copies and allocations")
-    parser.add_argument("--form", help=argparse.SUPPRESS)  # count that one here and print JSON
     args = parser.parse_args()
     try:
         import fakegpu  # noqa: F401
     except ImportError:
         print("error: this counts on the emulated GPU; run it by cuda-emulator/run (see --help)", file=sys.stderr)
         return 2
-    from warm_steps import FORMS, Sizes
+    from warm_steps import FORMS
 
-    sizes = Sizes(args.rows, args.lookups, args.dim)
-    if args.form:
-        return _count_here(FORMS[args.form].build, sizes)
-    from store import header
-
+    sizes = {"rows": args.rows, "lookups": args.lookups, "dim": args.dim}
     about = header(ROOT, "launches")
     stored = read(PATH) if PATH.exists() else {}
-    before = stored.get("forms", {}) if stored.get("sizes") == sizes._asdict() else {}
+    before = stored.get("forms", {}) if stored.get("sizes") == sizes else {}
     names = [name for name in FORMS if not args.only or any(text in name for text in args.only)]
     forms: dict[str, Any] = {}
     print(_line(["form", *COLUMNS]), flush=True)
@@ -77,35 +72,20 @@ def main() -> int:
         _show(name, result, before.get(name), args.verbose)
     if args.write:
         complete = set(forms) >= set(FORMS)
-        write(PATH, {**about, "sizes": sizes._asdict(), "forms": {**before, **forms}, "complete": complete})
+        write(PATH, {**about, "sizes": sizes, "forms": {**before, **forms}, "complete": complete})
         print(f"wrote {PATH.relative_to(ROOT)}")
     return int(any("error" in result for result in forms.values()))
 
 
-def _count_here(build: Any, sizes: Any) -> int:
-    from launches_counted import count
-
-    with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(count(build, sizes, Path(folder))))
-    return 0
-
-
-def _count(name: str, sizes: Any) -> dict[str, Any]:
+def _count(name: str, sizes: dict[str, int]) -> dict[str, Any]:
     """Return what a form does, counted in a process of its own, or its error."""
-    options = [f"--{option}={value}" for option, value in sizes._asdict().items()]
-    command = [sys.executable, __file__, "--form", name, *options]
-    environment = {"FAKE_DEVICE_BYTES": str(8 << 30), **os.environ}
-    try:
-        # Without a calibration that an emulated run has left: it would choose the engine.
-        with tempfile.TemporaryDirectory() as cache:
-            environment["SPEEDTRANSFER_CACHE"] = cache
-            done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment)
-    except subprocess.TimeoutExpired:
-        return {"error": f"took more than {LIMIT_S} s"}
-    if done.returncode:
-        return {"error": (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]}
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    # Without a calibration that an emulated run has left: it would choose the engine.
+    with tempfile.TemporaryDirectory() as cache:
+        env = {"FAKE_DEVICE_BYTES": os.environ.get("FAKE_DEVICE_BYTES", str(8 << 30)), "SPEEDTRANSFER_CACHE": cache}
+        try:
+            return run_job("launches_counted.py", {"form": name, "sizes": sizes}, time.monotonic() + LIMIT_S, env)
+        except (RunError, OutOfTimeError) as error:
+            return {"error": str(error)}
 
 
 def _show(name: str, result: dict[str, Any], before: dict[str, Any] | None, verbose: bool) -> None:

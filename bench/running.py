@@ -67,7 +67,9 @@ def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
                 log(line)
 
 
-def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict[str, Any]:
+def run_job(
+    script: str, job: dict[str, Any], end: float = float("inf"), env: dict[str, str] | None = None
+) -> dict[str, Any]:
     """Run ``python bench/<script> JOB.json``, which writes a JSON object to the path ``job["result"]``, and return that.
 
     Raises
@@ -81,9 +83,8 @@ def run_job(script: str, job: dict[str, Any], end: float = float("inf")) -> dict
         path, result = Path(folder, "job.json"), Path(folder, "result.json")
         path.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")
         left = end - time.monotonic()
-        code, output = (
-            run([sys.executable, str(BENCH / script), str(path)], left, quiet=True) if left > 0 else (None, "")
-        )
+        command = [sys.executable, str(BENCH / script), str(path)]
+        code, output = run(command, left, quiet=True, env=env or {}) if left > 0 else (None, "")
         if code is None:
             raise OutOfTimeError("stopped at its time limit")
         if code != 0 or not result.exists():
