@@ -36,28 +36,22 @@ class Sizes(NamedTuple):
     dim: int
 
 
+def _zeros(kind: type[nn.Module]) -> Any:
+    """Return a class of such modules that stay zero: the rows need not be filled for the few that are used."""
+    return type(kind.__name__, (kind,), {"reset_parameters": lambda self: None})
+
+
+_Embedding, _Multi, _Bag = map(_zeros, (st.Embedding, st.MultiEmbedding, st.EmbeddingBag))
+
+
 @dataclass(frozen=True)
 class Form:
-    """One way to use tables.
+    """One way to use tables: where the rows live ("dense": in ``torch.nn`` modules on the device), and how they are trained.
 
-    Attributes
-    ----------
-    memory : str
-        Where the rows live; "dense": in ``torch.nn`` modules on the device.
-    idle : {"lazy", "exact"}
-    optimizer : callable
-        Makes it of the parameters.
-    ids : str
-        The device that ids are given on; "": the compute device.
-    tables, lookups : int
-        How many tables there are, and how often each is looked up before backward.
-    together : bool
-        Whether they are one `MultiEmbedding`.
-    bag, scaled, trained : bool
-        Whether the module is an EmbeddingBag, a GradScaler is used, and the step has a backward pass and an update; without
-        it follows two that have.
-    options : dict
-        Further arguments of the module.
+    Ids are given on the device `ids`, "" being the compute device. There are so many `tables`, each looked up so often before
+    backward, as one `MultiEmbedding` if `together`. The module is an EmbeddingBag (`bag`), a GradScaler is used (`scaled`),
+    the step has a backward pass and an update (`trained`; without it follows two that have). `options` are those of the
+    module.
     """
 
     memory: str = "pinned"
@@ -129,32 +123,11 @@ class Form:
         return [module(next_ids) for module, next_ids in zip(modules * self.lookups, ids, strict=True)]
 
 
-class _Embedding(st.Embedding):
-    def reset_parameters(self) -> None:
-        """Stay zero: the rows need not be filled for the few that are used."""
-
-
-class _Multi(st.MultiEmbedding):
-    def reset_parameters(self) -> None:
-        """Stay zero."""
-
-
-class _Bag(st.EmbeddingBag):
-    def reset_parameters(self) -> None:
-        """Stay zero."""
-
-
 @dataclass(frozen=True)
 class Words:
     """word2vec on blocks of words, a sixteenth of the lookups; its negatives are as many again and more.
 
-    Attributes
-    ----------
-    memory : str
-        Where the rows live.
-    model : {"skipgram", "cbow"}
-    buckets : int
-        Rows of n-grams; 0: words have a row each.
+    `buckets` are the rows of n-grams; 0: words have a row each.
     """
 
     memory: str = "pinned"

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import word2vec_statistics as statistics
 from experiment import blocks_of, commit_and_date, markdown_table
 from word2vec_data import RESERVED, TUNED
-from word2vec_statistics import (
-    BETTER,
-    GENSIM,
-    NOT_WORSE,
-    WORSE,
-    Interval,
-    System,
-    differences,
-    in_group,
-    mean,
-    ratio,
-    runs_of,
-    score_names,
-    scores,
-    speeds,
-    systems,
-)
+from word2vec_statistics import Interval, System, in_group, runs_of, scores, speeds, systems
 
 from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
@@ -40,15 +25,15 @@ def label(system: System) -> str:
 
 def table(result: dict[str, Any], corpus: str) -> str:
     """Return a row of markdown for each system of a corpus: means over the seeds with their intervals."""
-    names = score_names(result, corpus)
+    names = statistics.score_names(result, corpus)
     head = ["system", "words/s", "training alone", "vocabulary alone"]
     head += [f"{name} ({group})" for group in GROUPS for name in names if in_group(result, name, group)]
     lines = [[*head, "peak memory"]]
     for system in systems(result, corpus):
         runs = runs_of(result, system)
         measured = zip(*(speeds(result, run) for run in runs), strict=True)
-        cells = [_shown(mean(values), 1e-3, 0, " k") for values in measured]
-        cells += [_shown(mean(found)) if (found := scores(result, system, name)) else "" for name in names]
+        cells = [_shown(statistics.mean(values), 1e-3, 0, " k") for values in measured]
+        cells += [_shown(statistics.mean(found)) if (found := scores(result, system, name)) else "" for name in names]
         peak = format_bytes(max(run["peak_bytes"] for run in runs))
         lines.append([label(system), *cells, peak])
     return markdown_table(lines)
@@ -63,19 +48,21 @@ def verdicts(result: dict[str, Any], corpus: str) -> list[str]:
     """Return for each of our systems its speed beside gensim's and, for either group of sets, the differences to gensim."""
     lines = []
     for system in systems(result, corpus):
-        beside = ratio(result, system)
-        if system.system == GENSIM or beside is None:
+        beside = statistics.ratio(result, system)
+        if system.system == statistics.GENSIM or beside is None:
             continue
         paired = f" (seed by seed {min(beside.paired):.2f}x to {max(beside.paired):.2f}x)" if beside.paired else ""
         slower = ", slower" if beside.medians < 1 else ""
         lines.append(f"- {label(system)}: {beside.medians:.2f}x gensim's words/s{paired}{slower}")
         for group in GROUPS:
-            found: dict[str, list[str]] = {BETTER: [], NOT_WORSE: [], WORSE: []}
-            for name, one in differences(result, system):
+            found: dict[str, list[str]] = {statistics.BETTER: [], statistics.NOT_WORSE: [], statistics.WORSE: []}
+            for name, one in statistics.differences(result, system):
                 if in_group(result, name, group):
                     found[one.verdict].append(f"{name} {one.value:+.3f} [{one.low:+.3f}, {one.high:+.3f}]")
             said = [
-                f"{'**worse**' if what == WORSE else what}: {', '.join(sets)}" for what, sets in found.items() if sets
+                f"{'**worse**' if what == statistics.WORSE else what}: {', '.join(sets)}"
+                for what, sets in found.items()
+                if sets
             ]
             lines += [f"  - {group}: {'; '.join(said)}"] if said else []
     return lines
@@ -162,7 +149,7 @@ def draw(result: dict[str, Any]) -> Any:
     rows = {about["name"]: found for about in result["corpora"] if (found := systems(result, about["name"]))}
     names = [
         name
-        for name in dict.fromkeys(n for corpus in rows for n in score_names(result, corpus))
+        for name in dict.fromkeys(n for corpus in rows for n in statistics.score_names(result, corpus))
         if name in result["groups"]
     ]
     heights = [1.2 + 0.36 * len(found) for found in rows.values()]
@@ -197,8 +184,12 @@ def _panel(axes: Any, title: str, rows: list[System], values: Any, bars: bool = 
         found = values(system)
         if not found:
             continue
-        colour = QUIET if system.system == GENSIM else COLOURS[[*OPTIMIZERS, system.optimizer].index(system.optimizer)]
-        value, half = mean(found)
+        colour = (
+            QUIET
+            if system.system == statistics.GENSIM
+            else COLOURS[[*OPTIMIZERS, system.optimizer].index(system.optimizer)]
+        )
+        value, half = statistics.mean(found)
         if bars:
             axes.barh(place, value, height=0.62, color=colour, alpha=0.45)
         else:

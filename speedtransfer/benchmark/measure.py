@@ -82,20 +82,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases to compare.
+    """Cases to compare, such as "gather 131,072 rows of 512 B, uniform".
 
-    Attributes
-    ----------
-    title : str
-        What they do: "gather 131,072 rows of 512 B, uniform".
-    make : callable
-        Builds the data and returns the cases, or what it has measured itself. Called just before measuring, so only one
-        group's memory is held at a time.
-        A :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the group with its reason.
-    params : dict
-        What varies, for plots: ``{"direction": "gather", "row_bytes": 512, ...}``.
-    effort : dict
-        Arguments of :func:`measure` that differ from the defaults.
+    `make` builds the data and returns the cases, or what it has measured itself. It is called just before measuring, so that
+    only one group's memory is held at a time; a :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the
+    group with its reason. `params` are what varies, for plots, and `effort` the arguments of :func:`measure` that differ from
+    the defaults.
     """
 
     title: str

@@ -37,20 +37,9 @@ def run_suite(
     """Measure a suite and return the result as plain data.
 
     Its keys: "suite", "quick", "options", "environment", "groups", "failures" (reason by title), "complete", "seconds".
-
-    Parameters
-    ----------
-    suite : Suite
-    device : torch.device
-    quick : bool
-    console : rich.console.Console, optional
-        Prints tables; nothing is printed without it. The progress bar is on standard error, if that is a terminal.
-    after_group : callable, optional
-        Called with the result so far after every group. Errors of groups are recorded as failures then, not raised.
-    seconds : float, optional
-        Time limit; groups that would start later are skipped.
-    options
-        Arguments of the suite.
+    Tables are printed on a `console`, with a bar on standard error if that is a terminal. `after_group` gets the result so
+    far after every group; errors of groups are recorded as failures then, not raised. Groups that would start after so many
+    `seconds` are skipped. `options` are those of the suite.
     """
     start, missed = time.perf_counter(), list[str]()
     # Invalid options raise before anything is printed.

@@ -106,23 +106,11 @@ class WholeTable(nn.Module):
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """What is trained: a `model` of an `embed`, a number of rows, and those of them that have values, by default all.
 
-    Attributes
-    ----------
-    model : callable
-        Makes the model of `embed`, the number of rows, and those rows that have values.
-    rows : int
-    checked, timed : sequence of Tensor
-        Batches of the first steps, which are compared with dense training, and of the timed ones, in turn.
-    device : torch.device
-    history : callable
-        Returns the batches of the steps between, for a contender.
-    touched : Tensor, optional
-        Sorted rows of `checked` and more, the only ones that have values and are compared; by default all.
-    seed : int
-    all_rows : bool
-        Whether timed batches have rows that no step before has touched.
+    The first steps take the `checked` batches and are compared with dense training, on the sorted `touched` rows alone (by
+    default all); then come the batches that `history` returns for a contender, and the `timed` ones in turn, which with
+    `all_rows` have rows that no step before has touched.
     """
 
     model: Callable[[Embed, int, Tensor | None], nn.Module]
