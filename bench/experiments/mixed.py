@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.measure import Case, Group, synchronize
-from speedtransfer.benchmark.memory import in_process, peak_bytes, reset_peak
+from speedtransfer.benchmark.memory import in_process, peak_of
 from speedtransfer.benchmark.report import show_figure, show_held, show_time
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.errors import DeviceError, SpeedtransferError
@@ -299,27 +299,24 @@ class _Steps:
 
 def memory_of(training: Training) -> dict[str, int]:
     """Measure the peak of the first steps: of the device, or of a process of its own, of the host."""
-    given = training.form, training.sizes, training.batch
+    given = training.form, training.sizes, training.batch, training.device
     try:
-        if training.device.type != "cuda":
-            return in_process(_peak, *given, training.device)
-        return _peak(*given, training.device)
+        return _peak(*given) if training.device.type == "cuda" else in_process(_peak, *given)
     except SpeedtransferError:
         return {}
 
 
 def _peak(form: Form, sizes: Sizes, batch: int, device: torch.device) -> dict[str, int]:
     """Return the peak of three steps, as the second has all of the optimizer's state, after those of a small network."""
-    cuda, base = device.type == "cuda", 0
-    for training in (Training(form, sizes._replace(dim=8, hidden=8), 8, device), Training(form, sizes, batch, device)):
-        if cuda:
-            torch.cuda.reset_peak_memory_stats(device)
-        base = torch.cuda.memory_allocated(device) if cuda else reset_peak()
+    small, training = Training(form, sizes._replace(dim=8, hidden=8), 8, device), Training(form, sizes, batch, device)
+
+    def steps(training: Training) -> None:
         training.restart()
         for _ in range(3):
             training.step()
-    synchronize(device)
-    if not cuda:
-        return {"host_bytes": max(0, peak_bytes() - base)}
-    table = training.model.words.table
-    return {"device_bytes": torch.cuda.max_memory_allocated(device) - base, "host_bytes": table.nbytes}
+
+    steps(small)
+    _, found = peak_of(lambda: steps(training), device)
+    if device.type != "cuda":
+        return {"host_bytes": found["host_bytes"]}
+    return {**found, "host_bytes": training.model.words.table.nbytes}

@@ -108,17 +108,24 @@ def measured(contender: str, optimizer: str, rows: int, device: torch.device) ->
 def _child(name: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
     contender = next(contender for contender in contenders(device, optimizer) if contender.name == name)
     _train(contender, optimizer, 10_000, device)  # loads libraries, thread pools and compiled code
+    emb, found = peak_of(lambda: _train(contender, optimizer, rows, device), device)
+    if contender.memory == "pinned":
+        found["host_bytes"] = with_page_locked(found["host_bytes"], emb.table.nbytes)
+    return found
+
+
+def peak_of(train: Callable[[], Any], device: torch.device) -> tuple[Any, dict[str, int]]:
+    """Return what `train` returns, and the peaks of host and device memory in it beyond what was taken before."""
     cuda = device.type == "cuda"
     base = torch.cuda.memory_allocated(device) if cuda else 0
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
     host_base = reset_peak()
-    emb: Any = _train(contender, optimizer, rows, device)
-    host = peak_bytes() - host_base
-    if contender.memory == "pinned":
-        host = with_page_locked(host, emb.table.nbytes)
-    del emb
-    return {"host_bytes": max(0, host), "device_bytes": torch.cuda.max_memory_allocated(device) - base if cuda else 0}
+    made = train()
+    if cuda:
+        torch.cuda.synchronize(device)
+    device_bytes = torch.cuda.max_memory_allocated(device) - base if cuda else 0
+    return made, {"host_bytes": max(0, peak_bytes() - host_base), "device_bytes": device_bytes}
 
 
 def _train(contender: Contender, optimizer: str, rows: int, device: torch.device) -> nn.Module:
@@ -132,8 +139,6 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
         emb(torch.arange(start, min(start + _LOOKUPS, rows), device=device)).sum().backward()
         opt.step()
         opt.zero_grad()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
     return emb
 
 
