@@ -8,31 +8,28 @@ from __future__ import annotations
 
 import functools
 import statistics
-import tempfile
-import time
-import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import speedtransfer as st
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.memory import in_process
 from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.cuda import resolve_device
+from speedtransfer.planning.forms import Form, bytes_of
 from speedtransfer.planning.optimizer_name import optimizer_given
-from speedtransfer.ranks.zipf import draw_ids
+from speedtransfer.planning.timed_trial import time_tables
+from speedtransfer.planning.workload import make_workload
 
 NOTE = "Memory is that of weights and state; times are of a step, measured after every row has been trained once."
 RATIO, PLANNED, MEASURED = "planned / measured", "planned, ms", "measured, ms"
 VALUE = (lambda case: case.figures[RATIO], RATIO)
 GOAL = 1.5
 _QUICK = 200  # so many times fewer rows
-_CHUNK_VALUES = 1 << 22
-_WARM, _STEPS, _LIMIT_S = 4, 15, 4.0
-_MIX = 2_654_435_761  # a prime that divides no number of rows here: spreads frequent ids over the table
+_NO_CUT = 1 << 60  # bytes
 
 
 @dataclass(frozen=True)
@@ -129,51 +126,9 @@ def planned(case: Case) -> dict[str, float]:
 
 
 def measured(case: Case) -> dict[str, float]:
-    """Return the median time of a step of tables of full size, all rows of which have been trained once."""
+    """Return the time of a step of tables of full size, all rows of which have been trained once, and their bytes."""
     trainer = optimizer_given(case.optimizer)
-    assert trainer.make is not None
-    options: dict[str, Any] = {"memory": case.memory, "idle": case.idle}
-    for name, dtype in (("storage_dtype", case.storage), ("state_dtype", case.state)):
-        options |= {name: getattr(torch, dtype)} if dtype != "float32" else {}
-    with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".plan-accuracy-") as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tables = []
-        for number, (rows, dim) in enumerate(case.tables):
-            path = Path(folder, f"{number}.npy") if case.memory == "mmap" else None
-            zeros = torch.zeros(1, 1).expand(rows, dim)
-            tables.append(st.Embedding(rows, dim, _weight=zeros, path=path, **options))
-        optimizer = trainer.make([param for table in tables for param in table.parameters()])
-        _train_all(tables, optimizer)
-        found = {"step_s": statistics.median(_times(case, tables, optimizer))}
-        found["bytes"] = sum(table.table.nbytes for table in tables)
-        del tables, optimizer
-    return found
-
-
-def _train_all(tables: list[Any], optimizer: torch.optim.Optimizer) -> None:
-    """Touch every row once, so that its state and its pages exist."""
-    parts = [torch.arange(len(table.table)).split(_CHUNK_VALUES // table.embedding_dim) for table in tables]
-    for number in range(max(map(len, parts))):
-        for table, own in zip(tables, parts, strict=True):
-            table(own[number] if number < len(own) else own[0][:1]).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def _times(case: Case, tables: list[Any], optimizer: torch.optim.Optimizer) -> list[float]:
-    draw = np.random.default_rng(0)
-    times: list[float] = []
-    for number in range(_WARM + _STEPS):
-        ids = [
-            torch.from_numpy(draw_ids(rows, case.zipf, case.batch * case.lookups, draw) * _MIX % rows)
-            for rows, _ in case.tables
-        ]
-        grads = [torch.full((len(own), dim), 1e-2) for own, (_, dim) in zip(ids, case.tables, strict=True)]
-        start = time.perf_counter()
-        torch.autograd.backward([table(own) for table, own in zip(tables, ids, strict=True)], grads)
-        optimizer.step()
-        optimizer.zero_grad()
-        times.append(time.perf_counter() - start)
-        if number > 2 * _WARM and sum(times) > _LIMIT_S:
-            break
-    return times[_WARM:]
+    workload = make_workload(list(case.tables), trainer, case.batch, case.lookups, case.zipf, None, case.idle)
+    form = Form(case.storage, case.state)
+    whole = time_tables(workload, form, case.memory, resolve_device(None), Path.cwd(), budget=_NO_CUT)
+    return {"step_s": whole.seconds, "bytes": bytes_of(workload, form).total}

@@ -63,10 +63,15 @@ def trial_bytes() -> int:
     return max(1 << 20, min(TRIAL_BYTES, int(_TRIAL_PART * available_bytes())))
 
 
-def time_tables(workload: Workload, form: Form, memory: str, device: torch.device, folder: Path) -> TrialTime:
-    """Measure a step of tables in one memory and form; files of tables are made in `folder`, and removed."""
+def time_tables(
+    workload: Workload, form: Form, memory: str, device: torch.device, folder: Path, budget: int | None = None
+) -> TrialTime:
+    """Measure a step of tables in one memory and form; files of tables are made in `folder`, and removed.
+
+    Tables are cut to `budget` bytes in all, by default to :func:`trial_bytes`.
+    """
     row_bytes = [size_of(workload, table, form).row_bytes for table in workload.tables]
-    cut = _Cut(workload, row_bytes, trial_bytes())
+    cut = _Cut(workload, row_bytes, trial_bytes() if budget is None else budget)
     with _quiet(), tempfile.TemporaryDirectory(dir=folder, prefix=".speedtransfer-plan-") as files:
         modules = []
         for number, (table, rows) in enumerate(zip(workload.tables, cut.rows, strict=True)):
