@@ -135,12 +135,10 @@ def _check_outputs(json: Path | None, folder: Path | None, several: bool) -> Non
     if folder is not None:
         require_matplotlib()
         _check_folder(folder, "--plot")
-    if json is not None and several:
-        _check_folder(json, "--json")
-    elif json is not None:
-        if json.is_dir():
-            raise StorageError(f"--json {str(json)!r} is a folder but one suite is one file; name the file")
-        _check_folder(json.parent, "--json", create=False)
+    if json is not None and not several and json.is_dir():
+        raise StorageError(f"--json {str(json)!r} is a folder but one suite is one file; name the file")
+    if json is not None:
+        _check_folder(json if several else json.parent, "--json", create=several)
 
 
 def _check_folder(folder: Path, option: str, create: bool = True) -> None:
@@ -148,13 +146,11 @@ def _check_folder(folder: Path, option: str, create: bool = True) -> None:
     present = folder
     while create and not os.path.lexists(present) and present != present.parent:
         present = present.parent
-    if not present.is_dir():
-        what = "is no folder" if os.path.lexists(present) else "does not exist"
-        raise StorageError(f"{option}: {str(present)!r} {what}; choose a folder you may write to")
-    try:
-        with tempfile.TemporaryFile(dir=present):
-            pass
-    except OSError as error:
-        raise StorageError(
-            f"{option}: cannot write to {str(present)!r} ({error.strerror}); choose a folder you may write to"
-        ) from error
+    problem = "is no folder" if os.path.lexists(present) else "does not exist"
+    if present.is_dir():
+        try:
+            with tempfile.TemporaryFile(dir=present):
+                return
+        except OSError as error:
+            problem = f"cannot be written to ({error.strerror})"
+    raise StorageError(f"{option}: {str(present)!r} {problem}; choose a folder you may write to")

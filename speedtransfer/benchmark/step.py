@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,7 +65,7 @@ def groups(
     seed: int = 0,
     max_bytes: int | None = None,
     history: int | None = None,
-    **others: object,
+    **others: Any,
 ) -> list[Group]:
     """Make all groups of the suite.
 
@@ -138,44 +139,44 @@ def model_groups(device: torch.device, rows: int, seed: int, history: int, quick
     """
     (lazy, sparse, dense, *_), (exact, *_) = contenders(device), contenders(device, idle="exact")
     few, rows = min(rows, _SMALL_ROWS), min(rows, _MODEL_ROWS)
+    small = f"{_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
+    many = f"{_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
+    whole = f"softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
+    sizes = {"dim": _WIDTH, "tables": _TABLES}
+    found: list[tuple[Any, ...]] = [
+        (SMALL, small, SmallTables, few, {"dim": _SMALL_WIDTH}, (_SMALL_IDS,), [lazy, exact, sparse, by_hand(device)]),
+        (MANY, many, SmallTables, rows, sizes, (_TABLES, _IDS), [lazy, exact, sparse, dense]),
+        # Every step touches all rows.
+        (
+            WHOLE,
+            whole,
+            WholeTable,
+            rows,
+            {"dim": _WHOLE_WIDTH},
+            (2, _WHOLE_IDS),
+            [replace(lazy, exact=True), exact, dense],
+        ),
+    ]
+    for experiment, what, model, size, params, shape, chosen in found[: 1 if quick else None]:
+        steps = 0 if experiment == WHOLE else history
+        title = f"AdamW step, {what}" + (f", after {steps:,} steps" if steps else "")
+        params = {"rows": size, **params, "history": steps}
+        make = functools.partial(_model_cases, model, params, shape, chosen, device, seed)
+        yield Group(title, make, {"experiment": experiment, **params})
 
-    def group(
-        experiment: str,
-        title: str,
-        model: type,
-        rows: int,
-        shape: tuple[int, ...],
-        chosen: list[Contender],
-        history: int,
-        **params: int,
-    ) -> Group:
-        width = params["dim"]
-        make = functools.partial(model, width=width, **{key: params[key] for key in ("tables",) if key in params})
 
-        def cases() -> list[Case]:
-            draw = torch.Generator().manual_seed(seed)
-            pool = list(torch.randint(0, rows, (_POOL, *shape), generator=draw).to(device))
+def _model_cases(
+    model: Any, params: dict[str, int], shape: tuple[int, ...], chosen: list[Contender], device: torch.device, seed: int
+) -> list[Case]:
+    rows, history = params["rows"], params["history"]
+    draw = torch.Generator().manual_seed(seed)
+    pool = list(torch.randint(0, rows, (_POOL, *shape), generator=draw).to(device))
 
-            def between(contender: Contender) -> Iterator[Tensor]:
-                return islice(cycle(pool), _CHECKED, _CHECKED + (history if contender.role == "ours" else 0))
+    def between(contender: Contender) -> Iterator[Tensor]:
+        return islice(cycle(pool), _CHECKED, _CHECKED + (history if contender.role == "ours" else 0))
 
-            return _compare(chosen, Task(make, rows, pool[:_CHECKED], pool, device, between, seed=seed))
-
-        title += f", after {history:,} steps" if history else ""
-        return Group(title, cases, {"experiment": experiment, "rows": rows, **params, "history": history})
-
-    title = f"AdamW step, {_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
-    chosen = [lazy, exact, sparse, by_hand(device)]
-    yield group(SMALL, title, SmallTables, few, (_SMALL_IDS,), chosen, history, dim=_SMALL_WIDTH)
-    if quick:
-        return
-    title = f"AdamW step, {_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
-    chosen, shape = [lazy, exact, sparse, dense], (_TABLES, _IDS)
-    yield group(MANY, title, SmallTables, rows, shape, chosen, history, dim=_WIDTH, tables=_TABLES)
-    title = f"AdamW step, softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
-    # Every step touches all rows.
-    chosen = [replace(lazy, exact=True), exact, dense]
-    yield group(WHOLE, title, WholeTable, rows, (2, _WHOLE_IDS), chosen, 0, dim=_WHOLE_WIDTH)
+    made = functools.partial(model, width=params["dim"], tables=params.get("tables", 1))
+    return _compare(chosen, Task(made, rows, pool[:_CHECKED], pool, device, between, seed=seed))
 
 
 # --- new ids in every step ----------------------------------------------------------------------------------------------

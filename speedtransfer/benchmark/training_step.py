@@ -89,9 +89,9 @@ class SmallTables(nn.Module):
 class WholeTable(nn.Module):
     """A softmax loss over all rows, which are looked up too: tied weights, as in a language model."""
 
-    def __init__(self, embed: Embed, rows: int, touched: Tensor | None, width: int) -> None:
+    def __init__(self, embed: Embed, rows: int, touched: Tensor | None, width: int, tables: int = 1) -> None:
         super().__init__()
-        self.tables = nn.ModuleList([embed(rows, width)])
+        self.tables = nn.ModuleList(embed(rows, width) for _ in range(tables))
         nn.init.normal_(self.tables[0].get_parameter("weight"), std=0.1)
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
