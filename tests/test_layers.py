@@ -77,6 +77,11 @@ def test_imports_go_down():
     assert not wrong
 
 
+def test_nothing_needs_the_benchmarks():
+    needing = {part_of(path) for path in FILES if any("speedtransfer.benchmark" in name for name in imports_of(path))}
+    assert needing == {"benchmark"}
+
+
 def test_no_modules_import_each_other_in_a_circle():
     """Neither in functions nor for types."""
     modules = {".".join((PACKAGE.name, *path.relative_to(PACKAGE).with_suffix("").parts)): path for path in FILES}
