@@ -115,13 +115,6 @@ def save_picture(draw: Callable[[dict[str, Any]], Any], result: dict[str, Any], 
     return f"{path} has {size} bytes, more than {PLOT_BYTES}: is it worth that?" if size > PLOT_BYTES else ""
 
 
-def commit_and_date(result: dict[str, Any]) -> str:
-    """Return when a result was measured, by which code."""
-    environment = result["environment"]
-    commit = environment["commit"][:12] + (" with changes" if environment["dirty"] else "")
-    return f"commit {commit}, {environment['date'][:10]}"
-
-
 def blocks_of(picture: str, title: str, *blocks: str) -> str:
     """Return blocks of markdown, the picture (its path or nothing) first."""
     return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *blocks]))

@@ -11,6 +11,7 @@ from idle_training import DENSE, EXACT, LAZY, TOP
 from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
 from word2vec_report import OPTIMIZERS
 
+from speedtransfer.benchmark.report import commit_and_date
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.units import format_count
 
@@ -29,8 +30,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
         WORD2VEC: _words,
         NGRAM_EXAMPLE: _language_model,
     }[result["part"]]
-    environment = result["environment"]
-    line = f"- {describe(result)} ({environment['device']}, commit {environment['commit'][:12]}, {environment['date'][:10]})"
+    line = f"- {describe(result)} ({result['environment']['device']}, {commit_and_date(result)})"
     return f"![{_TITLE}]({picture})\n\n{line}\n\n{_oversized()}" if picture and result["part"] == STEP else line
 
 

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiment import blocks_of, commit_and_date, markdown_table, write_result
+from experiment import blocks_of, markdown_table, write_result
 from store import NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, header, path_of
 
-from speedtransfer.benchmark.report import provenance
+from speedtransfer.benchmark.report import commit_and_date, provenance
 
 sys.path.insert(0, str(ROOT / "examples"))
 

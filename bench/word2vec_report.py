@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import word2vec_statistics as statistics
-from experiment import blocks_of, commit_and_date, markdown_table
+from experiment import blocks_of, markdown_table
 from word2vec_data import RESERVED, TUNED
 from word2vec_statistics import Interval, System, in_group, runs_of, scores, speeds, systems
 
+from speedtransfer.benchmark.report import commit_and_date
 from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
 

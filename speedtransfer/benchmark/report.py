@@ -259,15 +259,18 @@ def _lines(make_figure: Callable[..., Any], suite: Suite, panels: dict[str, list
 # --- markdown -----------------------------------------------------------------------------------------------------------
 
 
+def commit_and_date(result: dict[str, Any]) -> str:
+    """Return by which code a result was measured, and when."""
+    facts = result["environment"]
+    return f"commit {facts['commit'][:12]}{' with changes' * bool(facts['dirty'])}, {facts['date'][:10]}"
+
+
 def provenance(result: dict[str, Any]) -> str:
     """Return device, versions, commit and date."""
-    facts = result["environment"]
-    versions = ", ".join(
-        f"{name} {facts['versions'][name]}" for name in ("torch", "cupy") if facts["versions"].get(name)
-    )
-    commit = facts["commit"][:12] + (" with changes" if facts["dirty"] else "")
+    device, found = result["environment"]["device"], result["environment"]["versions"]
+    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "cupy") if found.get(name))
     quick = ", quick run: small sizes and few samples" if result.get("quick") else ""
-    return f"{facts['device']}, {versions}, commit {commit}, {facts['date'][:10]}{quick}"
+    return f"{device}, {versions}, {commit_and_date(result)}{quick}"
 
 
 def markdown(result: dict[str, Any], short: bool = False) -> str:
