@@ -58,7 +58,7 @@ def positive_int(text: str) -> int:
 positive_int.__name__ = "positive int"  # in the line that refuses another
 
 
-def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:
+def exit_code(run: Callable[[], int]) -> int:
     """Return what `run` returns; print an error in one line and return 2 (arguments, data), 1 (a process) or 130 (Ctrl-C)."""
     from speedtransfer.errors import SpeedtransferError
 
@@ -69,7 +69,7 @@ def exit_code(run: Callable[[], int], stopped: str = "stopped") -> int:
     except (RunError, OutOfTimeError) as error:
         code, message = 1, str(error)
     except KeyboardInterrupt:
-        code, message = 130, stopped
+        code, message = 130, "stopped"
     print(f"error: {message}", file=sys.stderr)
     return code
 

@@ -82,11 +82,6 @@ class GroupResult:
         return {case.name: case for case in self.ran}
 
     @property
-    def ours(self) -> CaseResult | None:
-        """The first case of this library that ran."""
-        return next((case for case in self.ran if case.role == "ours"), None)
-
-    @property
     def roof(self) -> CaseResult | None:
         """The fastest plain copy, an upper bound for every method."""
         return min((case for case in self.ran if case.role == "roof"), key=lambda case: case.median_s, default=None)

@@ -16,13 +16,12 @@ import torch
 
 from speedtransfer.cuda import cuda_status, pinned_empty
 from speedtransfer.engines.calibration import load
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes, suggest
+from speedtransfer.errors import SpeedtransferError, StorageError, format_bytes
 from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory, read_pages
 from speedtransfer.planning.machine import Machine
 from speedtransfer.system import available_bytes, physical_bytes
 
 NAME = "this machine"
-RATES = ("host", "device", "link", "disk")
 _MEASURED = "measured"
 COPY_BYTES = 256 << 20
 _BUDGET_S = 0.3
@@ -34,27 +33,20 @@ _FIRST_PAGES = 1024  # that show how many can be read in time
 _MOST_LEFT = 0.01  # of the pages of the file that may stay in memory
 
 
-def this_machine(path: str | Path | None = None, *, rates: Collection[str] = (), device: int = 0) -> Machine:
+def this_machine(path: str | Path | None = None, *, rates: Collection[str] = ()) -> Machine:
     """Return this machine: its free memories and disk now and, where asked for, its rates, measured in about a second each.
 
     `path` is a folder on the disk where files of tables would be, by default the current one; for its rate a file without a
     name is written there. The link's rate to the GPU is also known, without measuring, where `speedtransfer calibrate` has
     measured it. What could not be found out is None, and `notes` say why.
     """
-    for rate in rates:
-        if rate not in RATES:
-            raise InvalidValueError(f"rates has {rate!r}{suggest(rate, RATES)}")
     found = _Findings()
     folder = Path.cwd() if path is None else Path(path)
     _host(found)
     found.add("disk_bytes", lambda: shutil.disk_usage(folder).free, f"disk room at {str(folder)!r}")
     status = cuda_status()
     if status.available:
-        if not 0 <= device < len(status.devices):
-            raise InvalidValueError(
-                f"device is {device} but this machine has CUDA devices 0 to {len(status.devices) - 1}"
-            )
-        _gpu(found, device, rates)
+        _gpu(found, rates)
     else:
         found.notes.append(f"no GPU is used: {status.reason}")
     if "host" in rates:
@@ -99,16 +91,16 @@ def _host(found: _Findings) -> None:
     )
 
 
-def _gpu(found: _Findings, number: int, rates: Collection[str]) -> None:
-    device = torch.device("cuda", number)
-    found.figures["device"] = cuda_status().devices[number]
-    found.add("device_bytes", lambda: _free_on(device, found), f"the memory of cuda:{number}")
+def _gpu(found: _Findings, rates: Collection[str]) -> None:
+    device = torch.device("cuda", 0)
+    found.figures["device"] = cuda_status().devices[0]
+    found.add("device_bytes", lambda: _free_on(device, found), f"the memory of {device}")
     if "device" in rates:
-        found.add("device_bytes_per_s", lambda: device_bytes_per_s(device), f"the bandwidth of cuda:{number}")
+        found.add("device_bytes_per_s", lambda: device_bytes_per_s(device), f"the bandwidth of {device}")
     calibrated = load(device)
     if "link" in rates:
         names = "link_up_bytes_per_s link_down_bytes_per_s"
-        found.add(names, lambda: link_bytes_per_s(device), f"the link to cuda:{number}")
+        found.add(names, lambda: link_bytes_per_s(device), f"the link to {device}")
     if calibrated is not None and calibrated.copy_bytes_per_s > 0:
         found.figures["link_up_bytes_per_s"] = calibrated.copy_bytes_per_s
         found.sources["link_up_bytes_per_s"] = f"{_MEASURED} by `speedtransfer calibrate`"
