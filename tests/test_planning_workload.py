@@ -39,7 +39,7 @@ def test_a_model_by_names():
     )
     assert (users.lookups, items.lookups, items.bag, items.kind) == (32, 128, 4, "EmbeddingBag")
     assert users.unique == expected_unique(1000, 1.05, 32)
-    assert (found.dense_values, found.dense_bytes) == (500 * 17, 4 * 500 * 17)
+    assert found.dense_bytes == 4 * 500 * 17
 
 
 def test_a_model_on_the_meta_device():

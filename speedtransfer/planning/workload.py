@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,10 +86,8 @@ class Workload:
         Exponent of the distribution of ids; 0: uniform.
     trainer : Trainer
     idle : {"auto", "exact", "lazy"}
-    dense_values : int
-        Values of all other parameters of the model.
     dense_bytes : int
-        Bytes of these.
+        Bytes of all other parameters of the model.
     """
 
     tables: tuple[Load, ...]
@@ -97,7 +95,6 @@ class Workload:
     zipf: float
     trainer: Trainer
     idle: str = "auto"
-    dense_values: int = 0
     dense_bytes: int = 0
 
     @property
@@ -125,15 +122,12 @@ def make_workload(
     """Check and complete what :func:`speedtransfer.plan` is given, which documents it."""
     batch = check_size(batch, "batch", 1)
     exponent = _number(zipf, "zipf", 0.0)
-    if isinstance(given, nn.Module):
-        found, values, others = _of_model(given)
-    else:
-        found, values, others = _of_sizes(given), 0, 0
+    found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), 0)
     names = [table.name for table in found]
-    per_sample = _by_name(lookups, names, "lookups", lambda value: _number(value, "lookups", 1.0))
-    told = (
-        {} if unique is None else _by_name(unique, names, "unique", lambda value: _number(value, "unique", 0.0), True)
-    )
+    per_sample = dict.fromkeys(names, 1.0) | _by_name(lookups, names, "lookups", 1.0)
+    if unique is not None and len(names) > 1 and not isinstance(unique, Mapping):
+        raise InvalidValueError(f"unique is {unique!r} for {len(names)} tables; pass a dict with a number for each")
+    told = {} if unique is None else _by_name(unique, names, "unique", 0.0)
     tables = []
     for table in found:
         features = tuple((rows, round(batch * per_sample[table.name])) for rows, _ in table.features)
@@ -153,7 +147,7 @@ def make_workload(
             )
         bag = round(per_sample[table.name]) if table.kind == BAG else 1
         tables.append(replace(table, features=features, unique=distinct, bag=bag))
-    return Workload(tuple(tables), batch, exponent, trainer, idle, values, others)
+    return Workload(tuple(tables), batch, exponent, trainer, idle, others)
 
 
 def _number(value: Any, name: str, minimum: float) -> float:
@@ -165,19 +159,13 @@ def _number(value: Any, name: str, minimum: float) -> float:
     return float(value)
 
 
-def _by_name(
-    given: Any, names: Sequence[str], label: str, check: Callable[[Any], float], one_only: bool = False
-) -> dict[str, float]:
-    """Return a number for each table: the same for all, or by name; a table that is not named has 1, or none if `one_only`."""
-    if not isinstance(given, Mapping):
-        if one_only and len(names) > 1:
-            raise InvalidValueError(f"{label} is {given!r} for {len(names)} tables; pass a dict with a number for each")
-        return dict.fromkeys(names, check(given))
-    for name in given:
+def _by_name(given: Any, names: Sequence[str], label: str, minimum: float) -> dict[str, float]:
+    """Return the numbers that are given by name, or a number for all."""
+    by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
+    for name in by_name:
         if name not in names:
             raise InvalidValueError(f"{label} names a table {name!r}, which is not there{suggest(str(name), names)}")
-    numbers = {name: check(value) for name, value in given.items()}
-    return numbers if one_only else {name: numbers.get(name, 1.0) for name in names}
+    return {name: _number(value, label, minimum) for name, value in by_name.items()}
 
 
 def _of_sizes(given: Any) -> list[Load]:
@@ -214,8 +202,8 @@ def _size(value: Any, name: str, most: int) -> int:
     return check_size(value, name, 1)
 
 
-def _of_model(model: nn.Module) -> tuple[list[Load], int, int]:
-    """Return the embeddings of a model, those that share a weight once, and the values and bytes of its other parameters."""
+def _of_model(model: nn.Module) -> tuple[list[Load], int]:
+    """Return the embeddings of a model, those that share a weight once, and the bytes of its other parameters."""
     found: dict[int, Load] = {}
     weights: set[int] = set()
     for name, module in model.named_modules():
@@ -242,7 +230,7 @@ def _of_model(model: nn.Module) -> tuple[list[Load], int, int]:
             "such as (rows, dim)"
         )
     others = [param for param in model.parameters() if id(param) not in weights]
-    return list(found.values()), sum(p.numel() for p in others), sum(p.numel() * p.element_size() for p in others)
+    return list(found.values()), sum(param.numel() * param.element_size() for param in others)
 
 
 def dtype_name(dtype: torch.dtype | None) -> str:
