@@ -169,24 +169,20 @@ def link_rates(text: str) -> tuple[str, float, float, str]:
 def with_memory(machine: Machine, host_memory: Any = None, disk: Any = None, pinned: float | None = None) -> Machine:
     """Return a machine with bytes such as "512GB" in place of its own; of the host memory `pinned` may be page-locked."""
     changed: dict[str, Any] = {}
-    if host_memory is not None:
-        changed["host_bytes"] = _bytes(host_memory, "host_memory")
+    for label, value in (("host_memory", host_memory), ("disk", disk)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            what = f"{label} is {value!r} ({type(value).__name__})"
+            raise InvalidTypeError(f"{what} but must be bytes; pass for instance '512GB'")
+        try:
+            changed[f"{label.removesuffix('_memory')}_bytes"] = parse_bytes(value)
+        except InvalidValueError as error:
+            raise InvalidValueError(f"{label} is {error}") from None
+    if "host_bytes" in changed:
         changed["pinned_bytes"] = min(changed["host_bytes"], pinned or changed["host_bytes"])
-    if disk is not None:
-        changed["disk_bytes"] = _bytes(disk, "disk")
     sources = {**machine.sources, **dict.fromkeys(changed, "given")}
     return dataclasses.replace(machine, **changed, sources=sources) if changed else machine
-
-
-def _bytes(value: Any, label: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise InvalidTypeError(
-            f"{label} is {value!r} ({type(value).__name__}) but must be bytes; pass for instance '512GB'"
-        )
-    try:
-        return parse_bytes(value)
-    except InvalidValueError as error:
-        raise InvalidValueError(f"{label} is {error}") from None
 
 
 # --- by name and from files ---------------------------------------------------------------------------------------------

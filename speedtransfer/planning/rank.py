@@ -37,6 +37,11 @@ from speedtransfer.units import format_ratio, format_seconds
 STEPS = 1e6  # batches that the price of an hour is turned into the cost of
 CALL_S = 50e-6  # of a collective call; a round number, and no machine's
 _PRICES = ("device_price", "machine_price", "hourly_price")
+_PARSERS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(_PRICES, parse_bytes),
+    "devices": parse_count,
+    **dict.fromkeys(("currency", "date", "source"), parse_text),
+}
 _SHARED = ("host_bytes", "pinned_bytes", "disk_bytes", "host_bytes_per_s", "disk_bytes_per_s")
 
 
@@ -59,30 +64,21 @@ class Price:
 
 
 def read_prices(path: str | Path) -> Mapping[str, Price]:
-    """Return the prices in a YAML file by the name of the machine in lower case; of each a price, currency and date at least.
-
-    Raises
-    ------
-    StorageError
-        The file cannot be read.
-    InvalidValueError
-        It is wrong, has none, names what is no machine, or has several currencies.
-    """
+    """Return the prices in a YAML file by the name of the machine in lower case; each needs a price, currency and date."""
     found: dict[str, Price] = {}
     for name, given in read_yaml(Path(path), "prices of machines").items():
         label = f"{path}, {name!r}"
-        entry = mapping_of(given, label, (*_PRICES, "devices", "currency", "date", "source"))
-        prices = {key: parsed(entry, key, parse_bytes, label) for key in _PRICES}
-        texts = {key: parsed(entry, key, parse_text, label) for key in ("currency", "date", "source")}
-        if not any(prices.values()) or not texts["currency"]:
+        entry = mapping_of(given, label, _PARSERS)
+        price = Price(name, **{key: parsed(entry, key, parse, label) for key, parse in _PARSERS.items()})
+        if not any(getattr(price, key) for key in _PRICES) or not price.currency:
             raise InvalidValueError(
                 f"{label} has no price or no currency; write one of {', '.join(_PRICES)}, and currency"
             )
-        if not re.fullmatch(r"\d{4}(-\d\d){0,2}", str(texts["date"])):
+        if not re.fullmatch(r"\d{4}(-\d\d){0,2}", str(price.date)):
             raise InvalidValueError(
-                f"{label}: date is {texts['date']!r} but must be one; write YYYY-MM-DD, YYYY-MM or YYYY"
+                f"{label}: date is {price.date!r} but must be one; write YYYY-MM-DD, YYYY-MM or YYYY"
             )
-        found[name.lower()] = Price(name, **prices, devices=parsed(entry, "devices", parse_count, label), **texts)
+        found[name.lower()] = price
     currencies = {price.currency for price in found.values()}
     if len(currencies) != 1:
         raise InvalidValueError(f"{path} has the currencies {sorted(currencies)}; convert all prices to one")
