@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from running import run
+from experiment import run
 from store import write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code

@@ -24,8 +24,7 @@ import time
 from collections import Counter
 from typing import Any
 
-from experiment import OutOfTimeError, RunError
-from running import run_job
+from experiment import OutOfTimeError, RunError, run_job
 from store import ROOT, header, read, write
 
 LIMIT_S = 600

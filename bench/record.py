@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from device_tests import SANITIZER, ending, run_sanitizer, run_tests, verdict
+from experiment import log, logs, run
 from rich.console import Console
-from running import log, logs, run
 from store import CHECKS, FULL, MEASURED, PARTIAL, QUICK, ROOT, header, path_of, read, recorded, suites, write
 
 STARTED = time.monotonic()

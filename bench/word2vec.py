@@ -31,10 +31,10 @@ from experiment import (
     make_parser,
     positive_int,
     require,
+    run_job,
     stop_on_signals,
     write_result,
 )
-from running import run_job
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, read, write
 from word2vec_child import EVALUATE, GENSIM, OURS, cores
 from word2vec_data import (

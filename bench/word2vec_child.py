@@ -1,6 +1,6 @@
 """What one process of bench/word2vec.py does: train by gensim, train by this package, or evaluate the vectors of either.
 
-``python bench/word2vec_child.py JOB.json`` (see running.py). Only what a job needs is imported, before its clock starts, so
+``python bench/word2vec_child.py JOB.json`` (see `run_job`). Only what a job needs is imported, before its clock starts, so
 that its memory is its own.
 """
 

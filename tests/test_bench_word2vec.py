@@ -368,7 +368,7 @@ def test_vectors_are_asked_alike(tmp_path):
 
 
 def test_a_job_that_fails_says_why():
-    running = importlib.import_module("running")
+    running = importlib.import_module("experiment")
     with pytest.raises(running.RunError, match="KeyError: 'juggle'"):
         running.run_job("word2vec_child.py", {"task": "juggle"})
     with pytest.raises(running.OutOfTimeError):

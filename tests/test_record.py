@@ -36,7 +36,7 @@ def record():
 
 @pytest.fixture
 def running():
-    return importlib.import_module("running")
+    return importlib.import_module("experiment")
 
 
 @pytest.fixture
