@@ -196,7 +196,7 @@ def test_a_wrong_row_is_noticed(tables, monkeypatch):
 
 def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
     sizes, asked = prefetch.Sizes(4, 5, 6, 1), []
-    used = SimpleNamespace(is_waiting=False, is_changed=lambda: False)
+    used = SimpleNamespace(is_waiting=False, is_changed=lambda: False, part=None)
     monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids) or used)
     method = prefetch._Runs(tables, prefetch._Dense(8, 4), sizes, True, depth=4)
     method.before()
