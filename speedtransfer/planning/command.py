@@ -9,7 +9,7 @@ import math
 import os
 from json import dumps
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any
 
 import typer
 
@@ -113,7 +113,7 @@ def plan(
     from speedtransfer.planning.forms import STATE, STORAGE, Form, forms_for, size_of
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
-    from speedtransfer.planning.planner import plan as make_plan
+    from speedtransfer.planning.planner import plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
     from speedtransfer.planning.shown_ranks import show_ranks
     from speedtransfer.planning.workload import make_workload
@@ -149,10 +149,8 @@ def plan(
         if value is not None and not rank:
             raise InvalidValueError(f"{option} is {str(value)!r} without --rank, which it is for; pass --rank too")
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
-    names = ["table"] if len(rows) == 1 else [f"table{number}" for number in range(len(rows))]
-    tables: Any = dict(zip(names, sizes, strict=True))
-    per_sample = 1 if per_sample is None else per_sample
-    workload = make_workload(tables, trainer, samples, per_sample, zipf, unique, idle)
+    given = sizes if len(sizes) > 1 else sizes[0]
+    workload = make_workload(given, trainer, samples, 1 if per_sample is None else per_sample, zipf, unique, idle)
     forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     if ranks is not None and asked is not None:
         check_size(ranks, "--ranks", 1)
@@ -184,23 +182,8 @@ def plan(
 
             draw_ranking(picture, ranking)
         return
-    found = make_plan(
-        tables,
-        trainer,
-        samples,
-        per_sample,
-        zipf=zipf,
-        unique=unique,
-        machine=machine,
-        host_memory=host_memory,
-        disk=disk,
-        idle=cast(Any, idle),
-        storage_dtype=storage_dtype,
-        state_dtype=state_dtype,
-        scale_block=scale_block,
-        dense_ms=dense_ms,
-        measure=measure and asked is not None,
-    )
+    measured = measure and asked is not None
+    found = plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measured)
     _write(json, found.data(), lambda: console.print(as_renderable(found, steps=asked is not None)))
     if picture is not None:
         found.draw(picture)

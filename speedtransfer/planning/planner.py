@@ -37,7 +37,7 @@ from speedtransfer.planning.footprint import (
     moved,
     sparse_way,
 )
-from speedtransfer.planning.forms import bytes_of, forms_for
+from speedtransfer.planning.forms import Form, bytes_of, forms_for
 from speedtransfer.planning.machine import Machine, machine_given, with_memory
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
@@ -130,13 +130,27 @@ def plan(
         raise InvalidValueError(f"dense_ms is {dense_ms!r} but must be a number from 0 on; pass milliseconds")
     workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
     forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
+    return plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measure, progress)
+
+
+def plan_workload(
+    workload: Workload,
+    forms: Sequence[Form],
+    machine: str | Machine | None,
+    host_memory: str | float | None,
+    disk: str | float | None,
+    dense_s: float,
+    measure: bool,
+    progress: bool | None = None,
+) -> Plan:
+    """Return the plan of a workload in some forms; else as :func:`plan`."""
     # An optimizer that cannot train rows raises here, before anything is measured.
     held = {form: bytes_of(workload, form) for form in forms}
     here = machine is None
     own = this_machine(rates=() if measure else _BANDWIDTHS) if here else machine_given(machine)
     target = with_memory(own, host_memory, disk, own.pinned_bytes if here else None)
     check_machine(target)
-    options = make_options(workload, forms, target, dense_ms / 1e3)
+    options = make_options(workload, forms, target, dense_s)
     if here and measure:
         target = _with_disk_rate(target, workload, options)
         options = _measured(options, workload, target, progress)
