@@ -142,12 +142,8 @@ def run_job(
 ) -> dict[str, Any]:
     """Run ``python bench/<script> JOB.json``, which writes a JSON object to the path ``job["result"]``, and return that.
 
-    Raises
-    ------
-    RunError
-        It ended with another exit code than 0.
-    OutOfTimeError
-        It was stopped at `end`, by `time.monotonic`.
+    Raises `RunError` if it ended with another exit code than 0, and `OutOfTimeError` if it was stopped at `end`, by
+    `time.monotonic`.
     """
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         path, result = Path(folder, "job.json"), Path(folder, "result.json")

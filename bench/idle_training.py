@@ -66,13 +66,7 @@ class Data(NamedTuple):
 
 
 def read_data(folder: Path) -> Data:
-    """Read ``train.txt`` and ``test.txt`` of `folder`, packed (``.xz``) or not.
-
-    Raises
-    ------
-    DataError
-        A file is not there or has another format.
-    """
+    """Read ``train.txt`` and ``test.txt`` of `folder`, packed (``.xz``) or not."""
     return Data(_read_pairs(folder, "train.txt"), _read_pairs(folder, "test.txt"))
 
 

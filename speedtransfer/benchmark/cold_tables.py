@@ -37,13 +37,7 @@ def read_page_by_page(table_bytes: int) -> contextlib.AbstractContextManager[Non
 
 
 class TableFiles:
-    """The files of the planes of a table made within `read_page_by_page`, also those without a name.
-
-    Raises
-    ------
-    PagesStayError
-        A plane is in no file that is read page by page, or the file is unknown.
-    """
+    """The files of the planes of a table made within `read_page_by_page`, also those without a name."""
 
     def __init__(self, table: Table) -> None:
         self.names = table.planes

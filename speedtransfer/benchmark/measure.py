@@ -30,33 +30,15 @@ class WrongResultError(SpeedtransferError, AssertionError):
 
 @dataclass(frozen=True)
 class Case:
-    """One method in a comparison.
+    """One method in a comparison, by its name in reports, such as "index_select(out=)".
 
-    Attributes
-    ----------
-    name : str
-        Name in reports: "index_select(out=)".
-    run : callable
-        One repetition; the clock stops when the device has finished what it queued.
-    check : callable, optional
-        Called once after the first `run`; raises AssertionError if the result is wrong.
-    payload_bytes : int
-        Bytes of rows moved in a repetition, each counted once; 0 if only the time matters.
-    role : {"ours", "other", "roof"}
-    memory : dict of str to int
-        Bytes held ("host_bytes", "device_bytes"); `run` may fill it.
-    figures : dict of str to float
-        Other measurements ("moved_bytes", "loss"); `run` and `check` may fill it.
-    queues : bool
-        `run` only queues work on the device and never waits, so device time can be measured apart from host time.
-    before : callable, optional
-        Untimed setup before each sample, such as dropping cached pages. A sample is one repetition then.
-    warm : callable, optional
-        Called before the untimed repetition with which each turn begins.
-    parts : int
-        Equal parts of a repetition, such as steps; times and `payload_bytes` are those of one part.
-    error : Exception, optional
-        Why it cannot run here, if known in advance.
+    A repetition is a call of `run`, in which the clock stops when the device has finished what it queued; it has `parts` equal
+    parts, such as steps, and times and `payload_bytes` (of rows moved, each counted once) are those of one. `check` is called
+    once after the first `run` and raises AssertionError if the result is wrong. `before` is untimed setup before each sample,
+    such as dropping cached pages; a sample is one repetition then. `warm` is called before the untimed repetition with which
+    each turn begins. `memory` are bytes held ("host_bytes", "device_bytes") and `figures` other measurements ("moved_bytes",
+    "loss"), which `run` and `check` may fill. With `queues`, `run` only queues work on the device and never waits, so that
+    device time can be measured apart from host time. `error` is why it cannot run here, if that is known in advance.
     """
 
     name: str

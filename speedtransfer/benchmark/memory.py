@@ -143,13 +143,7 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
 
 
 def in_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Return ``function(*arguments)``, called in a new process.
-
-    Raises
-    ------
-    HostMemoryError
-        The process failed, or the system has killed it for its memory.
-    """
+    """Return ``function(*arguments)``, called in a new process; raises HostMemoryError if that fails or is killed."""
     try:
         # Spawned, as CUDA does not survive a fork, and the fork server is one for the whole program, which may use it too.
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:

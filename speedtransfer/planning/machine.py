@@ -244,15 +244,7 @@ def parsed(entry: Mapping[str, Any], key: str, parse: Callable[[Any], Any], labe
 
 
 def load_machines(machine: str) -> list[Machine]:
-    """Return the machine of a name, in whatever case, or those of a YAML file (one that is there, or ends in .yaml or .yml).
-
-    Raises
-    ------
-    InvalidValueError
-        There is no such machine, or the file is wrong.
-    StorageError
-        The file cannot be read.
-    """
+    """Return the machine of a name, in whatever case, or those of a YAML file (one that is there, or ends in .yaml or .yml)."""
     if machine.lower().endswith((".yaml", ".yml")) or Path(machine).is_file():
         return list(_machines_of(Path(machine), _published()).values())
     found = _published().get(machine.lower())
@@ -315,7 +307,7 @@ def _machine(name: str, entry: Mapping[str, Any], base: Machine | None, label: s
 
 
 def machine_given(machine: Any) -> Machine:
-    """Return a machine that is given as it is, or the one of a name or a file; raises as :func:`load_machines` does."""
+    """Return a machine that is given as it is, or the one of a name or a file with one."""
     if isinstance(machine, Machine):
         return machine
     if not isinstance(machine, str):

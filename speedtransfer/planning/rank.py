@@ -200,11 +200,6 @@ def rank(
 
     `estimate` returns the time of a step on a machine; an error of this package that it raises is a reason to leave the
     machine out. Of each so many `devices` are used, by default its own; as many machines are paid for as have them.
-
-    Raises
-    ------
-    InvalidValueError
-        There is no such order, it needs a price that no machine has, or a price is of no machine.
     """
     if by not in MEASURES:
         raise InvalidValueError(f"by is {by!r}{suggest(by, MEASURES)}")

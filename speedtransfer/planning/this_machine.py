@@ -127,13 +127,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def host_bytes_per_s() -> float:
-    """Return the bandwidth of host memory: bytes read and written by copies of torch's threads.
-
-    Raises
-    ------
-    StorageError
-        There is no room for two buffers of 256 MiB.
-    """
+    """Return the bandwidth of host memory: bytes read and written by copies of torch's threads; needs 512 MiB of it."""
     if available_bytes() < 4 * COPY_BYTES:
         raise StorageError(f"{format_bytes(available_bytes())} of memory are left, too few for a copy to measure")
     source, target = (torch.ones(COPY_BYTES // 4, dtype=torch.float32) for _ in range(2))
@@ -158,14 +152,8 @@ def link_bytes_per_s(device: torch.device) -> tuple[float, float]:
 def disk_bytes_per_s(folder: Path) -> float:
     """Return the rate of reads of single pages in random order, many at a time, from a file without a name in `folder`.
 
-    Its pages are written and dropped from memory first. A disk, or the host of a virtual machine, may have a cache of its own.
-
-    Raises
-    ------
-    PagesStayError
-        The file's pages stay in memory, as on file systems that live there, or the system has no such calls.
-    OSError
-        The folder has no room, or does not let one write.
+    Its pages are written and dropped from memory first; if they stay, as on file systems that live there, that raises
+    `PagesStayError`. A disk, or the host of a virtual machine, may have a cache of its own.
     """
     if not hasattr(os, "posix_fadvise"):
         raise PagesStayError(

@@ -26,22 +26,10 @@ EMBEDDING, BAG, MULTI = "Embedding", "EmbeddingBag", "MultiEmbedding"
 class Load:
     """One table and its part in a step.
 
-    Attributes
-    ----------
-    name : str
-        As in ``model.named_modules()``, or as given.
-    rows, dim : int
-    features : tuple of (int, int)
-        The rows, and the lookups of a step, of each feature in the table; they add up to `rows`.
-    unique : float
-        Distinct rows that a step looks up, expected.
-    kind : {"Embedding", "EmbeddingBag", "MultiEmbedding"}
-    bag : int
-        Lookups that an "EmbeddingBag" adds up.
-    is_table : bool
-        Whether the module has a table already, so that ``replace_embeddings`` leaves it alone.
-    names : tuple of str
-        Of a model, the modules that share it; empty where sizes were given.
+    It is called as in ``model.named_modules()``, or as given; of a model `names` are all modules that share it. `features`
+    are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the distinct rows that
+    a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module has a table
+    already, so that ``replace_embeddings`` leaves it alone.
     """
 
     name: str
@@ -77,17 +65,8 @@ class Load:
 class Workload:
     """Tables that are trained together.
 
-    Attributes
-    ----------
-    tables : tuple of Load
-    batch : int
-        Samples of a step.
-    zipf : float
-        Exponent of the distribution of ids; 0: uniform.
-    trainer : Trainer
-    idle : {"auto", "exact", "lazy"}
-    dense_bytes : int
-        Bytes of all other parameters of the model.
+    `batch` are the samples of a step, `zipf` is the exponent of the distribution of ids (0: uniform), and `dense_bytes` are
+    those of all other parameters of the model.
     """
 
     tables: tuple[Load, ...]
