@@ -217,6 +217,15 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad()
 
+    def take(self, count: int) -> float:
+        """Take steps, and return their seconds."""
+        synchronize(self.device)
+        start = time.perf_counter()
+        for _ in range(count):
+            self.step()
+        synchronize(self.device)
+        return time.perf_counter() - start
+
     def _logits(self, words: Tensor) -> Tensor:
         with torch.autocast(self.device.type, self.form.computed, enabled=self.form.autocast):
             logits: Tensor = self.model(words)
@@ -262,12 +271,8 @@ class _Steps:
         training = self.training
         self.memory.update(memory_of(training))
         training.restart()
-        training.step()  # warm-up
-        synchronize(training.device)
-        start = time.perf_counter()
-        training.step()
-        synchronize(training.device)
-        self._step_s = time.perf_counter() - start
+        training.take(1)  # warm-up
+        self._step_s = training.take(1)
         if training.form is not FP32 and self._step_s > _MOST_STEP_S:
             raise SpeedtransferError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
 
@@ -281,12 +286,8 @@ class _Steps:
         if form is not FP32 and expected_s > max(_MOST_TRAINING_S, _MOST_TIMES * self._plain.get("seconds", 0.0)):
             self.figures[WOULD_TAKE] = expected_s
             return
-        start = time.perf_counter()
         training.restart()
-        for _ in range(training.steps):
-            training.step()
-        synchronize(training.device)
-        seconds = time.perf_counter() - start
+        seconds = training.take(training.steps)
         right, loss = training.evaluate()
         self.figures.update({ACCURACY: right, LOSS: loss})
         if form is FP32:
@@ -310,10 +311,9 @@ def _peak(form: Form, sizes: Sizes, batch: int, device: torch.device) -> dict[st
     """Return the peak of three steps, as the second has all of the optimizer's state, after those of a small network."""
     small, training = Training(form, sizes._replace(dim=8, hidden=8), 8, device), Training(form, sizes, batch, device)
 
-    def steps(training: Training) -> None:
+    def steps(training: Training) -> float:
         training.restart()
-        for _ in range(3):
-            training.step()
+        return training.take(3)
 
     steps(small)
     _, found = peak_of(lambda: steps(training), device)
