@@ -244,7 +244,7 @@ def parsed(entry: Mapping[str, Any], key: str, parse: Callable[[Any], Any], labe
 
 
 def load_machines(machine: str) -> list[Machine]:
-    """Return the machine of a name, in whatever case, or those of a YAML file (one that is there, or ends in .yaml or .yml)."""
+    """Return the machine of a name, in any case, or those of a YAML file (one that is there, or ends in .yaml or .yml)."""
     if machine.lower().endswith((".yaml", ".yml")) or Path(machine).is_file():
         return list(_machines_of(Path(machine), _published()).values())
     found = _published().get(machine.lower())
