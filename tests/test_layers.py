@@ -127,7 +127,7 @@ TOWER = """
 """
 # Rooms of those two, whose kinds others seldom ask for: the number of lines that do may only fall.
 ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids gradient_exchange"
-KIND_TESTS = 10
+KIND_TESTS = 9
 CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams"]
 # Classes with more than three bases of ours, one upon the other.
 DEEP = {"PerLayerEmbedding": 4}
