@@ -132,7 +132,6 @@ class Unread:
         ({"phrases": -1}, "phrases is -1 but must be at least 0"),
         ({"phrases": 1, "kind": "graph"}, "phrases is 1 but must be 0 for kind='graph': nodes are no words"),
         ({"phrase_threshold": 0}, "phrase_threshold is 0 but must be above 0; the default is 10"),
-        ({"threads": -1}, "threads is -1 but must be at least 0"),
         ({"walks": 0}, "walks is 0 but must be at least 1"),
         ({"walk_length": 1}, "walk_length is 1 but must be at least 2"),
         ({"p": 0.0}, "p is 0.0 but must be above 0; the default is 1"),

@@ -13,7 +13,7 @@ import pytest
 from speedtransfer.word2vec import Corpus
 from speedtransfer.word2vec import phrases as phrases_module
 from speedtransfer.word2vec.phrases import count_pairs, join_phrases
-from speedtransfer.word2vec.tokenise import LINE_END, WordDict
+from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_replacing_from_left_to_right(monkeypatch, chunk, seed):
     rng = np.random.default_rng(seed)
     tokens = rng.choice(["a", "b", "c", "a_b", "\n"], 500, p=[0.35, 0.3, 0.2, 0.05, 0.1]).tolist()
     pairs = {("a", "a"), ("a", "b"), ("b", "a"), ("c", "c"), ("a_b", "c")}
-    words = WordDict()
+    words = WordTable()
     ids = words.number(" ".join(tokens).encode(), LINE_END)
     stride = len(words)
     number = {word: words.number(word.encode())[0] for word in ("a", "b", "c", "a_b")}
@@ -128,17 +128,7 @@ def test_rare_pairs_are_dropped_when_there_are_too_many(monkeypatch):
 
 
 def test_nothing_to_join():
-    words = WordDict()
+    words = WordTable()
     ids = words.number(b"a b c d")
     assert join_phrases(ids, words, 1, 10.0).tolist() == [0, 1, 2, 3]
     assert Corpus(io.BytesIO(b"a b a c b a"), 1, phrases=3).num_raw_words == 6
-
-
-def test_phrases_by_the_compiled_tokeniser(factbook, monkeypatch):
-    from speedtransfer.word2vec import tokenise
-
-    monkeypatch.setattr(tokenise, "FAST_FROM_PIECES", 1)
-    data = encoded(factbook)
-    plain, fast = (Corpus(io.BytesIO(data), 5, phrases=2, threads=threads) for threads in (0, 2))
-    assert fast.ids.tobytes() == plain.ids.tobytes()
-    assert fast.vocabulary.words == plain.vocabulary.words

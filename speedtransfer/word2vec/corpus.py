@@ -20,12 +20,12 @@ from typing import IO, Any
 import numpy as np
 from typing_extensions import Unpack
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec.config import SequenceSettings, settings_of, shows_settings
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
-from speedtransfer.word2vec.tokenise import LINE_END, Words, read_words
+from speedtransfer.word2vec.tokenise import LINE_END, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary
 from speedtransfer.word2vec.walks import read_graph, write_walks
 
@@ -46,8 +46,6 @@ class Corpus:
         As in :class:`Settings`; `seed` decides every walk.
     report : callable, optional
         Called with the number of words read so far, about once per megabyte of text.
-    threads : int, optional
-        0: number the words in Python. By default compiled code does; the result is the same.
     settings : Settings, optional
         All of them instead, of which those named above count.
 
@@ -81,25 +79,22 @@ class Corpus:
         max_words: int | None = Settings.max_words,
         report: Callable[[int], None] | None = None,
         *,
-        threads: int | None = None,
         settings: Settings | None = None,
         **given: Unpack[SequenceSettings],
     ) -> None:
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
         kind, min_count = settings.kind, settings.min_count
-        threads = None if threads is None else check_size(threads, "threads")
 
         with _temporary_file() as self._file:
             write = partial(_write, self._file)
-            words: Words
             if kind in ("graph", "adjacency"):
                 graph = read_graph(source, adjacency=kind == "adjacency")
                 words = graph.nodes
                 write_walks(graph, settings, write, report)
                 del graph  # the edges are no longer needed
             else:
-                words = read_words(source, write, kind == "lines", report, compiled=threads != 0)
+                words = read_words(source, write, kind == "lines", report)
             if len(words) == 0:
                 raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
             _flush(self._file)

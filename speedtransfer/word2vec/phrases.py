@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from speedtransfer.word2vec.tokenise import LINE_END, Words
+from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 JOINT = "_"
 CHUNK_IDS = 1 << 22
@@ -29,7 +29,7 @@ def count_numbers(ids: np.ndarray, num_words: int) -> np.ndarray:
     return counts[1:]
 
 
-def join_phrases(ids: np.ndarray, words: Words, min_count: int, threshold: float) -> np.ndarray:
+def join_phrases(ids: np.ndarray, words: WordTable, min_count: int, threshold: float) -> np.ndarray:
     """Join the pairs of a corpus that are phrases, from left to right, never across the end of a sequence.
 
     `ids` (n,) int32 holds word numbers and `LINE_END`; it is changed in place, and its beginning returned, where the words and

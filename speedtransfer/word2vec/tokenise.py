@@ -1,68 +1,229 @@
-"""Words to numbers in order of appearance: by a compiled tokeniser where numba works, else word by word in Python.
+"""Words to numbers in order of appearance, at the speed of memory: a hash table of words compiled by numba, without the GIL.
 
-Both give the same numbers. A compiled tokeniser numbers 10 to 20 million words a second, which is more than training takes.
+One thread numbers 10 to 20 million words a second, which is more than training takes.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
+import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+from numba import njit
 
 from speedtransfer.errors import HostMemoryError
-from speedtransfer.jit import compiled_module
+from speedtransfer.jit import compile_function
 from speedtransfer.word2vec.text import Source, check, iter_pieces
 
 LINE_END = -1  # stands among the numbers of words where a sequence ends
-FAST_FROM_PIECES = 32  # for fewer, Python is done before numba has loaded
+_FIRST_WORDS = 1 << 15
+_WORDS_AT_ONCE = 1 << 12  # between two passes: what they share stays in the cache
+_PRIME = 0x1E3779B97F4A7C15  # odd and without pattern, as Fibonacci hashing has it
+_32 = np.uint64(32)
+_LONG, _NOT_LONG = -(1 << 63), 1 << 62  # 10 in the highest bits: the middle of a character
 
 
-class Words(Protocol):
-    """Distinct words and their numbers."""
+@njit(inline="always")
+def _wide_space_bytes(data: Any, at: int) -> int:
+    """Return of how many bytes the white space at `at` of valid UTF-8 is, 0 where none of several begins."""
+    byte = data[at]
+    if byte == 0xC2:
+        return 2 if data[at + 1] == 0x85 or data[at + 1] == 0xA0 else 0
+    if byte == 0xE1:
+        return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
+    if byte == 0xE2:
+        last = data[at + 2]
+        if data[at + 1] == 0x80:
+            return 3 if last <= 0x8A or last == 0xA8 or last == 0xA9 or last == 0xAF else 0
+        return 3 if data[at + 1] == 0x81 and last == 0x9F else 0
+    if byte == 0xE3:
+        return 3 if data[at + 1] == 0x80 and data[at + 2] == 0x80 else 0
+    return 0
 
-    def __len__(self) -> int: ...
 
-    def number(self, data: bytes, line_end: int = 0) -> np.ndarray:
-        """Return the numbers of the words in `data` as int32; new words get the next ones, line ends `line_end` if not 0."""
-        ...
-
-    def take(self, numbers: np.ndarray) -> list[str]:
-        """Return the words with these numbers."""
-        ...
+@njit(inline="always")
+def _mixed(x: Any) -> Any:
+    """Return a permutation of 64-bit integers whose low bits depend on all bits."""
+    x = (x ^ (x >> _32)) * np.uint64(_PRIME)
+    return x ^ (x >> _32)
 
 
-class WordDict:
-    """Distinct words, numbered in order of appearance."""
+@njit(inline="always")
+def _slot(key: int, seed: Any, multiplier: Any, num_slots: int) -> Any:
+    """Return where the search for a key begins; who does not know the two numbers cannot choose words that share it."""
+    return np.int64(_mixed((np.uint64(key) ^ seed) * multiplier) & np.uint64(num_slots - 1))
+
+
+@njit(inline="always")
+def _equal(text: Any, starts: Any, number: int, data: Any, begin: int, length: int) -> bool:
+    first = starts[number]
+    if starts[number + 1] - first != length + 1:
+        return False
+    k = 0
+    while k < length and text[first + k] == data[begin + k]:
+        k += 1
+    return k == length
+
+
+@compile_function
+def _split(data: Any, at: int, lines: bool, keys: Any, ends: Any, lengths: Any) -> tuple[int, int]:
+    """Find the words of `data` from byte `at` on, until its end or until no more fit; a line end is a word of length 0.
+
+    The key of a word is its last 8 bytes. Returns the byte and the number of words reached. No branch depends on where words
+    end, which the processor could not foresee.
+    """
+    num_found: Any = 0
+    key: Any = 0
+    length: Any = 0
+    while at < len(data) and num_found < len(keys) - 2:
+        byte = np.int64(data[at])
+        width = 1
+        if byte < 0xC2:
+            space = np.int64((byte == 32) | ((byte >= 9) & (byte <= 13)) | ((byte >= 28) & (byte <= 31)))
+        else:
+            width = _wide_space_bytes(data, at)
+            space = np.int64(width > 0)
+            width = max(width, 1)
+        keys[num_found], ends[num_found], lengths[num_found] = key, at, length
+        num_found += space & np.int64(length > 0)
+        word = space - 1  # all bits, or none
+        key = ((key << 8) | byte) & word
+        length = (length + 1) & word
+        if lines and byte == 10:
+            lengths[num_found] = 0
+            num_found += 1
+        at += width
+    if length:  # at the end of the data
+        keys[num_found], ends[num_found], lengths[num_found] = key, at, length
+        num_found += 1
+    return at, num_found
+
+
+@compile_function
+def _look_up(
+    data: Any,
+    keys: Any,
+    ends: Any,
+    lengths: Any,
+    first: int,
+    num_found: int,
+    ids: Any,
+    line_end: int,
+    seed: Any,
+    multiplier: Any,
+    slots: Any,
+    starts: Any,
+    text: Any,
+    size: int,
+) -> tuple[int, int]:
+    """Number the words from `first` on that `_split` found, until the table is full.
+
+    Word n of the table is ``text[starts[n] : starts[n + 1] - 1]``. A slot is a key and a number, -1 where it is empty. A word
+    of up to 8 bytes is its key. That of a longer one becomes a hash that begins as no UTF-8 does, and the text decides.
+    Returns how many words are done, and how many are in the table.
+    """
+    num_slots, max_size = len(slots), len(starts) - 1
+    for i in range(first, num_found):
+        length, key = lengths[i], keys[i]
+        if length == 0:
+            ids[i] = line_end
+            continue
+        begin = ends[i] - length
+        if length > 8:
+            hashed = (np.uint64(key) ^ seed) * multiplier
+            for k in range(length - 8):
+                hashed = (hashed ^ np.uint64(data[begin + k])) * multiplier
+            key = (np.int64(_mixed(hashed)) | _LONG) & ~_NOT_LONG
+        slot = _slot(key, seed, multiplier, num_slots)
+        while True:
+            number = slots[slot, 1]
+            if number < 0:
+                if size == max_size or starts[size] + length + 1 > len(text):
+                    return i, size
+                number = size
+                for k in range(length):
+                    text[starts[number] + k] = data[begin + k]
+                starts[number + 1] = starts[number] + length + 1
+                text[starts[number + 1] - 1] = 32
+                slots[slot, 0], slots[slot, 1] = key, number
+                size += 1
+                break
+            if slots[slot, 0] == key and (length <= 8 or _equal(text, starts, number, data, begin, length)):
+                break
+            slot = (slot + 1) & (num_slots - 1)
+        ids[i] = number
+    return num_found, size
+
+
+@compile_function
+def _move(slots: Any, more_slots: Any, seed: Any, multiplier: Any) -> None:
+    for old in range(len(slots)):
+        if slots[old, 1] >= 0:
+            slot = _slot(slots[old, 0], seed, multiplier, len(more_slots))
+            while more_slots[slot, 1] >= 0:
+                slot = (slot + 1) & (len(more_slots) - 1)
+            more_slots[slot] = slots[old]
+
+
+def _longer(array: np.ndarray, length: int) -> np.ndarray:
+    result = np.empty(length, array.dtype)
+    result[: len(array)] = array
+    return result
+
+
+class WordTable:
+    """Distinct words, numbered in order of appearance.
+
+    Where their slots are is another secret in each table: a text made for it cannot make the searches long. Numbers do not
+    depend on it.
+    """
 
     def __init__(self) -> None:
-        self._number_of: defaultdict[str, int] = defaultdict(itertools.count().__next__)
+        seed, multiplier = np.frombuffer(os.urandom(16), np.uint64)
+        self._secret = seed, multiplier | np.uint64(1)
+        self._size = 0
+        self._slots = np.full((2 * _FIRST_WORDS, 2), -1, np.int64)
+        self._starts = np.zeros(_FIRST_WORDS + 1, np.int64)
+        self._found = np.empty((3, _WORDS_AT_ONCE), np.int64)  # keys, ends, lengths
+        self._text = np.empty(8 * _FIRST_WORDS, np.uint8)  # the words, a space after each
 
     def __len__(self) -> int:
-        return len(self._number_of)
+        return self._size
 
     def number(self, data: bytes, line_end: int = 0) -> np.ndarray:
         """Return the numbers of the words in `data` (valid UTF-8) as int32; new words get the next ones.
 
         `line_end` is put where a line ends; 0 for nothing.
         """
-        text = data.decode()
-        if not line_end:
-            return self.number_words(text.split())
-        lines = [self.number_words(line.split()) for line in text.split("\n")]
-        end = np.array([line_end], np.int32)
-        return np.concatenate([part for line in lines for part in (line, end)][:-1])  # the last one goes on
-
-    def number_words(self, words: list[str]) -> np.ndarray:
-        """Return the numbers of `words` as int32, new ones being entered."""
-        return np.fromiter(map(self._number_of.__getitem__, words), dtype=np.int32, count=len(words))
+        source = np.frombuffer(data, np.uint8)
+        parts = []
+        at = 0
+        while at < len(source):
+            at, num_found = _split(source, at, line_end != 0, *self._found)
+            parts.append(np.empty(num_found, np.int32))
+            done = 0
+            while done < num_found:
+                table = *self._secret, self._slots, self._starts, self._text, self._size
+                done, self._size = _look_up(source, *self._found, done, num_found, parts[-1], line_end, *table)
+                if done < num_found:
+                    self._grow(len(source))
+        return np.concatenate(parts) if parts else np.empty(0, np.int32)
 
     def take(self, numbers: np.ndarray) -> list[str]:
         """Return the words with these numbers."""
-        words = list(self._number_of)
-        return [words[number] for number in numbers.tolist()]
+        starts, ends = self._starts[numbers].tolist(), (self._starts[numbers + 1] - 1).tolist()
+        text = self._text.data
+        return [str(text[start:end], "utf-8") for start, end in zip(starts, ends, strict=True)]
+
+    def _grow(self, room_bytes: int) -> None:
+        if self._size == len(self._starts) - 1:
+            self._starts = _longer(self._starts, 2 * self._size + 1)
+            slots = np.full((4 * self._size, 2), -1, np.int64)
+            _move(self._slots, slots, *self._secret)
+            self._slots = slots
+        else:
+            self._text = _longer(self._text, 2 * len(self._text) + room_bytes)
 
 
 def read_words(
@@ -70,8 +231,7 @@ def read_words(
     write: Callable[[np.ndarray], None],
     lines: bool = False,
     report: Callable[[int], None] | None = None,
-    compiled: bool = True,
-) -> Words:
+) -> WordTable:
     """Read `source` once, hand its words, as numbers, to `write` in order, and return the distinct words.
 
     Parameters
@@ -83,24 +243,17 @@ def read_words(
         Whether to put `LINE_END` where a line or a file ends.
     report : callable, optional
         Called with the number of words so far.
-    compiled : bool
-        Whether to use the compiled tokeniser, for texts of some size.
 
     Raises
     ------
     HostMemoryError
         The distinct words do not fit in memory. Also what `iter_pieces` and `decode` raise.
     """
-    pieces = iter_pieces(source)
-    head = list(itertools.islice(pieces, FAST_FROM_PIECES))
-    tokeniser = compiled_tokeniser() if compiled and len(head) == FAST_FROM_PIECES else None
-    words: Words = WordDict() if tokeniser is None else tokeniser.WordTable()
-    line_end = LINE_END if lines else 0
-    num_words = 0
+    words, num_words = WordTable(), 0
     try:
-        for piece in itertools.chain(head, pieces):
+        for piece in iter_pieces(source):
             check(piece)
-            ids = words.number(piece.data, line_end)
+            ids = words.number(piece.data, LINE_END if lines else 0)
             write(ids)
             num_words += len(ids) - (int(np.count_nonzero(ids == LINE_END)) if lines else 0)
             if lines and piece.last:
@@ -112,8 +265,3 @@ def read_words(
             f"the {len(words)} distinct words so far fill the memory; pass less text, or clean it of what is no word"
         ) from error
     return words
-
-
-def compiled_tokeniser() -> Any:
-    """Return the module `tokenise_compiled`."""
-    return compiled_module("speedtransfer.word2vec.tokenise_compiled")

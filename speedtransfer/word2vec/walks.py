@@ -18,7 +18,7 @@ import numpy as np
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, iter_lines, name_of
-from speedtransfer.word2vec.tokenise import LINE_END, WordDict
+from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
 
@@ -29,7 +29,7 @@ class Graph:
 
     Attributes
     ----------
-    nodes : WordDict
+    nodes : WordTable
         The names of the nodes.
     begins : ndarray of int64, shape (num_nodes + 1,)
     neighbours : ndarray of int32, shape (num_entries,)
@@ -38,7 +38,7 @@ class Graph:
         None where all are equal.
     """
 
-    nodes: WordDict
+    nodes: WordTable
     begins: np.ndarray
     neighbours: np.ndarray
     weights: np.ndarray | None
@@ -64,13 +64,13 @@ def read_graph(source: Source, adjacency: bool = False) -> Graph:
     StorageError, InvalidValueError, InvalidTypeError
         As `iter_lines`; also a line that is no edge, a weight that is not above 0 and finite, or no edge at all.
     """
-    nodes = WordDict()
+    nodes = WordTable()
     heads, tails, weights = [], [], []
     for some_heads, some_tails, some_weights, lone in (_iter_adjacent if adjacency else _iter_edges)(source):
-        heads.append(nodes.number_words(some_heads))
-        tails.append(nodes.number_words(some_tails))
+        heads.append(nodes.number(" ".join(some_heads).encode()))
+        tails.append(nodes.number(" ".join(some_tails).encode()))
         weights.append(np.array(some_weights))
-        nodes.number_words(lone)
+        nodes.number(" ".join(lone).encode())
     if not sum(map(len, heads)):
         raise InvalidValueError(f"{name_of(source)} holds no edges; pass a graph of at least one line 'node node'")
     head, tail = np.concatenate(heads).astype(np.int64), np.concatenate(tails).astype(np.int64)
