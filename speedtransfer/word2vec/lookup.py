@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -164,8 +164,8 @@ def answer_analogies(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, qu
     """Return which analogy questions are answered as expected; the answers are those of gensim's `evaluate_word_analogies`.
 
     A question "a is to b as c is to ?" is answered by the word nearest to b - a + c, all at length 1 (3CosAdd, Levy and
-    Goldberg 2014), other than a, b and c. Whether the answer is the one expected takes the best cosine of all other words, not
-    which word it belongs to: a product of matrices and a maximum over its rows.
+    Goldberg 2014), other than a, b and c. In another case they are words of their own: the first of five that is none of them
+    in any case counts, else the fifth.
 
     Parameters
     ----------
@@ -182,83 +182,46 @@ def answer_analogies(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, qu
     -------
     ndarray of bool, shape (n,)
     """
-    order = np.argsort(name, kind="stable")
-    rows_of = _Groups(order, np.bincount(name))
-    names = name[questions]
-    spare = rows_of.sizes[names[:, :3]].sum(axis=1) - 3  # words that are a, b or c in another case
-    plain = (spare < _LOOK_AT) & (len(matrix) > spare + 3)  # then gensim always finds a word that is none of them
-    expects_input = (names[:, 3:] == names[:, :3]).any(axis=1)
-    gap = _gaps(matrix, norms, rows_of, questions, names)
-    correct: np.ndarray = (gap > 0) & ~expects_input
-    for number in np.flatnonzero(~plain | (~expects_input & ~(np.abs(gap) > _CLOSE))):
-        correct[number] = _answer_one(matrix, norms, name, questions[number])
+    correct = np.zeros(len(questions), dtype=bool)
+    for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
+        some = questions[start : start + _QUESTIONS_AT_ONCE]
+        for number, (question, near) in enumerate(zip(some, _nearest_of_each(matrix, norms, some), strict=True), start):
+            near = near[~np.isin(near, question[:3])][:_LOOK_AT]
+            others = near[~np.isin(name[near], name[question[:3]])]
+            answer = [*others[:1], *near[-1:]]
+            correct[number] = bool(answer) and name[answer[0]] == name[question[3]]
     return correct
 
 
-class _Groups:
-    """The rows of each name."""
-
-    def __init__(self, order: np.ndarray, sizes: np.ndarray) -> None:
-        self.order, self.sizes = order, sizes
-        self.first = np.cumsum(sizes) - sizes
-
-    def pairs(self, names: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return every (position in `names`, row of the name there), in the order of positions."""
-        sizes = self.sizes[names]
-        position = np.repeat(np.arange(len(names)), sizes)
-        within = np.arange(len(position)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return position, self.order[self.first[names][position] + within]
-
-
-def _gaps(
-    matrix: np.ndarray, norms: np.ndarray, rows_of: _Groups, questions: np.ndarray, names: np.ndarray
-) -> np.ndarray:
-    """Return by how much the cosine of the word expected exceeds the best of all others but a, b and c; float32, (n,)."""
-    gap = np.empty(len(questions), dtype=np.float32)
-    for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
-        some = slice(start, start + _QUESTIONS_AT_ONCE)
-        a, b, c = (_unit(matrix, norms, questions[some, i]) for i in range(3))
-        wanted = b - a + c
-        wanted /= wanted.norm(dim=1, keepdim=True).clamp_min(TINY)
-        number, row = rows_of.pairs(names[some, 3])
-        expected = torch.full((len(wanted),), -torch.inf)
-        cosines = (wanted[number] * _unit(matrix, norms, row)).sum(dim=1)
-        expected.scatter_reduce_(0, torch.from_numpy(number), cosines, "amax")
-        hidden, row = rows_of.pairs(names[some].ravel())
-        gap[some] = (expected - _best(matrix, norms, wanted, hidden // 4, row)).numpy()
-    return gap
-
-
-def _best(matrix: np.ndarray, norms: np.ndarray, wanted: Tensor, number: np.ndarray, row: np.ndarray) -> Tensor:
-    """Return the best cosine with each of `wanted`, without `row[i]` for question `number[i]`."""
-    best = torch.full((len(wanted),), -torch.inf)
-    by_row = np.argsort(row)
-    number, row = number[by_row], row[by_row]
+def _nearest_of_each(matrix: np.ndarray, norms: np.ndarray, questions: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield for each question the rows nearest to its answer, the nearest first; a, b and c may be among them."""
+    a, b, c = (_unit(matrix, norms, questions[:, i]) for i in range(3))
+    wanted = b - a + c
+    wanted /= wanted.norm(dim=1, keepdim=True).clamp_min(TINY)
+    # One more than is looked at: whether the order of those is sure.
+    count = min(_LOOK_AT + 4, len(matrix))
+    cosines, rows = torch.empty(len(wanted), 0), torch.empty(len(wanted), 0, dtype=torch.int64)
     for start in range(0, len(matrix), _WORDS_AT_ONCE):
         block = np.arange(start, min(start + _WORDS_AT_ONCE, len(matrix)))
-        cosines = wanted @ _unit(matrix, norms, block).T
-        here = slice(*np.searchsorted(row, [start, start + len(block)]))
-        cosines[torch.from_numpy(number[here]), torch.from_numpy(row[here] - start)] = -torch.inf
-        best = torch.maximum(best, cosines.amax(dim=1))
-    return best
+        more, where = (wanted @ _unit(matrix, norms, block).T).topk(min(count, len(block)))
+        cosines, rows = torch.cat([cosines, more], 1), torch.cat([rows, where + start], 1)
+        cosines, best = cosines.topk(min(count, cosines.shape[1]))
+        rows = rows.gather(1, best)
+    unsure = (cosines[:, :-1] - cosines[:, 1:] <= _CLOSE).any(dim=1).tolist()
+    for number, question in enumerate(questions):
+        yield _nearest_by_gensim(matrix, norms, question) if unsure[number] else rows[number].numpy()
 
 
 def _unit(matrix: np.ndarray, norms: np.ndarray, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(matrix[rows] / np.maximum(norms[rows], TINY)[:, None])
 
 
-def _answer_one(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, question: np.ndarray) -> bool:
-    """Answer one question as gensim does, in its precision and, among equals, in the order that NumPy leaves them in."""
+def _nearest_by_gensim(matrix: np.ndarray, norms: np.ndarray, question: np.ndarray) -> np.ndarray:
+    """Return the rows nearest to one answer, in gensim's precision and, among equals, in NumPy's order."""
     a, b, c = (matrix[row] / max(norms[row], TINY) for row in question[:3])
     wanted = (b + c - a).astype(np.float64) / 3
     wanted = (wanted / max(float(np.linalg.norm(wanted)), TINY)).astype(np.float32)
     away = -(matrix @ wanted / np.maximum(norms, TINY))
     size = min(_LOOK_AT + 3, len(away))
     near = np.argpartition(away, size)[:size] if size < len(away) else np.arange(size)
-    near = near[np.argsort(away[near])]
-    near = near[~np.isin(near, question[:3])][:_LOOK_AT]
-    if not len(near):
-        return False
-    others = near[~np.isin(name[near], name[question[:3]])]
-    found = others[0] if len(others) else near[-1]
-    return bool(name[found] == name[question[3]])
+    return near[np.argsort(away[near])]
