@@ -14,7 +14,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.tables import MEMORIES
 from speedtransfer.word2vec import Corpus, Settings, train
 from speedtransfer.word2vec.commands import app
-from speedtransfer.word2vec.config import MoreSettings, described, read_config
+from speedtransfer.word2vec.config import described, read_config
 from speedtransfer.word2vec.sampler import schedule_for
 from speedtransfer.word2vec.settings import SETTINGS
 
@@ -82,12 +82,6 @@ def test_json_gives_the_settings_back():
 
 
 # --- signatures -------------------------------------------------------------------------------------------------------
-
-
-def test_type_checkers_know_every_setting():
-    named = {"dim", "optimizer", "lr"}
-    known = get_type_hints(MoreSettings)
-    assert known == {name: kind for name, kind in get_type_hints(Settings).items() if name not in named}
 
 
 def test_signature_shows_every_setting():

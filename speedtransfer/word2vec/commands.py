@@ -52,23 +52,8 @@ def in_flags(message: str) -> str:
 
 
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
-_NONE_MEANS = {
-    "lr": "the optimizer's",
-    "epochs": "chosen from the corpus; usually 5",
-    "block_words": "chosen from the corpus; usually 16384",
-    "max_words": "all",
-    "device": "cuda if there is one",
-}
-# The groups of `train --help` after the first one, in this order, with the settings in each.
-_PANELS = {
-    "Corpus": ("kind", "min_count", "max_words", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q"),
-    "Model": ("model", "dim", "window", "negative", "buckets", "min_n", "max_n"),
-    "Training": ("epochs", "sample", "block_words", "shared_negatives", "seed"),
-    "Optimizer": ("optimizer", "lr", "clip"),
-    "Memory": ("memory", "path", "device"),
-    "Evaluation": (),
-    "Output": (),
-}
+# The groups of `train --help` after the first one, in this order.
+_PANELS = ["Corpus", "Model", "Training", "Optimizer", "Memory", "Evaluation", "Output"]
 
 
 class _InGroups(TyperCommand):
@@ -83,14 +68,15 @@ def _as_option(name: str, kind: Any) -> Any:
     """Return how typer takes a setting; `options` comes as pairs."""
     if name == "options":
         return None
-    choices = SETTINGS[name].metadata.get("choices", ())
+    about = SETTINGS[name].metadata
+    choices = about["choices"]
     return Annotated[
         str if choices else _SHELL_TYPES.get(name, kind),
         typer.Option(
             help=described(name),
             metavar="|".join(choices) or None,
-            show_default=_NONE_MEANS.get(name, SETTINGS[name].default is not None),
-            rich_help_panel=next(panel for panel, names in _PANELS.items() if name in names),
+            show_default=about["none"] or SETTINGS[name].default is not None,
+            rich_help_panel=about["panel"],
         ),
     ]
 

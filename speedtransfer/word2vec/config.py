@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypedDict, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
 from speedtransfer.untrusted import open_file, parse_json
@@ -23,41 +23,6 @@ else:
 _MOST_BYTES = 1 << 20
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-class SequenceSettings(TypedDict, total=False):
-    """The settings of what a line of a corpus is, as keyword arguments: see :class:`Settings`."""
-
-    kind: Literal["text", "lines", "graph", "adjacency"]
-    phrases: int
-    phrase_threshold: float
-    walks: int
-    walk_length: int
-    p: float
-    q: float
-    seed: int
-
-
-class MoreSettings(SequenceSettings, total=False):
-    """The settings but `dim`, `optimizer` and `lr`, as keyword arguments of a function: see :class:`Settings`."""
-
-    clip: float | None
-    options: Mapping[str, Any] | None
-    model: Literal["skipgram", "cbow"]
-    epochs: int | None
-    window: int
-    negative: int
-    min_count: int
-    max_words: int | None
-    sample: float
-    buckets: int
-    min_n: int
-    max_n: int
-    block_words: int | None
-    shared_negatives: int | None
-    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]
-    path: str | os.PathLike[str] | None
-    device: Any
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -18,10 +18,9 @@ from functools import partial
 from typing import IO, Any
 
 import numpy as np
-from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.word2vec.config import SequenceSettings, settings_of, shows_settings
+from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
@@ -80,7 +79,7 @@ class Corpus:
         report: Callable[[int], None] | None = None,
         *,
         settings: Settings | None = None,
-        **given: Unpack[SequenceSettings],
+        **given: Any,
     ) -> None:
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)

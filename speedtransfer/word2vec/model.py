@@ -9,14 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
-from speedtransfer.word2vec.config import MoreSettings, settings_of, shows_settings
+from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.output import TableFiles
@@ -72,7 +71,7 @@ class Word2Vec(nn.Module):
         *,
         settings: Settings | None = None,
         process_group: Any = None,
-        **given: Unpack[MoreSettings],
+        **given: Any,
     ) -> None:
         super().__init__()
         settings = settings or settings_of(_SETTINGS, given, dim=dim)

@@ -8,15 +8,14 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-
-from typing_extensions import Unpack
+from typing import Any
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.callbacks import Evaluations, TensorBoard, remove_curves
 from speedtransfer.word2vec.checkpoints import Checkpoints
-from speedtransfer.word2vec.config import MoreSettings, shows_settings
+from speedtransfer.word2vec.config import shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import (
     BOARD,
@@ -185,7 +184,7 @@ def train(
     evaluate: PathLike | Sequence[PathLike] = (),
     evaluate_every: float = 1.0,
     progress: bool = True,
-    **settings: Unpack[MoreSettings],
+    **settings: Any,
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 

@@ -13,15 +13,15 @@ import concurrent.futures
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
-from speedtransfer.word2vec.config import MoreSettings, settings_of, shows_settings
+from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.settings import Settings
@@ -89,7 +89,7 @@ class Sampler:
         *,
         starts: np.ndarray | None = None,
         settings: Settings | None = None,
-        **given: Unpack[MoreSettings],
+        **given: Any,
     ) -> None:
         settings = settings or settings_of(_SETTINGS, given)
         if len(ids) == 0:

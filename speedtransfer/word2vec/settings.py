@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -25,11 +25,16 @@ def is_finite(value: int | float) -> bool:
         return False
 
 
-def _size(default: int | None, minimum: int) -> Any:
-    return field(default=default, metadata={"check": lambda value, name: check_size(value, name, minimum)})
+def _about(panel: str, check: Check | None, none: str | None = None, choices: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the metadata of a field: its group in ``train --help``, and the default to show there where it is None."""
+    return {"panel": panel, "check": check, "none": none, "choices": choices}
 
 
-def _number(default: float | None, rule: str, within: float = math.inf) -> Any:
+def _size(panel: str, default: int | None, minimum: int, none: str | None = None) -> Any:
+    return field(default=default, metadata=_about(panel, lambda value, name: check_size(value, name, minimum), none))
+
+
+def _number(panel: str, default: float | None, rule: str, within: float = math.inf, none: str | None = None) -> Any:
     """`rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 the number may be."""
 
     def check(value: Any, name: str) -> float:
@@ -45,10 +50,10 @@ def _number(default: float | None, rule: str, within: float = math.inf) -> Any:
             raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
         return float(value)
 
-    return field(default=default, metadata={"check": check})
+    return field(default=default, metadata=_about(panel, check, none))
 
 
-def _choice(*choices: str) -> Any:
+def _choice(panel: str, *choices: str) -> Any:
     """The first is the default."""
 
     def check(value: Any, name: str) -> str:
@@ -58,7 +63,7 @@ def _choice(*choices: str) -> Any:
             raise InvalidValueError(f"{name} is {value!r}, not one of its values{suggest(value, choices)}")
         return value
 
-    return field(default=choices[0], metadata={"check": check, "choices": choices})
+    return field(default=choices[0], metadata=_about(panel, check, choices=choices))
 
 
 def _check_optimizer(value: Any, name: str) -> str:
@@ -158,36 +163,36 @@ class Settings:
         A value of the wrong type, out of range, or an unknown optimizer; an argument that the optimizer does not take.
     """
 
-    dim: int = _size(128, minimum=1)
-    optimizer: str = field(default="adamw", metadata={"check": _check_optimizer})
-    lr: float | None = _number(None, "above 0")
-    clip: float | None = _number(None, "above 0")
-    options: Mapping[str, Any] | None = field(default=None, metadata={"check": _check_options})
-    model: Literal["skipgram", "cbow"] = _choice("skipgram", "cbow")
-    epochs: int | None = _size(None, minimum=1)
-    window: int = _size(5, minimum=1)
-    negative: int = _size(5, minimum=1)
-    min_count: int = _size(5, minimum=1)
-    max_words: int | None = _size(None, minimum=2)
-    sample: float = _number(1e-3, "at least 0")
-    buckets: int = _size(0, minimum=0)
-    min_n: int = _size(3, minimum=1)
-    max_n: int = _size(6, minimum=1)
-    kind: Literal["text", "lines", "graph", "adjacency"] = _choice("text", "lines", "graph", "adjacency")
-    phrases: int = _size(0, minimum=0)
-    phrase_threshold: float = _number(10.0, "above 0")
-    walks: int = _size(10, minimum=1)
-    walk_length: int = _size(80, minimum=2)
-    p: float = _number(1.0, "above 0", within=1e4)  # rejection sampling takes as many draws a step
-    q: float = _number(1.0, "above 0", within=1e4)
-    block_words: int | None = _size(None, minimum=2)
-    shared_negatives: int | None = _size(None, minimum=1)
-    seed: int = _size(1, minimum=0)
+    dim: int = _size("Model", 128, minimum=1)
+    optimizer: str = field(default="adamw", metadata=_about("Optimizer", _check_optimizer))
+    lr: float | None = _number("Optimizer", None, "above 0", none="the optimizer's")
+    clip: float | None = _number("Optimizer", None, "above 0")
+    options: Mapping[str, Any] | None = field(default=None, metadata=_about("Optimizer", _check_options))
+    model: Literal["skipgram", "cbow"] = _choice("Model", "skipgram", "cbow")
+    epochs: int | None = _size("Training", None, minimum=1, none="chosen from the corpus; usually 5")
+    window: int = _size("Model", 5, minimum=1)
+    negative: int = _size("Model", 5, minimum=1)
+    min_count: int = _size("Corpus", 5, minimum=1)
+    max_words: int | None = _size("Corpus", None, minimum=2, none="all")
+    sample: float = _number("Training", 1e-3, "at least 0")
+    buckets: int = _size("Model", 0, minimum=0)
+    min_n: int = _size("Model", 3, minimum=1)
+    max_n: int = _size("Model", 6, minimum=1)
+    kind: Literal["text", "lines", "graph", "adjacency"] = _choice("Corpus", "text", "lines", "graph", "adjacency")
+    phrases: int = _size("Corpus", 0, minimum=0)
+    phrase_threshold: float = _number("Corpus", 10.0, "above 0")
+    walks: int = _size("Corpus", 10, minimum=1)
+    walk_length: int = _size("Corpus", 80, minimum=2)
+    p: float = _number("Corpus", 1.0, "above 0", within=1e4)  # rejection sampling takes as many draws a step
+    q: float = _number("Corpus", 1.0, "above 0", within=1e4)
+    block_words: int | None = _size("Training", None, minimum=2, none="chosen from the corpus; usually 16384")
+    shared_negatives: int | None = _size("Training", None, minimum=1)
+    seed: int = _size("Training", 1, minimum=0)
     memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"] = _choice(
-        "auto", "pinned", "pageable", "mmap", "device", "shared"
+        "Memory", "auto", "pinned", "pageable", "mmap", "device", "shared"
     )  # `tables.MEMORIES`
-    path: str | os.PathLike[str] | None = field(default=None, metadata={"check": check_path})
-    device: Any = None
+    path: str | os.PathLike[str] | None = field(default=None, metadata=_about("Memory", check_path))
+    device: Any = field(default=None, metadata=_about("Memory", None, none="cuda if there is one"))
 
     def __post_init__(self) -> None:
         for name in SETTINGS:
@@ -240,7 +245,7 @@ SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fi
 
 def check_setting(name: str, value: Any) -> Any:
     """Return the `value` of the setting `name` as it is kept, or raise what :class:`Settings` raises for it by itself."""
-    check: Check | None = SETTINGS[name].metadata.get("check")
+    check: Check | None = SETTINGS[name].metadata["check"]
     if check is None or (value is None and SETTINGS[name].default is None):
         return value
     return check(value, name)
