@@ -21,7 +21,7 @@ from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.optimizers import LR_END
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run, RunOptions
+from speedtransfer.word2vec.run import Run
 
 QUICK = {"dim": 8, "epochs": 2, "block_words": 256, "shared_negatives": 32, "sample": 0, "device": "cpu"}
 CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/words_per_s"]
@@ -99,7 +99,7 @@ def test_projector_shows_the_frequent_words(corpus, tmp_path, monkeypatch):
 
 
 def test_resumed_run_goes_on_with_its_curves(corpus, tmp_path, every_step):
-    run = Run(Settings(**QUICK), RunOptions(tmp_path / "point", tensorboard=tmp_path / "board"))
+    run = Run(Settings(**QUICK), tmp_path / "point", tensorboard=tmp_path / "board")
 
     def stop(trainer):
         step = trainer.train_step

@@ -209,11 +209,8 @@ def test_output_that_cannot_be(folder, monkeypatch):
     )  # fmt: skip
     monkeypatch.setattr(os, "access", lambda *args: False)
     Path("out").mkdir()
-    with (
-        pytest.raises(StorageError, match=r"cannot make output folder 'out' \(Permission denied\)"),
-        OutputFolder("out", True),
-    ):
-        pass
+    with pytest.raises(StorageError, match=r"cannot make output folder 'out' \(Permission denied\)"):
+        OutputFolder("out", True)
 
 
 def test_nearest(folder):
@@ -363,7 +360,7 @@ def test_no_room_anywhere(folder, monkeypatch):
 
 
 def test_too_little_room_is_reported_before_training(folder, monkeypatch):
-    monkeypatch.setattr(run_folder.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
     result = run("train", "corpus.txt", "-o", "out", *QUICK)
     assert result.exit_code == 0
     assert "output folder 'out' has 1.11 kB free but the vectors will take about 4.4 kB; make room" in result.stderr
@@ -489,10 +486,8 @@ def test_tables_of_another_run_are_found_before_the_corpus_is_read(folder):
 
 def test_two_runs_at_once_into_one_folder(folder):
     """The second finds the folder filled when it ends: it neither replaces what is there nor loses what it has."""
-    with OutputFolder("out") as first, OutputFolder("out") as second:
-        (first.staging / "vectors.txt").write_text("first")
-        (second.staging / "vectors.txt").write_text("second")
-        first.commit()
-        second.commit()
+    first, second = OutputFolder("out"), OutputFolder("out")
+    for one, text in ((first, "first"), (second, "second")):
+        one.fill(lambda staging, text=text: (staging / "vectors.txt").write_text(text))
     assert (Path("out/vectors.txt").read_text(), second.path) == ("first", Path("out-2"))
     assert Path("out-2/vectors.txt").read_text() == "second"

@@ -21,7 +21,7 @@ from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run, RunOptions
+from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.trainer import Callback
 
 QUICK = {"dim": 8, "epochs": 2, "block_words": 128, "shared_negatives": 32, "sample": 0.01, "device": "cpu"}
@@ -60,7 +60,7 @@ class BreakAt(Callback):
 
 
 def broken_off(corpus, step, every, folder, **changes):
-    run = Run(Settings(**{**QUICK, **changes}), RunOptions(checkpoint=folder, checkpoint_every=every))
+    run = Run(Settings(**{**QUICK, **changes}), folder, every)
     run.callbacks.append(BreakAt(step))
     with pytest.raises(BreakError):
         run.train(corpus, QUIET)
@@ -144,7 +144,7 @@ def test_interrupted_run_is_saved(corpus, tmp_path, capsys, fresh_signals):
         begun.train_step = train_step
 
     settings = Settings(**{**QUICK, "epochs": 3})
-    Run(settings, RunOptions(checkpoint=tmp_path / "point")).train(corpus, QUIET, stop)
+    Run(settings, tmp_path / "point").train(corpus, QUIET, stop)
     assert trainer.interrupted
     assert f"checkpoint in {str(tmp_path / 'point')!r}: resume it" in capsys.readouterr().err
     saved = Checkpoints(tmp_path / "point", resume=True).restore(corpus, settings, QUIET)

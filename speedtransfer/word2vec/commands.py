@@ -159,21 +159,23 @@ def train(
 
     All files of the run are in the output folder. The same command with --resume goes on after a stop or a crash.
     """
-    from speedtransfer.word2vec.output import BOARD
-    from speedtransfer.word2vec.run import RunOptions
     from speedtransfer.word2vec.run_folder import train_into
 
-    settings = _read_settings(ctx, config, option or [], flags, output)
-    options = RunOptions(
-        checkpoint_every=checkpoint_every,
+    stop_signal = train_into(
+        output,
+        corpus,
+        _read_settings(ctx, config, option or [], flags, output),
+        format,
         resume=resume,
-        tensorboard=output / BOARD if curves else None,
+        overwrite=overwrite,
+        curves=curves,
+        quiet=quiet,
+        show=typer.echo,
+        checkpoint_every=checkpoint_every,
         evaluate=evaluate or [],
         evaluate_every=evaluate_every,
-        overwrite=overwrite,
-        when_stopped=not (resume or checkpoint_every),
     )
-    _exit_after(train_into(output, corpus, settings, options, format, quiet, typer.echo))
+    _exit_after(stop_signal)
 
 
 @app.command()

@@ -60,7 +60,7 @@ def run_demo(
             f"output folder {str(folder.path)!r} holds files that are not of a demo; choose another folder"
         )
     corpus = resources.files(__package__).joinpath("corpora", CORPUS)
-    with folder, ExitStack() as saving, corpus.open("rb") as packed:
+    with ExitStack() as saving, corpus.open("rb") as packed:
         stop = StopOnSignal()
 
         def begin(trainer: Trainer) -> None:
@@ -69,14 +69,18 @@ def run_demo(
 
         with TrainingProgress() as progress, gzip.open(packed) as text:
             trainer = Run(settings).train(text, progress, begin)
-        save_run(folder.staging, trainer, CORPUS)
-        vectors = trainer.vectors()
-        try:
-            plot(vectors, folder.staging / PICTURE, title="World Factbook: words that occur alike stand together")
-            picture = str(folder.path / PICTURE)
-        except MissingPackageError as error:
-            picture = f"none ({error})"
-        folder.commit()
+        vectors, picture = trainer.vectors(), ""
+
+        def save(staging: Path) -> None:
+            nonlocal picture
+            save_run(staging, trainer, CORPUS)
+            try:
+                plot(vectors, staging / PICTURE, title="World Factbook: words that occur alike stand together")
+                picture = str(folder.path / PICTURE)
+            except MissingPackageError as error:
+                picture = f"none ({error})"
+
+        folder.fill(save)
         trainer.stop_signal = stop.requested
     show(f"{trainer.words_per_s:,.0f} words/s, {trainer.elapsed_s:.0f} s of training, loss {trainer.loss:.3f} a pair")
     for word in WORDS:

@@ -102,7 +102,8 @@ class Word2Vec(nn.Module):
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             **({} if self._group is None else {"process_group": self._group}),
         )  # fmt: skip
-        self._files.made(path)
+        if path is not None:
+            self._files.made.append(path)
         return embedding
 
     def discard(self) -> None:

@@ -6,9 +6,8 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from speedtransfer.errors import InvalidValueError, StorageError, check_no_url
 from speedtransfer.system import keep_mode
@@ -25,9 +24,7 @@ OWN_FOLDERS = frozenset({CHECKPOINT, TABLES, BOARD})
 
 
 class OutputFolder:
-    """A new folder, or one of an earlier run that is replaced. Entering checks that it can be written.
-
-    Files are written to `staging`, a folder beside it; `commit` moves them into place. Without `commit` nothing is changed.
+    """A new folder, or one of an earlier run that is replaced. Making it checks that it can be written, and changes nothing.
 
     Parameters
     ----------
@@ -60,86 +57,72 @@ class OutputFolder:
     ) -> None:
         check_no_url(path, "output")
         self.path, self._overwrite = Path(path), overwrite
-        self._staging: Path | None = None
-        if self.path.exists() and not self.path.is_dir():
+        exists = self.path.exists()
+        if exists and not self.path.is_dir():
             raise InvalidValueError(f"output folder {str(path)!r} exists and is a file; choose another folder")
-        if self.path.exists() and not overwrite:
+        if exists and not overwrite:
             raise InvalidValueError(f"output folder {str(path)!r} exists; choose another folder{remedy}")
-        if only_own and self.path.exists():
-            own = (OWN_FILES | OWN_FOLDERS).union(*(_below(self.path, folder).parts[:1] for folder in within))
+        if only_own and exists:
+            below = [Path(os.path.relpath(folder, self.path)).parts[:1] for folder in within]
+            own = (OWN_FILES | OWN_FOLDERS).union(*below)
             others = sorted(set(os.listdir(self.path)) - own)
             if others:
                 raise InvalidValueError(
                     f"output folder {str(path)!r} holds {others[0]!r}, not created by speedtransfer; choose another folder"
                 )
+        if exists and not os.access(self.path, os.W_OK | os.X_OK):
+            raise self._cannot_make("Permission denied")
+        self._make_staging().rmdir()  # a run that is killed meanwhile leaves nothing behind
 
     @property
     def holds_a_run(self) -> bool:
         """Whether files of a run are in `path` already."""
         return any((self.path / name).exists() for name in OWN_FILES)
 
-    def __enter__(self) -> OutputFolder:
-        try:
-            if self.path.exists() and not os.access(self.path, os.W_OK | os.X_OK):
-                raise PermissionError(13, "Permission denied")
-            self._make_staging().rmdir()  # a run that is killed meanwhile leaves nothing behind
-        except OSError as error:
-            raise self._cannot_make(error) from error
-        return self
-
-    @property
-    def staging(self) -> Path:
-        """The folder to write files to, made when it is asked for."""
-        if self._staging is None:
-            try:
-                self._staging = self._make_staging()
-            except OSError as error:
-                raise self._cannot_make(error) from error
-        return self._staging
-
     def _make_staging(self) -> Path:
-        above = self.path.absolute().parent
-        while not above.exists():
-            above = above.parent
-        return Path(tempfile.mkdtemp(dir=above, prefix=f".{self.path.name}."))
+        try:
+            return Path(tempfile.mkdtemp(dir=_existing(self.path.parent), prefix=f".{self.path.name}."))
+        except OSError as error:
+            raise self._cannot_make(error.strerror) from error
 
-    def _cannot_make(self, error: OSError) -> StorageError:
-        return StorageError(
-            f"cannot make output folder {str(self.path)!r} ({error.strerror}); choose a place you may write to"
-        )
+    def _cannot_make(self, why: str | None) -> StorageError:
+        return StorageError(f"cannot make output folder {str(self.path)!r} ({why}); choose a place you may write to")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.discard()
+    def fill(self, save: Callable[[Path], None]) -> None:
+        """Have `save` write files to a folder beside it, and move them into place, where those of an earlier run go.
 
-    def discard(self) -> None:
-        """Remove `staging` with what has been written to it."""
-        if self._staging is not None:
-            shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging = None
-
-    def commit(self) -> None:
-        """Move the files into place and remove what an earlier run left of other formats.
-
-        Where another run has filled the folder meanwhile, and may not be overwritten, `path` becomes a new one beside it.
+        Where `save` fails nothing is changed. Where another run has filled the folder meanwhile, and may not be overwritten,
+        `path` becomes a new one beside it.
         """
+        staging = self._make_staging()
+        try:
+            save(staging)
+            self._move(staging)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _move(self, staging: Path) -> None:
         wanted, number = self.path, 1
         while not self._overwrite and self.holds_a_run:
             number += 1
             self.path = wanted.with_name(f"{wanted.name}-{number}")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            written = os.listdir(self.staging)
+            written = os.listdir(staging)
             for name in written:
-                keep_mode(self.staging / name, self.path / name)
-                os.replace(self.staging / name, self.path / name)
+                keep_mode(staging / name, self.path / name)
+                os.replace(staging / name, self.path / name)
             for name in OWN_FILES.difference(written):
                 (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             raise StorageError(
                 f"cannot write to {str(self.path)!r} ({error.strerror}); choose a place you may write to"
             ) from error
+
+
+def _existing(path: Path) -> Path:
+    """Return the folder `path`, or the nearest above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
 def check_apart(name: str, path: str | os.PathLike[str] | None, checkpoint: str | os.PathLike[str]) -> None:
@@ -151,21 +134,16 @@ def check_apart(name: str, path: str | os.PathLike[str] | None, checkpoint: str 
         )
 
 
-def _below(folder: Path, path: str | os.PathLike[str]) -> Path:
-    """Return `path` as seen from `folder`, or no path where it is not in there."""
-    try:
-        return Path(os.path.abspath(path)).relative_to(os.path.abspath(folder))
-    except ValueError:
-        return Path()
-
-
 def check_writable(path: Path, what: str) -> None:
     """Raise `StorageError` unless the folder `path` can be written, or made; nothing is."""
-    above = path.absolute()
-    while not above.exists():
-        above = above.parent
+    above = _existing(path)
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
         raise StorageError(f"cannot write {what} to {str(path)!r}; choose a folder you may write to")
+
+
+def free_bytes(path: Path) -> int:
+    """Return the room on the disk that the folder `path` is on, or will be."""
+    return shutil.disk_usage(_existing(path)).free
 
 
 def table_files(folder: str | os.PathLike[str] | None) -> list[Path]:
@@ -204,7 +182,7 @@ class TableFiles:
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._folder = None if path is None else Path(path)
-        self._files: list[Path] = []
+        self.made: list[Path] = []
         self._folders: list[Path] = []  # that were missing, the innermost first
         if self._folder is None:
             return
@@ -218,19 +196,14 @@ class TableFiles:
             ) from error
 
     def path_of(self, name: str) -> Path | None:
-        """Return the path for the file of table `name`; None without a folder."""
+        """Return the path for the file of table `name`, which belongs into `made` once it is; None without a folder."""
         return None if self._folder is None else self._folder / f"{name}.safetensors"
 
-    def made(self, path: Path | None) -> None:
-        """Note that the file at `path` is one of ours."""
-        if path is not None:
-            self._files.append(path)
-
     def discard(self) -> None:
-        """Remove the files that were noted, and the folders that were made for them where nothing else is in them."""
-        for path in self._files:
+        """Remove the files that were made, and the folders that were made for them where nothing else is in them."""
+        for path in self.made:
             path.unlink(missing_ok=True)
         for folder in self._folders:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        self._files, self._folders = [], []
+        self.made, self._folders = [], []

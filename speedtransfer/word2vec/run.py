@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -37,33 +37,19 @@ from speedtransfer.word2vec.vectors import Vectors
 _OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """What a run does besides training; none of it changes a bit of the vectors. The attributes are arguments of `train`.
-
-    `overwrite` allows replacing the checkpoint of another run; with `when_stopped` one is saved at a signal to stop and at no
-    other time.
-    """
-
-    checkpoint: PathLike | None = None
-    checkpoint_every: int | None = None
-    resume: bool = False
-    tensorboard: PathLike | None = None
-    evaluate: Sequence[PathLike] = ()
-    evaluate_every: float = 1.0
-    overwrite: bool = False
-    when_stopped: bool = False
-
-
 class Run:
     """A run that is ready to begin: everything that can be checked before the corpus is read has been checked.
 
     Parameters
     ----------
     settings : Settings
-    options : RunOptions, optional
+    checkpoint, checkpoint_every, resume, tensorboard, evaluate, evaluate_every
+        As in `train`; none of them changes a bit of the vectors.
     folder : Path, optional
-        Of the run: what an earlier run left of checkpoint, tables and curves in there is removed.
+        The folder of the run. Its checkpoint is in there, and saved at a signal to stop alone where neither `resume` nor
+        `checkpoint_every` is given; what an earlier run left of checkpoint, tables and curves is removed.
+    overwrite : bool
+        Replace the checkpoint of another run.
 
     Attributes
     ----------
@@ -76,57 +62,55 @@ class Run:
         See `train`. Nothing has been written.
     """
 
-    def __init__(self, settings: Settings, options: RunOptions | None = None, folder: Path | None = None) -> None:
-        options = options or RunOptions()
+    def __init__(
+        self,
+        settings: Settings,
+        checkpoint: PathLike | None = None,
+        checkpoint_every: int | None = None,
+        resume: bool = False,
+        tensorboard: PathLike | None = None,
+        evaluate: Sequence[PathLike] = (),
+        evaluate_every: float = 1.0,
+        folder: Path | None = None,
+        overwrite: bool = False,
+    ) -> None:
         resolve_device(settings.device)
-        self.settings = settings
-        for name in ("checkpoint", "tensorboard"):
-            if getattr(options, name) is not None:
-                check_path(getattr(options, name), name)
+        self.settings, self._folder = settings, folder
+        if folder is not None:
+            checkpoint = folder / CHECKPOINT
+        for name, path in (("checkpoint", checkpoint), ("tensorboard", tensorboard)):
+            if path is not None:
+                check_path(path, name)
         # The folder of a checkpoint holds nothing else; saving would raise only later.
-        if options.checkpoint is not None:
-            for name, path in (("tensorboard", options.tensorboard), ("path", settings.path)):
-                check_apart(name, path, options.checkpoint)
-        self._folder = folder
-        self.callbacks: list[Callback] = []
-        board = None if options.tensorboard is None else TensorBoard(options.tensorboard)
-        if options.evaluate:
-            self.callbacks.append(Evaluations(options.evaluate, options.evaluate_every, board))
+        if checkpoint is not None:
+            for name, path in (("tensorboard", tensorboard), ("path", settings.path)):
+                check_apart(name, path, checkpoint)
+        self._has_tables = folder is not None and settings.path is not None and Path(settings.path) == folder / TABLES
+        board = None if tensorboard is None else TensorBoard(tensorboard)
+        evaluations = [Evaluations(evaluate, evaluate_every, board)] if evaluate else []
         self.checkpoints = None
-        if options.checkpoint is not None:
-            self.checkpoints = Checkpoints(
-                options.checkpoint,
-                options.checkpoint_every,
-                options.resume,
-                options.overwrite,
-                options.when_stopped,
-            )
+        if checkpoint is not None:
+            when_stopped = folder is not None and not (resume or checkpoint_every)
+            self.checkpoints = Checkpoints(checkpoint, checkpoint_every, resume, overwrite, when_stopped)
             if self.checkpoints.resumes:
                 self.checkpoints.check_settings(settings)
-            self.callbacks.append(self.checkpoints)  # after the evaluation, whose figures it saves
-        elif options.resume or options.checkpoint_every is not None:
-            given = "resume" if options.resume else "checkpoint_every"
+        elif resume or checkpoint_every is not None:
+            given = "resume" if resume else "checkpoint_every"
             raise InvalidValueError(f"{given} was given but no checkpoint, the folder; pass checkpoint")
-        if board is not None:
-            self.callbacks.append(board)
-        if settings.path is not None and not self.resumes and not self._has_own(settings.path, TABLES):
+        # The checkpoints come after the evaluation, whose figures they save.
+        self.callbacks: list[Callback] = [one for one in (*evaluations, self.checkpoints, board) if one is not None]
+        if settings.path is not None and not self.resumes and not self._has_tables:
             check_no_tables(settings.path)
 
-    def _has_own(self, path: PathLike | None, name: str) -> bool:
-        """Return whether `path` is the folder `name` within that of the run."""
-        return self._folder is not None and path is not None and Path(path) == self._folder / name
-
-    def _clear(self) -> None:
+    def _clear(self, folder: Path) -> None:
         """Remove from the folder of the run what an earlier one left there that this one does not go on from."""
-        if self._folder is None:
-            return
-        remove_tables(self._folder / TABLES)
-        remove_curves(self._folder / BOARD)
-        if self.checkpoints is not None and self._has_own(self.checkpoints.path, CHECKPOINT):
+        remove_tables(folder / TABLES)
+        remove_curves(folder / BOARD)
+        if self.checkpoints is not None:
             self.checkpoints.remove()
         for name in OWN_FOLDERS:
             with contextlib.suppress(OSError):  # it does not exist, or has something else in it
-                (self._folder / name).rmdir()
+                (folder / name).rmdir()
 
     @property
     def resumes(self) -> bool:
@@ -156,9 +140,10 @@ class Run:
         if not isinstance(corpus, Corpus):
             corpus = Corpus(corpus, report=progress.reading, settings=settings)
         if self.checkpoints is not None and self.checkpoints.resumes:
-            trainer = self.checkpoints.restore(corpus, settings, progress, self._has_own(settings.path, TABLES))
+            trainer = self.checkpoints.restore(corpus, settings, progress, self._has_tables)
         else:
-            self._clear()
+            if self._folder is not None:
+                self._clear(self._folder)
             trainer = Trainer(corpus, settings)
         try:
             if begun is not None:
@@ -242,8 +227,8 @@ def train(
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
     for one in sets:
         check_path(one, "evaluate")
-    options = RunOptions(checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
-    run = Run(Settings(dim=dim, optimizer=optimizer, lr=lr, **settings), options)
+    chosen = Settings(dim=dim, optimizer=optimizer, lr=lr, **settings)
+    run = Run(chosen, checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
     with TrainingProgress(progress) as shown:
         trainer = run.train(corpus, shown)
     if trainer.stop_signal == signal.SIGTERM:

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -26,9 +25,18 @@ from speedtransfer.errors import InvalidValueError, StorageError, format_bytes, 
 from speedtransfer.ranks import is_first, joined
 from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
-from speedtransfer.word2vec.output import CHECKPOINT, SETTINGS, TABLES, VOCABULARY, OutputFolder, table_files
+from speedtransfer.word2vec.output import (
+    BOARD,
+    CHECKPOINT,
+    SETTINGS,
+    TABLES,
+    VOCABULARY,
+    OutputFolder,
+    free_bytes,
+    table_files,
+)
 from speedtransfer.word2vec.progress import TrainingProgress, format_loss
-from speedtransfer.word2vec.run import Run, RunOptions
+from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.text import find_files
@@ -41,10 +49,14 @@ def train_into(
     output: Path,
     corpus: str,
     settings: Settings,
-    options: RunOptions,
     format: str = "txt",
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    curves: bool = False,
     quiet: bool = False,
     show: Callable[[str], None] = print,
+    **options: Any,
 ) -> int | None:
     """Train on `corpus` and fill the folder `output`; return the signal that stopped it early, if one did.
 
@@ -54,14 +66,14 @@ def train_into(
     corpus : str
         A path, or "-".
     settings : Settings
-    options : RunOptions
-        The checkpoint is in `output`, whatever they name.
     format : str
         Of the vectors.
-    quiet : bool
-        Show no progress.
+    resume, overwrite, curves, quiet : bool
+        As the flags of ``train``.
     show : callable
         Called with each line of the report.
+    **options
+        Further arguments of `Run`.
 
     Raises
     ------
@@ -70,31 +82,26 @@ def train_into(
         written: then the message names the place where the vectors are.
     """
     suffix = check_format(format)
-    resume, overwrite, checkpoint = options.resume, options.overwrite, output / CHECKPOINT
-    options = dataclasses.replace(options, checkpoint=checkpoint)
+    checkpoint, board = output / CHECKPOINT, output / BOARD if curves else None
     stopped = os.path.lexists(checkpoint / manifest.NAME)
     folder = OutputFolder(
         output,
         overwrite or resume,
         remedy=", or pass --resume to go on or --overwrite" if stopped else " or pass --overwrite",
         only_own=resume and not overwrite,  # the run that is resumed has left its files there when it was interrupted
-        within=[
-            checkpoint,
-            *([] if options.tensorboard is None else [options.tensorboard]),
-            *table_files(settings.path),
-        ],
+        within=table_files(settings.path),
     )
-    with folder, ExitStack() as saving:
-        run = Run(settings, options, output)
-        if resume and not run.resumes and not overwrite and folder.holds_a_run:
-            raise InvalidValueError(
-                f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoint)!r} to resume; "
-                "pass --overwrite to begin anew"
-            )
-        if corpus != "-":
-            find_files(corpus)
+    run = Run(settings, resume=resume, tensorboard=board, folder=output, overwrite=overwrite, **options)
+    if resume and not run.resumes and not overwrite and folder.holds_a_run:
+        raise InvalidValueError(
+            f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoint)!r} to resume; "
+            "pass --overwrite to begin anew"
+        )
+    if corpus != "-":
+        find_files(corpus)
+    with ExitStack() as saving:
         others = saving.enter_context(joined(resolve_device(settings.device)))
-        if others is not None and (options.tensorboard is not None or settings.path is not None):
+        if others is not None and (curves or settings.path is not None):
             raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
         stop = StopOnSignal()
 
@@ -128,10 +135,7 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
 
 def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, log: Callable[[str], None]) -> None:
     """Log a line where the vectors will not fit on the disk of `folder` as it is now."""
-    above = folder.path.absolute()
-    while not above.exists():
-        above = above.parent
-    free = shutil.disk_usage(above).free
+    free = free_bytes(folder.path)
     settings = trainer.settings
     needed = settings.dim * (len(trainer.corpus.vocabulary) * _BYTES_A_NUMBER.get(suffix, 4) + settings.buckets * 4)
     if needed > free:
@@ -150,12 +154,10 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
         `folder` cannot be written; the message names the place where the vectors are instead.
     """
     try:
-        save_run(folder.staging, trainer, corpus, suffix, folder.path)
-        folder.commit()
+        folder.fill(lambda staging: save_run(staging, trainer, corpus, suffix, folder.path))
         return
     except OSError as error:
         failure = error
-    folder.discard()
     problem = str(failure)
     if not isinstance(failure, StorageError):
         problem = f"cannot write the vectors to {str(folder.path)!r} ({failure.strerror or failure})"
