@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from speedtransfer.jit import compile_function
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 JOINT = "_"
@@ -45,7 +46,7 @@ def join_phrases(ids: np.ndarray, words: WordTable, min_count: int, threshold: f
     names = zip(words.take(first[chosen]), words.take(second[chosen]), strict=True)
     stride = len(words)
     numbers = words.number(" ".join(a + JOINT + b for a, b in names).encode())
-    return _replace(ids, pairs[chosen], numbers, stride)
+    return ids[: _replace(ids.view(np.ndarray), pairs[chosen], numbers, stride)]
 
 
 def count_pairs(ids: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray]:
@@ -85,32 +86,19 @@ def _merge(
     return both[begins], np.add.reduceat(np.concatenate([counts, more_counts])[order], begins)
 
 
-def _replace(ids: np.ndarray, pairs: np.ndarray, numbers: np.ndarray, stride: int) -> np.ndarray:
-    """Replace the sorted `pairs` in `ids` by `numbers`, in place; return what is left."""
-    if len(pairs) == 0:
-        return ids
-    begins_phrase = np.zeros(stride + 1, bool)  # the last one is that of LINE_END
-    begins_phrase[pairs // stride] = True
-    left, end = np.empty(0, np.int32), 0  # what is written never overtakes what is read
-    for start in range(0, len(ids), CHUNK_IDS):
-        some = np.concatenate([left, ids[start : start + CHUNK_IDS]])
-        at = np.flatnonzero(begins_phrase[some[:-1]])
-        found = _pairs_of(some, stride)[at]
-        index = np.minimum(np.searchsorted(pairs, found), len(pairs) - 1)
-        hit = pairs[index] == found
-        at, index = at[hit], index[hit]
-        # Of pairs that overlap every second one is joined, from the first of the run on.
-        runs = np.flatnonzero(np.concatenate([[True], np.diff(at) != 1])[: len(at)])
-        lengths = np.diff(np.append(runs, len(at)))
-        joined = (np.arange(len(at)) - np.repeat(runs, lengths)) % 2 == 0
-        at, index = at[joined], index[joined]
-        some[at] = numbers[index]
-        kept = np.ones(len(some), bool)
-        kept[at + 1] = False
-        left = some[:0]
-        if kept[-1] and start + CHUNK_IDS < len(ids):  # the last word may begin a pair
-            left, kept[-1] = some[-1:], False
-        some = some[kept]
-        ids[end : end + len(some)] = some
-        end += len(some)
-    return ids[:end]
+@compile_function
+def _replace(ids: np.ndarray, pairs: np.ndarray, numbers: np.ndarray, stride: int) -> int:
+    """Replace the sorted `pairs` in `ids` by `numbers`, in place and from left to right; return how many numbers are left."""
+    end, at = 0, 0
+    while at < len(ids):
+        number = ids[at]
+        if at + 1 < len(ids) and number != LINE_END and ids[at + 1] != LINE_END:
+            pair = number * np.int64(stride) + ids[at + 1]
+            found = np.searchsorted(pairs, pair)
+            if found < len(pairs) and pairs[found] == pair:
+                number = numbers[found]
+                at += 1
+        ids[end] = number
+        end += 1
+        at += 1
+    return end

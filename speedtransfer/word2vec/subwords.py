@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.jit import compile_function
 from speedtransfer.tables import UniqueRows, move_together, unique_rows
 from speedtransfer.word2vec.lookup import UnknownWordError
 
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
-_UTF8_BYTES = 4  # of a character, at most
-_CHUNK_CHARACTERS = 1 << 20  # hashed at once; each takes about 30 bytes for each length of n-gram
+_CHUNK_CHARACTERS = 1 << 20  # hashed at once
 
 
 def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
@@ -67,37 +67,34 @@ def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int =
     -------
     ndarray of int64, shape (sum of `count_ngrams`,)
     """
-    longest = max(map(len, words), default=0) + 2
-    if not words or min_n > longest:
-        return np.empty(0, dtype=np.int64)
-    max_n = min(max_n, longest)  # time and memory grow with it
-    data = np.frombuffer("".join(f"<{word}>" for word in words).encode(), dtype=np.uint8)
-    begins = np.flatnonzero((data & 0xC0) != 0x80)  # the other bytes continue a character
-    num_bytes = np.diff(begins, append=len(data))
-    count = len(begins)
-    # Zeros after the last character stand for those that a later n-gram would need: what they give is not taken.
-    signed = data.view(np.int8).astype(np.int32).view(np.uint32)
-    signed = np.concatenate([signed, np.zeros(_UTF8_BYTES, dtype=np.uint32)])
-    bytes_of = [np.concatenate([signed[begins + j], np.zeros(max_n, np.uint32)]) for j in range(num_bytes.max())]
-    num_bytes = np.concatenate([num_bytes, np.ones(max_n, dtype=num_bytes.dtype)])
+    marked = [f"<{word}>".encode() for word in words]
+    ends = np.cumsum([len(word) for word in marked], dtype=np.int64)
+    hashed = np.empty(count_ngrams(words, min_n, max_n).sum(), dtype=np.int64)
+    _hash(np.frombuffer(b"".join(marked), dtype=np.uint8), ends, buckets, min_n, max_n, hashed)
+    return hashed
 
-    lengths = np.fromiter(map(len, words), dtype=np.int64, count=len(words)) + 2
-    ends = np.cumsum(lengths)
-    left = np.repeat(ends, lengths) - np.arange(count)  # characters from here to the end of the word
-    hashes = np.empty((count, max_n - min_n + 1), dtype=np.uint32)
-    taken = np.empty(hashes.shape, dtype=bool)
-    running = np.full(count, _FNV_OFFSET)
-    for n in range(1, max_n + 1):  # the hash of an n-gram goes on where that of the shorter one ended
-        last = slice(n - 1, n - 1 + count)  # the n-th character of each
-        for j, byte in enumerate(bytes_of):
-            longer = (running ^ byte[last]) * _FNV_PRIME
-            running = longer if j == 0 else np.where(num_bytes[last] > j, longer, running)
-        if n >= min_n:
-            hashes[:, n - min_n] = running
-            taken[:, n - min_n] = left >= n
-    if min_n == 1:
-        taken[ends - 1, 0] = taken[ends - lengths, 0] = False
-    return hashes[taken].astype(np.int64) % buckets
+
+@compile_function
+def _hash(data: np.ndarray, ends: np.ndarray, buckets: int, min_n: int, max_n: int, hashed: np.ndarray) -> None:
+    """Set `hashed` to the buckets of the n-grams of words in UTF-8 that end before the bytes `ends`."""
+    first, count = 0, 0
+    for last in ends:
+        for begin in range(first, last):
+            if data[begin] & 0xC0 == 0x80:  # goes on with a character
+                continue
+            value, length, at = _FNV_OFFSET, 0, begin
+            while at < last and length < max_n:
+                while True:
+                    # Signed bytes, as in fastText.
+                    value = np.uint32((value ^ np.uint32(np.int8(data[at]))) * _FNV_PRIME)
+                    at += 1
+                    if at == last or data[at] & 0xC0 != 0x80:
+                        break
+                length += 1
+                if length >= min_n and not (length == 1 and (begin == first or at == last)):
+                    hashed[count] = np.int64(value) % buckets
+                    count += 1
+        first = last
 
 
 def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
