@@ -12,8 +12,7 @@ import pytest
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import Vectors
 from speedtransfer.word2vec import plot as plot_module
-from speedtransfer.word2vec.layout import _covered, neighbour_map, spread_labels
-from speedtransfer.word2vec.plot import plot
+from speedtransfer.word2vec.plot import _covered, neighbour_map, plot, spread_labels
 
 
 def clusters(num_clusters=4, size=12, dim=16, seed=0):
@@ -66,7 +65,7 @@ def test_labels_do_not_cover_one_another():
     sizes = np.stack([rng.uniform(20, 60, 80), np.full(80, 12.0)], axis=1)
     centers = rng.uniform(0, 500, (80, 2))
     centers[:5] = 250  # one spot
-    place = spread_labels(centers, sizes)
+    place = spread_labels(centers, sizes, (500, 500))
     overlap = (sizes[:, None] + sizes[None, :]) / 2 - np.abs(place[:, None] - place[None, :])
     covered = (overlap > 0.5).all(axis=2)
     np.fill_diagonal(covered, False)
@@ -85,8 +84,8 @@ def test_labels_stay_in_the_frame():
 
 
 def test_labels_apart_stay_where_they_are():
-    centers = np.array([[0.0, 0], [100, 0]])
-    assert (spread_labels(centers, np.full((2, 2), 10.0)) == centers).all()
+    centers = np.array([[5.0, 9], [95, 9]])
+    assert (spread_labels(centers, np.full((2, 2), 10.0), (100, 20)) == centers).all()
 
 
 def test_picture(tmp_path):

@@ -14,11 +14,12 @@ from speedtransfer.errors import InvalidValueError, check_png, check_size
 from speedtransfer.system import replace_file
 from speedtransfer.word2vec.extras import MissingPackageError as MissingPackageError
 from speedtransfer.word2vec.extras import import_extra
-from speedtransfer.word2vec.layout import neighbour_map, spread_labels
 from speedtransfer.word2vec.vectors import Vectors
 
 _WIDTH_INCH, _HEIGHT_INCH, _DPI = 16.0, 10.0, 120
 _INK, _PAPER = "#1f2430", "#ffffff"
+_ROUNDS = 400  # of moving labels apart
+_TINY = 1e-12
 
 
 def _import_figure() -> Any:
@@ -137,3 +138,80 @@ def _colours(place: np.ndarray) -> list[tuple[float, float, float]]:
     hue = (np.arctan2(offset[:, 1], offset[:, 0]) / (2 * np.pi)) % 1.0
     rgb = hsv_to_rgb(np.stack([hue, np.full_like(hue, 0.85), np.full_like(hue, 0.62)], axis=1))
     return [tuple(map(float, colour)) for colour in rgb]  # type: ignore[misc]
+
+
+# --- where words stand ---------------------------------------------------------------------------------------------------
+
+
+def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0) -> np.ndarray:
+    """Place vectors (n, dim) on the plane, (n, 2): by t-SNE (van der Maaten and Hinton 2008), of cosine distances.
+
+    It begins at their two main axes, and without scikit-learn stays there. The same vectors always give the same map.
+    `perplexity` is about how many neighbours of a word count; it is lowered for few words.
+    """
+    rows = matrix.astype(np.float64)
+    if len(rows) < 3:
+        return np.stack([np.arange(len(rows), dtype=np.float64), np.zeros(len(rows))], axis=1)
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
+    place = _main_axes(rows)
+    try:
+        from sklearn.manifold import TSNE
+    except ImportError:
+        return place
+    if place.std() < 1e-6:
+        # All are the same.
+        return place
+    begin = (1e-4 / place[:, 0].std() * place).astype(np.float32) if place[:, 0].std() else "random"
+    found = TSNE(perplexity=min(perplexity, (len(rows) - 1) / 3), init=begin, random_state=0).fit_transform(rows)
+    return np.asarray(found - found.mean(axis=0), dtype=np.float64)
+
+
+def _main_axes(rows: np.ndarray) -> np.ndarray:
+    centered = rows - rows.mean(axis=0)
+    axes = np.linalg.eigh(centered.T @ centered).eigenvectors[:, :-3:-1]
+    if axes.shape[1] < 2:  # vectors of one number
+        axes = np.concatenate([axes, np.zeros_like(axes)], axis=1)
+    # An eigenvector's sign is arbitrary and differs between machines: let its largest entry be positive.
+    largest: np.ndarray = np.take_along_axis(axes, np.abs(axes).argmax(axis=0, keepdims=True), axis=0)
+    return centered @ (axes * np.sign(largest))
+
+
+def spread_labels(centers: np.ndarray, sizes: np.ndarray, frame: tuple[float, float]) -> np.ndarray:
+    """Move boxes (n, 2) from `centers` apart, as little as it takes, until none covers another; give up after some rounds.
+
+    They do not leave a picture of the size `frame`; a box that is larger sticks to its lower left corner.
+    """
+    place = centers.astype(np.float64)
+    low = sizes / 2
+    high = np.maximum(np.array(frame) - sizes / 2, low)
+    for _ in range(_ROUNDS):
+        place = np.clip(place, low, high)
+        first, second, apart, overlap = _covered(place, sizes)
+        if not len(first):
+            break
+        # Push along the axis that needs less; a later word goes up or right where two share one spot.
+        axis = overlap.argmin(axis=1)
+        ahead = np.sign(apart[np.arange(len(axis)), axis])
+        push = np.where(ahead == 0, np.sign(first - second), ahead) * overlap.min(axis=1) * 0.3
+        for way in (0, 1):
+            along = np.where(axis == way, push, 0.0)
+            place[:, way] += np.bincount(first, along, len(place)) - np.bincount(second, along, len(place))
+    return np.clip(place, low, high)
+
+
+def _covered(place: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the pairs of boxes that cover one another: both boxes, how far apart they are and by how much they overlap.
+
+    Only boxes whose heights can meet are compared, which are next to each other by their place upwards: few of all pairs.
+    """
+    order = np.argsort(place[:, 1], kind="stable")
+    height = place[order, 1]
+    upper = np.searchsorted(height, height + sizes[:, 1].max(initial=0.0))
+    counts = np.maximum(upper - np.arange(len(place)) - 1, 0)
+    lower = np.repeat(np.arange(len(place)), counts)
+    later = np.arange(len(lower)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first, second = order[lower], order[lower + 1 + later]
+    apart = place[first] - place[second]
+    overlap = (sizes[first] + sizes[second]) / 2 - np.abs(apart)
+    covered = (overlap > 0).all(axis=1)
+    return first[covered], second[covered], apart[covered], overlap[covered]
