@@ -114,11 +114,11 @@ plan-accuracy: $(ENV)
 
 # ARGS="--data TEXT --dtype float64": on a text of your own, in double precision. ARGS="--only lazy dense": these ways alone.
 ngram-lm: $(call with,plot)
-	$(PY) examples/ngram_lm/run.py $(ARGS)
+	PYTHONPATH=. $(PY) examples/ngram_lm.py $(ARGS)
 
 # ARGS="--processes 4": others than two.
 parallel: $(call with,plot)
-	$(PY) examples/parallel/run.py $(ARGS)
+	PYTHONPATH=. $(PY) examples/parallel.py $(ARGS)
 
 # ARGS="AdamP Lion": those classes alone. A sweep of all writes docs/optimizer_sweep.json.
 optimizers: $(call with,optimizers)

@@ -1,7 +1,7 @@
-"""Records an example: ``python bench/record_examples.py ngram_lm`` or ``parallel``, with any flags of the example's run.py.
+"""Records an example: ``python bench/record_examples.py ngram_lm`` or ``parallel``, with any flags of the example.
 
-The result of a run that came to its end goes to ``bench/results/<device>/<example>_example.json``, with a picture beside it;
-bench/readme.py puts both into docs/ngrams.md and docs/parallel.md.
+The result goes to ``bench/results/<device>/<example>_example.json``, with a picture of the losses beside it; bench/readme.py
+puts both into docs/ngrams.md and docs/parallel.md.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from experiment import blocks_of, markdown_table, write_result
 from store import NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, header, path_of
 
 from speedtransfer.benchmark.report import commit_and_date, provenance
+from speedtransfer.errors import format_bytes
+from speedtransfer.units import format_seconds
 
 sys.path.insert(0, str(ROOT / "examples"))
 
@@ -30,10 +32,11 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     part, runs = EXAMPLES[name]
     about = header(ROOT, part)  # before: the commit as it is when it starts
     with tempfile.TemporaryDirectory(prefix="speedtransfer-example-") as folder:
-        code: int = importlib.import_module(f"{name}.run").main([*given, "--out", folder])
+        file = Path(folder, "results.json")
+        code: int = importlib.import_module(name).main([*given, "--json", str(file)])
         if code:
             return code
-        found: dict[str, Any] = json.loads(Path(folder, "results.json").read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     for one in found[runs].values():
         # More digits are of no use in a picture, and a repository keeps them for ever.
         one["losses"] = [float(f"{loss:.5g}") for loss in one["losses"]]
@@ -43,16 +46,21 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Return the picture of an example."""
-    if result["part"] == PARALLEL_EXAMPLE:
-        return importlib.import_module("parallel.pictures").draw(result)
-    from ngram_lm.pictures import draw_bars, draw_curves
-    from speedtransfer.drawing import legend_below, require_matplotlib
+    """Return a figure of the losses, a line for each way that has others than those before it."""
+    from speedtransfer.drawing import COLOURS, INK, legend_below, require_matplotlib, tidy
 
-    figure = require_matplotlib()(11, 7.6)
-    above, below = figure.subfigures(2, 1, height_ratios=(4, 3))
-    axes = draw_curves(above, result)
-    draw_bars(below, result)
+    losses: dict[str, list[float]] = {}
+    for name, one in result[dict(EXAMPLES.values())[result["part"]]].items():
+        if one["losses"] not in losses.values():
+            losses[name] = one["losses"]
+    figure = require_matplotlib()(9, 4.4)
+    axes = figure.subplots()
+    for number, (name, values) in enumerate(losses.items()):
+        # Lines of nearly the same numbers lie on each other, the thinner ones above.
+        width = 1 + 0.6 * (len(losses) - number - 1)
+        axes.plot(range(1, len(values) + 1), values, label=name, color=COLOURS[number], lw=width)
+    tidy(axes)
+    axes.set_title("loss of the batch, by step", fontsize=10, color=INK, loc="left")
     legend_below(figure, axes)
     return figure
 
@@ -63,21 +71,29 @@ def markdown(result: dict[str, Any], picture: str) -> str:
 
 
 def _ngrams(result: dict[str, Any], picture: str) -> str:
-    from ngram_lm.table_text import cells, sentence, what
+    import ngram_lm
 
-    parts = [
-        f"{what(result)}; {commit_and_date(result)}.",
-        markdown_table(cells(result)),
-        "\n".join(f"- {sentence(one)}" for one in result["comparisons"]),
-        f"![Losses, speed and memory of {len(result['contenders'])} ways to hold n-gram tables]({picture})"
-        * bool(picture),
+    settings, found = result["settings"], result["contenders"]
+    about = [
+        f"{result['data']}, {result['tokens']['train']:,} tokens of {result['vocabulary']:,} words",
+        f"GPT of {settings['layers']} blocks, width {settings['width']}",
+        f"{settings['heads']} rows a token, each in a head of {settings['rows']:,} x {settings['dim']} {settings['dtype']}",
+        f"{settings['steps']:,} steps of {settings['batch'] * settings['context']:,} tokens",
+        f"{result['environment']['device']}, torch {result['environment']['versions']['torch']}",
+        commit_and_date(result),
     ]
+    table = ngram_lm.cells(result)
+    if all("peak_bytes" in one for one in found.values()):  # until each way was no longer a process of its own
+        peaks = ["peak memory", *(format_bytes(one["peak_bytes"]) for one in found.values())]
+        table = [(*row, peak) for row, peak in zip(table, peaks, strict=True)]
+    title = f"Losses of {len(found)} ways to hold n-gram tables"
+    sentences = "\n".join(f"- {ngram_lm.sentence(one)}" for one in result["comparisons"])
+    parts = ["; ".join(about) + ".", markdown_table(table), sentences, f"![{title}]({picture})" * bool(picture)]
     return "\n\n".join(filter(None, parts))
 
 
 def _parallel(result: dict[str, Any], picture: str) -> str:
-    from parallel.training import ONE
-    from speedtransfer.units import format_seconds
+    from parallel import ONE
 
     settings = result["settings"]
     table = [["", "input of a process", "rows of a process", "a step", "largest loss difference from one process"]]
@@ -90,7 +106,7 @@ def _parallel(result: dict[str, Any], picture: str) -> str:
         f"DistributedDataParallel, table of {settings['rows']:,} x {settings['dim']}; first loss "
         f"{result['runs'][ONE]['losses'][0]:.3g}; {provenance(result)}."
     )
-    title = "Losses of one process and of several, their differences, and times of a step"
+    title = "Losses of one process and of several"
     return blocks_of(picture, title, markdown_table(table), about)
 
 

@@ -142,7 +142,9 @@ def test_the_ngram_example_is_recorded_and_shown(bench, tmp_path):
 
 def test_what_an_example_refuses_is_not_recorded(bench, tmp_path):
     root = tmp_path / "root"
-    assert bench("record_examples").main(["ngram_lm", *TINY.split(), "--data", str(tmp_path / "none.txt")], root) == 2
+    with pytest.raises(SystemExit) as stop:
+        bench("record_examples").main(["ngram_lm", *TINY.split(), "--data", str(tmp_path / "none.txt")], root)
+    assert stop.value.code == 2
     assert not root.exists()
 
 

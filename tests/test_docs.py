@@ -398,7 +398,7 @@ def check_target(arguments: list[str]) -> None:
     script = (
         "bench/record.py"
         if "RECORD" in recipe[1]
-        else (re.findall(r"(?:bench|examples/\w+)/\w+\.py", recipe[1]) or [None])[0]
+        else (re.findall(r"(?:bench|examples)/\w+\.py", recipe[1]) or [None])[0]
     )
     for name, value in (variable.split("=", 1) for variable in variables):
         assert f"$({name})" in recipe[1] + makefile.partition("RECORD =")[2].partition("\n")[0]
@@ -407,15 +407,12 @@ def check_target(arguments: list[str]) -> None:
 
 
 def check_flags(script: str, arguments: list[str]) -> None:
-    """Look for the flags in the source: a script, or the settings that it makes flags of (idle_data.py beside idle.py).
-
-    An example has a folder for itself.
-    """
+    """Look for the flags in the source: a script, or the settings that it makes flags of (idle_data.py beside idle.py)."""
     path = ROOT / script
-    beside = "*.py" if script.startswith("examples/") else f"{path.stem}*.py"
-    source = "".join(file.read_text(encoding="utf-8") for file in path.parent.glob(beside))
+    source = "".join(file.read_text(encoding="utf-8") for file in path.parent.glob(f"{path.stem}*.py"))
     for flag in (argument for argument in arguments if argument.startswith("--") and argument != "--help"):
-        field = rf"^    {flag[2:].replace('-', '_')}: "
+        name = flag[2:].replace("-", "_")
+        field = rf'^    ({name}|"{name}"): '
         assert f'"{flag}"' in source or re.search(field, source, re.MULTILINE), f"{script} has no {flag}"
 
 

@@ -30,7 +30,7 @@ import speedtransfer as st
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
-from ngram_lm.model import GPT
+from ngram_lm import GPT
 
 VOCAB, WIDTH, TIME = 60, 16, 12
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)

@@ -1,0 +1,207 @@
+"""Train the same regression on one device, by DataParallel and by DistributedDataParallel, and compare the losses.
+
+It trains on the CPU in several processes, or on GPUs where there is one for each process. Exit code 1: the losses differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import speedtransfer as st
+
+ONE, DATA_PARALLEL = "one process", "DataParallel"
+ORDINARY, SHARDED, SHARED = "DDP, ordinary table", "DDP, sharded", "DDP, shared"
+# Each is a flag.
+SETTINGS = {
+    "processes": (2, "processes of DistributedDataParallel"),
+    "steps": (300, "training steps"),
+    "batch": (64, "examples of a batch, of all processes together"),
+    "rows": (1000, "rows of the table"),
+    "dim": (8, "values of a row"),
+    "width": (32, "width of the network"),
+    "seed": (0, "seed of everything drawn"),
+}
+QUICK = {"steps": 30, "rows": 100}
+LR, NOISE, FEATURES = 0.01, 0.1, 5
+WARM_STEPS = 5  # that are not timed
+# The most that a loss may be off that of one process, as a share of the first loss: sums in another order.
+TOLERANCE = 1e-4
+
+
+class Data:
+    """Targets are a linear function of five numbers, and a number of an id; each batch is drawn anew, the same each time."""
+
+    def __init__(self, rows: int, batch: int, seed: int) -> None:
+        self.rows, self.size, self.draw = rows, batch, torch.Generator().manual_seed(seed)
+        self.slope = torch.randn(FEATURES, 1, generator=self.draw)
+        self.of_ids = torch.randn(rows, 1, generator=self.draw)
+
+    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return numbers ``(batch, 5)``, ids ``(batch,)`` and targets ``(batch, 1)``."""
+        numbers = torch.randn(self.size, FEATURES, generator=self.draw)
+        ids = torch.randint(self.rows, (self.size,), generator=self.draw)
+        noise = NOISE * torch.randn(self.size, 1, generator=self.draw)
+        return numbers, ids, numbers @ self.slope + self.of_ids[ids] + noise
+
+
+class Regression(nn.Module):
+    """A row for the id beside the numbers, and a small network. It notes the sizes of the first batch on each device."""
+
+    def __init__(self, emb: nn.Module, dim: int, width: int, seed: int) -> None:
+        super().__init__()
+        self.emb = emb
+        torch.manual_seed(seed + 1)
+        self.layers = nn.Sequential(nn.Linear(FEATURES + dim, width), nn.Tanh(), nn.Linear(width, 1))
+        self.sizes: dict[str, tuple[list[int], list[int]]] = {}  # replicas of DataParallel have the same one
+
+    def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
+        """Return predictions ``(batch, 1)``."""
+        found: Tensor = self.layers(torch.cat([numbers, self.emb(ids)], 1))
+        self.sizes.setdefault(str(numbers.device), (list(numbers.shape), list(found.shape)))
+        return found
+
+
+def make_table(kind: str, args: argparse.Namespace, device: torch.device) -> nn.Module:
+    """Return the table for a kind of training."""
+    torch.manual_seed(args.seed)
+    if kind == DATA_PARALLEL and torch.cuda.device_count() > 1:
+        # It copies the model to each GPU in every forward, and refuses those with tables.
+        return nn.Embedding(args.rows, args.dim, device=device)
+    options: dict[str, Any] = {"process_group": dist.group.WORLD} if kind in (SHARDED, SHARED) else {}
+    if kind == SHARED:
+        options["memory"] = "shared"
+    return st.Embedding(args.rows, args.dim, device=device, **options)
+
+
+def train(kind: str, args: argparse.Namespace, rank: int = 0, ranks: int = 1) -> dict[str, Any]:
+    """Train on the part of every batch that is this process's; return its losses, times, sizes and rows."""
+    device = torch.device("cuda", rank) if torch.cuda.device_count() >= args.processes else torch.device("cpu")
+    net = Regression(make_table(kind, args, device), args.dim, args.width, args.seed).to(device)
+    model: nn.Module = net
+    if kind == DATA_PARALLEL:
+        model = nn.DataParallel(net)
+    elif kind != ONE:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
+            model = DistributedDataParallel(net)
+    opt, data = torch.optim.AdamW(net.parameters(), lr=LR), Data(args.rows, args.batch, args.seed)
+    each = args.batch // ranks
+    part = slice(rank * each, (rank + 1) * each)
+    losses, times = [], []
+    for _ in range(args.steps):
+        numbers, ids, targets = (values[part].to(device) for values in data.batch())
+        start = time.perf_counter()
+        opt.zero_grad()
+        loss = (model(numbers, ids) - targets).square().mean()
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - start)
+    return {
+        "losses": losses,
+        "step_s": statistics.median(times[WARM_STEPS:] or times),
+        "sizes": [[device, *sizes] for device, sizes in net.sizes.items()],
+        "rows": len(net.emb.table.local if kind in (SHARDED, SHARED) else net.emb.weight),
+    }
+
+
+def work(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """Train each kind of DDP as one of its processes, and write what it gave to a file."""
+    torch.set_num_threads(max(1, torch.get_num_threads() // args.processes))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host name may not resolve to an address of this machine
+    cuda = torch.cuda.device_count() >= args.processes
+    if cuda:
+        torch.cuda.set_device(rank)
+    backend, store = "cpu:gloo,cuda:nccl" if cuda else "gloo", f"file://{folder}/store"
+    dist.init_process_group(backend, store, rank=rank, world_size=args.processes)
+    found = {kind: train(kind, args, rank, args.processes) for kind in (ORDINARY, SHARDED, SHARED)}
+    Path(folder, f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def train_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Train each kind; return the mean losses of all processes, the largest difference from one, times and sizes."""
+    answers = {kind: [train(kind, args)] for kind in (ONE, DATA_PARALLEL)}
+    with tempfile.TemporaryDirectory(prefix="parallel-") as folder:
+        mp.spawn(work, (args, folder), args.processes)
+        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(args.processes)]
+    answers |= {kind: [one[kind] for one in ranks] for kind in (ORDINARY, SHARDED, SHARED)}
+    runs: dict[str, dict[str, Any]] = {}
+    for kind, parts in answers.items():
+        losses = [sum(some) / len(some) for some in zip(*(one["losses"] for one in parts), strict=True)]
+        apart = [abs(a - b) for a, b in zip(losses, runs.get(ONE, {"losses": losses})["losses"], strict=True)]
+        sizes, rows = [one["sizes"] for one in parts], [one["rows"] for one in parts]
+        about = {"losses": losses, "step_s": parts[0]["step_s"], "sizes": sizes, "rows": rows}
+        runs[kind] = {**about, "differences": apart, "difference": max(apart)}
+    return runs
+
+
+def sentence(kind: str, run: dict[str, Any]) -> str:
+    """Return the sizes, the time and the difference of a run."""
+    text = f"{kind}: {1e3 * run['step_s']:.2f} ms a step, last loss {run['losses'][-1]:.6f}"
+    lines = [text + (f", largest difference from one process {run['difference']:.2g}" if kind != ONE else "")]
+    for rank, (sizes, rows) in enumerate(zip(run["sizes"], run["rows"], strict=True)):
+        for device, given, found in sizes:
+            where = f"process {rank} of {len(run['sizes'])}, {device}"
+            lines.append(f"  {where}: input {tuple(given)}, output {tuple(found)}, {rows:,} rows")
+    return "\n".join(lines)
+
+
+def about_data_parallel(gpus: int) -> str:
+    """Return what DataParallel does on this machine, in a line."""
+    if gpus > 1:
+        return (
+            f"DataParallel: copies the model to {gpus} GPUs in every forward; with nn.Embedding, as it refuses tables"
+        )
+    there = "one GPU" if gpus else "no GPU"
+    return f"DataParallel: needs several GPUs; with {there} it calls the model, which is trained as on one device"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; return the exit code: 1 where the losses differ."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="few steps and a small table, where no other are given")
+    parser.add_argument("--json", type=Path, help="also write the results to this file", metavar="FILE")
+    for name, (default, about) in SETTINGS.items():
+        parser.add_argument(f"--{name}", type=int, help=f"{about}, by default {default}", metavar="N")
+    args = parser.parse_args(arguments)
+    for name, (default, _) in SETTINGS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, QUICK.get(name, default) if args.quick else default)
+        least = {"processes": 2, "seed": 0}.get(name, 1)
+        if getattr(args, name) < least:
+            parser.error(f"--{name} is {getattr(args, name)} but must be at least {least}")
+    if args.batch % args.processes:
+        parser.error(
+            f"--batch is {args.batch} but must be a multiple of --processes, {args.processes}: the mean of the losses of "
+            "equal parts is that of the batch"
+        )
+    print(about_data_parallel(torch.cuda.device_count()))
+    runs = train_all(args)
+    for kind, run in runs.items():
+        print(sentence(kind, run))
+    if args.json is not None:
+        settings = {name: getattr(args, name) for name in SETTINGS}
+        args.json.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    wrong = [kind for kind, run in runs.items() if run["difference"] > TOLERANCE * runs[ONE]["losses"][0]]
+    for kind in wrong:
+        print(f"error: the losses of {kind} are not those of one process")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
