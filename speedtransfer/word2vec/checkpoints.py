@@ -19,7 +19,7 @@ from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.output import check_writable, remove_tables, table_files
+from speedtransfer.word2vec.output import TableFiles, check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import CHOSEN
 from speedtransfer.word2vec.settings import Settings
@@ -210,12 +210,12 @@ class Checkpoints(Callback):
 
     def _remove_tables(self, settings: Settings) -> None:
         """Remove the table files of the saved run, once it is sure that the checkpoint can replace them."""
-        tables = [file for file in table_files(settings.path) if file.exists()]
-        if tables:
+        tables = TableFiles(settings.path)
+        if any(file.exists() for file in tables.paths.values()):
             with ExitStack() as stack:
                 for reader in open_checkpoint(self.path, stack)[1].values():
                     reader.check(lambda num_bytes: None)
-        remove_tables(settings.path)
+        tables.remove()
 
 
 def _facts_of_run(path: Path) -> dict[str, Any]:

@@ -87,6 +87,7 @@ class Word2Vec(nn.Module):
         self.subwords = Subwords(self._vocabulary.words, *hashed) if self._vocabulary is not None and buckets else None
         self._files = TableFiles(settings.path)
         self._group = process_group
+        self._files.make_folder()
         try:
             self.input = self._make_table("input", self.num_words + buckets, settings)
             self.output = self._make_table("output", self.num_words, settings)
@@ -97,7 +98,7 @@ class Word2Vec(nn.Module):
             raise
 
     def _make_table(self, name: str, num_rows: int, settings: Settings) -> Embedding:
-        path, device = self._files.path_of(name), resolve_device(settings.device)
+        path, device = self._files.paths.get(name), resolve_device(settings.device)
         embedding = _ZeroEmbedding(
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             **({} if self._group is None else {"process_group": self._group}),

@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from speedtransfer.errors import InvalidValueError, StorageError, check_no_url
@@ -36,8 +36,8 @@ class OutputFolder:
         What to do where `path` exists and `overwrite` is False, for the message.
     only_own : bool
         Refuse a folder that holds anything but the files of an earlier run. False: leave the rest as it is.
-    within : sequence of path-like
-        Other folders of this run; those in `path` are no strangers there.
+    within : iterable of path-like
+        Other files of this run; those in `path` are no strangers there.
 
     Raises
     ------
@@ -53,7 +53,7 @@ class OutputFolder:
         overwrite: bool = False,
         remedy: str = "",
         only_own: bool = False,
-        within: Sequence[str | os.PathLike[str]] = (),
+        within: Iterable[str | os.PathLike[str]] = (),
     ) -> None:
         check_no_url(path, "output")
         self.path, self._overwrite = Path(path), overwrite
@@ -146,44 +146,35 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(_existing(path)).free
 
 
-def table_files(folder: str | os.PathLike[str] | None) -> list[Path]:
-    """Return the files of a model's tables, there or not, with memory "mmap" and `folder`."""
-    return [] if folder is None else [Path(folder) / f"{name}.safetensors" for name in TABLE_NAMES]
-
-
-def check_no_tables(folder: str | os.PathLike[str]) -> None:
-    """Raise `StorageError` where there are tables in `folder`: before a long corpus is read, not after it."""
-    for file in table_files(folder):
-        if file.exists():
-            raise StorageError(
-                f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
-            )
-
-
-def remove_tables(folder: str | os.PathLike[str] | None) -> None:
-    """Remove the tables in `folder`, if any; raise `StorageError` where that fails."""
-    for table in table_files(folder):
-        try:
-            table.unlink(missing_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot replace table {str(table)!r} ({error.strerror}); check the permissions of its folder"
-            ) from error
-
-
 class TableFiles:
-    """The table files of a model, in a folder that is made where it is missing; `path` None: in memory only.
-
-    Raises
-    ------
-    StorageError
-        The folder cannot be made.
-    """
+    """The files of a model's two tables with memory "mmap", there or not, in the folder `path`; None: there are none."""
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._folder = None if path is None else Path(path)
+        self.paths = {} if path is None else {name: Path(path, f"{name}.safetensors") for name in TABLE_NAMES}
         self.made: list[Path] = []
         self._folders: list[Path] = []  # that were missing, the innermost first
+
+    def check_none(self) -> None:
+        """Raise `StorageError` where one exists: before a long corpus is read, not after it."""
+        for file in self.paths.values():
+            if file.exists():
+                raise StorageError(
+                    f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
+                )
+
+    def remove(self) -> None:
+        """Remove those that exist; raise `StorageError` where that fails."""
+        for file in self.paths.values():
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
+                ) from error
+
+    def make_folder(self) -> None:
+        """Make the folder where it is missing, or raise `StorageError`. A file belongs into `made` once it is."""
         if self._folder is None:
             return
         self._folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
@@ -194,10 +185,6 @@ class TableFiles:
             raise StorageError(
                 f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
             ) from error
-
-    def path_of(self, name: str) -> Path | None:
-        """Return the path for the file of table `name`, which belongs into `made` once it is; None without a folder."""
-        return None if self._folder is None else self._folder / f"{name}.safetensors"
 
     def discard(self) -> None:
         """Remove the files that were made, and the folders that were made for them where nothing else is in them."""

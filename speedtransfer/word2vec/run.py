@@ -22,9 +22,8 @@ from speedtransfer.word2vec.output import (
     CHECKPOINT,
     OWN_FOLDERS,
     TABLES,
+    TableFiles,
     check_apart,
-    check_no_tables,
-    remove_tables,
 )
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import Settings, check_path
@@ -99,12 +98,12 @@ class Run:
             raise InvalidValueError(f"{given} was given but no checkpoint, the folder; pass checkpoint")
         # The checkpoints come after the evaluation, whose figures they save.
         self.callbacks: list[Callback] = [one for one in (*evaluations, self.checkpoints, board) if one is not None]
-        if settings.path is not None and not self.resumes and not self._has_tables:
-            check_no_tables(settings.path)
+        if not self.resumes and not self._has_tables:
+            TableFiles(settings.path).check_none()
 
     def _clear(self, folder: Path) -> None:
         """Remove from the folder of the run what an earlier one left there that this one does not go on from."""
-        remove_tables(folder / TABLES)
+        TableFiles(folder / TABLES).remove()
         remove_curves(folder / BOARD)
         if self.checkpoints is not None:
             self.checkpoints.remove()

@@ -32,8 +32,8 @@ from speedtransfer.word2vec.output import (
     TABLES,
     VOCABULARY,
     OutputFolder,
+    TableFiles,
     free_bytes,
-    table_files,
 )
 from speedtransfer.word2vec.progress import TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run
@@ -60,20 +60,8 @@ def train_into(
 ) -> int | None:
     """Train on `corpus` and fill the folder `output`; return the signal that stopped it early, if one did.
 
-    Parameters
-    ----------
-    output : Path
-    corpus : str
-        A path, or "-".
-    settings : Settings
-    format : str
-        Of the vectors.
-    resume, overwrite, curves, quiet : bool
-        As the flags of ``train``.
-    show : callable
-        Called with each line of the report.
-    **options
-        Further arguments of `Run`.
+    The arguments are those of the command ``train``; `corpus` is a path, or "-", and `show` is called with each line of the
+    report. `options` are further arguments of `Run`.
 
     Raises
     ------
@@ -89,7 +77,7 @@ def train_into(
         overwrite or resume,
         remedy=", or pass --resume to go on or --overwrite" if stopped else " or pass --overwrite",
         only_own=resume and not overwrite,  # the run that is resumed has left its files there when it was interrupted
-        within=table_files(settings.path),
+        within=TableFiles(settings.path).paths.values(),
     )
     run = Run(settings, resume=resume, tensorboard=board, folder=output, overwrite=overwrite, **options)
     if resume and not run.resumes and not overwrite and folder.holds_a_run:
