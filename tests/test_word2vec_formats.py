@@ -23,6 +23,9 @@ WORDS = ["the", "été", "東京", "12", "x\u00a0y"]
 @pytest.fixture
 def vectors():
     matrix = np.random.default_rng(0).standard_normal((5, 3)).astype(np.float32)
+    matrix[1] *= 1e-15  # small, large and awkward numbers survive
+    matrix[2] *= 1e15
+    matrix[3, :2] = 0.1, -0.0
     return Vectors(WORDS, matrix, [9, 7, 5, 3, 1])
 
 

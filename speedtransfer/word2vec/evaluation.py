@@ -16,8 +16,8 @@ import numpy as np
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.tables.saving import check_path
-from speedtransfer.untrusted import open_file
 from speedtransfer.word2vec.evaluation_results import Analogies, Question, Section, Similarity
+from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import answer_analogies, lengths
 from speedtransfer.word2vec.vectors import Vectors
 
@@ -70,14 +70,10 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
     """
     path = check_path(path)
     try:
-        with io.TextIOWrapper(open_file(path), encoding="utf-8-sig") as file:
+        with reading(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig") as file:
             text = file.read()
-    except StorageError:
-        raise
     except UnicodeDecodeError as error:
         raise StorageError(f"{str(path)!r} is no UTF-8 text ({error}); pass a text file") from None
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1)]
     lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
     if not lines:

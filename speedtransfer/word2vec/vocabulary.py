@@ -12,7 +12,7 @@ import numpy as np
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
 from speedtransfer.tables.saving import check_path
-from speedtransfer.untrusted import open_file
+from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words
 from speedtransfer.word2vec.settings import check_setting
 
@@ -219,8 +219,8 @@ class Vocabulary:
         path = check_path(path)
         words, counts = [], []
         try:
-            with io.TextIOWrapper(open_file(path), encoding="utf-8", newline="\n") as file:
-                for number, line in enumerate(file, start=1):
+            with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as lines:
+                for number, line in enumerate(lines, start=1):
                     word, _, count = line.rstrip("\n").rpartition(" ")
                     if not (word and count.isdecimal() and len(count) < _COUNT_DIGITS):
                         raise StorageError(
@@ -230,10 +230,6 @@ class Vocabulary:
                     counts.append(int(count))
         except UnicodeDecodeError as error:
             raise StorageError(f"{str(path)!r} is no vocabulary ({error}); pass a vocab.txt") from None
-        except OSError as error:
-            if isinstance(error, StorageError):
-                raise
-            raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); check the path") from error
         return cls(words, counts)
 
 
