@@ -11,7 +11,7 @@ from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
-from speedtransfer.word2vec.extras import MissingPackageError
+from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import is_finite
@@ -115,7 +115,7 @@ class TensorBoard(Callback):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self._writer_class = _import_writer()
+        import_extra("tensorboard", "curves", '"speedtransfer[tensorboard]"')
         self._writer: Any = None
         self._last_log, self._words_before, self._seconds_before = float("-inf"), 0.0, 0.0
         check_writable(self.path, "TensorBoard's files")
@@ -125,9 +125,11 @@ class TensorBoard(Callback):
 
         Where they can no longer be written, as on a full disk, training goes on without them.
         """
+        from torch.utils.tensorboard import SummaryWriter
+
         self._progress = progress
         try:
-            self._writer = self._writer_class(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
+            self._writer = SummaryWriter(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
         except OSError as error:
             raise StorageError(
                 f"cannot write TensorBoard's files to {str(self.path)!r} ({error.strerror}); choose another folder"
@@ -192,13 +194,3 @@ def remove_curves(path: Path) -> None:
         file.unlink(missing_ok=True)
     for projected in path.glob("[0-9]*/words/tensors.tsv"):  # `finish`
         shutil.rmtree(projected.parents[1], ignore_errors=True)
-
-
-def _import_writer() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise MissingPackageError(
-            'curves need tensorboard, which is not installed; run: pip install "speedtransfer[tensorboard]"'
-        ) from error
-    return SummaryWriter

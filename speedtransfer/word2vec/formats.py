@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ import numpy as np
 import safetensors
 import torch
 
+from speedtransfer.dtypes import TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending, suggest
-from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
 from speedtransfer.untrusted import check_file
@@ -85,19 +85,17 @@ def from_keyed_vectors(keyed: Any) -> tuple[list[str], np.ndarray, np.ndarray | 
 def write_safetensors(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
     encoded = [encode(word) for word in words]
-    ends = np.cumsum([len(word) for word in encoded], dtype="<i8")
-    parts = [("vectors", torch.float32, matrix.shape), ("word_ends", torch.int64, ends.shape)]
+    arrays = {"vectors": matrix, "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
     if counts is not None:
-        parts.append(("counts", torch.int64, counts.shape))
-    parts.append(("words", torch.uint8, (sum(map(len, encoded)),)))
-    with replace_file(path) as file:
-        file.write(header_bytes(make_header(parts, {"format": "speedtransfer word vectors 1"})))
-        for start in range(0, len(words), ROWS_AT_ONCE):
-            file.write(matrix[start : start + ROWS_AT_ONCE].astype("<f4", copy=False).tobytes())
-        file.write(ends.tobytes())
-        if counts is not None:
-            file.write(counts.astype("<i8").tobytes())
-        file.write(b"".join(encoded))
+        arrays["counts"] = counts
+    arrays["words"] = np.frombuffer(b"".join(encoded), np.uint8)
+    tensors = [(name, TORCH_OF_NUMPY[array.dtype], array.shape, _chunks(array)) for name, array in arrays.items()]
+    files.write(path, tensors, {"format": "speedtransfer word vectors 1"})
+
+
+def _chunks(array: np.ndarray) -> Iterator[torch.Tensor]:
+    for start in range(0, len(array), ROWS_AT_ONCE):
+        yield torch.from_numpy(array[start : start + ROWS_AT_ONCE].copy())
 
 
 def read_safetensors(path: Path, max_words: int | None = None) -> Stored:

@@ -47,6 +47,15 @@ def check_words(words: Any) -> list[str]:
     return found
 
 
+def number_words(words: Sequence[str]) -> dict[str, int]:
+    """Return the place of each word; raise where one is there twice."""
+    number_of = {word: number for number, word in enumerate(words)}
+    if len(number_of) != len(words):
+        twice = next(word for number, word in enumerate(words) if number_of[word] != number)
+        raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
+    return number_of
+
+
 def check_counts(counts: Any, num_words: int) -> np.ndarray:
     """Return the counts of words as int64, shape (num_words,); raise where they are none."""
     counts = np.asarray(counts)

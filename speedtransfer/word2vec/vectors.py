@@ -26,6 +26,7 @@ from speedtransfer.word2vec.lookup import (
     find_rows,
     lengths,
     nearest_rows,
+    number_words,
     unit,
 )
 from speedtransfer.word2vec.output import VOCABULARY
@@ -76,10 +77,7 @@ class Vectors:
             )
         self.matrix = matrix.astype(np.float32, copy=False)
         self.counts = None if counts is None else check_counts(counts, len(self.words))
-        self._row_of = {word: row for row, word in enumerate(self.words)}
-        if len(self._row_of) != len(self.words):
-            twice = next(word for row, word in enumerate(self.words) if self._row_of[word] != row)
-            raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
+        self._row_of = number_words(self.words)
 
     @property
     def dim(self) -> int:

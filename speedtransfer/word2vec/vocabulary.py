@@ -13,7 +13,7 @@ from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.formats_text import reading
-from speedtransfer.word2vec.lookup import check_counts, check_words
+from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
 from speedtransfer.word2vec.settings import check_setting
 
 _CHUNK_WORDS = 1 << 18
@@ -59,11 +59,7 @@ class Vocabulary:
 
     @functools.cached_property
     def _number_of(self) -> dict[str, int]:
-        number_of = {word: number for number, word in enumerate(self.words)}
-        if len(number_of) != len(self.words):
-            twice = next(word for number, word in enumerate(self.words) if number_of[word] != number)
-            raise InvalidValueError(f"word {twice!r} is there twice; pass distinct words")
-        return number_of
+        return number_words(self.words)
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
