@@ -222,12 +222,11 @@ vocabulary/room.py: vocabulary_deferred
 vocabulary/numba_initial.py: vocabulary_initial
 - math.copysign(size, q) * scale + first, highest)
 + math.copysign(size, q) * scale, highest)
+- 1.48753612908506148525e-2,
++ 1.48753612908506148525e-3,
 vocabulary/owned.py: vocabulary
 - self._changed_at[rows] = self.generation
 + pass
-vocabulary/quantiles.py: vocabulary_initial
-- below = below * r + 1.48753612908506148525e-2
-+ below = below * r + 1.48753612908506148525e-3
 vocabulary/vocabulary_stats.py: vocabulary_state
 - return self.unseen / self.lookups if self.lookups else 0.0
 + return 0.0

@@ -119,8 +119,8 @@ def test_first_values_far_out_have_the_bits_of_the_host() -> None:
 
 def id_with(word: int, seed: int) -> int:
     """Return the id whose first random word is `word`."""
-    key = stream_key(seed)
-    id = unmixed((unmixed((unmixed(word) - int(GOLDEN)) % 2**64) - key) % 2**64) ^ (key % 2**64)
+    key = int(stream_key(seed)[0])
+    id = unmixed((unmixed((unmixed(word) - int(GOLDEN)) % 2**64) - key) % 2**64) ^ key
     return id - 2**64 if id >= 2**63 else id
 
 

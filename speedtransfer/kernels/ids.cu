@@ -80,7 +80,7 @@ __device__ inline Slot* search(const Ids& given, long long id) {
     return nullptr;
 }
 
-// vocabulary/quantiles.py
+// vocabulary/numba_initial.py
 template <typename... Rest>
 __device__ inline double polynomial(double, double value) {
     return value;

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from typing import NamedTuple
 
@@ -11,13 +10,12 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import KernelArgument, launch_over
-from speedtransfer.vocabulary.initial import Initial, as_line, check_range, stream_key
+from speedtransfer.vocabulary.initial import KINDS, Initial, check_range, scaling, stream_key
 
 SLOT_BYTES = 16
 _SOURCE = "ids.cu"
 # struct Ids and struct Values of ids.cu; 64 bits of a hash as int64.
 _IDS, _VALUES = KernelArgument("9q"), KernelArgument("9q3d")
-_KINDS = {"number": 0, "normal": 1, "uniform": 2}
 # enum Type of move.cuh; float64 where no type is meant.
 _TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
 
@@ -49,16 +47,7 @@ class Slots(NamedTuple):
         return _IDS.pack(*pointers, len(ids), len(self.memory) - 1, self.seed, self.multiplier, unseen)
 
     def find(self, ids: Tensor, unknown: Tensor | None, unseen: int) -> Tensor:
-        """Return the row of each id, `unseen` where it has none.
-
-        Parameters
-        ----------
-        ids : Tensor
-            ``(n,)`` int64, contiguous.
-        unknown : Tensor, optional
-            ``(1,)`` int64, to which the number of ids without a row is added.
-        unseen : int
-        """
+        """Return the row of each id (n,) int64, contiguous, `unseen` where it has none; their number is added to `unknown`."""
         rows = torch.empty_like(ids)
         counter = 0 if unknown is None else unknown.data_ptr()
         launch_over(len(ids), _SOURCE, "find_ids", ids.device, self._pack(ids, rows, counter, unseen))
@@ -76,23 +65,12 @@ class Slots(NamedTuple):
 def fill_unseen(values: Tensor, ids: Tensor, rows: Tensor, unseen: int, seed: int, initial: Initial) -> None:
     """Set `values`, ``(n, dim)``, of each id whose row is `unseen` to what it begins with: the bits of `initial_values`.
 
-    Parameters
-    ----------
-    values : Tensor
-        float64, float32, float16 or bfloat16, contiguous.
-    ids, rows : Tensor
-        ``(n,)`` int64, contiguous.
-    unseen, seed : int
-    initial : tuple or float
-        As for `initial_values`.
+    All are contiguous; ids and rows, ``(n,)``, are int64.
     """
     check_range(initial, values.dtype)
-    kind, first, second = as_line(initial)
-    scale, highest = {"number": (0.0, math.inf), "normal": (second, math.inf), "uniform": (second - first, second)}[
-        kind
-    ]
+    kind, *numbers = scaling(initial)
     pointers = values.data_ptr(), ids.data_ptr(), rows.data_ptr()
     shape = len(ids), values.shape[-1]
-    words = unseen, stream_key(seed), _KINDS[kind], _TYPES[values.dtype]
-    packed = _VALUES.pack(*pointers, *shape, *words, first, scale, highest)
+    words = unseen, int(stream_key(seed).view(np.int64)[0]), KINDS.index(kind), _TYPES[values.dtype]
+    packed = _VALUES.pack(*pointers, *shape, *words, *numbers)
     launch_over(len(ids) * shape[1], _SOURCE, "fill_unseen", values.device, packed)

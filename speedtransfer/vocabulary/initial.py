@@ -23,23 +23,15 @@ Initial = tuple[str, float, float] | float
 
 _COMPILED = "speedtransfer.vocabulary.numba_initial"
 _KINDS = {"normal": "mean and standard deviation", "uniform": "lowest and highest value"}
+# By their numbers in saved files and in ids.cu.
+KINDS = ("number", "normal", "uniform")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _WORK_BYTES = 32  # a value takes as long as to move so many
-FARTHEST = 8.3  # standard deviations: no value of `quantiles.normal` is farther from 0
+FARTHEST = 8.3  # standard deviations: no normal value is farther from 0
 
 
 def check_initial(initial: Any) -> Initial:
-    """Return `initial` with floats.
-
-    Parameters
-    ----------
-    initial : ("normal", mean, std), ("uniform", low, high) or number
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        It is none of these, a number is not finite, `std` is negative or `low` above `high`.
-    """
+    """Return `initial`, ("normal", mean, std), ("uniform", low, high) or a number, with floats; raise for anything else."""
     if _is_number(initial):
         return _finite(initial, "initial")
     if not isinstance(initial, (tuple, list)):
@@ -72,50 +64,25 @@ def check_initial(initial: Any) -> Initial:
 def initial_values(
     ids: np.ndarray, dim: int, seed: int, initial: Initial, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the initial rows of ids.
+    """Return the initial rows of ids (n,) int64, ``(n, dim)`` on the CPU; `check_range` says of which dtypes.
 
     Columns are independent of each other, and of `dim`: those of a narrower table are the first of a wider one. A value is
-    computed in float64 and rounded to `dtype` once. Uniform values take 2**53 different steps from `low` up to `high`.
-
-    Parameters
-    ----------
-    ids : (n,) int64 array
-    dim : int
-    seed : int
-        Any integer; 64 bits of it count.
-    initial : tuple or float
-        As `check_initial` returns it.
-    dtype : torch.dtype
-        float32, float64, float16 or bfloat16.
-
-    Returns
-    -------
-    Tensor
-        (n, dim), on the CPU.
-
-    Raises
-    ------
-    InvalidTypeError
-        `dtype` is another one.
-    InvalidValueError
-        Values would be beyond the largest number of `dtype`.
+    computed in float64 and rounded to `dtype` once. Uniform values take 2**53 different steps from `low` up to `high`. 64 bits
+    of the seed count.
     """
     check_range(initial, dtype)
     if not isinstance(initial, tuple):
         return _rounded(np.full((len(ids), dim), initial), dtype)
-    kind, first, second = initial
-    is_normal = kind == "normal"
     # float32 is what tables hold: rounded where it is made, it takes no second pass.
     values = np.empty((len(ids), dim), np.float32 if dtype == torch.float32 else np.float64)
-    streams = stream_starts(ids, seed)
-    scale, highest = (second, math.inf) if is_normal else (second - first, second)
-    part = compiled_module(_COMPILED).fill, (values, streams, is_normal, first, scale, highest)
+    kind, *numbers = scaling(initial)
+    part = compiled_module(_COMPILED).fill, (values, stream_starts(ids, seed), kind == "normal", *numbers)
     run_on_threads([part], len(ids), _WORK_BYTES * values.size, ())
     return _rounded(values, dtype)
 
 
 def check_range(initial: Initial, dtype: torch.dtype) -> None:
-    """Raise unless initial values can be of `dtype`, as `initial_values` says."""
+    """Raise unless initial values can be of `dtype`: one of four, whose largest number they are not beyond."""
     if dtype not in _DTYPES:
         raise InvalidTypeError(
             f"dtype is {dtype} but initial values are float32, float64, float16 or bfloat16; convert them afterwards"
@@ -133,18 +100,20 @@ def as_line(initial: Initial) -> tuple[str, float, float]:
     return initial if isinstance(initial, tuple) else ("number", initial, 0.0)
 
 
-def stream_key(seed: int) -> int:
-    """Return the 64 bits of the seed that ids are scrambled with, signed."""
-    return int(_key(seed).view(np.int64)[0])
+def scaling(initial: Initial) -> tuple[str, float, float, float]:
+    """Return of `KINDS` the kind, and what is added and multiplied to a standard value, which may not exceed the last."""
+    kind, first, second = as_line(initial)
+    return (kind, first, second - first, second) if kind == "uniform" else (kind, first, second, math.inf)
 
 
-def _key(seed: int) -> np.ndarray:
+def stream_key(seed: int) -> np.ndarray:
+    """Return the 64 bits of the seed that ids are scrambled with, (1,) uint64."""
     return np.asarray(mix64(np.array([seed % 2**64], np.uint64) + GOLDEN))
 
 
 def stream_starts(ids: np.ndarray, seed: int) -> np.ndarray:
     """Return where each id's random words begin, uint64 (n,): that of column j is ``mix64(start + (j + 1) * GOLDEN)``."""
-    key = _key(seed)
+    key = stream_key(seed)
     return mix64(mix64(checked(ids, "ids").view(np.uint64) ^ key) + key)
 
 
@@ -163,9 +132,7 @@ def _finite(value: Any, name: str) -> float:
 
 
 def _largest(initial: Initial) -> float:
-    if not isinstance(initial, tuple):
-        return abs(initial)
-    kind, first, second = initial
+    kind, first, second = as_line(initial)
     return abs(first) + FARTHEST * second if kind == "normal" else max(abs(first), abs(second))
 
 

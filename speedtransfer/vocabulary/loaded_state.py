@@ -13,7 +13,7 @@ from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.tables import Placement
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import FREE
-from speedtransfer.vocabulary.initial import Initial, check_initial
+from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
 
 _FORMAT = 1
 # What the tensor of numbers holds, in this order.
@@ -31,7 +31,6 @@ _NUMBERS = (
     "admitted_now",
     "admitted_lately",
 )
-_KINDS = ("number", "normal", "uniform")
 # Dtype and dimensions of each tensor, and whether it may be missing.
 _SPECS = {
     "ids": (torch.int64, 1, False),
@@ -121,8 +120,8 @@ def pack_numbers(**numbers: int) -> Tensor:
 
 def pack_initial(initial: Initial) -> Tensor:
     """Return what rows begin with as a tensor."""
-    kind, *values = initial if isinstance(initial, tuple) else ("number", initial, 0.0)
-    return torch.tensor([_KINDS.index(kind), *values], dtype=torch.float64, device="cpu")
+    kind, *values = as_line(initial)
+    return torch.tensor([KINDS.index(kind), *values], dtype=torch.float64, device="cpu")
 
 
 def unpack_initial(values: Tensor) -> Initial:
@@ -130,7 +129,7 @@ def unpack_initial(values: Tensor) -> Initial:
     kind, *numbers = values.tolist()
     if kind not in (0.0, 1.0, 2.0) or len(numbers) != 2:
         raise ValueError(f"no such kind: {values.tolist()}")
-    return check_initial(numbers[0] if kind == 0 else (_KINDS[int(kind)], *numbers))
+    return check_initial(numbers[0] if kind == 0 else (KINDS[int(kind)], *numbers))
 
 
 def pack_features(names: Sequence[str]) -> Tensor:
