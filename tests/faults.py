@@ -202,8 +202,8 @@ encoded_planes.py: optim_precision
 buffers.py: buffers
 - while self._free_bytes > min(self._peak_bytes, _KEEP_BYTES):
 + while self._free_bytes > _KEEP_BYTES:
-vocabulary/batches.py: vocabulary_index
-- compiled.touch(rows, now, last_use)
+vocabulary/id_rows.py: vocabulary_index
+- compiled.touch(rows, now, self.last_use)
 + pass
 vocabulary/change_log.py: vocabulary_changes
 - self.begins = at + 1

@@ -199,7 +199,7 @@ def test_rows_wait_for_their_gradient() -> None:
     second.sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    with pytest.raises(HostMemoryError, match="1 too few"):
+    with pytest.raises(HostMemoryError, match="1 rows too few"):
         module(ids(3, 4))
     module(ids(3))
     assert set(vocabulary.ids().tolist()) == {1, 3}

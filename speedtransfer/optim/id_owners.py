@@ -20,7 +20,7 @@ from speedtransfer.optim.sharded import Sharded
 from speedtransfer.optim.shards import Asked, check_counts
 from speedtransfer.ranks import Exchange, Interleaved, Segment
 from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owners_of
-from speedtransfer.vocabulary.batches import first_unknown
+from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE
 
 _POINT = "finds ids"

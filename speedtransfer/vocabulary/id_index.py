@@ -1,9 +1,8 @@
-"""Map 64-bit ids to row numbers: a hash table compiled by numba. Knows of no table."""
+"""Map 64-bit ids to row numbers: a hash table compiled by numba; number unknown ids. Knows of no table."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import numpy as np
 
@@ -12,7 +11,7 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size,
 from speedtransfer.jit import compiled_module, run_on_threads
 from speedtransfer.vocabulary.mixing import checked
 
-_COMPILED = "speedtransfer.vocabulary.numba_index"
+COMPILED = "speedtransfer.vocabulary.numba_index"
 _SMALLEST = 64  # slots
 _SLOT_BYTES = 16
 _MAPPED_BYTES = 1 << 21  # from here on a table fills huge pages
@@ -37,8 +36,11 @@ class IdIndex:
     """
 
     def __init__(self, room: int = 0) -> None:
-        self._compiled = compiled_module(_COMPILED)
-        self.clear()
+        self._compiled = compiled_module(COMPILED)
+        self._count = 0
+        self._slots, *self._hash = _table_for(0)
+        # A smaller table that is moved to the slots, and how many of its slots that is done for.
+        self._old, self._moved = _NO_TABLE, np.zeros(1, np.int64)
         self.reserve(room)
 
     @classmethod
@@ -51,29 +53,13 @@ class IdIndex:
     def __len__(self) -> int:
         return self._count
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return IdIndex.of, self.items()
-
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the index holds."""
         return self._slots.nbytes + self._old.nbytes
 
-    def clear(self) -> None:
-        """Remove all ids and give the memory back."""
-        self._count = 0
-        self._slots, *self._hash = table_for(0)
-        # A smaller table that is moved to the slots, and how many of its slots that is done for.
-        self._old, self._moved = _NO_TABLE, np.zeros(1, np.int64)
-
     def reserve(self, room: int) -> None:
-        """Make room for `room` ids in all, so that inserting them takes no more memory.
-
-        Raises
-        ------
-        HostMemoryError
-            The system refuses that much memory; the index is as before.
-        """
+        """Make room for `room` ids in all. HostMemoryError: the system refuses that much memory; the index is as before."""
         room = check_size(room, "room")
         if 2 * room <= len(self._slots):
             return
@@ -94,16 +80,7 @@ class IdIndex:
                 self._old = _NO_TABLE
 
     def find(self, ids: np.ndarray) -> np.ndarray:
-        """Return the row of each id, -1 where it has none.
-
-        Parameters
-        ----------
-        ids : (n,) int64 array
-
-        Returns
-        -------
-        (n,) int64 array
-        """
+        """Return the row of each id (n,) int64, -1 where it has none."""
         ids = checked(ids, "ids")
         rows = np.empty(len(ids), np.int64)
         if self._old is _NO_TABLE:
@@ -115,18 +92,9 @@ class IdIndex:
         return rows
 
     def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
-        """Add ids that the index does not have.
+        """Add ids (n,) int64 that the index does not have, with their rows (n,) int64.
 
-        Parameters
-        ----------
-        ids, rows : (n,) int64 arrays
-
-        Raises
-        ------
-        InvalidValueError
-            An id is repeated or has a row already, or a row is negative; the index is as before.
-        HostMemoryError
-            The index had to grow and the system refused the memory; it is as before.
+        If one is repeated or has a row already, a row is negative, or `reserve` fails, it raises and the index is as before.
         """
         ids, rows = checked(ids, "ids"), checked(rows, "rows")
         if len(ids) != len(rows):
@@ -143,17 +111,7 @@ class IdIndex:
         self._count += done
 
     def remove(self, ids: np.ndarray) -> None:
-        """Remove ids that the index has.
-
-        Parameters
-        ----------
-        ids : (n,) int64 array
-
-        Raises
-        ------
-        InvalidValueError
-            An id is repeated or has no row; the index is as before.
-        """
+        """Remove ids (n,) int64. If one is repeated or has no row, it raises and the index is as before."""
         ids = checked(ids, "ids")
         rows = self.find(ids)
         done = int((rows < 0).argmax()) if len(ids) and rows.min() < 0 else len(ids)
@@ -186,10 +144,30 @@ class IdIndex:
 _NO_TABLE = np.zeros((0, 2), np.int64)
 
 
-def table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:
+def _table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:
     """Return an empty hash table of `numba_index` with room for so many ids, and its seed and multiplier."""
     seed, multiplier = np.frombuffer(os.urandom(16), np.uint64)
     return _free_slots(_size_for(num_ids)), seed, multiplier | np.uint64(1)
+
+
+def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Number the ids that have no row: among ids (n,) int64 those whose `rows` (n,) are -1.
+
+    Returns
+    -------
+    unknown, counts : (u,) int64 array
+        The distinct unknown ids in order of first appearance, and how often each occurs.
+    positions, numbers : (p,) int64 array
+        Where an unknown id stands in `ids`, ascending, and which of `unknown` stands there.
+    """
+    ids, rows = checked(ids, "ids"), checked(rows, "rows")
+    positions = np.flatnonzero(rows == -1)
+    unknown, counts, numbers = (np.empty(len(positions), np.int64) for _ in range(3))
+    if not len(positions):
+        return unknown, counts, positions, numbers
+    number = compiled_module(COMPILED).number
+    found = number(*_table_for(len(positions)), ids[positions], unknown, counts, numbers)
+    return unknown[:found].copy(), counts[:found].copy(), positions, numbers
 
 
 def _size_for(num_ids: int) -> int:

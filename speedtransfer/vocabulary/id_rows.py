@@ -10,8 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.errors import RowIndexError
+from speedtransfer.jit import compiled_module
 from speedtransfer.tables import Table
-from speedtransfer.vocabulary.id_index import IdIndex
+from speedtransfer.vocabulary.id_index import COMPILED, IdIndex
+from speedtransfer.vocabulary.mixing import checked
 from speedtransfer.vocabulary.policies import Eviction
 
 # The reserved rows at the start of the table: what unseen ids read, and that of padding, if there is one.
@@ -148,6 +151,23 @@ class IdRows:
         self.index.insert(ids, rows)
         if self.watcher is not None:
             self.watcher.note(ids, rows)
+
+    def touch(self, rows: np.ndarray, now: int, decay: float, uses: float = 1.0) -> None:
+        """Note that `rows` (n,), of which negative ones are passed over, were used now.
+
+        Their counts become ``count * decay ** (now - last use)``, then `uses` is added for each time that a row is there.
+        """
+        rows = checked(rows, "rows")
+        if len(rows) and rows.max() >= len(self.last_use):
+            at = int(rows.argmax())
+            raise RowIndexError(
+                f"rows[{at}] is {rows[at]} but there are {len(self.last_use)} rows; pass rows of the table"
+            )
+        compiled = compiled_module(COMPILED)
+        if self.counts is None:
+            compiled.touch(rows, now, self.last_use)
+        else:
+            compiled.touch_and_count(rows, now, self.last_use, self.counts, float(decay), uses)
 
     def release(self, rows: np.ndarray) -> None:
         """Let `rows` (n,), distinct, have no id any more."""

@@ -196,8 +196,8 @@ def touch(rows: Any, now: int, last_use: Any) -> None:
 
 
 @compile_function
-def touch_and_count(rows: Any, now: int, last_use: Any, counts: Any, decay: float) -> None:
-    """Also let the number of uses decay, and add one to it."""
+def touch_and_count(rows: Any, now: int, last_use: Any, counts: Any, decay: float, uses: float) -> None:
+    """Also let the number of uses decay, by powers that do not depend on a C library, and add `uses` to it."""
     for j in range(len(rows)):
         row = rows[j]
         if row >= 0:
@@ -210,5 +210,5 @@ def touch_and_count(rows: Any, now: int, last_use: Any, counts: Any, decay: floa
                     base *= base
                     gap >>= 1
                 counts[row] = np.float32(counts[row] * kept)
-            counts[row] += np.float32(1)
+            counts[row] += np.float32(uses)
             last_use[row] = now

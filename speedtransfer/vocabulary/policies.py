@@ -22,7 +22,8 @@ EvictFunction = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 Admit = Literal["always"] | int | float
 Evict = Literal["lru", "lfu"] | int | datetime.timedelta | EvictFunction | None
 
-# Counters of sightings rise to this at least, and are halved after so many for each counter of a line.
+# Lines of counters of sightings, which rise to this at least, and are halved after so many for each counter of a line.
+_DEPTH = 4
 _LEAST_LIMIT = 255
 _SIGHTINGS_PER_COUNTER = 4
 # Microseconds: the unit of a clock of wall time.
@@ -47,13 +48,12 @@ class Admission:
         self._admit, self._seed = admit, seed
         self.sightings: Sightings | None = None
         if isinstance(admit, int) and admit > 1:
-            limit = max(admit, _LEAST_LIMIT)
-            if counters is None:
-                self.sightings = Sightings(width, seed=seed, limit=limit)
-            else:
+            limit, depth = max(admit, _LEAST_LIMIT), _DEPTH
+            if counters is not None:
                 depth, width = counters.shape
-                self.sightings = Sightings(width, depth, seed=seed, limit=limit)
-                self.sightings.load(np.minimum(counters, limit).astype(self.sightings.state.dtype))
+            self.sightings = Sightings(width, depth, seed, limit)
+            if counters is not None:
+                self.sightings.state[:] = np.minimum(counters, limit)
         # Sightings since the counts were halved last.
         self.added = 0
         # Lookups with unknown ids so far: each draws anew.

@@ -13,11 +13,11 @@ from torch import Tensor
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.batches import first_unknown, powers, touch
 from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
 from speedtransfer.vocabulary.device_map import DeviceMap
 from speedtransfer.vocabulary.device_slots import fill_unseen
 from speedtransfer.vocabulary.feature_keys import FeatureKeys
+from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.initial import initial_values
 from speedtransfer.vocabulary.noted_ids import NotedIds
@@ -61,7 +61,7 @@ class Room(Owned):
             rows = live.index.find(ids)
             if len(rows) and rows.min() < 0:
                 self._admit(ids, rows)
-            touch(rows, self.clock, live.last_use, live.counts, self._eviction.decay)
+            live.touch(rows, self.clock, self._eviction.decay)
             self._counts[2:] += [len(rows), int(np.count_nonzero(rows < 0))]
         return rows
 
@@ -210,7 +210,7 @@ class Room(Owned):
                 if self._eviction.by_time:
                     # Whoever has asked for changes since must not miss what comes now.
                     noted.clock = self.clock
-                touch(rows, noted.clock, live.last_use, live.counts, self._eviction.decay)
+                live.touch(rows, noted.clock, self._eviction.decay)
             for noted, before in zip(waiting, found, strict=True):
                 new = np.flatnonzero(before < 0)
                 if not len(new):
@@ -218,7 +218,7 @@ class Room(Owned):
                 rows = before.copy()
                 rows[new] = live.index.find(noted.ids[new])
                 self._admit(noted.ids, rows)
-                touch(rows[new], noted.clock, live.last_use, live.counts, self._eviction.decay)
+                live.touch(rows[new], noted.clock, self._eviction.decay)
 
     # --- room ---------------------------------------------------------------------------------------------------------
 
@@ -320,12 +320,10 @@ class Room(Owned):
     def _touch_late(self, rows: np.ndarray) -> None:
         """Note that `rows` (n,) have changed now, though they were looked up earlier."""
         live, _ = self._bound()
-        now, rows = self.clock, np.unique(rows)
+        now = self.clock
         rows = rows[(rows >= live.reserved) & (rows < len(live.last_use))]
         rows = rows[(live.last_use[rows] != FREE) & (live.last_use[rows] < now)]
-        if live.counts is not None:
-            live.counts[rows] *= powers(self._eviction.decay, now - live.last_use[rows])
-        live.last_use[rows] = now
+        live.touch(rows, now, self._eviction.decay, uses=0.0)
 
     def count_step(self, late: np.ndarray | None = None) -> None:
         """Note a step of the optimizer.
