@@ -205,7 +205,7 @@ buffers.py: buffers
 vocabulary/id_rows.py: vocabulary_index
 - compiled.touch(rows, now, self.last_use)
 + pass
-vocabulary/change_log.py: vocabulary_changes
+vocabulary/changes.py: vocabulary_changes
 - self.begins = at + 1
 + self.begins = at
 vocabulary/contents.py: vocabulary

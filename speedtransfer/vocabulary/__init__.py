@@ -3,10 +3,9 @@
 from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.feature_keys import FeatureKeys
 from speedtransfer.vocabulary.id_rows import PADDING_ROW, UNSEEN_ROW
-from speedtransfer.vocabulary.ids import as_ids
+from speedtransfer.vocabulary.ids import NotedIds, as_ids
 from speedtransfer.vocabulary.loaded_state import LoadPlan
 from speedtransfer.vocabulary.mixing import owners_of
-from speedtransfer.vocabulary.noted_ids import NotedIds
 from speedtransfer.vocabulary.string_ids import hash_ids
 from speedtransfer.vocabulary.vocabulary import Vocabulary
 from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats

@@ -1,12 +1,15 @@
-"""Ids and rows that have changed, on their way to a copy of the table: in memory, or in a file."""
+"""Ids and rows that have changed, on their way to a copy of the table, in memory or in a file; and which ids are gone."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +20,8 @@ from speedtransfer.untrusted import parse_json
 from speedtransfer.vocabulary.initial import Initial, check_initial
 
 _FORMAT = "speedtransfer.changes"
+# Ids that were taken off are remembered up to so many for each row of the table.
+_LOGGED = 1.0
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -150,3 +155,37 @@ def _check_path(path: PathLike) -> Path:
 def _written(name: str, tensor: Tensor) -> files.Written:
     row_bytes = tensor[:1].nbytes
     return name, tensor.dtype, tuple(tensor.shape), (tensor[part] for part in row_chunks(len(tensor), row_bytes))
+
+
+class ChangeLog:
+    """The ids that were taken off, from a time of the clock on.
+
+    Parameters
+    ----------
+    clock : int
+        The time now; what was before is not known.
+
+    Attributes
+    ----------
+    origin : int
+        What tells this vocabulary from others whose changes a copy may follow.
+    begins : int
+        The first time of which all is known.
+    gone : deque of (int, ndarray)
+        Times and ids.
+    """
+
+    def __init__(self, clock: int) -> None:
+        self.origin = int.from_bytes(os.urandom(7), "little")
+        self.begins = clock + 1 if clock else 0
+        self.gone: deque[tuple[int, np.ndarray]] = deque()
+        self._num_gone = 0
+
+    def add(self, ids: np.ndarray, clock: int, num_rows: int) -> None:
+        """Note that `ids` (n,) were taken off now, and forget the first ones where these are too many for `num_rows`."""
+        self.gone.append((clock, ids))
+        self._num_gone += len(ids)
+        while self._num_gone > max(_LOGGED * num_rows, len(ids)):
+            at, dropped = self.gone.popleft()
+            self._num_gone -= len(dropped)
+            self.begins = at + 1

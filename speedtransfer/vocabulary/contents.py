@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.changes import Changes
-from speedtransfer.vocabulary.copies import check_alone, check_changes, follow_changes, follow_clock
+from speedtransfer.vocabulary.copies import check_alone, check_changes
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.mixing import owners_of
@@ -19,7 +19,10 @@ from speedtransfer.vocabulary.room import Room
 
 
 def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
-    """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU."""
+    """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.
+
+    For a plain ``nn.Embedding.from_pretrained(rows)``, whose row `i` is then that of ``ids[i]`` (``torch.searchsorted``).
+    """
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         rows = live.occupied()
@@ -48,7 +51,23 @@ def adopt(vocabulary: Room, weights: Tensor, rank: int = 0, ranks: int = 1) -> N
 
 @torch.no_grad()
 def update(vocabulary: Room, ids: Any, rows: Any = None) -> None:
-    """Set the weights of ids to `rows`; new ids are admitted. The state of the optimizer stays, of new ids it is fresh."""
+    """Set the weights of ids to `rows`; new ids are admitted. The state of the optimizer stays, of new ids it is fresh.
+
+    Parameters
+    ----------
+    ids : tensor, ndarray, list or Changes
+        ``(n,)``, distinct; or what `changed_since` has returned: ids that were forgotten there are forgotten here too.
+    rows : Tensor, optional
+        ``(n, dim)``.
+
+    Raises
+    ------
+    HostMemoryError
+        There is no row for a new id. Nothing has changed.
+    InvalidValueError, InvalidTypeError
+        An id occurs twice; shapes that do not match; a gradient of an id to be forgotten is pending; changes before
+        those given are missing.
+    """
     vocabulary.settle()
     _, owner = vocabulary._bound()
     wanted, values, changes = owner.owners.together(lambda: _checked(vocabulary, ids, rows))
@@ -99,28 +118,25 @@ def _update(vocabulary: Room, wanted: np.ndarray, values: Tensor, changes: Chang
 def _write(vocabulary: Room, ids: np.ndarray, values: Tensor, gone: np.ndarray, changes: Changes | None) -> None:
     """Set the weights of ids (n,) to `values`, ``(n, dim)``; there is room, also in the rows `gone`, whose ids go."""
     live, _ = vocabulary._bound()
-    if changes is not None:
-        follow_clock(vocabulary, changes)
+    if changes is not None and not vocabulary._eviction.by_time:
+        # The clock of a copy is that of the changes, if it counts the same.
+        vocabulary._clock = max(vocabulary._clock, changes.clock)
     vocabulary._take_from_ids(gone[live.last_use[gone] != FREE], archive=False)
     at = live.index.find(ids)
     new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)
-    _begin_chunks(vocabulary, ids, new, values)
+    with live.changing():
+        given = live.take(len(new))
+        for part in row_chunks(len(new), live.table.dim * values.element_size()):
+            vocabulary._begin(ids[new[part]], given[part], values[torch.from_numpy(new[part])])
     for part in row_chunks(len(old), live.table.dim * values.element_size()):
         put(vocabulary, at[old[part]], values[torch.from_numpy(old[part])])
     live.last_use[at[old]] = vocabulary.clock
     if changes is not None:
         put(vocabulary, np.arange(live.reserved), changes.reserved)
+        vocabulary.seed = vocabulary.seed if changes.seed is None else changes.seed
+        vocabulary.initial = vocabulary.initial if changes.initial is None else changes.initial
         # Last: if something comes in before, the next changes are refused.
-        follow_changes(vocabulary, changes)
-
-
-def _begin_chunks(vocabulary: Room, ids: np.ndarray, new: np.ndarray, values: Tensor) -> None:
-    """Give those of `ids` (n,) that are at `new` (m,) rows with their `values`, ``(n, dim)``; there is room."""
-    live, _ = vocabulary._bound()
-    with live.changing():
-        rows = live.take(len(new))
-        for part in row_chunks(len(new), live.table.dim * values.element_size()):
-            vocabulary._begin(ids[new[part]], rows[part], values[torch.from_numpy(new[part])])
+        vocabulary._synced = (changes.origin, changes.clock) if changes.origin else None
 
 
 def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
@@ -134,7 +150,13 @@ def put(vocabulary: Room, rows: np.ndarray, values: Tensor) -> None:
 
 @torch.no_grad()
 def forget(vocabulary: Room, ids: Any) -> int:
-    """Let ids be unknown, and erase their weights and state; return how many were known."""
+    """Let ids be unknown, and erase their weights and state; return how many were known.
+
+    Raises
+    ------
+    InvalidValueError
+        A gradient of one of them may still come, or no step has taken it yet.
+    """
     _, owner = vocabulary._bound()
     wanted = owner.owners.together(lambda: as_ids(ids).cpu().reshape(-1).numpy())
     wanted = np.unique(owner.owners.to_owners(wanted)[0])

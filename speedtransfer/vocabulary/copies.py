@@ -13,7 +13,22 @@ from speedtransfer.vocabulary.room import Room
 
 
 def changed_since(vocabulary: Room, clock: int) -> Changes:
-    """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy."""
+    """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy.
+
+    A copy that has applied what came before reads then, for every id, what this table reads now. Where idle rows move too
+    (``idle="exact"``, with momentum or decay), or more ids were taken off than are remembered, or a state was loaded
+    since, it is complete: all ids and rows. Rows that were written to ``embedding.table`` by hand are not seen.
+
+    Parameters
+    ----------
+    clock : int
+        ``vocabulary.clock`` as it was, or `Changes.clock` of the last time; 0: everything.
+
+    Raises
+    ------
+    InvalidValueError
+        The clock has not been there yet.
+    """
     since = check_size(clock, "clock")
     check_alone(vocabulary, "changed_since()")
     live, owner = vocabulary._bound()
@@ -57,21 +72,6 @@ def check_alone(vocabulary: Room, what: str) -> None:
             f"{owner}: {what} is for a vocabulary of one process, but {owner.owners.processes} processes share this one "
             "out; use ids and rows (export, update, forget)"
         )
-
-
-def follow_clock(vocabulary: Room, changes: Changes) -> None:
-    """Let the clock of a copy be that of the changes, if it counts the same."""
-    if not vocabulary._eviction.by_time:
-        vocabulary._clock = max(vocabulary._clock, changes.clock)
-
-
-def follow_changes(vocabulary: Room, changes: Changes) -> None:
-    """Take what is not by row, and note up to when this is a copy."""
-    if changes.seed is not None:
-        vocabulary.seed = changes.seed
-    if changes.initial is not None:
-        vocabulary.initial = changes.initial
-    vocabulary._synced = (changes.origin, changes.clock) if changes.origin else None
 
 
 def check_changes(vocabulary: Room, live: IdRows, changes: Changes) -> None:

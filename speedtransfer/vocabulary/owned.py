@@ -13,26 +13,13 @@ from typing_extensions import Self
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.rows import Rows
-from speedtransfer.vocabulary.change_log import ChangeLog
+from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.device_map import DeviceMap
 from speedtransfer.vocabulary.id_rows import PADDING_ROW, IdRows
-from speedtransfer.vocabulary.ids import as_ids
+from speedtransfer.vocabulary.ids import NotedIds, as_ids
 from speedtransfer.vocabulary.initial import Initial
-from speedtransfer.vocabulary.noted_ids import NotedIds
 from speedtransfer.vocabulary.policies import Admission, Admit, Evict, Eviction
 
-_SETTINGS = [
-    "capacity_asked",
-    "max_capacity",
-    "admit",
-    "evict",
-    "unseen",
-    "on_evict",
-    "initial",
-    "seed",
-    "half_life",
-    "deferred",
-]
 _LEAST_COUNTERS = 4096
 
 
@@ -80,6 +67,7 @@ class Owner(Protocol):
 class Owned:
     """What a :class:`~speedtransfer.Vocabulary` is beside its settings: that of a table's handle, which a copy has not."""
 
+    # The settings, which copies and pickles have too.
     capacity_asked: int | None
     max_capacity: int | str | float | None
     admit: Admit
@@ -135,7 +123,7 @@ class Owned:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without what it has of a module, which pickles and copies the state with the rows.
-        return {name: getattr(self, name) for name in _SETTINGS}
+        return {name: getattr(self, name) for name in Owned.__annotations__ if name[0] != "_"}
 
     def __setstate__(self, settings: dict[str, Any]) -> None:
         self.__dict__.update(settings)

@@ -19,8 +19,8 @@ from speedtransfer.vocabulary.device_slots import fill_unseen
 from speedtransfer.vocabulary.feature_keys import FeatureKeys
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
+from speedtransfer.vocabulary.ids import NotedIds
 from speedtransfer.vocabulary.initial import initial_values
-from speedtransfer.vocabulary.noted_ids import NotedIds
 from speedtransfer.vocabulary.owned import Owned
 
 # A table that is full grows by this factor, as far as it may.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Placement
-from speedtransfer.vocabulary.change_log import ChangeLog
+from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
@@ -60,7 +60,24 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
 
 
 def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
-    """Find a place for the rows of a saved table."""
+    """Find a place for the rows of a saved table.
+
+    Ids keep their rows where the table has as many, or may; otherwise they get rows one after the other.
+
+    Parameters
+    ----------
+    state : mapping of str to Tensor
+        What `state_dict` returned; empty: of a table without a vocabulary, whose ids are the numbers of its rows.
+    num_saved : int
+        Rows of the saved table.
+
+    Raises
+    ------
+    InvalidValueError
+        The state is malformed, or that of a vocabulary with another padding.
+    HostMemoryError
+        There are more ids than this vocabulary may have rows for.
+    """
     live, owner = vocabulary._bound()
     saved = read_state(state, str(owner)) if state else None
     theirs = () if saved is None else saved.features
@@ -208,7 +225,10 @@ def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarra
 
 @torch.no_grad()
 def reset_rows(vocabulary: Room, fill_padding: bool = False) -> None:
-    """Set the weights of all known ids to their initial values, and keep the state of the optimizer."""
+    """Set the weights of all known ids to their initial values, and keep the state of the optimizer.
+
+    The row of padding becomes zeros, or with `fill_padding` what its id would begin with.
+    """
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         live.table.check_writable()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -11,10 +11,8 @@ from torch import Tensor
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.vocabulary import contents, copies, saved_vocabulary
 from speedtransfer.vocabulary.capacity import check_max_capacity
-from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.initial import check_initial
-from speedtransfer.vocabulary.loaded_state import LoadPlan
 from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_half_life, check_seed
 from speedtransfer.vocabulary.room import Room
 from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats
@@ -175,68 +173,11 @@ class Vocabulary(Room):
                 wanted.shape
             )
 
-    def export(self) -> tuple[Tensor, Tensor]:
-        """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.
-
-        For a plain ``nn.Embedding.from_pretrained(rows)``, whose row `i` is then that of ``ids[i]`` (``torch.searchsorted``).
-        """
-        return contents.export(self)
-
-    def adopt(self, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
-        """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
-
-        In a group, those that `rank` owns.
-        """
-        contents.adopt(self, weights, rank, ranks)
-
-    def update(self, ids: Any, rows: Any = None) -> None:
-        """Set the weights of ids to `rows`; new ids are admitted. The state of the optimizer stays, of new ids it is fresh.
-
-        Parameters
-        ----------
-        ids : tensor, ndarray, list or Changes
-            ``(n,)``, distinct; or what `changed_since` has returned: ids that were forgotten there are forgotten here too.
-        rows : Tensor, optional
-            ``(n, dim)``.
-
-        Raises
-        ------
-        HostMemoryError
-            There is no row for a new id. Nothing has changed.
-        InvalidValueError, InvalidTypeError
-            An id occurs twice; shapes that do not match; a gradient of an id to be forgotten is pending; changes before
-            those given are missing.
-        """
-        contents.update(self, ids, rows)
-
-    def forget(self, ids: Any) -> int:
-        """Let ids be unknown, and erase their weights and state; return how many were known.
-
-        Raises
-        ------
-        InvalidValueError
-            A gradient of one of them may still come, or no step has taken it yet.
-        """
-        return contents.forget(self, ids)
-
-    def changed_since(self, clock: int) -> Changes:
-        """Return the ids and rows that have changed since the `clock` of this vocabulary was that, for `update` of a copy.
-
-        A copy that has applied what came before reads then, for every id, what this table reads now. Where idle rows move too
-        (``idle="exact"``, with momentum or decay), or more ids were taken off than are remembered, or a state was loaded
-        since, it is complete: all ids and rows. Rows that were written to ``embedding.table`` by hand are not seen.
-
-        Parameters
-        ----------
-        clock : int
-            ``vocabulary.clock`` as it was, or `Changes.clock` of the last time; 0: everything.
-
-        Raises
-        ------
-        InvalidValueError
-            The clock has not been there yet.
-        """
-        return copies.changed_since(self, clock)
+    export = contents.export
+    adopt = contents.adopt
+    update = contents.update
+    forget = contents.forget
+    changed_since = copies.changed_since
 
     def all_rows_changed(self) -> None:
         """Note that rows may have changed of which no lookup tells."""
@@ -244,9 +185,7 @@ class Vocabulary(Room):
 
     # --- saved state --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Return its state: `ids` and `last_use`, ``(num_rows,)``, by row (-1: no id), which are views, and the rest."""
-        return saved_vocabulary.state_dict(self)
+    state_dict = saved_vocabulary.state_dict
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Go on with a state of a table of as many rows, whose rows are there."""
@@ -257,37 +196,9 @@ class Vocabulary(Room):
             )
         self.load(self.plan_load(state, len(live.ids)))
 
-    def plan_load(self, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
-        """Find a place for the rows of a saved table.
-
-        Ids keep their rows where the table has as many, or may; otherwise they get rows one after the other.
-
-        Parameters
-        ----------
-        state : mapping of str to Tensor
-            What `state_dict` returned; empty: of a table without a vocabulary, whose ids are the numbers of its rows.
-        num_saved : int
-            Rows of the saved table.
-
-        Raises
-        ------
-        InvalidValueError
-            The state is malformed, or that of a vocabulary with another padding.
-        HostMemoryError
-            There are more ids than this vocabulary may have rows for.
-        """
-        return saved_vocabulary.plan_load(self, state, num_saved)
-
-    def load(self, plan: LoadPlan) -> None:
-        """Carry out a plan: the table grows, ids get their rows. The weights are to be written, by ``rows.placement``."""
-        saved_vocabulary.load(self, plan)
-
-    def reset_rows(self, fill_padding: bool = False) -> None:
-        """Set the weights of all known ids to their initial values, and keep the state of the optimizer.
-
-        The row of padding becomes zeros, or with `fill_padding` what its id would begin with.
-        """
-        saved_vocabulary.reset_rows(self, fill_padding)
+    plan_load = saved_vocabulary.plan_load
+    load = saved_vocabulary.load
+    reset_rows = saved_vocabulary.reset_rows
 
     def set_initial(self, initial: Any) -> None:
         """Set what rows begin with, those of known ids and of padding too: functions of ``torch.nn.init`` fill all."""
