@@ -158,21 +158,9 @@ def _written(name: str, tensor: Tensor) -> files.Written:
 
 
 class ChangeLog:
-    """The ids that were taken off, from a time of the clock on.
+    """The ids that were taken off, from a time of the clock on, `begins`, from which all is known: `gone`, with times.
 
-    Parameters
-    ----------
-    clock : int
-        The time now; what was before is not known.
-
-    Attributes
-    ----------
-    origin : int
-        What tells this vocabulary from others whose changes a copy may follow.
-    begins : int
-        The first time of which all is known.
-    gone : deque of (int, ndarray)
-        Times and ids.
+    `origin` tells this vocabulary from others whose changes a copy may follow.
     """
 
     def __init__(self, clock: int) -> None:

@@ -25,10 +25,6 @@ class DeviceMap:
 
     It is told of changes of an index, and makes them before the next lookup: by one copy to the device, for which the host
     does not wait. Whoever calls holds the lock of the rows.
-
-    Parameters
-    ----------
-    device : torch.device
     """
 
     def __init__(self, device: torch.device) -> None:

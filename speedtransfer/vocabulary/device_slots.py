@@ -23,13 +23,8 @@ _TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 
 class Slots(NamedTuple):
     """The hash table; where an id stands depends on random numbers, so that nobody can choose ids that make it slow.
 
-    Attributes
-    ----------
-    memory : Tensor
-        ``(size, 2)`` int64, `size` a power of two: ids and the complements of their rows, 0 where no id stands, 1 where the id
-        was removed.
-    seed, multiplier : int
-        Signed, of 64 bits; the multiplier is odd.
+    Its memory, ``(size, 2)`` int64 with `size` a power of two, has ids and the complements of their rows, 0 where no id
+    stands, 1 where the id was removed. Seed and multiplier are signed, of 64 bits; the multiplier is odd.
     """
 
     memory: Tensor

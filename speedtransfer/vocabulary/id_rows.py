@@ -28,30 +28,10 @@ FREE = -1
 
 
 class IdRows:
-    """The rows of ids in a table.
+    """The rows of ids in a table, of which the first `reserved` are of no id.
 
-    Parameters
-    ----------
-    table : Table
-    reserved : int
-        Rows at its start that are of no id.
-    counted : bool
-        Whether uses are counted.
-    padding : (int, int), optional
-        The id and the row of padding.
-
-    Attributes
-    ----------
-    ids, last_use : ndarray
-        ``(num_rows,)`` int64, views of the planes; the last use of a free row is `FREE`.
-    counts : ndarray or None
-        ``(num_rows,)`` float32, the number of uses as it was at the last one.
-    watcher : DeviceMap or None
-        Is told of changes of the index.
-    fresh : int
-        The first row that never had an id.
-    hand : int
-        Where the search for rows that may go begins, counted from the first row of ids.
+    By row, as views of the planes, ``(num_rows,)``: `ids` and `last_use`, int64, which is `FREE` where there is no id; and if
+    uses are `counted` their number as it was at the last one, `counts`, float32. `padding` is the id and the row of padding.
     """
 
     def __init__(self, table: Table, reserved: int, counted: bool, padding: tuple[int, int] | None = None) -> None:
@@ -69,12 +49,15 @@ class IdRows:
                 table.add_plane(name, 1, dtype, fill)
         self.counts: np.ndarray | None = None
         self.index = IdIndex()
+        # A `DeviceMap`, which is told of changes of the index.
         self.watcher: Any = None
         # Rows that had ids before, the last of the first `_num_released` of which is used first.
         self._released, self._num_released = np.empty(0, dtype=np.int64), 0
+        # The first row that never had an id.
         self.fresh = reserved
         # By row, whether it must stay while rows that may go are looked for; between two searches False everywhere.
         self._stays, self._any_stays = np.empty(0, dtype=bool), False
+        # Where the search for rows that may go begins, counted from the first row of ids.
         self.hand = 0
         self.follow()
 
@@ -206,17 +189,9 @@ class IdRows:
         counts: np.ndarray | None,
         free: tuple[np.ndarray, int] | None,
     ) -> None:
-        """Let `rows` (n,) be those of `ids` (n,), and all others free.
+        """Let `rows` (n,) be those of `ids` (n,), and all others free; the index is of these and of padding.
 
-        Parameters
-        ----------
-        index : IdIndex
-            Of these, and of padding.
-        ids, rows, last_use : ndarray
-        counts : ndarray, optional
-            By default zero.
-        free : (ndarray, int), optional
-            What `released` and `fresh` become.
+        Counts are zero by default; `free` is what `released` and `fresh` become.
         """
         self.last_use[:] = FREE
         self.ids[rows], self.last_use[rows] = ids, last_use
@@ -240,17 +215,9 @@ class IdRows:
     def victims(
         self, count: int, eviction: Eviction, now: int, in_use: Sequence[np.ndarray], once: bool = False
     ) -> np.ndarray:
-        """Return up to `count` rows that should go first, (n,) int64.
+        """Return up to `count` rows, none of those `in_use`, that should go first, (n,) int64.
 
-        Parameters
-        ----------
-        count : int
-        eviction : Eviction
-        now : int
-        in_use : sequence of ndarray
-            Rows that have to stay.
-        once : bool
-            Look at one window of rows only, so that there may be fewer.
+        With `once` it looks at one window of rows only, so that there may be fewer.
         """
         if self._any_stays:
             # Something came into the search before this one.

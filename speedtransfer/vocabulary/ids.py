@@ -78,16 +78,10 @@ def _of_python_ints(array: np.ndarray) -> np.ndarray:
 
 
 class NotedIds:
-    """The ids of a lookup, which the host has or will have soon, and their rows.
+    """The ids of a lookup, (n,) int64, which the host has or will have soon, and their rows, -1 where there is none.
 
-    Parameters
-    ----------
-    ids : Tensor, optional
-        ``(n,)`` int64, on any device; copied. None: only the rows are of interest.
-    rows : ndarray, optional
-        ``(n,)`` int64, -1 where there is none; by default `Vocabulary.noted_rows` finds them.
-    clock : int
-        That of the vocabulary then.
+    The ids are copied from any device; None: only the rows are of interest. Rows that are not given `Vocabulary.noted_rows`
+    finds. The clock is that of the vocabulary then.
     """
 
     def __init__(self, ids: Tensor | None, rows: np.ndarray | None = None, clock: int = 0) -> None:

@@ -46,24 +46,10 @@ _SPECS = {
 
 
 class SavedState(NamedTuple):
-    """What :meth:`Vocabulary.state_dict` returned.
+    """What :meth:`Vocabulary.state_dict` returned; see `IdRows` for `ids`, `last_use`, `counts` and `released`.
 
-    Attributes
-    ----------
-    ids, last_use : ndarray
-        ``(num_rows,)`` int64; the last use of a row without an id is `FREE`.
-    counts : ndarray or None
-        ``(num_rows,)`` float32.
-    sightings : ndarray or None
-        The counters of the sketch, ``(depth, width)``.
-    released : ndarray
-        Rows that had ids before; the last is used first.
-    numbers : dict of str to int
-    initial : Initial
-    origin : (int, int)
-        Whose changes it has, and up to which clock; see `Changes`.
-    features : tuple of str
-        Whose ids they are.
+    `sightings` are the counters of the sketch, ``(depth, width)``; `origin` says whose changes it has, and up to which clock
+    (see `Changes`); `features`, whose ids they are.
     """
 
     ids: np.ndarray
@@ -78,22 +64,10 @@ class SavedState(NamedTuple):
 
 
 class LoadPlan(NamedTuple):
-    """How a state goes into a table.
+    """How a state, or one of a table without a vocabulary, goes into a table, which gets `num_rows` rows.
 
-    Attributes
-    ----------
-    saved : SavedState or None
-        None: that of a table without a vocabulary.
-    placement : Placement
-        Of all rows that count.
-    num_rows : int
-        The table gets so many rows.
-    sources, ids, rows : ndarray
-        The saved rows with ids, ``(n,)`` int64; these ids; and the rows that they get.
-    known : IdIndex
-        Of these.
-    state : mapping of str to Tensor
-        What it was made for.
+    `sources` are the saved rows with ids, (n,) int64, `ids` these ids, and `rows` the rows that they get, as `known` says; the
+    placement is that of all rows that count. `state` is what it was made for.
     """
 
     saved: SavedState | None
@@ -143,13 +117,7 @@ def unpack_features(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def read_state(state: Mapping[str, Any], about: str) -> SavedState:
-    """Return the state in these tensors; `about` names the module.
-
-    Raises
-    ------
-    InvalidValueError
-        Something is missing or malformed.
-    """
+    """Return the state in these tensors; InvalidValueError, which names the module `about`: something is malformed."""
     for name, (dtype, dims, optional) in _SPECS.items():
         if name not in state:
             if optional:

@@ -102,18 +102,10 @@ def unit_range(word: Any) -> Any:
 def fill(
     values: Any, streams: Any, normal: bool, first: float, scale: float, highest: float, start: int, stop: int
 ) -> None:
-    """Fill the rows `start` to `stop`.
+    """Fill the rows `start` to `stop` of values (n, dim), float32 or float64, by `initial.stream_starts` (n,), uint64.
 
-    Parameters
-    ----------
-    values : array
-        (n, dim) float32 or float64.
-    streams : array
-        (n,) uint64: `initial.stream_starts`.
-    normal : bool
-        Else uniform.
-    first, scale, highest : float
-        Added and multiplied to the standard value, and what it may not exceed then.
+    They are normal or else uniform; `first` and `scale` are added and multiplied to the standard value, `highest` is what it
+    may not exceed then.
     """
     dim = values.shape[1]
     places = np.empty(dim)

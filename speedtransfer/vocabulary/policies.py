@@ -31,17 +31,10 @@ _MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 class Admission:
-    """Decide which unknown ids are admitted.
+    """Decide which unknown ids are admitted, by `admit` of a :class:`~speedtransfer.Vocabulary`.
 
-    Parameters
-    ----------
-    admit : str, int or float
-        "always"; after so many sightings; with this probability at each lookup.
-    seed : int
-    width : int
-        Counters of a row of the count-min sketch, where sightings are counted.
-    counters : ndarray, optional
-        Those of a sketch with this seed to go on with, ``(depth, width)``.
+    Where sightings are counted, the sketch has `width` counters in a line, or goes on with the `counters`, ``(depth, width)``,
+    of one with this seed.
     """
 
     def __init__(self, admit: Admit, seed: int, width: int, counters: np.ndarray | None = None) -> None:
@@ -78,15 +71,7 @@ class Admission:
 
 
 class Eviction:
-    """Rank rows by how little they would be missed.
-
-    Parameters
-    ----------
-    evict : str, int, timedelta, callable or None
-        As for :class:`~speedtransfer.Vocabulary`.
-    half_life : float
-        Ticks of the clock in which a count of uses halves.
-    """
+    """Rank rows by how little they would be missed: `evict` and `half_life` of a :class:`~speedtransfer.Vocabulary`."""
 
     def __init__(self, evict: Evict, half_life: float) -> None:
         self.rule = evict

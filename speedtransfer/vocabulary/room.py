@@ -50,10 +50,7 @@ class Room(Owned):
     def find_in_training(self, ids: np.ndarray) -> np.ndarray:
         """Return the row of each id (n,) int64, -1 where it has none, after new ones were admitted; all count as used now.
 
-        Raises
-        ------
-        HostMemoryError
-            There is no row for an id that is to be admitted, and none may be taken from another. Nothing has changed.
+        HostMemoryError: there is no row for an id that is to be admitted, and none may be taken from another; nothing changes.
         """
         live, owner = self._bound()
         with owner.rows.lock:
@@ -156,18 +153,9 @@ class Room(Owned):
     def find_deferred(self, ids: Tensor, on_device: bool) -> tuple[Tensor | None, NotedIds]:
         """Note ids (n,) int64, of which the next step admits the new ones, and which count as used then.
 
-        The row of each is returned too, `UNSEEN_ROW` where it has none, if they are found on their device.
-
-        Parameters
-        ----------
-        ids : Tensor
-        on_device : bool
-            Whether ids on a CUDA device are found there, if it has the memory, so that the host does not wait.
-
-        Raises
-        ------
-        HostMemoryError
-            There is no row for a new id of a lookup so long ago that no more of them wait for a step.
+        With `on_device` ids on a CUDA device are found there, if it has the memory, so that the host does not wait, and the
+        row of each is returned too, `UNSEEN_ROW` where it has none. It may raise what `settle` does, of a lookup so long ago
+        that no more of them wait for a step.
         """
         live, owner = self._bound()
         with owner.rows.lock:
@@ -193,10 +181,7 @@ class Room(Owned):
     def settle(self) -> None:
         """Admit the new ids of the lookups that wait for a step, and count the others as used.
 
-        Raises
-        ------
-        HostMemoryError
-            There is no row for an id that is to be admitted, and none may be taken from another. It is not admitted.
+        HostMemoryError: there is no row for an id that is to be admitted, which is not, and none may be taken from another.
         """
         if not self._waiting:
             return
@@ -326,10 +311,7 @@ class Room(Owned):
         live.touch(rows, now, self._eviction.decay, uses=0.0)
 
     def count_step(self, late: np.ndarray | None = None) -> None:
-        """Note a step of the optimizer.
-
-        `late` (n,): its rows, if some of them may not have been looked up since the last one.
-        """
+        """Note a step of the optimizer, of the rows `late` (n,) if some may not have been looked up since the last one."""
         with self._bound()[1].rows.lock:
             if late is not None:
                 self._touch_late(late)

@@ -60,23 +60,13 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
 
 
 def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> LoadPlan:
-    """Find a place for the rows of a saved table.
+    """Find a place for the rows of a saved table of `num_saved` rows and of a state that `state_dict` returned.
 
-    Ids keep their rows where the table has as many, or may; otherwise they get rows one after the other.
+    An empty one is that of a table without a vocabulary, whose ids are the numbers of its rows. Ids keep their rows where the
+    table has as many, or may; otherwise they get rows one after the other.
 
-    Parameters
-    ----------
-    state : mapping of str to Tensor
-        What `state_dict` returned; empty: of a table without a vocabulary, whose ids are the numbers of its rows.
-    num_saved : int
-        Rows of the saved table.
-
-    Raises
-    ------
-    InvalidValueError
-        The state is malformed, or that of a vocabulary with another padding.
-    HostMemoryError
-        There are more ids than this vocabulary may have rows for.
+    InvalidValueError: the state is malformed, or that of a vocabulary with another padding. HostMemoryError: there are more
+    ids than this vocabulary may have rows for.
     """
     live, owner = vocabulary._bound()
     saved = read_state(state, str(owner)) if state else None
