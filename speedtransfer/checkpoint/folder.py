@@ -76,25 +76,18 @@ def check_room(path: Path, need_bytes: int) -> None:
 
 
 class NewFiles(dict[str, BinaryIO]):
-    """The files of `new_files` by role.
+    """The files of `new_files` by role."""
 
-    Attributes
-    ----------
-    reported : bool
-        Whether rank 0 may by now have made them part of a checkpoint: they stay, unless it says that it has not.
-    """
-
+    # Whether rank 0 may by now have made them part of a checkpoint: they stay, unless it says that it has not.
     reported = False
 
 
 @contextlib.contextmanager
 def new_files(path: Path, names: dict[str, str], need_bytes: int, made: bool) -> Iterator[NewFiles]:
-    """Make a file for each role in the folder `path`; remove all of it again where the block raises.
+    """Make a file for each role in the folder `path`, with the permissions of the manifest that is there.
 
-    They have the permissions of the manifest that is there.
-
-    The folder too, if it is `made` by this save. An OSError, of the block too, becomes a StorageError that says that the
-    checkpoint needs `need_bytes`.
+    Where the block raises remove them again, and the folder too, if it is `made` by this save. An OSError, of the block too,
+    becomes a StorageError that says that the checkpoint needs `need_bytes`.
     """
     files = NewFiles()
     with contextlib.ExitStack() as stack:

@@ -38,20 +38,10 @@ _ALLOWED = "numbers, strings, bytes, None, lists, tuples, dicts, sets, tensors, 
 
 
 def encode(value: Any, path: str, keep: Keep, depth: int = 0) -> Any:
-    """Return `value` as JSON knows it.
+    """Return `value` as JSON knows it, with what `keep` says for tensors.
 
-    Parameters
-    ----------
-    value : object
-    path : str
-        Where it comes from, for errors and as the names of tensors: ``extra['epoch']``.
-    keep : callable
-        Takes a path and a tensor and returns the name of the tensor in the file.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        It holds something that is no plain data; nests too deep, or in itself.
+    The path says where it comes from, for errors and as the names of tensors: ``extra['epoch']``. It raises where something is
+    no plain data, nests too deep, or in itself.
     """
     if depth > _MAX_DEPTH:
         raise InvalidValueError(

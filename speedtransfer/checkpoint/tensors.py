@@ -25,15 +25,7 @@ from speedtransfer.untrusted import parse_json
 class PickedRows:
     """Some rows of a tensor, gathered in chunks when they are written.
 
-    Parameters
-    ----------
-    tensor : Tensor
-    count : int
-        How many rows.
-    numbers : callable
-        Takes start and stop within `count` and returns the numbers of those rows.
-    read : callable, optional
-        Takes such numbers and returns the rows, where `tensor` is a placeholder.
+    Start and stop within their `count` become `numbers` of rows, and these rows by `read`, where the tensor is a placeholder.
     """
 
     def __init__(

@@ -24,16 +24,7 @@ from speedtransfer.ranks import Exchange
 
 
 class Processes:
-    """Those that own the rows of a model's tables, or this one alone. All must call the same methods in the same order.
-
-    Parameters
-    ----------
-    point : {"saves", "loads"}
-    exchange : Exchange, optional
-        To the others.
-    handles : list of Handle
-        The tables that they own.
-    """
+    """Those that own the rows of a model's tables, or this one alone. All must call the same methods in the same order."""
 
     def __init__(self, point: str, exchange: Exchange | None, handles: Iterable[Handle] = ()) -> None:
         self._point, self._exchange, self._handles = point, exchange, handles
@@ -155,14 +146,7 @@ def like(value: Tensor, current: Any) -> Tensor:
 
 
 class ShardReader:
-    """Rows of the tables that several processes have saved, each a part: by their places, as if in one file.
-
-    Parameters
-    ----------
-    files : dict of str to dict
-        Those of the manifest.
-    readers : dict of str to TensorReader
-    """
+    """Rows of the tables that several processes have saved, each a part: by their places, as if in one file."""
 
     def __init__(self, files: dict[str, dict], readers: dict[str, TensorReader]) -> None:
         self._parts = [(files[role]["rows"], readers[role]) for role in manifest.rows_roles(files)]

@@ -18,17 +18,10 @@ _ID_BYTES = 8
 
 @dataclass(frozen=True)
 class StepCost:
-    """What one process sends to others in a step, and moves between host memory and its compute device.
+    """What one process sends to others in a step, as in :class:`Traffic`, and moves between host memory and its device.
 
-    Attributes
-    ----------
-    control, ids, rows, gradients : float
-        Bytes sent, as in :class:`Traffic`.
-    calls : int
-        Collective calls, which wait for one another.
-    bus_up, bus_down : float
-        Bytes of rows and state read from host memory, and written to it. With the tables on the CPU there is no bus, and
-        these are memory traffic.
+    Calls are collective, and wait for one another. The bus is that of rows and state, in bytes read from host memory, and
+    written to it: memory traffic, with the tables on the CPU.
     """
 
     control: float = 0.0
@@ -61,19 +54,8 @@ def sharded_step(
     gradients for all tables. Left out: the first step (one meeting more for each table), steps without any gradient, and rows
     that were read ahead and again after a step that changed them.
 
-    Parameters
-    ----------
-    lookups : sequence of RowCounts
-        One for each lookup of each table.
-    ranks : int
-    tables : int, optional
-        By default each lookup is of a table of its own.
-    clips : int
-        Calls of ``clip_grad_norm_`` with all tables, a meeting each.
-    training : bool
-        Whether a backward follows; without one it is a step of evaluation.
-    ahead : bool
-        Whether ids are sent ahead, by :func:`speedtransfer.prefetch`.
+    By default each lookup is of a table of its own. `clips` are calls of ``clip_grad_norm_`` with all tables, a meeting each;
+    without `training` it is a step of evaluation; with `ahead` ids are sent ahead, by :func:`speedtransfer.prefetch`.
     """
     if not lookups:
         return StepCost()
@@ -108,13 +90,7 @@ def shared_step(tables: Sequence[RowCounts], ranks: int, *, clips: int = 0) -> S
     send ids and gradients of all tables in a message each, and meet for each table before and after the step. The owner reads
     the rows that it updates again; with ``idle="exact"`` a lookup reads their state too, which is left out.
 
-    Parameters
-    ----------
-    tables : sequence of RowCounts
-        One for each table: the rows of all its lookups together.
-    ranks : int
-    clips : int
-        Calls of ``clip_grad_norm_`` with all tables, a meeting each.
+    The counts of each table are of all its lookups together; `clips` as for `sharded_step`.
     """
     if not tables:
         return StepCost()
@@ -135,11 +111,6 @@ def replicas_step(tables: Sequence[ReplicaCounts], ranks: int) -> StepCost:
 
     The processes meet at the end of backward; then all get ids and gradients of each table from all, in messages padded to the
     longest. Rows need no network, but each process updates all rows that any of them has looked up.
-
-    Parameters
-    ----------
-    tables : sequence of ReplicaCounts
-    ranks : int
     """
     control, calls = _meeting(len(tables), ranks)
     changed = sum((each.form.stored + each.form.state) * each.distinct for each in tables)

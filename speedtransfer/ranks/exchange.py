@@ -41,14 +41,7 @@ _VALUES = 6
 
 @dataclass
 class Traffic:
-    """Bytes that this process has sent to others, by what they are, and the number of collective calls.
-
-    Attributes
-    ----------
-    control, ids, rows, gradients : int
-        Bytes.
-    calls : int
-    """
+    """Bytes that this process has sent to others, by what they are, and the number of collective calls."""
 
     control: int = 0
     ids: int = 0
@@ -70,12 +63,7 @@ class Segment(NamedTuple):
 
 
 class Exchange:
-    """Moves values between the processes of a group. Every process must make the same calls in the same order.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-    """
+    """Moves values between the processes of a group. Every process must make the same calls in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         # Else no group would ever be freed.
@@ -157,26 +145,10 @@ class Exchange:
         return torch.device("cpu") if self.on_host else torch.device("cuda", torch.cuda.current_device())
 
     def agree(self, point: str, values: Tensor | Sequence[int], about: str = "") -> Tensor:
-        """Send each rank its numbers and return theirs, on the host, which waits for them.
+        """Send each rank its numbers and return theirs, ``(ranks, n)``, on the host, which waits for them.
 
-        Parameters
-        ----------
-        point : str
-            Of `POINTS`: what this process is about to do.
-        values : Tensor or sequence of int
-            ``(ranks, n)`` int64, a row for each rank, or ``(n,)``, the same for all.
-        about : str
-            What must be the same in all processes.
-
-        Returns
-        -------
-        Tensor
-            ``(ranks, n)``, a row from each rank.
-
-        Raises
-        ------
-        ProcessGroupError
-            In all processes: they do not do the same thing, or `about` differs.
+        They are ``(ranks, n)`` int64, a row for each rank, or ``(n,)``, the same for all. ProcessGroupError, in all processes:
+        they do not do the same thing, of `POINTS`, or `about` differs.
         """
         self._number += 1
         # Not on the default device of torch, which may be another.

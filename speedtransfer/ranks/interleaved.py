@@ -16,15 +16,7 @@ _STRIDE = 1 << 40
 class Interleaved(Partition):
     """Row i of process r is row ``i * ranks + r`` of the whole table, which has for each as many as the one with most.
 
-    Parameters
-    ----------
-    sizes : sequence of int
-        The rows of each process.
-
-    Attributes
-    ----------
-    sizes : list of int
-        May be changed by `grow` alone.
+    The `sizes` are the rows of each process, which `grow` alone may change.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -40,8 +32,7 @@ class Interleaved(Partition):
     def num_saved(self) -> int:  # noqa: D102
         return sum(self.sizes)
 
-    def copy(self) -> Interleaved:
-        """Return one that grows by itself."""
+    def copy(self) -> Interleaved:  # noqa: D102
         return Interleaved(self.sizes)
 
     def first_missing(self, rows: Tensor) -> int | None:  # noqa: D102
@@ -53,18 +44,14 @@ class Interleaved(Partition):
         """Let the processes have so many rows each."""
         self.sizes, self.num_rows = list(sizes), max(sizes) * self.ranks
 
-    def start(self, rank: int) -> int:
-        """Return the first place that `rank` owns."""
+    def start(self, rank: int) -> int:  # noqa: D102
         return rank * _STRIDE
 
-    def size(self, rank: int) -> int:
-        """Return the number of rows that `rank` owns."""
+    def size(self, rank: int) -> int:  # noqa: D102
         return self.sizes[rank]
 
-    def places(self, ids: Tensor) -> Tensor:
-        """Return the places of the rows `ids`, (n,) int64."""
+    def places(self, ids: Tensor) -> Tensor:  # noqa: D102
         return ids % self.ranks * _STRIDE + ids // self.ranks
 
-    def ids(self, places: Tensor) -> Tensor:
-        """Return the rows at `places`, (n,) int64."""
+    def ids(self, places: Tensor) -> Tensor:  # noqa: D102
         return places % _STRIDE * self.ranks + places // _STRIDE

@@ -18,13 +18,6 @@ class Partition:
     An id falls into the bucket of its remainder by `BUCKETS`, and buckets are put into an order in which consecutive ones are
     far apart (multiples of the golden ratio). So the most frequent ids, which are often the first, spread evenly; a shard is a
     contiguous range of places; and the rows of a bucket are every `BUCKETS`-th row of an ``nn.Embedding``.
-
-    Parameters
-    ----------
-    num_rows : int
-        Of the whole table.
-    ranks : int
-        The number of processes.
     """
 
     def __init__(self, num_rows: int, ranks: int) -> None:
@@ -43,7 +36,7 @@ class Partition:
         return self.num_rows
 
     def copy(self) -> Partition:
-        """Return one for a table of the same rows."""
+        """Return one for a table of the same rows, which may grow by itself."""
         return self
 
     def first_missing(self, rows: Tensor) -> int | None:

@@ -11,19 +11,7 @@ from speedtransfer.encoding import check_dtypes, codec_for
 
 @dataclass(frozen=True)
 class RowForm:
-    """Bytes of a row.
-
-    Attributes
-    ----------
-    stored : int
-        Of the weights in the table.
-    state : int
-        Of the optimizer's state.
-    sent : int
-        Of the weights on their way from an owner.
-    gradient : int
-        Of a gradient on its way to the owner.
-    """
+    """Bytes of a row: its weights in the table and on their way from an owner, its state, its gradient on the way back."""
 
     stored: int
     state: int
@@ -46,17 +34,8 @@ def row_form(
     """Return the bytes of a row of a table made with these arguments of :class:`speedtransfer.Embedding`.
 
     Owners send rows as they are stored, but decoded (float32) with ``idle="exact"`` or `max_norm`, where they change rows
-    before they send them.
-
-    Parameters
-    ----------
-    dim, dtype, storage_dtype, state_dtype, comm_dtype
-    state_planes : int
-        Tensors of the shape of the weights in the optimizer's state: 2 of AdamW, 1 of SGD with momentum, 0 of SGD.
-    idle : {"lazy", "exact"}
-    max_norm : bool
-        Whether the module has `max_norm`.
-    scale_block : int, optional
+    before they send them. `state_planes` is the number of tensors of the shape of the weights in the optimizer's state: 2 of
+    AdamW, 1 of SGD with momentum, 0 of SGD.
     """
     check_dtypes(dtype, storage_dtype, state_dtype, scale_block)
     computed = dtype if storage_dtype is None else torch.float32
@@ -75,19 +54,10 @@ def _bytes_of(dim: int, computed: torch.dtype, stored: torch.dtype, scale_block:
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows of one lookup, from the view of one process.
+    """Rows of one lookup, from the view of one process: distinct ones that it looks up, and those of them that others own.
 
-    Attributes
-    ----------
-    form : RowForm
-    asked : float
-        Distinct rows that it looks up.
-    asked_of_others : float
-        Those of them that other processes own.
-    served : float
-        Distinct rows that it owns and that any process looks up.
-    served_to_others : float
-        Rows that other processes ask it for; a row that two of them ask for counts twice.
+    And what it serves: distinct rows that it owns and that any process looks up, and rows that others ask it for, where a row
+    that two of them ask for counts twice.
     """
 
     form: RowForm
@@ -100,14 +70,7 @@ class RowCounts:
 def expected_counts(form: RowForm, unique: float, distinct_share: float, ranks: int) -> RowCounts:
     """Return the counts of a mean process if rows are spread evenly over `ranks` owners.
 
-    Parameters
-    ----------
-    form : RowForm
-    unique : float
-        Distinct rows that each process looks up.
-    distinct_share : float
-        Distinct rows of all processes over the sum of those of each.
-    ranks : int
+    `unique` distinct rows are looked up by each; those of all are the `distinct_share` of their sum.
     """
     away = unique * (1 - 1 / ranks)
     return RowCounts(form, unique, away, distinct_share * unique, away)
@@ -115,17 +78,9 @@ def expected_counts(form: RowForm, unique: float, distinct_share: float, ranks: 
 
 @dataclass(frozen=True)
 class ReplicaCounts:
-    """Rows of one ordinary table in a step under `DistributedDataParallel`, from the view of one process.
+    """Distinct rows of one ordinary table in a step under `DistributedDataParallel`, from the view of one process.
 
-    Attributes
-    ----------
-    form : RowForm
-    asked : float
-        Distinct rows that it looks up.
-    largest : float
-        Those of the process that looks up most.
-    distinct : float
-        Distinct rows that any process looks up.
+    Those that it looks up, those of the process that looks up most, and those that any does.
     """
 
     form: RowForm

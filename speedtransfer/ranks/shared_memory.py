@@ -24,13 +24,6 @@ class SharedMemory(Memory):
 
     The pages belong to a file without a name (memfd), so that nothing is left of processes that are killed, and no limit of
     /dev/shm applies, which containers set to 64 MB.
-
-    Parameters
-    ----------
-    device : torch.device
-        The compute device.
-    exchange : Exchange
-        To the other processes.
     """
 
     name = "shared"

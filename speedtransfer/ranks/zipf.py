@@ -22,17 +22,9 @@ _EXACT, _BLOCKS = 1 << 20, 4096
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def expected_unique(num_rows: int, exponent: float, lookups: int) -> float:
-    """Return the expected number of distinct rows among `lookups`.
+    """Return the expected number of distinct rows among `lookups` in a table of `num_rows`.
 
     Beyond the first million frequency ranks the sum is over blocks of them, each taken to have its mean probability.
-
-    Parameters
-    ----------
-    num_rows : int
-        Of the table.
-    exponent : float
-        Of the Zipf law, at least 0.
-    lookups : int
     """
     counts, hits = _hits(num_rows, exponent, lookups)
     return float((counts * hits).sum())
@@ -49,20 +41,10 @@ def expected_distinct_share(num_rows: int, exponent: float, lookups: int, ranks:
 
 
 def expected_cached(num_rows: int, exponent: float, lookups: int, cached: Sequence[int]) -> list[float]:
-    """Return the expected number of distinct rows among `lookups` that are among the most frequent rows.
+    """Return the expected number of distinct rows among `lookups` that are among the most frequent rows, for each of `cached`.
 
-    That is the sum of ``1 - (1 - p) ** lookups`` over those rows, where p is the probability of each: a cache that keeps them
-    for good serves so many rows of a step.
-
-    Parameters
-    ----------
-    num_rows : int
-        Of the table.
-    exponent : float
-        Of the Zipf law, at least 0.
-    lookups : int
-    cached : sequence of int
-        How many of the most frequent rows; a number for each.
+    That is the sum of ``1 - (1 - p) ** lookups`` over so many rows, where p is the probability of each: a cache that keeps
+    them for good serves so many rows of a step.
     """
     ends, hits, sums = _served(num_rows, exponent, lookups)
     wanted = np.minimum([check_size(number, "cached") for number in cached], num_rows)
