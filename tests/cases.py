@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
+import pytest
 import torch
+
+from speedtransfer.errors import SpeedtransferError
 
 FLOAT_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 INTEGER_DTYPES = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -52,3 +57,12 @@ def one_line(error) -> str:
     assert "\n" not in message, f"not one line: {message!r}"
     assert "; " in message, f"no remedy: {message!r}"
     return message
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], words: str = ""):
+    """As `pytest.raises`, for one of our errors, whose message is `one_line`."""
+    with pytest.raises(error, match=words) as caught:
+        yield caught
+    assert isinstance(caught.value, SpeedtransferError)
+    one_line(caught)

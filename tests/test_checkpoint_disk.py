@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from checkpoint_cases import Run, seed_all
 from forked import run_script
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import case_named
 from torch import nn
 
@@ -22,7 +21,6 @@ import speedtransfer as st
 from speedtransfer.checkpoint import folder, save
 from speedtransfer.errors import InvalidValueError, StorageError
 
-TESTS = Path(__file__).parent
 LEFT = f"model-{'5' * 32}.safetensors"
 
 

@@ -7,13 +7,12 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, dtype_name, numbers, one_line
+from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, dtype_name, numbers, one_line, refused
 from forked import run_script
 from table_cases.base import TableOfRecords
 from table_contract import TableContract
@@ -94,23 +93,18 @@ class OnDisk(OnCpu):
     def test_an_existing_path_is_not_overwritten(self):
         path = self.new_path(self.suffix)
         path.write_bytes(b"precious")
-        with pytest.raises(OSError, match=r"path .* exists and would be overwritten; open it with Table.load") as error:
+        with refused(StorageError, r"path .* exists and would be overwritten; open it with Table.load"):
             self.make(4, 4, path=path)
-        assert isinstance(error.value, StorageError)
-        one_line(error)
         assert path.read_bytes() == b"precious"
 
     def test_it_needs_a_path(self):
-        with pytest.raises(ValueError, match="memory='mmap' needs a file; pass path=") as error:
+        with refused(InvalidValueError, "memory='mmap' needs a file; pass path="):
             st.Table(4, 4, memory="mmap", device="cpu")
-        assert isinstance(error.value, InvalidValueError)
-        one_line(error)
 
     @pytest.mark.parametrize("name", ["table.bin", "table", ".npy", "table.npy.gz"])
     def test_a_suffix_that_is_no_table(self, name):
-        with pytest.raises(InvalidValueError, match=r"but a table is .npy or .safetensors; rename it") as error:
+        with refused(InvalidValueError, r"but a table is .npy or .safetensors; rename it"):
             self.make(4, 4, path=self.folder / name)
-        one_line(error)
         assert list(self.folder.iterdir()) == []
 
     @pytest.mark.parametrize(
@@ -134,10 +128,8 @@ class OnDisk(OnCpu):
     def test_no_disk_space(self, monkeypatch):
         usage = shutil.disk_usage(self.folder)
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        with pytest.raises(OSError, match=r"plane 'weight' asks for 1.6 kB but .* has 1 kB free; ") as error:
+        with refused(StorageError, r"plane 'weight' asks for 1.6 kB but .* has 1 kB free; "):
             self.make(100, 4)
-        assert isinstance(error.value, StorageError)
-        one_line(error)
         table = self.make(10, 4)
         with pytest.raises(StorageError, match="plane 'm' asks for 40 kB"):
             table.add_plane("m", 1000)
@@ -153,9 +145,8 @@ class OnDisk(OnCpu):
             monkeypatch.setattr(np, "memmap", fails)
         else:
             monkeypatch.setattr("speedtransfer.tables.files.open", OpenWithoutRoom, raising=False)
-        with pytest.raises(StorageError, match="No space left on device") as error:
+        with refused(StorageError, "No space left on device"):
             self.make(4, 4)
-        one_line(error)
         assert list(self.folder.iterdir()) == []
 
     def test_state_planes_leave_no_file(self):
@@ -210,36 +201,14 @@ class OnDisk(OnCpu):
         self.assert_unchanged(self.load(path), values)
         self.assert_unchanged(st.Table.load(path, "pageable", device="cpu"), values)
 
-    def test_other_programs_read_the_file(self, dtype):
-        values = numbers((33, 5), dtype)
-        table = self.filled(values)
-        table.flush()
-        if self.suffix == ".npy":
-            assert_same_bits(np.load(table.path), values.numpy())
-        else:
-            from safetensors.torch import load_file
-
-            assert_same_bits(load_file(table.path)["weight"], values)
-
     def test_save_onto_its_own_file(self):
         table = self.numbered()
         (self.folder / "link.npy").symlink_to(table.path)
         relative = Path(os.path.relpath(table.path))
         for path in (table.path, str(table.path), relative, self.folder / "link.npy"):
-            with pytest.raises(
-                OSError, match=r"is the table's own file, which has every change; use flush\(\)"
-            ) as error:
+            with refused(StorageError, r"is the table's own file, which has every change; use flush\(\)"):
                 table.save(path)
-            assert isinstance(error.value, StorageError)
-            one_line(error)
         assert self.rows_of(table)[:, 0].tolist() == list(range(10))
-
-    def test_save_beside_its_own_file(self):
-        table = self.numbered()
-        other = self.folder / f"other{self.suffix}"
-        table.save(other)
-        table.zero_()
-        assert self.rows_of(self.load(other))[:, 0].tolist() == list(range(10))
 
     def test_a_copy_does_not_touch_the_file(self):
         table = self.numbered()
@@ -278,10 +247,8 @@ class TestMmapNpy(OnDisk):
 
     @pytest.mark.parametrize("missing", NO_NUMPY_DTYPES, ids=dtype_name)
     def test_what_numpy_lacks_has_no_npy_form(self, missing):
-        with pytest.raises(TypeError, match=rf"{missing} has no .npy form .*; use a path that ends in .safe") as error:
+        with refused(InvalidTypeError, rf"{missing} has no .npy form .*; use a path that ends in .safe"):
             self.make(4, 4, dtype=missing)
-        assert isinstance(error.value, InvalidTypeError)
-        one_line(error)
         assert list(self.folder.iterdir()) == []
 
 
@@ -355,10 +322,8 @@ class TestMemory:
 
     @pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
     def test_pinned_without_cuda(self):
-        with pytest.raises(RuntimeError, match="memory='pinned' needs CUDA, but ") as error:
+        with refused(DeviceError, "memory='pinned' needs CUDA, but "):
             st.Table(4, 4, memory="pinned")
-        assert isinstance(error.value, DeviceError)
-        one_line(error)
         with pytest.raises(DeviceError, match="device='cuda' needs CUDA, but "):
             st.Table(4, 4, device="cuda")
         with pytest.raises(DeviceError, match="needs CUDA"):
@@ -390,11 +355,8 @@ class TestMemory:
             raise OSError(12, "Cannot allocate memory")
 
         monkeypatch.setattr("speedtransfer.buffers.anonymous", refuses)
-        with pytest.raises(
-            HostMemoryError, match=r"asks for 1.6 kB, which the system refused \(Cannot allocate"
-        ) as error:
+        with refused(HostMemoryError, r"asks for 1.6 kB, which the system refused \(Cannot allocate"):
             st.Table(100, 4, memory="pageable", device="cpu")
-        one_line(error)
 
     def test_more_than_the_disk_has(self, tmp_path):
         with pytest.raises(
@@ -515,27 +477,6 @@ class TestLargeTables:
         table.flush()
         again = st.Table.load(tmp_path / "t.safetensors", "mmap", "cpu")
         assert again.gather(self.NUM_ROWS - 1).eq(2**40).all()
-
-
-class TestThreads:
-    def test_gathers_of_many_threads(self):
-        values = numbers((5000, 64), torch.float32)
-        table = st.Table.from_array(values, "pageable", device="cpu")
-        failures = []
-
-        def work(seed):
-            generator = torch.Generator().manual_seed(seed)
-            for _ in range(50):
-                index = torch.randint(5000, (1500,), generator=generator)
-                if not torch.equal(table.gather(index), values[index]):
-                    failures.append(seed)
-
-        threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert failures == []
 
 
 def test_autograd_knows_of_writes_by_compiled_copies():

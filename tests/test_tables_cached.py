@@ -267,26 +267,6 @@ def test_modules_with_other_arguments(arguments, tmp_path):
     compare(1, CACHES[0], OPTIONS["exact"], torch.optim.AdamW, tmp_path, 25, arguments)
 
 
-def test_bags_and_features():
-    found = []
-    for cache in ({}, {"cache_rows": 5}):
-        torch.manual_seed(0)
-        bag = st.EmbeddingBag(20, 4, device="cpu", **cache)
-        multi = st.MultiEmbedding([5, 7], 4, device="cpu", **cache)
-        model = nn.ModuleList([bag, multi])
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        for step in range(6):
-            ids = torch.tensor([[1, 2, step], [3, step, 19]])
-            loss = bag(ids).sum() + (multi(ids[:, :2]) ** 2).sum()
-            multi[0].weight.data[1] = 2.0
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        found.append([bag.weight.detach().clone(), multi.weight.detach().clone(), multi[1].weight.detach().clone()])
-        assert (bag.table.cache_rows, multi.table.cache_rows) == (cache.get("cache_rows"), cache.get("cache_rows"))
-    same(*found)
-
-
 def test_bool_state():
     class Sticky(torch.optim.Optimizer):
         def __init__(self, params):

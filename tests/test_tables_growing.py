@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from cases import one_line
+from cases import refused
 from forked import run_script
 
 import speedtransfer as st
@@ -23,7 +23,6 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageErro
 from speedtransfer.tables import files, reserved
 from speedtransfer.tables.longer_files import LongerFile
 
-TESTS = Path(__file__).parent
 SUFFIXES = pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
 
 
@@ -93,11 +92,8 @@ def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(reserved.Reserved, "extend", refuse)
     version = table.version
-    with pytest.raises(
-        HostMemoryError, match="7 rows, 5 so far, ask for 84 bytes for m, which the system refused"
-    ) as error:
+    with refused(HostMemoryError, "7 rows, 5 so far, ask for 84 bytes for m, which the system refused"):
         table.grow(7)
-    one_line(error)
     assert (table.num_rows, table.version) == (5, version)
     monkeypatch.undo()
     table.grow(7)
@@ -186,9 +182,8 @@ def test_files_that_others_made(tmp_path: Path, entries: Any, rows: int, message
         table.grow(rows)
         assert read(path).shape == (rows, 4)
         return
-    with pytest.raises(StorageError, match=f"cannot get more rows, as {message}; save the table") as error:
+    with refused(StorageError, f"cannot get more rows, as {message}; save the table"):
         table.grow(rows)
-    one_line(error)
     assert path.read_bytes() == before
     assert len(table) == 5
 
@@ -221,11 +216,8 @@ def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypa
         "file": (LongerFile, "lengthen"),
     }[broken]
     monkeypatch.setattr(owner, name, fail)
-    with pytest.raises(
-        StorageError, match=r"cannot make the files of the table longer, .*No space left on device"
-    ) as error:
+    with refused(StorageError, r"cannot make the files of the table longer, .*No space left on device"):
         table.grow(1000)
-    one_line(error)
     monkeypatch.undo()
     assert path.read_bytes() == before
     table.torch()[0] = 7
@@ -240,11 +232,8 @@ def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2000))
     before = (tmp_path / "table.npy").read_bytes()
-    with pytest.raises(
-        StorageError, match=r"1000 rows, 5 so far, ask for 27.9 kB more but .* has 2 kB free; free"
-    ) as error:
+    with refused(StorageError, r"1000 rows, 5 so far, ask for 27.9 kB more but .* has 2 kB free; free"):
         table.grow(1000)
-    one_line(error)
     assert (tmp_path / "table.npy").read_bytes() == before
     table.grow(50)
     assert read(tmp_path / "table.npy").shape == (50, 4)

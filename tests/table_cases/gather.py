@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, numbers, one_line
+from cases import assert_same_bits, numbers, one_line, refused
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -166,24 +166,19 @@ class GatherCases(TableCases):
 
     def test_nested_index(self):
         ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
-        with pytest.raises(InvalidTypeError, match=r"index is a nested tensor .*; pass index.values\(\)") as error:
+        with refused(InvalidTypeError, r"index is a nested tensor .*; pass index.values\(\)"):
             self.numbered().gather(ids)
-        one_line(error)
 
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
     @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
     def test_sparse_index(self, layout):
         ids = torch.tensor([[1, 0], [0, 2]]).to_sparse(layout=layout)
-        with pytest.raises(
-            InvalidTypeError, match=rf"a sparse tensor \({layout}\) .*; pass index.to_dense\(\)"
-        ) as error:
+        with refused(InvalidTypeError, rf"a sparse tensor \({layout}\) .*; pass index.to_dense\(\)"):
             self.numbered().gather(ids)
-        one_line(error)
 
     def test_index_without_values(self):
-        with pytest.raises(InvalidTypeError, match="index is on the meta device, which has no values") as error:
+        with refused(InvalidTypeError, "index is on the meta device, which has no values"):
             self.numbered().gather(torch.zeros(2, dtype=torch.int64, device="meta"))
-        one_line(error)
 
     def test_names_and_dtypes_of_another_type(self):
         table = self.numbered()
@@ -194,10 +189,8 @@ class GatherCases(TableCases):
             table.gather([1], dtype=["float16"])
 
     def test_ragged_index(self):
-        with pytest.raises(ValueError, match="index is a ragged sequence") as error:
+        with refused(InvalidValueError, "index is a ragged sequence"):
             self.numbered().gather([[1, 2], [3]])
-        assert isinstance(error.value, InvalidValueError)
-        one_line(error)
 
     def test_index_out_of_range(self):
         table = self.numbered()
