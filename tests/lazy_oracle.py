@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from optimizer_cases import case_named
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -242,15 +241,3 @@ def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Tensor | None, t
 
 # Optimizers of every kind of state and implementation, for the tests of how a training loop may go.
 FLOW_NAMES = ("sgd-momentum", "adamw-fused", "adagrad", "rprop", "nadam")
-
-
-@pytest.fixture(params=FLOW_NAMES)
-def twins(request: pytest.FixtureRequest) -> Twins:
-    """Ours and the oracle, under each of `FLOW_NAMES`."""
-    return Twins(case_named(request.param).make)
-
-
-def pairs(twins: Twins, steps: int = 24) -> list[tuple]:
-    """Return batches by threes: what goes into one round of a loop."""
-    batches = twins.batches(steps)
-    return list(zip(batches[::3], batches[1::3], batches[2::3], strict=True))

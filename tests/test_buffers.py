@@ -182,17 +182,6 @@ def test_not_while_backward_runs():
     assert rows.eq(3).all()
 
 
-def test_a_view_keeps_its_values():
-    views = []
-    for i in range(20):
-        tensor = empty().fill_(i)
-        if i % 3 == 0:
-            views.append((i, tensor[100:200] if i % 2 else tensor.numpy()[100:200]))
-        del tensor
-    for i, view in views:
-        assert (view == i).all()
-
-
 # --- bounds -----------------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import Run
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import case_named
 from safetensors.torch import load_file
 from test_optim_third_party import MAKERS

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import Run, seed_all
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import case_named
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, StorageError

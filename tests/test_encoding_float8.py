@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
+from forked import run_script
 from torch import Tensor
 
 from speedtransfer.dtypes import SCALE_DTYPES
@@ -301,6 +300,6 @@ def test_a_torch_without_scales_of_8_bits() -> None:
         "emb.table.add_plane('beside', 2, torch.float8_e5m2, 0.5)\n"
         "print(SCALE_DTYPES, codec_of_planes(4, torch.float8_e4m3fn, 2, torch.bfloat16).name)\n"
     )
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    result = run_script(code)
     assert result.returncode == 0, result.stderr
     assert result.stdout.split("\n")[0] == "(torch.float32, torch.bfloat16) float8_e4m3fn-block2-bfloat16"

@@ -90,12 +90,6 @@ def state_of(optimizer: Optimizer, param: Any) -> dict[str, Any]:
     return dict(optimizer.state.get(param, {}))
 
 
-def same_state(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert torch.equal(bits(ours[name]), bits(value)), name
-
-
 @fuses
 @pytest.mark.parametrize("width", [1, 4, 7, 64])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from exact_pair import COUPLED, EXTRA
-from lazy_oracle import one_thread, squared_loss  # noqa: F401 - a fixture
+from lazy_oracle import squared_loss
 from optimizer_cases import BASE, OptimizerCase, case_named, some
 
 import speedtransfer as st

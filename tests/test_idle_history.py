@@ -13,7 +13,6 @@ from exact_pair import CASES, warmup_and_cosine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupt import Interrupt
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import OptimizerCase
 
 from speedtransfer.idle import History, IdleStep, Rule, quadrature, rule_for

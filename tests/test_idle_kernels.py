@@ -11,7 +11,6 @@ import pytest
 import torch
 from cpu_kernels import cpu_kernels
 from exact_pair import CASES, COUPLED
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import KINDS, OptimizerCase, some
 from torch import Tensor
 

@@ -5,12 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from lazy_oracle import (
-    assert_alike,
-    both,
-    dense_grad,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import assert_alike, both, dense_grad
 from torch import Tensor, nn
 
 import speedtransfer
@@ -83,15 +78,6 @@ def test_scale_grad_by_freq(ids: Tensor, dtype: torch.dtype) -> None:
     assert_alike(*both(scale_grad_by_freq=True, padding_idx=1, dtype=dtype), ids)
 
 
-def test_sparse_is_accepted_and_kept() -> None:
-    ours, dense = both(sparse=True)
-    assert ours.sparse is True
-    ours(IDS["1-D"]).sum().backward()
-    dense(IDS["1-D"]).sum().backward()
-    assert torch.equal(dense_grad(ours), dense.weight.grad.to_dense())
-    assert ours.weight.grad.is_sparse
-
-
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (16, 16), (200_003, 33)])  # the last: more than one chunk
 def test_the_same_seed_draws_the_same_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -104,24 +90,6 @@ def _after(dense: nn.Embedding, shape: tuple[int, int], dtype: torch.dtype) -> T
     torch.manual_seed(2)
     nn.Embedding(*shape, padding_idx=0, dtype=dtype)
     return torch.rand(3)
-
-
-def test_reset_parameters_draws_anew_as_torch_does() -> None:
-    ours, dense = both(padding_idx=3)
-    for module in (ours, dense):
-        torch.manual_seed(5)
-        module.reset_parameters()
-    assert torch.equal(ours.table.torch(), dense.weight)
-
-
-def test_default_dtype() -> None:
-    torch.set_default_dtype(torch.float64)
-    try:
-        ours, dense = both()
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert ours.table.dtype == dense.weight.dtype == ours.weight.dtype == torch.float64
-    assert torch.equal(ours.table.torch(), dense.weight)
 
 
 # --- ids --------------------------------------------------------------------------------------------------------------

@@ -11,19 +11,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy_oracle import (
-    assert_alike,
-    both,
-    dense_grad,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import assert_alike, both, dense_grad
 from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
 import speedtransfer
-
-IDS = torch.tensor([[1, 1, 2], [2, 0, 1]])
-
 
 # --- arguments --------------------------------------------------------------------------------------------------------
 
@@ -160,15 +152,6 @@ def test_from_pretrained_of_other_dimensions(shape: tuple[int, ...]) -> None:
         speedtransfer.EmbeddingBag.from_pretrained(torch.zeros(shape))
 
 
-@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
-def test_every_memory_gives_the_same(memory: str, tmp_path) -> None:
-    path = tmp_path / "rows.safetensors" if memory == "mmap" else None
-    torch.manual_seed(2)
-    ours = speedtransfer.Embedding(12, 5, padding_idx=2, memory=memory, path=path)
-    assert ours.table.memory == memory
-    assert_alike(ours, both(padding_idx=2)[1], IDS)
-
-
 def test_an_mmap_table_trains_and_the_file_holds_the_result(tmp_path) -> None:
     path = tmp_path / "rows.npy"
     torch.manual_seed(2)
@@ -202,42 +185,6 @@ def test_extra_repr() -> None:
     assert repr(ours) == f"Embedding({ours.extra_repr()})"
 
 
-@pytest.mark.parametrize("direction", ["head takes the table's", "embedding takes the head's"])
-def test_tied_weights_are_one(direction: str) -> None:
-    torch.manual_seed(0)
-    emb, head = speedtransfer.Embedding(6, 3), nn.Linear(3, 6, bias=False)
-    torch.manual_seed(0)
-    dense, dense_head = nn.Embedding(6, 3), nn.Linear(3, 6, bias=False)
-    opts = []
-    for module, linear in ((emb, head), (dense, dense_head)):
-        if direction.startswith("head"):
-            linear.weight = module.weight
-            opts.append(torch.optim.AdamW([*module.parameters()], lr=0.1))
-        else:
-            opts.append(torch.optim.AdamW([*linear.parameters()], lr=0.1))  # made before the two are one
-            module.weight = linear.weight
-        assert module.weight is linear.weight
-    assert torch.equal(emb.weight, dense.weight)
-    ids = torch.tensor([1, 4, 4])
-    for _ in range(4):
-        for module, linear, opt in zip((emb, dense), (head, dense_head), opts, strict=True):
-            opt.zero_grad()
-            F.cross_entropy(linear(module(ids)), ids).backward()
-            opt.step()
-    torch.testing.assert_close(emb.weight, dense.weight, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(emb.table.torch(), head.weight.detach(), rtol=0, atol=0)
-
-
-def test_an_assigned_parameter_becomes_the_weight() -> None:
-    emb, values = speedtransfer.Embedding(6, 3), torch.rand(6, 3)
-    old, given = emb.weight, nn.Parameter(values.clone())
-    emb.weight = given
-    assert emb.weight is given
-    assert torch.equal(emb.table.torch(), values)
-    assert type(old) is nn.Parameter  # and keeps its values, as in torch
-    assert not torch.equal(old, given)
-
-
 def test_a_parameter_that_is_the_weight_no_more_and_has_no_rows_raises(tmp_path) -> None:
     emb = speedtransfer.Embedding(6, 3, memory="mmap", path=tmp_path / "rows.npy")
     old, emb.weight = emb.weight, nn.Parameter(torch.rand(6, 3))
@@ -257,13 +204,6 @@ def test_weights_passed_in_from_outside_are_used() -> None:
     with pytest.raises(TypeError, match="functional_call"):
         nn.utils.parametrize.register_parametrization(emb, "weight", nn.Identity()).activate([1])
     assert torch.equal(emb(torch.tensor([1])), before[[1]])
-
-
-def test_freezing() -> None:
-    for emb in (speedtransfer.Embedding(6, 3, _freeze=True), speedtransfer.Embedding(6, 3).requires_grad_(False)):
-        assert not emb(torch.tensor([1])).requires_grad
-        emb.weight.requires_grad_(True)
-        assert emb(torch.tensor([1])).requires_grad
 
 
 def test_functional_over_active_rows() -> None:

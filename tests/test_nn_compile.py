@@ -113,16 +113,6 @@ def test_training_is_that_of_the_model_itself(backend: str, options) -> None:
     check_same(model, plain)
 
 
-def test_training_is_that_of_torch() -> None:
-    model, _ = pair()
-    dense = st.to_dense(model)
-    found = train(compiled(model), model.parameters(), batches(), optimizer=torch.optim.SGD, momentum=0.9)
-    expected = train(dense, dense.parameters(), batches(), optimizer=torch.optim.SGD, momentum=0.9)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
-    for name, value in model.state_dict().items():
-        torch.testing.assert_close(value, dense.state_dict()[name], rtol=1e-12, atol=1e-14)
-
-
 def test_large_lookups_use_recycled_memory_as_ever() -> None:
     torch.manual_seed(0)
     model = st.Embedding(5000, 64, padding_idx=7)
@@ -312,14 +302,6 @@ def test_programs_are_those_of_the_model_itself(program: Program, options, backe
     model, plain = pair(**options)
     found = outcome(program, compiled(model, backend), model)
     torch.testing.assert_close(found, outcome(program, plain, plain), rtol=1e-14, atol=1e-16)
-    check_same(model, plain)
-
-
-def test_activation_checkpointing_within_a_compiled_model() -> None:
-    model, plain = pair()
-    run = torch.compile(lambda ids: checkpoint(model, ids, use_reentrant=False), backend="aot_eager", fullgraph=True)
-    found = train(lambda ids: run(ids), model.parameters(), batches())
-    assert found == train(plain, plain.parameters(), batches())
     check_same(model, plain)
 
 

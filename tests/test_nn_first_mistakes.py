@@ -60,7 +60,9 @@ def test_wrong_arguments(refusal: Refusal) -> None:
     check_refused(refusal, st=st, nn=nn, META=META, SPARSE=SPARSE, with_vocabulary=with_vocabulary)
 
 
-@pytest.mark.parametrize("function", [st.summary, st.to_dense, st.table_parameters, st.full_state_dict])
+@pytest.mark.parametrize(
+    "function", [st.summary, st.to_dense, st.table_parameters, st.full_state_dict, st.replace_embeddings]
+)
 def test_no_model(function: Callable[[Any], Any]) -> None:
     with pytest.raises(InvalidTypeError, match=r"model is a list but must be an nn\.Module; pass the model itself"):
         function([nn.Embedding(3, 2)])

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
-from lazy_oracle import (
-    both,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import both
 
 import speedtransfer
 
@@ -25,28 +19,6 @@ def test_a_graph_that_saved_rows_cannot_be_used_after_a_step_wrote_them() -> Non
     torch.optim.SGD(bag.parameters(), lr=0.1).step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_file_keeps_its_dtype(tmp_path) -> None:
-    emb = speedtransfer.Embedding(12, 5, memory="mmap", path=tmp_path / "rows.npy")
-    with pytest.raises(ValueError, match="cannot change its dtype"):
-        emb.half()
-    assert emb.table.path is not None
-    assert emb.weight.dtype == torch.float32
-
-
-def test_a_trained_table_is_freed_with_its_module() -> None:
-    emb = speedtransfer.Embedding(12, 5)
-    opt = torch.optim.AdamW(emb.parameters())
-    emb(IDS).sum().backward()
-    opt.step()
-    table = weakref.ref(emb.table)
-    gc.disable()
-    try:
-        del emb, opt
-        assert table() is None, "no cycle keeps it until the next collection"
-    finally:
-        gc.enable()
 
 
 def test_one_memory_cannot_be_two_tables() -> None:

@@ -175,13 +175,3 @@ def test_rows_read_without_gradients(form: str, num: int) -> None:
         rows.sum().backward()
         torch.testing.assert_close(scale.grad.double(), before.sum(), rtol=2e-2, atol=4.0)
     assert torch.equal(ours(ids), dense(ids)), "the table was changed"
-
-
-@pytest.mark.parametrize("num", [NEAR - 1, NEAR])
-def test_active_rows_are_not_changed_in_place(num: int) -> None:
-    ours, _, ids = pair(num)
-    rows = ours.activate(ids).rows
-    with pytest.raises(RuntimeError, match="modified inplace"):
-        rows *= 2
-    with torch.no_grad():
-        rows *= 2

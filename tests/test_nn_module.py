@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import io
 
 import pytest
 import torch
 import torch.utils.checkpoint
-from lazy_oracle import (
-    both,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import both
 from torch import nn
 
 import speedtransfer
@@ -40,15 +36,6 @@ def test_conversion_converts_the_table(how: str) -> None:
     assert torch.equal(ours.table.torch(), dense.weight)
 
 
-def test_conversion_inside_a_model() -> None:
-    model = nn.Sequential(speedtransfer.Embedding(12, 5), nn.Linear(5, 2))
-    assert model.to(torch.float64)[0].table.dtype == torch.float64
-    assert model(IDS).dtype == torch.float64
-    assert model.to("cpu")[0].table.device == torch.device("cpu")
-    table = model[0].table
-    assert model.to("cpu", torch.float64)[0].table is table
-
-
 def test_conversion_that_makes_new_parameters() -> None:
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:
@@ -63,31 +50,7 @@ def test_conversion_that_makes_new_parameters() -> None:
     assert torch.equal(emb.table.torch()[1], before[1] - 1)
 
 
-def test_modes() -> None:
-    emb = speedtransfer.Embedding(12, 5)
-    assert emb.training
-    assert not emb.eval().training
-    assert emb(IDS).requires_grad  # as torch: eval is not no_grad
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
-
-
-def test_deepcopy_is_a_table_of_its_own() -> None:
-    emb = speedtransfer.Embedding(12, 5, padding_idx=1)
-    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-    emb(IDS).sum().backward()
-    opt.step()
-    duplicate = copy.deepcopy(emb)
-    assert duplicate.padding_idx == 1
-    assert duplicate.table.planes == ("weight",)  # the state belongs to the optimizer
-    assert torch.equal(duplicate.table.torch(), emb.table.torch())
-    before = emb.table.torch().clone()
-    opt = torch.optim.AdamW(duplicate.parameters(), lr=0.1)
-    duplicate(IDS).sum().backward()
-    opt.step()
-    assert torch.equal(emb.table.torch(), before)
-    assert not torch.equal(duplicate.table.torch(), before)
 
 
 @pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])

@@ -152,13 +152,6 @@ class TestTraining:
         train(theirs, columns, OPTIMIZERS[name])
         assert_same(ours, theirs)
 
-    @pytest.mark.parametrize("name", ["adamw", "sgd-momentum"])
-    def test_clipped_by_the_norm_of_all(self, name):
-        ours, theirs = multi(), dense()
-        train(ours, FORMS["columns"], OPTIMIZERS[name], clip=0.05)
-        train(theirs, columns, OPTIMIZERS[name], clip=0.05)
-        assert_same(ours, theirs)
-
     @pytest.mark.parametrize("name", ["adamw", "adagrad"])
     def test_lazy_as_a_table_for_each(self, name):
         torch.manual_seed(0)
@@ -276,20 +269,6 @@ class TestContainer:
         assert [module.padding_idx for module in ours] == [module.padding_idx for module in theirs]
         assert "(1): Feature(60, 8, padding_idx=5)" in repr(ours)
 
-    def test_initialised_as_torch(self):
-        def first(module):
-            if isinstance(module, nn.Embedding):
-                nn.init.xavier_normal_(module.weight.data)
-                nn.init.uniform_(module.weight[:2], -1, 1)
-                module.weight.data[0] = 0
-
-        ours, theirs = multi(), dense()
-        for modules in (ours, theirs):
-            torch.manual_seed(5)
-            with torch.no_grad():
-                modules.apply(first)
-        assert_same(ours, theirs, 0)
-
     def test_initialised_with_gradients_enabled(self):
         def first(module):
             if isinstance(module, nn.Embedding):
@@ -305,15 +284,6 @@ class TestContainer:
         assert ours[2].weight.eq(0.5).all()
         nn.init.constant_(theirs[2].weight, 0.5)
         assert_same(ours, theirs, 0)
-
-    def test_penalty_on_one_feature(self):
-        def forward(modules, ids):
-            return columns(modules, ids) + modules[1].weight.square().sum() * 0.01
-
-        ours, theirs = multi(), dense()
-        train(ours, forward, OPTIMIZERS["adamw"])
-        train(theirs, forward, OPTIMIZERS["adamw"])
-        assert_same(ours, theirs)
 
     def test_weight_of_one_feature(self):
         ours, theirs = multi(), dense()
@@ -455,15 +425,6 @@ class TestFromModules:
 
 
 class TestModule:
-    def test_copies(self):
-        ours, ids = multi(), next(batches(1))
-        for other in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
-            assert torch.equal(other(ids), ours(ids))
-            nn.init.zeros_(other[1].weight)
-            assert other(ids)[:, 1].eq(0).all()
-            assert not ours[1].weight.eq(0).all()
-            train(other, FORMS["one-by-one"], OPTIMIZERS["adam"], steps=2)
-
     def test_converted(self):
         ours, ids = multi().double(), next(batches(1))
         assert ours(ids).dtype == ours[1].weight.dtype == torch.float64

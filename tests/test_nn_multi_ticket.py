@@ -111,16 +111,3 @@ def test_evaluation_uses_what_was_read_ahead():
         ticket = emb.prefetch(ids)
         emb(ids)
     assert not ticket.is_waiting
-
-
-@pytest.mark.parametrize("form", list(FORMS)[:4])
-def test_a_buffer_that_is_filled_anew_is_noticed(form):
-    emb, buffer = multi(), batches()[0]
-
-    def refilled():
-        for ids in batches():
-            buffer.copy_(ids)
-            yield FORMS[form][1](buffer)
-
-    with pytest.raises(InvalidValueError, match="yield copies"):
-        list(map(emb, st.prefetch(refilled(), lambda ids: {emb: ids})))

@@ -102,6 +102,7 @@ def assert_same(ours: Any, theirs: Any) -> None:
 # --- as modules with a vocabulary each ------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -188,6 +189,7 @@ ABOUT: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("about", ABOUT)
 def test_the_vocabulary_does_what_it_says(about, form):

@@ -8,15 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import (
-    LazyOracle,
-    assert_same,
-    one_thread,  # noqa: F401 - a fixture
-)
 from torch import nn
 
 import speedtransfer
-from speedtransfer.errors import InvalidTypeError
 from speedtransfer.nn.replace import Replaced
 
 
@@ -74,11 +68,6 @@ def test_every_argument_is_kept() -> None:
     assert bag.weight is weights[1]
 
 
-def test_no_module_is_told() -> None:
-    with pytest.raises(InvalidTypeError, match=r"model is a dict but must be an nn\.Module; pass the model itself"):
-        speedtransfer.replace_embeddings({"emb": nn.Embedding(20_000, 4)})  # type: ignore[arg-type]
-
-
 def test_min_rows_leaves_small_ones_alone() -> None:
     model = Model()
     assert replace_embeddings(model, min_rows=29) == ["words", "same_words", "parts.0"]
@@ -94,35 +83,6 @@ def test_frozen_and_training_flags() -> None:
     assert not model.words.weight.requires_grad
     assert not model.words.training
     assert model.parts[0].training
-
-
-def test_options_are_passed_on() -> None:
-    model = Model()
-    replace_embeddings(model, memory="device")
-    assert model.words.table.memory == "device"
-    with pytest.raises(ValueError, match="did you mean 'pageable'"):
-        replace_embeddings(Model(), memory="pagable")
-
-
-def test_trains_equal_afterwards() -> None:
-    dense = Model()
-    ours = copy.deepcopy(dense)
-    replace_embeddings(ours, idle="lazy")
-    tables = [(ours.words, dense.words), (ours.parts[0], dense.parts[0]), (ours.parts[1], dense.parts[1])]
-    opt = torch.optim.AdamW(ours.parameters(), lr=0.02)
-    oracle = LazyOracle(torch.optim.AdamW(dense.parameters(), lr=0.02), *(d for _, d in tables))
-    for ids in batches(12):
-        opt.zero_grad()
-        oracle.zero_grad()
-        loss, expected = ours(ids), dense(ids)
-        torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
-        loss.backward()
-        expected.backward()
-        opt.step()
-        oracle.step()
-    for module, reference in tables:
-        assert_same(opt, module, oracle, reference, 1e-5)  # two lookups of one table sum in another order
-    torch.testing.assert_close(ours.head.weight, dense.head.weight, rtol=1e-5, atol=1e-6)
 
 
 class Tied(nn.Module):
@@ -248,10 +208,6 @@ def test_on_the_meta_device() -> None:
 def test_bad_min_rows() -> None:
     with pytest.raises(ValueError, match="min_rows is -1"):
         replace_embeddings(Model(), min_rows=-1)
-
-
-def test_nothing_to_replace() -> None:
-    assert replace_embeddings(nn.Linear(2, 2)) == []
 
 
 def test_a_failure_half_way_leaves_the_model_whole(tmp_path) -> None:

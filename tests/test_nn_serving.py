@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 
 import numpy as np
 import pytest
@@ -133,36 +132,6 @@ def test_max_norm_a_cache_codes_and_files(tmp_path) -> None:
             torch.testing.assert_close(emb(ids), F.embedding(ids, emb.weight), rtol=0, atol=0)
             with pytest.raises(RowIndexError):
                 emb(torch.tensor([50]))
-
-
-def test_a_thread_that_evaluates_while_another_trains() -> None:
-    emb = st.Embedding(100, 8, idle="lazy")
-    with torch.no_grad():
-        emb.weight.fill_(1.0)
-    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
-    stop, wrong = threading.Event(), []
-    ids = torch.arange(40)
-
-    def evaluate() -> None:
-        with torch.inference_mode():
-            while not stop.is_set():
-                found = emb(ids)
-                if not bool((found == found.round()).all()):
-                    wrong.append(found)
-
-    thread = threading.Thread(target=evaluate)
-    thread.start()
-    try:
-        for _ in range(200):
-            opt.zero_grad()
-            emb(ids).sum().backward()
-            opt.step()
-    finally:
-        stop.set()
-        thread.join()
-    assert not wrong
-    with torch.no_grad():
-        assert torch.equal(emb(ids), torch.full((40, 8), -199.0))
 
 
 # --- language models ---------------------------------------------------------------------------------------------------

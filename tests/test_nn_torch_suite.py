@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import (
-    dense_grad,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import dense_grad
 from torch import nn
 
 import speedtransfer

@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import (
-    LAZY,
-    LazyOracle,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import LAZY, LazyOracle
 from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from torch import Tensor, nn
 from torch.optim import lr_scheduler

@@ -7,13 +7,7 @@ import importlib
 
 import pytest
 import torch
-from lazy_oracle import (
-    LAZY,
-    LazyOracle,
-    Twins,
-    assert_same,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import LAZY, LazyOracle, Twins, assert_same
 from torch import nn
 
 adam_module = importlib.import_module("torch.optim.adam")
@@ -50,6 +44,8 @@ def test_an_exception_inside_a_step(monkeypatch: pytest.MonkeyPatch, done: int, 
     failing.armed = True
     with pytest.raises(KeyboardInterrupt):
         twins.opt.step()
+    # The parameter is the whole table again, for those too who do not ask the module.
+    assert twins.opt.param_groups[0]["params"][0].shape == before.shape
     assert torch.equal(twins.ours.table.torch(), before)
     if then == "retry":
         twins.step()

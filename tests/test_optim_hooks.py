@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import Twins, one_thread, skewed_batches, squared_loss  # noqa: F401 - a fixture
+from lazy_oracle import Twins, skewed_batches, squared_loss
 from optimizer_cases import case_named
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook

@@ -5,9 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from exact_pair import CASES, Exact, warmup_and_cosine
-from lazy_oracle import (
-    one_thread,  # noqa: F401 - a fixture
-)
 from optimizer_cases import FUSED, OptimizerCase, case_named, some
 from torch.optim import lr_scheduler
 

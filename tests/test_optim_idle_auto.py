@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,13 +10,7 @@ from typing import Any
 import pytest
 import torch
 from exact_pair import Exact
-from lazy_oracle import (
-    LazyOracle,
-    assert_same,
-    one_thread,  # noqa: F401 - a fixture
-    skewed_batches,
-    squared_loss,
-)
+from lazy_oracle import LazyOracle, assert_same, skewed_batches, squared_loss
 from optimizer_cases import OptimizerCase, case_named
 from torch import nn
 
@@ -45,20 +37,6 @@ def pair_of(case: OptimizerCase, **options: Any) -> Exact:
 @pytest.mark.parametrize("maker", MAKERS, ids=["Embedding", "EmbeddingBag", "rows", "rows of bags"])
 def test_the_default(maker: Any) -> None:
     assert inspect.signature(maker).parameters["idle"].default == "auto"
-
-
-def test_replaced_modules_keep_their_numbers() -> None:
-    torch.manual_seed(0)
-    dense = nn.Sequential(nn.Embedding(60, 8), nn.Linear(8, 8))
-    ours = copy.deepcopy(dense)
-    assert speedtransfer.replace_embeddings(ours, min_rows=0) == ["0"]
-    for model in (dense, ours):
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=1e-3)
-        for ids, target in skewed_batches(60, 8, 80):
-            optimizer.zero_grad()
-            squared_loss(model(ids), target).backward()
-            optimizer.step()
-    torch.testing.assert_close(ours[0].table.torch(), dense[0].weight.detach(), rtol=0, atol=1e-4)
 
 
 def train(module: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
@@ -111,25 +89,7 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
     assert find_handle(module.weight).rows.lag is None
 
 
-def test_a_wrong_name_is_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'exact'"):
-        speedtransfer.Embedding(4, 2, idle="exakt")
-
-
 # --- copies, pickles, checkpoints ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
-)
-def test_copies_stay_what_they_are(clone: Any) -> None:
-    pair = pair_of(case_named("adamw"))
-    pair.train(pair.batches(30))
-    pair.ours, pair.opt = clone((pair.ours, pair.opt))
-    assert pair.ours.idle == "auto"
-    pair.modules, pair.optimizers = (pair.ours, pair.dense), (pair.opt, pair.dense_opt)
-    pair.train(pair.batches(30, seed=1))
-    pair.assert_same()
 
 
 @pytest.mark.parametrize("saved", ["lazy", "exact", "auto"])

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
 import torch
 from exact_pair import COUPLED, Exact, warmup_and_cosine
-from lazy_oracle import (
-    one_thread,  # noqa: F401 - a fixture
-    squared_loss,
-)
+from lazy_oracle import squared_loss
 from optimizer_cases import FUSED_ON_CPU, OptimizerCase, case_named, some
 
 import speedtransfer
@@ -20,7 +16,6 @@ from speedtransfer.idle import History, Replay, rule_for
 from speedtransfer.optim import find_handle
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-9}
-replay_module = sys.modules["speedtransfer.idle.replay"]
 
 
 def named(name: str) -> OptimizerCase:

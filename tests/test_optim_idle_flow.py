@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import threading
 from collections.abc import Callable
@@ -12,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 from exact_pair import COUPLED, Exact, warmup_and_cosine
-from lazy_oracle import (
-    one_thread,  # noqa: F401 - a fixture
-    skewed_batches,
-    squared_loss,
-)
+from lazy_oracle import skewed_batches, squared_loss
 from optimizer_cases import BASE, OptimizerCase, case_named, some
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -101,27 +96,6 @@ def test_files_hold_all_steps(tmp_path: Any) -> None:
     pair.ours.table.save(tmp_path / "table.npy")
     saved = speedtransfer.Table.load(tmp_path / "table.npy").torch()
     torch.testing.assert_close(saved, pair.dense.weight.detach(), rtol=0, atol=2e-5)
-
-
-def test_max_norm() -> None:
-    pair = Exact(case_named("adamw"), max_norm=1.5)
-    pair.dense.max_norm = 1.5
-    pair.train(pair.batches(60))
-    pair.assert_same(1e-4)
-
-
-def test_bags() -> None:
-    torch.manual_seed(0)
-    bags = speedtransfer.EmbeddingBag(60, 8, mode="sum", idle="exact"), nn.EmbeddingBag(60, 8, mode="sum")
-    with torch.no_grad():
-        bags[1].weight.copy_(bags[0].table.torch())
-    optimizers = [torch.optim.AdamW(bag.parameters(), lr=0.05) for bag in bags]
-    for ids, target in skewed_batches(60, 8, 60):
-        for bag, optimizer in zip(bags, optimizers, strict=True):
-            optimizer.zero_grad()
-            (bag(ids) - target.sum(1)).square().sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(bags[0].table.torch(), bags[1].weight.detach(), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("memory", ["device", "mmap"])
@@ -214,32 +188,6 @@ def test_changes_while_rows_lag(name: str, change: Callable[[Exact], None]) -> N
     change(pair)
     pair.train(pair.batches(20, seed=1))
     pair.assert_same()
-
-
-@pytest.mark.parametrize(
-    "clone", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["copy", "pickle"]
-)
-def test_copies_are_up_to_date(clone: Any) -> None:
-    pair = Exact(case_named("adamw"))
-    pair.train(pair.batches(20))
-    duplicate = clone(pair.ours)
-    assert duplicate.idle == "exact"
-    assert torch.equal(duplicate.table.torch(), pair.ours.table.torch())
-    pair.ours, pair.dense = duplicate, clone(pair.dense)
-    pair.modules = pair.ours, pair.dense
-    pair.opt, pair.dense_opt = pair.optimizers = tuple(
-        torch.optim.AdamW(module.parameters(), lr=0.05) for module in pair.modules
-    )
-    pair.train(pair.batches(20, seed=1))
-    pair.assert_same()
-
-
-def test_the_optimizer_is_gone_and_rows_still_lag() -> None:
-    pair = Exact(case_named("adamw"))
-    pair.train(pair.batches(20))
-    pair.opt = pair.optimizers = None
-    gc.collect()
-    torch.testing.assert_close(pair.ours.table.torch(), pair.dense.weight.detach(), rtol=0, atol=1e-5)
 
 
 def test_a_failed_step_is_no_step() -> None:

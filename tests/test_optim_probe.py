@@ -8,7 +8,6 @@ import weakref
 import pytest
 import torch
 from interrupt import Interrupt
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import BASE, CASES, FUSED, REFUSED, OptimizerCase, RefusedCase, case_named, some
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook

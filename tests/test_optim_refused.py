@@ -6,10 +6,7 @@ import itertools
 
 import pytest
 import torch
-from lazy_oracle import (
-    Twins,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import Twins
 from refused_styles import REFUSED_STYLES
 from third_party import RowOptimizer
 

@@ -11,11 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import (
-    Twins,
-    one_thread,  # noqa: F401 - a fixture
-    squared_loss,
-)
+from lazy_oracle import Twins, squared_loss
 from sparse_pair import TAKERS, SparsePair
 from third_party import REFUSED_SPARSE, RowOptimizer, RowWiseAdagrad, SingleSparse
 from torch import nn

@@ -9,13 +9,7 @@ import gc
 import pytest
 import torch
 from forked import run_script
-from lazy_oracle import (
-    LAZY,
-    LazyOracle,
-    Twins,
-    one_thread,  # noqa: F401 - a fixture
-    squared_loss,
-)
+from lazy_oracle import LAZY, LazyOracle, Twins, squared_loss
 from optimizer_cases import REFUSED, RefusedCase, case_named
 from torch import nn
 
@@ -146,31 +140,6 @@ def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
     swap_in(twins, twins.ours, twins.dense)
     twins.train([(ids, target.double()) for ids, target in batches[3:]])
     twins.assert_same()
-
-
-def test_deepcopy_of_model_and_optimizer_trains_on_alone(twins: Twins) -> None:
-    batches = twins.batches(16)
-    twins.train(batches[:6])
-    ours, opt = copy.deepcopy((twins.ours, twins.opt))
-    dense, dense_opt = copy.deepcopy((twins.dense, twins.oracle.optimizer))
-    dense._forward_hooks.clear()
-    twins.train(batches[6:10])
-    twins.assert_same()
-    twins.ours, twins.opt, twins.dense, twins.oracle = ours, opt, dense, LazyOracle(dense_opt, dense)
-    twins.train(batches[10:])
-    twins.assert_same()
-
-
-def test_deepcopy_of_a_model_with_a_gradient_pending() -> None:
-    twins = Twins(case_named("adamw").make)
-    twins.backward(*twins.batches(1)[0])
-    copied, dense = copy.deepcopy(twins.ours), copy.deepcopy(twins.dense)
-    assert torch.equal(copied.weight, twins.ours.weight)
-    assert copied.weight.grad is dense.weight.grad is None  # torch copies no gradient either
-    assert torch.equal(copied.table.torch(), twins.ours.table.torch())
-    twins.step()
-    twins.assert_same()
-    assert not torch.equal(copied.table.torch(), twins.ours.table.torch())
 
 
 class OwnState(torch.optim.SGD):

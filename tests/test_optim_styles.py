@@ -6,11 +6,7 @@ import copy
 
 import pytest
 import torch
-from lazy_oracle import (
-    Twins,
-    one_thread,  # noqa: F401 - a fixture
-    tensors_in,
-)
+from lazy_oracle import Twins, tensors_in
 from third_party import STYLES
 from torch import nn
 from torch.optim import lr_scheduler

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lazy_oracle import (
-    LazyOracle,
-    Twins,
-    one_thread,  # noqa: F401 - a fixture
-)
+from lazy_oracle import LazyOracle, Twins
 from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 

@@ -7,12 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exact_pair import CASES, COUPLED, Exact
-from lazy_oracle import (
-    Twins,
-    one_thread,  # noqa: F401 - a fixture
-    start_value,
-    tensors_in,
-)
+from lazy_oracle import Twins, start_value, tensors_in
 from optimizer_cases import BASE, OptimizerCase, case_named, some
 from torch import nn
 from torch.optim import Optimizer

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import sweep_pair
 import torch
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from refused_styles import Lamb
 from sweep_optimizers import DIFFERS, FAILS, REFUSED, RESULTS, WORKS, main, outcome
 from third_party import History, Lion, Proximal, RowOptimizer

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from exact_pair import Exact
-from lazy_oracle import FLOW_NAMES, Twins, one_thread, squared_loss  # noqa: F401 - a fixture
+from lazy_oracle import FLOW_NAMES, Twins, squared_loss
 from optimizer_cases import case_named
 from sparse_pair import TAKERS, SparsePair
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ def compare(program: Program, pair: Any, tolerance: float | None, oracle: Any = 
     pair.assert_same(tolerance)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", LAZY)
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_lazily(program: Program, name: str) -> None:
@@ -77,6 +78,7 @@ def test_lazily(program: Program, name: str) -> None:
     compare(program, twins, program.rounding, twins.oracle)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["adamw-fused", "adamw", "sgd-momentum-weight-decay"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_exactly(program: Program, name: str) -> None:

@@ -14,7 +14,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import Tensor
 
 import speedtransfer as st

@@ -167,12 +167,6 @@ def test_regular_ids_are_found(name):
     assert np.array_equal(index.find(ids), np.arange(len(ids)))
 
 
-def test_all_ids_equal():
-    index = IdIndex.of(array([7]), array([3]))
-    assert (index.find(np.full(1000, 7)) == 3).all()
-    assert (index.find(np.full(1000, 8)) == -1).all()
-
-
 def test_ids_that_share_a_slot():
     """Chosen with the index's own random number, round the end of the table too."""
     index = IdIndex(200)

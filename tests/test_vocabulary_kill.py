@@ -8,8 +8,6 @@ import pytest
 from forked import run_script
 from in_child import skip_where_torch_refuses
 
-TESTS = Path(__file__).parent
-
 # One process imports torch and starts no thread, then forks a child for each life of the training run, and ends it by
 # SIGKILL at a random time.
 SCRIPT = r"""

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from optimizer_cases import BASE, OptimizerCase, case_named, some
 from torch import Tensor, nn
 

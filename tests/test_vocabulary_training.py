@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 import torch
 from exact_pair import COUPLED
-from lazy_oracle import (  # noqa: F401 - a fixture
-    one_thread,
-    squared_loss,
-)
+from lazy_oracle import squared_loss
 from optimizer_cases import BASE, OptimizerCase, some
 from reading_ahead import at_once, by_loader, by_ticket
 from torch import Tensor
@@ -133,6 +130,7 @@ def trained(ahead: Any, idle: str = "lazy", **about: Any) -> tuple[Any, Any, Any
     return torch.cat(outs), vocabulary.export(), vocabulary.stats()
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("about", [{}, {"admit": 2}, {"admit": 2, "unseen": "row"}], ids=str)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("ahead", [by_ticket, by_loader])
@@ -154,16 +152,3 @@ def test_rows_read_ahead_are_used_beside_those_of_new_ids() -> None:
     # Seven rows ahead, with that of unseen ids, and the two of the new ids twice: their first values were written meanwhile.
     assert module.table.stats().gathered_rows == 7 + 2 * 2
     assert torch.equal(out.detach(), module(torch.arange(8)).detach())
-
-
-def test_a_buffer_that_is_filled_anew_is_noticed() -> None:
-    module = st.Embedding(20, 4, vocabulary=st.Vocabulary())
-    batch = torch.arange(3)
-
-    def refilled() -> Any:
-        for start in range(4):
-            batch.copy_(torch.arange(start, start + 3))
-            yield batch
-
-    with pytest.raises(st.errors.InvalidValueError, match="copies"):
-        list(map(module, st.prefetch(refilled(), lambda ids: {module: ids})))

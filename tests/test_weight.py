@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401
 from sweeps import cover
 from weight_cases import Case
 from weight_cases_training import CASES as ALL

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401 - a fixture
 from torch import nn
 from weight_programs import SETTINGS, VOCABULARY, Setting, draw, run, shrink
 
@@ -85,29 +84,6 @@ def no_gc() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-
-
-def test_a_failed_step_ends_at_once() -> None:
-    """Its parameter is the whole table again for those who do not ask the module, too."""
-    emb = pair()[1]
-    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-    param = next(emb.parameters())
-    emb(IDS).sum().backward()
-    kind, name = type(opt), "_init_group"
-    original = getattr(kind, name)
-
-    def raising(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self is opt:
-            raise KeyError("on purpose")
-        return original(self, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, name, raising)
-        with pytest.raises(KeyError, match="on purpose"):
-            opt.step()
-    assert param.shape == (9, 3)
-    assert param.grad is not None
-    assert param.grad.shape == (9, 3)
 
 
 @pytest.mark.parametrize("use", ["step", "whole", "hooks", "fails", "closure", "closure fails", "held", "state dict"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 
 import speedtransfer as st
 from ranks.small import DIM, ROWS, all_ids, ids, rows_of, table
-from ranks.training import Run, compare, train
 from speedtransfer import rows as rows_module
 
 FORMS = {
@@ -81,16 +79,7 @@ def test_the_same_bits_if_idle_rows_catch_up_in_several_chunks(two, kind):
         two.pool.stop()
 
 
-def final_loss(run: Run) -> float:
-    net, _, _ = train(run, dist.get_world_size(), [dist.get_rank()], alone=False)
-    return float(rows_of_run(net.emb).square().mean())
-
-
-def rows_of_run(emb: Any) -> torch.Tensor:
-    return emb.table.gather(torch.arange(emb.num_embeddings)).clone()
-
-
-DRAWS = 150
+DRAWS = 80
 
 
 def rounded(kind: str, comm_dtype: torch.dtype) -> tuple[float, float, float]:
@@ -123,27 +112,7 @@ def test_rounded_gradients_are_unbiased(two, kind, comm_dtype, step):
         assert mean <= step / 6
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize("comm_dtype", [torch.bfloat16, torch.int8])
-def test_rounded_gradients_train_as_exact_ones(two, kind, comm_dtype):
-    run = Run(kind=kind, dtype=torch.float32, steps=30)
-    exact = two(final_loss, run)
-    for found in two(final_loss, dataclasses.replace(run, options={"comm_dtype": comm_dtype})):
-        assert found == pytest.approx(exact[0], rel=0.02)
-
-
 # --- what all must see ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
-@pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_an_overflow_is_seen_by_all(two, kind, options):
-    # Rows of one batch overflow: one owner has them.
-    run = Run(kind=kind, overflow=3, optimizer_options=options, clip=0.05)
-    for found in two(compare, run):
-        assert found["error"] < 1e-10
-        assert found["dense"] < 1e-10
 
 
 def one_row_overflows(kind: str, fused: bool) -> tuple[float, bool]:

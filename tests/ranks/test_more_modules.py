@@ -13,31 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
 
-SIZES = (50, 7, 300)
-
-
-def features(group, ranks: list[int]) -> torch.Tensor:
-    torch.manual_seed(1)
-    multi = st.MultiEmbedding(SIZES, 4, padding_idx=0, process_group=group, dtype=torch.float64)
-    opt = torch.optim.AdamW(multi.parameters(), lr=0.05)
-    for step in range(5):
-        draw = [torch.Generator().manual_seed(10 * step + rank) for rank in ranks]
-        ids = [torch.cat([torch.randint(0, size, (6,), generator=g) for g in draw]) for size in SIZES]
-        opt.zero_grad()
-        (sum(rows.square().sum() for rows in multi(ids)) / (1 if group else dist.get_world_size())).backward()
-        opt.step()
-    with torch.no_grad():
-        return torch.cat([multi[i](torch.arange(size)) for i, size in enumerate(SIZES)])
-
-
-def both() -> float:
-    ours = features(dist.group.WORLD, [dist.get_rank()])
-    return float((ours - features(None, list(range(dist.get_world_size())))).abs().max())
-
-
-def test_features(ranks):
-    assert max(ranks(both)) < 1e-12
-
 
 def replaced() -> tuple[bool, str, str]:
     torch.manual_seed(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import threading
 import time
@@ -245,18 +244,6 @@ def test_in_mid_training(two, kind):
     assert max(two(another_optimizer, kind)) < 1e-12
 
 
-def compiled(kind: str) -> float:
-    pair = Pair(kind)
-    for backend, step in [("eager", 0), ("eager", 1), ("aot_eager", 2)]:
-        model = torch.compile(nn.Sequential(pair.emb), backend=backend, fullgraph=ONE_GRAPH)
-        pair.step(model(ids(step)).square().sum(), pair.one(all_ids(step)).square().sum())
-    return pair.distance()
-
-
-def test_compiled(two, kind):
-    assert max(two(compiled, kind)) < 1e-12
-
-
 class Several(nn.Module):
     """Lookups of several tables, whose messages must come in one order: also of one whose result is not used."""
 
@@ -422,18 +409,6 @@ def test_gradients_and_weights_changed_in_place(two, kind):
 # --- modules --------------------------------------------------------------------------------------------------------------
 
 
-def copied(kind: str) -> tuple[float, float]:
-    pair = Pair(kind)
-    pair.train(0)
-    before = rows_of(pair.emb)
-    made, one = copy.deepcopy(pair.emb), copy.deepcopy(pair.one)
-    twin = Pair(kind)
-    twin.emb, twin.one = made, one
-    twin.opt, twin.one_opt = (torch.optim.Adam(each.parameters(), lr=0.1) for each in (made, one))
-    twin.train(1, 2)
-    return twin.distance(), float((rows_of(pair.emb) - before).abs().max())
-
-
 def tied(kind: str) -> float:
     pair = Pair(kind)
     other, other_one = table(kind), table("one")
@@ -455,10 +430,7 @@ def converted(kind: str) -> dict[str, float]:
     return found
 
 
-def test_copied_tied_converted(two, kind):
-    for error, moved in two(copied, kind):
-        assert error < 1e-12
-        assert moved == 0
+def test_tied_and_converted(two, kind):
     assert max(two(tied, kind)) < 1e-12
     for found in two(converted, kind):
         assert max(found["float"], found["double"], found["cpu"]) < 1e-6
@@ -485,18 +457,8 @@ def state_dicts(kind: str) -> None:
         emb.load_state_dict({"weight": torch.zeros(ROWS - 1, DIM)})
 
 
-def idle_state_dict(kind: str) -> None:
-    # Rows that have missed steps are caught up.
-    pair = Pair(kind, torch.optim.AdamW, idle="exact")
-    pair.train(0, 1, 2)
-    found = st.full_state_dict(nn.Sequential(pair.emb))
-    if dist.get_rank() == 0:
-        assert float((found["0.weight"] - pair.one.state_dict()["weight"]).abs().max()) < 1e-12
-
-
 def test_state_dicts(two, kind):
     two(state_dicts, kind)
-    two(idle_state_dict, kind)
 
 
 def replaced(kind: str) -> None:
