@@ -44,7 +44,7 @@ optim/leaves.py: optim_styles
 optim/merge.py: weight
 - if more_ids is ids or (full and more_full):
 + if more_ids is ids or full or more_full:
-optim/param_guards.py: data_parallel
+optim/param_guards.py: optim_param_guards
 - _refuse_copies(module, device_ids)
 + pass
 optim/pending.py: weight_programs
@@ -68,7 +68,7 @@ optim/replicas.py: ranks/test_wrappers.py
 optim/state.py: optim_sparse
 - self.sparse = sparse
 + self.sparse = False
-optim/pending.py: nn_guards
+optim/pending.py: nn_module
 - self._warned = False
 + self._warned = True
 idle/history.py: optim_loaded_state
@@ -95,7 +95,7 @@ idle/quadrature.py: idle_history
 + divides, counts = slope > SMALLEST_SLOPE, weight == 0
 - spread = 1 if node == 0 else 1 + NODES + node
 + spread = 1 + NODES + node
-idle/replay.py: optim_idle_coupled
+idle/replay.py: optim_idle
 - if "max_exp_avg_sq" in rows:
 + if False:
 idle/rule.py: idle_history
