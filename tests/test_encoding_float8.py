@@ -134,7 +134,7 @@ def test_what_was_stored_stays(dtype: torch.dtype, scale_dtype: torch.dtype) -> 
         stored = encode_rows(codec, values, None if first is None else keys_for(300, first))
         decoded = decode_rows(codec, stored)
         assert decoded.isfinite().all()
-        for writes in (None, *range(10)):
+        for writes in (None, *range(4)):
             again = encode_rows(codec, decoded, None if writes is None else keys_for(300, writes))
             assert torch.equal(decode_rows(codec, again).view(torch.int32), decoded.view(torch.int32))
             if scale_dtype == torch.float32:

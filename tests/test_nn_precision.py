@@ -313,6 +313,7 @@ def test_numbers_that_float16_has_not_are_clamped() -> None:
 # --- copies and conversions -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
 def test_copies(dtype: torch.dtype, how: str) -> None:

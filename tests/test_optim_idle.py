@@ -18,7 +18,7 @@ from speedtransfer.optim import find_handle
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("steps", [100, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [60, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:
@@ -89,7 +89,7 @@ def history_of(pair: Exact) -> Any:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("steps", [150, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("steps", [90, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_equals_dense_training_with_evaluation_in_between(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:

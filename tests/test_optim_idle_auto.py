@@ -92,6 +92,7 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
 # --- copies, pickles, checkpoints ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("saved", ["lazy", "exact", "auto"])
 @pytest.mark.parametrize("loaded", ["lazy", "exact", "auto"])
 def test_checkpoints_do_not_say_how_rows_idle(saved: str, loaded: str, tmp_path: Path) -> None:

@@ -173,39 +173,6 @@ def test_bags(make: Callable[..., Optimizer], mode: str) -> None:
     torch.testing.assert_close(ours.table.torch(), theirs.weight.detach())
 
 
-class Interrupted(RowWiseAdagrad):
-    """Is stopped within a step, once it has moved the rows."""
-
-    broken = False
-
-    def update(self, *args) -> None:
-        super().update(*args)
-        if self.broken:
-            raise KeyboardInterrupt
-
-
-def test_a_step_that_fails_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = SparsePair(Interrupted)
-    batches = pair.batches(8)
-    pair.train(batches[:4])
-    before = pair.ours.table.torch().clone()
-    ids, target = batches[4]
-    pair.opt.zero_grad()
-    squared_loss(pair.ours(ids), target).backward()
-    with monkeypatch.context() as patch:
-        patch.setattr(Interrupted, "broken", True)
-        with pytest.raises(KeyboardInterrupt):
-            pair.opt.step()
-    assert torch.equal(pair.ours.table.torch(), before)
-    # Its gradient is there still, and the next backward adds to it.
-    pair.dense_opt.zero_grad()
-    squared_loss(pair.dense(ids), target).backward()
-    for module, opt in zip(pair.modules, pair.optimizers, strict=True):
-        squared_loss(module(batches[5][0]), batches[5][1]).backward()
-        opt.step()
-    pair.assert_same()
-
-
 # --- checkpoints --------------------------------------------------------------------------------------------------------
 
 
