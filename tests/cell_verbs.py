@@ -5,7 +5,6 @@ Each is done with a module of ours and with that of torch.nn, in the middle of t
 
 from __future__ import annotations
 
-import ast
 import concurrent.futures
 import copy
 import functools
@@ -29,6 +28,7 @@ import torch.nn.functional as F
 from ranks.run import Pool, RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from weight_world import run_code
 
 import speedtransfer as st
 from speedtransfer.errors import SpeedtransferError
@@ -386,10 +386,7 @@ def done(world: World, verb: str) -> list[Tensor]:
     names["ones"] = lambda rows: torch.ones(rows, names["weight"].shape[1])
     at, rows = world.at if world.ours and world.vocabulary else None, len(names["weight"])
     torch.manual_seed(1)
-    tree = ast.parse(VERBS[verb])
-    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    exec(compile(tree, verb, "exec"), names)
-    result = last and eval(compile(ast.Expression(last.value), verb, "eval"), names)
+    result = run_code(verb, VERBS[verb], names)
     # What functions in place return is not read: they write where nobody may read all rows.
     return [] if "_(" in verb and VERBS[verb].count("; ") == 0 else flat(result, at, rows)
 

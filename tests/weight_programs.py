@@ -17,10 +17,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from weight_statements import TRAINING, VOCABULARY
+from weight_world import assert_equal, run_code
 
 import speedtransfer
 from speedtransfer.errors import SpeedtransferError
@@ -197,15 +199,7 @@ class World:
 
     def run(self, statement: str) -> Any:
         """Run a statement; the value of its last part, where that is an expression."""
-        import ast
-
-        tree = ast.parse(statement)
-        last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-        scope = _Scope(self.names)
-        exec(compile(tree, statement, "exec"), scope)
-        if last is not None:
-            return eval(compile(ast.Expression(last.value), statement, "eval"), scope)
-        return None
+        return run_code(statement, statement, self.names)
 
     def state(self) -> dict[str, Any]:
         """Return all that can be seen of the model and the optimizer; to look brings idle rows up to date."""
@@ -216,19 +210,12 @@ class World:
             found[name + ".grad"] = None if param.grad is None else plain(param.grad)
             found[name + ".requires_grad"] = param.requires_grad
         found["opt"] = plain(copy.deepcopy(opt.state_dict()["state"]))
-        found["seen"] = list(self.names["seen"])
+        found["seen"] = plain(self.names["seen"])
         return found
 
 
-class _Scope(dict):  # type: ignore[type-arg]
-    """Names of a program, for functions within it too."""
-
-    def __new__(cls, names: dict[str, Any]) -> Any:
-        return names
-
-
 def plain(value: Any) -> Any:
-    """Return `value` with tensors that are dense, ordinary and apart from their sources."""
+    """Return `value` with tensors that are dense, ordinary and apart from their sources; None for what is not compared."""
     if isinstance(value, Tensor):
         value = value.detach()
         return value.to_dense().clone() if value.layout != torch.strided else value.clone()
@@ -236,39 +223,15 @@ def plain(value: Any) -> Any:
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [plain(item) for item in value]
-    return value
+    return value if isinstance(value, bool | int | float | str | np.ndarray) else None
 
 
 def difference(expected: Any, got: Any, where: str = "") -> str | None:
     """Tell where two values differ, or None."""
-    if isinstance(expected, Tensor) and isinstance(got, Tensor):
-        if expected.shape != got.shape:
-            return f"{where}: shape {tuple(got.shape)}, in torch {tuple(expected.shape)}"
-        if not torch.allclose(expected.detach().double(), got.detach().double(), rtol=1e-9, atol=1e-9, equal_nan=True):
-            off = (expected.detach().double() - got.detach().double()).abs().max().item()
-            return f"{where}: {off:.3g} apart\n{got.detach()}\nin torch\n{expected.detach()}"
-        return None
-    if isinstance(expected, dict) and isinstance(got, dict):
-        if expected.keys() != got.keys():
-            return f"{where}: keys {list(got)}, in torch {list(expected)}"
-        return next((d for key in expected if (d := difference(expected[key], got[key], f"{where}[{key!r}]"))), None)
-    if isinstance(expected, list | tuple) and isinstance(got, list | tuple):
-        if len(expected) != len(got):
-            return f"{where}: {len(got)} values, in torch {len(expected)}"
-        pairs = enumerate(zip(expected, got, strict=True))
-        return next((d for i, (a, b) in pairs if (d := difference(a, b, f"{where}[{i}]"))), None)
-    if isinstance(expected, float) and isinstance(got, float):
-        same = abs(expected - got) <= 1e-9 * max(1, abs(expected)) or (expected != expected and got != got)
-        return None if same else f"{where}: {got}, in torch {expected}"
-    if type(expected).__module__ == "numpy" or isinstance(expected, bool | int | str | None):
-        try:
-            return None if bool((expected == got).all()) else f"{where}: differs"
-        except AttributeError:
-            import numpy as np
-
-            if isinstance(expected, np.floating):
-                return difference(float(expected), float(got), where)
-            return None if expected == got else f"{where}: {got!r}, in torch {expected!r}"
+    try:
+        assert_equal(got, expected, 1e-9, where)
+    except AssertionError as error:
+        return str(error)
     return None
 
 

@@ -167,8 +167,9 @@ class World:
             self.see("before")
             if self.moment == "between":
                 self.loss(9).backward()
-            with torch.set_grad_enabled(grad):
-                result = run_code(case, self.names)
+            with torch.set_grad_enabled(grad), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                result = run_code(case.id, case.code, self.names)
                 # Of a view of a leaf torch says that it wants gradients even where it was made without any.
                 self.seen.append(("result", snapshot(result, grad)))
             self.see("after the case")
@@ -203,16 +204,14 @@ class World:
                 self.seen.append((f"state {number}.{name} {when}", snapshot(value)))
 
 
-def run_code(case: Case, names: dict[str, Any]) -> Any:
-    """Run the code of `case` and return the value of its last line, or None where that is a statement."""
-    file = f"<{case.id}>"
-    linecache.cache[file] = (len(case.code), None, [line + "\n" for line in case.code.splitlines()], file)
-    tree = ast.parse(case.code)
+def run_code(name: str, code: str, names: dict[str, Any]) -> Any:
+    """Run `code` and return the value of its last line, or None where that is a statement."""
+    file = f"<{name}>"
+    linecache.cache[file] = (len(code), None, [line + "\n" for line in code.splitlines()], file)
+    tree = ast.parse(code)
     last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        exec(compile(tree, file, "exec"), names)
-        return None if last is None else eval(compile(ast.Expression(last.value), file, "eval"), names)
+    exec(compile(tree, file, "exec"), names)
+    return None if last is None else eval(compile(ast.Expression(last.value), file, "eval"), names)
 
 
 def tensors(value: Any) -> list[Tensor]:
