@@ -93,13 +93,6 @@ def test_large_calls_use_the_compiled_copies():
     assert compiled.gather_streaming_lines.signatures
 
 
-def test_a_write_is_seen_by_autograd(always_compiled):
-    plane = torch.zeros(8, 4)
-    for version in range(2):
-        assert plane._version == version
-        host.scatter_rows([plane], torch.tensor([1]), [torch.ones(1, 4)])
-
-
 def test_inference_mode(always_compiled):
     plane = torch.arange(8.0).view(4, 2)
     with torch.inference_mode():

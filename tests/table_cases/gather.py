@@ -94,18 +94,6 @@ class GatherCases(TableCases):
         # As bytes: torch 2.6 does not index float8.
         assert_same_bits(table.gather(index).cpu(), values.view(torch.uint8)[torch.from_numpy(index)].view(dtype))
 
-    @pytest.mark.parametrize("width", [1, 2, 3, 4, 5, 8, 31, 33, 199, 1024])
-    def test_awkward_widths(self, width):
-        values = numbers((13, width), torch.float32)
-        table = self.filled(values)
-        assert_same_bits(table.gather([12, 0, 7, 7]).cpu(), values[[12, 0, 7, 7]])
-
-    def test_keeps_every_bit(self):
-        values = torch.tensor([[float("nan"), -0.0, float("inf"), 1e-45]])
-        values.view(torch.int32)[0, 0] = 0x7F800001 + 0x1234  # a signalling NaN with a payload
-        table = self.filled(values)
-        self.assert_unchanged(table, values)
-
     def test_every_integer_dtype_is_an_index(self):
         for index_dtype in INDEX_DTYPES:
             table = self.numbered(128, 2)

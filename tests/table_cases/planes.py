@@ -69,41 +69,6 @@ class PlaneCases(TableCases):
 
     # --- planes -------------------------------------------------------------------------------------------------------
 
-    def test_planes_of_different_widths_and_dtypes_in_one_call(self):
-        table = self.numbered(20, 4)
-        table.add_plane("exp_avg", fill=0.5)
-        table.add_plane("last_step", 1, torch.int32, fill=-1)
-        table.add_plane("half", 7, torch.bfloat16, fill=2)
-        table.add_plane("bytes", 3, torch.uint8, fill=255)
-        table.add_plane("double", 2, torch.float64, fill=1e-300)
-        assert table.planes == ("weight", "exp_avg", "last_step", "half", "bytes", "double")
-        names = ["last_step", "weight", "double", "bytes", "half", "exp_avg"]
-        index = torch.tensor([[3, 19], [3, 0]])
-        rows = table.gather(index, names)
-        assert list(rows) == names
-        assert {name: (*r.shape,) for name, r in rows.items()} == {
-            "last_step": (2, 2, 1),
-            "weight": (2, 2, 4),
-            "double": (2, 2, 2),
-            "bytes": (2, 2, 3),
-            "half": (2, 2, 7),
-            "exp_avg": (2, 2, 4),
-        }
-        assert rows["last_step"].dtype == torch.int32
-        assert rows["last_step"].flatten().tolist() == [-1] * 4
-        assert rows["double"][0, 0].tolist() == [1e-300] * 2
-        assert rows["weight"][..., 0].tolist() == [[3, 19], [3, 0]]
-        unique = torch.tensor([19, 0, 3])
-        new = {
-            name: numbers((3, plane.shape[-1]), plane.dtype, seed=i).to(table.device)
-            for i, (name, plane) in enumerate(rows.items())
-        }
-        table.scatter(unique, new)
-        for name in names:
-            assert_same_bits(table.gather(unique, name), new[name])
-            assert_same_bits(table.gather(unique, names)[name], new[name])
-        assert table.gather([4], "last_step").tolist() == [[-1]]
-
     def test_a_plane_of_scales_that_are_powers_of_two(self):
         scale = getattr(torch, "float8_e8m0fnu", None)
         if scale is None:
@@ -123,23 +88,6 @@ class PlaneCases(TableCases):
         with pytest.raises(InvalidTypeError, match=rf"dtype is {scale} but a table holds one of torch's"):
             self.make(4, 4, dtype=scale)
         assert table.planes == ("weight", "scale", "other")
-
-    def test_one_plane_leaves_the_others(self):
-        table = self.numbered()
-        table.add_plane("m", 2, fill=7)
-        table.scatter([1, 2], {"m": torch.zeros(2, 2, device=table.device)})
-        assert self.rows_of(table)[:4, 0].tolist() == [0, 1, 2, 3]
-        assert self.rows_of(table, "m")[:4, 0].tolist() == [7, 0, 0, 7]
-
-    def test_more_planes_than_one_launch_takes(self):
-        table = self.make(9, 1, dtype=torch.int64)
-        names = [f"p{i}" for i in range(40)]
-        for i, name in enumerate(names):
-            table.add_plane(name, 1 + i % 3, fill=i)
-        rows = table.gather([8, 1], names)
-        assert [r[1, 0].item() for r in rows.values()] == list(range(40))
-        table.scatter([8, 1], {name: r + 1 for name, r in rows.items()})
-        assert [table.gather(8, name)[0].item() for name in names] == list(range(1, 41))
 
     def test_add_plane_gives_a_view(self):
         table = self.make(4, 3)

@@ -152,18 +152,6 @@ class ScatterCases(TableCases):
         table.scatter(index, {"weight": rows * 3}, check=False)
         assert table.gather([2, 7])[:, 0].tolist() == [6, 21]
 
-    def test_long_sequence_of_calls(self):
-        values = numbers((97, 5), torch.float32)
-        table = self.filled(values)
-        generator = torch.Generator().manual_seed(0)
-        for step in range(60):
-            index = torch.randperm(97, generator=generator)[: step % 30]
-            rows = table.gather(index)
-            assert_same_bits(rows.cpu(), values[index])
-            table.scatter(index, rows * 0.5 + step)
-            values[index] = values[index] * 0.5 + step
-        self.assert_unchanged(table, values)
-
     # --- sugar --------------------------------------------------------------------------------------------------------
 
     def test_getitem_and_setitem(self):
