@@ -9,25 +9,11 @@ import contextlib
 import numpy as np
 import pytest
 import torch
+from cases import TABLE_DTYPES
 
 from speedtransfer.errors import RowIndexError
 
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.float8_e5m2,
-    torch.int8,
-    torch.uint8,
-    torch.uint16,
-    torch.int32,
-    torch.int64,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
+DTYPES = [*TABLE_DTYPES, torch.uint16, torch.bool, torch.complex64, torch.complex128]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 CONVERSIONS = [(stored, dense) for stored in FLOATS for dense in FLOATS if stored != dense]
 

@@ -11,7 +11,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import dtype_name
+from cases import TABLE_DTYPES, dtype_name
 
 from speedtransfer import buffers
 from speedtransfer.buffers import BlockPool
@@ -19,21 +19,7 @@ from speedtransfer.errors import HostMemoryError
 
 CPU = torch.device("cpu")
 LARGE = 1 << 20
-DTYPES = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.bool,
-    torch.complex64,
-]
+DTYPES = [*TABLE_DTYPES, torch.uint16, torch.bool, torch.complex64]
 
 
 @pytest.fixture(autouse=True)

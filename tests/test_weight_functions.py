@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from weight_world import assert_equal
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
@@ -102,24 +103,13 @@ def snapshot(value: Any, weight: Any) -> Any:
     if isinstance(value, Tensor):
         dense = value.detach() if value.layout == torch.strided else value.detach().to_dense()
         dense = dense.dequantize() if dense.is_quantized else dense.clone()
-        return dense.resolve_conj().resolve_neg(), str(value.layout), value.requires_grad and torch.is_grad_enabled()
+        return [dense.resolve_conj().resolve_neg(), str(value.layout), value.requires_grad and torch.is_grad_enabled()]
     if isinstance(value, tuple | list):
         return [type(value).__name__, *(snapshot(item, weight) for item in value)]
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy())
     plain = int | float | str | bool | torch.dtype | torch.device | torch.layout | None
     return value if isinstance(value, plain) else type(value).__name__
-
-
-def assert_same(ours: Any, expected: Any, tolerance: float) -> None:
-    if isinstance(expected, Tensor | float):
-        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
-    elif isinstance(expected, list | tuple):
-        assert len(ours) == len(expected)
-        for one, other in zip(ours, expected, strict=True):
-            assert_same(one, other, tolerance)
-    else:
-        assert ours == expected
 
 
 def call(weight: Any, name: str, arguments: tuple[Any, ...], grad: bool) -> Any:
@@ -148,8 +138,8 @@ def check(name: str, options: dict[str, Any], most: int) -> int:
             except (InvalidTypeError, InvalidValueError):
                 assert name in REFUSED
                 continue
-            assert_same(ours, expected, tolerance)
-            assert_same(emb.weight.detach().clone(), theirs.detach(), tolerance)
+            assert_equal(ours, expected, tolerance, name)
+            assert_equal(emb.weight.detach().clone(), theirs.detach(), tolerance, name)
         if found >= most:
             break
     return found

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, numbers, one_line, refused
+from cases import INTEGER_DTYPES, assert_same_bits, numbers, one_line, refused
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -17,16 +17,7 @@ from speedtransfer.errors import (
 )
 from table_cases.base import TableCases
 
-INDEX_DTYPES = [
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-]
+INDEX_DTYPES = [*INTEGER_DTYPES, torch.uint16, torch.uint32, torch.uint64]
 # Ways to say rows 3, 0 and 3 of a table; all give the same rows.
 ROWS_3_0_3 = {
     "list": [3, 0, 3],

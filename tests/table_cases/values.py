@@ -14,7 +14,7 @@ from speedtransfer.errors import (
     InvalidValueError,
 )
 from speedtransfer.tables import chunks as fill
-from table_cases.base import TableCases
+from table_cases.base import TableCases, named
 
 # 16 is the block of torch's normal numbers. (num_rows, dim) around it and around chunks of it
 INIT_SHAPES = [(0, 3), (1, 1), (3, 5), (15, 1), (16, 1), (17, 1), (5, 3), (33, 7), (47, 5), (48, 5), (49, 3), (100, 13)]
@@ -73,17 +73,18 @@ class ValueCases(TableCases):
 
     @pytest.mark.parametrize(
         "function",
-        [
-            lambda chunk: torch.nn.init.normal_(chunk, std=0.1),
-            lambda chunk: torch.nn.init.trunc_normal_(chunk, std=0.1),
-            lambda chunk: chunk.normal_(0, 0.1) and None if chunk.numel() == 1 else chunk.uniform_(),
-            lambda chunk: torch.randn(chunk.shape),
-            lambda chunk: torch.randn(chunk.shape, dtype=torch.float64),
-            lambda chunk: torch.randn(chunk.shape, requires_grad=True) * 2,
-            lambda chunk: torch.randn(chunk.shape[1], chunk.shape[0]).t(),
-            lambda chunk: torch.rand(chunk.shape).numpy(),
-        ],
-        ids=["in place", "truncated", "uniform", "returns", "returns double", "has a graph", "strided", "array"],
+        named(
+            {
+                "in place": lambda chunk: torch.nn.init.normal_(chunk, std=0.1),
+                "truncated": lambda chunk: torch.nn.init.trunc_normal_(chunk, std=0.1),
+                "uniform": lambda chunk: chunk.normal_(0, 0.1) and None if chunk.numel() == 1 else chunk.uniform_(),
+                "returns": lambda chunk: torch.randn(chunk.shape),
+                "returns double": lambda chunk: torch.randn(chunk.shape, dtype=torch.float64),
+                "has a graph": lambda chunk: torch.randn(chunk.shape, requires_grad=True) * 2,
+                "strided": lambda chunk: torch.randn(chunk.shape[1], chunk.shape[0]).t(),
+                "array": lambda chunk: torch.rand(chunk.shape).numpy(),
+            }
+        ),
     )
     def test_init_with_a_function(self, function):
         table, whole = self.make(50, 3), torch.zeros(50, 3)
@@ -126,30 +127,20 @@ class ValueCases(TableCases):
 
     @pytest.mark.parametrize(
         "change",
-        [
-            np.asfortranarray,
-            lambda a: a.astype(a.dtype.newbyteorder(">")),
-            lambda a: np.frombuffer(a.tobytes(), dtype=a.dtype).reshape(a.shape),
-            lambda a: np.ascontiguousarray(a[::-1])[::-1],
-            lambda a: np.ascontiguousarray(a[:, ::-1])[:, ::-1],
-            lambda a: np.repeat(a, 2, axis=1)[:, ::2],
-            lambda a: a.tolist(),
-            lambda a: torch.from_numpy(a).t().contiguous().t(),
-            lambda a: torch.from_numpy(a).requires_grad_(),
-            lambda a: torch.nn.Parameter(torch.from_numpy(a)),
-        ],
-        ids=[
-            "Fortran",
-            "big-endian",
-            "read-only",
-            "reversed rows",
-            "reversed columns",
-            "strided",
-            "list",
-            "transposed",
-            "grad",
-            "parameter",
-        ],
+        named(
+            {
+                "Fortran": np.asfortranarray,
+                "big-endian": lambda a: a.astype(a.dtype.newbyteorder(">")),
+                "read-only": lambda a: np.frombuffer(a.tobytes(), dtype=a.dtype).reshape(a.shape),
+                "reversed rows": lambda a: np.ascontiguousarray(a[::-1])[::-1],
+                "reversed columns": lambda a: np.ascontiguousarray(a[:, ::-1])[:, ::-1],
+                "strided": lambda a: np.repeat(a, 2, axis=1)[:, ::2],
+                "list": lambda a: a.tolist(),
+                "transposed": lambda a: torch.from_numpy(a).t().contiguous().t(),
+                "grad": lambda a: torch.from_numpy(a).requires_grad_(),
+                "parameter": lambda a: torch.nn.Parameter(torch.from_numpy(a)),
+            }
+        ),
     )
     def test_from_array_of_anything(self, change):
         values = numbers((40, 3), torch.float64).numpy()
