@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.model import SavedModel
-from speedtransfer.checkpoint.objects import check_rng_states, decode_generators, set_rng_states, states_set
+from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.save import check_arguments
@@ -99,8 +99,9 @@ def load_checkpoint(
             extra, rng = decode(content["extra"], read), decode(content["rng"], read)
             own = files.get(f"rows-{processes.rank}", {}).get("generators")
             if own is not None:
-                rng, generators = decode_generators(own, readers[f"rows-{processes.rank}"].read)
-                states.update({name: state for name, state in generators.items() if name in others})
+                read = readers[f"rows-{processes.rank}"].read
+                rng = decode(own["rng"], read)
+                states |= {name: decode(state, read) for name, state in own["objects"].items() if name in others}
             check_rng_states(rng)
 
         handles = saved_model.handles + [handle for saved in saved_optimizers for handle in saved.handles]
@@ -146,7 +147,8 @@ def open_checkpoint(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[
         try:
             with ExitStack() as opened, manifest.damage_told(path / manifest.NAME):
                 for role, facts in content["files"].items():
-                    readers[role] = opened.enter_context(closing(TensorReader(path / facts["name"], facts)))
+                    readers[role] = TensorReader(path / facts["name"], facts)
+                    opened.enter_context(readers[role].file)
                 stack.push(opened.pop_all())
             break
         except StorageError:

@@ -53,6 +53,8 @@ class SavedModel:
     def __init__(self, node: dict[str, Any], model: nn.Module, readers: Readers) -> None:
         self.model, entries, reader = model, node["entries"], readers.whole
         state, self._tables = _state(model)
+        # Of the tables that it goes into.
+        self.handles = list(self._tables.values())
         for key, value in state.items():
             if isinstance(value, Tensor) and value.is_meta and key not in self._tables:
                 raise InvalidValueError(
@@ -110,11 +112,6 @@ class SavedModel:
         self._counters = {key: node["counters"].get(key, {}) for key in self._tables}
         if not all(type(n) is int for counters in self._counters.values() for n in counters.values()):
             raise TypeError("counters that are no integers")
-
-    @property
-    def handles(self) -> list[Handle]:
-        """Those of the tables that it goes into."""
-        return list(self._tables.values())
 
     def allocate(self) -> None:
         """Give tables the rows that they lack for their ids. May run out of memory, as `SavedOptimizer.allocate`."""

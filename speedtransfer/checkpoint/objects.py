@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from speedtransfer.checkpoint.plain_data import Fetch, Keep, decode, encode
+from speedtransfer.checkpoint.plain_data import Keep, encode
 from speedtransfer.errors import InvalidValueError
 
 _CUDA_BYTES = 16  # seed and offset of Philox
@@ -73,11 +73,6 @@ def encode_generators(objects: dict[str, Any], keep: Keep) -> dict[str, Any]:
         "rng": encode(rng_states(), "rng", keep),
         "objects": {n: encode(state, n, keep) for n, state in own.items()},
     }
-
-
-def decode_generators(node: dict[str, Any], fetch: Fetch) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both parts of `encode_generators`."""
-    return decode(node["rng"], fetch), {name: decode(state, fetch) for name, state in node["objects"].items()}
 
 
 def _check_numpy_state(state: Any) -> None:

@@ -144,6 +144,8 @@ class SavedOptimizer:
             if param is not None:
                 _check_state(optimizer, param, state[number], f"{name}.state[{number}]")
             state[number] = {k: like(v, param) if isinstance(v, Tensor) else v for k, v in state[number].items()}
+        # Of the tables whose state it goes into.
+        self.handles = [handle for handle, *_ in self._planes]
         self._ready = _tried(optimizer, self._content)
 
     def _check_structure(self, node: dict[str, Any], name: str) -> None:
@@ -168,11 +170,6 @@ class SavedOptimizer:
                     f"group {number} of {name} has parameters of shapes {str(ours[number])[:200]} but the checkpoint has "
                     f"{str(theirs[number])[:200]}; pass the same parameters in the same order"
                 )
-
-    @property
-    def handles(self) -> list[Handle]:
-        """Those of the tables whose state it goes into."""
-        return [handle for handle, *_ in self._planes]
 
     def allocate(self) -> None:
         """Make the planes that tables lack. May run out of memory, and is therefore called before anything is loaded."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -148,27 +148,25 @@ def decode(node: Any, fetch: Fetch) -> Any:
     raise ValueError(f"{str(value)[:40]!r} of kind {str(tag)[:40]!r} is no value that is saved")
 
 
+def _stored(node: Any) -> Iterator[dict[str, Any]]:
+    """Yield what in `node` names tensors of files."""
+    if isinstance(node, dict) and node.get("$") in ("tensor", "ndarray", "rows"):
+        yield node
+    else:
+        for inner in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+            yield from _stored(inner)
+
+
 def find_shards(node: Any) -> list[tuple[str, int, list[int] | None]]:
     """Return the names of the tensors of which each process has saved a part, with the number of rows of all parts.
 
     And those of each, if they are not what `Partition` says.
     """
-    if isinstance(node, dict) and node.get("$") == "rows":
-        if "layout" not in node:
-            return []
-        return [(name, node["shape"][0], node["layout"].get("sizes")) for name in node["parts"].values()]
-    inner = node.values() if isinstance(node, dict) else node if isinstance(node, list) else ()
-    return [found for item in inner for found in find_shards(item)]
+    shards = [found for found in _stored(node) if found["$"] == "rows" and "layout" in found]
+    return [(name, of["shape"][0], of["layout"].get("sizes")) for of in shards for name in of["parts"].values()]
 
 
 def find_tensors(node: Any) -> list[str]:
     """Return the names of the tensors that `node` refers to, without those of `find_shards`."""
-    if isinstance(node, list):
-        return [name for item in node for name in find_tensors(item)]
-    if not isinstance(node, dict):
-        return []
-    if node.get("$") in ("tensor", "ndarray"):
-        return [node["v"]]
-    if node.get("$") == "rows":
-        return list(node["parts"].values()) if "layout" not in node else []
-    return find_tensors(list(node.values()))
+    whole = [found for found in _stored(node) if found["$"] != "rows" or "layout" not in found]
+    return [name for of in whole for name in (of["parts"].values() if of["$"] == "rows" else [of["v"]])]

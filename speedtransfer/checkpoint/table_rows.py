@@ -46,28 +46,19 @@ class Readers(NamedTuple):
 def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return what the manifest says of a plane of ``(*tail)`` values of `dtype` a row, and have its raw parts kept."""
     raw: dict[str, Any] = {part: _kept(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
-    keep, layout = keeps.whole, {}
+    keep, layout = keeps.whole, dict[str, Any]()
     owners = handle.owners
     if isinstance(owners, Sharded):
         sizes = owners.partition.saved_sizes
-        keep, layout = keeps.shard, {"layout": _LAYOUT if sizes is None else _in_order(sizes)}
+        keep = keeps.shard
+        layout["layout"] = _LAYOUT if sizes is None else {"kind": _IN_ORDER, "sizes": sizes}
         if owners.is_shared:
             size = owners.partition.size(owners.exchange.rank)
             raw = {part: PickedRows(whole, size, owners.own_rows) for part, whole in raw.items()}
     parts = {part: keep(f"{path}:{part}" if part else path, values) for part, values in raw.items()}
     name, shape = str(dtype).removeprefix("torch."), [handle.num_saved, *tail]
-    return {
-        "$": "rows",
-        "encoding": handle.rows.encoding(plane),
-        "dtype": name,
-        "shape": shape,
-        "parts": parts,
-        **layout,
-    }
-
-
-def _in_order(sizes: list[int]) -> dict[str, Any]:
-    return {"kind": _IN_ORDER, "sizes": sizes}
+    encoding = handle.rows.encoding(plane)
+    return {"$": "rows", "encoding": encoding, "dtype": name, "shape": shape, "parts": parts, **layout}
 
 
 def _kept(rows: Rows, plane: str) -> Any:
@@ -162,11 +153,10 @@ class SavedRows:
     def check_equal(self, handle: Handle) -> None:
         """Raise `InvalidValueError` unless the rows are those of a table that is only read."""
         buffers: dict[str, Tensor] = {}
-        if self._places is not None:
-            values = self.values()
-            differs = handle.rows.first_difference("weight", lambda rows: values[rows])
-        else:
-            differs = handle.rows.first_difference("weight", lambda rows: self._decoded(self._read(rows, buffers)))
+        whole = None if self._places is None else self.values()
+        differs = handle.rows.first_difference(
+            "weight", lambda rows: self._decoded(self._read(rows, buffers)) if whole is None else whole[rows]
+        )
         if differs is not None:
             raise InvalidValueError(
                 f"{handle} is read in place and cannot be loaded, and row {differs} in the checkpoint is another one; open "

@@ -142,7 +142,8 @@ class TensorReader:
                 )
             self._end = found.end
         try:
-            self._file = os.fdopen(open_plain(path), "rb", buffering=0)
+            # Whoever closes it leaves tensors of `mapped` alive.
+            self.file = os.fdopen(open_plain(path), "rb", buffering=0)
         except OSError as error:
             raise StorageError(
                 f"cannot open {path.name!r} of checkpoint {str(path.parent)!r} ({error.strerror}); use another checkpoint"
@@ -150,17 +151,9 @@ class TensorReader:
         # `check` finds out whether this is so.
         self._begin = facts["bytes"] - self._end
 
-    def fileno(self) -> int:
-        """Return the descriptor of the file."""
-        return self._file.fileno()
-
-    def close(self) -> None:
-        """Close the file. Tensors of `mapped` live on."""
-        self._file.close()
-
     def check_size(self) -> int:
         """Return the size of the file. StorageError: it is not the one that was written."""
-        size = os.fstat(self._file.fileno()).st_size
+        size = os.fstat(self.file.fileno()).st_size
         if size != self.facts["bytes"]:
             raise self._damaged(f"has {size} bytes but {self.facts['bytes']} were written")
         return size
@@ -192,9 +185,9 @@ class TensorReader:
         """Fill the buffer `target` from byte `start` on and return it."""
         left = memoryview(target)
         try:
-            self._file.seek(start)
+            self.file.seek(start)
             while left:
-                count = self._file.readinto(left)
+                count = self.file.readinto(left)
                 if not count:
                     raise self._damaged("was truncated while it was read")
                 left = left[count:]
@@ -238,5 +231,5 @@ class TensorReader:
         if begin == end:
             return torch.empty(shape, dtype=dtype, device="cpu")
         # "c" maps privately: torch wants writable memory, and the file stays as it is.
-        data = np.memmap(self._file, np.uint8, "c", self._begin + begin, (end - begin,))
+        data = np.memmap(self.file, np.uint8, "c", self._begin + begin, (end - begin,))
         return torch.from_numpy(data.view(np.ndarray)).view(dtype).view(shape)

@@ -129,7 +129,7 @@ def check_sees(path: Path, name: str) -> None:
 
 def files_to_check(processes: Processes, readers: dict[str, TensorReader]) -> list[TensorReader]:
     """Return the files whose bytes this process checks: its share, or all where others may have copies of their own."""
-    stats = [os.fstat(reader.fileno()) for reader in readers.values()]
+    stats = [os.fstat(reader.file.fileno()) for reader in readers.values()]
     seen = zlib.crc32(json.dumps([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode())
     alike = len(processes.numbers(seen).unique()) == 1
     return list(readers.values())[processes.rank :: processes.ranks] if alike else list(readers.values())

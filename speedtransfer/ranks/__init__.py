@@ -3,8 +3,7 @@
 from speedtransfer.lazy import lazy_names
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
 from speedtransfer.ranks.exchange import DifferenceError, Exchange, Segment, Traffic, as_int64, exchange_of, is_first
-from speedtransfer.ranks.interleaved import Interleaved
-from speedtransfer.ranks.partition import Partition
+from speedtransfer.ranks.partition import Interleaved, Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
 

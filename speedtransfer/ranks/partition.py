@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 # A prime, so that ids with a common stride spread over the buckets too.
 BUCKETS = 4093
+# Places from the first of an interleaved process to that of the next: more than the rows that any has.
+_STRIDE = 1 << 40
 
 
 class Partition:
@@ -66,6 +69,50 @@ class Partition:
         """Return the ids of the rows that `rank` owns, in the order of its shard; or those from `start` to `stop`."""
         first, stop = self.start(rank), self.size(rank) if stop is None else stop
         return self.ids(torch.arange(first + start, first + stop, device="cpu"))
+
+
+class Interleaved(Partition):
+    """Row i of process r is row ``i * ranks + r`` of the whole table, which has for each as many as the one with most.
+
+    The `sizes` are the rows of each process, which `grow` alone may change.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(0, len(sizes))
+        self.per_rank = _STRIDE
+        self.grow(sizes)
+
+    @property
+    def saved_sizes(self) -> list[int] | None:  # noqa: D102
+        return self.sizes
+
+    @property
+    def num_saved(self) -> int:  # noqa: D102
+        return sum(self.sizes)
+
+    def copy(self) -> Interleaved:  # noqa: D102
+        return Interleaved(self.sizes)
+
+    def first_missing(self, rows: Tensor) -> int | None:  # noqa: D102
+        sizes = torch.tensor(self.sizes, device=rows.device)
+        missing = rows[rows // self.ranks >= sizes[rows % self.ranks]]
+        return int(missing[0]) if len(missing) else None
+
+    def grow(self, sizes: Sequence[int]) -> None:
+        """Let the processes have so many rows each."""
+        self.sizes, self.num_rows = list(sizes), max(sizes) * self.ranks
+
+    def start(self, rank: int) -> int:  # noqa: D102
+        return rank * _STRIDE
+
+    def size(self, rank: int) -> int:  # noqa: D102
+        return self.sizes[rank]
+
+    def places(self, ids: Tensor) -> Tensor:  # noqa: D102
+        return ids % self.ranks * _STRIDE + ids // self.ranks
+
+    def ids(self, places: Tensor) -> Tensor:  # noqa: D102
+        return places % _STRIDE * self.ranks + places // _STRIDE
 
 
 @functools.lru_cache(maxsize=64)

@@ -93,8 +93,9 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
         own = owner.owners.owns(ids)
         sources, ids = sources[own], ids[own]
         length = live.reserved + len(ids)
-    limit, num_rows = _most_rows(vocabulary), live.table.num_rows
-    num_rows = max(num_rows, length if limit is None else min(length, limit))
+    most, num_rows = vocabulary._most(), live.table.num_rows
+    limits = [live.table.max_rows or num_rows, *([] if most is None else [live.reserved + most])]
+    num_rows = max(num_rows, min(length, *limits))
     if live.reserved + len(ids) > num_rows:
         raise HostMemoryError(
             f"{owner}: the state has {len(ids)} ids but there are rows for {num_rows - live.reserved}, and no more; "
@@ -113,14 +114,6 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
         ) from None
     placement = _placement(vocabulary, saved, num_saved, num_rows, sources, rows)
     return LoadPlan(saved, placement, num_rows, sources, ids, rows, index, state)
-
-
-def _most_rows(vocabulary: Room) -> int | None:
-    """Return the number of rows that the table may have; None: as the memory allows."""
-    live, _ = vocabulary._bound()
-    most = vocabulary._most()
-    bounds = [live.table.max_rows or live.table.num_rows]
-    return min([*bounds, live.reserved + most] if most is not None else bounds)
 
 
 def _placement(
