@@ -313,10 +313,7 @@ _exchanges: weakref.WeakKeyDictionary[dist.ProcessGroup, Exchange] = weakref.Wea
 def exchange_of(group: object) -> Exchange:
     """Return the exchange of a process group, or of a device mesh of one dimension; all tables of the group have it.
 
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError, ProcessGroupError
-        It is neither; the mesh has several dimensions; this process is not in the group, or there are no groups yet.
+    It raises if it is neither, the mesh has several dimensions, this process is not in the group, or there are no groups yet.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ProcessGroupError(

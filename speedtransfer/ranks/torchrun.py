@@ -22,10 +22,7 @@ def num_launched() -> int:
 def group_of(given: Any) -> Any:
     """Return the process group that the argument `process_group` means; None: there is this process alone.
 
-    Raises
-    ------
-    ProcessGroupError
-        It is None, or "world", before there are process groups, in one of several processes.
+    ProcessGroupError: it is None, or "world", before there are process groups, in one of several processes.
     """
     if given is not None and not (isinstance(given, str) and given == "world"):
         return given

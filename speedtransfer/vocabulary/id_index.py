@@ -27,12 +27,7 @@ class IdIndex:
     that slow it down; what the calls return does not. Any number of threads may call :meth:`find` while nothing is changed.
 
     A table that doubles does not move its ids at once, which takes seconds for many millions of them, but some in each call of
-    `insert` and `go_on`. Until then both tables are there.
-
-    Parameters
-    ----------
-    room : int
-        Ids to have room for from the beginning.
+    `insert` and `go_on`. Until then both tables are there. From the beginning it has `room` for so many ids.
     """
 
     def __init__(self, room: int = 0) -> None:

@@ -18,14 +18,8 @@ _INTEGER = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torc
 def as_ids(ids: Any) -> Tensor:
     """Return ids as a contiguous int64 tensor of their shape, on their device; anything but a tensor becomes one on the CPU.
 
-    An id of uint64 from 2**63 on is the negative id of the same 64 bits.
-
-    Raises
-    ------
-    InvalidTypeError
-        They are not integers (bool does not count as one).
-    InvalidValueError
-        One has more than 64 bits, or they are ragged.
+    An id of uint64 from 2**63 on is the negative id of the same 64 bits. InvalidTypeError: they are not integers (bool does
+    not count as one). InvalidValueError: one has more than 64 bits, or they are ragged.
     """
     tensor = ids.detach() if isinstance(ids, Tensor) else torch.from_numpy(_array_of(ids))
     if tensor.dtype not in _INTEGER:
@@ -70,11 +64,8 @@ def _of_python_ints(array: np.ndarray) -> np.ndarray:
             )
         if not -(2**63) <= value < 2**64:
             raise InvalidValueError(f"ids holds {value} but ids have 64 bits; pass values from -2**63 to 2**64 - 1")
-    return (
-        np.array([int(value) & (2**64 - 1) for value in array.flat], dtype=np.uint64)
-        .view(np.int64)
-        .reshape(array.shape)
-    )
+    bits = [int(value) & (2**64 - 1) for value in array.flat]
+    return np.array(bits, dtype=np.uint64).view(np.int64).reshape(array.shape)
 
 
 class NotedIds:

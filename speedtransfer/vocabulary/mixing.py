@@ -26,13 +26,7 @@ def mix64(x: Any) -> Any:
 
 
 def checked(numbers: np.ndarray, name: str) -> np.ndarray:
-    """Return a contiguous array of the same int64 numbers; uint64 ids are those with the same bits.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        They have another dtype, or not one dimension.
-    """
+    """Return a contiguous array of the same int64 numbers; uint64 ids are those with the same bits. It raises for others."""
     if numbers.dtype == np.uint64:
         numbers = numbers.view(np.int64)
     if numbers.dtype != np.int64:
