@@ -31,6 +31,7 @@ def test_thirty_skewed_steps_equal_the_oracle(case: OptimizerCase) -> None:
     assert torch.equal(twins.ours.table.torch()[never], torch.randn(twins.num_rows, twins.dim)[never])
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["sgd-momentum", "adamw", "adagrad-initial", "nadam-foreach", "adam-fused"])
 def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
@@ -107,6 +108,7 @@ def groups(model: Model) -> list[dict[str, object]]:
     ]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["adamw", "adamw-foreach", "adam-fused", "sgd-momentum-foreach", "adagrad", "adamax"])
 @pytest.mark.parametrize("grouped", [False, True], ids=["one-group", "three-groups"])
 def test_a_whole_model_in_one_optimizer(name: str, grouped: bool) -> None:

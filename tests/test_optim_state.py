@@ -33,6 +33,7 @@ def swap_in(twins: Twins, ours: nn.Module, dense: nn.Module) -> None:
 # --- state that is emptied -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("how", ["load", "clear", "replace"])
 def test_state_emptied_starts_every_row_anew(twins: Twins, how: str) -> None:
     fresh = [copy.deepcopy(opt.state_dict()) for opt in twins.optimizers]

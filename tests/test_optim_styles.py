@@ -94,6 +94,7 @@ def test_bool_state_lives_in_bytes() -> None:
     assert not state["seen"][-1]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
 def test_probe_of_other_dtypes(style: str, dtype: torch.dtype) -> None:
     kind, planes = STYLES[style]

@@ -64,6 +64,7 @@ def module_with(vocabulary: st.Vocabulary, **options: Any) -> Any:
     return st.Embedding(4, DIM, vocabulary=vocabulary, **options)
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])
 @pytest.mark.parametrize("admit", ["always", 3])
 @pytest.mark.parametrize("lookups_a_step", [1, 3])
