@@ -118,6 +118,15 @@ def fresh_signals():
 
 
 @pytest.fixture
+def no_gc():
+    """What is freed within the test is freed at once, and by no garbage collection."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture
 def device():
     """The compute device of the tests; tests/gpu has its own."""
     return torch.device("cpu")

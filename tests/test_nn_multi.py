@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
@@ -469,17 +468,13 @@ class TestModule:
         ids = next(batches(1))
         assert torch.equal(st.to_dense(ours)(ids), ours(ids))
 
-    def test_freed_at_once(self):
-        gc.disable()
-        try:
-            ours = multi()
-            train(ours, FORMS["columns"], OPTIMIZERS["adam"], steps=2)
-            ours[1].weight.detach()
-            table = weakref.ref(ours.table)
-            del ours
-            assert table() is None
-        finally:
-            gc.enable()
+    def test_freed_at_once(self, no_gc):
+        ours = multi()
+        train(ours, FORMS["columns"], OPTIMIZERS["adam"], steps=2)
+        ours[1].weight.detach()
+        table = weakref.ref(ours.table)
+        del ours
+        assert table() is None
 
     def test_activate(self):
         ours = multi()

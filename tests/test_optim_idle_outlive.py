@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from typing import Any
 
@@ -71,38 +70,28 @@ def test_saved_and_given_to_another_module(tmp_path: Any) -> None:
     assert torch.equal(emb.state_dict()["weight"], whole)
 
 
-def test_memory_is_freed_without_the_garbage_collector() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        keep: list[Any] = []
-        table = table_left({}, keep)
-        alive = weakref.ref(table)
-        keep.clear()
-        table.torch()
-        del table
-        assert alive() is None
-        emb = st.Embedding(ROWS, DIM, idle="exact")
-        trained(emb, keep)
-        alive = weakref.ref(emb.table)
-        keep.clear()
-        del emb
-        assert alive() is None
-    finally:
-        gc.enable()
+def test_memory_is_freed_without_the_garbage_collector(no_gc: None) -> None:
+    keep: list[Any] = []
+    table = table_left({}, keep)
+    alive = weakref.ref(table)
+    keep.clear()
+    table.torch()
+    del table
+    assert alive() is None
+    emb = st.Embedding(ROWS, DIM, idle="exact")
+    trained(emb, keep)
+    alive = weakref.ref(emb.table)
+    keep.clear()
+    del emb
+    assert alive() is None
 
 
-def test_a_table_that_was_converted_is_freed_at_once() -> None:
+def test_a_table_that_was_converted_is_freed_at_once(no_gc: None) -> None:
     """What waits for the end of the handle holds no table that the handle has left."""
     emb = st.Embedding(ROWS, DIM, idle="exact")
     trained(emb, [])
     before = weakref.ref(emb.table)
-    gc.collect()
-    gc.disable()
-    try:
-        emb.double()
-        assert before() is None
-        trained(emb, [])
-        assert torch.isfinite(emb.table.torch()).all()
-    finally:
-        gc.enable()
+    emb.double()
+    assert before() is None
+    trained(emb, [])
+    assert torch.isfinite(emb.table.torch()).all()

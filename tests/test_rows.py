@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 import weakref
@@ -112,13 +111,8 @@ def test_a_step_made_while_all_rows_catch_up_is_not_forgotten(monkeypatch: pytes
     assert torch.equal(*results)
 
 
-def test_rows_die_with_their_table_at_once() -> None:
-    gc.collect()
-    gc.disable()
-    try:
-        emb, opt, rows = trained("exact", "plain")
-        table = weakref.ref(emb.table)
-        del emb, opt, rows
-        assert table() is None
-    finally:
-        gc.enable()
+def test_rows_die_with_their_table_at_once(no_gc: None) -> None:
+    emb, opt, rows = trained("exact", "plain")
+    table = weakref.ref(emb.table)
+    del emb, opt, rows
+    assert table() is None

@@ -113,16 +113,12 @@ def read_rows(ticket: tickets.Ticket) -> weakref.ref:
     return weakref.ref(ticket._future.result(LIMIT_S).fetched["weight"])
 
 
-def test_rows_are_free_as_soon_as_their_ticket_is_dropped(emb):
+def test_rows_are_free_as_soon_as_their_ticket_is_dropped(emb, no_gc):
     ticket = emb.prefetch(torch.arange(ROWS))
     rows = read_rows(ticket)
-    gc.disable()
-    try:
-        assert rows() is not None
-        del ticket
-        assert rows() is None
-    finally:
-        gc.enable()
+    assert rows() is not None
+    del ticket
+    assert rows() is None
 
 
 def test_a_ticket_that_has_served_holds_no_rows(emb):

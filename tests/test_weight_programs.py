@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -76,18 +73,8 @@ def pair() -> tuple[nn.Embedding, speedtransfer.Embedding]:
 IDS, MORE = torch.tensor([1, 2, 2]), torch.tensor([2, 5])
 
 
-@contextmanager
-def no_gc() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
 @pytest.mark.parametrize("use", ["step", "whole", "hooks", "fails", "closure", "closure fails", "held", "state dict"])
-def test_tables_are_freed_at_once(use: str) -> None:
+def test_tables_are_freed_at_once(use: str, no_gc: None) -> None:
     """No cycle keeps a table until the next garbage collection."""
 
     def train() -> list[weakref.ref[Any]]:
@@ -123,5 +110,4 @@ def test_tables_are_freed_at_once(use: str) -> None:
         return [weakref.ref(emb.table), weakref.ref(emb.weight)]
 
     train()  # what torch makes once a process
-    with no_gc():
-        assert [reference() for reference in train()] == [None, None]
+    assert [reference() for reference in train()] == [None, None]
