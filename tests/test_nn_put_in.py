@@ -279,15 +279,3 @@ def test_to_the_meta_device_and_back(kind: str, options: str) -> None:
     opt.step()
     assert weight.shape == (50, 8)
     assert not weight.is_meta
-
-
-def test_what_cannot_be_on_the_meta_device_raises_and_stays() -> None:
-    ids = torch.tensor([[1, 5]])
-    for module, why in (
-        (st.MultiEmbedding([9, 9], 4), "a MultiEmbedding cannot be on the meta device"),
-        (st.MultiEmbedding([9, 9], 4, vocabulary=st.Vocabulary()), "a MultiEmbedding cannot be on the meta device"),
-    ):
-        before = module(ids).detach().clone()
-        with pytest.raises((InvalidTypeError, InvalidValueError), match=why):
-            module.to("meta")
-        assert torch.equal(module(ids), before)
