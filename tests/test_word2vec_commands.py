@@ -469,6 +469,9 @@ def test_tables_may_lie_elsewhere(folder):
     assert names(folder) == ["corpus.txt", "out", "t"]
     assert names(folder / "out") == ["settings.json", "vectors.txt", "vocab.txt"]
     assert names(folder / "t")
+    within = ["train", "corpus.txt", "-o", "run", "--memory", "mmap", "--path", "run/own", "--resume", *QUICK]
+    for _ in range(2):  # what the first leaves there is no stranger to the second
+        assert run(*within).exit_code == 0
 
 
 # --- guards -----------------------------------------------------------------------------------------------------------

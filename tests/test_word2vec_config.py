@@ -180,6 +180,20 @@ def test_help_tells_what_is_chosen_from_the_corpus():
     text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "250"}).output.split())
     assert "chosen from the corpus; usually 5" in text
     assert "chosen from the corpus; usually 16384" in text
+    assert "[default: (the optimizer's)]" in text
+    groups = [
+        "─ Corpus",
+        "│ --kind",
+        "─ Model",
+        "│ --dim",
+        "─ Training",
+        "│ --epochs",
+        "─ Optimizer",
+        "│ --lr",
+        "─ Memory",
+    ]
+    places = [text.index(f"{name} ") for name in groups]
+    assert places == sorted(places)
 
 
 def test_what_is_chosen_can_be_left_open_in_a_file(folder):

@@ -102,6 +102,16 @@ def test_replacing_from_left_to_right(seed):
     assert [" ".join(found).replace(" \n ", "\n").replace("\n ", "\n").replace(" \n", "\n")] == expected
 
 
+def test_the_end_of_a_line_is_no_word():
+    """With -1 for the second word, the number of a pair would be that of another."""
+    ids = np.array([1, LINE_END, 0, 2], np.int32)
+    assert phrases_module._replace(ids, np.array([0 * 3 + 2]), np.array([3], np.int32), 3) == 3
+    assert ids[:3].tolist() == [1, LINE_END, 3]
+    for others in ([LINE_END, 0], [1, LINE_END]):
+        ids = np.array(others, np.int32)
+        assert phrases_module._replace(ids, np.array([-3, 2]), np.array([3, 3], np.int32), 3) == 2
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 7, 1000])
 def test_counting_pairs(monkeypatch, chunk):
     monkeypatch.setattr(phrases_module, "CHUNK_IDS", chunk)
