@@ -11,7 +11,7 @@ from torch import Tensor
 from speedtransfer.cuda import check_not_capturing, is_capturing
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
-from speedtransfer.nn.ticket import FoundRows, Ticket, by_row, find_ticket, known_again
+from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket, known_again, to_row_numbers
 from speedtransfer.optim import Handle, Sharded, UsedFeatures
 from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
@@ -158,7 +158,7 @@ def activate(
     return ActiveRows(handle, groups, shape, rows, training, padding_idx, lookup, features, guarded=not padded)
 
 
-def rows_of(handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> tuple[Any, int | None]:
+def rows_for_lookup(handle: Handle, ids: Any, padding_idx: int | None, training: bool) -> tuple[Any, int | None]:
     """Return the rows, for a lookup, of ids that are no row numbers, and that of padding; of others the arguments.
 
     Raises
@@ -169,7 +169,7 @@ def rows_of(handle: Handle, ids: Any, padding_idx: int | None, training: bool) -
     if handle.id_space.by_row:
         return ids, padding_idx
     try:
-        rows, padding_idx = by_row(handle, ids, padding_idx)
+        rows, padding_idx = to_row_numbers(handle, ids, padding_idx)
     except Exception as error:
         if isinstance(handle.owners, Sharded):
             handle.owners.lookups.refuse(error, training)

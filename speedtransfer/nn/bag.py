@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from speedtransfer.nn.active import activate, rows_of
+from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
 from speedtransfer.nn.lookup_ops import looks_up
@@ -83,7 +83,7 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
         if self._handle.id_space.come_and_go:
             padding = self._handle.id_space.padding_row(self.padding_idx)
             return self._read_by_id(input, training, lambda found: look_up(found, padding))
-        return look_up(*rows_of(self._handle, input, self.padding_idx, training))
+        return look_up(*rows_for_lookup(self._handle, input, self.padding_idx, training))
 
     @classmethod
     @takes_options

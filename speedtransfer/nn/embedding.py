@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.nn.active import activate, rows_of
+from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
@@ -131,7 +131,7 @@ class Embedding(TableModule, nn.Embedding):
         if handle.id_space.come_and_go:
             return self._read_by_id(input, training, functools.partial(self._look_up, training=training))
         if not handle.id_space.by_row:
-            input, padding = rows_of(handle, input, padding, training)
+            input, padding = rows_for_lookup(handle, input, padding, training)
         if not training and self.max_norm is None:
             return frozen_lookup(handle, input, padding, self.scale_grad_by_freq)
         active = activate(handle, input, training, self.max_norm, self.norm_type, padding, padded=True)

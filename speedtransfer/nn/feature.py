@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, check_size, suggest
-from speedtransfer.nn.active import activate, rows_of
+from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.feature_ids import FeatureRows, first_beyond, found_by, in_table, keys_of, read_ids
 from speedtransfer.nn.feature_view import FeatureView
 from speedtransfer.nn.fused_lookup import read_ahead
@@ -371,7 +371,7 @@ def look_up(module: Any, weight: Any, index: Any, padded: Tensor | None, feature
         rows = F.embedding(index, weight, None, module.max_norm, module.norm_type, freq)
     else:
         training = torch.is_grad_enabled() and handle.requires_grad
-        index = known_again(handle, rows_of(handle, index, None, training)[0])
+        index = known_again(handle, rows_for_lookup(handle, index, None, training)[0])
         if not training and module.max_norm is None:
             return frozen_lookup(handle, index, None, freq)
         active = activate(handle, index, training, module.max_norm, module.norm_type, padded=True, features=features)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
-from speedtransfer.nn.ticket import Ticket, begin_to_wait, by_row, rows_in
+from speedtransfer.nn.ticket import Ticket, begin_to_wait, rows_in, to_row_numbers
 from speedtransfer.optim import Handle
 from speedtransfer.optim.shards import Route, check_counts
 from speedtransfer.ranks import Exchange, Segment
@@ -110,7 +110,7 @@ def read_ahead(module: Any, ids: Any) -> Ticket:
 def _ticket(module: Any, ids: Any, training: bool) -> Ticket:
     handle: Handle = module._handle
     found = module._found(ids)
-    rows, padding_idx = by_row(handle, *((ids, module.padding_idx) if found is None else (found.index, None)))
+    rows, padding_idx = to_row_numbers(handle, *((ids, module.padding_idx) if found is None else (found.index, None)))
     ticket = Ticket(handle, rows, padding_idx, training)
     ticket.found = found
     return ticket

@@ -12,7 +12,7 @@ from speedtransfer.cuda import resolve_device
 from speedtransfer.dtypes import FLOAT8_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn import weight_rows  # noqa: F401
-from speedtransfer.nn.active import ActiveRows, activate, rows_of
+from speedtransfer.nn.active import ActiveRows, activate, rows_for_lookup
 from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup_ops import new_key, register
 from speedtransfer.nn.module_state import ModuleState, with_weight
@@ -170,7 +170,7 @@ class TableModule(VocabularyModule, ModuleState):
         training = torch.is_grad_enabled() and self._handle.requires_grad
         if self._handle.id_space.come_and_go:
             return self._activate_by_id(ids, training)
-        rows, padding = rows_of(self._handle, ids, self.padding_idx, self._handle.requires_grad)
+        rows, padding = rows_for_lookup(self._handle, ids, self.padding_idx, self._handle.requires_grad)
         return activate(self._handle, rows, training, self.max_norm, self.norm_type, padding, by_hand=True)
 
     @unrecorded

@@ -251,7 +251,7 @@ def rows_in(ids: Any) -> Any:
     return ids.rows if isinstance(ids, FoundRows) else ids
 
 
-def by_row(handle: Handle, ids: Any, padding_idx: int | None) -> tuple[Any, int | None]:
+def to_row_numbers(handle: Handle, ids: Any, padding_idx: int | None) -> tuple[Any, int | None]:
     """Return the rows of ids that are no row numbers, as `FoundRows`, and that of padding; of others the arguments.
 
     Raises

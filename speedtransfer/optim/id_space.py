@@ -30,7 +30,7 @@ class IdSpace:
     vocabulary: Any = None
     version: int = 0
 
-    def find(self, ids: Any) -> Tensor:
+    def find(self, ids: Any) -> Any:
         """Return the numbers of the rows of ids, in their shape, on any device; asked in each lookup unless ids are `by_row`.
 
         Of ids that come and go the module asks in another way (`nn.vocabulary_lookup`).
@@ -40,7 +40,7 @@ class IdSpace:
         RowIndexError
             An id has no row.
         """
-        raise NotImplementedError
+        return ids
 
     def rows_ahead(self, ids: Tensor) -> Tensor | None:
         """Return the rows that ids, int64, have by now, in their shape, to be read ahead; None: a lookup will find them."""
