@@ -89,9 +89,9 @@ docs: $(call with,docs)
 	$(PY) -m sphinx -W --keep-going -n docs docs/_build
 
 # ARGS=notebooks/transfer.ipynb: that one alone. SPEEDTRANSFER_DATA=FOLDER: with data that are not shipped, where a notebook can
-# use them.
+# use them. SPEEDTRANSFER_SMALL=1: at the sizes of the tests.
 notebooks: $(call with,notebooks)
-	$(PY) notebooks/execute.py $(ARGS)
+	$(PY) -m nbconvert --config notebooks/nbconvert_config.py $(or $(ARGS),notebooks/*.ipynb)
 
 # ARGS="--only transfer,step --quick": some parts, small sizes. A machine lent for ten minutes a command takes `make gpu` in parts,
 # ARGS="--part 1 --archive $OUT/part1.tgz" and so on; see bench/record.py --help. COMMIT=... names the commit where there is no
