@@ -2,7 +2,7 @@
 
 ``python bench/idle.py --data FOLDER``, where FOLDER has ``train.txt`` and ``test.txt`` (or ``.txt.xz``) as the Gowalla of
 LightGCN's repository (https://github.com/kuandeng/LightGCN) has them; the data are not part of this one. The result goes to
-``bench/results/<device>/idle.json``, with a picture beside it; bench/readme.py puts both into docs/optimizers.md.
+``bench/results/<device>/idle.json``, with a picture beside it; bench/readme.py puts both into docs/results.md.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of docs/optimizers.md; `picture` is its path or nothing."""
+    """Return the block of docs/results.md; `picture` is its path or nothing."""
     return blocks_of(picture, "Training with dense, exact, lazy and SparseAdam's idle rows", *sentences(result))
 
 

@@ -57,7 +57,7 @@ def _on_a_gpu(result: dict[str, Any]) -> str:
     return (
         f"**On a GPU.** AdamW step, {lookups} lookups in {format_count(group.params['size'])} x 128 in host memory, with "
         f'`layout="rows"`: idle rows lazy {lazy[one]:.1f} ms, exact {exact[several]:.1f} ms; dense '
-        f"training in the memory of the GPU {dense:.1f} ms. [More](docs/gpu.md#measured)."
+        f"training in the memory of the GPU {dense:.1f} ms. [More](docs/results.md#on-a-gpu)."
     )
 
 

@@ -1,7 +1,7 @@
 """Records an example: ``python bench/record_examples.py ngram_lm`` or ``parallel``, with any flags of the example.
 
 The result goes to ``bench/results/<device>/<example>_example.json``, with a picture of the losses beside it; bench/readme.py
-puts both into docs/ngrams.md and docs/parallel.md.
+puts both into docs/results.md.
 """
 
 from __future__ import annotations

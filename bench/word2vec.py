@@ -5,7 +5,7 @@
 take others. The second corpus, the World Factbook, comes with the package. Some of the sets are those that settings of the
 package were chosen on, the others are reserved: they are reported apart. Each run is a process of its own, gensim's and ours
 in turn, seed by seed, so that whatever else the machine does hits all alike. The result goes to
-``bench/results/<device>/word2vec.json``, with a picture beside it; bench/readme.py puts both into docs/word2vec.md. Needs
+``bench/results/<device>/word2vec.json``, with a picture beside it; bench/readme.py puts both into docs/results.md. Needs
 gensim (extra ``dev``).
 """
 

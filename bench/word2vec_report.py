@@ -96,7 +96,7 @@ def about_all(result: dict[str, Any]) -> list[str]:
     only = " only: one seed says nothing about others" if over == {False} else ""
     protocol = (
         f"Tuned sets, on which settings of the package were chosen: {', '.join(tuned) or 'none'}. Reserved sets, by which no "
-        f"setting may be chosen (see docs/word2vec.md): {', '.join(reserved) or 'none'}. Differences to gensim have 95% "
+        f"setting may be chosen: {', '.join(reserved) or 'none'}. Differences to gensim have 95% "
         f"percentile intervals of a paired bootstrap over {what}{only} ({found['resamples']:,} resamples); sets with fewer "
         f"than {found['least_items']} known items are not compared."
     )
@@ -128,7 +128,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of docs/word2vec.md; `picture` is its path or nothing."""
+    """Return the block of docs/results.md; `picture` is its path or nothing."""
     blocks = about_all(result)
     for about in result["corpora"]:
         if systems(result, about["name"]):

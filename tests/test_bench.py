@@ -49,7 +49,7 @@ def a_result() -> dict:
 def page(root: Path) -> Path:
     """The page that shows suites."""
     (root / "docs").mkdir(exist_ok=True)
-    return root / "docs" / "benchmarks.md"
+    return root / "docs" / "results.md"
 
 
 def test_a_case_is_a_line_of_json():
@@ -106,16 +106,15 @@ def test_every_section_has_its_marks(bench):
         assert text.index(section.begin) < text.index(section.end)
 
 
-def recorded_on(bench, root: Path, part: str, page_name: str) -> tuple[dict, str]:
-    """What an example has recorded, and the page that shows it."""
+def recorded_as(bench, root: Path, part: str, name: str) -> tuple[dict, str]:
+    """What an example has recorded, and the page with the section that shows it."""
     store, readme = bench("store"), bench("readme")
     ((found, path),) = store.recorded(root)
     assert found == part
     assert 5000 < path.with_suffix(".png").stat().st_size < 150_000
-    (section,) = [section for section in readme.SECTIONS if section.page == page_name]
-    (root / "docs").mkdir()
-    (root / page_name).write_text(f"before\n\n{section.begin}\n\n{section.end}\n\nafter\n", encoding="utf-8")
-    text = readme.documents(root, [])[root / page_name]
+    (section,) = [section for section in readme.SECTIONS if section.name == name]
+    page(root).write_text(f"before\n\n{section.begin}\n\n{section.end}\n\nafter\n", encoding="utf-8")
+    text = readme.documents(root, [])[page(root)]
     assert f"](../{path.with_suffix('.png').relative_to(root).as_posix()})" in text
     return json.loads(path.read_text(encoding="utf-8")), text
 
@@ -123,7 +122,7 @@ def recorded_on(bench, root: Path, part: str, page_name: str) -> tuple[dict, str
 @pytest.mark.slow
 def test_the_parallel_example_is_recorded_and_shown(bench, tmp_path):
     assert bench("record_examples").main(["parallel", "--quick", "--steps", "6"], tmp_path) == 0
-    result, shown = recorded_on(bench, tmp_path, "parallel_example", "docs/parallel.md")
+    result, shown = recorded_as(bench, tmp_path, "parallel_example", "parallel example")
     assert result["complete"]
     assert "| DDP, sharded | (32, 5) | 50 | " in shown
     assert "6 steps of 64 examples, 2 processes of DistributedDataParallel, table of 100 x 8; first loss " in shown
@@ -135,7 +134,7 @@ def test_the_ngram_example_is_recorded_and_shown(bench, tmp_path):
     text.write_text("\n".join(f"a b c{number % 7} d e{number % 3}" for number in range(200)), encoding="utf-8")
     arguments = ["ngram_lm", *TINY.split(), "--data", str(text), "--only", "dense", "exact"]
     assert bench("record_examples").main(arguments, tmp_path) == 0
-    result, shown = recorded_on(bench, tmp_path, "ngram_example", "docs/ngrams.md")
+    result, shown = recorded_as(bench, tmp_path, "ngram_example", "ngram example")
     assert [len(one["losses"]) for one in result["contenders"].values()] == [6, 6]
     assert '| speedtransfer, idle="exact" | ' in shown
 

@@ -515,7 +515,7 @@ def test_the_docs_and_the_list_of_results_show_it(made, tmp_path, capsys):
     folder.joinpath("word2vec.json").write_text(json.dumps(made))
     (section,) = [section for section in readme.SECTIONS if section.name == "word2vec"]
     begin, end = section.begin, section.end
-    page = tmp_path / "docs" / "word2vec.md"
+    page = tmp_path / section.page
     page.parent.mkdir()
     page.write_text(f"before\n{begin}\nold\n{end}\nafter\n")
     assert readme.main(check=True, root=tmp_path) == 1
