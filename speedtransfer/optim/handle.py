@@ -471,8 +471,8 @@ class Handle:
         self.has_grown = True
         if self.pending.ids is not None and self.pending.grad is not None:
             self.pending.ids = padded_anew(self.pending.ids, self.pending.known, self.table.num_rows)
-        for task, (ids, grad, known) in self.pending.arriving.items():
-            self.pending.arriving[task] = padded_anew(ids, known, self.table.num_rows), grad, known
+        for parts in self.pending.arriving.values():
+            parts[:] = [(padded_anew(ids, known, self.table.num_rows), grad, known) for ids, grad, known in parts]
         self.show_growth()
         self.id_space.follow_growth()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -39,6 +42,21 @@ def merged(num_rows: int, one: Part, other: Part, takes_padding: bool) -> tuple[
     # `more_ids` are unique.
     total[position[len(ids) :]] += more
     return (rows, total, NOTHING), None
+
+
+def added(num_rows: int, parts: Sequence[Part], takes_padding: bool) -> Part:
+    """Return the sum of several gradients, added in their order; `num_rows` and `takes_padding` as of `merged`."""
+    if len(parts) < 3 or any(part[0].is_cuda or len(part[0]) == num_rows for part in parts):
+        return functools.reduce(lambda one, other: merged(num_rows, one, other, takes_padding)[0], parts)
+    # One by one they would be sorted and copied as often as there are parts: a decoder has hundreds.
+    rows, position, *_ = unique_rows(torch.cat([ids for ids, _, _ in parts]))
+    total = parts[0][1].new_zeros(len(rows), parts[0][1].shape[1])
+    start = 0
+    for ids, grad, _ in parts:
+        places = position[start : start + len(ids)]
+        total[places] = total[places] + grad if start else grad
+        start += len(ids)
+    return rows, total, NOTHING
 
 
 def unpadded(part: Part) -> Part:

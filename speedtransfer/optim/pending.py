@@ -16,7 +16,7 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
-from speedtransfer.optim.merge import Part, merged, unpadded
+from speedtransfer.optim.merge import Part, added, merged, unpadded
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.whole_gradient import check_gradient, hooked, rows_of
 from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_anew
@@ -75,8 +75,8 @@ class PendingGradient:
         self._reused = False
         # What `clear` forgot last: `used_whole`, whether the gradient was assigned, `touched`.
         self._cleared: tuple[bool, bool, Tensor | None] | None = None
-        # By number of a running backward: ids and gradient so far, kept until it ends for the hooks of the parameter.
-        self.arriving: dict[int, Part] = {}
+        # By number of a running backward: parts of the gradient that are added when it ends.
+        self.arriving: dict[int, list[Part]] = {}
         # Number of steps of all optimizers when the gradient came that no step has taken since; whether it was warned of.
         self.waiting_since: int | None = None
         self._warned = False
@@ -143,7 +143,9 @@ class PendingGradient:
                 self.used_whole = self.used_whole or whole
                 self._of_graph = self._of_graph or grad.requires_grad
                 grad = grad.detach()
-                if not hooked and handle.has_hooks():
+                # The second part and all others of a backward are added at once.
+                late = self.grad is not None and not (ids.is_cuda or summed)
+                if not hooked and (handle.has_hooks() or (late and torch._C._current_graph_task_id() >= 0)):
                     self._arrive((ids, grad, known))
                 else:
                     self._accumulate((ids, grad, known), rows, version, state_rows)
@@ -231,28 +233,32 @@ class PendingGradient:
         return shown if shown is not None and (self._reused or shown.rows is self.grad) else None
 
     def _arrive(self, part: Part) -> None:
-        """Add a part of the gradient, for hooks to see all of it at the end of the running backward."""
-        handle = self._handle()
-        task, table = torch._C._current_graph_task_id(), handle.table
+        """Keep a part of the gradient until the running backward ends: hooks of the parameter see all of it."""
+        task = torch._C._current_graph_task_id()
         # Outside of a backward: written by hand.
         if task < 0:
-            self._finish(part)
+            self._finish([part])
         elif task in self.arriving:
-            self.arriving[task] = merged(table.num_rows, self.arriving[task], part, table.takes_padding)[0]
+            self.arriving[task].append(part)
         else:
-            self.arriving[task] = part
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(self.arriving.pop(task)))
+            self.arriving[task] = [part]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(self.arriving.pop(task, [])))
 
     @torch.no_grad()
-    def _finish(self, part: Part) -> None:
-        """Run the hooks of the parameter on the gradient of one backward, and accumulate it between them."""
+    def _finish(self, parts: list[Part]) -> None:
+        """Add the parts of the gradient of one backward, run the hooks of the parameter on it and accumulate it."""
         handle = self._handle()
-        param = handle.param_ref()
+        # Cleared since.
+        if not parts:
+            return
+        param, table = handle.param_ref(), handle.table
+        part = added(table.num_rows, parts, table.takes_padding)
         if param is not None and param._backward_hooks:
             sparse = handle.sparse and not self.used_whole
             shown = handle.owners.row_gradient(handle.num_rows, part, None, sparse)
             part = rows_of(handle, hooked(handle, shown).detach())
-        self._accumulate(part)
+        with handle.rows.lock:
+            self._accumulate(part)
         if param is not None:
             with as_tensor():
                 hooks = list((param._post_accumulate_grad_hooks or {}).values())
@@ -477,6 +483,7 @@ class PendingGradient:
         self.known = NOTHING
         self._reused, self.assigned, self.capture, self._of_graph = False, None, None, False
         self.state_rows, self.used_whole, self.in_place, self.waiting_since = {}, False, False, None
+        self.arriving.clear()
 
 
 def _tell(reference: weakref.ref[PendingGradient], *args: Any) -> None:

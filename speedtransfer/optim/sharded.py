@@ -15,7 +15,7 @@ from torch import Tensor
 
 from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, ProcessGroupError, RowIndexError
-from speedtransfer.optim.merge import Part, merged
+from speedtransfer.optim.merge import Part, added
 from speedtransfer.optim.owners import Owners
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.shard_gradient import ShardGradient
@@ -153,12 +153,10 @@ class Sharded(Owners):
             found.append((owned, total, NOTHING, rows, -1 if read is None else lookup.version, rest))
             # The step updates these rows where they are.
             lookup.read = None
-        if len(found) > 1 and handle.has_hooks():
-            # They see all of the gradient, once.
-            part = found[0][:3]
-            for each in found[1:]:
-                part = merged(handle.table.num_rows, part, each[:3], handle.table.takes_padding)[0]
-            found = [(*part, None, -1, {})]
+        table = handle.table
+        if len(found) > 1 and (handle.has_hooks() or table.device.type == "cpu"):
+            # Hooks see all of the gradient, once.
+            found = [(*added(table.num_rows, [each[:3] for each in found], table.takes_padding), None, -1, {})]
         for each in found:
             handle.pending.deposit(*each, summed=True)
 

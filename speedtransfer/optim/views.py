@@ -32,6 +32,8 @@ class Views:
         self._handle: Callable[[], Any] = weakref.ref(handle)
         # The nodes by which graphs have rows.
         self.joined: list[weakref.ref[Any]] = []
+        # From how many on those that are gone are left out.
+        self._most_joined = 16
         # Whether others know the node of the parameter in the graph; how many calls of torch.autograd.grad ask for it.
         self.node_known = False
         self.askers = 0
@@ -63,8 +65,9 @@ class Views:
         if kept.joins is not None and ids is not None:
             kept.joins.append(Joined(handle, rows.detach().requires_grad_(), ids, known, deposit, features))
             return kept.joins[-1].rows
-        if len(self.joined) > 16:
+        if len(self.joined) > self._most_joined:
             self.joined = [reference for reference in self.joined if reference() is not None]
+            self._most_joined = 16 + 2 * len(self.joined)
         # Hooks that get the gradient later would be called with None.
         late = (not handle.owners.is_alone or handle.id_space.come_and_go) and handle.has_hooks()
         leaf = handle.anchor.leaf if late else handle.param_ref()

@@ -108,7 +108,7 @@ class VocabularyIds(IdSpace):
         if any(ids is None for ids, _ in used) or (handle.pending.used_whole and handle.pending.grad is not None):
             return None
         used += [(rows, NOTHING) for rows in self.owners.rows_asked()]
-        used += [(ids, known) for ids, _, known in handle.pending.arriving.values()]
+        used += [(ids, known) for parts in handle.pending.arriving.values() for ids, _, known in parts]
         # One that zero_grad(set_to_none=False) has made zero is that of no batch.
         if handle.pending.ids is not None and not handle.pending.is_cleared():
             used.append((handle.pending.ids, handle.pending.known))
