@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
-from speedtransfer.optim import merge
+from speedtransfer.optim import merge, pending
 
 ROWS, DIM, STEPS = 50, 4, 12
 
@@ -86,8 +86,15 @@ def failed(module, optimizer):
     optimizer.step()
 
 
-@pytest.mark.parametrize("program", [accumulated, zeroed, held, hooked, with_the_whole, reentrant, failed])
-def test_as_torch(program):
+def many(module, optimizer):
+    sum(decode(module, seed) for seed in range(20)).backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("rows", [1 << 16, 8])
+@pytest.mark.parametrize("program", [many, accumulated, zeroed, held, hooked, with_the_whole, reentrant, failed])
+def test_as_torch(program, rows, monkeypatch):
+    monkeypatch.setattr(pending, "_MANY_ROWS", rows)
     (dense, _), (ours, _) = pairs = pair()
     for module, optimizer in pairs:
         program(module, optimizer)
@@ -98,10 +105,14 @@ def test_as_torch(program):
     torch.testing.assert_close(ours.weight.detach(), dense.weight.detach(), rtol=0, atol=1e-14)
 
 
-def test_gradients_are_added_once(monkeypatch):
-    calls = []
+@pytest.mark.parametrize(("rows", "lookups"), [(1 << 16, 1), (8, 20)])
+def test_gradients_are_added_at_once_but_not_too_many(rows, lookups, monkeypatch):
+    monkeypatch.setattr(pending, "_MANY_ROWS", rows)
+    added = []
     unique_rows = merge.unique_rows
-    monkeypatch.setattr(merge, "unique_rows", lambda ids: calls.append(len(ids)) or unique_rows(ids))
+    monkeypatch.setattr(merge, "unique_rows", lambda ids: added.append(len(ids)) or unique_rows(ids))
     _, (ours, _) = pair()
-    decode(ours, 0).backward()
-    assert len(calls) == 2
+    sum(decode(ours, seed) for seed in range(lookups)).backward()
+    assert max(added) < 3 * ROWS
+    # The first part is pending already.
+    assert lookups > 1 or len(added) == 2

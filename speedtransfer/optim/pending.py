@@ -23,6 +23,8 @@ from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_anew
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
+# Rows of parts that wait for the end of a backward and may be as many as that without being added before.
+_MANY_ROWS = 1 << 16
 _steps_made = 0
 
 
@@ -239,7 +241,12 @@ class PendingGradient:
         if task < 0:
             self._finish([part])
         elif task in self.arriving:
-            self.arriving[task].append(part)
+            parts = self.arriving[task]
+            parts.append(part)
+            # Rows that come again and again take memory once.
+            if len(parts) % 16 == 0 and sum(len(ids) for ids, *_ in parts) > 2 * max(len(parts[0][0]), _MANY_ROWS):
+                table = self._handle().table
+                parts[:] = [added(table.num_rows, parts, table.takes_padding)]
         else:
             self.arriving[task] = [part]
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(self.arriving.pop(task, [])))
