@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
-from speedtransfer.optim import merge, pending
+from speedtransfer.optim import merge
 
 ROWS, DIM, STEPS = 50, 4, 12
 
@@ -94,7 +94,7 @@ def many(module, optimizer):
 @pytest.mark.parametrize("rows", [1 << 16, 8])
 @pytest.mark.parametrize("program", [many, accumulated, zeroed, held, hooked, with_the_whole, reentrant, failed])
 def test_as_torch(program, rows, monkeypatch):
-    monkeypatch.setattr(pending, "_MANY_ROWS", rows)
+    monkeypatch.setattr(merge, "MANY_ROWS", rows)
     (dense, _), (ours, _) = pairs = pair()
     for module, optimizer in pairs:
         program(module, optimizer)
@@ -107,7 +107,7 @@ def test_as_torch(program, rows, monkeypatch):
 
 @pytest.mark.parametrize(("rows", "lookups"), [(1 << 16, 1), (8, 20)])
 def test_gradients_are_added_at_once_but_not_too_many(rows, lookups, monkeypatch):
-    monkeypatch.setattr(pending, "_MANY_ROWS", rows)
+    monkeypatch.setattr(merge, "MANY_ROWS", rows)
     added = []
     unique_rows = merge.unique_rows
     monkeypatch.setattr(merge, "unique_rows", lambda ids: added.append(len(ids)) or unique_rows(ids))

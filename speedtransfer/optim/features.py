@@ -21,8 +21,7 @@ from speedtransfer.idle import FeatureLag
 from speedtransfer.optim.id_space import IdSpace
 from speedtransfer.optim.leaves import APART, cloned, leaves, put
 from speedtransfer.optim.probe import sparse_gradient
-
-_WORD = 62
+from speedtransfer.ranks import to_words
 
 
 class UsedFeatures:
@@ -135,14 +134,13 @@ class Features:
 
     def announce(self) -> list[int]:
         """Return `left` as numbers of so many bits that they can be sent."""
-        return [self.left >> start & (1 << _WORD) - 1 for start in range(0, len(self.names), _WORD)]
+        return to_words(self.left, len(self.names))
 
-    def arrive(self, numbers: Sequence[Sequence[int]]) -> None:
-        """Note the features that each process has announced, each number by process."""
+    def arrive(self, announced: Sequence[int]) -> None:
+        """Note the features that each process has announced."""
         self.left = 0
-        for place, told in enumerate(numbers):
-            for number in told:
-                self.touched |= number << place * _WORD
+        for features in announced:
+            self.touched |= features
 
     # --- a step ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.optim.owners import Owners, all_owners
-from speedtransfer.ranks import DifferenceError, Exchange, Segment
+from speedtransfer.ranks import DifferenceError, Exchange, Segment, from_words
 
 # Threads run backward one after the other: messages of two exchanges at once would be mixed up.
 backward_lock = fork_safe_lock()
@@ -101,16 +101,18 @@ def _exchange_all(only: Iterable[Owners] | None) -> None:
 def _announced(exchange: Exchange, several: list[Owners], point: str) -> list[list[int]]:
     """Return what each process announces, for each table."""
     found = [owners.handle.features for owners in several]
-    announced = [[r.announce(), *(f.announce() if f is not None else ())] for r, f in zip(several, found, strict=True)]
+    those = [each for pair in zip(several, found, strict=True) for each in pair if each is not None]
+    words = [each.announce() for each in those]
     about = ", ".join(described(owners.handle) for owners in several)
-    told = iter(exchange.agree(point, [number for some in announced for number in some], about).T.tolist())
-    numbers = []
-    for features, some in zip(found, announced, strict=True):
-        number, *rest = [next(told) for _ in some]
-        numbers.append(number)
+    told = iter(exchange.agree(point, [word for some in words for word in some], about).T.tolist())
+    # Of each, by process.
+    numbers = iter([[from_words(parts) for parts in zip(*(next(told) for _ in some), strict=True)] for some in words])
+    announced = []
+    for features in found:
+        announced.append(next(numbers))
         if features is not None:
-            features.arrive(rest)
-    return numbers
+            features.arrive(next(numbers))
+    return announced
 
 
 def _exchange(exchange: Exchange, several: list[Owners], numbers: list[list[int]], point: str) -> None:

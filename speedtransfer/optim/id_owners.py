@@ -18,7 +18,7 @@ from torch import Tensor
 from speedtransfer.errors import ProcessGroupError
 from speedtransfer.optim.sharded import Sharded
 from speedtransfer.optim.shards import Asked, check_counts
-from speedtransfer.ranks import Exchange, Interleaved, Segment
+from speedtransfer.ranks import Exchange, Interleaved, Segment, from_words
 from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owners_of
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE
@@ -183,9 +183,9 @@ class RankIdOwners(IdOwners):
         """Return how many ids come from each rank, and take note of the lookups that they wait for gradients of."""
         lookups = self._shards.lookups
         waiting = lookups.waiting()
-        told = self._exchange.agree(point, torch.tensor([[count, waiting] for count in sends], device="cpu"), about)
+        told = self._exchange.agree(point, torch.tensor([[count, *waiting] for count in sends], device="cpu"), about)
         counts: list[int] = check_counts(told[:, :1])[:, 0].tolist()
-        lookups.note_waiting(told[:, 1].tolist())
+        lookups.note_waiting(map(from_words, told[:, 1:].tolist()))
         return counts
 
     def _by_owner_of_id(self, ids: np.ndarray) -> tuple[np.ndarray, list[int]]:

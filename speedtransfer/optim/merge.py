@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_unique, sum_rows, trimmed, unique_rows
 
+MANY_ROWS = 1 << 16
 # The gradient of some rows: their ids (n,), the gradient (n, dim), what is known of the ids.
 Part = tuple[Tensor, Tensor, Known]
 
@@ -57,6 +58,13 @@ def added(num_rows: int, parts: Sequence[Part], takes_padding: bool) -> Part:
         total[places] = total[places] + grad if start else grad
         start += len(ids)
     return rows, total, NOTHING
+
+
+def keep(parts: list[Part], part: Part, num_rows: int, takes_padding: bool) -> None:
+    """Add a gradient to `parts`, which `added` adds: before, where they would take much memory for rows that come again."""
+    parts.append(part)
+    if len(parts) % 16 == 0 and sum(len(ids) for ids, *_ in parts) > 2 * max(len(parts[0][0]), MANY_ROWS):
+        parts[:] = [added(num_rows, parts, takes_padding)]
 
 
 def unpadded(part: Part) -> Part:

@@ -76,9 +76,9 @@ class Owners:
     def forget(self) -> None:
         """Forget the gradients kept since the last exchange: backward has failed, or they were set to None."""
 
-    def announce(self) -> int:
-        """Return a number from which the others see what this process has."""
-        return 0
+    def announce(self) -> list[int]:
+        """Return numbers, as many in each process, that tell the others as one (`from_words`) what this process has."""
+        return [0]
 
     def requests(self, numbers: Sequence[int]) -> list[Tensor]:
         """Return how many ids go to each rank, ``(ranks,)``, for each list of ids that has to be sent before gradients."""

@@ -16,15 +16,13 @@ from speedtransfer.eager import uncompiled
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim.gradient_exchange import exchange_gradients
 from speedtransfer.optim.graph import as_tensor, receive
-from speedtransfer.optim.merge import Part, added, merged, unpadded
+from speedtransfer.optim.merge import Part, added, keep, merged, unpadded
 from speedtransfer.optim.row_gradient import RowGradient
 from speedtransfer.optim.whole_gradient import check_gradient, hooked, rows_of
 from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_anew
 
 # Steps of other optimizers after which a gradient that no step takes is worth a warning.
 _UNTRAINED_STEPS = 100
-# Rows of parts that wait for the end of a backward and may be as many as that without being added before.
-_MANY_ROWS = 1 << 16
 _steps_made = 0
 
 
@@ -236,17 +234,15 @@ class PendingGradient:
 
     def _arrive(self, part: Part) -> None:
         """Keep a part of the gradient until the running backward ends: hooks of the parameter see all of it."""
-        task = torch._C._current_graph_task_id()
+        task, (ids, grad, known) = torch._C._current_graph_task_id(), part
+        # Others are added to its memory.
+        part = ids, grad if grad.is_contiguous() else _writable(grad), known
         # Outside of a backward: written by hand.
         if task < 0:
             self._finish([part])
         elif task in self.arriving:
-            parts = self.arriving[task]
-            parts.append(part)
-            # Rows that come again and again take memory once.
-            if len(parts) % 16 == 0 and sum(len(ids) for ids, *_ in parts) > 2 * max(len(parts[0][0]), _MANY_ROWS):
-                table = self._handle().table
-                parts[:] = [added(table.num_rows, parts, table.takes_padding)]
+            table = self._handle().table
+            keep(self.arriving[task], part, table.num_rows, table.takes_padding)
         else:
             self.arriving[task] = [part]
             torch.autograd.Variable._execution_engine.queue_callback(lambda: self._finish(self.arriving.pop(task, [])))

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from speedtransfer.errors import InvalidValueError, OptimizerError, format_bytes
 from speedtransfer.optim.handle import Handle, any_handles, find_handle
-from speedtransfer.optim.merge import Part, merged, unpadded
+from speedtransfer.optim.merge import Part, added, keep, unpadded
 from speedtransfer.optim.owners import Owners
 from speedtransfer.ranks import Exchange, Segment, as_int64, exchange_of
 from speedtransfer.tables import NOTHING, row_chunks, unique_rows
@@ -41,8 +41,8 @@ class Replicas(Owners):
         # Whether the model that has the table is in `no_sync()`: gradients are kept until it is not.
         self.is_waiting = False
         self._is_open = False
-        # The gradient of this process since the last exchange; and whether a whole table was used.
-        self._left: Part | None = None
+        # Parts of the gradient of this process since the last exchange; and whether a whole table was used.
+        self._left: list[Part] = []
         self._whole = False
 
     def begin(self, model: DistributedDataParallel) -> None:
@@ -55,20 +55,22 @@ class Replicas(Owners):
 
     def hold(self, part: Part, whole: bool, lookup: Any) -> None:  # noqa: D102
         ids, grad, known = unpadded(part)
-        left = ids.clone(), grad.detach().clone(), known
-        self._left = left if self._left is None else merged(self.handle.table.num_rows, self._left, left, False)[0]
+        keep(self._left, (ids.clone(), grad.detach().clone(), known), self.handle.table.num_rows, False)
         self._whole |= whole
         # A backward without a forward of the wrapper, as all processes make it.
         self._is_open |= not self.is_waiting
 
     def has_left(self) -> bool:  # noqa: D102
-        return self._left is not None and not self.is_waiting
+        return bool(self._left) and not self.is_waiting
 
     def forget(self) -> None:  # noqa: D102
-        self._left, self._whole = None, False
+        self._left, self._whole = [], False
 
-    def announce(self) -> int:  # noqa: D102
-        return 0 if self._left is None else 4 * len(self._left[0]) + 2 * int(self._whole) + 1
+    def announce(self) -> list[int]:  # noqa: D102
+        if not self._left:
+            return [0]
+        self._left = [added(self.handle.table.num_rows, self._left, False)]
+        return [4 * len(self._left[0][0]) + 2 * int(self._whole) + 1]
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102
         return []
@@ -76,15 +78,16 @@ class Replicas(Owners):
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:
         """Average the gradients of all processes, in the order of the ranks: the same bits in each."""
         handle, exchange = self.handle, self.exchange
-        left, self._left, self._whole = self._left, None, False
+        kept, self._left, self._whole = self._left, [], False
         if not any(numbers):
             # Of another loss: that of this forward may come.
             return
         self._is_open = False
         table = handle.table
-        if left is None:
-            ids = torch.empty(0, dtype=torch.int64, device=table.device)
-            left = ids, torch.empty(0, table.dim, dtype=handle.rows.dtype, device=table.device), NOTHING
+        ids = torch.empty(0, dtype=torch.int64, device=table.device)
+        nothing = ids, torch.empty(0, table.dim, dtype=handle.rows.dtype, device=table.device), NOTHING
+        # `announce` has added them.
+        left = kept[0] if kept else nothing
         counts = [number >> 2 for number in numbers]
         ids = exchange.gather("ids", left[0].unsqueeze(1), counts)[:, 0]
         grads = exchange.gather("gradients", left[1].mul_(1 / exchange.ranks), counts)

@@ -94,7 +94,7 @@ class Sharded(Owners):
     def forget(self) -> None:  # noqa: D102
         self._left.clear()
 
-    def announce(self) -> int:  # noqa: D102
+    def announce(self) -> list[int]:  # noqa: D102
         return self.lookups.announce(self._left)
 
     def send(self, numbers: Sequence[int]) -> list[Segment]:  # noqa: D102

@@ -19,11 +19,11 @@ from torch import Tensor
 from speedtransfer.cuda import to_device
 from speedtransfer.dtypes import rows_at
 from speedtransfer.errors import ProcessGroupError
-from speedtransfer.ranks import Exchange, Partition, Segment
+from speedtransfer.ranks import Exchange, Partition, Segment, to_words
 from speedtransfer.tables import padded_unique, trimmed, unique_rows
 
 # Lookups that a gradient may still come for, and those of them that keep the rows that the owner has read.
-KEPT, _KEPT_ROWS = 48, 4
+KEPT, _KEPT_ROWS = 256, 4
 
 
 class Route(NamedTuple):
@@ -226,9 +226,10 @@ class ShardLookups:
 
     # --- gradients --------------------------------------------------------------------------------------------------------
 
-    def announce(self, numbers: Iterable[int]) -> int:
-        """Return a bit for each of some lookups, the lowest for the last."""
-        return sum(1 << (self.count - number) for number in numbers)
+    def announce(self, numbers: Iterable[int]) -> list[int]:
+        """Return a bit for each of some lookups, the lowest for the last, as words, of which all processes have as many."""
+        bits = sum(1 << (self.count - number) for number in numbers)
+        return to_words(bits, self.count + 1 - min(self._lookups, default=self.count))
 
     def touched(self, announced: Sequence[int]) -> list[tuple[Lookup, list[int]]]:
         """Return the lookups that gradients come for, and which ranks, who have `announced` theirs, have one."""
@@ -250,8 +251,8 @@ class ShardLookups:
         else:
             self._held.pop(lookup.number, None)
 
-    def waiting(self) -> int:
-        """Return which lookups this process waits for gradients of, a bit for each, the lowest for the last."""
+    def waiting(self) -> list[int]:
+        """Return which lookups this process waits for gradients of, as `announce`."""
         self._held = {n: rows for n, rows in self._held.items() if rows() is not None and n in self._lookups}
         return self.announce(self._held)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.optim.merge import Part, merged, unpadded
+from speedtransfer.optim.merge import Part, added, keep, unpadded
 from speedtransfer.optim.sharded import Sharded
 from speedtransfer.optim.shards import Asked, Lookup, ShardLookups
 from speedtransfer.ranks import Exchange, Partition, Segment
@@ -57,8 +57,8 @@ class SharedOwners(Sharded):
         self, handle: Any, exchange: Exchange, partition: Partition, comm_dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(handle, exchange, partition, comm_dtype)
-        # The gradient of this process since the last exchange; whether there was an exchange since the last step.
-        self._merged: Part | None = None
+        # Parts of the gradient of this process since the last exchange; whether there was an exchange since the last step.
+        self._parts: list[Part] = []
         self._has_met = False
 
     def share_rows(self) -> None:  # noqa: D102
@@ -69,36 +69,32 @@ class SharedOwners(Sharded):
 
     def is_open(self, at_step: bool = False) -> bool:
         """Tell whether there is an exchange: at the end of each backward, and at a step that none went before."""
-        return self.handle.requires_grad and not (at_step and self._has_met and self._merged is None)
+        return self.handle.requires_grad and not (at_step and self._has_met and not self._parts)
 
     def hold(self, part: Part, whole: bool, lookup: Any) -> None:  # noqa: D102
         ids, grad, known = unpadded(part)
-        left = ids, grad.detach().clone(), known
-        self._merged = (
-            left if self._merged is None else merged(self.handle.table.num_rows, self._merged, left, False)[0]
-        )
+        keep(self._parts, (ids, grad.detach().clone(), known), self.handle.table.num_rows, False)
 
     def has_left(self) -> bool:  # noqa: D102
-        return self._merged is not None
+        return bool(self._parts)
 
     def forget(self) -> None:  # noqa: D102
         super().forget()
-        self._merged = None
+        self._parts = []
 
-    def announce(self) -> int:  # noqa: D102
+    def announce(self) -> list[int]:  # noqa: D102
         self._has_met = True
-        return int(self._merged is not None)
+        return [int(bool(self._parts))]
 
     def requests(self, numbers: Sequence[int]) -> list[Tensor]:  # noqa: D102
         self.lookups.clear()
         if not any(numbers):
             return []
         table = self.handle.table
-        if self._merged is None:
-            empty = torch.empty(0, dtype=torch.int64, device=table.device)
-            ids, grad = empty, torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
-        else:
-            ids, grad, _ = self._merged
+        ids = torch.empty(0, dtype=torch.int64, device=table.device)
+        grad = torch.empty(0, table.dim, dtype=self.handle.rows.dtype, device=table.device)
+        if self._parts:
+            ids, grad, _ = added(table.num_rows, self._parts, False)
         self._asked, self._order, self._sends = self.lookups.by_owner(ids)
         self._left = {self.lookups.count + 1: grad}
         return [self._sends]
@@ -121,7 +117,7 @@ class SharedOwners(Sharded):
 
     def receive(self, numbers: Sequence[int], received: Sequence[Tensor]) -> None:  # noqa: D102
         # Before the deposit, whose hooks may step.
-        self._merged = None
+        self._parts = []
         if len(self.lookups):
             super().receive([1] * len(numbers), received)
         self.lookups.clear()

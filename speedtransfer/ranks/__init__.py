@@ -2,7 +2,17 @@
 
 from speedtransfer.lazy import lazy_names
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
-from speedtransfer.ranks.exchange import DifferenceError, Exchange, Segment, Traffic, as_int64, exchange_of, is_first
+from speedtransfer.ranks.exchange import (
+    DifferenceError,
+    Exchange,
+    Segment,
+    Traffic,
+    as_int64,
+    exchange_of,
+    from_words,
+    is_first,
+    to_words,
+)
 from speedtransfer.ranks.partition import Interleaved, Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
@@ -19,10 +29,12 @@ __all__ = [
     "as_int64",
     "equal_steps",
     "exchange_of",
+    "from_words",
     "group_of",
     "is_first",
     "joined",
     "num_launched",
+    "to_words",
     "world",
 ]
 

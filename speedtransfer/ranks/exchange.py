@@ -37,6 +37,8 @@ POINTS = (
 )
 # The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
 _VALUES = 6
+# Bits that a number of a message has for others.
+_WORD = 62
 
 
 @dataclass
@@ -300,6 +302,16 @@ def as_int64(word: int) -> int:
     """Return a word of 64 bits, such as a seed, as the int64 with the same bits."""
     word &= (1 << 64) - 1
     return word - (1 << 64) if word >> 63 else word
+
+
+def to_words(bits: int, count: int) -> list[int]:
+    """Return the lowest `count` bits of a number as numbers that can be sent, at least one."""
+    return [bits >> start & (1 << _WORD) - 1 for start in range(0, max(count, 1), _WORD)]
+
+
+def from_words(words: Sequence[int]) -> int:
+    """Return the number that `to_words` has made `words` of."""
+    return sum(word << place * _WORD for place, word in enumerate(words))
 
 
 def is_first() -> bool:
