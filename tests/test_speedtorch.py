@@ -21,7 +21,7 @@ from torch import nn
 import speedtransfer as st
 import speedtransfer.speedtorch as SpeedTorch
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, RowIndexError, StorageError
-from speedtransfer.speedtorch import place
+from speedtransfer.speedtorch import memories
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _warned(monkeypatch, tmp_path):
     """The warning has been given, and what lies about would lie in a folder of the test's own."""
-    monkeypatch.setattr(place, "_warned", True)
+    monkeypatch.setattr(memories, "_warned", True)
     monkeypatch.chdir(tmp_path)
 
 
@@ -558,7 +558,7 @@ def test_bad_arguments(refusal):
 
 
 def test_one_warning_a_process(monkeypatch):
-    monkeypatch.setattr(place, "_warned", False)
+    monkeypatch.setattr(memories, "_warned", False)
     variable = nn.Embedding(1, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

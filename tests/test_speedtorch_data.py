@@ -10,7 +10,7 @@ import torch
 
 import speedtransfer.speedtorch as SpeedTorch
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
-from speedtransfer.speedtorch import place
+from speedtransfer.speedtorch import memories
 
 GADGETS = {
     "device": lambda path: SpeedTorch.DataGadget(path),
@@ -21,7 +21,7 @@ GADGETS = {
 
 @pytest.fixture(autouse=True)
 def _warned(monkeypatch, tmp_path):
-    monkeypatch.setattr(place, "_warned", True)
+    monkeypatch.setattr(memories, "_warned", True)
     monkeypatch.chdir(tmp_path)
 
 
