@@ -21,7 +21,6 @@ from speedtransfer.planning.forms import Form, is_exact, state_planes
 from speedtransfer.planning.machine import (
     Machine,
     mapping_of,
-    parse_bytes,
     parse_count,
     parse_text,
     parsed,
@@ -32,7 +31,7 @@ from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.ranks.cost import StepCost, sharded_step
 from speedtransfer.ranks.row_counts import expected_counts, row_form
 from speedtransfer.ranks.zipf import expected_unique
-from speedtransfer.units import format_ratio, format_seconds
+from speedtransfer.units import format_ratio, format_seconds, parse_bytes
 
 STEPS = 1e6  # batches that the price of an hour is turned into the cost of
 CALL_S = 50e-6  # of a collective call; a round number, and no machine's
