@@ -209,7 +209,7 @@ def test_what_makes_no_sense_is_told_in_one_line(run, wrong):
 def test_the_help_lists_what_there_is():
     """It is shown without the modules that know."""
     from speedtransfer.planning import command
-    from speedtransfer.planning.forms import STATE, STORAGE
+    from speedtransfer.planning.footprint import STATE, STORAGE
     from speedtransfer.planning.rank import MEASURES
 
     assert (tuple(STORAGE), tuple(STATE)) == (command.STORAGE_NAMES, command.STATE_NAMES)

@@ -17,6 +17,7 @@ from speedtransfer.planning.footprint import (
     PINNED,
     SPARSE,
     Footprint,
+    Form,
     Moved,
     SparseWay,
     footprint,
@@ -25,7 +26,6 @@ from speedtransfer.planning.footprint import (
     moved,
     sparse_way,
 )
-from speedtransfer.planning.forms import Form
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.timed_trial import TrialTime
 from speedtransfer.planning.workload import BAG, EMBEDDING, MULTI, Load, Workload

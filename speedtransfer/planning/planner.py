@@ -30,13 +30,15 @@ from speedtransfer.planning.footprint import (
     PAGEABLE,
     PINNED,
     SPARSE,
+    Form,
+    bytes_of,
     check_machine,
     dense_bytes,
     footprint,
+    forms_for,
     moved,
     sparse_way,
 )
-from speedtransfer.planning.forms import Form, bytes_of, forms_for
 from speedtransfer.planning.machine import Machine, machine_given, with_memory
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan

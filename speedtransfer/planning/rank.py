@@ -16,8 +16,7 @@ from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
 from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
-from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, check_machine
-from speedtransfer.planning.forms import Form, is_exact, state_planes
+from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form, check_machine, is_exact, state_planes
 from speedtransfer.planning.machine import (
     Machine,
     mapping_of,
