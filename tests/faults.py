@@ -369,8 +369,8 @@ nn/weight.py: weight_functions
 - if tensor._version != version or _writes_to(values, func, args, kwargs):
 + if _writes_to(values, func, args, kwargs):
 vocabulary/capacity.py: vocabulary vocabulary_state
-- max(parse_bytes(limit) // row_bytes - reserved, capacity)
-+ max(parse_bytes(limit) // row_bytes, capacity)
+- max(bytes_of(limit) // row_bytes - reserved, capacity)
++ max(bytes_of(limit) // row_bytes, capacity)
 - return max(limit + reserved, num_rows)
 + return max(limit, num_rows)
 vocabulary/policies.py: vocabulary_sightings

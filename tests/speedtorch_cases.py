@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,13 +46,25 @@ KINDS = {
 }
 
 
+@contextlib.contextmanager
+def batch(switchers, optimizer, *indexes, set_to_none=True):
+    """A step on the rows of a batch: they come, and go back when the block has brought gradients."""
+    for switcher in switchers:
+        switcher.beforeForwardPass(*indexes)
+    yield
+    optimizer.step()
+    optimizer.zero_grad(set_to_none)
+    for switcher in switchers:
+        switcher.afterOptimizerStep(*indexes)
+
+
 class SkipGram(nn.Module):
     """Of a batch's rows only: the variables are as small as their users made them."""
 
-    def __init__(self, sparse=False):
+    def __init__(self):
         super().__init__()
-        self.u_embeddings = nn.Embedding(BATCH, DIM, sparse=sparse)
-        self.v_embeddings = nn.Embedding(BATCH * (1 + NEGATIVES), DIM, sparse=sparse)
+        self.u_embeddings = nn.Embedding(BATCH, DIM)
+        self.v_embeddings = nn.Embedding(BATCH * (1 + NEGATIVES), DIM)
 
     def forward(self, pos_u, pos_v, neg_v):
         u, v, negative = self.u_embeddings(pos_u), self.v_embeddings(pos_v), self.v_embeddings(neg_v)
@@ -59,25 +72,22 @@ class SkipGram(nn.Module):
         return -(positive.sum() + F.logsigmoid(-(negative @ u.mT)).sum()) / len(pos_u)
 
 
-def train(kind, make_optimizer, device, steps=40, uniform=True, sparse=False, seed=0):
+def train(kind, device):
     """Train as the example of SpeedTorch's README does; return the losses and the two switchers of the variables."""
-    torch.manual_seed(seed)
-    draw = np.random.default_rng(seed)
-    model = SkipGram(sparse).to(device)
-    optimizer = make_optimizer(model.parameters())
+    torch.manual_seed(0)
+    draw = np.random.default_rng(0)
+    model = SkipGram().to(device)
+    optimizer = torch.optim.Adamax(model.parameters(), lr=0.4)
     u, u_state = kind.switchers(optimizer, model, "u_embeddings")
     v, v_state = kind.switchers(optimizer, model, "v_embeddings")
-    if uniform:
-        u.uniformDistributionInit(-0.5, 0.5)
-    else:
-        u.normalDistributionInit(0.0, 0.3)
+    u.normalDistributionInit(0.0, 0.3)
     v.zerosInit()
     u_state.optInit()
     v_state.optInit()
     pos_u = torch.from_numpy(u.variableTransformer(BATCH, 1)).to(device)
     pos_v, neg_v = (torch.from_numpy(x).to(device) for x in v.variableTransformer(BATCH, 1, NEGATIVES))
     losses = []
-    for _ in range(steps):
+    for _ in range(40):
         chosen = draw.choice(WORDS // 4, BATCH, replace=False)
         targets = chosen[:, None] + WORDS // 4
         others = (draw.choice(WORDS // 2, BATCH * NEGATIVES, replace=False) + WORDS // 2).reshape(BATCH, NEGATIVES)

@@ -41,40 +41,37 @@ def test_info_says_what_there_is(run):
         assert cuda_status().reason.split(";")[0] in " ".join(out.split())
 
 
-REASONS = {
-    "CuPy is missing": ("CuPy is not installed; pip install 'cupy-cuda13x[ctk]'", None, "13.0", ("H200",)),
+# What is not there, the versions of CuPy and of the driver, the devices, whether they are calibrated; and the last line.
+STATES = {
+    "CuPy is missing": (
+        ("CuPy is not installed; pip install 'cupy-cuda13x[ctk]'", None, "13.0", ("H200",), False),
+        "next: `pip install 'cupy-cuda1",
+    ),
     "CuPy is broken": (
-        "CuPy 14.2 cannot compile kernels here: no headers; pip install 'x[ctk]'",
-        "14.2",
-        "13.0",
-        ("H200",),
+        ("CuPy 14.2 cannot compile kernels here: no headers; pip install 'x[ctk]'", "14.2", "13.0", ("H200",), False),
+        "next: pip install 'x[ctk]'; or stay on the CPU",
     ),
     "torch for the CPU": (
-        "torch 2.13 is built without CUDA; install a CUDA build of torch from pytorch.org",
-        None,
-        "13.0",
-        (),
+        ("torch is built without CUDA; install a CUDA build of torch from pytorch.org", None, "13.0", (), False),
+        "next: install a CUDA build of torch from pytorch.org; or stay on the CPU",
     ),
-    "no driver": ("this machine has no NVIDIA driver; install one, or stay on the CPU", None, None, ()),
-    "all there": ("", "14.2", "13.0", ("H200",)),
+    "no driver": (
+        ("this machine has no NVIDIA driver; install one, or stay on the CPU", None, None, (), False),
+        "next: `speedtransfer word2vec demo -o demo` trains vectors on the CPU",
+    ),
+    "all there": (("", "14.2", "13.0", ("H200",), False), "next: `speedtransfer calibrate` measures"),
+    "calibrated": (
+        ("", "14.2", "13.0", ("H200",), True),
+        "next: `speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure",
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    ("state", "calibrated", "words"),
-    [
-        ("CuPy is missing", False, "next: `pip install 'cupy-cuda1"),
-        ("CuPy is broken", False, "next: pip install 'x[ctk]'; or stay on the CPU"),
-        ("torch for the CPU", False, "next: install a CUDA build of torch from pytorch.org; or stay on the CPU"),
-        ("no driver", False, "next: `speedtransfer word2vec demo -o demo` trains vectors on the CPU"),
-        ("all there", False, "next: `speedtransfer calibrate` measures"),
-        ("all there", True, "next: `speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure"),
-    ],
-)
-def test_info_ends_with_what_to_do_next(run, monkeypatch, state, calibrated, words):
+@pytest.mark.parametrize("state", STATES)
+def test_info_ends_with_what_to_do_next(run, monkeypatch, state):
     from speedtransfer import cli
 
-    reason, cupy, driver, devices = REASONS[state]
+    (reason, cupy, driver, devices, calibrated), words = STATES[state]
     status = CudaStatus(not reason, reason, cupy, "13.0", driver, devices)
     monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: status)
     monkeypatch.setattr("speedtransfer.cuda.resolve_device", lambda device: torch.device("cpu"))
@@ -166,7 +163,9 @@ def test_warnings_speak_of_flags(run, monkeypatch, tmp_path):
     (tmp_path / "short.txt").write_text("the river has a bank of stone\n" * 5)
     code, _, err = run("word2vec", "train", str(tmp_path / "short.txt"), "-o", str(tmp_path / "out"), "--dim", "8")
     assert code == 0
-    assert re.search(r"^this run has \d+ steps, too few .* a smaller --block-words, such as 16, or more epochs", err)
+    assert re.search(
+        r"^this run has \d+ steps, too few .* a smaller --block-words, such as 16, or more epochs", err, re.MULTILINE
+    )
     assert not re.search(r"(?<!-)\b(block_words|lr)\b", err)
 
 

@@ -87,17 +87,19 @@ def batches_of(windows: int, steps: int = 12, seed: int = 1) -> list[torch.Tenso
     return list((torch.rand(steps, windows, TIME + 1, generator=draw) ** power * VOCAB).long())
 
 
-def train(model, optimizer, batches, step=None, forward=None) -> list[float]:
-    """Train and return the losses."""
-    opt = optimizer(model.parameters())
+def train(model, optimizer, batches, forward=None, parts=1, before_step=None) -> list[float]:
+    """Train on batches, each in `parts` with one step for all of them, and return the losses."""
+    opt = model.opt = optimizer(model.parameters())
     losses = []
     for batch in batches:
         opt.zero_grad()
-        loss = (forward or model.loss)(batch)
-        loss.backward()
-        (step or opt.step)()
-        losses.append(loss.item())
-    model.opt = opt
+        for part in batch.chunk(parts) if parts > 1 else [batch]:
+            loss = (forward or model.loss)(part) / parts
+            loss.backward()
+            losses.append(loss.item())
+        if before_step is not None:
+            before_step(model)
+        opt.step()
     return losses
 
 
@@ -196,63 +198,40 @@ def test_activation_checkpointing_changes_nothing(kind, idle):
     assert_equal(ours, dense, train(ours, ADAMW, batches), train(dense, ADAMW, batches))
 
 
-def accumulate(model, optimizer, batches, parts=3, ahead=False) -> list[float]:
-    """Train on each batch in `parts`, one step for all of them."""
-    opt = model.opt = optimizer(model.parameters())
-    losses = []
-    for batch in batches:
-        for part in batch.chunk(parts):
-            if ahead:
-                model.ngrams.prefetch(part[:, :-1])
-            loss = model.loss(part) / parts
-            loss.backward()
-            losses.append(loss.item())
-        opt.step()
-        opt.zero_grad()
-    return losses
-
-
 @pytest.mark.parametrize("ahead", [False, True])
-def test_accumulation_over_micro_batches(ahead):
-    batches = batches_of(ALL_TOUCHED, 8)
-    ours, dense = make_model(FEW, idle="exact"), make_model(FEW)
-    assert idle_rows(ours, batches) == 0
+@pytest.mark.parametrize(("windows", "parts"), [(ALL_TOUCHED, 4), (SOME_IDLE, 2)])
+def test_accumulation_over_micro_batches(windows, parts, ahead):
+    rows = FEW if windows == ALL_TOUCHED else MANY
+    batches = batches_of(windows, 8)
+    ours, dense = make_model(rows, idle="exact"), make_model(rows)
     # A part leaves rows out, of which others bring gradients.
+    assert (idle_rows(ours, batches) == 0) == (windows == ALL_TOUCHED)
     assert idle_rows(ours, [batch[:24] for batch in batches]) > 0
-    assert_equal(ours, dense, accumulate(ours, ADAMW, batches, 4, ahead), accumulate(dense, ADAMW, batches, 4))
-    batches = batches_of(SOME_IDLE)
-    ours, dense = make_model(idle="exact"), make_model()
-    assert_close(ours, dense, accumulate(ours, ADAMW, batches, 2, ahead), accumulate(dense, ADAMW, batches, 2))
 
+    def read_ahead(part):
+        ours.ngrams.prefetch(part[:, :-1])
+        return ours.loss(part)
 
-def clipped(model, batches) -> tuple[list[float], list[float]]:
-    """Train with gradients of a norm of 0.1; return losses and the norms before."""
-    opt = model.opt = ADAMW(model.parameters())
-    losses, norms = [], []
-    for batch in batches:
-        loss = model.loss(batch)
-        loss.backward()
-        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
-        opt.step()
-        opt.zero_grad()
-        losses.append(loss.item())
-    return losses, norms
+    losses = train(ours, ADAMW, batches, read_ahead if ahead else None, parts)
+    check = assert_equal if windows == ALL_TOUCHED else assert_close
+    check(ours, dense, losses, train(dense, ADAMW, batches, parts=parts))
 
 
 @pytest.mark.parametrize("windows", [ALL_TOUCHED, SOME_IDLE])
 def test_clipping_by_the_norm_of_all_gradients(windows):
     rows = FEW if windows == ALL_TOUCHED else MANY
-    batches = batches_of(windows, 10)
+    batches, norms = batches_of(windows, 10), []
     ours, dense = make_model(rows, idle="exact"), make_model(rows)
-    (losses, norms), (expected, right) = clipped(ours, batches), clipped(dense, batches)
+
+    def clip(model):
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.1)))
+
+    losses, expected = (train(model, ADAMW, batches, before_step=clip) for model in (ours, dense))
     assert min(norms) > 0.1
-    assert norms == pytest.approx(right, rel=1e-14)
-    if windows == ALL_TOUCHED:
-        # Of the same rows in the same order.
-        assert_equal(ours, dense, losses, expected)
-    else:
-        # A sum over the rows of the batch alone rounds otherwise than one with the zeros of all others.
-        assert_close(ours, dense, losses, expected)
+    assert norms[:10] == pytest.approx(norms[10:], rel=1e-14)
+    # A sum over the same rows in the same order, or one over the rows of the batch alone, which rounds otherwise.
+    check = assert_equal if windows == ALL_TOUCHED else assert_close
+    check(ours, dense, losses, expected)
 
 
 @pytest.mark.parametrize("fused", [False, True])

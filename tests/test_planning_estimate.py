@@ -8,8 +8,20 @@ from pathlib import Path
 import pytest
 
 from speedtransfer.planning.estimate import CODEC_US, HOST, Estimate, disk_bytes, estimate_step, served_share
-from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, PINNED, footprint, memories, misfit, moved, sparse_way
-from speedtransfer.planning.forms import Form, bytes_of, forms_for
+from speedtransfer.planning.footprint import (
+    DENSE,
+    DEVICE,
+    MMAP,
+    PINNED,
+    Form,
+    bytes_of,
+    footprint,
+    forms_for,
+    memories,
+    misfit,
+    moved,
+    sparse_way,
+)
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.workload import make_workload

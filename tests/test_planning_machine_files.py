@@ -17,9 +17,9 @@ from speedtransfer.planning.machine import (
     link_rates,
     load_machines,
     machine_given,
-    parse_bytes,
     published_machines,
 )
+from speedtransfer.units import parse_bytes
 
 if sys.version_info >= (3, 11):
     import tomllib

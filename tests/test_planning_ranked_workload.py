@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from speedtransfer.planning.estimate import estimate_step
-from speedtransfer.planning.forms import Form
+from speedtransfer.planning.footprint import Form
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.rank import exchange_seconds, one_of, rank_machines

@@ -15,13 +15,13 @@ from cases import NO_NUMPY_DTYPES
 from optimizer_cases import BASE, some
 from refusals import check_refused, refusals
 from refused_styles import Factored
-from speedtorch_cases import KINDS, WORDS, SkipGram, train
+from speedtorch_cases import KINDS, WORDS, SkipGram, batch, train
 from torch import nn
 
 import speedtransfer as st
 import speedtransfer.speedtorch as SpeedTorch
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, RowIndexError, StorageError
-from speedtransfer.speedtorch import place
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, StorageError
+from speedtransfer.speedtorch import memories
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def _warned(monkeypatch, tmp_path):
     """The warning has been given, and what lies about would lie in a folder of the test's own."""
-    monkeypatch.setattr(place, "_warned", True)
+    monkeypatch.setattr(memories, "_warned", True)
     monkeypatch.chdir(tmp_path)
 
 
@@ -95,12 +95,12 @@ def test_all_names_are_there():
 
 @pytest.fixture(scope="module")
 def expected_run():
-    return train(KINDS["torch-pageable"], lambda p: torch.optim.Adamax(p, lr=0.4), CPU, uniform=False)
+    return train(KINDS["torch-pageable"], CPU)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loop_of_the_readme_in_every_memory(kind, expected_run, tmp_path):
-    losses, u, _ = train(KINDS[kind], lambda p: torch.optim.Adamax(p, lr=0.4), CPU, uniform=False)
+    losses, u, _ = train(KINDS[kind], CPU)
     assert losses == expected_run[0]
     assert np.array_equal(u.getNumpyVersion(), expected_run[1].getNumpyVersion())
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
@@ -123,15 +123,11 @@ def test_steps_are_those_of_the_drop_in(case):
     for count in (5, 9, 1, 30, 7, 12, 30):
         ids = torch.from_numpy(np.sort(draw.choice(30, count, replace=False)))
         pull = torch.from_numpy(draw.normal(size=(count, 4)).astype(np.float32))
-        weights.beforeForwardPass(ids)
-        state.beforeForwardPass(ids)
-        for rows in (ours.table(torch.arange(count)), theirs.table(ids)):
-            (rows * pull + rows.square()).sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.afterOptimizerStep(ids)
-        state.afterOptimizerStep(ids)
+        with batch([weights, state], optimizers[0], ids):
+            for rows in (ours.table(torch.arange(count)), theirs.table(ids)):
+                (rows * pull + rows.square()).sum().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
     assert torch.equal(weights.pytorchGPUVar, theirs.table.table.torch())
     kept = optimizers[1].state[theirs.table.weight]
     assert set(state.optVarList) == set(case.planes)
@@ -150,15 +146,11 @@ def test_sparse_adam_is_that_of_torch():
     assert state.optVarList == ["exp_avg", "exp_avg_sq"]
     for count in (4, 7, 20, 2):
         ids = torch.randperm(20, generator=draw)[:count]
-        weights.beforeForwardPass(ids)
-        state.beforeForwardPass(ids)
-        for rows in (ours.table(torch.arange(count)), theirs.table(ids)):
-            rows.square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        weights.afterOptimizerStep(ids)
-        state.afterOptimizerStep(ids)
+        with batch([weights, state], optimizers[0], ids):
+            for rows in (ours.table(torch.arange(count)), theirs.table(ids)):
+                rows.square().sum().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
     torch.testing.assert_close(weights.getTorchVar(), theirs.table.weight.detach())
 
 
@@ -166,37 +158,33 @@ def test_sparse_adam_is_that_of_torch():
 def test_training_goes_on_from_files(kind, tmp_path):
     """Weights, state and the optimizer's own state dict: as if nothing had happened."""
 
-    def run(resume):
-        torch.manual_seed(0)
+    def begun():
         model = OneVariable()
         optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
-        weights, state = KINDS[kind].switchers(optimizer, model, "table", 12, 4)
-        weights.uniformDistributionInit(-1, 1)
-        state.optInit()
-        for step in range(6):
-            if resume and step == 3:
-                weights.saveCupy("weights.npy")
-                (state.saveTorch if resume == "torch" else state.saveCupy)("state.npy")
-                saved = copy.deepcopy(optimizer.state_dict())
-                model = OneVariable()
-                optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
-                weights, state = KINDS[kind].switchers(optimizer, model, "table", 12, 4)
-                weights.loadCupy("weights.npy")
-                (state.loadTorch if resume == "torch" else state.loadCupy)("state.npy")
-                optimizer.load_state_dict(saved)
-            ids = [(step + i) % 12 for i in range(step + 2)]
-            weights.beforeForwardPass(ids)
-            state.beforeForwardPass(ids)
-            model.table(torch.arange(len(ids))).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            weights.afterOptimizerStep(ids)
-            state.afterOptimizerStep(ids)
-        return weights.getNumpyVersion()
+        return model, optimizer, *KINDS[kind].switchers(optimizer, model, "table", 12, 4)
 
-    expected = run("")
-    assert np.array_equal(run("torch"), expected)
-    assert np.array_equal(run("cupy"), expected)
+    def trained(steps, model, optimizer, *switchers):
+        for step in steps:
+            ids = [(step + i) % 12 for i in range(step + 2)]
+            with batch(switchers, optimizer, ids):
+                model.table(torch.arange(len(ids))).square().sum().backward()
+        return switchers[0].getNumpyVersion()
+
+    first = _, optimizer, weights, state = begun()
+    weights.uniformDistributionInit(-1, 1)
+    state.optInit()
+    trained(range(3), *first)
+    weights.saveCupy("weights.npy")
+    state.saveCupy("Cupy.npy")
+    state.saveTorch("Torch.npy")
+    saved = copy.deepcopy(optimizer.state_dict())
+    expected = trained(range(3, 6), *first)
+    for how in ("Cupy", "Torch"):
+        again = _, optimizer, weights, state = begun()
+        weights.loadCupy("weights.npy")
+        getattr(state, f"load{how}")(f"{how}.npy")
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        assert np.array_equal(trained(range(3, 6), *again), expected)
 
 
 def test_state_that_is_loaded_without_the_optimizers_own_counts():
@@ -296,13 +284,8 @@ def test_the_dtype_of_the_model_factory_is_that_of_the_state_too():
     state.optInit()
     before = weights.getNumpyVersion()
     for _ in range(3):
-        weights.beforeForwardPass([2])
-        state.beforeForwardPass([2])
-        model.table(torch.zeros(1, dtype=torch.int64)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-        weights.afterOptimizerStep([2])
-        state.afterOptimizerStep([2])
+        with batch([weights, state], optimizer, [2], set_to_none=False):
+            model.table(torch.zeros(1, dtype=torch.int64)).sum().backward()
         assert optimizer.state[model.table.weight]["exp_avg"].dtype == torch.float64
     assert weights.getNumpyVersion()[2] - before[2] == pytest.approx(-0.3, rel=1e-3)
 
@@ -481,35 +464,40 @@ def test_rows_that_were_never_initialised(kind):
         state.beforeForwardPass([1])
 
 
+BAD_CALLS = """
+weights.afterOptimizerStep([1, 10]) -> RowIndexError: index\\[1\\] is 10
+weights.afterOptimizerStep([1, -11]) -> RowIndexError: index\\[1\\] is -11
+weights.afterOptimizerStep([1, 2, 3]) -> InvalidValueError: have shape \\(2, 4\\) but the indexes ask for \\(3, 4\\)
+weights.afterOptimizerStep([1.0, 2.0]) -> InvalidTypeError: float64
+weights.afterOptimizerStep([True] * 9) -> InvalidValueError: boolean mask of shape \\(9,\\) but there are 10 rows
+weights.afterOptimizerStep(torch.arange(10).lt(2).byte()) -> InvalidTypeError: pass index.bool\\(\\) or index.long\\(\\)
+weights.afterOptimizerStep([torch.empty((), device="meta")] * 2) -> InvalidTypeError: pass one tensor, as of torch.stack
+weights.afterOptimizerStep([[1], [2, 3]]) -> InvalidValueError: ragged
+weights.afterOptimizerStep(None) -> InvalidTypeError: index
+weights.uniformDistributionInit(1, 0) -> InvalidValueError: low is 1
+weights.uniformDistributionInit(float("nan"), 1) -> InvalidValueError: low is nan
+weights.normalDistributionInit(0, -1) -> InvalidValueError: stdDev is -1
+fresh.uniformDistributionInit(0, 1) -> InvalidTypeError: floating
+fresh.beforeForwardPass([0]) -> InvalidValueError: no rows yet
+"""
+
+
 def test_bad_calls_write_nothing():
     weights, variable = made()
     weights.beforeForwardPass([1, 2])
     variable.weight.data += 1
-    for index, error, message in (
-        ([1, 10], RowIndexError, r"index\[1\] is 10"),
-        ([1, -11], RowIndexError, r"index\[1\] is -11"),
-        ([1, 2, 3], InvalidValueError, r"have shape \(2, 4\) but the indexes ask for \(3, 4\)"),
-        ([1.0, 2.0], InvalidTypeError, "float64"),
-        (np.array([True] * 9), InvalidValueError, r"boolean mask of shape \(9,\) but there are 10 rows"),
-        (torch.arange(10).lt(2).byte(), InvalidTypeError, r"pass index.bool\(\) or index.long\(\)"),
-        ([torch.empty((), device="meta")] * 2, InvalidTypeError, "pass one tensor, as of torch.stack"),
-        ([[1], [2, 3]], InvalidValueError, "ragged"),
-        (None, InvalidTypeError, "index"),
-    ):
-        with pytest.raises(error, match=message) as caught:
-            weights.afterOptimizerStep(index)
-        assert "\n" not in str(caught.value)
-        assert not weights.CUPYcorpus.any()
-    for low, high in ((1, 0), (float("nan"), 1)):
-        with pytest.raises(InvalidValueError, match="low is"):
-            weights.uniformDistributionInit(low, high)
-    with pytest.raises(InvalidValueError, match="stdDev is -1"):
-        weights.normalDistributionInit(0, -1)
     fresh = SpeedTorch.ModelFactory(variable, 10, 4, datatype="int32")
-    with pytest.raises(InvalidTypeError, match="floating"):
-        fresh.uniformDistributionInit(0, 1)
-    with pytest.raises(InvalidValueError, match="no rows yet"):
-        fresh.beforeForwardPass([0])
+    for refusal in refusals(BAD_CALLS):
+        check_refused(refusal, weights=weights, fresh=fresh, torch=torch)
+        assert not weights.CUPYcorpus.any()
+
+
+BAD_STATE = """
+state.afterOptimizerStep([1, 2, 3]) -> OptimizerError: made state 'momentum_buffer' that it did not make in a trial
+anew.afterOptimizerStep([1, 2]) -> InvalidValueError: have shape \\(3, 4\\) but the indexes ask for \\(2, 4\\)
+setattr(anew, "CUPYcorpi", np.zeros((3, 10, 4))) -> InvalidValueError: 3 arrays but SGD keeps \\['momentum_buffer'\\]
+setattr(anew, "CUPYcorpi", np.zeros((1, 9, 4))) -> InvalidValueError: has shape \\(9, 4\\) but must be \\(10, 4\\)
+"""
 
 
 def test_bad_state_writes_nothing():
@@ -522,17 +510,11 @@ def test_bad_state_writes_nothing():
     optimizer.param_groups[0]["momentum"] = 0.9
     model.table.weight.grad = torch.ones(3, 4)
     optimizer.step()
-    with pytest.raises(OptimizerError, match="made state 'momentum_buffer' that it did not make in a trial"):
-        state.afterOptimizerStep([1, 2, 3])
-    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
-    state.optInit()
-    with pytest.raises(InvalidValueError, match=r"have shape \(3, 4\) but the indexes ask for \(2, 4\)"):
-        state.afterOptimizerStep([1, 2])
-    assert not state.CUPYcorpi[0].any()
-    with pytest.raises(InvalidValueError, match=r"there are 3 arrays but SGD keeps \['momentum_buffer'\]"):
-        state.CUPYcorpi = np.zeros((3, 10, 4))
-    with pytest.raises(InvalidValueError, match=r"has shape \(9, 4\) but must be \(10, 4\)"):
-        state.CUPYcorpi = np.zeros((1, 9, 4))
+    anew = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    anew.optInit()
+    for refusal in refusals(BAD_STATE):
+        check_refused(refusal, state=state, anew=anew, np=np)
+        assert not anew.CUPYcorpi[0].any()
 
 
 WRONG = """
@@ -558,7 +540,7 @@ def test_bad_arguments(refusal):
 
 
 def test_one_warning_a_process(monkeypatch):
-    monkeypatch.setattr(place, "_warned", False)
+    monkeypatch.setattr(memories, "_warned", False)
     variable = nn.Embedding(1, 4)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -617,6 +599,22 @@ class Sneaky:
         return print, ("this ran",)
 
 
+BAD_FILES = """
+loadCupy("nowhere.npy") -> StorageError: check the path
+loadCupy("objects.npy") -> StorageError: is not a .npy file of numbers
+loadCupy("archive.npz") -> StorageError: is an archive of arrays
+loadCupy("text.npy") -> StorageError: is not a .npy file of numbers
+loadCupy("cut.npy") -> StorageError: is not a .npy file of numbers
+loadCupy("other.npy") -> InvalidValueError: has shape \\(9, 4\\) but total_classes and embed_dimension are 10 and 4
+loadCupy("whole.npy") -> InvalidTypeError: complex64
+loadTorch("nowhere.pt") -> StorageError: check the path
+loadTorch("sneaky.pt") -> StorageError: is not a file of tensors
+loadTorch("dict.pt") -> StorageError: holds a dict but must hold a tensor
+loadTorch("text.pt") -> StorageError: is not a file of tensors
+saveCupy("no/folder.npy") -> StorageError: choose a folder
+"""
+
+
 def test_files_that_do_not_load(tmp_path, capsys):
     switcher, _ = made()
     np.save("objects.npy", np.array([Sneaky()], dtype=object), allow_pickle=True)
@@ -628,24 +626,8 @@ def test_files_that_do_not_load(tmp_path, capsys):
     torch.save(Sneaky(), "sneaky.pt")
     torch.save({"a": torch.zeros(2)}, "dict.pt")
     (tmp_path / "text.pt").write_text("no tensor")
-    for name, error in (
-        ("nowhere.npy", StorageError),
-        ("objects.npy", StorageError),
-        ("archive.npz", StorageError),
-        ("text.npy", StorageError),
-        ("cut.npy", StorageError),
-        ("other.npy", InvalidValueError),
-        ("whole.npy", InvalidTypeError),
-        ("nowhere.pt", StorageError),
-        ("sneaky.pt", StorageError),
-        ("dict.pt", StorageError),
-        ("text.pt", StorageError),
-    ):
-        with pytest.raises(error) as caught:
-            (switcher.loadTorch if name.endswith("pt") else switcher.loadCupy)(name)
-        assert "\n" not in str(caught.value), name
-    with pytest.raises(StorageError, match="choose a folder"):
-        switcher.saveCupy(tmp_path / "no" / "folder.npy")
+    for refusal in refusals(BAD_FILES):
+        check_refused(refusal, **{name: getattr(switcher, name) for name in ("loadCupy", "loadTorch", "saveCupy")})
     assert capsys.readouterr().out == ""
 
 

@@ -211,18 +211,6 @@ def test_churn():
     assert not index._slots[:, 1].any()
 
 
-def test_growth_keeps_all():
-    rng, index = np.random.default_rng(3), IdIndex()
-    ids = np.unique(rng.integers(LOW, HIGH, 150_000))
-    rows = rng.permutation(len(ids))
-    for part in np.array_split(np.arange(len(ids)), 13):
-        index.insert(ids[part], rows[part])
-    assert np.array_equal(index.find(ids), rows)
-    assert index.nbytes >= 16 * len(ids)
-    strided = np.stack([ids, ids + 1], 1)[:, 0]
-    assert np.array_equal(index.find(strided), rows)
-
-
 def test_threads_find_at_once():
     ids = np.random.default_rng(4).permutation(50_000)
     index, wrong = IdIndex.of(ids, np.arange(50_000)), []

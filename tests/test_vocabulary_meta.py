@@ -126,17 +126,9 @@ REFUSED: dict[str, Callable[[nn.Module], Any]] = {
     "assign=True": lambda net: net.load_state_dict(trained()[0].state_dict()),
     "Missing": lambda net: net.load_state_dict({}, assign=True),
     "no rows yet": lambda net: net[0].activate(torch.tensor([1])),
-    "must be a speedtransfer.Vocabulary": lambda net: st.Embedding(3, 2, vocabulary={}, device="meta"),
-    "belongs to another module": lambda net: st.Embedding(3, 2, vocabulary=trained_vocabulary(), device="meta"),
     "no rows yet, or those": lambda net: net[0].vocabulary.export(),
     "this module has a vocabulary": lambda net: setattr(net[0], "weight", st.Embedding(3, 2).weight),
 }
-KEPT: list[nn.Module] = []
-
-
-def trained_vocabulary() -> st.Vocabulary:
-    KEPT.append(trained()[0])
-    return KEPT[-1][0].vocabulary
 
 
 @pytest.mark.parametrize("what", REFUSED)

@@ -24,9 +24,9 @@ IDS = torch.cat([DRAWN, torch.tensor([-(2**63), 2**63 - 1])])
 class Pair:
     """A module with a vocabulary, and one whose rows, numbered by `order`, are those of all ids from the beginning."""
 
-    def __init__(self, case: OptimizerCase, vocabulary: st.Vocabulary | None = None, **options: Any) -> None:
+    def __init__(self, case: OptimizerCase, vocabulary: st.Vocabulary, **options: Any) -> None:
         torch.manual_seed(7)
-        self.vocabulary = vocabulary or st.Vocabulary()
+        self.vocabulary = vocabulary
         self.ours = st.Embedding(NUM_IDS, DIM, vocabulary=self.vocabulary, **options)
         self.plain = st.Embedding(NUM_IDS + 1, DIM, **options)
         self.order = {id: row for row, id in enumerate(IDS.tolist(), 1)}
@@ -64,48 +64,26 @@ def batches(steps: int, size: int = 6) -> list[tuple[Tensor, Tensor]]:
     return [(IDS[one], torch.randn(size, DIM, generator=draw)) for one in at]
 
 
-@pytest.mark.sweep
+@pytest.mark.sweep(strength=2)
+@pytest.mark.parametrize("ids", ["at first", "later", "again"])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", some([*BASE, *COUPLED[:2]]), ids=str)
-def test_a_vocabulary_that_never_evicts_trains_the_same_bits(case: OptimizerCase, idle: str) -> None:
-    pair = Pair(case, idle=idle)
-    pair.begin(IDS)
-    # All are admitted before the first step: what idle rows miss then is the same too.
-    pair.train(IDS, torch.zeros(NUM_IDS, DIM))
-    for ids, target in batches(12):
-        pair.train(ids, target)
-    pair.check()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_an_id_that_comes_later_starts_anew_then(case: OptimizerCase, idle: str) -> None:
-    pair, known = Pair(case, idle=idle), set[int]()
-    for ids, target in batches(12):
-        new = [id for id in dict.fromkeys(ids.tolist()) if id not in known]
-        known.update(new)
-        pair.begin(torch.tensor(new, dtype=torch.int64))
-        pair.train(ids, target)
-    pair.check()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_an_evicted_id_that_returns_starts_anew(case: OptimizerCase, idle: str) -> None:
-    gone = set[int]()
-    vocabulary = st.Vocabulary(capacity=14, evict="lru", on_evict=lambda ids, rows: gone.update(ids.tolist()))
-    pair, known, returned = Pair(case, vocabulary, idle=idle), set[int](), 0
-    for ids, target in batches(25):
-        new = [id for id in dict.fromkeys(ids.tolist()) if id not in known - gone]
+def test_ids_start_anew_when_they_come(case: OptimizerCase, idle: str, ids: str) -> None:
+    """All before the first step, so that what idle rows miss then is the same too; or later; or after they have gone."""
+    known, gone, returned = set[int](), set[int](), 0
+    capacity = 14 if ids == "again" else None
+    archive = lambda ids, rows: gone.update(ids.tolist())  # noqa: E731
+    pair = Pair(case, st.Vocabulary(capacity, evict="lru" if capacity else None, on_evict=archive), idle=idle)
+    first = [(IDS, torch.zeros(NUM_IDS, DIM))] if ids == "at first" else []
+    for found, target in [*first, *batches(25 if capacity else 12)]:
+        new = [id for id in dict.fromkeys(found.tolist()) if id not in known - gone]
         returned += len(gone & set(new))
         gone -= set(new)
         known.update(new)
         pair.begin(torch.tensor(new, dtype=torch.int64))
-        pair.train(ids, target)
+        pair.train(found, target)
     pair.check()
-    assert returned
+    assert bool(returned) == (ids == "again")
 
 
 # --- rows of ids with a vocabulary, read ahead of their lookup --------------------------------------------------------

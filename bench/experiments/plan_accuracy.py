@@ -19,7 +19,7 @@ from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.memory import in_process
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.cuda import resolve_device
-from speedtransfer.planning.forms import Form, bytes_of
+from speedtransfer.planning.footprint import Form, bytes_of
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.timed_trial import time_tables
 from speedtransfer.planning.workload import make_workload

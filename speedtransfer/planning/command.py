@@ -110,7 +110,7 @@ def plan(
     import torch
     from rich.console import Console
 
-    from speedtransfer.planning.forms import STATE, STORAGE, Form, forms_for, size_of
+    from speedtransfer.planning.footprint import STATE, STORAGE, Form, forms_for, size_of
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import plan_workload

@@ -17,6 +17,7 @@ from speedtransfer.planning.footprint import (
     PINNED,
     SPARSE,
     Footprint,
+    Form,
     Moved,
     SparseWay,
     footprint,
@@ -25,7 +26,6 @@ from speedtransfer.planning.footprint import (
     moved,
     sparse_way,
 )
-from speedtransfer.planning.forms import Form
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.timed_trial import TrialTime
 from speedtransfer.planning.workload import BAG, EMBEDDING, MULTI, Load, Workload
@@ -147,38 +147,22 @@ class Option:
 def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float = 0.0) -> list[Option]:
     """Return all configurations with what they take, without times."""
     sparse = sparse_way(workload)
-    found = [_torch_option(workload, DENSE, machine, dense_s)]
-    if sparse is not None:
-        found.append(_torch_option(workload, SPARSE, machine, dense_s, sparse))
-    for form in forms:
-        for memory in memories(machine):
-            need, code = footprint(workload, form, memory, machine), code_for(workload, form, memory)
-            reason = misfit(need, machine)
-            found.append(Option(memory, form, need, moved(workload, form), reason, code, dense_s=dense_s))
+    torchs = [DENSE] if sparse is None else [DENSE, SPARSE]
+    ways = [(Form(), memory) for memory in torchs] + [(form, memory) for form in forms for memory in memories(machine)]
+    found = []
+    for form, memory in ways:
+        need = footprint(workload, form, memory, machine)
+        # The rows of torch's modules do not travel: they are in the memory that they are computed in.
+        step = Moved(0.0, 0.0) if memory in torchs else moved(workload, form)
+        same = sparse is None or sparse.same or memory != SPARSE
+        code = _torch_code(workload, memory, sparse) if memory in torchs else code_for(workload, form, memory)
+        found.append(Option(memory, form, need, step, misfit(need, machine), code, same, dense_s=dense_s))
     return found
-
-
-def _torch_option(
-    workload: Workload, memory: str, machine: Machine, dense_s: float, sparse: SparseWay | None = None
-) -> Option:
-    need = footprint(workload, Form(), memory, machine)
-    code = _torch_code(workload, memory, sparse)
-    # The rows do not travel: they are in the memory that they are computed in.
-    same = sparse is None or sparse.same
-    return Option(memory, Form(), need, Moved(0.0, 0.0), misfit(need, machine), code, same, dense_s=dense_s)
 
 
 def estimated(option: Option, workload: Workload, machine: Machine) -> Option:
     """Return an option with what its step takes by the figures of the machine."""
     return replace(option, estimate=estimate_step(workload, option.form, option.memory, machine))
-
-
-def disk_estimated(option: Option, workload: Workload, machine: Machine) -> Option:
-    """Return an option that was measured in the page cache with what the disk adds, where that is known."""
-    if option.memory != MMAP:
-        return option
-    found = estimate_step(workload, option.form, MMAP, machine)
-    return option if found is None else replace(option, estimate=Estimate(disk_s=found.disk_s))
 
 
 # Where no time is known: nothing to look up in other memory first.
@@ -249,7 +233,7 @@ def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> st
         kind = table.kind if table.kind != MULTI else EMBEDDING
         own = [str(table.rows), str(table.dim), *more, *(frozen if kind == EMBEDDING else [])]
         lines.append(f"{_variable(table)} = torch.nn.{kind}({', '.join(own)})")
-    if sparse is not None and not sparse.same:
+    if memory == SPARSE and sparse is not None and not sparse.same:
         lines.append(f"# trained by torch.optim.{sparse.name}, whose numbers are others")
     return "\n".join(lines) or "# the model as it is"
 

@@ -26,15 +26,20 @@ from typing import NamedTuple
 from speedtransfer.planning.footprint import (
     DENSE,
     DEVICE,
+    FLOAT32,
     MMAP,
     PINNED,
     SPARSE,
+    Form,
     active_bytes,
+    bytes_of,
     footprint,
+    is_exact,
     moved,
     page_bytes,
+    size_of,
+    state_planes,
 )
-from speedtransfer.planning.forms import FLOAT32, Form, bytes_of, is_exact, size_of, state_planes
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Workload
 from speedtransfer.ranks.zipf import expected_cached, expected_unique

@@ -6,7 +6,6 @@ By name from the published figures that come with this package, or from users' Y
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
@@ -15,11 +14,8 @@ from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, printable, suggest
 from speedtransfer.once import once
+from speedtransfer.units import parse_bytes
 from speedtransfer.untrusted import open_file
-
-_UNITS = {"B": 1.0, **{f"{letter}B": 1e3**n for n, letter in enumerate("kMGTP", 1)}}
-_UNITS |= {f"{letter}iB": 1024.0**n for n, letter in enumerate("KMGTP", 1)}
-_NUMBER = re.compile(r"([+-]?[\d_.]+(?:e[+-]?\d+)?|[+-]?\.?(?:nan|inf)) *(.*)", re.IGNORECASE)
 
 # Transfers per second of a lane, times the share of bits that are not coding (8b/10b, 128b/130b, FLITs of 242 in 256).
 _PCIE_BITS_PER_S = {1: 2e9, 2: 4e9, 3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130, 6: 64e9 * 242 / 256}
@@ -102,38 +98,15 @@ class Machine:
 # --- values -------------------------------------------------------------------------------------------------------------
 
 
-def parse_bytes(value: Any, per: str = "") -> float:
-    """Return bytes: a number, or text such as "80 GB" (1e9) or "94 GiB" (2**30); with ``per="/s"`` a rate, "55 GB/s".
-
-    Raises `InvalidValueError` if it is none, or not above 0; the message begins with the value, without a subject.
-    """
-    example = f"80 GB{per}"
-    found = None if isinstance(value, bool) else _NUMBER.fullmatch(str(value).strip())
-    try:
-        number, unit = float(found[1].replace("_", "")), found[2]  # type: ignore[index]
-    except (TypeError, ValueError):
-        what = "a rate" if per else "a size"
-        raise InvalidValueError(f"{value!r} but must be {what}; write for instance {example}") from None
-    # Gb/s is bits, to many.
-    exact = {f"{name}{per}": factor for name, factor in _UNITS.items()}
-    by_case = exact if per else {name.lower(): factor for name, factor in exact.items()}
-    if unit and (unit if per else unit.lower()) not in by_case:
-        raise InvalidValueError(f"{value!r}, which has the unit {unit!r}{suggest(unit, exact)}")
-    number *= by_case[unit if per else unit.lower()] if unit else 1.0
-    if not (math.isfinite(number) and number > 0):
-        raise InvalidValueError(f"{value!r} but must be finite and above 0; leave it out where it is not known")
-    return number
-
-
 def parse_count(value: Any) -> int:
-    """Return a whole number from 1 on; raises as :func:`parse_bytes` does."""
+    """Return a whole number from 1 on; raises as ``parse_bytes`` does."""
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 10**9:
         raise InvalidValueError(f"{value!r} but must be a whole number from 1 on, below 1e9; write for instance 8")
     return value
 
 
 def parse_text(value: Any) -> str:
-    """Return text that a terminal shows as it is; raises as :func:`parse_bytes` does."""
+    """Return text that a terminal shows as it is; raises as ``parse_bytes`` does."""
     text = " ".join(str(value).split())
     if isinstance(value, bool | list | dict) or printable(text) != text:
         raise InvalidValueError(f"{value!r} but must be plain text; write it in quotes")
@@ -143,7 +116,7 @@ def parse_text(value: Any) -> str:
 def link_rates(text: str) -> tuple[str, float, float, str]:
     """Return the name of a link such as "PCIe 5.0 x16" or "NVLink-C2C", what copies get up and down, and the source.
 
-    Raises as :func:`parse_bytes` does if it is none that is known here.
+    Raises as ``parse_bytes`` does if it is none that is known here.
     """
     found = _PCIE.fullmatch(text.strip())
     up = down = _ASSUMED_SHARE

@@ -15,8 +15,7 @@ from rich.text import Text
 
 from speedtransfer.errors import check_png, format_bytes
 from speedtransfer.planning.configurations import Option
-from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE
-from speedtransfer.planning.forms import Bytes, Form, has_wide_state, is_exact, size_of
+from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE, Bytes, Form, has_wide_state, is_exact, size_of
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.units import format_count, format_ratio, format_seconds, format_share

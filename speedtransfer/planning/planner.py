@@ -19,31 +19,32 @@ from speedtransfer.planning.configurations import (
     MEASURED,
     Option,
     best_option,
-    disk_estimated,
     estimated,
     make_options,
     smallest_option,
 )
-from speedtransfer.planning.estimate import disk_bytes, estimate_step, served_share
+from speedtransfer.planning.estimate import Estimate, disk_bytes, estimate_step, served_share
 from speedtransfer.planning.footprint import (
     DENSE,
     MMAP,
     PAGEABLE,
     PINNED,
     SPARSE,
+    Form,
+    bytes_of,
     check_machine,
     dense_bytes,
     footprint,
+    forms_for,
     moved,
     sparse_way,
 )
-from speedtransfer.planning.forms import Form, bytes_of, forms_for
 from speedtransfer.planning.machine import Machine, machine_given, with_memory
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.timed_trial import TrialTime, time_tables, time_torch
-from speedtransfer.planning.workload import Workload, dtype_name, make_workload
+from speedtransfer.planning.workload import Workload, checked_number, dtype_name, make_workload
 from speedtransfer.progress import LateBar
 
 _BANDWIDTHS = ("host", "device", "link")
@@ -126,8 +127,7 @@ def plan(
     """
     if not isinstance(idle, str) or idle not in IDLE:
         raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
-    if isinstance(dense_ms, bool) or not isinstance(dense_ms, int | float) or not 0 <= dense_ms < float("inf"):
-        raise InvalidValueError(f"dense_ms is {dense_ms!r} but must be a number from 0 on; pass milliseconds")
+    dense_ms = checked_number(dense_ms, "dense_ms", 0.0)
     workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
     forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
     return plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measure, progress)
@@ -187,7 +187,11 @@ def _measured(options: Sequence[Option], workload: Workload, machine: Machine, p
         for number, option in enumerate(wanted):
             bar.show(number, f"measuring {option.memory}, {option.form}")
             timed = replace(option, trial=_trial(option, workload, device))
-            found[found.index(option)] = disk_estimated(timed, workload, machine)
+            # It was measured in the page cache: what the disk adds is known where its rate is.
+            step = estimate_step(workload, option.form, MMAP, machine) if option.memory == MMAP else None
+            found[found.index(option)] = (
+                timed if step is None else replace(timed, estimate=Estimate(disk_s=step.disk_s))
+            )
     return found
 
 

@@ -16,12 +16,10 @@ from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
 from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
-from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, check_machine
-from speedtransfer.planning.forms import Form, is_exact, state_planes
+from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form, check_machine, is_exact, state_planes
 from speedtransfer.planning.machine import (
     Machine,
     mapping_of,
-    parse_bytes,
     parse_count,
     parse_text,
     parsed,
@@ -32,7 +30,7 @@ from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.ranks.cost import StepCost, sharded_step
 from speedtransfer.ranks.row_counts import expected_counts, row_form
 from speedtransfer.ranks.zipf import expected_unique
-from speedtransfer.units import format_ratio, format_seconds
+from speedtransfer.units import format_ratio, format_seconds, parse_bytes
 
 STEPS = 1e6  # batches that the price of an hour is turned into the cost of
 CALL_S = 50e-6  # of a collective call; a round number, and no machine's

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from speedtransfer.nn import Embedding, EmbeddingBag
 from speedtransfer.nn.sizing import MakeOptimizer
-from speedtransfer.planning.footprint import DEVICE, MMAP, PINNED
-from speedtransfer.planning.forms import Form, size_of, state_planes
+from speedtransfer.planning.footprint import DEVICE, MMAP, PINNED, Form, size_of, state_planes
 from speedtransfer.planning.workload import BAG, Load, Workload
 from speedtransfer.ranks.zipf import draw_ids, expected_unique
 from speedtransfer.system import available_bytes

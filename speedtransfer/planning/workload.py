@@ -100,7 +100,7 @@ def make_workload(
 ) -> Workload:
     """Check and complete what :func:`speedtransfer.plan` is given, which documents it."""
     batch = check_size(batch, "batch", 1)
-    exponent = _number(zipf, "zipf", 0.0)
+    exponent = checked_number(zipf, "zipf", 0.0)
     found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), 0)
     names = [table.name for table in found]
     per_sample = dict.fromkeys(names, 1.0) | _by_name(lookups, names, "lookups", 1.0)
@@ -129,7 +129,7 @@ def make_workload(
     return Workload(tuple(tables), batch, exponent, trainer, idle, others)
 
 
-def _number(value: Any, name: str, minimum: float) -> float:
+def checked_number(value: Any, name: str, minimum: float) -> float:
     """Return a finite number of at least `minimum`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass one")
@@ -144,7 +144,7 @@ def _by_name(given: Any, names: Sequence[str], label: str, minimum: float) -> di
     for name in by_name:
         if name not in names:
             raise InvalidValueError(f"{label} names a table {name!r}, which is not there{suggest(str(name), names)}")
-    return {name: _number(value, label, minimum) for name, value in by_name.items()}
+    return {name: checked_number(value, label, minimum) for name, value in by_name.items()}
 
 
 def _of_sizes(given: Any) -> list[Load]:

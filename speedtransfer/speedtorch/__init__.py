@@ -9,25 +9,13 @@ New code needs none of this: :class:`speedtransfer.Embedding` moves its rows and
 
 from typing import NoReturn
 
-from speedtransfer.speedtorch.classes import (
-    COM,
-    COMMM,
-    CPUPytorchCOM,
-    CPUPytorchModelFactory,
-    CPUPytorchOptimizerFactory,
-    DataGadget,
-    DataGadgetMM,
-    GPUPytorchCOM,
-    GPUPytorchModelFactory,
-    GPUPytorchOptimizerFactory,
-    ModelFactory,
-    ModelFactoryMM,
-    OptimizerFactory,
-    OptimizerFactoryMM,
-    PytorchCOM,
-    PytorchModelFactory,
-    PytorchOptimizerFactory,
-)
+import torch
+
+from speedtransfer.speedtorch.data import ArrayMatrices, Gadgets, MappedGadgets, Matrices
+from speedtransfer.speedtorch.memories import ARRAY_DOC, AnyDevice, CudaOrPinned, MemoryMapped, Pinned
+from speedtransfer.speedtorch.models import Models
+from speedtransfer.speedtorch.optimizers import Optimizers
+from speedtransfer.speedtorch.storage import view_of
 
 __all__ = [
     "COM",
@@ -58,3 +46,203 @@ def __getattr__(name: str) -> NoReturn:
             f"{name} changed how all of CuPy allocates and is gone; pass CPUPinn=True to a class instead"
         )
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+# Each class is a role (a variable, the state of an optimizer, data) in a memory. It takes the arguments of its role, and then
+# those of its line with their defaults.
+
+# --- shown as arrays: on the GPU, page-locked, or in a file mapped into memory -------------------------------------------
+
+
+class ModelFactory(Models, CudaOrPinned, datatype="float32", CPUPinn=False):
+    """Switches the rows of a model's variable between all of them and those of a batch.
+
+    Parameters
+    ----------
+    model_variable : nn.Module
+        With a `weight`, such as ``nn.Embedding``; its number of rows does not matter.
+    total_classes, embed_dimension : int
+        All rows, and the values of one.
+    datatype : str or dtype
+    CPUPinn : bool
+        Keep all rows in page-locked memory and not on the GPU.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError
+        No module with a weight, or a drop-in Embedding; a size or dtype that breaks a rule.
+    """
+
+
+class OptimizerFactory(Optimizers, CudaOrPinned, dtype="float32", CPUPinn=False):
+    """Switches the state that an optimizer keeps for a variable between that of all rows and that of a batch's.
+
+    Parameters
+    ----------
+    given_optimizer : torch.optim.Optimizer
+        Any that updates row by row; SparseAdam with ``sparse=True`` in the model, all others without.
+    total_classes, embed_dimension : int
+    model : nn.Module
+    variable_name : str
+        Name of the module or parameter within `model`: "u_embeddings" or "u_embeddings.weight".
+    dtype : str or dtype
+        Of the state that is as wide as the weights.
+    CPUPinn : bool
+        Keep the state in page-locked memory and not on the GPU.
+
+    Attributes
+    ----------
+    optVarList : list of str
+        What the optimizer keeps for a row.
+
+    Raises
+    ------
+    OptimizerError
+        The optimizer does not update row by row.
+    InvalidTypeError, InvalidValueError
+        No such variable in the model, or not trained by the optimizer; a size or dtype that breaks a rule.
+    """
+
+    CUPYcorpi = view_of("getCupyVar", ARRAY_DOC)
+
+
+class COM(ArrayMatrices, CudaOrPinned, datatype="uint32", CPUPinn=False):
+    """A square matrix of co-occurrences, read and written as a data gadget.
+
+    Parameters
+    ----------
+    total_classes : int
+        Its rows and columns.
+    datatype : str or dtype
+    CPUPinn : bool
+        Keep it in page-locked memory and not on the GPU.
+    """
+
+    CUPYCom = view_of("getCupyVar", ARRAY_DOC)
+
+
+class DataGadget(Gadgets, CudaOrPinned, CPUPinn=False):
+    """Data of which any part is quickly on the compute device.
+
+    Parameters
+    ----------
+    fileName : path-like or array
+        A ``.npy`` file, or a tensor, NumPy or CuPy array, of any number of dimensions, which is copied.
+    CPUPinn : bool
+        Keep the data in page-locked memory and not on the GPU.
+    """
+
+
+class ModelFactoryMM(Models, MemoryMapped, diskname="variable", datatype="float32", CPUPinn=False, path=None):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` whose rows live in a file, by default one that vanishes with it.
+
+    Parameters
+    ----------
+    model_variable, total_classes, embed_dimension, datatype
+        As those of :class:`~speedtransfer.speedtorch.ModelFactory`.
+    diskname : str
+        The nameless file is in the folder of this path; by default in the working directory.
+    CPUPinn : bool
+        Ignored: the rows pass through page-locked memory anyway.
+    path : path-like, optional
+        A new ``.npy`` or ``.safetensors`` file to keep the rows in.
+    """
+
+
+class OptimizerFactoryMM(Optimizers, MemoryMapped, dtype="float32", CPUPinn=False, folder=""):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` whose state lives in files without a name, which go with it.
+
+    Parameters
+    ----------
+    given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
+        As those of :class:`~speedtransfer.speedtorch.OptimizerFactory`.
+    CPUPinn : bool
+        Ignored, as in :class:`ModelFactoryMM`.
+    folder : path-like
+        Where the files are; by default the working directory.
+    """
+
+
+class COMMM(ArrayMatrices, MemoryMapped, diskname="COM", datatype="uint32", CPUPinn=False, path=None):
+    """A :class:`~speedtransfer.speedtorch.COM` that lives in a file, as the rows of a :class:`ModelFactoryMM` do.
+
+    Parameters
+    ----------
+    total_classes : int
+    diskname : str
+        The nameless file is in the folder of this path; by default in the working directory.
+    datatype : str or dtype
+    CPUPinn : bool
+        Ignored.
+    path : path-like, optional
+        A new file to keep the matrix in; unsigned integers are in it as signed ones of the same bits.
+    """
+
+
+class DataGadgetMM(MappedGadgets, MemoryMapped, CPUPinn=False):
+    """A :class:`~speedtransfer.speedtorch.DataGadget` over the file itself, which insertData writes to.
+
+    Parameters
+    ----------
+    fileName : path-like
+        A ``.npy`` file in C order.
+    CPUPinn : bool
+        Ignored.
+    """
+
+
+# --- shown as tensors: on the GPU, page-locked, or on any device --------------------------------------------------------
+
+
+class GPUPytorchModelFactory(Models, AnyDevice, datatype=torch.float):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU, with tensors for arrays."""
+
+
+class GPUPytorchOptimizerFactory(Optimizers, AnyDevice, dtype=torch.float):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU, with tensors for arrays."""
+
+
+class GPUPytorchCOM(Matrices, AnyDevice, datatype=torch.int32):
+    """A :class:`~speedtransfer.speedtorch.COM` on the GPU, with a tensor for an array."""
+
+
+class CPUPytorchModelFactory(Models, Pinned, datatype=torch.float):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` in page-locked memory, with tensors for arrays."""
+
+
+class CPUPytorchOptimizerFactory(Optimizers, Pinned, dtype=torch.float):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` in page-locked memory, with tensors for arrays."""
+
+
+class CPUPytorchCOM(Matrices, Pinned, datatype=torch.int32):
+    """A :class:`~speedtransfer.speedtorch.COM` in page-locked memory, with a tensor for an array."""
+
+
+class PytorchModelFactory(Models, AnyDevice, datatype=torch.float, deviceType="cuda", pinType=False):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU or on the CPU, with tensors for arrays.
+
+    Parameters
+    ----------
+    model_variable, total_classes, embed_dimension, datatype
+        As those of :class:`~speedtransfer.speedtorch.ModelFactory`.
+    deviceType : {"cuda", "cpu"}
+        Where all rows are. With "cpu" those of a batch come to where the variable is when the rows are initialised.
+    pinType : bool
+        With "cpu": in page-locked memory.
+    """
+
+
+class PytorchOptimizerFactory(Optimizers, AnyDevice, dtype=torch.float, deviceType="cuda", pinType=False):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU or on the CPU, with tensors for arrays.
+
+    Parameters
+    ----------
+    given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
+        As those of :class:`~speedtransfer.speedtorch.OptimizerFactory`.
+    deviceType, pinType
+        As those of :class:`PytorchModelFactory`.
+    """
+
+
+class PytorchCOM(Matrices, AnyDevice, datatype=torch.int32, deviceType="cuda", pinType=False):
+    """A :class:`~speedtransfer.speedtorch.COM` on the GPU or on the CPU, with a tensor for an array."""

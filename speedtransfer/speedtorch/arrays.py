@@ -130,22 +130,26 @@ def host_array(plane: Tensor) -> np.ndarray:
     return plane.numpy()
 
 
-def names_rows(indexes: Any) -> bool:
-    """Say whether whole rows are named, by integers or a slice."""
-    if indexes is None or indexes is Ellipsis or isinstance(indexes, (tuple, bool)):
-        return False
-    dtype = getattr(indexes, "dtype", None)  # of torch, NumPy or CuPy
-    if dtype is not None:
-        return str(dtype).removeprefix("torch.") != "bool"
-    could_be = isinstance(indexes, list) and any(isinstance(one, (bool, np.bool_, list)) for one in indexes)
-    return not (could_be and _is_mask(indexes))
-
-
-def _is_mask(indexes: list[Any]) -> bool:
+def plain_index(index: Any) -> Any:
+    """Return `index` as a tensor or an array of integers or booleans, if it is one to NumPy or torch; else as it is."""
+    if index is None or index is Ellipsis or isinstance(index, (slice, tuple, Tensor)):
+        return index
+    if hasattr(index, "__cuda_array_interface__"):
+        return from_cuda(index)
     try:
-        return np.asarray(indexes).dtype.kind == "b"
-    except (TypeError, ValueError):
+        array = np.asarray(index)
+    except TypeError as error:
+        raise unreadable(error) from None
+    except ValueError:  # a ragged list, of which the table speaks
+        return index
+    return array if array.dtype.kind in "biu" else index
+
+
+def names_rows(index: Any) -> bool:
+    """Say whether an index as `plain_index` returns it names whole rows, by integers or a slice."""
+    if index is None or index is Ellipsis or isinstance(index, tuple):
         return False
+    return getattr(index, "dtype", None) not in (torch.bool, np.bool_)
 
 
 def unfit(shape: tuple[int, ...], error: IndexError) -> RowIndexError:
@@ -181,26 +185,16 @@ def for_numpy(index: Any) -> Any:
 
 def row_numbers(index: Any, num_rows: int) -> Any:
     """Return `index` as a table takes it: a slice or mask as numbers, negative ones counted from the end if there is a row."""
+    index = plain_index(index)
     if isinstance(index, slice):
         return np.arange(*index.indices(num_rows))
+    if isinstance(index, np.ndarray) and index.dtype.kind != "u":
+        index = torch.tensor(index if index.dtype.kind == "b" else index.astype(np.int64))
     if not isinstance(index, Tensor):
-        if hasattr(index, "__cuda_array_interface__"):
-            index = from_cuda(index)
-        else:
-            try:
-                array = np.asarray(index)
-            except TypeError as error:
-                raise unreadable(error) from None
-            except ValueError:  # a ragged list, of which the table speaks
-                return index
-            if array.dtype.kind not in "ib" or (array.dtype.kind == "i" and (not array.size or array.min() >= 0)):
-                return index
-            index = torch.tensor(array if array.dtype.kind == "b" else array.astype(np.int64))
+        return index
     if index.dtype in (torch.bool, torch.uint8):
         return _of_mask(index, num_rows)
     if not index.dtype.is_signed or index.dtype.is_floating_point or index.dtype.is_complex:
-        return index
-    if index.device.type == "cpu" and (not index.numel() or int(index.min()) >= 0):
         return index
     index = index.detach().long()
     return torch.where((index < 0) & (index >= -num_rows), index + num_rows, index)

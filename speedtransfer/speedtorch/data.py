@@ -9,11 +9,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
-from speedtransfer.speedtorch.arrays import dtype_of, names_rows, stored_as, tensor_from
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.speedtorch.arrays import dtype_of, names_rows, plain_index, stored_as, tensor_from
 from speedtransfer.speedtorch.files import read_npy
 from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.speedtorch.storage import OneArray, Storage
@@ -41,7 +40,7 @@ class IndexedData(Storage):
         RowIndexError, InvalidTypeError, InvalidValueError
             Something that is not there; no integers; no data yet.
         """
-        rows = self._rows
+        rows, indexes = self._rows, plain_index(indexes)
         if not names_rows(indexes):
             return rows.pick("weight", indexes)
         return rows.read(rows.index(indexes), ["weight"])["weight"]
@@ -61,7 +60,7 @@ class IndexedData(Storage):
         RowIndexError, InvalidTypeError, InvalidValueError
             As `getData`, and another shape or dtype. Nothing has been written then.
         """
-        rows = self._rows
+        rows, indexes = self._rows, plain_index(indexes)
         if not names_rows(indexes):
             rows.put("weight", indexes, dataObject)
             return
@@ -72,11 +71,10 @@ class IndexedData(Storage):
 class Gadgets(IndexedData):
     """What the data gadgets share."""
 
+    _role = ("fileName",)
     _begin_by = "gadgetInit()"
 
-    def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
-        self.fileName = fileName
-        self.CPUPinn = CPUPinn
+    fileName: Any  # noqa: N815
 
     def gadgetInit(self) -> None:
         """Load the data.
@@ -94,8 +92,8 @@ class Gadgets(IndexedData):
     def _take(self, tensors: list[Tensor]) -> None:
         (tensor,) = tensors
         column, plane = _as_plane(tensor)
-        place = self._place()
-        self._held = Rows(Table.from_array(plane, place.memory, device=place.device), {"weight": column})
+        memory, device = self._place()
+        self._held = Rows(Table.from_array(plane, memory, device=device), {"weight": column})
 
 
 class MappedGadgets(Gadgets):
@@ -110,7 +108,7 @@ class MappedGadgets(Gadgets):
                 "save a copy by numpy.save(path, numpy.array(data, order='C')), or use DataGadget"
             )
         column, plane = _as_plane(tensor_from(array, "the file"))
-        device = self._place().device
+        _, device = self._place()
         if array.ndim == 2 and plane.dtype == column.dtype and array.size:
             table = Table.load(loadFileName, "mmap", device, writable=True)
         else:
@@ -126,16 +124,30 @@ class MappedGadgets(Gadgets):
 class Matrices(OneArray, IndexedData):
     """What the matrices of co-occurrences share."""
 
+    _role = ("total_classes",)
     _begin_by = "comInit()"
     _fixed_by = "total_classes is {}"
 
-    def __init__(self, total_classes: int, datatype: Any = torch.int32) -> None:
-        self.total_classes = check_size(total_classes, "total_classes")
-        self._set_shape((self.total_classes, self.total_classes), datatype)
+    total_classes: int
+
+    def _check(self) -> None:
+        super()._check()
+        self._set_shape(self.total_classes, self.total_classes)
 
     def comInit(self) -> None:
         """Make the matrix, of zeros."""
         self._begin(lambda rows: rows.table.zero_())
+
+
+class ArrayMatrices(Matrices):
+    """Those that are shown as arrays."""
+
+    CPUPinn: bool
+
+    def comInit(self, CPUPinn: bool = False) -> None:
+        """Make the matrix, of zeros; with `CPUPinn` in page-locked memory, whatever the constructor was given."""
+        self.CPUPinn = self.CPUPinn or CPUPinn
+        super().comInit()
 
 
 def _as_plane(tensor: Tensor) -> tuple[Column, Tensor]:

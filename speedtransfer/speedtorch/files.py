@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +62,9 @@ def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
     StorageError
         The file is missing, truncated, another format, or holds Python objects.
     """
-    try:
+    with _reading(path, "a .npy file of numbers"):
         check_file(path)
         array = np.load(path, mmap_mode="r+" if writable else "c", allow_pickle=False)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
-    except Exception as error:  # its header is read as a literal of Python, which fails in many ways
-        reason = _reason(error)
-        raise StorageError(f"{os.fspath(path)!r} is not a .npy file of numbers ({reason}); write it again") from error
     if not isinstance(array, np.ndarray):
         array.close()
         raise StorageError(
@@ -93,20 +88,19 @@ def read_torch(path: PathLike) -> Any:
     StorageError
         The file is missing, truncated, another format, or holds other objects.
     """
+    with _reading(path, "a file of tensors by torch.save"), open_file(path) as file:
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def _reading(path: PathLike, what: str) -> Iterator[None]:
+    """Raise `StorageError` for any error but those of memory: headers of .npy and damaged pickles fail in many ways."""
     try:
-        with open_file(path) as file:
-            return torch.load(file, map_location="cpu", weights_only=True)
-    except StorageError:
+        yield
+    except (StorageError, MemoryError):
         raise
     except OSError as error:
         raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged pickle raises anything
-        raise StorageError(
-            f"{os.fspath(path)!r} is not a file of tensors by torch.save ({_reason(error)}); write it again"
-        ) from error
-
-
-def _reason(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]
+    except Exception as error:
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
+        raise StorageError(f"{os.fspath(path)!r} is not {what} ({reason}); write it again") from error

@@ -45,33 +45,32 @@ def find_parameter(model: nn.Module, variable_name: str) -> nn.Parameter:
 class Models(OneArray):
     """What the model factories share; they differ in where the rows live."""
 
+    _role = ("model_variable", "total_classes", "embed_dimension")
     _begin_by = (
         "zerosInit(), uniformDistributionInit(low, high), normalDistributionInit(mean, stdDev), customInit(function) or "
         "loadCupy(file)"
     )
-
     _fixed_by = "total_classes and embed_dimension are {} and {}"
 
-    def __init__(
-        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = torch.float
-    ) -> None:
-        weight = getattr(model_variable, "weight", None)
+    model_variable: nn.Module
+    total_classes: int
+    embed_dimension: int
+
+    def _check(self) -> None:
+        super()._check()
+        kind, weight = type(self.model_variable).__name__, getattr(self.model_variable, "weight", None)
         if not isinstance(weight, Tensor):
-            raise InvalidTypeError(
-                f"model_variable is a {type(model_variable).__name__} without a weight; pass a module such as nn.Embedding"
-            )
+            raise InvalidTypeError(f"model_variable is a {kind} without a weight; pass a module such as nn.Embedding")
         if find_handle(weight) is not None:
             raise InvalidTypeError(
-                f"model_variable is a {type(model_variable).__name__} of speedtransfer, which moves its rows by itself; drop "
-                "its factories, or pass an nn.Embedding"
+                f"model_variable is a {kind} of speedtransfer, which moves its rows by itself; drop its factories, or pass an "
+                "nn.Embedding"
             )
-        self.model_variable = model_variable
-        self.total_classes = check_size(total_classes, "total_classes")
-        self.embed_dimension = check_size(embed_dimension, "embed_dimension")
-        self._set_shape((self.total_classes, self.embed_dimension), datatype)
+        self._set_shape(self.total_classes, self.embed_dimension)
 
     def _variable(self) -> Tensor:
-        weight: Tensor = self.model_variable.weight
+        weight = self.model_variable.weight
+        assert isinstance(weight, Tensor)
         return weight
 
     def _begin(self, fill: Callable[[Rows], Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import Trial, without_gradients
@@ -40,27 +40,24 @@ class States(list[Any]):
 class Optimizers(Storage):
     """What the optimizer factories share; they differ in where the rows live."""
 
+    _role = ("given_optimizer", "total_classes", "embed_dimension", "model", "variable_name")
     _several = True
     _begin_by = "optInit()"
 
-    def __init__(
-        self,
-        given_optimizer: Optimizer,
-        total_classes: int,
-        embed_dimension: int,
-        model: nn.Module,
-        variable_name: str,
-        dtype: Any = torch.float,
-    ) -> None:
-        if not isinstance(given_optimizer, Optimizer):
-            kind = type(given_optimizer).__name__
+    given_optimizer: Optimizer
+    total_classes: int
+    embed_dimension: int
+    model: nn.Module
+    variable_name: str
+    dtype: Any
+
+    def _check(self) -> None:
+        if not isinstance(self.given_optimizer, Optimizer):
+            kind = type(self.given_optimizer).__name__
             raise InvalidTypeError(f"given_optimizer is a {kind} but must be a torch.optim.Optimizer; pass one")
-        self.given_optimizer, self.model, self.variable_name = given_optimizer, model, variable_name
-        self.total_classes = check_size(total_classes, "total_classes")
-        self.embed_dimension = check_size(embed_dimension, "embed_dimension")
-        self.dtype = self.datatype = dtype
-        self._wanted = dtype_of(dtype, "dtype")
-        self._param = find_parameter(model, variable_name)
+        super()._check()
+        self.datatype, self._wanted = self.dtype, dtype_of(self.dtype, "dtype")
+        self._param = find_parameter(self.model, self.variable_name)
         self._try()
 
     def _try(self) -> None:
@@ -106,7 +103,7 @@ class Optimizers(Storage):
         self._make()
 
     def _make(self) -> Rows:
-        table = self._place().table(self.total_classes, 0, torch.float32)
+        table = self._new_table(self.total_classes, 0, torch.float32)
         for name, spec in self._specs.items():
             column = self._columns[_plane(name)]
             table.add_plane(_plane(name), math.prod(column.tail), stored_dtype(column.dtype), spec.initial or 0)

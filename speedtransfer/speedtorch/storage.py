@@ -1,22 +1,25 @@
-"""What all SpeedTorch classes share: their rows, views and copies of them, files, and the memories that rows live in."""
+"""What all SpeedTorch classes share: their arguments, their rows, views and copies of these, and files."""
 
 # ruff: noqa: N802, N803 - the names are SpeedTorch's
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from inspect import Parameter, Signature
+from typing import Any, ClassVar, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
 from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write_npy, write_torch
-from speedtransfer.speedtorch.place import Place, cpu_or_cuda, in_file, on_cuda
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.tables import PathLike
+from speedtransfer.tables import PathLike, Table
+
+Memory: TypeAlias = Literal["device", "pinned", "pageable", "mmap"]
+_BY_NAME_ALONE = ("path", "folder")  # SpeedTorch had no such arguments
 
 
 class NoRowsError(InvalidValueError, AttributeError):
@@ -26,16 +29,49 @@ class NoRowsError(InvalidValueError, AttributeError):
 class Storage(ABC):
     """Rows in one memory.
 
-    A memory below says where they are (`_place`); a role how they are made and how arrays are loaded (`_take`).
+    A memory says where they are (`_place`); a role how they are made and how arrays are loaded (`_take`). A class of both has
+    the arguments of its role, which have no defaults, and those of its bases' line with theirs.
     """
 
+    _role: ClassVar[tuple[str, ...]]
+    __signature__: ClassVar[Signature]
     _several: ClassVar[bool] = False  # arrays, one for each state of an optimizer
     _begin_by: ClassVar[str] = ""
     _held: Rows | None = None
 
+    def __init_subclass__(cls, **defaults: Any) -> None:
+        super().__init_subclass__()
+        if defaults:
+            given = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in cls._role]
+            for name, value in defaults.items():
+                kind = Parameter.KEYWORD_ONLY if name in _BY_NAME_ALONE else Parameter.POSITIONAL_OR_KEYWORD
+                given.append(Parameter(name, kind, default=value))
+            cls.__signature__ = Signature(given)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        given = self.__signature__.bind(*arguments, **named)
+        given.apply_defaults()
+        vars(self).update(given.arguments)
+        self._check()
+
+    def _check(self) -> None:
+        """Raise unless the arguments, which are attributes, are right."""
+        for name in ("total_classes", "embed_dimension"):
+            if hasattr(self, name):
+                setattr(self, name, check_size(getattr(self, name), name))
+
     @abstractmethod
-    def _place(self) -> Place:
-        """Return where to make the rows."""
+    def _place(self) -> tuple[Memory, torch.device]:
+        """Return the memory of the rows and the device that they are gathered to."""
+
+    def _variable(self) -> Tensor | None:
+        """Return what holds the rows of a batch during a step."""
+        return None
+
+    def _new_table(self, num_rows: int, dim: int, dtype: torch.dtype) -> Table:
+        """Return a table of zeros."""
+        memory, device = self._place()
+        return Table(num_rows, dim, dtype, memory, device=device)
 
     @abstractmethod
     def _take(self, tensors: list[Tensor]) -> None:
@@ -149,20 +185,21 @@ class OneArray(Storage):
 
     _fixed_by: ClassVar[str]  # says which arguments name the shape; formatted with its two sizes
 
-    def _set_shape(self, shape: tuple[int, int], datatype: Any) -> None:
-        self._shape = shape
-        self.datatype = self.dtype = datatype
-        self._column = Column(shape[1:], dtype_of(datatype))
+    datatype: Any
+
+    def _set_shape(self, num_rows: int, dim: int) -> None:
+        self._shape = num_rows, dim
+        self.dtype = self.datatype
+        self._column = Column((dim,), dtype_of(self.datatype))
 
     def _begin(self, fill: Callable[[Rows], Any]) -> None:
         """Have `fill` set the rows, which are made if there are none."""
-        rows = self._rows if self._held is not None else self._new_rows()
+        if self._held is not None:
+            rows = self._rows
+        else:
+            rows = Rows(self._new_table(*self._shape, stored_dtype(self._column.dtype)), {"weight": self._column})
         fill(rows)
         self._held = rows
-
-    def _new_rows(self) -> Rows:
-        table = self._place().table(*self._shape, stored_dtype(self._column.dtype))
-        return Rows(table, {"weight": self._column})
 
     def _take(self, tensors: list[Tensor]) -> None:
         (tensor,) = tensors
@@ -173,69 +210,3 @@ class OneArray(Storage):
             )
         source = to_copy(self._column.dtype, tensor, "the array")
         self._begin(lambda rows: rows.fill("weight", source))
-
-
-# --- memories -----------------------------------------------------------------------------------------------------------
-
-
-ARRAY_DOC = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
-TENSOR_DOC = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
-
-
-class CudaOrPinned(Storage):
-    """Rows on the GPU, or in page-locked memory where `CPUPinn` is True."""
-
-    CPUPinn: bool
-
-    def _place(self) -> Place:
-        return on_cuda("pinned" if self.CPUPinn else "device")
-
-    CUPYcorpus = view_of("getCupyVar", ARRAY_DOC)
-
-
-class MemoryMapped(Storage):
-    """Rows in a file mapped into memory: the new file `path`, or one without a name in `_folder`."""
-
-    path: PathLike | None = None
-    _folder: PathLike = ""
-
-    def _place(self) -> Place:
-        return in_file(self.path, self._folder)
-
-    def _keep_in(self, diskname: str, CPUPinn: bool, path: PathLike | None) -> None:
-        self.diskname, self.CPUPinn, self.path, self._folder = diskname, CPUPinn, path, os.path.dirname(diskname)
-
-    CUPYmemmap = view_of("getCupyMM", ARRAY_DOC)
-
-
-class Cuda(Storage):
-    """Rows on the GPU."""
-
-    def _place(self) -> Place:
-        return on_cuda("device")
-
-    pytorchGPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815
-
-
-class Pinned(Storage):
-    """Rows in page-locked memory."""
-
-    def _place(self) -> Place:
-        return on_cuda("pinned")
-
-    pytorchCPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815
-
-
-class AnyDevice(Storage):
-    """Rows on the GPU, or in ordinary or page-locked memory."""
-
-    deviceType: Any  # noqa: N815
-    pinType: bool  # noqa: N815
-
-    def _variable(self) -> Tensor | None:
-        return None
-
-    def _place(self) -> Place:
-        return cpu_or_cuda(self.deviceType, self.pinType, self._variable())
-
-    pytorchGPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import numbers
-import re
 from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table
-
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+from speedtransfer.units import parse_bytes
 
 MaxCapacity = int | str | float | None
 
@@ -21,7 +19,7 @@ def check_max_capacity(limit: Any, capacity: int | None) -> MaxCapacity:
     if limit is None or (isinstance(limit, float) and limit == math.inf):
         return limit
     if isinstance(limit, str):
-        parse_bytes(limit)
+        bytes_of(limit)
         return limit
     if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
         raise InvalidTypeError(
@@ -35,16 +33,14 @@ def check_max_capacity(limit: Any, capacity: int | None) -> MaxCapacity:
     return number
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes that a text such as "48 GB" or "16GiB" names."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([KMGT]?I?)B\s*", text.upper())
-    if found is None or found[2] == "I":
+def bytes_of(text: str) -> int:
+    """Return the bytes that a limit such as "48 GB" or "16GiB" names."""
+    try:
+        num_bytes = int(parse_bytes(text))
+    except InvalidValueError as error:
+        raise InvalidValueError(f"max_capacity is {error}") from None
+    if not num_bytes or not text.strip().upper().endswith("B"):
         raise InvalidValueError(f"max_capacity is {text!r} but must be a size such as '48 GB' or '16 GiB'; pass one")
-    num_bytes = int(float(found[1]) * _UNITS[found[2]])
-    if not num_bytes:
-        raise InvalidValueError(
-            f"max_capacity is {text!r}, which is less than one byte; pass more, or None for a table that does not grow"
-        )
     return num_bytes
 
 
@@ -61,7 +57,7 @@ def limit_of_each(limit: MaxCapacity, ranks: int) -> MaxCapacity:
     """Return the limit of each of `ranks` processes, where `limit` is that of all."""
     if isinstance(limit, int):
         return share_of(limit, ranks)
-    return f"{parse_bytes(limit) // ranks} B" if isinstance(limit, str) else limit
+    return f"{bytes_of(limit) // ranks} B" if isinstance(limit, str) else limit
 
 
 def rows_within(limit: MaxCapacity, table: Table, reserved: int) -> int | None:
@@ -71,7 +67,7 @@ def rows_within(limit: MaxCapacity, table: Table, reserved: int) -> int | None:
         return capacity
     if isinstance(limit, str):
         row_bytes = max(table.nbytes // max(table.num_rows, 1), 1)
-        return max(parse_bytes(limit) // row_bytes - reserved, capacity)
+        return max(bytes_of(limit) // row_bytes - reserved, capacity)
     return None if limit == math.inf else max(int(limit), capacity)
 
 
@@ -81,5 +77,5 @@ def most_rows(limit: MaxCapacity, num_rows: int, reserved: int, row_bytes: int) 
         return None
     if isinstance(limit, int):
         return max(limit + reserved, num_rows)
-    num_bytes = parse_bytes(limit) if isinstance(limit, str) else physical_bytes() or 1 << 40
+    num_bytes = bytes_of(limit) if isinstance(limit, str) else physical_bytes() or 1 << 40
     return max(num_bytes // max(row_bytes, 1), num_rows)

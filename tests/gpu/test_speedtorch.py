@@ -5,16 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from speedtorch_cases import KINDS, train
+from speedtorch_cases import KINDS, batch, train
 from torch import nn
 
 import speedtransfer.speedtorch as SpeedTorch
 from gpu.tools import hold
 from speedtransfer.errors import InvalidTypeError
-
-
-def adamax(parameters):
-    return torch.optim.Adamax(parameters, lr=0.4)
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +20,8 @@ def _folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loop_in_every_memory(kind, device):
-    losses, u, v = train(KINDS[kind], adamax, device, uniform=False)
-    expected, same, other = train(KINDS["torch-pageable"], adamax, torch.device("cpu"), uniform=False)
+    losses, u, v = train(KINDS[kind], device)
+    expected, same, other = train(KINDS["torch-pageable"], torch.device("cpu"))
     np.testing.assert_allclose(losses, expected, rtol=1e-3)
     for ours, host in ((u, same), (v, other)):
         np.testing.assert_allclose(ours.getNumpyVersion(), host.getNumpyVersion(), rtol=1e-2, atol=1e-3)
@@ -191,10 +187,6 @@ def test_a_factory_under_a_default_device(device):
         weights.zerosInit()
         state.optInit()
         for _ in range(2):
-            weights.beforeForwardPass([1, 2])
-            state.beforeForwardPass([1, 2])
-            model["table"](torch.arange(2)).sum().backward()
-            optimizer.step()
-            weights.afterOptimizerStep([1, 2])
-            state.afterOptimizerStep([1, 2])
+            with batch([weights, state], optimizer, [1, 2]):
+                model["table"](torch.arange(2)).sum().backward()
     assert weights.getNumpyVersion()[1, 0] < 0

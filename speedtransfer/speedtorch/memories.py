@@ -1,0 +1,119 @@
+"""The memories that SpeedTorch's classes keep their rows in, and what shows all rows of a class there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import uuid
+import warnings
+from pathlib import Path
+
+import torch
+
+from speedtransfer.cuda import cuda_status, resolve_device
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.speedtorch.storage import Memory, Storage, view_of
+from speedtransfer.tables import PathLike, Table
+
+ARRAY_DOC = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
+TENSOR_DOC = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
+_warned = False
+
+
+class CudaOrPinned(Storage):
+    """Rows on the GPU, or in page-locked memory where `CPUPinn` is True."""
+
+    CPUPinn: bool
+
+    def _place(self) -> tuple[Memory, torch.device]:
+        return _on_device("cuda", "pinned" if self.CPUPinn else "device")
+
+    CUPYcorpus = view_of("getCupyVar", ARRAY_DOC)
+
+
+class MemoryMapped(Storage):
+    """Rows in a file mapped into memory: the new file `path`, or one without a name in a folder."""
+
+    path: PathLike | None = None
+    diskname: str = ""
+    folder: PathLike = ""
+
+    def _place(self) -> tuple[Memory, torch.device]:
+        return _on_device("cuda", "mmap")
+
+    def _new_table(self, num_rows: int, dim: int, dtype: torch.dtype) -> Table:
+        folder = self.folder or os.path.dirname(self.diskname)
+        path = Path(self.path or Path(folder, f".speedtorch-{uuid.uuid4().hex}.safetensors"))
+        memory, device = self._place()
+        table = Table(num_rows, dim, dtype, memory, path, device)
+        if self.path is None:
+            with contextlib.suppress(OSError):  # the map keeps the file, without a name, until the table dies
+                path.unlink()
+        return table
+
+    CUPYmemmap = view_of("getCupyMM", ARRAY_DOC)
+
+
+class Pinned(Storage):
+    """Rows in page-locked memory."""
+
+    def _place(self) -> tuple[Memory, torch.device]:
+        return _on_device("cuda", "pinned")
+
+    pytorchCPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815
+
+
+class AnyDevice(Storage):
+    """Rows on the GPU, as by default, or in ordinary or page-locked memory, from where they come to the variable's device."""
+
+    deviceType: object = "cuda"  # noqa: N815
+    pinType: object = False  # noqa: N815
+
+    def _place(self) -> tuple[Memory, torch.device]:
+        device = _device_of(self.deviceType)
+        if device.type == "cuda":
+            if self.pinType:
+                raise InvalidValueError(
+                    "pinType is True but deviceType is 'cuda', whose memory is not the host's; pass deviceType='cpu'"
+                )
+            return _on_device(device, "device")
+        variable = self._variable()
+        return _on_device(device if variable is None else variable.device, "pinned" if self.pinType else "pageable")
+
+    pytorchGPUVar = view_of("getTorchVar", TENSOR_DOC)  # noqa: N815
+
+
+def _on_device(device: torch.device | str, memory: Memory) -> tuple[Memory, torch.device]:
+    """Return `memory` as the compute device `device` has it; where that is CUDA and there is none, as the CPU has it."""
+    cuda = cuda_status()
+    if cuda.available or (torch.device(device).type != "cuda" and memory != "pinned"):
+        return memory, resolve_device(device)
+    _warn_once(cuda.reason)
+    return "mmap" if memory == "mmap" else "pageable", torch.device("cpu")
+
+
+def _device_of(device_type: object) -> torch.device:
+    if not isinstance(device_type, (str, torch.device)):
+        raise InvalidTypeError(f"deviceType is {device_type!r} but must be a name; pass 'cuda' or 'cpu'")
+    try:
+        device = torch.device(device_type)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidValueError(f"deviceType is {str(device_type)!r} but must be 'cuda' or 'cpu'; pass one of them")
+    return device
+
+
+def _warn_once(reason: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        level, frame = 2, sys._getframe().f_back
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("speedtransfer."):
+            level, frame = level + 1, frame.f_back  # to the line that asks
+        warnings.warn(
+            f"SpeedTorch's classes ask for CUDA, but {reason}. Rows live in ordinary memory and are computed with on the CPU",
+            RuntimeWarning,
+            stacklevel=level,
+        )
