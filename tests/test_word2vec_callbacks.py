@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, callbacks, train
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
-from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.optimizers import LR_END
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import Run

@@ -244,7 +244,7 @@ def test_demo(folder, monkeypatch):
     quick = Settings(dim=8, epochs=1, block_words=20_000, max_words=2000, device="cpu")
     lines = []
     with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.backends.backend_agg", None)
+        patch.setitem(sys.modules, "matplotlib.figure", None)
         run_demo("demo", quick, lines.append)
     assert lines[-2].startswith("picture: none (plots need matplotlib")
     assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt"]

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from speedtransfer import cli
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import UnknownWordError, Vectors
 from speedtransfer.word2vec.commands_vectors import register
 from speedtransfer.word2vec.evaluation import evaluate
-from speedtransfer.word2vec.extras import MissingPackageError
 
 app = typer.Typer(pretty_exceptions_enable=False)
 register(app)

@@ -16,7 +16,7 @@ from speedtransfer.word2vec import Corpus, Settings, train
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.config import described, read_config
 from speedtransfer.word2vec.sampler import schedule_for
-from speedtransfer.word2vec.settings import SETTINGS
+from speedtransfer.word2vec.settings import SETTINGS, Keywords
 
 
 @pytest.mark.parametrize(
@@ -92,6 +92,9 @@ def test_signature_shows_every_setting():
         assert parameters[name].annotation == kinds[name]
     assert list(parameters)[:4] == ["corpus", "dim", "optimizer", "lr"]
     assert "settings" not in parameters
+    apart = {name: kinds.pop(name) for name in ("dim", "optimizer", "lr", "min_count", "max_words")}
+    assert get_type_hints(Keywords) == kinds
+    assert all(parameters[name].annotation == kind for name, kind in apart.items())
     with pytest.raises(TypeError, match=r"'epoch'.*did you mean 'epochs'"):
         train("not read", epoch=3)
     with pytest.raises(InvalidTypeError, match="argument 'vector_size'; gensim's 'vector_size' is 'dim' here"):

@@ -52,14 +52,6 @@ def test_awkward_vectors_have_a_place(rows):
     assert np.isfinite(place).all()
 
 
-def test_without_scikit_learn_words_are_placed_by_their_main_axes(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn.manifold", None)
-    rows, _ = clusters()
-    unit = rows / np.linalg.norm(rows, axis=1, keepdims=True)
-    variance = np.linalg.eigvalsh(np.cov(unit.T.astype(np.float64)))[::-1]
-    np.testing.assert_allclose(neighbour_map(rows).var(axis=0, ddof=1), variance[:2], rtol=1e-6)
-
-
 def test_labels_do_not_cover_one_another():
     rng = np.random.default_rng(0)
     sizes = np.stack([rng.uniform(20, 60, 80), np.full(80, 12.0)], axis=1)
@@ -108,11 +100,13 @@ def test_letters_that_the_font_lacks(tmp_path):
     assert (tmp_path / "words.png").exists()
 
 
-def test_without_matplotlib(tmp_path, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("matplotlib")]:
+@pytest.mark.parametrize("package", ["matplotlib", "sklearn"])
+def test_without_a_package(tmp_path, monkeypatch, package):
+    for name in [name for name in sys.modules if name.startswith(package)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SpeedtransferError, match=r'run: pip install "speedtransfer\[plot\]"') as caught:
+    monkeypatch.setitem(sys.modules, package, None)
+    message = rf'need {package}, which is not installed; run: pip install "speedtransfer\[plot\]"'
+    with pytest.raises(SpeedtransferError, match=message) as caught:
         plot(some_vectors(), tmp_path / "words.png")
     assert isinstance(caught.value, ImportError)
     assert list(tmp_path.iterdir()) == []

@@ -20,8 +20,7 @@ from speedtransfer.word2vec import progress as progress_module
 from speedtransfer.word2vec import trainer as trainer_module
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
 from speedtransfer.word2vec.outcome import FEW_STEPS
-from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.stopping import StopOnSignal
+from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
 from speedtransfer.word2vec.trainer import Callback
 
 TOPICS, WORDS_A_TOPIC = 6, 8

@@ -14,9 +14,9 @@ from late import models
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
 from speedtransfer.word2vec.commands import app
-from speedtransfer.word2vec.extras import MissingPackageError
 
 WORDS = ["the", "été", "東京", "x\u00a0y", "France"]
 SUFFIXES = (".txt", ".vec", ".bin", ".safetensors")

@@ -12,18 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from speedtransfer.errors import InvalidValueError, format_bytes, printable
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.system import program
 from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
-from speedtransfer.word2vec.extras import MissingPackageError
 from speedtransfer.word2vec.formats import VECTORS
 from speedtransfer.word2vec.output import PICTURE, OutputFolder
 from speedtransfer.word2vec.output import SETTINGS as SETTINGS_FILE
 from speedtransfer.word2vec.plot import plot
-from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
 from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.run_folder import save_run
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.trainer import Trainer
 
 CORPUS = "world_factbook.words.txt.gz"

@@ -14,10 +14,10 @@ import torch
 
 from speedtransfer.dtypes import TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending, suggest
+from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
 from speedtransfer.untrusted import check_file
-from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.formats_text import (
     ROWS_AT_ONCE,
     Stored,

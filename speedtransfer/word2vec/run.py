@@ -8,7 +8,8 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
@@ -26,8 +27,7 @@ from speedtransfer.word2vec.output import (
     check_apart,
 )
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import Settings, check_path
-from speedtransfer.word2vec.stopping import exit_code
+from speedtransfer.word2vec.settings import Keywords, Settings, check_path
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
@@ -168,7 +168,9 @@ def train(
     evaluate: PathLike | Sequence[PathLike] = (),
     evaluate_every: float = 1.0,
     progress: bool = True,
-    **settings: Any,
+    min_count: int = Settings.min_count,
+    max_words: int | None = Settings.max_words,
+    **settings: Unpack[Keywords],
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
@@ -226,10 +228,10 @@ def train(
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
     for one in sets:
         check_path(one, "evaluate")
-    chosen = Settings(dim=dim, optimizer=optimizer, lr=lr, **settings)
+    chosen = Settings(dim=dim, optimizer=optimizer, lr=lr, min_count=min_count, max_words=max_words, **settings)
     run = Run(chosen, checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
     with TrainingProgress(progress) as shown:
         trainer = run.train(corpus, shown)
     if trainer.stop_signal == signal.SIGTERM:
-        raise SystemExit(exit_code(signal.SIGTERM))
+        raise SystemExit(128 + signal.SIGTERM)  # as shells have it
     return trainer.vectors()

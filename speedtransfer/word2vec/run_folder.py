@@ -35,10 +35,9 @@ from speedtransfer.word2vec.output import (
     TableFiles,
     free_bytes,
 )
-from speedtransfer.word2vec.progress import TrainingProgress, format_loss
+from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
 

@@ -13,18 +13,18 @@ import concurrent.futures
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.places import Places
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.settings import Keywords, Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where they are None
@@ -89,7 +89,7 @@ class Sampler:
         *,
         starts: np.ndarray | None = None,
         settings: Settings | None = None,
-        **given: Any,
+        **given: Unpack[Keywords],
     ) -> None:
         settings = settings or settings_of(_SETTINGS, given)
         if len(ids) == 0:
