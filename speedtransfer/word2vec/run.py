@@ -233,5 +233,5 @@ def train(
     with TrainingProgress(progress) as shown:
         trainer = run.train(corpus, shown)
     if trainer.stop_signal == signal.SIGTERM:
-        raise SystemExit(128 + signal.SIGTERM)  # as shells have it
+        raise SystemExit(128 + signal.SIGTERM)
     return trainer.vectors()
