@@ -117,7 +117,7 @@ def test_bad_arguments_are_reported_before_reading(arguments, message):
 
 
 def test_settings_of_other_parts_are_refused():
-    with pytest.raises(TypeError, match="'windows' is not one of the settings taken here"):
+    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
         Corpus(Unread(), windows=3)
 
 

@@ -185,7 +185,7 @@ def demo(
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
     from speedtransfer.word2vec.demo import run_demo
 
-    _exit_after(run_demo(output, show=typer.echo).stop_signal)
+    _exit_after(run_demo(output, show=typer.echo))
 
 
 def _exit_after(stop_signal: int | None) -> None:

@@ -117,10 +117,7 @@ class Sampler:
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # exactly, however the sum was rounded
         self._noise = torch.from_numpy(cumulated)
-        self._order: tuple[int, Tensor] = (
-            -1,
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )  # of the epoch last asked for
+        self._order = -1, torch.empty(0)  # of the epoch last asked for
 
     def __len__(self) -> int:
         """Return the number of steps per epoch."""
@@ -137,10 +134,11 @@ class Sampler:
 
         `number_of` returns the number of the block of a step; None: it has one without words.
         """
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
 
         def draw(step: int) -> Block:
             number = number_of(step)
-            block = self.empty_block() if number is None else self.block(number)
+            block = Block(none, none, none, none, 0) if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
@@ -150,11 +148,6 @@ class Sampler:
                 if step + 1 < last:
                     drawn.append(thread.submit(draw, step + 1))
                 yield block
-
-    def empty_block(self) -> Block:
-        """Return a block without words."""
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        return Block(none, none, none, none, 0)
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""

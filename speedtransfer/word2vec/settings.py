@@ -211,9 +211,11 @@ class Settings:
             raise InvalidValueError(
                 f"path is {str(self.path)!r} but memory={self.memory!r} has no files; drop path or pass memory='mmap'"
             )
-        from speedtransfer.word2vec.optimizers import check_optimizer
+        import torch
 
-        check_optimizer(self.optimizer, self.first_lr, self.options)
+        from speedtransfer.word2vec.optimizers import make_optimizer
+
+        make_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], self.first_lr, self.options)
 
     @property
     def first_lr(self) -> float:
