@@ -273,19 +273,6 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
         Word2Vec(VOCABULARY, 5, clip=0)
 
 
-def test_sgd_does_not_blow_up_on_a_tiny_vocabulary():
-    block = draw_block(2000, window=5)
-    model = Word2Vec(VOCABULARY, 8, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.025)
-    losses = []
-    for _ in range(60):
-        losses.append(float(model.deposit_gradients(block).loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    assert max(losses) < 1.2 * losses[0]
-
-
 @pytest.mark.parametrize("buckets", [0, 50])
 @pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 def test_another_default_device_changes_nothing(kind, buckets):

@@ -90,13 +90,9 @@ def test_picture(tmp_path):
     assert ("matplotlib.pyplot" in sys.modules) == had_pyplot  # it would change the state of the whole process
 
 
-def test_picture_of_one_word(tmp_path):
-    plot(some_vectors(), tmp_path / "words.png", num_words=1)
-    assert (tmp_path / "words.png").exists()
-
-
-def test_letters_that_the_font_lacks(tmp_path):
-    plot(Vectors(["東京", "été", "a"], np.eye(3, dtype=np.float32)), tmp_path / "words.png")
+@pytest.mark.parametrize("words", [["one"], ["東京", "été", "a"]])  # one word; letters that the font lacks
+def test_few_words(tmp_path, words):
+    plot(Vectors(words, np.eye(len(words), dtype=np.float32)), tmp_path / "words.png")
     assert (tmp_path / "words.png").exists()
 
 

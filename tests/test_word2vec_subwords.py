@@ -13,7 +13,6 @@ from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.nn import Embedding
 from speedtransfer.word2vec import NgramVectors, UnknownWordError, Word2Vec, subwords
 from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
 
@@ -40,13 +39,6 @@ def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     expected = [fasttext.ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
     assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
     assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
-
-
-def test_words_of_letters_of_one_byte():
-    words = ["where", "there", "w"]  # no letter of two bytes among them
-    expected = [h for word in words for h in fasttext.ft_ngram_hashes(word, 3, 6, 99)]
-    assert hash_ngrams(words, 99).tolist() == expected
-    assert hash_ngrams([], 99).tolist() == []
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
@@ -81,23 +73,6 @@ def test_bags_of_words_that_repeat():
     single = Bags.of_single_rows(words)
     assert single.rows.ids[single.rows.inverse].tolist() == words.tolist()
     assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
-
-
-def test_means_of_a_stretch_of_the_vocabulary():
-    words = draw_words(30)
-    bags = Subwords(words, 40)
-    embedding = Embedding(bags.num_rows, 6, device="cpu", dtype=torch.float64)
-    weight = embedding.table.torch()
-    expected = torch.stack([weight[rows].mean(0) for rows in rows_by_gensim(words, 40, 3, 6)])
-    torch.testing.assert_close(bags.means(4, 30, weight), expected[4:30])
-
-
-def test_a_large_vocabulary():
-    words = [f"word{number:x}" for number in range(100_000)]
-    bags = Subwords(words, 2_000_000)
-    last = bags.rows[bags.offsets[-2] :].tolist()
-    assert last == [99_999, *(100_000 + h for h in fasttext.ft_ngram_hashes(words[-1], 3, 6, 2_000_000))]
-    assert np.all(np.diff(bags.offsets.numpy()) > 1)
 
 
 @pytest.mark.parametrize(
