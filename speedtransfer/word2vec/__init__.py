@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from speedtransfer.word2vec.corpus import Corpus
     from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
     from speedtransfer.word2vec.model import Word2Vec
+    from speedtransfer.word2vec.places import Block
     from speedtransfer.word2vec.run import train
-    from speedtransfer.word2vec.sampler import Block, Sampler
+    from speedtransfer.word2vec.sampler import Sampler
     from speedtransfer.word2vec.settings import Settings
     from speedtransfer.word2vec.subwords import NgramVectors
     from speedtransfer.word2vec.trainer import Trainer
@@ -47,6 +48,7 @@ __getattr__ = lazy_names(
         "corpus",
         "evaluation",
         "model",
+        "places",
         "run",
         "sampler",
         "settings",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -23,7 +22,7 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError, format_byte
 from speedtransfer.system import physical_bytes
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.places import Places
+from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.settings import Keywords, Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
@@ -33,36 +32,6 @@ EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
 _SETTINGS = ("model", "seed", "window", "sample", "block_words", "shared_negatives")
 GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
-
-
-@dataclass(frozen=True)
-class Block:
-    """The words that one step trains on.
-
-    Attributes
-    ----------
-    words : Tensor of int64, shape (n,)
-        Consecutive words that survived subsampling.
-    before, after : Tensor of int64, shape (n,)
-        How many words to the left and to the right of each are its context; within the block and its sequence.
-    negatives : Tensor of int64, shape (pool,)
-        Words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
-    num_corpus_words : int
-        Words of the corpus that the block covers, before subsampling.
-    window : int
-        0: the reach of each word's context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
-        probability that word2vec would have drawn it, see `places.pair_weight`.
-    places : Places or None
-        Where its rows are in the tables of a model, as `Word2Vec.prepare` has found. None: not found yet.
-    """
-
-    words: Tensor
-    before: Tensor
-    after: Tensor
-    negatives: Tensor
-    num_corpus_words: int
-    window: int = 0
-    places: Places | None = None
 
 
 class Sampler:

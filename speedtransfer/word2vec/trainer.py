@@ -29,8 +29,9 @@ from speedtransfer.word2vec.outcome import (
     warning_of_vectors,
     why_nothing_was_learned,
 )
+from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
-from speedtransfer.word2vec.sampler import Block, Sampler, schedule_for
+from speedtransfer.word2vec.sampler import Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.subwords import NgramVectors
 from speedtransfer.word2vec.vectors import Vectors
