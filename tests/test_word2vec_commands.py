@@ -436,16 +436,6 @@ def test_tables_may_lie_elsewhere(folder):
 # --- guards -----------------------------------------------------------------------------------------------------------
 
 
-def test_tables_of_another_run_are_found_before_the_corpus_is_read(folder):
-    Path("tables").mkdir()
-    Path("tables/output.safetensors").write_text("precious")
-    fails_with(
-        StorageError, "table 'tables/output.safetensors' of another run exists", "train", "-", "-o", "out",
-        "--memory", "mmap", "--path", "tables", *QUICK,
-    )  # fmt: skip
-    assert Path("tables/output.safetensors").read_text() == "precious"
-
-
 def test_two_runs_at_once_into_one_folder(folder):
     """The second finds the folder filled when it ends: it neither replaces what is there nor loses what it has."""
     first, second = OutputFolder("out"), OutputFolder("out")

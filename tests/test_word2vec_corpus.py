@@ -9,7 +9,7 @@ import tempfile
 import numpy as np
 import pytest
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Vocabulary
 from speedtransfer.word2vec import corpus as corpus_module
 
@@ -71,54 +71,6 @@ def test_from_ids(tmp_path):
     assert not corpus.ids.flags.writeable
     assert ids.flags.writeable  # of the caller's own array nothing has changed
     assert Corpus.from_ids(ids, vocabulary).starts is None
-
-
-@pytest.mark.parametrize(
-    ("ids", "starts", "error", "message"),
-    [
-        ([0, 3], None, InvalidValueError, r"ids\[1\] is 3 but must be from 0 to 2"),
-        ([0, 1, 1, 1, 1, 1, 1, 1, -1], None, InvalidValueError, r"ids\[8\] is -1 but"),
-        ([], None, InvalidValueError, "ids is empty"),
-        ([0, 1], [0, 2], InvalidValueError, "starts must rise from 0 to below 2"),
-        ([0, 1], [1], InvalidValueError, "starts must rise"),
-        ([0, 1], [0, 0], InvalidValueError, "starts must rise"),
-        ([0, 1], [], InvalidValueError, "starts must rise"),
-        ([[0], [1]], None, InvalidTypeError, r"ids is int32 \(2, 1\) but must be a 1-D int32 array"),
-        (np.array([0, 1]), None, InvalidTypeError, r"ids is int64 \(2,\) but must be a 1-D int32 array"),
-        ((0, 1), None, InvalidTypeError, "ids is tuple but must"),
-        ([0, 1], (0,), InvalidTypeError, "starts is tuple but must be a 1-D int64 array"),
-    ],
-)
-def test_bad_ids(monkeypatch, ids, starts, error, message):
-    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
-    ids = np.array(ids, np.int32) if isinstance(ids, list) else ids
-    starts = np.array(starts, np.int64) if isinstance(starts, list) else starts
-    with pytest.raises(error, match=message):
-        Corpus.from_ids(ids, Vocabulary(["a", "b", "c"], [1, 1, 1]), starts)
-
-
-class Unread:
-    def read(self, size):
-        pytest.fail("read in spite of a bad argument")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"min_count": 0}, "min_count is 0 but must be at least 1"),
-        ({"max_words": 1}, "max_words is 1 but must be at least 2"),
-        ({"kind": "what"}, "choose from 'text', 'lines', 'graph', 'adjacency'"),
-        ({"phrases": 1, "kind": "graph"}, "phrases is 1 but must be 0 for kind='graph': nodes are no words"),
-    ],
-)
-def test_bad_arguments_are_reported_before_reading(arguments, message):
-    with pytest.raises((InvalidValueError, InvalidTypeError), match=message):
-        Corpus(Unread(), **arguments)
-
-
-def test_settings_of_other_parts_are_refused():
-    with pytest.raises(TypeError, match="unexpected keyword argument 'windows'"):
-        Corpus(Unread(), windows=3)
 
 
 def test_ids_are_read_only_and_leave_no_file(tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ import torch
 import word2vec_oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Block, gradients
 from speedtransfer.word2vec.gradients import DRAWS, MODELS, block_gradients
 from speedtransfer.word2vec.places import Places
@@ -150,12 +149,6 @@ def test_pairs_count_by_their_distance():
     assert result.loss.item() == pytest.approx(5 * (1 + 2) * 0.693147, rel=1e-5)
     # Contexts meet centers of 1 at a slope of 1/2; the negative stands for two of each pair.
     torch.testing.assert_close(result.context, torch.tensor([[-0.75], [-1.0], [-0.75], [5.0]]))
-
-
-def test_a_context_beyond_the_window():
-    at, reach = torch.arange(3), torch.tensor([0, 1, 2])
-    with pytest.raises(InvalidValueError, match="a context reaches 2 words but window is 1; pass window=2, or 0"):
-        Places.find(Block(at, reach, reach.flip(0), at, 3, window=1), 3, num_draws=1)
 
 
 @pytest.mark.usefixtures("way")

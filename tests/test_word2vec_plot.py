@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.errors import SpeedtransferError
 from speedtransfer.word2vec import Vectors
 from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.plot import _covered, neighbour_map, plot, spread_labels
@@ -106,17 +106,6 @@ def test_without_a_package(tmp_path, monkeypatch, package):
         plot(some_vectors(), tmp_path / "words.png")
     assert isinstance(caught.value, ImportError)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_bad_arguments(tmp_path):
-    with pytest.raises(InvalidValueError, match=r"ends in '.jpg' but the picture is a PNG"):
-        plot(some_vectors(), tmp_path / "words.jpg")
-    with pytest.raises(InvalidValueError, match="num_words is 0 but must be at least 1"):
-        plot(some_vectors(), tmp_path / "words.png", num_words=0)
-    with pytest.raises(InvalidValueError, match="there are no words to draw"):
-        plot(Vectors([], np.zeros((0, 3), dtype=np.float32)), tmp_path / "words.png")
-    with pytest.raises(StorageError, match="cannot write"):
-        plot(some_vectors(), tmp_path / "no" / "words.png", num_words=5)
 
 
 def test_words_and_their_neighbours(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, text
 from speedtransfer.word2vec.text import decode, find_files, iter_lines, iter_pieces
 
@@ -116,20 +116,6 @@ def test_unreadable_file(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(StorageError, match=r"cannot read .*a\.txt' \(Permission denied\)"):
         words_of(tmp_path / "a.txt")
-
-
-def test_what_is_no_corpus(tmp_path):
-    with pytest.raises(StorageError, match="nowhere' does not exist; pass a text file"):
-        words_of(tmp_path / "nowhere")
-    (tmp_path / "a.pdf").write_bytes(b"x")
-    with pytest.raises(InvalidValueError, match=r"holds no \.txt, \.gz, \.xz file"):
-        words_of(tmp_path)
-    with pytest.raises(InvalidValueError, match="corpus is '' but must be a path"):  # it is not the current folder
-        find_files("")
-    with pytest.raises(InvalidTypeError, match="corpus is a int but must be a path"):
-        words_of(3)
-    with pytest.raises(InvalidTypeError, match="gives str but a corpus is bytes"):
-        words_of(io.StringIO("text"))
 
 
 def test_what_an_open_file_cannot_read(monkeypatch):

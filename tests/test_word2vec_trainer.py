@@ -13,8 +13,8 @@ import torch
 from lazy_oracle import one_thread  # noqa: F401
 from rich.console import Console
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
-from speedtransfer.word2vec import Corpus, Settings, Trainer, Vectors, train
+from speedtransfer.errors import InvalidValueError, OptimizerError
+from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec import progress as progress_module
 from speedtransfer.word2vec import trainer as trainer_module
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
@@ -40,24 +40,6 @@ def corpus():
 
 def quietly(corpus, **changes):
     return train(corpus, progress=False, **{**QUICK, **changes})
-
-
-def share_of_own_topic(vectors):
-    own = [
-        near[:3] == word[:3]
-        for word in vectors.words
-        for near, _ in vectors.most_similar(word, WORDS_A_TOPIC - 1)
-    ]  # fmt: skip
-    return sum(own) / len(own)
-
-
-def test_it_learns_what_is_planted(corpus):
-    vectors = quietly(corpus, epochs=8)
-    assert isinstance(vectors, Vectors)
-    assert vectors.words == corpus.vocabulary.words
-    assert vectors.matrix.shape == (TOPICS * WORDS_A_TOPIC, 16)
-    assert share_of_own_topic(vectors) > 0.95
-    assert share_of_own_topic(Vectors(vectors.words, np.random.default_rng(0).standard_normal((48, 16)))) < 0.4
 
 
 def test_seed_decides_every_bit(corpus):
@@ -360,24 +342,6 @@ def test_vectors_that_are_not_finite_are_not_returned(corpus):
         InvalidValueError, match=r"lr=1e\+38 is too large for adagrad: there are vectors that are not finite"
     ):
         quietly(corpus, optimizer="adagrad", lr=1e38, options={"eps": 1e-30}, epochs=2, block_words=2000)
-
-
-@pytest.mark.parametrize(
-    ("changes", "kind", "message"),
-    [
-        ({"checkpoint": 3}, InvalidTypeError, r"checkpoint is 3 \(int\) but must be the path"),
-        ({"tensorboard": 3}, InvalidTypeError, r"tensorboard is 3 \(int\) but must be the path"),
-        ({"tensorboard": "\0"}, InvalidValueError, "tensorboard is .*not a path"),
-        ({"evaluate": 3}, InvalidTypeError, "evaluate is 3 but must be a path or a list of them"),
-        ({"evaluate": None}, InvalidTypeError, "evaluate is None but must be a path or a list of them"),
-        ({"evaluate": [3]}, InvalidTypeError, r"evaluate is 3 \(int\) but must be the path"),
-        ({"evaluate": ["\0"]}, InvalidValueError, "evaluate is .*not a path"),
-        ({"evaluate": ["set"], "evaluate_every": 10**400}, InvalidValueError, "evaluate_every is 1000.* above 0"),
-    ],
-)
-def test_bad_things_beside_training(corpus, changes, kind, message):
-    with pytest.raises(kind, match=message):
-        quietly(corpus, **changes)
 
 
 # --- runs that train nothing ------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Blocks of words, and where their rows are in the tables: found on the host, which then knows every size.
 
-They are uploaded in one copy. So the host never waits for a size from a CUDA device, and a thread can find them while an earlier
-block is trained on.
+They are uploaded in one copy. So the host never waits for a size from a CUDA device, and a thread can find them while an
+earlier block is trained on.
 """
 
 from __future__ import annotations
