@@ -43,7 +43,7 @@ def test_map_is_always_the_same():
 
 @pytest.mark.parametrize(
     "rows",
-    [np.ones((1, 4)), np.ones((2, 4)), np.eye(3), np.ones((6, 4)), np.zeros((5, 4)), np.arange(1, 9.0).reshape(8, 1)],
+    [np.ones((1, 4)), np.eye(2), np.eye(3), np.ones((6, 4)), np.zeros((5, 4)), np.arange(1, 9.0).reshape(8, 1)],
     ids=["one", "two", "three", "equal", "zero", "dim-1"],
 )
 def test_awkward_vectors_have_a_place(rows):

@@ -151,7 +151,8 @@ Vectors([["a"], "b"], np.eye(2)) -> InvalidTypeError: words\[0\] is \['a'\]
 Vectors("ab", np.eye(2)) -> InvalidTypeError: words is 'ab' \(str\) but must be a list of words
 Vectors(2, np.eye(2)) -> InvalidTypeError: words is 2 \(int\)
 Vectors.load(None) -> InvalidTypeError: ^path is .* but must be the path of a file; pass one$
-Vectors.load("v.xyz") -> InvalidValueError: ends in '.xyz' but vectors are .txt, .vec, .bin, .safetensors
+Vectors.load("set") -> InvalidValueError: 'set' .* but vectors are .txt, .vec, .bin, .safetensors
+Vectors.load("no") -> StorageError: 'no' does not exist; pass a file of vectors, or the folder of a run
 vectors.save(["x.txt"]) -> InvalidTypeError: ^path is .* but must be the path of a file; pass one$
 vectors.save("v.xyz") -> InvalidValueError: ends in '.xyz' but vectors are .txt, .vec, .bin, .safetensors
 vectors.most_similar("a", 0) -> InvalidValueError: topn is 0 but must be at least 1

@@ -127,33 +127,6 @@ def test_how_often(corpus, tmp_path, monkeypatch):
     assert steps == [*range(15, 2 * a_epoch, 15), 2 * a_epoch]
 
 
-def test_interrupted_run_is_saved(corpus, tmp_path, capsys, fresh_signals):
-    whole = quietly(corpus, epochs=3)
-    trainer = None
-
-    def stop(begun):
-        nonlocal trainer
-        trainer = begun
-        step = begun.train_step
-
-        def train_step():
-            step()
-            if begun.step == 7:
-                signal.raise_signal(signal.SIGINT)
-
-        begun.train_step = train_step
-
-    settings = Settings(**{**QUICK, "epochs": 3})
-    Run(settings, tmp_path / "point").train(corpus, QUIET, stop)
-    assert trainer.interrupted
-    assert f"checkpoint in {str(tmp_path / 'point')!r}: resume it" in capsys.readouterr().err
-    saved = Checkpoints(tmp_path / "point", resume=True).restore(corpus, settings, QUIET)
-    assert saved.step == trainer.step
-    assert f"(epoch {saved.epoch} of 3) from " in capsys.readouterr().err
-    resumed = quietly(corpus, epochs=3, checkpoint=tmp_path / "point", resume=True)
-    assert resumed.matrix.tobytes() == whole.matrix.tobytes()
-
-
 def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
     """Not the one that training has while it leaves a core to another thread."""
     for threads, resume in ((2, False), (2, True), (1, True)):

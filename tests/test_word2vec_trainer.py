@@ -228,7 +228,7 @@ def test_a_signal_keeps_the_vectors(corpus, capsys, number, fresh_signals):
     assert trainer.step == 5, "a second run of the trainer is not stopped by the signal of the first"
 
 
-def test_sigterm_ends_a_program_that_calls_train(corpus, tmp_path, fresh_signals, monkeypatch):
+def test_sigterm_ends_a_program_that_calls_train(corpus, tmp_path, fresh_signals, monkeypatch, capsys):
     """With its checkpoint saved; Ctrl-C is for whoever sits before the program, and gives the vectors so far."""
     step = Trainer.train_step
 
@@ -242,10 +242,12 @@ def test_sigterm_ends_a_program_that_calls_train(corpus, tmp_path, fresh_signals
     with pytest.raises(SystemExit) as exit:
         quietly(corpus, epochs=2, checkpoint=tmp_path / "point")
     assert exit.value.code == 143
+    assert f"checkpoint in {str(tmp_path / 'point')!r}: resume it" in capsys.readouterr().err
     number = signal.SIGINT
     assert len(quietly(corpus, epochs=2)) == len(corpus.vocabulary)
     monkeypatch.undo()
     resumed = quietly(corpus, epochs=2, checkpoint=tmp_path / "point", resume=True)
+    assert "resumed at 3% (epoch 1 of 2) from " in capsys.readouterr().err
     assert resumed.matrix.tobytes() == quietly(corpus, epochs=2).matrix.tobytes()
 
 

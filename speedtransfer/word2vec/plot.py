@@ -19,6 +19,7 @@ from speedtransfer.word2vec.vectors import Vectors
 _WIDTH_INCH, _HEIGHT_INCH, _DPI = 16.0, 10.0, 120
 _ROUNDS = 400  # of moving labels apart
 _TINY = 1e-12
+_PERPLEXITY = 12.0  # about how many neighbours of a word count; fewer of few words
 
 
 def plot(
@@ -133,18 +134,17 @@ def _colours(place: np.ndarray) -> list[tuple[float, float, float]]:
 # --- where words stand ---------------------------------------------------------------------------------------------------
 
 
-def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0) -> np.ndarray:
+def neighbour_map(matrix: np.ndarray) -> np.ndarray:
     """Place vectors (n, dim) on the plane, (n, 2): by t-SNE (van der Maaten and Hinton 2008), of cosine distances.
 
-    It begins at their two main axes. The same vectors always give the same map. `perplexity` is about how many neighbours of a
-    word count; it is lowered for few words.
+    It begins at their two main axes. The same vectors always give the same map.
     """
     tsne = import_extra("sklearn.manifold", "plots", '"speedtransfer[plot]"').TSNE
     rows = matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), _TINY)
-    if len(rows) < 3 or np.ptp(rows, axis=0).max() < 1e-6:  # nothing to tell them apart by
+    if np.ptp(rows, axis=0).max() < 1e-6:  # nothing to tell them apart by
         return np.stack([np.arange(len(rows), dtype=np.float64), np.zeros(len(rows))], axis=1)
     begin = "pca" if rows.shape[1] > 1 else "random"
-    found = tsne(perplexity=min(perplexity, (len(rows) - 1) / 3), init=begin, random_state=0).fit_transform(rows)
+    found = tsne(perplexity=min(_PERPLEXITY, (len(rows) - 1) / 3), init=begin, random_state=0).fit_transform(rows)
     return np.asarray(found, dtype=np.float64)
 
 
