@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from speedtransfer.word2vec.extras import import_extra
+from speedtransfer.lazy import import_extra
 
 INK, QUIET = "#1f2430", "#6b7280"
 _PAPER, _GRID = "#ffffff", "#e3e6ea"

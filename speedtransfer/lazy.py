@@ -1,4 +1,7 @@
-"""Import when something is first used (PEP 562): `import speedtransfer` and ``--help`` then do without torch."""
+"""Import when something is first used (PEP 562): `import speedtransfer` and ``--help`` then do without torch.
+
+Optional packages are imported where they are used, too, with a clear message where they are missing.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,23 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+from speedtransfer.errors import SpeedtransferError
+
+
+class MissingPackageError(SpeedtransferError, ImportError):
+    """A package that only this feature needs is not installed."""
+
+
+def import_extra(module: str, purpose: str, install: str) -> Any:
+    """Import `module`, or raise `MissingPackageError`: `purpose`, in the plural, need it; pip installs it by `install`."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingPackageError(
+            f"{purpose} need {package}, which is not installed; run: pip install {install}"
+        ) from error
 
 
 def lazy_names(

@@ -310,9 +310,9 @@ word2vec/spans.py: word2vec_gradients
 - counts.sum(1, keepdim=True) * (negative / len(drawn))
 + counts.sum(1, keepdim=True) * negative
 word2vec/subwords.py: word2vec_subwords
-- taken[:, n - min_n] = left >= n
-+ taken[:, n - min_n] = left > n
-word2vec/tokenise_compiled.py: word2vec_tokenise
+- if length >= min_n and not
++ if length > min_n and not
+word2vec/tokenise.py: word2vec_tokenise
 - return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
 + return 0
 word2vec/vocabulary.py: word2vec_vocabulary

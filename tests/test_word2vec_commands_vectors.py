@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from speedtransfer import cli
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import UnknownWordError, Vectors
 from speedtransfer.word2vec.commands_vectors import register
 from speedtransfer.word2vec.evaluation import evaluate
-from speedtransfer.word2vec.extras import MissingPackageError
 
 app = typer.Typer(pretty_exceptions_enable=False)
 register(app)
@@ -125,6 +125,11 @@ def test_nearest_and_analogy(folder):
     assert run("analogy", "v.txt", "a", "b", "c", "-n", 1).stdout == "a : b = c : d 0.500\n"
     fails_with(UnknownWordError, "2 of 3 words are not among the 6: 'x', 'y'", "nearest", "v.txt", "x", "a", "y")
     fails_with(UnknownWordError, "'X' is not among the 6 words", "analogy", "v.txt", "a", "b", "X")
+    Path("empty").mkdir()
+    fails_with(StorageError, "folder 'empty' holds no vectors file", "nearest", "empty", "a")
+    fails_with(
+        StorageError, "'nope' does not exist; pass a file of vectors, or the folder of a run", "nearest", "nope", "a"
+    )
     result = run("nearest", "v.txt", "a", "-n", 0)
     assert result.exit_code == 2
     assert "'-n' / '--number'" in result.output

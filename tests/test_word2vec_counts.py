@@ -8,7 +8,7 @@ import torch
 from late import models
 from test_word2vec_sampler import assert_drawn_from
 
-from speedtransfer.word2vec import Sampler, Vocabulary
+from speedtransfer.word2vec import Block, Sampler, Vocabulary
 from speedtransfer.word2vec.gradients import DRAWS, MODELS
 from speedtransfer.word2vec.places import Places, pair_weight
 
@@ -93,8 +93,7 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
     drawn = np.zeros(len(COUNTS))
     for block in blocks[model]:
         num_draws = DRAWS[model] * NEGATIVE
-        block_words = block.words, block.before, block.after, block.negatives
-        places = Places.find(*block_words, len(COUNTS), num_draws, window=block.window)
+        places = Places.find(block, len(COUNTS), num_draws)
         reached = [side[:, None] >= torch.arange(1, WINDOW + 1) for side in (block.before, block.after)]
         around = sum((side * pair_weight(torch.arange(1, WINDOW + 1), block.window)).sum(1) for side in reached).numpy()
         predictions = np.minimum(around, 1) if model == "cbow" else around
@@ -123,7 +122,7 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
 def test_spans_use_all_of_the_pool_alike(pool, num_draws):
     """Where some words of the pool were used seven times and others never, vectors by AdamW fell into one dimension."""
     words, zeros = torch.arange(16 * pool), torch.zeros(16 * pool, dtype=torch.int64)
-    places = Places.find(words, zeros, zeros, torch.arange(pool), 16 * pool, num_draws)
+    places = Places.find(Block(words, zeros, zeros, torch.arange(pool), len(words)), 16 * pool, num_draws)
     assert places.draws.shape == (pool, min(pool, num_draws))
     drawn = places.outputs.ids[places.draws]
     assert (torch.bincount(drawn.flatten(), minlength=pool)[:pool] == min(pool, num_draws)).all()

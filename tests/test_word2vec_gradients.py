@@ -10,7 +10,6 @@ import torch
 import word2vec_oracle
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Block, gradients
 from speedtransfer.word2vec.gradients import DRAWS, MODELS, block_gradients
 from speedtransfer.word2vec.places import Places
@@ -47,8 +46,7 @@ def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):
 
 
 def places_of(block, num_rows, model, negative=5):
-    block_words = block.words, block.before, block.after, block.negatives
-    return Places.find(*block_words, num_rows, DRAWS[model] * negative, window=block.window)
+    return Places.find(block, num_rows, DRAWS[model] * negative)
 
 
 def by_hand(vectors, output, block, model, negative=5, **options):
@@ -113,10 +111,11 @@ def test_at_a_rate_of_next_to_nothing_the_gradient_of_skipgram_is_that_of_autogr
                                              ([1] * 5, 1), (list(range(100)), 16)])  # fmt: skip
 def test_words_at_once(words, span):
     words, zeros = torch.tensor(words, dtype=torch.int64), torch.zeros(len(words), dtype=torch.int64)
-    places = Places.find(words, zeros, zeros, torch.tensor([0, 1, 2, 3]), 100, num_draws=3)
+    block = Block(words, zeros, zeros, torch.tensor([0, 1, 2, 3]), len(words))
+    places = Places.find(block, 100, num_draws=3)
     assert places.span == span
     assert places.draws.shape == (-(-len(words) // span), 3)
-    more = Places.find(words, zeros, zeros, torch.tensor([0, 1, 2, 3]), 100, num_draws=9)
+    more = Places.find(block, 100, num_draws=9)
     assert more.draws.shape == (len(places.draws), 4)  # the pool has no more
 
 
@@ -124,7 +123,7 @@ def test_words_at_once(words, span):
 def test_one_pair_by_hand():
     # Two words, both windows 1, vectors of one number: scores 0 and 0, one negative (word 1) weighted by 2 a pair.
     rows, at, nobody = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
-    places = Places.find(at, at, 1 - at, torch.tensor([1]), 2, num_draws=12)
+    places = Places.find(Block(at, at, 1 - at, torch.tensor([1]), 2), 2, num_draws=12)
     result = block_gradients(rows, torch.zeros(2, 1), places, negative=2)
     assert result.num_pairs == 2
     assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
@@ -132,7 +131,7 @@ def test_one_pair_by_hand():
     # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
     torch.testing.assert_close(result.context, torch.tensor([[-1.0], [2.5]]))
     alone = block_gradients(
-        rows, torch.ones(2, 1), Places.find(at, nobody, nobody, torch.tensor([1]), 2, 12), negative=2
+        rows, torch.ones(2, 1), Places.find(Block(at, nobody, nobody, torch.tensor([1]), 2), 2, 12), negative=2
     )
     assert (alone.num_pairs, alone.loss) == (0, 0)
     assert not alone.center.any()
@@ -143,7 +142,7 @@ def test_one_pair_by_hand():
 def test_pairs_count_by_their_distance():
     # Three words, window 2: four pairs at a distance of 1, and two at 2, which word2vec would draw every other time.
     at, reach = torch.arange(3), torch.tensor([0, 1, 2])
-    places = Places.find(at, reach, reach.flip(0), torch.tensor([3]), 4, num_draws=12, window=2)
+    places = Places.find(Block(at, reach, reach.flip(0), torch.tensor([3]), 3, window=2), 4, num_draws=12)
     rows = torch.ones(3, 1), torch.zeros(4, 1)
     result = block_gradients(*rows, places, negative=2)
     assert result.num_pairs == 5
@@ -152,18 +151,12 @@ def test_pairs_count_by_their_distance():
     torch.testing.assert_close(result.context, torch.tensor([[-0.75], [-1.0], [-0.75], [5.0]]))
 
 
-def test_a_context_beyond_the_window():
-    at, reach = torch.arange(3), torch.tensor([0, 1, 2])
-    with pytest.raises(InvalidValueError, match="a context reaches 2 words but window is 1; pass window=2, or 0"):
-        Places.find(at, reach, reach.flip(0), at, 3, num_draws=1, window=1)
-
-
 @pytest.mark.usefixtures("way")
 def test_one_word_of_cbow_by_hand():
     # Word 0 is predicted from the mean of 1 and 3, which is 2; its output row is 1, and that of the negative is 0.
     rows = torch.tensor([[9.0], [1.0], [3.0]]), torch.tensor([[1.0], [0.0], [0.0]])
     words, one = torch.tensor([1, 0, 2]), torch.tensor([0, 1, 0])
-    places = Places.find(words, one, one, torch.tensor([2]), 3, num_draws=10)
+    places = Places.find(Block(words, one, one, torch.tensor([2]), 3), 3, num_draws=10)
     result = block_gradients(rows[0], rows[1], places, model="cbow")
     assert result.num_pairs == 1
     assert result.loss.item() == pytest.approx(0.126928 + 5 * 0.693147, rel=1e-5)

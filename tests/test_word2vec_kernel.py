@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import nvrtc
 import pytest
 import torch
@@ -56,8 +58,7 @@ def check_equal(others, first):
 def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim, weighted, model):
     block = draw_block(num_words, window, 1, pool, num_rows)
     tables = draw_tables(dim, num_rows, torch.float32)
-    block_words = block.words, block.before, block.after, block.negatives
-    places = Places.find(*block_words, num_rows, num_draws, window=window if weighted else 0)
+    places = Places.find(dataclasses.replace(block, window=window if weighted else 0), num_rows, num_draws)
     expected = train_in_torch(tables, places, model)
     for blocks in (1, 2, 3, spans.CLUSTER):
         check_same(train(tables, places, model, blocks=blocks), expected)
@@ -66,7 +67,7 @@ def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim
 @pytest.mark.parametrize("model", MODELS)
 def test_words_of_several_rows(model):
     block, subwords = draw_words(60), Subwords(WORDS, BUCKETS, 3, 6)
-    places = Places.find(block.words, block.before, block.after, block.negatives, len(WORDS), 7, subwords)
+    places = Places.find(block, len(WORDS), 7, subwords)
     tables = draw_tables(6, len(WORDS) + BUCKETS, torch.float32)
     check_same(train(tables, places, model), train_in_torch(tables, places, model))
 
@@ -76,7 +77,7 @@ def test_words_of_several_rows(model):
 def test_any_number_of_threads_in_any_order_gives_the_same_bits(model, blocks):
     """Were a thread to read what another has yet to write, or to write what another reads, it would not."""
     block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(9, 60, torch.float32)
-    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    places = Places.find(block, 60, 11)
     first, *others = [
         train(tables, places, model, threads, backwards, blocks=blocks)
         for threads, backwards in ((1, False), (1, True), (7, False), (64, True), (128, False))
@@ -88,7 +89,7 @@ def test_any_number_of_threads_in_any_order_gives_the_same_bits(model, blocks):
 @pytest.mark.parametrize("blocks", [1, 3])
 def test_what_shared_memory_does_not_hold_is_elsewhere(model, blocks, monkeypatch):
     block, tables = draw_block(70, 4, 1, 20, 60), draw_tables(33, 60, torch.float32)
-    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    places = Places.find(block, 60, 11)
     first = train(tables, places, model, blocks=blocks)
     monkeypatch.setattr(spans, "_SHARED_BYTES", 0)
     check_equal([train(tables, places, model, 64, backwards, blocks=blocks) for backwards in (False, True)], first)
@@ -96,7 +97,7 @@ def test_what_shared_memory_does_not_hold_is_elsewhere(model, blocks, monkeypatc
 
 def test_extreme_scores():
     block, tables = draw_block(70, 4, 1, 20, 60), [table * 40 for table in draw_tables(33, 60, torch.float32)]
-    places = Places.find(block.words, block.before, block.after, block.negatives, 60, 11)
+    places = Places.find(block, 60, 11)
     for found, expected in zip(
         train(tables, places, "skipgram"), train_in_torch(tables, places, "skipgram"), strict=True
     ):

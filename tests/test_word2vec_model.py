@@ -11,7 +11,7 @@ import word2vec_oracle
 from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError, StorageError
+from speedtransfer.errors import RowIndexError, StorageError
 from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
@@ -145,8 +145,6 @@ def test_word_vectors_are_the_table_where_words_have_one_row():
     torch.testing.assert_close(model.vector(WORDS[3]), model.input.table.torch()[3])
     with pytest.raises(UnknownWordError, match="'xyzzy' is not among the 20 words; train with buckets"):
         model.vector("xyzzy")
-    with pytest.raises(InvalidValueError, match="buckets is 0, so this model has no n-grams"):
-        model.ngram_vectors()
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
@@ -221,42 +219,6 @@ def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
     assert used["output.safetensors"] < 100_000
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
-
-
-def test_bad_places(tmp_path):
-    with pytest.raises(InvalidValueError, match="memory='mmap' needs path, the folder for the table files"):
-        Word2Vec(20, 5, memory="mmap")
-    (tmp_path / "file").write_text("x")
-    with pytest.raises(StorageError, match="cannot make folder"):
-        Word2Vec(20, 5, memory="mmap", path=tmp_path / "file" / "tables")
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    with pytest.raises(InvalidValueError, match="pagable"):
-        Word2Vec(20, 5, memory="pagable")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"model": "cbwo"}, InvalidValueError, "model is 'cbwo', not one of its values; did you mean 'cbow'"),
-        ({"model": None}, InvalidTypeError, "model is None"),
-        ({"negative": 0}, InvalidValueError, "negative is 0 but must be at least 1"),
-        ({"dim": 0}, InvalidValueError, "dim is 0 but must be at least 1"),
-        ({"buckets": -1}, InvalidValueError, "buckets is -1 but must be at least 0"),
-        ({"buckets": 10, "min_n": 5, "max_n": 4}, InvalidValueError, "min_n is 5 but must be at most max_n, 4"),
-        ({"seed": -1}, InvalidValueError, "seed is -1"),
-        ({"vocabulary": 0}, InvalidValueError, "vocabulary is 0 but must be at least 1"),
-        ({"vocabulary": 20, "buckets": 10}, InvalidTypeError, r"vocabulary is 20 but n-grams \(buckets=10\) need the words"),
-        ({"vocabulary": ["a", "a"]}, InvalidValueError, "word 'a' is there twice"),
-    ],
-)  # fmt: skip
-def test_bad_arguments_make_no_files(tmp_path, arguments, error, message):
-    given = {"vocabulary": VOCABULARY, "dim": 5, "memory": "mmap", "path": tmp_path / "tables", **arguments}
-    with pytest.raises(error, match=message):
-        Word2Vec(**given, device="cpu")
-    assert not list(tmp_path.iterdir())
-
-
 def test_numbers_of_words_as_numpy_gives_them():
     assert Word2Vec(np.int64(20), 5, device="cpu").num_words == 20
 
@@ -274,21 +236,6 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
         assert (lengths > 2).any()
         assert (lengths < 2).any()
         torch.testing.assert_close(clipped, plain * (2 / lengths).clamp(max=1))
-    with pytest.raises(InvalidValueError, match="clip is 0 but must be above 0"):
-        Word2Vec(VOCABULARY, 5, clip=0)
-
-
-def test_sgd_does_not_blow_up_on_a_tiny_vocabulary():
-    block = draw_block(2000, window=5)
-    model = Word2Vec(VOCABULARY, 8, device="cpu")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.025)
-    losses = []
-    for _ in range(60):
-        losses.append(float(model.deposit_gradients(block).loss))
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    assert max(losses) < 1.2 * losses[0]
 
 
 @pytest.mark.parametrize("buckets", [0, 50])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.word2vec import Sampler, Vocabulary
 from speedtransfer.word2vec.sampler import GROUP_WORDS
 
@@ -227,18 +226,6 @@ def test_small_corpora(vocabulary):
     assert len(epoch_of(sampler_of(two, np.zeros(50, dtype=np.int32), sample=1e-6))) == 1
 
 
-def test_bad_arguments(vocabulary):
-    for name in ("window", "shared_negatives"):
-        with pytest.raises(InvalidValueError, match=f"{name} is 0 but must be at least 1"):
-            sampler_of(vocabulary, corpus_ids(), **{name: 0})
-    with pytest.raises(InvalidValueError, match="block_words is 1 but must be at least 2"):
-        sampler_of(vocabulary, corpus_ids(), block_words=1)
-    with pytest.raises(InvalidValueError, match="the counts of the vocabulary are all 0"):
-        sampler_of(Vocabulary(["a", "b"], [0, 0]), np.array([0, 1], dtype=np.int32), sample=0)
-    with pytest.raises(InvalidValueError, match="the corpus has no word of the vocabulary"):
-        sampler_of(vocabulary, np.empty(0, dtype=np.int32))
-
-
 def test_block_of_more_words_than_there_are(vocabulary):
     """Negatives are drawn for the words there are: those of a trillion would fit nowhere."""
     ids = corpus_ids(2)
@@ -246,10 +233,3 @@ def test_block_of_more_words_than_there_are(vocabulary):
     (block,) = epoch_of(sampler)
     assert len(block.words) == len(ids)
     assert len(block.negatives) == 512 * -(-len(ids) // GROUP_WORDS)
-
-
-def test_more_negatives_than_memory(vocabulary):
-    with pytest.raises(
-        HostMemoryError, match=r"shared_negatives=1000000000000 asks for .* a step but this machine has"
-    ):
-        sampler_of(vocabulary, corpus_ids(), shared_negatives=10**12)

@@ -12,9 +12,8 @@ import torch
 from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.nn import Embedding
-from speedtransfer.word2vec import NgramVectors, UnknownWordError, Word2Vec, subwords
+from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.word2vec import NgramVectors, Word2Vec, subwords
 from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzäßéñдצ日本語中文한😀ç<>'"  # of one to four bytes
@@ -40,13 +39,6 @@ def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     expected = [fasttext.ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
     assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
     assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
-
-
-def test_words_of_letters_of_one_byte():
-    words = ["where", "there", "w"]  # no letter of two bytes among them
-    expected = [h for word in words for h in fasttext.ft_ngram_hashes(word, 3, 6, 99)]
-    assert hash_ngrams(words, 99).tolist() == expected
-    assert hash_ngrams([], 99).tolist() == []
 
 
 @pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
@@ -81,39 +73,6 @@ def test_bags_of_words_that_repeat():
     single = Bags.of_single_rows(words)
     assert single.rows.ids[single.rows.inverse].tolist() == words.tolist()
     assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
-
-
-def test_means_of_a_stretch_of_the_vocabulary():
-    words = draw_words(30)
-    bags = Subwords(words, 40)
-    embedding = Embedding(bags.num_rows, 6, device="cpu", dtype=torch.float64)
-    weight = embedding.table.torch()
-    expected = torch.stack([weight[rows].mean(0) for rows in rows_by_gensim(words, 40, 3, 6)])
-    torch.testing.assert_close(bags.means(4, 30, weight), expected[4:30])
-
-
-def test_a_large_vocabulary():
-    words = [f"word{number:x}" for number in range(100_000)]
-    bags = Subwords(words, 2_000_000)
-    last = bags.rows[bags.offsets[-2] :].tolist()
-    assert last == [99_999, *(100_000 + h for h in fasttext.ft_ngram_hashes(words[-1], 3, 6, 2_000_000))]
-    assert np.all(np.diff(bags.offsets.numpy()) > 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ((0, 3, 6), InvalidValueError, "buckets is 0 but must be at least 1"),
-        (((1 << 32) + 1, 3, 6), InvalidValueError, "buckets is 4294967297 but the hash has 32 bits; pass at most"),
-        ((10, 0, 6), InvalidValueError, "min_n is 0 but must be at least 1"),
-        ((10, 4, 3), InvalidValueError, "max_n is 3 but min_n is 4; pass a max_n of at least 4"),
-        ((1.5, 3, 6), InvalidTypeError, r"buckets is 1.5 \(float\) but must be an integer"),
-        ((10, 3, "6"), InvalidTypeError, "max_n is '6'"),
-    ],
-)
-def test_bad_sizes(arguments, error, message):
-    with pytest.raises(error, match=message):
-        Subwords(["word"], *arguments)
 
 
 def test_ngrams_longer_than_all_words():
@@ -166,21 +125,6 @@ def test_a_file_and_back(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["ngrams.safetensors"]
 
 
-def test_bad_words_and_sizes(tmp_path):
-    ngrams = NgramVectors(np.zeros((3, 2), np.float32), min_n=4, max_n=5)
-    with pytest.raises(UnknownWordError, match="'a' has no n-grams of 4 to 5 characters; pass a longer word"):
-        ngrams["a"]
-    with pytest.raises(InvalidValueError, match=r"matrix has shape \(3,\) but must be \(buckets, dim\)"):
-        NgramVectors(np.zeros(3, np.float32))
-    with pytest.raises(InvalidValueError, match="max_n is 2 but min_n is 3"):
-        NgramVectors(np.zeros((3, 2), np.float32), max_n=2)
-    with pytest.raises(InvalidTypeError, match=r"min_n is 2\.5"):
-        NgramVectors(np.zeros((3, 2), np.float32), min_n=2.5)
-    with pytest.raises(InvalidValueError, match=r"ends in '\.txt' but n-gram vectors are \.safetensors"):
-        ngrams.save(tmp_path / "ngrams.txt")
-    assert not list(tmp_path.iterdir())
-
-
 def test_bad_files(tmp_path):
     path = tmp_path / "ngrams.safetensors"
     with pytest.raises(StorageError, match="cannot read"):
@@ -195,8 +139,6 @@ def test_bad_files(tmp_path):
     path.write_bytes(safetensors.numpy.save({"vectors": rows["ngrams"]}))
     with pytest.raises(InvalidValueError, match="has no tensor 'ngrams'"):
         NgramVectors.load(path)
-    with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a file"):
-        NgramVectors.load(3)
     whole = safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "6"})
     for size in range(0, len(whole), 7):
         path.write_bytes(whole[:size])

@@ -10,9 +10,9 @@ import tempfile
 import numpy as np
 import pytest
 
-from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
+from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.word2vec import Corpus
-from speedtransfer.word2vec.tokenise import _PRIME, LINE_END, WordTable
+from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 SPACES = re.findall(r"\s", "".join(map(chr, range(sys.maxunicode + 1))))
 # Neighbours of white space that are none, and one character of each length.
@@ -99,22 +99,10 @@ def test_tokeniser_grows():
 
 
 def test_tokeniser_tells_words_of_equal_hash_apart():
-    # Words of 9 bytes, c + w: the hash is (w * prime ^ c) * prime. Solved for the w that goes with another c.
-    inverse = pow(_PRIME, -1, 2**64)
-    rng = np.random.default_rng(0)
-    pairs = []
-    for first, second, *rest in rng.integers(33, 127, (100_000, 10)).tolist():
-        word = bytes(rest)
-        mixed = int.from_bytes(word, "big") * _PRIME % 2**64 ^ first ^ second
-        other = (mixed * inverse % 2**64).to_bytes(8, "big")
-        if first != second and all(33 <= byte < 127 for byte in other):
-            pairs.append((bytes([first]) + word, bytes([second]) + other))
-    assert len(pairs) > 2
     plain, fast = WordDict(), WordTable()
-    fast._secret = np.uint64(0), np.uint64(_PRIME)
-    data = b" ".join(word for pair in pairs * 2 for word in pair)
+    fast._secret = np.uint64(0), np.uint64(0)  # every word hashes to 0
+    data = random_text(3, 2000).encode()
     np.testing.assert_array_equal(fast.number(data), plain.number(data))
-    assert len(fast) == 2 * len(pairs)
 
 
 def test_tokeniser_of_nothing():
@@ -180,24 +168,12 @@ def test_no_memory_for_the_words(monkeypatch):
         Corpus(io.BytesIO(" ".join(map(str, range(100_000))).encode()))
 
 
-def test_damaged_archive(tmp_path):
-    import gzip
-
-    (tmp_path / "a.gz").write_bytes(gzip.compress(random_text(2, 5000).encode())[:-20])
-    with pytest.raises(StorageError, match=r"a\.gz' is damaged"):
-        Corpus(tmp_path / "a.gz")
-
-
-def test_tokeniser_hides_where_words_are():
-    """Whoever knows the hash cannot choose words that share a place; what comes out does not depend on it."""
-    fast = WordTable()
-    words = [int(n).to_bytes(8, "big").hex().encode() for n in np.random.default_rng(0).integers(0, 1 << 60, 3000)]
-    data = b" ".join(words)
-    numbers = fast.number(data)
-    places = []
-    for _ in range(2):
-        other = WordTable()
-        np.testing.assert_array_equal(other.number(data), numbers)
-        assert other._secret != fast._secret
-        places.append(np.flatnonzero(other._slots[:, 1] >= 0))
+@pytest.mark.parametrize("same", [0, 1])
+def test_tokeniser_hides_where_words_are(same):
+    """Whoever knows the hash, or half of its secret, cannot choose words that share a place; what comes out is the same."""
+    words = [int(n).to_bytes(8, "big").hex() for n in np.random.default_rng(0).integers(0, 1 << 60, 3000)]
+    data, one, other = " ".join(words).encode(), WordTable(), WordTable()
+    other._secret = tuple(secret._secret[half] for half, secret in enumerate((other, one) if same else (one, other)))
+    np.testing.assert_array_equal(other.number(data), one.number(data))
+    places = [np.flatnonzero(table._slots[:, 1] >= 0) for table in (one, other)]
     assert not np.array_equal(*places)

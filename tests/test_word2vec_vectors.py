@@ -14,9 +14,9 @@ from late import models
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
 from speedtransfer.word2vec.commands import app
-from speedtransfer.word2vec.extras import MissingPackageError
 
 WORDS = ["the", "été", "東京", "x\u00a0y", "France"]
 SUFFIXES = (".txt", ".vec", ".bin", ".safetensors")
@@ -76,14 +76,6 @@ def test_a_tensor_is_taken_without_a_copy():
     assert Vectors(["a", "b"], rows.double().numpy()).matrix.dtype == np.float32
 
 
-def test_the_folder_of_a_run_is_read_as_well(vectors, tmp_path):
-    (tmp_path / "run").mkdir()
-    with pytest.raises(StorageError, match="holds no vectors file"):
-        Vectors.load(tmp_path / "run")
-    vectors.save(tmp_path / "run" / "vectors.bin")
-    assert Vectors.load(tmp_path / "run").words == WORDS
-
-
 @pytest.mark.parametrize("suffix", [".txt", ".bin", ".glove"])
 def test_the_folder_of_a_run_has_the_counts(tmp_path, suffix):
     """Of the vocabulary there: a .kv file made of the folder has them for gensim."""
@@ -111,7 +103,7 @@ def test_round_trip_of_many_and_of_none(tmp_path, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".vec", ".bin"])
-def test_gensim_reads_what_we_write(vectors, tmp_path, suffix):
+def test_gensim_reads_what_we_write_and_we_what_it_writes(vectors, tmp_path, suffix):
     words = [word.replace("\u00a0", "") for word in WORDS]  # gensim splits the lines of fvocab there
     vectors = Vectors(words, vectors.matrix)
     vectors.save(tmp_path / f"v{suffix}")
@@ -122,16 +114,9 @@ def test_gensim_reads_what_we_write(vectors, tmp_path, suffix):
     assert theirs.index_to_key == words
     assert theirs.vectors.tobytes() == vectors.matrix.tobytes()
     assert [theirs.get_vecattr(word, "count") for word in words] == [9, 8, 7, 6, 5]
-
-
-@pytest.mark.parametrize("suffix", [".txt", ".bin"])
-def test_we_read_what_gensim_writes(vectors, tmp_path, suffix):
-    theirs = models.KeyedVectors(7)
-    theirs.add_vectors(WORDS, vectors.matrix)
-    theirs.save_word2vec_format(tmp_path / f"v{suffix}", binary=suffix == ".bin")  # its binary has no line ends
-    again = Vectors.load(tmp_path / f"v{suffix}")
-    assert again.words == WORDS
-    assert again.matrix.tobytes() == vectors.matrix.tobytes()
+    theirs.save_word2vec_format(tmp_path / f"theirs{suffix}", binary=suffix == ".bin")  # its binary has no line ends
+    again = Vectors.load(tmp_path / f"theirs{suffix}")
+    assert (again.words, again.matrix.tobytes()) == (words, vectors.matrix.tobytes())
 
 
 def test_safetensors_are_safetensors_and_hold_any_word(tmp_path):
@@ -144,30 +129,25 @@ def test_safetensors_are_safetensors_and_hold_any_word(tmp_path):
     assert Vectors.load(tmp_path / "v.safetensors").words == words
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".bin"])
-@pytest.mark.parametrize("word", ["New York", "a\nb", ""])
-def test_word_that_the_format_cannot_hold(tmp_path, suffix, word):
+WHITE, HALF = r"is empty or holds white space.*save to \.safetensors", r"word 'x\\ud800' cannot be written as UTF-8"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "word", "message"),
+    [
+        *((suffix, word, WHITE) for suffix in (".txt", ".bin") for word in ("New York", "a\nb", "")),
+        *((suffix, "x\ud800", HALF) for suffix in SUFFIXES),
+    ],
+)
+def test_word_that_the_format_cannot_hold(tmp_path, suffix, word, message):
     (tmp_path / f"v{suffix}").write_text("old")
-    with pytest.raises(InvalidValueError, match=r"is empty or holds white space.*save to \.safetensors"):
+    with pytest.raises(InvalidValueError, match=message):
         Vectors(["a", word], np.eye(2, dtype=np.float32)).save(tmp_path / f"v{suffix}")
     assert (tmp_path / f"v{suffix}").read_text() == "old"
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-def test_half_a_character_is_no_word_for_a_file(tmp_path, suffix):
-    (tmp_path / f"v{suffix}").write_text("old")
-    with pytest.raises(InvalidValueError, match=r"word 'x\\ud800' cannot be written as UTF-8"):
-        Vectors(["a", "x\ud800"], np.eye(2, dtype=np.float32)).save(tmp_path / f"v{suffix}")
-    assert (tmp_path / f"v{suffix}").read_text() == "old"
-
-
-def test_what_is_neither_word_nor_vector():
-    vectors = Vectors(["the", "of", "to"], np.eye(3, 2, dtype=np.float32))
-    for given, shown in ((3, "3"), ([1.0, 2.0], "1.0"), ([["the"]], r"\['the'\]"), (None, "None")):
-        with pytest.raises(InvalidTypeError, match=f"{shown} .* is neither word nor vector"):
-            vectors.most_similar(given)
-    with pytest.raises(InvalidTypeError, match=r"\['the'\] is no word"):
-        vectors[[["the"]]]
+def test_tensors_are_vectors():
+    vectors = Vectors(iter(["the", "of", "to"]), np.eye(3, 2, dtype=np.float32))
     expected = vectors.most_similar(vectors.matrix[0])
     assert vectors.most_similar(torch.from_numpy(vectors.matrix[0])) == expected
     assert vectors.most_similar([torch.from_numpy(vectors.matrix[0])]) == expected
@@ -178,20 +158,7 @@ def test_a_vector_of_nan_lets_no_word_given_be_an_answer():
     assert [word for word, _ in vectors.most_similar("a")] == ["b"]
 
 
-def test_bad_arguments(tmp_path):
-    with pytest.raises(InvalidValueError, match="there are 2 words; pass one row a word"):
-        Vectors(["a", "b"], np.zeros((3, 2), dtype=np.float32))
-    with pytest.raises(InvalidValueError, match=r"matrix has shape \(2,\)"):
-        Vectors(["a", "b"], np.zeros(2, dtype=np.float32))
-    with pytest.raises(InvalidTypeError, match="matrix holds int64 but vectors are floating-point"):
-        Vectors(["a"], np.zeros((1, 2), dtype=np.int64))
-    with pytest.raises(InvalidValueError, match="word 'a' is there twice"):
-        Vectors(["a", "a"], np.zeros((2, 2), dtype=np.float32))
-    with pytest.raises(InvalidValueError, match="topn is 0 but must be at least 1"):
-        Vectors(["a"], np.zeros((1, 2), dtype=np.float32)).most_similar("a", 0)
-    for attempt in (Vectors(["a"], [[1.0]]).save, Vectors.load):
-        with pytest.raises(InvalidValueError, match=r"ends in '.xyz' but vectors are .txt, .vec, .bin, .safetensors"):
-            attempt(tmp_path / "v.xyz")
+def test_files_that_cannot_be_read_or_written(tmp_path):
     for suffix in SUFFIXES:
         with pytest.raises(StorageError, match=r"cannot read .*No such file"):
             Vectors.load(tmp_path / f"missing{suffix}")
@@ -263,8 +230,6 @@ def test_several_words(many):
     assert many[["w3", "w1", "w3"]].tolist() == many.matrix[[3, 1, 3]].tolist()
     assert many[[]].shape == (0, 16)
     assert many[np.array(["w3"])].shape == (1, 16)
-    with pytest.raises(InvalidTypeError, match="7 is no word; pass a str or a list of them"):
-        many[7]
     many[["w1", "w2"]][:] = 0  # a copy
     assert many.matrix[1].any()
 
@@ -306,10 +271,6 @@ def test_most_similar_to_vectors(many):
     ours, theirs = many.most_similar([offset, "w9"], 5), kv.most_similar([offset, "w9"], topn=5)
     assert [word for word, _ in ours] == [word for word, _ in theirs]
     assert many.analogy("w1", "w2", "w3", 4) == many.most_similar(["w2", "w3"], 4, negative="w1")
-    with pytest.raises(InvalidValueError, match=r"a vector has shape \(3,\) but these have dim 16; pass shape \(16,\)"):
-        many.most_similar(np.ones(3))
-    with pytest.raises(InvalidValueError, match="no words to start from"):
-        many.most_similar()
 
 
 @pytest.mark.parametrize("rows_at_once", [64, 1 << 18])
@@ -344,37 +305,6 @@ def test_other_names_of_gensim_by_hand():
     for call in (vectors.doesnt_match, lambda words: vectors.n_similarity(words, ["east"])):
         with pytest.raises(UnknownWordError, match="did you mean 'west'"):
             call(["east", "wset"])
-        with pytest.raises(InvalidValueError, match="is empty; pass at least one word"):
-            call([])
-        with pytest.raises(InvalidTypeError, match="is 'east' but must be several words; pass a list of str"):
-            call("east")
-        with pytest.raises(InvalidTypeError, match="3 is no word; pass a str or a list of them"):
-            call(["east", 3])
-    with pytest.raises(InvalidTypeError, match=r"\['east'\] is no word"):
-        vectors.rank(["east"], "north")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a", 3], r"words\[1\] is 3 \(int\) but words are strings"),
-        ([b"a", "b"], r"words\[0\] is b'a' \(bytes\)"),
-        ([["a"], "b"], r"words\[0\] is \['a'\]"),
-        ("ab", r"words is 'ab' \(str\) but must be a list of words"),
-        (2, r"words is 2 \(int\)"),
-    ],
-)
-def test_words_are_strings(words, message):
-    with pytest.raises(InvalidTypeError, match=message):
-        Vectors(words, np.zeros((2, 3), "f4"))
-    assert Vectors(iter(["a", "b"]), np.zeros((2, 3), "f4")).words == ["a", "b"]
-
-
-@pytest.mark.parametrize("path", [None, 3, ["x.txt"]])
-def test_what_is_no_path(many, path):
-    for call in (many.save, Vectors.load):
-        with pytest.raises(InvalidTypeError, match=r"^path is .* but must be the path of a file; pass one$"):
-            call(path)
 
 
 def test_names_of_gensim_that_are_not_here(many):
@@ -429,10 +359,3 @@ def test_without_gensim(many, tmp_path, monkeypatch):
         with pytest.raises(MissingPackageError, match="need gensim, which is not installed; run: pip install gensim"):
             attempt()
     assert (tmp_path / "v.kv").read_text() == "old"
-
-
-def test_bad_counts():
-    with pytest.raises(InvalidValueError, match=r"counts have shape \(1,\) but there are 2 words"):
-        Vectors(["a", "b"], np.eye(2), [3])
-    with pytest.raises(InvalidTypeError, match="counts hold float64"):
-        Vectors(["a", "b"], np.eye(2), [1.5, 2])

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from late import models
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Vocabulary
 
 
@@ -34,36 +33,6 @@ def test_keep_probability_is_the_formula():
     assert vocabulary.keep_probability(0.01) == pytest.approx([expected, 1.0], rel=1e-12)
     assert expected == pytest.approx(0.11006, abs=1e-5)
     assert vocabulary.keep_probability(0).tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("sample", [1e-5, 1e-4, 1e-3])
-def test_keep_probability_as_word2vec_c_writes_it(sample):
-    counts = [50_000, 4_000, 300, 20, 5]
-    threshold = sample * sum(counts)
-    expected = [min((math.sqrt(count / threshold) + 1) * threshold / count, 1) for count in counts]
-    assert Vocabulary(list("abcde"), counts).keep_probability(sample) == pytest.approx(expected, rel=1e-12)
-
-
-def test_keep_probability_as_the_paper_has_it():
-    """The paper drops with 1 - sqrt(t / f); word2vec.c keeps t / f more than that leaves."""
-    counts, sample = np.array([60_000, 5_000, 700, 30]), 1e-4
-    share = counts / counts.sum()
-    paper = np.sqrt(sample / share)
-    kept = Vocabulary(list("abcd"), counts).keep_probability(sample)
-    assert kept == pytest.approx(np.minimum(paper + sample / share, 1), rel=1e-12)
-
-
-@pytest.mark.parametrize("sample", [1e-5, 1e-3, 1e-2])
-def test_keep_probability_agrees_with_gensim(sample):
-    counts = {f"w{n}": 100_000 // n for n in range(1, 200)}
-    model = models.Word2Vec(vector_size=1, min_count=1, sample=sample)
-    model.build_vocab_from_freq(counts)
-    vocabulary = Vocabulary.from_counts(counts, min_count=1)
-    words = model.wv.index_to_key
-    gensim_keeps = [model.wv.get_vecattr(word, "sample_int") / (2**32 - 1) for word in words]
-    ours = vocabulary.keep_probability(sample)[[vocabulary.get(word) for word in words]]
-    assert ours == pytest.approx(gensim_keeps, abs=1e-9)
-    assert ours.min() < 1
 
 
 def test_a_word_that_never_occurs():
@@ -132,49 +101,12 @@ def test_choice_looks_at_no_rare_word():
     assert (kept.tolist(), sorted(taken)) == ([3, 1, 4], [1, 3, 4])
 
 
-def test_noise():
-    vocabulary = Vocabulary(["a", "b"], [16, 1])
-    assert vocabulary.noise() == pytest.approx([8 / 9, 1 / 9], rel=1e-12)
-
-
 def test_file_round_trip(tmp_path):
     vocabulary = Vocabulary(["the", "été", "東京"], [30, 4, 4])
     vocabulary.save(tmp_path / "vocab.txt")
     assert (tmp_path / "vocab.txt").read_text(encoding="utf-8") == "the 30\nété 4\n東京 4\n"
     again = Vocabulary.load(tmp_path / "vocab.txt")
     assert (again.words, again.counts.tolist()) == (vocabulary.words, [30, 4, 4])
-
-
-@pytest.mark.parametrize("sample", [-1.0, float("nan"), float("inf")])
-def test_bad_sample(sample):
-    with pytest.raises(InvalidValueError, match=r"sample is .* but must be (at least 0|finite)"):
-        Vocabulary(["a", "b"], [1, 1]).keep_probability(sample)
-
-
-def test_bad_arguments(tmp_path):
-    with pytest.raises(InvalidTypeError, match=r"sample is '1e-3' \(str\) but must be a number"):
-        Vocabulary(["a", "b"], [1, 1]).keep_probability("1e-3")
-    for words in ("ab", 2):
-        with pytest.raises(InvalidTypeError, match=f"words is {words!r} .* must be a list of words"):
-            Vocabulary(words, [1, 1])
-    for counts in (["1", "2"], [1.5, 2.5]):
-        with pytest.raises(InvalidTypeError, match=r"counts hold .* but are whole numbers"):
-            Vocabulary(["a", "b"], counts)
-    for use in (Vocabulary.load, Vocabulary(["a"], [1]).save):
-        with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a file"):
-            use(3)
-    with pytest.raises(InvalidValueError, match="word 'a' is there twice"):
-        Vocabulary(["a", "b", "a"], [1, 1, 1])
-    with pytest.raises(InvalidValueError, match=r"counts have shape \(1,\) but there are 2 words"):
-        Vocabulary(["a", "b"], [1])
-    with pytest.raises(InvalidValueError, match="the count of 'b' is -2 but must be at least 0"):
-        Vocabulary(["a", "b", "c"], [1, -2, 3])
-    with pytest.raises(InvalidValueError, match="min_count is 0 but must be at least 1"):
-        Vocabulary.from_counts({"a": 1, "b": 1}, min_count=0)
-    with pytest.raises(InvalidValueError, match="max_words is 1 but must be at least 2"):
-        Vocabulary.from_counts({"a": 1, "b": 1}, min_count=1, max_words=1)
-    with pytest.raises(InvalidValueError, match="holds no words but a model needs at least 2"):
-        Vocabulary.from_counts({})
 
 
 def test_bad_files(tmp_path):

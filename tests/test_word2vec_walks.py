@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import io
 import itertools
 from collections import Counter
@@ -86,23 +85,13 @@ def test_weights_of_an_edge_named_twice_add_up():
     assert edges_of(graph_of("a b 2\nb a 3\na b\nb c 5\nc c 1\nc c 1")) == both(
         ("a", "b", 6), ("b", "c", 5), ("c", "c", 2)
     )
-
-
-def test_equal_weights_are_none():
-    assert graph_of("a b 2\nb c 2").weights is None
+    assert graph_of("a b 2\nb c 2").weights is None  # all are equal
 
 
 def test_adjacency_list():
     graph = graph_of("a b c\nb a\nd\nc a c\n", adjacency=True)
     assert edges_of(graph) == both(("a", "b", 1), ("a", "c", 1), ("c", "c", 1))
     assert (len(graph), graph.weights) == (4, None)
-
-
-def test_packed_file(tmp_path):
-    edges = [(u, v) for u, v in itertools.combinations(range(12), 2) if (u * v) % 3 == 1]
-    (tmp_path / "g.gz").write_bytes(gzip.compress("\n".join(f"n{u} n{v}" for u, v in edges).encode()))
-    graph = read_graph(tmp_path / "g.gz")
-    assert edges_of(graph) == both(*((f"n{u}", f"n{v}", 1) for u, v in edges))
 
 
 @pytest.mark.parametrize(

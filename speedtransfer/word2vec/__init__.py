@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from speedtransfer.lazy import lazy_names
+from speedtransfer.lazy import MissingPackageError, lazy_names
 
 if TYPE_CHECKING:
     from speedtransfer.word2vec.corpus import Corpus
     from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
-    from speedtransfer.word2vec.extras import MissingPackageError
     from speedtransfer.word2vec.model import Word2Vec
-    from speedtransfer.word2vec.ngram_vectors import NgramVectors
+    from speedtransfer.word2vec.places import Block
     from speedtransfer.word2vec.run import train
-    from speedtransfer.word2vec.sampler import Block, Sampler
+    from speedtransfer.word2vec.sampler import Sampler
     from speedtransfer.word2vec.settings import Settings
+    from speedtransfer.word2vec.subwords import NgramVectors
     from speedtransfer.word2vec.trainer import Trainer
     from speedtransfer.word2vec.vectors import UnknownWordError, Vectors
     from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -47,12 +47,12 @@ __getattr__ = lazy_names(
     [
         "corpus",
         "evaluation",
-        "extras",
         "model",
-        "ngram_vectors",
+        "places",
         "run",
         "sampler",
         "settings",
+        "subwords",
         "trainer",
         "vectors",
         "vocabulary",

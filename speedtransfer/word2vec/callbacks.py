@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.lazy import import_extra
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
-from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import is_finite

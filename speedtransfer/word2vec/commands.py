@@ -185,14 +185,13 @@ def demo(
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
     from speedtransfer.word2vec.demo import run_demo
 
-    _exit_after(run_demo(output, show=typer.echo).stop_signal)
+    _exit_after(run_demo(output, show=typer.echo))
 
 
 def _exit_after(stop_signal: int | None) -> None:
     if stop_signal is not None:
-        from speedtransfer.word2vec.stopping import exit_code
-
-        raise SystemExit(exit_code(stop_signal))  # typer.Exit(130) would be reported as an abort, which it is not
+        # The convention of shells. typer.Exit(130) would be reported as an abort, which it is not.
+        raise SystemExit(128 + stop_signal)
 
 
 commands_vectors.register(app)

@@ -36,16 +36,15 @@ def register(app: typer.Typer) -> None:
 
 
 def _load(path: Path, max_words: int | None = None) -> Vectors:
-    from speedtransfer.word2vec.formats import find_vectors
     from speedtransfer.word2vec.vectors import Vectors
 
-    return Vectors.load(path if path.is_dir() else find_vectors(path), max_words)
+    return Vectors.load(path, max_words)
 
 
 def _unseen(path: Path, words: list[str], known: Vectors) -> dict[str, np.ndarray]:
     """Return the vectors of those of `words` that only have n-grams; raise one `UnknownWordError` for all without a vector."""
     from speedtransfer.word2vec.formats import find_ngrams
-    from speedtransfer.word2vec.ngram_vectors import NgramVectors
+    from speedtransfer.word2vec.subwords import NgramVectors
     from speedtransfer.word2vec.vectors import UnknownWordError
 
     file, found = find_ngrams(path), {}

@@ -21,6 +21,8 @@ else:
 
 
 _MOST_BYTES = 1 << 20
+# What gensim's Word2Vec calls settings that are here too.
+_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -85,10 +87,11 @@ def _parse(path: Path) -> dict[str, Any]:
 
 
 def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -> Settings:
-    """Return the settings `given` to a class that takes `names`, and `more`; raise TypeError for one not in `names`."""
+    """Return the settings `given` to what takes `names`, and `more`; raise InvalidTypeError for one not in `names`."""
     for name in given:
         if name not in names:
-            raise TypeError(f"{name!r} is not one of the settings taken here{suggest(name, names)}")
+            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
+            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{here}")
     return Settings(**given, **more)
 
 

@@ -18,11 +18,12 @@ from functools import partial
 from typing import IO, Any
 
 import numpy as np
+from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.settings import Keywords, Settings
 from speedtransfer.word2vec.text import Source, name_of
 from speedtransfer.word2vec.tokenise import LINE_END, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -79,7 +80,7 @@ class Corpus:
         report: Callable[[int], None] | None = None,
         *,
         settings: Settings | None = None,
-        **given: Any,
+        **given: Unpack[Keywords],
     ) -> None:
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
@@ -96,7 +97,6 @@ class Corpus:
                 words = read_words(source, write, kind == "lines", report)
             if len(words) == 0:
                 raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
-            _flush(self._file)
             # The map keeps the pages of the file alive after the file is closed (and, nameless, gone from its folder).
             ids: np.ndarray = np.memmap(self._file, dtype=np.int32, mode="r+")
         counts = count_numbers(ids, len(words))
@@ -190,22 +190,12 @@ def _temporary_file() -> IO[bytes]:
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:
     try:
         file.write(numbers.tobytes())
-    except OSError as error:
-        raise _no_room(error) from error
-
-
-def _flush(file: IO[bytes]) -> None:
-    try:
         file.flush()
     except OSError as error:
-        raise _no_room(error) from error
-
-
-def _no_room(error: OSError) -> StorageError:
-    return StorageError(
-        f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r} ({error.strerror}); "
-        "set TMPDIR to a folder with more room"
-    )
+        raise StorageError(
+            f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r} ({error.strerror}); "
+            "set TMPDIR to a folder with more room"
+        ) from error
 
 
 def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import gzip
 import os
 import shlex
 from collections.abc import Callable
-from contextlib import ExitStack
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidValueError, format_bytes, printable
+from speedtransfer.errors import InvalidValueError, printable
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.system import program
 from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
-from speedtransfer.word2vec.extras import MissingPackageError
-from speedtransfer.word2vec.formats import VECTORS
 from speedtransfer.word2vec.output import PICTURE, OutputFolder
 from speedtransfer.word2vec.output import SETTINGS as SETTINGS_FILE
 from speedtransfer.word2vec.plot import plot
-from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run
-from speedtransfer.word2vec.run_folder import save_run
+from speedtransfer.word2vec.run_folder import train_into
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.stopping import StopOnSignal
-from speedtransfer.word2vec.trainer import Trainer
+from speedtransfer.word2vec.vectors import Vectors
 
 CORPUS = "world_factbook.words.txt.gz"
 WORDS = ("france", "coffee", "copper", "river", "march", "navy")
@@ -35,8 +29,8 @@ SETTINGS: dict[str, Any] = {"dim": 64, "optimizer": "adamw", "epochs": 25, "samp
 
 def run_demo(
     output: str | os.PathLike[str], settings: Settings | None = None, show: Callable[[str], None] = print
-) -> Trainer:
-    """Train on the shipped corpus, write vectors and a picture, and return the trainer.
+) -> int | None:
+    """Train on the shipped corpus, write vectors and a picture; return the signal that stopped it early, if one did.
 
     Parameters
     ----------
@@ -53,45 +47,25 @@ def run_demo(
     StorageError
         `output` cannot be written.
     """
-    settings = settings or Settings(**SETTINGS)
-    folder = OutputFolder(output, overwrite=True, only_own=True)
-    if folder.path.exists() and os.listdir(folder.path) and not _is_of_demo(folder.path):
+    settings, folder = settings or Settings(**SETTINGS), OutputFolder(output, overwrite=True, only_own=True).path
+    if folder.exists() and os.listdir(folder) and not _is_of_demo(folder):
         raise InvalidValueError(
-            f"output folder {str(folder.path)!r} holds files that are not of a demo; choose another folder"
+            f"output folder {str(folder)!r} holds files that are not of a demo; choose another folder"
         )
-    corpus = resources.files(__package__).joinpath("corpora", CORPUS)
-    with ExitStack() as saving, corpus.open("rb") as packed:
-        stop = StopOnSignal()
-
-        def begin(trainer: Trainer) -> None:
-            saving.enter_context(stop)
-            show(_intention(trainer))
-
-        with TrainingProgress() as progress, gzip.open(packed) as text:
-            trainer = Run(settings).train(text, progress, begin)
-        vectors, picture = trainer.vectors(), ""
-
-        def save(staging: Path) -> None:
-            nonlocal picture
-            save_run(staging, trainer, CORPUS)
-            try:
-                plot(vectors, staging / PICTURE, title="World Factbook: words that occur alike stand together")
-                picture = str(folder.path / PICTURE)
-            except MissingPackageError as error:
-                picture = f"none ({error})"
-
-        folder.fill(save)
-        trainer.stop_signal = stop.requested
-    show(f"{trainer.words_per_s:,.0f} words/s, {trainer.elapsed_s:.0f} s of training, loss {trainer.loss:.3f} a pair")
+    show(f"World Factbook: dim {settings.dim}, {settings.optimizer}, {settings.epochs} epochs")
+    with resources.as_file(resources.files(__package__).joinpath("corpora", CORPUS)) as corpus:
+        stop_signal = train_into(folder, str(corpus), settings, overwrite=True, show=show)
+    vectors, picture = Vectors.load(folder), str(folder / PICTURE)
     for word in WORDS:
         if word in vectors:
             show(f"  {word:8} -> {', '.join(near for near, _ in vectors.most_similar(word, 6))}")
-    to_device, back = trainer.moved_bytes
-    show(f"rows moved: {format_bytes(to_device)} to the compute device, {format_bytes(back)} back")
-    show(printable(f"vectors: {folder.path / (VECTORS + '.txt')} (gensim: KeyedVectors.load_word2vec_format)"))
+    try:
+        plot(vectors, picture, title="World Factbook: words that occur alike stand together")
+    except MissingPackageError as error:
+        picture = f"none ({error})"
     show(printable(f"picture: {picture}"))
-    show(printable(f"next: {program()} word2vec {NEXT.format(shlex.quote(str(folder.path)))}"))
-    return trainer
+    show(printable(f"next: {program()} word2vec {NEXT.format(shlex.quote(str(folder)))}"))
+    return stop_signal
 
 
 def _is_of_demo(folder: Path) -> bool:
@@ -101,13 +75,4 @@ def _is_of_demo(folder: Path) -> bool:
             facts = parse_json(file.read(MAX_JSON_BYTES))
     except (OSError, ValueError):
         return False
-    return isinstance(facts, dict) and facts.get("corpus") == CORPUS
-
-
-def _intention(trainer: Trainer) -> str:
-    table, settings = trainer.model.input.table, trainer.settings
-    return (
-        f"World Factbook: {trainer.corpus.num_raw_words:,} words, {len(trainer.corpus.vocabulary):,} in the vocabulary; dim "
-        f"{settings.dim}, {trainer.optimizer.__class__.__name__}, {settings.epochs} epochs; two tables and their optimizer "
-        f"state in {table.memory} memory, compute on {table.device}"
-    )
+    return isinstance(facts, dict) and os.path.basename(str(facts.get("corpus"))) == CORPUS

@@ -194,14 +194,10 @@ def _evaluate_pairs(vectors: Vectors, which: SimilaritySet, row_of: dict[str, in
                 f"the {what} of the {len(rows)} known pairs of set {which.name!r} are all {numbers[0]:g}, which correlates "
                 "with nothing; pass another set or other vectors"
             )
-    spearman, pearson = _correlation(_ranks(scores), _ranks(cosines)), _correlation(scores, cosines)
+    spearman, pearson = (
+        float(np.corrcoef(x, y)[0, 1]) for x, y in ((_ranks(scores), _ranks(cosines)), (scores, cosines))
+    )
     return Similarity(which.name, spearman, pearson, len(rows), len(which.pairs) - len(rows), unknown)
-
-
-def _correlation(x: np.ndarray, y: np.ndarray) -> float:
-    """Return Pearson's correlation of two arrays of shape (n,)."""
-    x, y = x - x.mean(), y - y.mean()
-    return float(np.clip(x @ y / (np.linalg.norm(x) * np.linalg.norm(y)), -1, 1))
 
 
 def _ranks(numbers: np.ndarray) -> np.ndarray:

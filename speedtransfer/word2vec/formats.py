@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,10 +14,10 @@ import torch
 
 from speedtransfer.dtypes import TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending, suggest
+from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
 from speedtransfer.untrusted import check_file
-from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.formats_text import (
     ROWS_AT_ONCE,
     Stored,
@@ -36,11 +36,11 @@ NGRAMS = "ngrams.safetensors"  # the file beside it
 class Format(NamedTuple):
     """How to write and read one kind of file.
 
-    `write` takes path, words, float32 vectors of shape (num_words, dim) and counts, written where the format has a place for
-    them; `read` the path and, if not None, how many words to stop after.
+    `write` takes the path, and what to store: counts where the format has a place for them; `read` the path and, if not None,
+    how many words to stop after.
     """
 
-    write: Callable[[Path, Sequence[str], np.ndarray, np.ndarray | None], None]
+    write: Callable[[Path, Stored], None]
     read: Callable[[Path, int | None], Stored]
     check: Callable[[], object] = lambda: None  # raises where a package is missing
     packed: bool = True  # may be read from a .gz file
@@ -51,8 +51,9 @@ def import_gensim() -> Any:
     return import_extra("gensim.models.keyedvectors", "KeyedVectors and .kv files", "gensim")
 
 
-def to_keyed_vectors(words: list[str], matrix: np.ndarray, counts: np.ndarray | None) -> Any:
-    """Return `KeyedVectors` over the same memory as `matrix` (float32); counts are its attribute "count"."""
+def to_keyed_vectors(stored: Stored) -> Any:
+    """Return `KeyedVectors` over the same memory (float32); counts are its attribute "count"."""
+    words, matrix, counts = stored
     keyed = import_gensim().KeyedVectors(matrix.shape[1])
     # Set at once: `add_vectors` copies the matrix and goes through the words one by one.
     keyed.index_to_key = list(words)
@@ -64,8 +65,8 @@ def to_keyed_vectors(words: list[str], matrix: np.ndarray, counts: np.ndarray | 
     return keyed
 
 
-def from_keyed_vectors(keyed: Any) -> tuple[list[str], np.ndarray, np.ndarray | None]:
-    """Return words, vectors and counts (None without) of `KeyedVectors`, or of a model that has them as `wv`.
+def from_keyed_vectors(keyed: Any) -> Stored:
+    """Return what `KeyedVectors` hold, or a model that has them as `wv`.
 
     Raises `InvalidTypeError` for anything else, and where keys are no words (vectors of numbered documents).
     """
@@ -79,15 +80,15 @@ def from_keyed_vectors(keyed: Any) -> tuple[list[str], np.ndarray, np.ndarray | 
     if odd is not None:
         raise InvalidTypeError(f"key {odd!r} is no word (str) but {type(odd).__name__}; pass KeyedVectors of words")
     counts = keyed.expandos.get("count")
-    return words, keyed.vectors, None if counts is None else np.asarray(counts)
+    return Stored(words, keyed.vectors, None if counts is None else np.asarray(counts))
 
 
-def write_safetensors(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+def write_safetensors(path: Path, stored: Stored) -> None:
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
-    encoded = [encode(word) for word in words]
-    arrays = {"vectors": matrix, "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
-    if counts is not None:
-        arrays["counts"] = counts
+    encoded = [encode(word) for word in stored.words]
+    arrays = {"vectors": stored.matrix, "word_ends": np.cumsum([len(word) for word in encoded], dtype=np.int64)}
+    if stored.counts is not None:
+        arrays["counts"] = stored.counts
     arrays["words"] = np.frombuffer(b"".join(encoded), np.uint8)
     tensors = [(name, TORCH_OF_NUMPY[array.dtype], array.shape, _chunks(array)) for name, array in arrays.items()]
     files.write(path, tensors, {"format": "speedtransfer word vectors 1"})
@@ -116,12 +117,12 @@ def read_safetensors(path: Path, max_words: int | None = None) -> Stored:
         raise StorageError(f"{str(path)!r} holds no words ({what}); get the file again") from error
     if len(words) != len(matrix):
         raise StorageError(f"{str(path)!r} holds {len(words)} words but {len(matrix)} vectors; get the file again")
-    return Stored(words[:max_words], matrix.numpy()[:max_words], None if counts is None else counts[:max_words])
+    return Stored(words, matrix.numpy(), counts).first(max_words)
 
 
-def write_gensim(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+def write_gensim(path: Path, stored: Stored) -> None:
     """Write one file, without the .npy files that gensim puts beside large ones when it is given a name."""
-    keyed = to_keyed_vectors(list(words), matrix, counts)
+    keyed = to_keyed_vectors(stored)
     with replace_file(path) as file:
         keyed.save(file)
 
@@ -132,7 +133,7 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
     try:
         check_file(path)
         loaded = keyedvectors.utils.SaveLoad.load(str(path))
-        words, matrix, counts = from_keyed_vectors(loaded)
+        return from_keyed_vectors(loaded).first(max_words)
     except StorageError:
         raise
     except OSError as error:
@@ -140,7 +141,6 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
     except Exception as error:  # a damaged pickle raises anything
         what = " ".join(str(error).split()) or type(error).__name__
         raise StorageError(f"{str(path)!r} holds no gensim KeyedVectors ({what}); get the file again") from error
-    return Stored(words[:max_words], matrix[:max_words], None if counts is None else counts[:max_words])
 
 
 _TEXT = Format(write_text, read_text)

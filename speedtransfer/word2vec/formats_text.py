@@ -36,6 +36,10 @@ class Stored(NamedTuple):
     matrix: np.ndarray
     counts: np.ndarray | None = None
 
+    def first(self, max_words: int | None) -> Stored:
+        """Return what is stored of the first words."""
+        return Stored(*(part if part is None else part[:max_words] for part in self))  # type: ignore[arg-type]
+
 
 def check_words(words: Sequence[str], path: Path) -> None:
     """Raise where a word is empty, or holds white space, which separates words in text and binary files, or is no UTF-8."""
@@ -101,10 +105,9 @@ def check_room(path: Path, least_bytes: int, promise: str = "its header promises
         )
 
 
-def write_text(
-    path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None, header: bool = True
-) -> None:
-    """Write `matrix` in nine digits, enough to read the same float32 numbers back; text has no place for counts."""
+def write_text(path: Path, stored: Stored, header: bool = True) -> None:
+    """Write the vectors in nine digits, enough to read the same float32 numbers back; text has no place for counts."""
+    words, matrix, _ = stored
     check_words(words, path)
     line = "%s" + " %.9g" * matrix.shape[1] + "\n"
     with replace_file(path) as file:
@@ -116,14 +119,15 @@ def write_text(
             file.write("".join(line % (word, *row) for word, row in rows).encode())
 
 
-def write_glove(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+def write_glove(path: Path, stored: Stored) -> None:
     """Write without the first line. Raises InvalidValueError where readers could not parse such a file."""
-    if not words or matrix.shape[1] < 2:
+    num_words, dim = stored.matrix.shape
+    if not num_words or dim < 2:
         raise InvalidValueError(
-            f"GloVe text, without a header, needs a word and a dim of 2 at least but there are {len(words)} words of dim "
-            f"{matrix.shape[1]}; save to .txt"
+            f"GloVe text, without a header, needs a word and a dim of 2 at least but there are {num_words} words of dim "
+            f"{dim}; save to .txt"
         )
-    write_text(path, words, matrix, header=False)
+    write_text(path, stored, header=False)
 
 
 def read_text(path: Path, max_words: int | None = None) -> Stored:
@@ -216,8 +220,9 @@ def _is_number(field: bytes) -> bool:
     return True
 
 
-def write_binary(path: Path, words: Sequence[str], matrix: np.ndarray, counts: np.ndarray | None = None) -> None:
+def write_binary(path: Path, stored: Stored) -> None:
     """Write as word2vec.c does: a line end after every vector, which readers skip; it has no place for counts."""
+    words, matrix, _ = stored
     check_words(words, path)
     with replace_file(path) as file:
         file.write(f"{len(words)} {matrix.shape[1]}\n".encode())

@@ -24,7 +24,7 @@ from torch import Tensor
 from speedtransfer.cuda import is_trusted
 from speedtransfer.jit import compiled_module
 from speedtransfer.word2vec import spans
-from speedtransfer.word2vec.places import Places
+from speedtransfer.word2vec.places import Block, Places
 
 # Negatives of a span for each of `negative`. A word of skip-gram makes six predictions with windows of 1 to 5, one of CBOW
 # makes one. With a third less analogies were 0.02 lower, with twice as many those of CBOW 0.02 higher, for a tenth more time.
@@ -132,7 +132,7 @@ def _check_kernel(device: torch.device) -> bool:
     """Compare the kernel with torch where words repeat, at the ends of a block, and where nobody is around; the host waits."""
     words, position = torch.arange(50) * 7 % 23, torch.arange(50)
     before, after = torch.minimum(position % 4, position), torch.minimum(position % 3, 49 - position)
-    places = Places.find(words, before, after, torch.arange(0, 22, 2), 23, num_draws=5, window=4).to(device)
+    places = Places.find(Block(words, before, after, torch.arange(0, 22, 2), 50, 4), 23, num_draws=5).to(device)
     for model in MODELS:
         found = []
         for train in (spans.train_by_kernel, spans.train_in_torch):

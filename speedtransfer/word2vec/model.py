@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
@@ -17,12 +18,10 @@ from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
-from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.output import TableFiles
-from speedtransfer.word2vec.places import Places
-from speedtransfer.word2vec.sampler import Block
-from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.subwords import Subwords, hash_word
+from speedtransfer.word2vec.places import Block, Places
+from speedtransfer.word2vec.settings import Keywords, Settings
+from speedtransfer.word2vec.subwords import NgramVectors, Subwords, hash_word
 from speedtransfer.word2vec.vectors import UnknownWordError
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
@@ -71,7 +70,7 @@ class Word2Vec(nn.Module):
         *,
         settings: Settings | None = None,
         process_group: Any = None,
-        **given: Any,
+        **given: Unpack[Keywords],
     ) -> None:
         super().__init__()
         settings = settings or settings_of(_SETTINGS, given, dim=dim)
@@ -162,9 +161,8 @@ class Word2Vec(nn.Module):
         places = block.places
         if places is not None and places.found_with == self._found_with(places.reach):
             return places
-        words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))
-        reach = int(torch.maximum(before, after).max()) if len(words) else 0
-        return Places.find(words, before, after, negatives, *self._found_with(reach), block.window)
+        reach = int(torch.maximum(block.before, block.after).max()) if len(block.words) else 0
+        return Places.find(block, *self._found_with(reach))
 
     def _found_with(self, reach: int) -> tuple[int, int, Subwords | None]:
         """Return the arguments of `Places.find` that are the model's; `reach` is the widest window to a side."""

@@ -127,11 +127,6 @@ def _check_options(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
             )
 
 
-def check_optimizer(name: str, lr: float, options: Mapping[str, Any] | None) -> None:
-    """Raise what `make_optimizer` raises for these arguments, without any table."""
-    make_optimizer(name, [torch.nn.Parameter(torch.zeros(1, 1))], lr, options)
-
-
 def _fuses(kind: type[Optimizer], params: list[torch.nn.Parameter], arguments: Mapping[str, Any]) -> bool:
     """Return whether torch has a fused kernel of `kind` for `params`, and `arguments` leave the choice open."""
     if "fused" not in inspect.signature(kind).parameters or not _OWN_CHOICE.isdisjoint(arguments):

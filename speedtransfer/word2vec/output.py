@@ -125,15 +125,6 @@ def _existing(path: Path) -> Path:
     return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
 
 
-def check_apart(name: str, path: str | os.PathLike[str] | None, checkpoint: str | os.PathLike[str]) -> None:
-    """Raise `InvalidValueError` where the folder `path`, the argument `name`, is that of the checkpoint or in it."""
-    if path is not None and Path(os.path.abspath(path)).is_relative_to(os.path.abspath(checkpoint)):
-        raise InvalidValueError(
-            f"{name} {os.fspath(path)!r} is in the folder of the checkpoint, {os.fspath(checkpoint)!r}, which takes nothing "
-            "else; choose another folder"
-        )
-
-
 def check_writable(path: Path, what: str) -> None:
     """Raise `StorageError` unless the folder `path` can be written, or made; nothing is."""
     above = _existing(path)

@@ -1,6 +1,7 @@
-"""Where the rows of a block are in the tables: found on the host, which then knows every size, and uploaded in one copy.
+"""Blocks of words, and where their rows are in the tables: found on the host, which then knows every size.
 
-So the host never waits for a size from a CUDA device, and a thread can find them while an earlier block is trained on.
+They are uploaded in one copy. So the host never waits for a size from a CUDA device, and a thread can find them while an
+earlier block is trained on.
 """
 
 from __future__ import annotations
@@ -28,6 +29,36 @@ def pair_weight(distance: Tensor, window: int) -> Tensor:
 def _side_weight(reach: Tensor, window: int) -> Tensor:
     """Return the sum of `pair_weight` over the distances 1 to `reach`."""
     return (reach * (2 * window + 1 - reach)).double() / (2 * window) if window else reach
+
+
+@dataclass(frozen=True)
+class Block:
+    """The words that one step trains on.
+
+    Attributes
+    ----------
+    words : Tensor of int64, shape (n,)
+        Consecutive words that survived subsampling.
+    before, after : Tensor of int64, shape (n,)
+        How many words to the left and to the right of each are its context; within the block and its sequence.
+    negatives : Tensor of int64, shape (pool,)
+        Words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
+    num_corpus_words : int
+        Words of the corpus that the block covers, before subsampling.
+    window : int
+        0: the reach of each word's context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
+        probability that word2vec would have drawn it, see `pair_weight`.
+    places : Places or None
+        Where its rows are in the tables of a model, as `Word2Vec.prepare` has found. None: not found yet.
+    """
+
+    words: Tensor
+    before: Tensor
+    after: Tensor
+    negatives: Tensor
+    num_corpus_words: int
+    window: int = 0
+    places: Places | None = None
 
 
 @dataclass(frozen=True)
@@ -72,31 +103,18 @@ class Places:
     found_with: tuple[int, int, Subwords | None]
 
     @classmethod
-    def find(
-        cls,
-        words: Tensor,
-        before: Tensor,
-        after: Tensor,
-        negatives: Tensor,
-        num_words: int,
-        num_draws: int,
-        subwords: Subwords | None = None,
-        window: int = 0,
-    ) -> Places:
-        """Return those of the tensors of a block, all on the CPU.
+    def find(cls, block: Block, num_words: int, num_draws: int, subwords: Subwords | None = None) -> Places:
+        """Return those of a block, on the CPU.
 
         Parameters
         ----------
-        words, before, after, negatives : Tensor of int64
-            As in `Block`.
+        block : Block
         num_words : int
             Of the vocabulary.
         num_draws : int
             Negatives that each span takes from the pool.
         subwords : Subwords, optional
             What words are made of; by default each has one row.
-        window : int
-            As in `Block`.
 
         Raises
         ------
@@ -105,6 +123,8 @@ class Places:
         InvalidValueError
             A context reaches further than `window`, where pairs would count less than nothing.
         """
+        window = block.window
+        words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))
         reach = int(torch.maximum(before, after).max()) if len(words) else 0
         if reach > window > 0:
             raise InvalidValueError(

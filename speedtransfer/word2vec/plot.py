@@ -10,26 +10,16 @@ from typing import Any
 
 import numpy as np
 
+from speedtransfer.drawing import INK, require_matplotlib
 from speedtransfer.errors import InvalidValueError, check_png, check_size
+from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
-from speedtransfer.word2vec.extras import MissingPackageError as MissingPackageError
-from speedtransfer.word2vec.extras import import_extra
 from speedtransfer.word2vec.vectors import Vectors
 
 _WIDTH_INCH, _HEIGHT_INCH, _DPI = 16.0, 10.0, 120
-_INK, _PAPER = "#1f2430", "#ffffff"
 _ROUNDS = 400  # of moving labels apart
 _TINY = 1e-12
-
-
-def _import_figure() -> Any:
-    agg = import_extra("matplotlib.backends.backend_agg", "plots", '"speedtransfer[plot]"')
-    from matplotlib.figure import Figure
-
-    # Not pyplot: it would pick a backend and keep the figure in the state of the whole process.
-    figure = Figure(figsize=(_WIDTH_INCH, _HEIGHT_INCH), dpi=_DPI, facecolor=_PAPER)
-    agg.FigureCanvasAgg(figure)
-    return figure
+_PERPLEXITY = 12.0  # about how many neighbours of a word count; fewer of few words
 
 
 def plot(
@@ -60,7 +50,7 @@ def plot(
     UnknownWordError
         Some of `words` have no vector.
     MissingPackageError
-        matplotlib is not installed.
+        matplotlib or scikit-learn is not installed.
     StorageError
         The file cannot be written.
     """
@@ -70,7 +60,8 @@ def plot(
         raise InvalidValueError("there are no words to draw; pass vectors that hold some")
     rows = np.arange(num_words) if words is None else _around(vectors, words, num_words)
     num_bold = max(num_words // 10, 1) if words is None else len(set(words))
-    figure = _import_figure()
+    figure = require_matplotlib()(_WIDTH_INCH, _HEIGHT_INCH)
+    figure.set_layout_engine("none")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")  # one for every letter the font lacks
         _draw(figure, [vectors.words[row] for row in rows], neighbour_map(vectors.matrix[rows]), num_bold, title)
@@ -118,7 +109,7 @@ def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title
     for label, (x, y) in zip(labels, spread_labels(_into_frame(place, boxes), boxes, frame), strict=True):
         label.set_position((x, y))
     if title:
-        axes.text(24, _HEIGHT_INCH * _DPI - 24, title, color=_INK, fontsize=13, ha="left", va="top", parse_math=False)
+        axes.text(24, _HEIGHT_INCH * _DPI - 24, title, color=INK, fontsize=13, ha="left", va="top", parse_math=False)
 
 
 def _into_frame(place: np.ndarray, boxes: np.ndarray) -> np.ndarray:
@@ -143,37 +134,18 @@ def _colours(place: np.ndarray) -> list[tuple[float, float, float]]:
 # --- where words stand ---------------------------------------------------------------------------------------------------
 
 
-def neighbour_map(matrix: np.ndarray, perplexity: float = 12.0) -> np.ndarray:
+def neighbour_map(matrix: np.ndarray) -> np.ndarray:
     """Place vectors (n, dim) on the plane, (n, 2): by t-SNE (van der Maaten and Hinton 2008), of cosine distances.
 
-    It begins at their two main axes, and without scikit-learn stays there. The same vectors always give the same map.
-    `perplexity` is about how many neighbours of a word count; it is lowered for few words.
+    It begins at their two main axes. The same vectors always give the same map.
     """
-    rows = matrix.astype(np.float64)
-    if len(rows) < 3:
+    tsne = import_extra("sklearn.manifold", "plots", '"speedtransfer[plot]"').TSNE
+    rows = matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), _TINY)
+    if np.ptp(rows, axis=0).max() < 1e-6:  # nothing to tell them apart by
         return np.stack([np.arange(len(rows), dtype=np.float64), np.zeros(len(rows))], axis=1)
-    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _TINY)
-    place = _main_axes(rows)
-    try:
-        from sklearn.manifold import TSNE
-    except ImportError:
-        return place
-    if place.std() < 1e-6:
-        # All are the same.
-        return place
-    begin = (1e-4 / place[:, 0].std() * place).astype(np.float32) if place[:, 0].std() else "random"
-    found = TSNE(perplexity=min(perplexity, (len(rows) - 1) / 3), init=begin, random_state=0).fit_transform(rows)
-    return np.asarray(found - found.mean(axis=0), dtype=np.float64)
-
-
-def _main_axes(rows: np.ndarray) -> np.ndarray:
-    centered = rows - rows.mean(axis=0)
-    axes = np.linalg.eigh(centered.T @ centered).eigenvectors[:, :-3:-1]
-    if axes.shape[1] < 2:  # vectors of one number
-        axes = np.concatenate([axes, np.zeros_like(axes)], axis=1)
-    # An eigenvector's sign is arbitrary and differs between machines: let its largest entry be positive.
-    largest: np.ndarray = np.take_along_axis(axes, np.abs(axes).argmax(axis=0, keepdims=True), axis=0)
-    return centered @ (axes * np.sign(largest))
+    begin = "pca" if rows.shape[1] > 1 else "random"
+    found = tsne(perplexity=min(_PERPLEXITY, (len(rows) - 1) / 3), init=begin, random_state=0).fit_transform(rows)
+    return np.asarray(found, dtype=np.float64)
 
 
 def spread_labels(centers: np.ndarray, sizes: np.ndarray, frame: tuple[float, float]) -> np.ndarray:

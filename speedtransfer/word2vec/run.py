@@ -6,16 +6,16 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from pathlib import Path
-from typing import Any
+
+from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.callbacks import Evaluations, TensorBoard, remove_curves
 from speedtransfer.word2vec.checkpoints import Checkpoints
-from speedtransfer.word2vec.config import shows_settings
+from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.output import (
     BOARD,
@@ -23,17 +23,12 @@ from speedtransfer.word2vec.output import (
     OWN_FOLDERS,
     TABLES,
     TableFiles,
-    check_apart,
 )
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import Settings, check_path
-from speedtransfer.word2vec.stopping import exit_code
+from speedtransfer.word2vec.settings import SETTINGS, Keywords, Settings, check_path
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
-
-# What gensim's Word2Vec calls settings that are here too.
-_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 
 
 class Run:
@@ -80,10 +75,6 @@ class Run:
         for name, path in (("checkpoint", checkpoint), ("tensorboard", tensorboard)):
             if path is not None:
                 check_path(path, name)
-        # The folder of a checkpoint holds nothing else; saving would raise only later.
-        if checkpoint is not None:
-            for name, path in (("tensorboard", tensorboard), ("path", settings.path)):
-                check_apart(name, path, checkpoint)
         self._has_tables = folder is not None and settings.path is not None and Path(settings.path) == folder / TABLES
         board = None if tensorboard is None else TensorBoard(tensorboard)
         evaluations = [Evaluations(evaluate, evaluate_every, board)] if evaluate else []
@@ -168,7 +159,9 @@ def train(
     evaluate: PathLike | Sequence[PathLike] = (),
     evaluate_every: float = 1.0,
     progress: bool = True,
-    **settings: Any,
+    min_count: int = Settings.min_count,
+    max_words: int | None = Settings.max_words,
+    **settings: Unpack[Keywords],
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 
@@ -216,20 +209,16 @@ def train(
     MissingPackageError
         `tensorboard` is given but the package is not installed.
     """
-    names = [field.name for field in fields(Settings)]
-    for name in settings:
-        if name not in names:
-            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
-            raise InvalidTypeError(f"train() got an unexpected keyword argument {name!r}{here}")
+    named = {"dim": dim, "optimizer": optimizer, "lr": lr, "min_count": min_count, "max_words": max_words}
+    chosen = settings_of(SETTINGS, settings, **named)
     sets = [evaluate] if isinstance(evaluate, str | os.PathLike) else evaluate
     if not isinstance(sets, Sequence):
         raise InvalidTypeError(f"evaluate is {sets!r} but must be a path or a list of them; pass the path of a set")
     for one in sets:
         check_path(one, "evaluate")
-    chosen = Settings(dim=dim, optimizer=optimizer, lr=lr, **settings)
     run = Run(chosen, checkpoint, checkpoint_every, resume, tensorboard, sets, evaluate_every)
     with TrainingProgress(progress) as shown:
         trainer = run.train(corpus, shown)
     if trainer.stop_signal == signal.SIGTERM:
-        raise SystemExit(exit_code(signal.SIGTERM))
+        raise SystemExit(128 + signal.SIGTERM)
     return trainer.vectors()

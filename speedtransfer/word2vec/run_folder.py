@@ -35,10 +35,9 @@ from speedtransfer.word2vec.output import (
     TableFiles,
     free_bytes,
 )
-from speedtransfer.word2vec.progress import TrainingProgress, format_loss
+from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.stopping import StopOnSignal
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
 
@@ -166,14 +165,14 @@ def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: 
     ) from failure
 
 
-def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str = ".txt", run_folder: Path | None = None) -> None:
+def save_run(folder: Path, trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> None:
     """Write vectors, those of n-grams if any, vocabulary and settings of a run into `folder`.
 
     The settings name the corpus `corpus`. They do not name table files within `run_folder`, since another run with these
     settings has them in a folder of its own.
     """
     settings = trainer.settings.as_dict()
-    if run_folder is not None and trainer.settings.path == run_folder / TABLES:
+    if trainer.settings.path == run_folder / TABLES:
         settings["path"] = None
     trainer.vectors().save(folder / (VECTORS + suffix))
     trainer.corpus.vocabulary.save(folder / VOCABULARY)

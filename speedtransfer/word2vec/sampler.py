@@ -12,19 +12,18 @@ from __future__ import annotations
 import concurrent.futures
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.places import Places
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.places import Block
+from speedtransfer.word2vec.settings import Keywords, Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where they are None
@@ -33,36 +32,6 @@ EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
 _SETTINGS = ("model", "seed", "window", "sample", "block_words", "shared_negatives")
 GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
-
-
-@dataclass(frozen=True)
-class Block:
-    """The words that one step trains on.
-
-    Attributes
-    ----------
-    words : Tensor of int64, shape (n,)
-        Consecutive words that survived subsampling.
-    before, after : Tensor of int64, shape (n,)
-        How many words to the left and to the right of each are its context; within the block and its sequence.
-    negatives : Tensor of int64, shape (pool,)
-        Words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
-    num_corpus_words : int
-        Words of the corpus that the block covers, before subsampling.
-    window : int
-        0: the reach of each word's context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
-        probability that word2vec would have drawn it, see `places.pair_weight`.
-    places : Places or None
-        Where its rows are in the tables of a model, as `Word2Vec.prepare` has found. None: not found yet.
-    """
-
-    words: Tensor
-    before: Tensor
-    after: Tensor
-    negatives: Tensor
-    num_corpus_words: int
-    window: int = 0
-    places: Places | None = None
 
 
 class Sampler:
@@ -89,7 +58,7 @@ class Sampler:
         *,
         starts: np.ndarray | None = None,
         settings: Settings | None = None,
-        **given: Any,
+        **given: Unpack[Keywords],
     ) -> None:
         settings = settings or settings_of(_SETTINGS, given)
         if len(ids) == 0:
@@ -117,10 +86,7 @@ class Sampler:
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # exactly, however the sum was rounded
         self._noise = torch.from_numpy(cumulated)
-        self._order: tuple[int, Tensor] = (
-            -1,
-            torch.empty(0, dtype=torch.int64, device="cpu"),
-        )  # of the epoch last asked for
+        self._order = -1, torch.empty(0)  # of the epoch last asked for
 
     def __len__(self) -> int:
         """Return the number of steps per epoch."""
@@ -137,10 +103,11 @@ class Sampler:
 
         `number_of` returns the number of the block of a step; None: it has one without words.
         """
+        none = torch.empty(0, dtype=torch.int64, device="cpu")
 
         def draw(step: int) -> Block:
             number = number_of(step)
-            block = self.empty_block() if number is None else self.block(number)
+            block = Block(none, none, none, none, 0) if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
@@ -150,11 +117,6 @@ class Sampler:
                 if step + 1 < last:
                     drawn.append(thread.submit(draw, step + 1))
                 yield block
-
-    def empty_block(self) -> Block:
-        """Return a block without words."""
-        none = torch.empty(0, dtype=torch.int64, device="cpu")
-        return Block(none, none, none, none, 0)
 
     def block(self, step: int) -> Block:
         """Draw the block of `step`, counted from 0 over all epochs."""

@@ -10,7 +10,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_no_url, check_size, suggest
 
@@ -211,9 +211,11 @@ class Settings:
             raise InvalidValueError(
                 f"path is {str(self.path)!r} but memory={self.memory!r} has no files; drop path or pass memory='mmap'"
             )
-        from speedtransfer.word2vec.optimizers import check_optimizer
+        import torch
 
-        check_optimizer(self.optimizer, self.first_lr, self.options)
+        from speedtransfer.word2vec.optimizers import make_optimizer
+
+        make_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], self.first_lr, self.options)
 
     @property
     def first_lr(self) -> float:
@@ -238,6 +240,34 @@ class Settings:
         values["path"] = None if self.path is None else os.fspath(self.path)
         values["device"] = None if self.device is None else str(self.device)
         return values
+
+
+class Keywords(TypedDict, total=False):
+    """Settings that functions take by keyword alone, for type checkers; what each is, :class:`Settings` says."""
+
+    clip: float | None
+    options: Mapping[str, Any] | None
+    model: Literal["skipgram", "cbow"]
+    epochs: int | None
+    window: int
+    negative: int
+    sample: float
+    buckets: int
+    min_n: int
+    max_n: int
+    kind: Literal["text", "lines", "graph", "adjacency"]
+    phrases: int
+    phrase_threshold: float
+    walks: int
+    walk_length: int
+    p: float
+    q: float
+    block_words: int | None
+    shared_negatives: int | None
+    seed: int
+    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]
+    path: str | os.PathLike[str] | None
+    device: Any
 
 
 SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}

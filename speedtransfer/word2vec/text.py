@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import lzma
 import os
@@ -24,8 +25,6 @@ _TO_LAST_SPACE = re.compile(
     rb".*(?:[\t-\r\x1c-\x20]|\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2\x80[\x80-\x8a\xa8\xa9\xaf]|\xe2\x81\x9f|\xe3\x80\x80)",
     re.DOTALL,
 )
-# The beginning of a character of two to four bytes, at the end of a block.
-_END_OF_CHARACTERS = re.compile(rb"(?:[\xc2-\xf4]|[\xe0-\xf4][\x80-\xbf]|[\xf0-\xf4][\x80-\xbf]{2})\Z")
 
 
 class Readable(Protocol):
@@ -145,15 +144,18 @@ def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple
             yield piece.name, whole
 
 
-def decode(piece: Piece) -> str:
-    """Return the text of `piece`; `InvalidValueError`, which names the byte, where it has a NUL or is not UTF-8."""
+def decode(piece: Piece, whole: bool = True) -> str:
+    """Return the text of `piece`; `InvalidValueError`, which names the byte, where it has a NUL or is not UTF-8.
+
+    With `whole` False its last character may be cut in two.
+    """
     if b"\0" in piece.data:
         at = piece.position + piece.data.index(b"\0")
         raise InvalidValueError(
             f"{piece.name} is no text: byte {at} is NUL; pass UTF-8 text (decompress it, or use iconv)"
         )
     try:
-        return piece.data.decode()
+        return codecs.utf_8_decode(piece.data, "strict", whole)[0]
     except UnicodeDecodeError as error:
         raise InvalidValueError(
             f"{piece.name} is no UTF-8 text: {error.reason} at byte {piece.position + error.start}; convert it with iconv"
@@ -192,8 +194,7 @@ def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
         match = _TO_LAST_SPACE.match(data) if block else None
         if block and match is None:  # the word may continue in the next block
             if len(data) > chunk_bytes:
-                whole = _END_OF_CHARACTERS.sub(b"", data)  # the next block has the rest of a character cut in two
-                check(Piece(whole, name, position, False))
+                decode(Piece(data, name, position, False), whole=False)
                 raise InvalidValueError(
                     f"{name} holds a word of over {chunk_bytes} bytes; put white space between the words"
                 )

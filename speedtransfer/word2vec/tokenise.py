@@ -1,6 +1,6 @@
 """Words to numbers in order of appearance, at the speed of memory: a hash table of words compiled by numba, without the GIL.
 
-One thread numbers 10 to 20 million words a second, which is more than training takes.
+One thread numbers several million words a second, which is more than training takes.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ from speedtransfer.word2vec.text import Source, check, iter_pieces
 
 LINE_END = -1  # stands among the numbers of words where a sequence ends
 _FIRST_WORDS = 1 << 15
-_WORDS_AT_ONCE = 1 << 12  # between two passes: what they share stays in the cache
 _PRIME = 0x1E3779B97F4A7C15  # odd and without pattern, as Fibonacci hashing has it
 _32 = np.uint64(32)
-_LONG, _NOT_LONG = -(1 << 63), 1 << 62  # 10 in the highest bits: the middle of a character
 
 
 @njit(inline="always")
@@ -43,16 +41,11 @@ def _wide_space_bytes(data: Any, at: int) -> int:
 
 
 @njit(inline="always")
-def _mixed(x: Any) -> Any:
-    """Return a permutation of 64-bit integers whose low bits depend on all bits."""
+def _slot(hashed: int, num_slots: int) -> Any:
+    """Return where the search for a word begins: the low bits of a permutation in which they depend on all bits."""
+    x = np.uint64(hashed)
     x = (x ^ (x >> _32)) * np.uint64(_PRIME)
-    return x ^ (x >> _32)
-
-
-@njit(inline="always")
-def _slot(key: int, seed: Any, multiplier: Any, num_slots: int) -> Any:
-    """Return where the search for a key begins; who does not know the two numbers cannot choose words that share it."""
-    return np.int64(_mixed((np.uint64(key) ^ seed) * multiplier) & np.uint64(num_slots - 1))
+    return np.int64((x ^ (x >> _32)) & np.uint64(num_slots - 1))
 
 
 @njit(inline="always")
@@ -67,100 +60,63 @@ def _equal(text: Any, starts: Any, number: int, data: Any, begin: int, length: i
 
 
 @compile_function
-def _split(data: Any, at: int, lines: bool, keys: Any, ends: Any, lengths: Any) -> tuple[int, int]:
-    """Find the words of `data` from byte `at` on, until its end or until no more fit; a line end is a word of length 0.
+def _number(
+    data: Any, at: int, line_end: int, ids: Any, count: int, seed: Any, multiplier: Any, slots: Any, starts: Any, text: Any,
+    size: int
+) -> tuple[int, int, int]:  # fmt: skip
+    """Number the words of `data` from byte `at` on, until its end or until the table is full.
 
-    The key of a word is its last 8 bytes. Returns the byte and the number of words reached. No branch depends on where words
-    end, which the processor could not foresee.
-    """
-    num_found: Any = 0
-    key: Any = 0
-    length: Any = 0
-    while at < len(data) and num_found < len(keys) - 2:
-        byte = np.int64(data[at])
-        width = 1
-        if byte < 0xC2:
-            space = np.int64((byte == 32) | ((byte >= 9) & (byte <= 13)) | ((byte >= 28) & (byte <= 31)))
-        else:
-            width = _wide_space_bytes(data, at)
-            space = np.int64(width > 0)
-            width = max(width, 1)
-        keys[num_found], ends[num_found], lengths[num_found] = key, at, length
-        num_found += space & np.int64(length > 0)
-        word = space - 1  # all bits, or none
-        key = ((key << 8) | byte) & word
-        length = (length + 1) & word
-        if lines and byte == 10:
-            lengths[num_found] = 0
-            num_found += 1
-        at += width
-    if length:  # at the end of the data
-        keys[num_found], ends[num_found], lengths[num_found] = key, at, length
-        num_found += 1
-    return at, num_found
-
-
-@compile_function
-def _look_up(
-    data: Any,
-    keys: Any,
-    ends: Any,
-    lengths: Any,
-    first: int,
-    num_found: int,
-    ids: Any,
-    line_end: int,
-    seed: Any,
-    multiplier: Any,
-    slots: Any,
-    starts: Any,
-    text: Any,
-    size: int,
-) -> tuple[int, int]:
-    """Number the words from `first` on that `_split` found, until the table is full.
-
-    Word n of the table is ``text[starts[n] : starts[n + 1] - 1]``. A slot is a key and a number, -1 where it is empty. A word
-    of up to 8 bytes is its key. That of a longer one becomes a hash that begins as no UTF-8 does, and the text decides.
-    Returns how many words are done, and how many are in the table.
+    Word n of the table is ``text[starts[n] : starts[n + 1] - 1]``; a slot is the hash of a word and its number, -1 where it is
+    empty. Returns the byte reached, how many numbers are in `ids` and how many words in the table.
     """
     num_slots, max_size = len(slots), len(starts) - 1
-    for i in range(first, num_found):
-        length, key = lengths[i], keys[i]
-        if length == 0:
-            ids[i] = line_end
+    begin, hashed = at, seed
+    while at <= len(data):
+        byte, width = np.int64(32), 1  # what ends the last word
+        if at < len(data):
+            byte = np.int64(data[at])
+        if byte < 0xC2:
+            is_space = byte == 32 or 9 <= byte <= 13 or 28 <= byte <= 31
+        else:
+            width = _wide_space_bytes(data, at)
+            is_space = width > 0
+            width = max(width, 1)
+        if not is_space:
+            hashed = (hashed ^ np.uint64(byte)) * multiplier
+            at += width
             continue
-        begin = ends[i] - length
-        if length > 8:
-            hashed = (np.uint64(key) ^ seed) * multiplier
-            for k in range(length - 8):
-                hashed = (hashed ^ np.uint64(data[begin + k])) * multiplier
-            key = (np.int64(_mixed(hashed)) | _LONG) & ~_NOT_LONG
-        slot = _slot(key, seed, multiplier, num_slots)
-        while True:
-            number = slots[slot, 1]
-            if number < 0:
+        length = at - begin
+        if length:
+            key = np.int64(hashed)
+            slot = _slot(key, num_slots)
+            while slots[slot, 1] >= 0 and not (
+                slots[slot, 0] == key and _equal(text, starts, slots[slot, 1], data, begin, length)
+            ):
+                slot = (slot + 1) & (num_slots - 1)
+            if slots[slot, 1] < 0:
                 if size == max_size or starts[size] + length + 1 > len(text):
-                    return i, size
-                number = size
+                    return begin, count, size
                 for k in range(length):
-                    text[starts[number] + k] = data[begin + k]
-                starts[number + 1] = starts[number] + length + 1
-                text[starts[number + 1] - 1] = 32
-                slots[slot, 0], slots[slot, 1] = key, number
+                    text[starts[size] + k] = data[begin + k]
+                starts[size + 1] = starts[size] + length + 1
+                text[starts[size + 1] - 1] = 32
+                slots[slot, 0], slots[slot, 1] = key, size
                 size += 1
-                break
-            if slots[slot, 0] == key and (length <= 8 or _equal(text, starts, number, data, begin, length)):
-                break
-            slot = (slot + 1) & (num_slots - 1)
-        ids[i] = number
-    return num_found, size
+            ids[count] = slots[slot, 1]
+            count += 1
+        if line_end and byte == 10:
+            ids[count] = line_end
+            count += 1
+        at += width
+        begin, hashed = at, seed
+    return at, count, size
 
 
 @compile_function
-def _move(slots: Any, more_slots: Any, seed: Any, multiplier: Any) -> None:
+def _move(slots: Any, more_slots: Any) -> None:
     for old in range(len(slots)):
         if slots[old, 1] >= 0:
-            slot = _slot(slots[old, 0], seed, multiplier, len(more_slots))
+            slot = _slot(slots[old, 0], len(more_slots))
             while more_slots[slot, 1] >= 0:
                 slot = (slot + 1) & (len(more_slots) - 1)
             more_slots[slot] = slots[old]
@@ -185,7 +141,6 @@ class WordTable:
         self._size = 0
         self._slots = np.full((2 * _FIRST_WORDS, 2), -1, np.int64)
         self._starts = np.zeros(_FIRST_WORDS + 1, np.int64)
-        self._found = np.empty((3, _WORDS_AT_ONCE), np.int64)  # keys, ends, lengths
         self._text = np.empty(8 * _FIRST_WORDS, np.uint8)  # the words, a space after each
 
     def __len__(self) -> int:
@@ -196,19 +151,14 @@ class WordTable:
 
         `line_end` is put where a line ends; 0 for nothing.
         """
-        source = np.frombuffer(data, np.uint8)
-        parts = []
-        at = 0
-        while at < len(source):
-            at, num_found = _split(source, at, line_end != 0, *self._found)
-            parts.append(np.empty(num_found, np.int32))
-            done = 0
-            while done < num_found:
-                table = *self._secret, self._slots, self._starts, self._text, self._size
-                done, self._size = _look_up(source, *self._found, done, num_found, parts[-1], line_end, *table)
-                if done < num_found:
-                    self._grow(len(source))
-        return np.concatenate(parts) if parts else np.empty(0, np.int32)
+        source, at, count = np.frombuffer(data, np.uint8), 0, 0
+        ids = np.empty(len(source) + 1, np.int32)
+        while True:
+            table = *self._secret, self._slots, self._starts, self._text, self._size
+            at, count, self._size = _number(source, at, line_end, ids, count, *table)
+            if at > len(source):
+                return ids[:count].copy()
+            self._grow(len(source))
 
     def take(self, numbers: np.ndarray) -> list[str]:
         """Return the words with these numbers."""
@@ -220,7 +170,7 @@ class WordTable:
         if self._size == len(self._starts) - 1:
             self._starts = _longer(self._starts, 2 * self._size + 1)
             slots = np.full((4 * self._size, 2), -1, np.int64)
-            _move(self._slots, slots, *self._secret)
+            _move(self._slots, slots)
             self._slots = slots
         else:
             self._text = _longer(self._text, 2 * len(self._text) + room_bytes)

@@ -19,7 +19,6 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
-from speedtransfer.word2vec.ngram_vectors import NgramVectors
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
 from speedtransfer.word2vec.outcome import (
     MOST_WORDS,
@@ -30,10 +29,11 @@ from speedtransfer.word2vec.outcome import (
     warning_of_vectors,
     why_nothing_was_learned,
 )
-from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.sampler import Block, Sampler, schedule_for
+from speedtransfer.word2vec.places import Block
+from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
+from speedtransfer.word2vec.sampler import Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.stopping import StopOnSignal
+from speedtransfer.word2vec.subwords import NgramVectors
 from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores

@@ -237,7 +237,7 @@ class Vectors:
 
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
-        return formats.to_keyed_vectors(self.words, self.matrix, self.counts)
+        return formats.to_keyed_vectors(formats.Stored(self.words, self.matrix, self.counts))
 
     @classmethod
     def from_gensim(cls, keyed_vectors: Any) -> Vectors:
@@ -269,7 +269,7 @@ class Vectors:
             A .kv file, and gensim is not installed.
         """
         path = check_path(path)
-        formats.find_format(path).write(path, self.words, self.matrix, self.counts)
+        formats.find_format(path).write(path, formats.Stored(self.words, self.matrix, self.counts))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_words: int | None = None) -> Vectors:
@@ -296,7 +296,7 @@ class Vectors:
         """
         path = check_path(path)
         folder = path if path.is_dir() else None
-        path = path if folder is None else formats.find_vectors(folder)
+        path = formats.find_vectors(path)
         if max_words is not None:
             max_words = check_size(max_words, "max_words", 1)
         stored = formats.find_format(path, reading=True).read(path, max_words)
