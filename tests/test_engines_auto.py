@@ -284,15 +284,6 @@ class TestEngineOfATable:
         assert auto.engine_names("pageable", cuda) == auto.engine_names("mmap", cuda) == ("staged",)
         assert auto.engine_names("device", cuda) == ("mapped", "reference")
 
-    def test_set(self):
-        table = st.Table(100, 4, memory="pageable", device="cpu").normal_()
-        assert table.engine == "host"
-        expected = table.torch()[[5, 3]].clone()
-        for name in ("reference", "host"):
-            table.engine = name
-            assert table.engine == name
-            assert torch.equal(table.gather([5, 3]), expected)
-
     def test_one_made_by_hand(self):
         table = st.Table(4, 4, memory="pageable", device="cpu")
         table.engine = ReferenceEngine("cpu")

@@ -165,15 +165,6 @@ def test_converted_rows_are_never_kept(dense):
     assert torch.equal(plane, stored)
 
 
-def test_what_is_kept_is_written_back_when_the_engine_goes():
-    plane, engine = torch.zeros(30, 2), cached(10)
-    write(engine, [plane], [22], 4)
-    assert not plane.any()
-    del engine
-    gc.collect()
-    assert plane[22].eq(4).all()
-
-
 def test_inference_mode_and_autograd():
     plane, engine = torch.zeros(30, 2), cached(20, "lfu")
     with torch.inference_mode():

@@ -11,6 +11,7 @@ import numpy as np
 import nvrtc
 import pytest
 import torch
+from cases import same_values
 from cpu_kernels import cpu_kernels, pack
 from kernel_checks import CHECKS, MOVING
 
@@ -385,17 +386,6 @@ class TestPlaces:
         assert torch.equal(rows, torch.stack([plane[3], zero, zero, zero, zero, plane[4]]))
 
 
-def same(got, want):
-    """Compare floats bit by bit, except that every NaN is as good as another."""
-    nan = want.isnan()
-    assert torch.equal(got.isnan(), nan)
-    integer = {2: torch.int16, 4: torch.int32}[want.element_size()]
-    different = (got.view(integer) != want.view(integer)) & ~nan
-    if different.any():
-        first = int(different.flatten().nonzero()[0])
-        pytest.fail(f"value {first} is {got.flatten()[first]!r} but should be {want.flatten()[first]!r}")
-
-
 def convert(kernels, values, dtype, launch=(4, 64)):
     """Return `values` (n, dim) as `dtype`, by a gather and by a scatter that must agree."""
     index = torch.arange(len(values))
@@ -403,7 +393,7 @@ def convert(kernels, values, dtype, launch=(4, 64)):
     kernels.launch("gather_converted", *launch, pack([values], index, [rows]))
     plane = torch.zeros(values.shape, dtype=dtype)
     kernels.launch("scatter_converted", *launch, pack([plane], index, [values]))
-    same(plane, rows)
+    same_values(plane, rows)
     return rows
 
 
@@ -422,12 +412,12 @@ class TestConvert:
     @pytest.mark.parametrize(("stored", "dense"), [pair for pair in PAIRS if pair[0] != torch.float32], ids=str)
     def test_all_halves(self, kernels, stored, dense):
         values = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(stored).view(-1, 8)
-        same(convert(kernels, values, dense), values.to(dense))
+        same_values(convert(kernels, values, dense), values.to(dense))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     def test_every_exponent_and_tie(self, kernels, dtype):
         values = interesting_floats()
-        same(convert(kernels, values, dtype), values.to(dtype))
+        same_values(convert(kernels, values, dtype), values.to(dtype))
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
     @pytest.mark.parametrize("count", [1 << 20, pytest.param(1 << 26, marks=pytest.mark.slow)])
@@ -436,7 +426,7 @@ class TestConvert:
             generator = torch.Generator().manual_seed(seed)
             bits = torch.randint(-(2**31), 2**31, (min(count, 1 << 22) // 8, 8), dtype=torch.int64, generator=generator)
             values = bits.to(torch.int32).view(torch.float32)
-            same(convert(kernels, values, dtype), values.to(dtype))
+            same_values(convert(kernels, values, dtype), values.to(dtype))
 
     def test_literal(self, kernels):
         values = torch.tensor([[1.0, -0.0, 65504.0, 65519.9, 65520.0, 2.0**-24, 2.0**-25, 1 + 2.0**-11]])
@@ -455,12 +445,12 @@ class TestConvert:
                 index = torch.randperm(NUM_ROWS, generator=generator)[:23]
                 rows = torch.zeros(23 * dim + 4, dtype=dense)[offset % 3 :][: 23 * dim].view(23, dim)
                 kernels.launch("gather_converted", *launch, pack([plane], index, [rows]))
-                same(rows, plane[index].to(dense))
+                same_values(rows, plane[index].to(dense))
                 rows.copy_(torch.randn(23, dim, generator=generator))
                 want = memory.clone()
                 want[offset:].as_strided((NUM_ROWS, dim), (dim + padding, 1), offset)[index] = rows.to(stored)
                 kernels.launch("scatter_converted", *launch, pack([plane], index, [rows]))
-                same(memory, want)  # padding and idle rows as they were
+                same_values(memory, want)  # padding and idle rows as they were
 
     def test_with_planes_that_keep_their_bits(self, kernels):
         weight, step = torch.randn(NUM_ROWS, 20).half(), torch.arange(NUM_ROWS, dtype=torch.int32).view(-1, 1)

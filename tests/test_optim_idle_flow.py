@@ -12,31 +12,16 @@ import pytest
 import torch
 from exact_pair import COUPLED, Exact, warmup_and_cosine
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import BASE, OptimizerCase, case_named, some
+from optimizer_cases import OptimizerCase, case_named
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import speedtransfer
 from speedtransfer import Table
-from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
 from speedtransfer.rows import Rows
 
 # --- how a loop may go --------------------------------------------------------------------------------------------------
-
-
-def test_rows_read_between_steps_are_up_to_date() -> None:
-    pair = Exact(case_named("adamw"))
-    everything = torch.arange(60)
-    for number, batch in enumerate(pair.batches(40)):
-        pair.train([batch])
-        for training in (False, True):
-            with torch.set_grad_enabled(training):
-                ours, dense = (module.train(training)(everything).detach() for module in pair.modules)
-            torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5)
-        if number % 3 == 0:  # through the table: single rows, then the rest stays behind
-            torch.testing.assert_close(pair.ours.table[[58, 3]], pair.dense.weight[[58, 3]].detach(), rtol=0, atol=1e-5)
-    pair.assert_same()
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -82,20 +67,16 @@ def test_reading_changes_nothing() -> None:
     assert torch.equal(pair.ours.table.torch(), other.ours.table.torch())
 
 
-def test_a_view_of_the_table_is_whole_when_it_is_taken() -> None:
+def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Any) -> None:
+    def saved(table: Table) -> torch.Tensor:
+        table.save(tmp_path / "table.npy")
+        return Table.load(tmp_path / "table.npy").torch()
+
     pair = Exact(case_named("adamw"))
     pair.train(pair.batches(30))
-    for view in (Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack):
+    for view in (Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack, saved):
         torch.testing.assert_close(view(pair.ours.table), pair.dense.weight.detach(), rtol=0, atol=2e-5)
         pair.train(pair.batches(5, seed=1))
-
-
-def test_files_hold_all_steps(tmp_path: Any) -> None:
-    pair = Exact(case_named("adamw"))
-    pair.train(pair.batches(30))
-    pair.ours.table.save(tmp_path / "table.npy")
-    saved = speedtransfer.Table.load(tmp_path / "table.npy").torch()
-    torch.testing.assert_close(saved, pair.dense.weight.detach(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("memory", ["device", "mmap"])
@@ -111,47 +92,7 @@ def test_memories_agree_bit_for_bit(case: OptimizerCase, memory: str, tmp_path: 
 # --- the history --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay", "nadam", "rmsprop-centered"])
-def test_sweeps_keep_the_history_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.idle.lag._MAX_STEPS", 16)
-    pair = Exact(case_named(name))
-    pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
-    assert find_handle(pair.ours.weight).rows.lag._history.length < 16
-    pair.assert_same()
-
-
-def test_a_slow_momentum_sweeps_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.idle.lag._MAX_OPEN", 30)
-    pair = Exact(OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}))
-    pair.train(pair.batches(80))
-    assert find_handle(pair.ours.weight).rows.lag._history.length < 30
-    pair.assert_same()
-
-
-def test_optimizers_without_idle_steps_keep_no_history() -> None:
-    for name in ("sgd", "adagrad"):
-        pair = Exact(case_named(name))
-        pair.train(pair.batches(30))
-        assert not find_handle(pair.ours.weight).rows.lag
-        pair.assert_same(1e-6)
-
-
 # --- state dicts, copies, other optimizers ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_state_dicts_go_both_ways(case: OptimizerCase) -> None:
-    pair, fresh = Exact(case), Exact(case)
-    pair.train(pair.batches(40))
-    for (module, optimizer), (source, source_optimizer) in zip(
-        zip(fresh.modules, fresh.optimizers, strict=True),
-        zip(reversed(pair.modules), reversed(pair.optimizers), strict=True),
-        strict=True,
-    ):
-        module.load_state_dict(source.state_dict())
-        optimizer.load_state_dict(source_optimizer.state_dict())
-    fresh.train(pair.batches(40, seed=1))
-    fresh.assert_same(4e-5)  # either side has the roundings of the other in it
 
 
 def load_weights(pair: Exact) -> None:
@@ -297,22 +238,27 @@ def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
     torch.testing.assert_close(train(speedtransfer.Embedding), train(nn.Embedding), rtol=0, atol=1e-5)
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- the history --------------------------------------------------------------------------------------------------------
 
 
-class OfSomebody(torch.optim.SGD):
-    """What it does to idle rows nobody has said."""
-
-
-def test_what_has_no_rule_is_refused() -> None:
-    embedding = speedtransfer.Embedding(10, 4, idle="exact")
-    before = embedding.table.torch().clone()
-    optimizer = OfSomebody(embedding.parameters(), lr=0.1, momentum=0.9)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(OptimizerError, match=r"does not know what OfSomebody does .* idle='lazy'"):
-        optimizer.step()
-    assert embedding.table.planes == ("weight",)
-    assert torch.equal(embedding.table.torch(), before)
+@pytest.mark.parametrize(
+    ("case", "limit", "most"),
+    [
+        *((case_named(name), "_MAX_STEPS", 16) for name in ("adamw", "sgd-momentum-weight-decay", "nadam")),
+        *((case, "_MAX_REPLAYED", 16) for case in COUPLED if case.name in ("adam-coupled", "rmsprop-coupled-momentum")),
+        # A slow momentum, of whose steps many are open.
+        (OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}), "_MAX_OPEN", 30),
+    ],
+    ids=str,
+)
+def test_what_is_remembered_stays_short(
+    case: OptimizerCase, limit: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"speedtransfer.idle.lag.{limit}", most)
+    pair = Exact(case)
+    pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
+    assert find_handle(pair.ours.weight).rows.lag._history.length < most
+    pair.assert_same()
 
 
 def test_an_optimizer_without_state_lets_rows_miss_steps(monkeypatch):
