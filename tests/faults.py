@@ -110,7 +110,7 @@ idle/rules.py: rows_reset
 idle/rules.py: optim_loaded_state
 - torch.maximum(largest, rows["exp_avg_sq"] * first.factors[1], out=largest)
 + pass
-idle/rules.py: optim_idle_flow
+idle/rules.py: optim_idle_auto
 - if idle == "exact" or type(optimizer) in RULES:
 + if type(optimizer) in RULES:
 idle/rules.py: idle_history

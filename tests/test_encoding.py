@@ -46,10 +46,6 @@ def keys_for(count: int, writes: int = 0) -> Keys:
     return Keys(write_key(0, writes, "weight"), torch.arange(count))
 
 
-def bits_for(count: int, width: int, writes: int = 0) -> Tensor:
-    return keys_for(count, writes).bits(slice(None), width)
-
-
 def there_and_back(codec: Codec, values: Tensor, writes: int | None = None) -> Tensor:
     return decode_rows(codec, encode_rows(codec, values, None if writes is None else keys_for(len(values), writes)))
 
@@ -59,24 +55,6 @@ def normal(rows: int, width: int, seed: int = 0) -> Tensor:
 
 
 # --- the random bits --------------------------------------------------------------------------------------------------
-
-
-def test_bits_are_uniform_and_independent() -> None:
-    words = torch.stack([bits_for(256, 64, writes=writes) for writes in range(16)])
-    share = (words >> 12 & 0xFFFFF).double() / 2**20  # the 20 that are used
-    assert abs(float(share.mean()) - 0.5) < 0.002
-    assert abs(float(share.var()) - 1 / 12) < 0.001
-    counts = torch.histc(share, 64, 0, 1)
-    expected = share.numel() / 64
-    assert float(((counts - expected) ** 2 / expected).sum()) < 120  # chi-square of 63 degrees of freedom
-    centred = share - share.mean()
-    for dim in range(3):  # neighbours by write, row and column
-        for distance in (1, 2, 7):
-            product = centred.narrow(dim, 0, centred.shape[dim] - distance)
-            product = product * centred.narrow(dim, distance, centred.shape[dim] - distance)
-            assert abs(float(product.mean())) * 12 < 0.01
-    for bit in range(12, 32):
-        assert abs(float((words >> bit & 1).double().mean()) - 0.5) < 0.005
 
 
 def test_bits_depend_on_seed_write_plane_row_and_column_alone() -> None:

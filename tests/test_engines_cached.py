@@ -279,35 +279,6 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
     assert plane[25].eq(3).all()
 
 
-def test_threads_that_read_while_one_trains():
-    plane, engine, failed = torch.zeros(30, 1), cached(5, "lfu"), []
-    stop = threading.Event()
-
-    def look(seed):
-        generator, last = torch.Generator().manual_seed(seed), torch.zeros(30)
-        while not stop.is_set():
-            ids = torch.randint(30, (7,), generator=generator)
-            rows = torch.empty(7, 1)
-            engine.gather([plane], ids, [rows])
-            if not (rows[:, 0] >= last[ids]).all():
-                failed.append(rows)
-            last[ids] = rows[:, 0].maximum(last[ids])
-
-    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for step in range(1, 150):
-        write(engine, [plane], [(step + i * 3) % 30 for i in range(5)], float(step))
-        if step % 40 == 0:
-            engine.wait()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    engine.wait()
-    assert plane.max() == 149
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_sees_the_rows_and_writes_none_back(tmp_path):
     shared = torch.from_file(str(tmp_path / "rows"), shared=True, size=60).view(30, 2)
@@ -466,33 +437,6 @@ def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     assert policy._ids.tolist() == list(range(40))
     policy.choose(2)
     assert len(policy._counts) == 8
-
-
-@pytest.mark.parametrize("policy", ["static", "lfu"])
-def test_hits_of_a_zipf_distribution(policy):
-    generator = torch.Generator().manual_seed(0)
-    weights = 1 / torch.arange(1, 2001, dtype=torch.float64)
-    rows = torch.randperm(2000, generator=generator)
-    draws = [rows[torch.multinomial(weights, 500, replacement=True, generator=generator)] for _ in range(60)]
-    counts = torch.bincount(torch.cat(draws), minlength=2000)
-    hottest = hottest_rows(counts, 200, CPU)
-    chosen = StaticPolicy(hottest) if policy == "static" else LfuPolicy(CPU, every=4)
-    engine, plane = CachedEngine(HostEngine("cpu"), chosen, 200), torch.zeros(2000, 1)
-    for ids in draws:
-        engine.gather([plane], ids, [torch.empty(500, 1)])
-    found = engine.counts()
-    assert found["cache_hits"] + found["cache_misses"] == 60 * 500
-    best = int(counts[hottest].sum())
-    if policy == "static":
-        # Each is read from the plane in the first batch that names it.
-        first, known = 0, set()
-        for ids in draws:
-            new = (set(ids.tolist()) & set(hottest.tolist())) - known
-            first += sum(row in new for row in ids.tolist())
-            known |= new
-        assert found["cache_hits"] == best - first
-    else:
-        assert 0.75 * best < found["cache_hits"] <= best
 
 
 def test_auto_capacity(monkeypatch):

@@ -246,12 +246,6 @@ def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> Non
     assert len(switched_on) == 12
 
 
-def test_switched_off(switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "0")
-    train(OPTIMIZERS["adam"])
-    assert switched_on == []
-
-
 class Subclass(Adam):
     """May do anything."""
 
@@ -319,12 +313,22 @@ class TestOrdinaryWay:
         assert seen == [True] * 12
         assert switched_on == []
 
-    def test_a_hook_of_all_optimizers(self, switched_on: list[Any]) -> None:
-        hook = register_optimizer_step_pre_hook(lambda *args: None)
+    @pytest.mark.parametrize("name", ["switched off", "captured", "the kernel is wrong", "a hook of all optimizers"])
+    def test_what_keeps_it_from_the_kernel(
+        self, name: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hook = register_optimizer_step_pre_hook(lambda *args: None) if name.startswith("a hook") else None
+        if name == "switched off":
+            monkeypatch.setenv(SWITCH, "0")
+        elif name == "captured":
+            monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
+        elif name == "the kernel is wrong":
+            monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
         try:
             train(OPTIMIZERS["adam"])
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
         assert switched_on == []
 
     def test_a_step_of_somebody_else(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,16 +368,6 @@ class TestOrdinaryWay:
         same(found, run())
         # Neither the first step nor those whose state is not the planes.
         assert 0 < count < 11
-
-    def test_in_a_capture(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
-        train(OPTIMIZERS["adam"])
-        assert switched_on == []
-
-    def test_the_kernel_is_wrong(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
-        train(OPTIMIZERS["adam"])
-        assert switched_on == []
 
 
 @pytest.mark.usefixtures("launches")

@@ -9,6 +9,7 @@ import torch
 from exact_pair import CASES, COUPLED, Exact
 from lazy_oracle import Twins, start_value, tensors_in
 from optimizer_cases import BASE, OptimizerCase, case_named, some
+from test_rows import KINDS
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,12 +21,6 @@ from speedtransfer.rows import LAST_STEP, Rows
 
 # Touched often, sometimes, late and never.
 IDS = torch.tensor([7, 0, 30, 2])
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
-    "8 bits": {"storage_dtype": torch.int8, "state_dtype": torch.uint8},
-    "float8": {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8, "scale_block": 4},
-}
 
 
 def rows_of(module: nn.Module) -> Rows:
