@@ -95,7 +95,7 @@ idle/quadrature.py: idle_history
 + divides, counts = slope > SMALLEST_SLOPE, weight == 0
 - spread = 1 if node == 0 else 1 + NODES + node
 + spread = 1 + NODES + node
-idle/replay.py: optim_idle
+idle/replay.py: idle_kernels
 - if "max_exp_avg_sq" in rows:
 + if False:
 idle/rule.py: idle_history

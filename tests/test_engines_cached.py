@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from cached_engines import Twice, cached
-from engine_cases import EngineCases
+from test_engines import OnCpu
 
 from speedtransfer.engines import (
     CachedEngine,
@@ -31,16 +31,8 @@ CPU = torch.device("cpu")
 CACHES = [("lfu", 1), ("static", 2), ("lfu", 2), ("static", 30)]
 
 
-class OnHost(EngineCases):
+class OnHost(OnCpu):
     kind = CachedEngine
-
-    @pytest.fixture
-    def device(self):
-        return CPU
-
-    @pytest.fixture
-    def store(self):
-        return torch.clone
 
     @pytest.fixture(params=CACHES[:2], ids=lambda case: f"{case[0]} {case[1]}")
     def engine(self, request):

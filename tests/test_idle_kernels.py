@@ -91,7 +91,6 @@ def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Te
     return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,18 +237,6 @@ class TestBulk:
     def test_nothing_to_move(self, kernels):
         check(kernels, [16], num_index=0, kind="bulk")
 
-    def test_a_row_that_does_not_exist(self, kernels):
-        generator = np.random.default_rng(0)
-        planes = [plane_of(NUM_ROWS, width, width, 0, generator)[0] for width in (1040, 16)]
-        index = torch.from_numpy(generator.integers(0, NUM_ROWS, 50))
-        index[7 : 7 + len(BAD)] = torch.tensor(BAD)
-        rows = [aligned_zeros(50, plane.shape[1]).fill_(9) for plane in planes]
-        fault = np.zeros(5, dtype=np.int64)
-        kernels.launch("gather_bulk", 2, 3, pack(planes, index, rows, fault), backwards=True)
-        assert fault.tolist() == [1, 7, BAD[0], NUM_ROWS, 1]
-        for plane, out in zip(planes, rows, strict=True):
-            np.testing.assert_array_equal(out.numpy(), zeroed(plane.numpy(), index.numpy()))
-
     def test_a_row_that_does_not_exist_is_scattered_nowhere(self, kernels):
         generator = np.random.default_rng(0)
         index = torch.from_numpy(generator.permutation(NUM_ROWS))
@@ -276,7 +264,7 @@ class TestFaults:
         for plane, out in zip(planes, rows, strict=True):
             np.testing.assert_array_equal(out.numpy(), zeroed(plane.numpy(), index.numpy()))
 
-    @pytest.mark.parametrize("kind", ["rows", "converted"])
+    @pytest.mark.parametrize("kind", ["rows", "converted", "bulk"])
     @pytest.mark.parametrize("backwards", [False, True])
     def test_the_first_bad_position(self, kernels, kind, backwards):
         generator = np.random.default_rng(0)
@@ -286,7 +274,9 @@ class TestFaults:
                 index[position] = bad
                 index[position + 1 :: 7] = -5  # others after it
                 fault = np.zeros(5, dtype=np.int64)
-                self.gather(kernels, index, fault, kind=kind, backwards=backwards)
+                # In pieces of more than one slot of the copy engine, too.
+                widths, launch = ((260, 4), (2, 3)) if kind == "bulk" else ((12,), (2, 32))
+                self.gather(kernels, index, fault, widths, kind, backwards, launch)
                 assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
 
     @pytest.mark.parametrize("width", [1, 3, 4, 128, 129, 1000])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -42,35 +41,6 @@ def test_implementations(case: OptimizerCase) -> None:
     pair.assert_same()
 
 
-# --- hyperparameters that change ----------------------------------------------------------------------------------------
-
-
-BY_HAND = ("adamw", "sgd-momentum-weight-decay", "asgd", "nadam-decoupled", "radam", "rmsprop-momentum")
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_hyperparameters_set_by_hand(name: str) -> None:
-    pair = Exact(case_named(name))
-    rates = (torch.tensor(0.03), torch.tensor(0.0)) if name == "adamw" else (0.03, 0.0)
-    for number, batch in enumerate(pair.batches(120)):
-        for optimizer in pair.optimizers:
-            (group,) = optimizer.param_groups
-            if number % 17 == 3 and name not in ("radam", "rmsprop-momentum"):  # to whose gradients it is added
-                group["weight_decay"] = 0.2 * (number % 3)
-            if number % 23 == 5 and "betas" in group:
-                group["betas"] = (0.5 + 0.4 * (number % 2), 0.9 + 0.09 * (number % 2))
-            if "momentum" in group:  # as a cyclic schedule does, at each step
-                group["momentum"] = 0.9 - 0.1 * math.sin(number / 10)
-            if number % 31 == 7 and "eps" in group:
-                group["eps"] = 10.0 ** -(3 + number % 6)
-            group["lr"] = rates[number % 11 == 0]  # a step that moves nothing still decays the moments
-        pair.train([batch])
-    pair.assert_same(5e-5)
-
-
-# --- weight decay that adaptive optimizers add to the gradient --------------------------------------------------------
-
-
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-9}
 
 
@@ -108,28 +78,6 @@ def test_state_dicts_go_both_ways(case: OptimizerCase) -> None:
     fresh.assert_same(1e-9)
 
 
-# --- weight decay that comes and goes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name", ["adam", "adam-amsgrad", "nadam-decoupled", "radam", "rmsprop-centered", "adadelta", "adagrad"]
-)
-def test_weight_decay_that_changes(name: str) -> None:
-    """Every row takes the steps of one kind before there is one of the other."""
-    pair = Exact(case_named(name), torch.float64)
-    kinds = []
-    for number, batch in enumerate(pair.batches(120)):
-        for optimizer in pair.optimizers:
-            (group,) = optimizer.param_groups
-            if number % 20 == 0:
-                group["weight_decay"] = 0.02 * (number // 20 % 3)
-                group["decoupled_weight_decay"] = False
-        pair.train([batch])
-        kinds.append(type(history_of(pair)))
-    assert set(kinds) == {History, Replay}
-    pair.assert_same(1e-9)
-
-
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
     pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": weight_decay}))
@@ -141,9 +89,6 @@ def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
     with pytest.raises(OptimizerError, match="amsgrad became True"):
         pair.opt.step()
     assert torch.equal(pair.ours.table.torch(), before)
-
-
-# --- steps that are none, forms of storage ------------------------------------------------------------------------------
 
 
 def test_half_precision_rows() -> None:

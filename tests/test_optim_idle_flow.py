@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
 from typing import Any
 
 import pytest
@@ -152,38 +151,6 @@ def test_a_write_that_fails_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pair.step()
     pair.train(pair.batches(20, seed=1))
     pair.assert_same()
-
-
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_another_thread_evaluates_meanwhile(idle: str) -> None:
-    def train(watched: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        embedding = speedtransfer.Embedding(300, 16, idle=idle)
-        optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.05)
-        stop, errors = threading.Event(), list[BaseException]()
-
-        def evaluate() -> None:
-            try:
-                while not stop.is_set():
-                    with torch.no_grad():
-                        assert embedding(torch.arange(300)).isfinite().all()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=evaluate)
-        if watched:
-            thread.start()
-        for ids, target in skewed_batches(300, 16, 150, size=40):
-            optimizer.zero_grad()
-            squared_loss(embedding(ids), target).backward()
-            optimizer.step()
-        stop.set()
-        if watched:
-            thread.join()
-        assert not errors
-        return embedding.table.torch().clone()
-
-    assert torch.equal(train(watched=True), train(watched=False))
 
 
 @pytest.mark.parametrize("foreach", [True, False])

@@ -78,6 +78,7 @@ class TestDevice(OnCpu):
 class OnDisk(OnCpu):
     memory, persistent = "mmap", True
     suffix: str
+    added_plane = "'m'"
 
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
         return super().make(num_rows, dim, dtype, **{"path": self.new_path(self.suffix), **kwargs})
@@ -101,7 +102,7 @@ class OnDisk(OnCpu):
         with refused(StorageError, r"plane 'weight' asks for 1.6 kB but .* has 1 kB free; "):
             self.make(100, 4)
         table = self.make(10, 4)
-        with pytest.raises(StorageError, match="plane 'm' asks for 40 kB"):
+        with pytest.raises(StorageError, match=f"plane {self.added_plane} asks for 4[01] kB"):
             table.add_plane("m", 1000)
         assert table.planes == ("weight",)
         assert len(list(self.folder.iterdir())) == 1
@@ -191,16 +192,7 @@ class TestMmapSafetensors(OnDisk):
 
 @pytest.mark.sweep
 class TestMmapRecords(OnDisk):
-    suffix, kind = ".safetensors", TableOfRecords
-
-    def test_no_disk_space(self, monkeypatch):
-        usage = shutil.disk_usage(self.folder)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
-        table = self.make(10, 4)
-        with pytest.raises(StorageError, match=r"plane 'm, beside m' asks for 41 kB"):
-            table.add_plane("m", 1000)
-        assert table.planes == ("weight",)
-        assert len(list(self.folder.iterdir())) == 1
+    suffix, kind, added_plane = ".safetensors", TableOfRecords, "'m, beside m'"
 
 
 def test_a_killed_process_leaves_its_rows_and_nothing_else(tmp_path):
@@ -308,22 +300,15 @@ class TestMemory:
 class TestSharing:
     """``from_array(copy=False)``: the array is the table."""
 
-    @pytest.mark.parametrize("kind", ["tensor", "array"])
+    @pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.Tensor.numpy, torch.nn.Parameter])
     def test_shared(self, kind):
         values = torch.ones(4, 3)
-        given = values if kind == "tensor" else values.numpy()
-        table = st.Table.from_array(given, "pageable", device="cpu", copy=False)
+        table = st.Table.from_array(kind(values), "pageable", device="cpu", copy=False)
         assert table.torch().data_ptr() == values.data_ptr()
+        assert not table.torch().requires_grad
         table.scatter([1], torch.zeros(1, 3))
         values[2] = 5
         assert table.gather([0, 1, 2])[:, 0].tolist() == [1, 0, 5]
-
-    def test_a_parameter_is_shared_without_its_gradient(self):
-        weight = torch.nn.Parameter(torch.ones(4, 3))
-        table = st.Table.from_array(weight, "pageable", device="cpu", copy=False)
-        table.scatter([1], torch.zeros(1, 3))
-        assert weight[:, 0].tolist() == [1, 0, 1, 1]
-        assert not table.torch().requires_grad
 
     @pytest.mark.parametrize(
         "given",
