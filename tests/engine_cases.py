@@ -86,7 +86,7 @@ class EngineCases:
             expected[index] = bits(new)
             np.testing.assert_array_equal(bits(plane), expected, what)
 
-    @pytest.mark.parametrize(("start", "dim", "stride"), [(0, 4, 8), (1, 4, 7), (3, 16, 32), (1, 16, 16)])
+    @pytest.mark.parametrize(("start", "dim", "stride"), [(0, 4, 8), (1, 4, 7), (3, 16, 32), (1, 16, 16), (0, 16, 20)])
     def test_strided_and_misaligned_planes(self, engine, device, store, start, dim, stride):
         for dtype in (torch.float32, torch.int8):
             self.check_strided(engine, device, store, dtype, start, dim, stride)

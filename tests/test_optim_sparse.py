@@ -169,17 +169,21 @@ def test_bags(make: Callable[..., Optimizer], mode: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("how", ["state dicts", "checkpoint"])
 @pytest.mark.parametrize("idle", IDLE)
-def test_state_dicts_go_both_ways(make: Callable[..., Optimizer], idle: str) -> None:
+def test_training_goes_on(make: Callable[..., Optimizer], idle: str, how: str, tmp_path) -> None:
+    """From a checkpoint of ours; from the state dicts of torch here, and from ours there."""
     pair, other = SparsePair(make, idle=idle), SparsePair(make, idle=idle)
     batches = pair.batches(20)
     pair.train(batches[:9])
-    other.ours.load_state_dict(pair.dense.state_dict())
-    other.opt.load_state_dict(copy.deepcopy(pair.dense_opt.state_dict()))
-    other.dense.load_state_dict(pair.ours.state_dict())
-    other.dense_opt.load_state_dict(copy.deepcopy(pair.opt.state_dict()))
-    other.train(batches[9:])
-    pair.train(batches[9:])
+    if how == "checkpoint":
+        speedtransfer.save_checkpoint(tmp_path / "run", pair.ours, pair.opt)
+        speedtransfer.load_checkpoint(tmp_path / "run", other.ours, other.opt)
+    for to, source in ((0, 1), (1, 0)) if how == "state dicts" else ((1, 1),):
+        other.modules[to].load_state_dict(pair.modules[source].state_dict())
+        other.optimizers[to].load_state_dict(copy.deepcopy(pair.optimizers[source].state_dict()))
+    for each in (other, pair):
+        each.train(batches[9:])
     other.assert_same()
     torch.testing.assert_close(other.ours.table.torch(), pair.ours.table.torch())
 
@@ -193,20 +197,6 @@ def test_the_sparse_momentum_of_torch_loads_here() -> None:
     pair.opt.load_state_dict(copy.deepcopy(pair.dense_opt.state_dict()))
     pair.train(batches[9:])
     pair.assert_same(1e-5)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("idle", IDLE)
-def test_checkpoints(make: Callable[..., Optimizer], idle: str, tmp_path) -> None:
-    pair = SparsePair(make, idle=idle)
-    batches = pair.batches(20)
-    pair.train(batches[:9])
-    speedtransfer.save_checkpoint(tmp_path / "run", pair.ours, pair.opt)
-    other = SparsePair(make, idle=idle)
-    speedtransfer.load_checkpoint(tmp_path / "run", other.ours, other.opt)
-    other.dense, other.dense_opt = pair.dense, pair.dense_opt
-    other.train(batches[9:])
-    other.assert_same()
 
 
 def replaced(module: nn.Module) -> nn.Module:
