@@ -35,12 +35,11 @@ def numbers(shape, dtype, seed=0) -> torch.Tensor:
 
 
 def bits(tensor) -> np.ndarray:
-    """Return the bits of a tensor or array as unsigned integers: equal bits, not only equal values."""
-    if isinstance(tensor, np.ndarray):
-        tensor = torch.from_numpy(np.ascontiguousarray(tensor))
-    integer = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[tensor.element_size()]
-    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    return tensor.detach().cpu().contiguous().view(signed).numpy().view(integer)
+    """Return the bytes of a tensor or array, (..., bytes of a row): equal bits, not only equal values."""
+    if isinstance(tensor, torch.Tensor):
+        tensor = tensor.detach().cpu().contiguous()
+        return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8).numpy()
+    return np.ascontiguousarray(tensor).view(np.uint8)
 
 
 def assert_same_bits(actual, expected) -> None:
@@ -48,6 +47,15 @@ def assert_same_bits(actual, expected) -> None:
     if isinstance(actual, torch.Tensor) and isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype
     np.testing.assert_array_equal(bits(actual), bits(expected))
+
+
+def same_values(actual, expected) -> None:
+    """Compare bit by bit, except that every NaN is as good as another: a conversion may choose."""
+    actual, expected = actual.detach().cpu(), expected.detach().cpu()
+    if expected.is_floating_point() and expected.itemsize > 1:  # codes of 8 bits are compared as such
+        assert torch.equal(actual.isnan(), expected.isnan())
+        actual, expected = (values.masked_fill(values.isnan(), 0) for values in (actual, expected))
+    assert_same_bits(actual, expected)
 
 
 def one_line(error) -> str:

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import torch
-from lazy_oracle import skewed_batches, squared_loss
+from lazy_oracle import Pair
 from optimizer_cases import BASE, OptimizerCase
 from torch import nn
 from torch.optim import lr_scheduler
@@ -49,36 +49,20 @@ COUPLED = (
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-12}  # of the distance moved
 
 
-class Exact:
-    """One embedding of ours with exact idle rows and a dense one of torch, under the same optimizer and batches."""
+class Exact(Pair):
+    """An embedding of ours with exact idle rows and that of torch."""
+
+    size = 8
 
     def __init__(
         self, case: OptimizerCase, dtype: torch.dtype = torch.float32, rows: int = 60, dim: int = 8, **options: Any
     ):
         torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(rows, dim, dtype=dtype, **{"idle": "exact", **options})
+        ours = speedtransfer.Embedding(rows, dim, dtype=dtype, **{"idle": "exact", **options})
         torch.manual_seed(3)
-        self.dense = nn.Embedding(rows, dim, dtype=dtype)
-        self.modules = self.ours, self.dense
-        self.opt, self.dense_opt = (case.make(module.parameters()) for module in self.modules)
-        self.optimizers = self.opt, self.dense_opt
+        super().__init__(case.make, ours, nn.Embedding(rows, dim, dtype=dtype))
         self.start = self.dense.weight.detach().clone()
         self.dtype = dtype
-
-    def batches(self, steps: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return skewed_batches(*self.start.shape, steps, seed, size=8, dtype=self.dtype)
-
-    def train(self, batches: Any, *schedulers: Any) -> None:
-        for ids, target in batches:
-            for module, optimizer in zip(self.modules, self.optimizers, strict=True):
-                optimizer.zero_grad()
-                squared_loss(module(ids), target).backward()
-                optimizer.step()
-            for scheduler in schedulers:
-                scheduler.step()
-
-    def schedulers(self, make: Any) -> list[Any]:
-        return [make(optimizer) for optimizer in self.optimizers]
 
     def assert_same(self, tolerance: float | None = None) -> None:
         """Compare weights and state over the whole table; the tolerance is a share of what training has changed."""

@@ -95,7 +95,7 @@ idle/quadrature.py: idle_history
 + divides, counts = slope > SMALLEST_SLOPE, weight == 0
 - spread = 1 if node == 0 else 1 + NODES + node
 + spread = 1 + NODES + node
-idle/replay.py: optim_idle
+idle/replay.py: idle_kernels
 - if "max_exp_avg_sq" in rows:
 + if False:
 idle/rule.py: idle_history
@@ -110,7 +110,7 @@ idle/rules.py: rows_reset
 idle/rules.py: optim_loaded_state
 - torch.maximum(largest, rows["exp_avg_sq"] * first.factors[1], out=largest)
 + pass
-idle/rules.py: optim_idle_flow
+idle/rules.py: optim_idle_auto
 - if idle == "exact" or type(optimizer) in RULES:
 + if type(optimizer) in RULES:
 idle/rules.py: idle_history

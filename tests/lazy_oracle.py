@@ -169,8 +169,57 @@ def both(num_rows: int = 12, dim: int = 5, **options: Any) -> tuple[speedtransfe
     return ours, nn.Embedding(num_rows, dim, **options)
 
 
-class Twins:
-    """One embedding of ours and the same one of torch, each with the same kind of optimizer, fed the same batches."""
+class Pair:
+    """A module of ours and the same one of torch, each with the same kind of optimizer, fed the same batches."""
+
+    size = 24
+    ours: Any
+    dense: Any
+    opt: Any
+    dense_opt: Any
+
+    def __init__(self, make: Callable[[Any], Optimizer], ours: nn.Module, dense: nn.Module) -> None:
+        self.ours, self.dense = ours, dense
+        self.opt, self.dense_opt = (make(module.parameters()) for module in (ours, dense))
+
+    @property
+    def modules(self) -> tuple[Any, Any]:
+        return self.ours, self.dense
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, Optimizer]:
+        return self.opt, self.dense_opt
+
+    def schedulers(self, make: Callable[[Optimizer], Any]) -> list[Any]:
+        return [make(optimizer) for optimizer in self.optimizers]
+
+    def batches(self, steps: int = 30, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+        weight = self.dense.weight
+        return skewed_batches(*weight.shape, steps, seed, self.size, weight.dtype)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def backward(self, ids: Tensor, target: Tensor) -> None:
+        for module in self.modules:
+            squared_loss(module(ids), target).backward()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def train(self, batches: list[tuple[Tensor, Tensor]], *schedulers: Any) -> None:
+        for ids, target in batches:
+            self.zero_grad()
+            self.backward(ids, target)
+            self.step()
+            for scheduler in schedulers:
+                scheduler.step()
+
+
+class Twins(Pair):
+    """An embedding of ours with lazy idle rows, and that of torch, whose optimizer the oracle steps."""
 
     def __init__(
         self, make: Callable[[list[Any]], Optimizer], num_rows: int = 41, dim: int = 16, **options: Any
@@ -187,28 +236,13 @@ class Twins:
     def optimizers(self) -> tuple[Optimizer, Optimizer]:
         return self.opt, self.oracle.optimizer
 
-    def batches(self, steps: int = 30, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
-        return skewed_batches(self.num_rows, self.dim, steps, seed, dtype=self.dense.weight.dtype)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.opt.zero_grad(set_to_none=set_to_none)
         self.oracle.zero_grad(set_to_none=set_to_none)
 
-    def backward(self, ids: Tensor, target: Tensor) -> None:
-        for module in (self.ours, self.dense):
-            squared_loss(module(ids), target).backward()
-
     def step(self) -> None:
         self.opt.step()
         self.oracle.step()
-
-    def train(self, batches: list[tuple[Tensor, Tensor]], *schedulers: Any) -> None:
-        for ids, target in batches:
-            self.zero_grad()
-            self.backward(ids, target)
-            self.step()
-            for scheduler in schedulers:
-                scheduler.step()
 
     def assert_same(self, tolerance: float = 0.0) -> None:
         assert_same(self.opt, self.ours, self.oracle, self.dense, tolerance)

@@ -206,6 +206,11 @@ class ScheduleFree(RowOptimizer):
                     p.lerp_(self.state[p]["z"], -0.1)
 
 
+class Crashes(RowOptimizer):
+    def update(self, p, g, state, group) -> None:
+        raise ValueError("needs a flat buffer")
+
+
 REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     Lamb: ROW_BY_ROW,
     Lars: ROW_BY_ROW,
@@ -228,5 +233,6 @@ REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     OfWeights: "state 'norm' of an untouched row has no one value to start from",
     Complex: "its state 'm' is torch.complex64, which no table can hold",
     Cleared: "its state 'sums.0' comes and goes",
+    Crashes: "cannot train rows of a table: .*needs a flat buffer",
     ScheduleFree: r"its eval\(\) changes the whole parameter between steps",
 }

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from lazy_oracle import skewed_batches, squared_loss, tensors_in
+from lazy_oracle import Pair, tensors_in
 from third_party import DecaysNamed, Descends, RowWiseAdagrad
 from torch import nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
@@ -28,33 +28,19 @@ TAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
 TOLERANCE = {torch.float32: 1e-6, torch.float64: 1e-14, torch.bfloat16: 5e-2}
 
 
-class SparsePair:
+class SparsePair(Pair):
     """Our embedding and that of torch, both made with ``sparse=True``."""
+
+    size = 12
 
     def __init__(
         self, make: Callable[..., Optimizer], dtype: torch.dtype = torch.float32, rows: int = 41, **options: Any
     ) -> None:
         storage = {key: options.pop(key) for key in ("idle", "memory") if key in options}
         torch.manual_seed(3)
-        self.ours = speedtransfer.Embedding(rows, 6, sparse=True, dtype=dtype, **options, **storage)
+        ours = speedtransfer.Embedding(rows, 6, sparse=True, dtype=dtype, **options, **storage)
         torch.manual_seed(3)
-        self.dense = nn.Embedding(rows, 6, sparse=True, dtype=dtype, **options)
-        self.modules = self.ours, self.dense
-        self.opt, self.dense_opt = (make(module.parameters()) for module in self.modules)
-
-    @property
-    def optimizers(self) -> tuple[Optimizer, Optimizer]:
-        return self.opt, self.dense_opt
-
-    def batches(self, steps: int, seed: int = 0) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        return skewed_batches(len(self.dense.weight), 6, steps, seed, size=12, dtype=self.dense.weight.dtype)
-
-    def train(self, batches: Any) -> None:
-        for ids, target in batches:
-            for module, opt in zip(self.modules, self.optimizers, strict=True):
-                opt.zero_grad()
-                squared_loss(module(ids), target).backward()
-                opt.step()
+        super().__init__(make, ours, nn.Embedding(rows, 6, sparse=True, dtype=dtype, **options))
 
     def assert_same(self, tolerance: float | None = None) -> None:
         tolerance = TOLERANCE[self.dense.weight.dtype] if tolerance is None else tolerance

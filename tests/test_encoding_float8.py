@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
 from forked import run_script
+from test_encoding import keys_for, normal
 from torch import Tensor
 
 from speedtransfer.dtypes import SCALE_DTYPES
-from speedtransfer.encoding import convert, cuda_codecs
+from speedtransfer.encoding import cuda_codecs
 from speedtransfer.encoding.choice import codec_for, codec_named
 from speedtransfer.encoding.codecs import SCALE
 from speedtransfer.encoding.convert import decode_rows, encode_rows
@@ -23,14 +23,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 SMALLEST = {torch.float8_e4m3fn: 2.0**-9, torch.float8_e5m2: 2.0**-16}
-
-
-def keys_for(count: int, writes: int = 0) -> Keys:
-    return Keys(write_key(0, writes, "weight"), torch.arange(count))
-
-
-def normal(rows: int, width: int, seed: int = 0) -> Tensor:
-    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
 
 
 def codes_of(parts: dict[str, Tensor]) -> Tensor:
@@ -216,34 +208,6 @@ def test_zeros_keep_their_sign_and_nothing_is_beyond_the_largest(dtype: torch.dt
         decoded = decode_rows(codec, encode_rows(codec, torch.tensor([row]), keys))
         assert decoded.isfinite().all()
         assert (decoded.abs().amax() <= max(row)).all()
-    numbers = torch.tensor([[3.0, math.inf, 1.0, 2.0], [1.0, math.nan, 5.0, 1.0], [1.0, 2.0, -math.inf, 4.0]])
-    codec = codec_for(4, torch.float32, dtype, 2)
-    parts = encode_rows(codec, numbers, None if writes is None else keys_for(3, writes))
-    lost = [[True, True, False, False], [True, True, False, False], [False, False, True, True]]
-    assert decode_rows(codec, parts).isnan().tolist() == lost
-    assert (codes_of(parts)[torch.tensor(lost)] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-@pytest.mark.parametrize(("width", "block"), [(1, 1), (130, 128), (131, 128), (96, 32), (100, 7), (64, 1)])
-def test_compiled_passes_and_kernels_with_blocks_of_any_size(dtype: torch.dtype, width: int, block: int) -> None:
-    compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
-    values = normal(200, width) * torch.logspace(-44, 38, 200)[:, None]
-    values[5], values[6, 0], values[7, -1] = -0.0, math.inf, math.nan
-    codec = codec_for(width, torch.float32, dtype, block)
-    for writes in range(3):
-        keys = keys_for(200, writes)
-        expected = codec.encode(values, keys.bits(slice(None), width))
-        from_numba, from_kernel = ({s: torch.empty_like(p.contiguous()) for s, p in expected.items()} for _ in range(2))
-        convert._encode_compiled(compiled, codec, values, keys, from_numba)
-        cpu_kernels().launch("encode_rows", 3, 32, cuda_codecs.pack_encoding(codec, values, keys, from_kernel))
-        for found in (from_numba, from_kernel):
-            assert torch.equal(codes_of(found), codes_of(expected))
-            torch.testing.assert_close(found[SCALE], expected[SCALE], rtol=0, atol=0, equal_nan=True)
-    decoded, expected_values = torch.empty(200, width), codec.decode(expected, torch.empty(200, width))
-    cpu_kernels().launch("decode_blocks", 3, 32, cuda_codecs.pack_decoding(from_kernel, decoded))
-    for found in (decoded, decode_rows(codec, from_numba)):
-        torch.testing.assert_close(found, expected_values, rtol=0, atol=0, equal_nan=True)
 
 
 # --- which codec ------------------------------------------------------------------------------------------------------

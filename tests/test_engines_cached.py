@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 from cached_engines import Twice, cached
-from engine_cases import EngineCases
+from test_engines import OnCpu
 
 from speedtransfer.engines import (
     CachedEngine,
@@ -31,16 +31,8 @@ CPU = torch.device("cpu")
 CACHES = [("lfu", 1), ("static", 2), ("lfu", 2), ("static", 30)]
 
 
-class OnHost(EngineCases):
+class OnHost(OnCpu):
     kind = CachedEngine
-
-    @pytest.fixture
-    def device(self):
-        return CPU
-
-    @pytest.fixture
-    def store(self):
-        return torch.clone
 
     @pytest.fixture(params=CACHES[:2], ids=lambda case: f"{case[0]} {case[1]}")
     def engine(self, request):
@@ -165,15 +157,6 @@ def test_converted_rows_are_never_kept(dense):
     assert torch.equal(plane, stored)
 
 
-def test_what_is_kept_is_written_back_when_the_engine_goes():
-    plane, engine = torch.zeros(30, 2), cached(10)
-    write(engine, [plane], [22], 4)
-    assert not plane.any()
-    del engine
-    gc.collect()
-    assert plane[22].eq(4).all()
-
-
 def test_inference_mode_and_autograd():
     plane, engine = torch.zeros(30, 2), cached(20, "lfu")
     with torch.inference_mode():
@@ -286,35 +269,6 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
     assert read(engine, [plane], [25, 26])[0].tolist() == [[3, 3], [0, 0]]
     engine.wait()
     assert plane[25].eq(3).all()
-
-
-def test_threads_that_read_while_one_trains():
-    plane, engine, failed = torch.zeros(30, 1), cached(5, "lfu"), []
-    stop = threading.Event()
-
-    def look(seed):
-        generator, last = torch.Generator().manual_seed(seed), torch.zeros(30)
-        while not stop.is_set():
-            ids = torch.randint(30, (7,), generator=generator)
-            rows = torch.empty(7, 1)
-            engine.gather([plane], ids, [rows])
-            if not (rows[:, 0] >= last[ids]).all():
-                failed.append(rows)
-            last[ids] = rows[:, 0].maximum(last[ids])
-
-    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for step in range(1, 150):
-        write(engine, [plane], [(step + i * 3) % 30 for i in range(5)], float(step))
-        if step % 40 == 0:
-            engine.wait()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    engine.wait()
-    assert plane.max() == 149
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -475,33 +429,6 @@ def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     assert policy._ids.tolist() == list(range(40))
     policy.choose(2)
     assert len(policy._counts) == 8
-
-
-@pytest.mark.parametrize("policy", ["static", "lfu"])
-def test_hits_of_a_zipf_distribution(policy):
-    generator = torch.Generator().manual_seed(0)
-    weights = 1 / torch.arange(1, 2001, dtype=torch.float64)
-    rows = torch.randperm(2000, generator=generator)
-    draws = [rows[torch.multinomial(weights, 500, replacement=True, generator=generator)] for _ in range(60)]
-    counts = torch.bincount(torch.cat(draws), minlength=2000)
-    hottest = hottest_rows(counts, 200, CPU)
-    chosen = StaticPolicy(hottest) if policy == "static" else LfuPolicy(CPU, every=4)
-    engine, plane = CachedEngine(HostEngine("cpu"), chosen, 200), torch.zeros(2000, 1)
-    for ids in draws:
-        engine.gather([plane], ids, [torch.empty(500, 1)])
-    found = engine.counts()
-    assert found["cache_hits"] + found["cache_misses"] == 60 * 500
-    best = int(counts[hottest].sum())
-    if policy == "static":
-        # Each is read from the plane in the first batch that names it.
-        first, known = 0, set()
-        for ids in draws:
-            new = (set(ids.tolist()) & set(hottest.tolist())) - known
-            first += sum(row in new for row in ids.tolist())
-            known |= new
-        assert found["cache_hits"] == best - first
-    else:
-        assert 0.75 * best < found["cache_hits"] <= best
 
 
 def test_auto_capacity(monkeypatch):

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import pytest
 import torch
-from engine_cases import any_bits, bits
+from engine_cases import any_bits
 from test_engines import OnCpu
 
 from speedtransfer import jit
@@ -168,24 +168,6 @@ def test_a_system_without_threads_left(always_compiled, monkeypatch):
     content, index, out = any_bits((90, 64), torch.uint8), torch.randperm(90), torch.zeros(90, 64, dtype=torch.uint8)
     host.gather_rows([content], index, [out])
     assert torch.equal(out, content[index])
-
-
-def test_check(always_compiled):
-    with pytest.raises(RowIndexError, match=r"index\[1\] is 4 but the table has 4 rows \(0 to 3\); clamp"):
-        HostEngine().gather([torch.zeros(4, 2)], torch.tensor([0, 4, 9]), [torch.zeros(3, 2)], check=True)
-
-
-def test_conversion_keeps_what_torch_gives(always_compiled):
-    values = torch.randn(50, 24) * 100
-    index = torch.randperm(50)[:31]
-    for stored in (torch.float32, torch.float16, torch.bfloat16):
-        for wanted in (torch.float32, torch.float16, torch.bfloat16):
-            plane, out = values.to(stored), torch.empty(31, 24, dtype=wanted)
-            host.gather_rows([plane], index, [out])
-            np.testing.assert_array_equal(bits(out), bits(plane[index].to(wanted)))
-            rows = torch.randn(31, 24).to(wanted)
-            host.scatter_rows([plane], index, [rows])
-            np.testing.assert_array_equal(bits(plane[index]), bits(rows.to(stored)))
 
 
 def test_a_numba_that_does_not_work_is_told_before_anything_is_written(monkeypatch):

@@ -179,11 +179,11 @@ def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
             assert ours[name] == value, name
 
 
-def ordinarily(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Return what a training leaves that goes the ordinary way."""
-    with monkeypatch.context() as patch:
-        patch.setenv(SWITCH, "0")
-        return everything(*train(*args, **kwargs))
+def same_ordinarily(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare what is left with the kernel and the ordinary way."""
+    found = run()
+    monkeypatch.setenv(SWITCH, "0")
+    same(found, run())
 
 
 @fuses
@@ -191,9 +191,7 @@ def ordinarily(monkeypatch: pytest.MonkeyPatch, *args: Any, **kwargs: Any) -> di
 def test_a_training_leaves_the_same(
     make: Make, switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = ordinarily(monkeypatch, make)
-    assert switched_on == []
-    same(everything(*train(make)), expected)
+    same_ordinarily(lambda: everything(*train(make)), monkeypatch)
     # The first step makes the state.
     assert len(switched_on) == 11
 
@@ -246,12 +244,6 @@ def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> Non
     assert len(switched_on) == 12
 
 
-def test_switched_off(switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "0")
-    train(OPTIMIZERS["adam"])
-    assert switched_on == []
-
-
 class Subclass(Adam):
     """May do anything."""
 
@@ -289,9 +281,7 @@ class TestOrdinaryWay:
             except RuntimeError as error:
                 return {"error": str(error)}
 
-        found = outcome()
-        monkeypatch.setenv(SWITCH, "0")
-        same(found, outcome())
+        same_ordinarily(outcome, monkeypatch)
         assert switched_on == []
 
     @pytest.mark.parametrize(
@@ -319,12 +309,22 @@ class TestOrdinaryWay:
         assert seen == [True] * 12
         assert switched_on == []
 
-    def test_a_hook_of_all_optimizers(self, switched_on: list[Any]) -> None:
-        hook = register_optimizer_step_pre_hook(lambda *args: None)
+    @pytest.mark.parametrize("name", ["switched off", "captured", "the kernel is wrong", "a hook of all optimizers"])
+    def test_what_keeps_it_from_the_kernel(
+        self, name: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        hook = register_optimizer_step_pre_hook(lambda *args: None) if name.startswith("a hook") else None
+        if name == "switched off":
+            monkeypatch.setenv(SWITCH, "0")
+        elif name == "captured":
+            monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
+        elif name == "the kernel is wrong":
+            monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
         try:
             train(OPTIMIZERS["adam"])
         finally:
-            hook.remove()
+            if hook is not None:
+                hook.remove()
         assert switched_on == []
 
     def test_a_step_of_somebody_else(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,21 +359,9 @@ class TestOrdinaryWay:
 
             return everything(*train(OPTIMIZERS["sgd-momentum"], each=change))
 
-        found, count = run(), len(switched_on)
-        monkeypatch.setenv(SWITCH, "0")
-        same(found, run())
+        same_ordinarily(run, monkeypatch)
         # Neither the first step nor those whose state is not the planes.
-        assert 0 < count < 11
-
-    def test_in_a_capture(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
-        train(OPTIMIZERS["adam"])
-        assert switched_on == []
-
-    def test_the_kernel_is_wrong(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
-        train(OPTIMIZERS["adam"])
-        assert switched_on == []
+        assert 0 < len(switched_on) < 11
 
 
 @pytest.mark.usefixtures("launches")
@@ -405,8 +393,7 @@ def test_loaded_state(name: str, switched_on: list[Any], exact_roots: None, monk
     def reload(emb: Any, optimizer: Optimizer) -> None:
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
-    expected = ordinarily(monkeypatch, OPTIMIZERS[name], each=reload)
-    same(everything(*train(OPTIMIZERS[name], each=reload)), expected)
+    same_ordinarily(lambda: everything(*train(OPTIMIZERS[name], each=reload)), monkeypatch)
 
 
 @fuses
@@ -421,17 +408,15 @@ def test_closures(switched_on: list[Any], exact_roots: None, monkeypatch: pytest
         del found["counted"]
         return found
 
-    found = run()
+    same_ordinarily(run, monkeypatch)
     assert len(switched_on) == 11
-    monkeypatch.setenv(SWITCH, "0")
-    same(found, run())
 
 
 @fuses
 def test_schedules_other_parameters_and_hooks_after_a_step(
     switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run() -> tuple[dict[str, Any], list[Tensor]]:
+    def run() -> dict[str, Any]:
         outcomes._known.clear()
         emb, seen = embedding(), list[Tensor]()
         torch.manual_seed(5)
@@ -444,46 +429,36 @@ def test_schedules_other_parameters_and_hooks_after_a_step(
             (linear(emb(ids)) - target).square().sum().backward()
             optimizer.step()
             schedule.step()
-        return everything(emb, optimizer), [*seen, *linear.parameters()]
+        others = {str(number): values for number, values in enumerate([*seen, *linear.parameters()])}
+        return {**everything(emb, optimizer), **others}
 
-    found, others = run()
+    same_ordinarily(run, monkeypatch)
     assert len(switched_on) == 11
-    monkeypatch.setenv(SWITCH, "0")
-    expected, expected_others = run()
-    same(found, expected)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(others, expected_others, strict=True))
 
 
 class TestErrors:
     """A step that fails leaves the table, the state and the gradient as they were, and can be made again."""
 
-    def fails(self, emb: Any, optimizer: Optimizer, error: type[Exception]) -> None:
-        before = copy.deepcopy(everything(emb, optimizer))
-        with pytest.raises(error):
-            optimizer.step()
-        same(everything(emb, optimizer), before)
-
-    def ready(self) -> tuple[Any, Optimizer]:
-        emb, optimizer = train(OPTIMIZERS["adam"])
-        optimizer.zero_grad()
-        emb(torch.tensor([1, 5, 5])).square().sum().backward()
-        return emb, optimizer
-
-    def test_of_the_launch(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_launch(self, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> type[Exception]:
         def raises(*args: Any) -> None:
             raise DeviceError("no launch")
 
-        emb, optimizer = self.ready()
-        with monkeypatch.context() as patch:
-            patch.setattr(fused_step, "launch_over", raises)
-            self.fails(emb, optimizer, DeviceError)
-        optimizer.step()
-        assert float(optimizer.state[emb.weight]["step"]) == 13
+        patch.setattr(fused_step, "launch_over", raises)
+        return DeviceError
 
-    def test_of_the_optimizer(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        emb, optimizer = self.ready()
-        with monkeypatch.context() as patch:
-            patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
-            self.fails(emb, optimizer, ValueError)
+    def bad_betas(self, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> type[Exception]:
+        patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
+        return ValueError
+
+    @pytest.mark.parametrize("breaks", [no_launch, bad_betas])
+    def test_of(self, breaks: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        emb, optimizer = train(OPTIMIZERS["adam"])
+        optimizer.zero_grad()
+        emb(torch.tensor([1, 5, 5])).square().sum().backward()
+        before = copy.deepcopy(everything(emb, optimizer))
+        with monkeypatch.context() as patch, pytest.raises(breaks(self, optimizer, patch)):
+            optimizer.step()
+        same(everything(emb, optimizer), before)
         optimizer.step()
         assert len(switched_on) == 12
+        assert float(optimizer.state[emb.weight]["step"]) == 13

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -68,53 +69,38 @@ def assert_same(ours: Any, theirs: Any) -> None:
     torch.testing.assert_close(rows_of(ours), rows_of(theirs), rtol=0, atol=1e-12)
 
 
+def check(make: Any, ours: st.MultiEmbedding, theirs: nn.ModuleList, clear: Any = None, together: bool = False) -> None:
+    """Train both by the optimizers that `make` makes, and compare the rows."""
+    train(ours, make(list(ours.parameters())), range(len(STEPS)), clear, together=together)
+    train(theirs, make(list(theirs.parameters())), range(len(STEPS)), clear)
+    assert_same(ours, theirs)
+
+
 @pytest.mark.parametrize("case", some([*BASE, *COUPLED]), ids=str)
 def test_every_optimizer_with_exact_idle_rows(case: OptimizerCase) -> None:
-    ours, theirs = multi(idle="exact"), modules()
-    for embs, together in ((ours, True), (theirs, False)):
-        train(embs, case.make(embs.parameters()), range(len(STEPS)), together=together)
-    assert_same(ours, theirs)
+    check(case.make, multi(idle="exact"), modules(), together=True)
 
 
 # Fused SGD with momentum raises where some have a buffer and some have none, in torch too.
 VARIANTS = [*FOREACH, *(case for case in FUSED if "momentum" not in case.kwargs)]
-
-
-@pytest.mark.parametrize("case", some(VARIANTS), ids=str)
-def test_every_implementation_with_lazy_idle_rows(case: OptimizerCase) -> None:
-    ours, theirs = multi(idle="lazy"), modules("lazy")
-    for embs in (ours, theirs):
-        train(embs, case.make(embs.parameters()), range(len(STEPS)))
-    assert_same(ours, theirs)
-
-
 # State in containers, numbers of Python, state made late, and what a constructor makes.
 OTHERS = [third_party.Buffers, third_party.History, third_party.AdaBelief, third_party.Yogi]
 
 
-@pytest.mark.parametrize("kind", OTHERS)
-def test_other_optimizers(kind: Any) -> None:
-    ours, theirs = multi(idle="lazy"), modules("lazy")
-    for embs in (ours, theirs):
-        train(embs, kind(embs.parameters()), range(len(STEPS)))
-    assert_same(ours, theirs)
+@pytest.mark.parametrize("case", [*some(VARIANTS), *OTHERS], ids=str)
+def test_every_implementation_and_other_optimizers_with_lazy_idle_rows(case: Any) -> None:
+    check(getattr(case, "make", case), multi(idle="lazy"), modules("lazy"))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "cache": {"cache_rows": 5},
-    "rows": {"layout": "rows"},
-    "mmap": {"memory": "mmap"},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("options", [{"cache_rows": 5}, {"layout": "rows"}, {"memory": "mmap"}], ids=str)
 @pytest.mark.parametrize("case", ["adamw", "asgd", "sgd-momentum-weight-decay"])
-def test_other_tables(name: str, case: str, tmp_path: Path) -> None:
-    options = OPTIONS[name] | ({"path": tmp_path / "rows.npy"} if name == "mmap" else {})
-    ours, theirs = multi(**options), modules()
-    for embs in (ours, theirs):
-        train(embs, case_named(case).make(embs.parameters()), range(len(STEPS)))
-    assert_same(ours, theirs)
+def test_other_tables(options: dict[str, Any], case: str, tmp_path: Path) -> None:
+    path = {"path": tmp_path / "rows.npy"} if "memory" in options else {}
+    check(case_named(case).make, multi(**options, **path), modules())
+
+
+def test_sparse_gradients() -> None:
+    check(functools.partial(torch.optim.SparseAdam, lr=0.1), multi(sparse=True), modules(sparse=True))
 
 
 def keep_zeros(opt: Any, step: int) -> None:
@@ -129,10 +115,7 @@ def accumulate(opt: Any, step: int) -> None:
 @pytest.mark.parametrize("clear", [keep_zeros, accumulate])
 @pytest.mark.parametrize("case", ["adamw", "sgd-momentum", "rprop"])
 def test_gradients_of_zero_and_of_the_step_before(case: str, clear: Any) -> None:
-    ours, theirs = multi(), modules()
-    for embs in (ours, theirs):
-        train(embs, case_named(case).make(embs.parameters()), range(len(STEPS)), clear)
-    assert_same(ours, theirs)
+    check(case_named(case).make, multi(), modules(), clear)
 
 
 def test_clipping_a_schedule_and_hyperparameters() -> None:
@@ -278,13 +261,6 @@ def test_sums_of_a_graph_whose_parts_are_used_one_by_one(again: bool) -> None:
             opt.zero_grad()
             rows[feature].square().sum().backward(retain_graph=True, create_graph=again)
             opt.step() if feature == 3 else None
-    assert_same(ours, theirs)
-
-
-def test_sparse_gradients() -> None:
-    ours, theirs = multi(sparse=True), modules(sparse=True)
-    for embs in (ours, theirs):
-        train(embs, torch.optim.SparseAdam(list(embs.parameters()), lr=0.1), range(len(STEPS)))
     assert_same(ours, theirs)
 
 

@@ -4,39 +4,22 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from exact_pair import COUPLED, Exact, warmup_and_cosine
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import BASE, OptimizerCase, case_named, some
+from optimizer_cases import OptimizerCase, case_named
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import speedtransfer
 from speedtransfer import Table
-from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import find_handle
 from speedtransfer.rows import Rows
 
 # --- how a loop may go --------------------------------------------------------------------------------------------------
-
-
-def test_rows_read_between_steps_are_up_to_date() -> None:
-    pair = Exact(case_named("adamw"))
-    everything = torch.arange(60)
-    for number, batch in enumerate(pair.batches(40)):
-        pair.train([batch])
-        for training in (False, True):
-            with torch.set_grad_enabled(training):
-                ours, dense = (module.train(training)(everything).detach() for module in pair.modules)
-            torch.testing.assert_close(ours, dense, rtol=0, atol=1e-5)
-        if number % 3 == 0:  # through the table: single rows, then the rest stays behind
-            torch.testing.assert_close(pair.ours.table[[58, 3]], pair.dense.weight[[58, 3]].detach(), rtol=0, atol=1e-5)
-    pair.assert_same()
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -82,20 +65,16 @@ def test_reading_changes_nothing() -> None:
     assert torch.equal(pair.ours.table.torch(), other.ours.table.torch())
 
 
-def test_a_view_of_the_table_is_whole_when_it_is_taken() -> None:
+def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Any) -> None:
+    def saved(table: Table) -> torch.Tensor:
+        table.save(tmp_path / "table.npy")
+        return Table.load(tmp_path / "table.npy").torch()
+
     pair = Exact(case_named("adamw"))
     pair.train(pair.batches(30))
-    for view in (Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack):
+    for view in (Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack, saved):
         torch.testing.assert_close(view(pair.ours.table), pair.dense.weight.detach(), rtol=0, atol=2e-5)
         pair.train(pair.batches(5, seed=1))
-
-
-def test_files_hold_all_steps(tmp_path: Any) -> None:
-    pair = Exact(case_named("adamw"))
-    pair.train(pair.batches(30))
-    pair.ours.table.save(tmp_path / "table.npy")
-    saved = speedtransfer.Table.load(tmp_path / "table.npy").torch()
-    torch.testing.assert_close(saved, pair.dense.weight.detach(), rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("memory", ["device", "mmap"])
@@ -111,81 +90,14 @@ def test_memories_agree_bit_for_bit(case: OptimizerCase, memory: str, tmp_path: 
 # --- the history --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay", "nadam", "rmsprop-centered"])
-def test_sweeps_keep_the_history_short(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.idle.lag._MAX_STEPS", 16)
-    pair = Exact(case_named(name))
-    pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
-    assert find_handle(pair.ours.weight).rows.lag._history.length < 16
-    pair.assert_same()
-
-
-def test_a_slow_momentum_sweeps_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("speedtransfer.idle.lag._MAX_OPEN", 30)
-    pair = Exact(OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}))
-    pair.train(pair.batches(80))
-    assert find_handle(pair.ours.weight).rows.lag._history.length < 30
-    pair.assert_same()
-
-
-def test_optimizers_without_idle_steps_keep_no_history() -> None:
-    for name in ("sgd", "adagrad"):
-        pair = Exact(case_named(name))
-        pair.train(pair.batches(30))
-        assert not find_handle(pair.ours.weight).rows.lag
-        pair.assert_same(1e-6)
-
-
 # --- state dicts, copies, other optimizers ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_state_dicts_go_both_ways(case: OptimizerCase) -> None:
-    pair, fresh = Exact(case), Exact(case)
-    pair.train(pair.batches(40))
-    for (module, optimizer), (source, source_optimizer) in zip(
-        zip(fresh.modules, fresh.optimizers, strict=True),
-        zip(reversed(pair.modules), reversed(pair.optimizers), strict=True),
-        strict=True,
-    ):
-        module.load_state_dict(source.state_dict())
-        optimizer.load_state_dict(source_optimizer.state_dict())
-    fresh.train(pair.batches(40, seed=1))
-    fresh.assert_same(4e-5)  # either side has the roundings of the other in it
-
-
-def load_weights(pair: Exact) -> None:
-    saved = copy.deepcopy(pair.dense.state_dict())
-    pair.train(pair.batches(20, seed=2))
-    for module in pair.modules:
-        module.load_state_dict(saved)
-
-
-def load_state(pair: Exact) -> None:
-    saved = [copy.deepcopy(optimizer.state_dict()) for optimizer in pair.optimizers]
-    pair.train(pair.batches(20, seed=2))
-    for optimizer, state in zip(pair.optimizers, saved, strict=True):
-        optimizer.load_state_dict(state)
-
-
-def clear_state(pair: Exact) -> None:
-    for optimizer in pair.optimizers:
-        optimizer.state.clear()
-
-
-def take_over(pair: Exact) -> None:
-    """By a new optimizer."""
-    pair.opt, pair.dense_opt = pair.optimizers = tuple(
-        torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9) for module in pair.modules
-    )
-
-
-@pytest.mark.parametrize("change", [load_weights, load_state, clear_state, take_over])
 @pytest.mark.parametrize("name", ["adamw", "sgd-momentum-weight-decay"])
-def test_changes_while_rows_lag(name: str, change: Callable[[Exact], None]) -> None:
+def test_a_new_optimizer_takes_over(name: str) -> None:
     pair = Exact(case_named(name))
     pair.train(pair.batches(20))
-    change(pair)
+    pair.opt, pair.dense_opt = (torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in pair.modules)
     pair.train(pair.batches(20, seed=1))
     pair.assert_same()
 
@@ -193,9 +105,8 @@ def test_changes_while_rows_lag(name: str, change: Callable[[Exact], None]) -> N
 def test_a_failed_step_is_no_step() -> None:
     pair = Exact(case_named("adam"))
     pair.train(pair.batches(20))
-    ids, target = pair.batches(1, seed=5)[0]
-    for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
-        squared_loss(module(ids), target).backward()
+    pair.backward(*pair.batches(1, seed=5)[0])
+    for optimizer in pair.optimizers:
         good = optimizer.param_groups[0]["betas"]
         optimizer.param_groups[0]["betas"] = ("bad", 0.9)  # torch notices after it has counted the step
         with pytest.raises(TypeError):
@@ -216,7 +127,6 @@ def test_copies_with_their_optimizer(clone: Any, optimizer_first: bool) -> None:
         pair.opt, pair.ours = clone((pair.opt, pair.ours))
     else:
         pair.ours, pair.opt = clone((pair.ours, pair.opt))
-    pair.modules, pair.optimizers = (pair.ours, pair.dense), (pair.opt, pair.dense_opt)
     pair.train(pair.batches(40, seed=1))
     pair.assert_same()
 
@@ -232,50 +142,15 @@ def test_half_precision_rows_that_nothing_touched() -> None:
 def test_a_write_that_fails_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     pair = Exact(case_named("sgd-momentum"))
     pair.train(pair.batches(20))
-    ids, target = pair.batches(1, seed=5)[0]
-    for module, optimizer in zip(pair.modules, pair.optimizers, strict=True):
-        optimizer.zero_grad()
-        squared_loss(module(ids), target).backward()
+    pair.zero_grad()
+    pair.backward(*pair.batches(1, seed=5)[0])
     with monkeypatch.context() as patch:
         patch.setattr(Rows, "write", lambda *args: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             pair.opt.step()
-    for optimizer in pair.optimizers:
-        optimizer.step()
+    pair.step()
     pair.train(pair.batches(20, seed=1))
     pair.assert_same()
-
-
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_another_thread_evaluates_meanwhile(idle: str) -> None:
-    def train(watched: bool) -> torch.Tensor:
-        torch.manual_seed(0)
-        embedding = speedtransfer.Embedding(300, 16, idle=idle)
-        optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.05)
-        stop, errors = threading.Event(), list[BaseException]()
-
-        def evaluate() -> None:
-            try:
-                while not stop.is_set():
-                    with torch.no_grad():
-                        assert embedding(torch.arange(300)).isfinite().all()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=evaluate)
-        if watched:
-            thread.start()
-        for ids, target in skewed_batches(300, 16, 150, size=40):
-            optimizer.zero_grad()
-            squared_loss(embedding(ids), target).backward()
-            optimizer.step()
-        stop.set()
-        if watched:
-            thread.join()
-        assert not errors
-        return embedding.table.torch().clone()
-
-    assert torch.equal(train(watched=True), train(watched=False))
 
 
 @pytest.mark.parametrize("foreach", [True, False])
@@ -297,22 +172,27 @@ def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
     torch.testing.assert_close(train(speedtransfer.Embedding), train(nn.Embedding), rtol=0, atol=1e-5)
 
 
-# --- refusals -----------------------------------------------------------------------------------------------------------
+# --- the history --------------------------------------------------------------------------------------------------------
 
 
-class OfSomebody(torch.optim.SGD):
-    """What it does to idle rows nobody has said."""
-
-
-def test_what_has_no_rule_is_refused() -> None:
-    embedding = speedtransfer.Embedding(10, 4, idle="exact")
-    before = embedding.table.torch().clone()
-    optimizer = OfSomebody(embedding.parameters(), lr=0.1, momentum=0.9)
-    embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(OptimizerError, match=r"does not know what OfSomebody does .* idle='lazy'"):
-        optimizer.step()
-    assert embedding.table.planes == ("weight",)
-    assert torch.equal(embedding.table.torch(), before)
+@pytest.mark.parametrize(
+    ("case", "limit", "most"),
+    [
+        *((case_named(name), "_MAX_STEPS", 16) for name in ("adamw", "sgd-momentum-weight-decay", "nadam")),
+        *((case, "_MAX_REPLAYED", 16) for case in COUPLED if case.name in ("adam-coupled", "rmsprop-coupled-momentum")),
+        # A slow momentum, of whose steps many are open.
+        (OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}), "_MAX_OPEN", 30),
+    ],
+    ids=str,
+)
+def test_what_is_remembered_stays_short(
+    case: OptimizerCase, limit: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"speedtransfer.idle.lag.{limit}", most)
+    pair = Exact(case)
+    pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
+    assert find_handle(pair.ours.weight).rows.lag._history.length < most
+    pair.assert_same()
 
 
 def test_an_optimizer_without_state_lets_rows_miss_steps(monkeypatch):

@@ -54,22 +54,6 @@ def test_the_rows_of_a_table_that_is_left(options: dict[str, Any], optimizer_too
     assert torch.equal(table.torch(), whole), "the steps are applied once"
 
 
-def test_equal_to_dense() -> None:
-    torch.manual_seed(0)
-    dense = nn.Embedding(ROWS, DIM)
-    trained(dense, [])
-    torch.testing.assert_close(table_left({}, []).torch(), dense.weight.detach(), rtol=0, atol=1e-6)
-
-
-def test_saved_and_given_to_another_module(tmp_path: Any) -> None:
-    whole = expected({})
-    table_left({}, []).save(tmp_path / "table.npy")
-    assert torch.equal(st.Table.load(tmp_path / "table.npy").torch(), whole)
-    table = table_left({}, [])
-    emb = st.Embedding.from_pretrained(table.torch(), freeze=False, idle="exact")
-    assert torch.equal(emb.state_dict()["weight"], whole)
-
-
 def test_memory_is_freed_without_the_garbage_collector(no_gc: None) -> None:
     keep: list[Any] = []
     table = table_left({}, keep)

@@ -67,37 +67,60 @@ def test_whether_idle_rows_are_left_alone_is_tried_once(steps: list[type]) -> No
         probe_optimizer(opt, opt.param_groups[0], param)
 
 
+def with_method(param: nn.Parameter) -> Optimizer:
+    optimizer = plain(param)
+    optimizer._init_group = types.MethodType(AdamW._init_group, optimizer)  # type: ignore[attr-defined]
+    return optimizer
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_mode() -> Any:
+    with Mode():
+        return probe(plain)
+
+
 @pytest.mark.parametrize(
     "other",
     [
-        lambda p: AdamW([p], lr=0.5),
-        lambda p: AdamW([p], lr=torch.tensor(1e-3)),
-        lambda p: AdamW([p], betas=(0.8, 0.9)),
-        lambda p: AdamW([p], amsgrad=True),
-        lambda p: AdamW([p], weight_decay=0),
-        lambda p: AdamW([p], weight_decay=-0.0),
-        lambda p: AdamW([p], foreach=True),
-        lambda p: Adam([p]),
-        lambda p: type("Mine", (AdamW,), {})([p]),
+        lambda: probe(lambda p: AdamW([p], lr=0.5)),
+        lambda: probe(lambda p: AdamW([p], lr=torch.tensor(1e-3))),
+        lambda: probe(lambda p: AdamW([p], betas=(0.8, 0.9))),
+        lambda: probe(lambda p: AdamW([p], amsgrad=True)),
+        lambda: probe(lambda p: AdamW([p], weight_decay=0)),
+        lambda: probe(lambda p: AdamW([p], weight_decay=-0.0)),
+        lambda: probe(lambda p: AdamW([p], foreach=True)),
+        lambda: probe(lambda p: Adam([p])),
+        lambda: probe(lambda p: type("Mine", (AdamW,), {})([p])),
+        lambda: probe(with_method),
+        lambda: probe(plain, torch.float64),
+        lambda: probe(plain, dim=5),
+        lambda: probe(plain, sparse=True),
+        in_a_mode,
     ],
 )
-def test_another_is_tried_itself(other: Make, steps: list[type]) -> None:
+def test_another_is_tried_itself(other: Callable[[], Any], steps: list[type]) -> None:
     for _ in range(2):
         probe(plain)
     count = len(steps)
-    probe(other)
+    other()
     assert len(steps) > count
 
 
-@pytest.mark.parametrize("of", [{"dtype": torch.float64}, {"dim": 5}, {"sparse": True}])
-def test_other_rows_are_tried_themselves(of: dict[str, Any], steps: list[type]) -> None:
+def test_rows_of_another_form_have_other_planes() -> None:
+    for dtype, dim in ((torch.float32, 4), (torch.float64, 4), (torch.float32, 5)):
+        found = probe(plain, dtype, dim)["exp_avg"]
+        assert (found.tail, found.dtype) == ((dim,), dtype)
+
+
+def test_an_instance_with_a_method_of_its_own_is_tried_each_time(steps: list[type]) -> None:
     for _ in range(2):
-        probe(plain)
-    count = len(steps)
-    findings = probe(plain, **of)
-    assert len(steps) > count
-    assert findings["exp_avg"].tail == (of.get("dim", 4),)
-    assert findings["exp_avg"].dtype == of.get("dtype", torch.float32)
+        count = len(steps)
+        probe(with_method)
+        assert len(steps) > count
 
 
 def test_a_subclass_is_tried_each_time(steps: list[type]) -> None:
@@ -163,20 +186,6 @@ def test_a_step_that_was_replaced_is_tried(patch: Any, patched_first: bool, monk
     assert probe(sgd) == {}
 
 
-def test_attributes_of_the_instance_count(steps: list[type]) -> None:
-    def with_method(param: nn.Parameter) -> Optimizer:
-        optimizer = plain(param)
-        optimizer._init_group = types.MethodType(AdamW._init_group, optimizer)  # type: ignore[attr-defined]
-        return optimizer
-
-    for _ in range(2):
-        probe(plain)
-    for _ in range(2):
-        count = len(steps)
-        probe(with_method)
-        assert len(steps) > count
-
-
 def test_hooks_and_closures_do_not_matter(steps: list[type]) -> None:
     emb = speedtransfer.Embedding(9, 4)
     twins = []
@@ -198,19 +207,6 @@ def test_hooks_and_closures_do_not_matter(steps: list[type]) -> None:
         twins.append(emb.weight.detach().clone())
     assert len(steps) == count
     assert torch.equal(twins[0], twins[2])
-
-
-def test_modes_are_tried_each_time(steps: list[type]) -> None:
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
-
-    for _ in range(2):
-        probe(plain)
-    count = len(steps)
-    with Mode():
-        probe(plain)
-    assert len(steps) > count
 
 
 def test_failures_are_not_remembered() -> None:

@@ -53,14 +53,6 @@ def test_what_steps_get(name: str) -> None:
         assert probe_optimizer(opt, opt.param_groups[0], param).gradient == "dense"
 
 
-@pytest.mark.parametrize("idle", IDLE)
-def test_a_row_wise_optimizer_keeps_one_number_a_row(idle: str) -> None:
-    pair = SparsePair(RowWiseAdagrad, idle=idle)
-    pair.train(pair.batches(3))
-    assert pair.ours.table.planes == ("weight", "momentum")
-    assert pair.ours.table.plane("momentum").shape == (41, 1)
-
-
 def test_dense_gradients_without_sparse() -> None:
     twins = Twins(RowWiseAdagrad)
     twins.train(twins.batches(12))
@@ -177,17 +169,21 @@ def test_bags(make: Callable[..., Optimizer], mode: str) -> None:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("how", ["state dicts", "checkpoint"])
 @pytest.mark.parametrize("idle", IDLE)
-def test_state_dicts_go_both_ways(make: Callable[..., Optimizer], idle: str) -> None:
+def test_training_goes_on(make: Callable[..., Optimizer], idle: str, how: str, tmp_path) -> None:
+    """From a checkpoint of ours; from the state dicts of torch here, and from ours there."""
     pair, other = SparsePair(make, idle=idle), SparsePair(make, idle=idle)
     batches = pair.batches(20)
     pair.train(batches[:9])
-    other.ours.load_state_dict(pair.dense.state_dict())
-    other.opt.load_state_dict(copy.deepcopy(pair.dense_opt.state_dict()))
-    other.dense.load_state_dict(pair.ours.state_dict())
-    other.dense_opt.load_state_dict(copy.deepcopy(pair.opt.state_dict()))
-    other.train(batches[9:])
-    pair.train(batches[9:])
+    if how == "checkpoint":
+        speedtransfer.save_checkpoint(tmp_path / "run", pair.ours, pair.opt)
+        speedtransfer.load_checkpoint(tmp_path / "run", other.ours, other.opt)
+    for to, source in ((0, 1), (1, 0)) if how == "state dicts" else ((1, 1),):
+        other.modules[to].load_state_dict(pair.modules[source].state_dict())
+        other.optimizers[to].load_state_dict(copy.deepcopy(pair.optimizers[source].state_dict()))
+    for each in (other, pair):
+        each.train(batches[9:])
     other.assert_same()
     torch.testing.assert_close(other.ours.table.torch(), pair.ours.table.torch())
 
@@ -203,35 +199,18 @@ def test_the_sparse_momentum_of_torch_loads_here() -> None:
     pair.assert_same(1e-5)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("idle", IDLE)
-def test_checkpoints(make: Callable[..., Optimizer], idle: str, tmp_path) -> None:
-    pair = SparsePair(make, idle=idle)
-    batches = pair.batches(20)
-    pair.train(batches[:9])
-    speedtransfer.save_checkpoint(tmp_path / "run", pair.ours, pair.opt)
-    other = SparsePair(make, idle=idle)
-    speedtransfer.load_checkpoint(tmp_path / "run", other.ours, other.opt)
-    other.dense, other.dense_opt = pair.dense, pair.dense_opt
-    other.modules = other.ours, other.dense
-    other.train(batches[9:])
-    other.assert_same()
+def replaced(module: nn.Module) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
+    speedtransfer.replace_embeddings(model, min_rows=0)
+    return model[0]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_copies_stay_sparse(copied: Callable[[nn.Module], nn.Module]) -> None:
-    emb = copied(speedtransfer.Embedding(9, 4, sparse=True))
+@pytest.mark.parametrize("made", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), replaced])
+def test_others_that_are_made_stay_sparse(made: Callable[[nn.Module], nn.Module]) -> None:
+    emb = made(speedtransfer.Embedding(9, 4, sparse=True))
     emb(torch.tensor([1, 2])).sum().backward()
     SparseAdam(emb.parameters()).step()
     assert set(emb.table.planes) == {"weight", "exp_avg", "exp_avg_sq"}
-
-
-def test_replaced_modules_stay_sparse() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
-    speedtransfer.replace_embeddings(model, min_rows=0)
-    model(torch.tensor([1, 2])).sum().backward()
-    SparseAdam(model.parameters()).step()
-    assert set(model[0].table.planes) == {"weight", "exp_avg", "exp_avg_sq"}
 
 
 def test_trials_do_not_warn() -> None:

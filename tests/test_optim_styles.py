@@ -1,4 +1,4 @@
-"""Optimizers of many styles train a table as the oracle, whatever their state is called and however it is kept."""
+"""Optimizers that nobody here has heard of train a table as the oracle, however they keep their state."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
-from lazy_oracle import Twins, tensors_in
-from third_party import STYLES
+from lazy_oracle import LazyOracle, Twins, tensors_in
+from third_party import STYLES, Decayed
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -38,7 +38,7 @@ def style(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 def test_trains_as_the_oracle(style: str, dim: int) -> None:
     kind, planes = STYLES[style]
     twins = Twins(kind, dim=dim)
-    schedulers = [lr_scheduler.StepLR(opt, 4, 0.8) for opt in twins.optimizers]
+    schedulers = [lr_scheduler.StepLR(opt, 4, 0.8) for opt in twins.optimizers if "lr" in opt.defaults]
     twins.train(twins.batches(20), *schedulers)
     twins.assert_same(1e-6)
     assert set(twins.ours.table.planes) == {"weight", *planes}
@@ -130,3 +130,37 @@ def test_a_step_that_fails_leaves_containers_whole() -> None:
     after = tensors_in(opt.state_dict()["state"])
     for name in ("0.buffers.0", "0.pair.0", "0.more.sum"):
         assert torch.equal(before[name], after[name])
+
+
+# --- what a step may be -------------------------------------------------------------------------------------------------
+
+
+class NeedsModel(torch.optim.SGD):
+    """A constructor that a trial cannot call."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self.names = dict(model.named_parameters())
+        super().__init__(model.parameters(), lr=lr, momentum=0.9)
+
+
+def test_a_constructor_that_takes_the_model() -> None:
+    twins = Twins(torch.optim.SGD)
+    twins.opt = NeedsModel(twins.ours, lr=0.05)
+    twins.oracle = LazyOracle(NeedsModel(twins.dense, lr=0.05), twins.dense)
+    calls = []
+    twins.opt.register_step_pre_hook(lambda *args: calls.append(1))
+    schedulers = [lr_scheduler.StepLR(opt, 3) for opt in twins.optimizers]
+    twins.train(twins.batches(8), *schedulers)
+    twins.assert_same()
+    assert len(calls) == 8  # the trials do not count
+
+
+def test_a_closure_that_is_never_called() -> None:
+    twins = Twins(Decayed)
+    twins.backward(*twins.batches(1)[0])
+    twins.opt.step(lambda: 1.0)
+    twins.oracle.step(lambda: twins.oracle.optimizer.step(lambda: 1.0))
+    twins.assert_same()  # torch takes the gradient that there is
+    twins.zero_grad()
+    twins.opt.step(lambda: 1.0)  # nothing to train
+    twins.assert_same()

@@ -9,6 +9,7 @@ import torch
 from exact_pair import CASES, COUPLED, Exact
 from lazy_oracle import Twins, start_value, tensors_in
 from optimizer_cases import BASE, OptimizerCase, case_named, some
+from test_rows import KINDS, train, trained
 from torch import nn
 from torch.optim import Optimizer
 
@@ -20,18 +21,6 @@ from speedtransfer.rows import LAST_STEP, Rows
 
 # Touched often, sometimes, late and never.
 IDS = torch.tensor([7, 0, 30, 2])
-KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
-    "8 bits": {"storage_dtype": torch.int8, "state_dtype": torch.uint8},
-    "float8": {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8, "scale_block": 4},
-}
-
-
-def rows_of(module: nn.Module) -> Rows:
-    handle = find_handle(module.weight)
-    assert handle is not None
-    return handle.rows
 
 
 @torch.no_grad()
@@ -39,7 +28,7 @@ def reset_both(ours: nn.Module, dense: nn.Module, optimizer: Optimizer, ids: tor
     """Reset the rows `ids` of ours, and those of a dense weight and its state as `start_value` says."""
     weights = torch.randn(len(ids), dense.weight.shape[1], generator=torch.Generator().manual_seed(5))
     weights = weights.to(dense.weight.dtype)
-    rows_of(ours).reset(ids, weights)
+    find_handle(ours.weight).rows.reset(ids, weights)
     dense.weight[ids] = weights
     for key, value in tensors_in(optimizer.state[dense.weight]).items():
         if value.dim() and len(value) == len(dense.weight):
@@ -72,31 +61,25 @@ def test_an_exact_row_starts_anew_and_misses_no_step_before(case: OptimizerCase,
     pair.assert_same()
 
 
-def trained(idle: str, kind: str, reset_at: int | None = None) -> st.Embedding:
+def reset_midway(idle: str, kind: str, ids: list[int]) -> st.Embedding:
     """Return an embedding trained for 8 steps on rows below 20, some of whose other rows were reset meanwhile."""
-    torch.manual_seed(0)
-    emb = st.Embedding(40, 8, memory="pageable", idle=idle, **KINDS[kind])
-    opt = torch.optim.AdamW(emb.parameters(), lr=0.05, weight_decay=0.1)
+    emb, opt, rows = trained(idle, kind, steps=5)
+    rows.reset(torch.tensor(ids, dtype=torch.int64), torch.ones(len(ids), 8, dtype=torch.float64))
+    train(emb, opt, [torch.randint(0, 20, (9,), generator=torch.Generator().manual_seed(step)) for step in range(3)])
     emb.opt = opt  # type: ignore[assignment]
-    for step in range(8):
-        if step == reset_at:
-            rows_of(emb).reset(torch.tensor([33, 21, 39]), torch.ones(3, 8, dtype=torch.float64))
-        opt.zero_grad()
-        emb(torch.randint(0, 20, (9,))).pow(2).sum().backward()
-        opt.step()
     return emb
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 def test_rows_that_are_reset_are_stored_as_new_ones_and_others_as_ever(idle: str, kind: str) -> None:
-    emb, never = trained(idle, kind, reset_at=5), trained(idle, kind)
+    emb, never = reset_midway(idle, kind, [33, 21, 39]), reset_midway(idle, kind, [])
     others = torch.arange(20)
     for name in emb.table.planes:
         ours, theirs = (bits_of(module.table.stored(name)) for module in (emb, never))
         assert torch.equal(ours[others], theirs[others]), name
 
-    rows, ids = rows_of(emb), torch.tensor([25, 3])
+    rows, ids = find_handle(emb.weight).rows, torch.tensor([25, 3])
     weights = torch.randn(2, 8)
     writes, count = rows.table.stats().scattered_rows, rows.state_dict()
     rows.reset(ids, weights)

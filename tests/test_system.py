@@ -47,16 +47,6 @@ class TestPhysicalBytes:
         monkeypatch.setattr(Path, "read_text", nothing)
         assert system.available_bytes() == system.physical_bytes() // 2
 
-    @pytest.mark.parametrize("group", ["memory.max", "memory/memory.limit_in_bytes"])
-    @pytest.mark.parametrize(("limit", "counts"), [("1000000\n", True), ("max\n", False), (str(1 << 62), False)])
-    def test_a_container(self, monkeypatch, of_this_machine, group, limit, counts):
-        read = Path.read_text
-        files = {Path("/sys/fs/cgroup", name): "max" for name in ("memory.max", "memory/memory.limit_in_bytes")}
-        monkeypatch.setattr(Path, "read_text", lambda path, *args: files[path] if path in files else read(path, *args))
-        alone = system.physical_bytes()
-        files[Path("/sys/fs/cgroup", group)] = limit
-        assert system.physical_bytes() == (1_000_000 if counts else alone)
-
 
 def test_memory_is_read_once_a_second(monkeypatch):
     monkeypatch.delenv("SPEEDTRANSFER_HOST_BYTES", raising=False)
@@ -92,6 +82,12 @@ class TestControlGroups:
 
     def test_without_groups(self, files):
         assert (system.physical_bytes(), system.available_bytes()) == (1 << 32, 4_096_000_000)
+
+    @pytest.mark.parametrize("group", ["memory.max", "memory/memory.limit_in_bytes"])
+    @pytest.mark.parametrize(("limit", "counts"), [("1000000\n", True), ("max\n", False), (str(1 << 62), False)])
+    def test_a_container(self, files, group, limit, counts):
+        files[f"/sys/fs/cgroup/{group}"] = limit
+        assert system.physical_bytes() == (1_000_000 if counts else 1 << 32)
 
     def test_the_smallest_limit_of_those_around_it(self, files):
         files["/proc/self/cgroup"] = "0::/user/job/step\n"

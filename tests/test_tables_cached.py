@@ -16,6 +16,7 @@ from refusals import check_refused, refusals
 from table_cases.gather import GatherCases
 from table_cases.planes import PlaneCases
 from table_cases.scatter import ScatterCases
+from third_party import RowCounts
 from torch import nn
 
 import speedtransfer as st
@@ -54,6 +55,8 @@ class TestPageable(GatherCases, ScatterCases, PlaneCases):
         assert table.stats() == st.TableStats(6, 96, 0, 0, 0, 6, 0, 96)
         table.gather([9, 3])
         assert table.stats().cache_hits == 1
+        table.reset_stats()
+        assert table.stats() == st.TableStats()
 
 
 # --- training -----------------------------------------------------------------------------------------------------------
@@ -78,12 +81,12 @@ CACHES = [{"cache_rows": 7}, {"cache_rows": 9, "cache_counts": COUNTS}, {"cache_
 class Program:
     """Things that may be done to a module and its optimizer, by turns that chance takes; `seen` has all results."""
 
-    def __init__(self, seed, cache, options, kind, folder, arguments=None):
+    def __init__(self, seed, cache, options, kind, folder):
         self.chance, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.folder, self.seen, self.added, self.arguments = folder, [], 0, arguments or {}
+        self.folder, self.seen, self.added = folder, [], 0
         if options.get("memory") == "mmap":
             options = {**options, "path": folder / "rows.npy"}
-        self.emb = make(cache, seed, **options, **self.arguments)
+        self.emb = make(cache, seed, **options)
         rate = {"lr": 0.05, "momentum": 0.9} if kind is torch.optim.SGD else {"lr": 0.05}
         self.optimizer = kind(self.emb.parameters(), **rate)
         self.held, self.written_bytes = self.emb.table.torch(), 0
@@ -230,11 +233,11 @@ OPTIONS = {
 KINDS = [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adamax]
 
 
-def compare(seed, cache, options, kind, folder, turns, arguments=None):
+def compare(seed, cache, options, kind, folder, turns):
     runs: list[Program] = []
     for name, given in (("without", {}), ("with", cache)):
         (folder / name).mkdir()
-        runs.append(Program(seed, given, options, kind, folder / name, arguments))
+        runs.append(Program(seed, given, options, kind, folder / name))
     same(*[run.run(turns) for run in runs])
     without, stats = (run.emb.table.stats() for run in runs)
     # Without a cache state that has not changed is not written.
@@ -262,35 +265,18 @@ def test_any_program_gives_the_same_bits_long(first, tmp_path):
         compare(seed, chance.choice(CACHES), options, kind, tmp_path / str(seed), 120)
 
 
-@pytest.mark.parametrize("arguments", [{"padding_idx": 3}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
-def test_modules_with_other_arguments(arguments, tmp_path):
-    compare(1, CACHES[0], OPTIONS["exact"], torch.optim.AdamW, tmp_path, 25, arguments)
-
-
 def test_bool_state():
-    class Sticky(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-
-        @torch.no_grad()
-        def step(self):
-            for param in self.param_groups[0]["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    if not state:
-                        state["seen"] = torch.zeros_like(param, dtype=torch.bool)
-                    state["seen"] |= param.grad != 0
-                    param.sub_(param.grad * state["seen"])
-
     found = []
     for cache in ({}, CACHES[0]):
         emb = make(cache, idle="lazy")
-        optimizer = Sticky(emb.parameters())
+        optimizer = RowCounts(emb.parameters())
         for step in range(4):
+            optimizer.zero_grad()
             emb(torch.tensor([1, step])).sum().backward()
             optimizer.step()
-            optimizer.zero_grad()
-        found.append([optimizer.state_dict()["state"][0]["seen"].clone(), emb.weight.detach().clone()])
+        state = optimizer.state_dict()["state"][0]
+        assert state["seen"].dtype == torch.bool
+        found.append([state["seen"].clone(), state["signs"].clone(), emb.weight.detach().clone()])
     same(*found)
 
 
@@ -483,21 +469,6 @@ def test_the_rows_with_the_largest_counts():
         assert emb.table._cache.slots._map[0].tolist() == [3, 30]
     again = pickle.loads(pickle.dumps(emb))
     assert again.table._cache.slots._map[0].tolist() == [3, 30]
-
-
-def test_stats():
-    table = st.Table(ROWS, DIM, memory="pageable", device="cpu", cache_rows=3, cache_counts=COUNTS)
-    for _ in range(2):
-        table.gather([[0, 39], [2, 0]])
-    stats = table.stats()
-    assert (stats.cache_hits, stats.cache_misses, stats.gathered_rows) == (3, 5, 8)
-    assert (stats.cache_hit_bytes, stats.cache_miss_bytes, stats.gathered_bytes) == (72, 120, 192)
-    table.reset_stats()
-    assert table.stats() == st.TableStats()
-    emb, _ = trained({"cache_rows": 10})
-    stats = emb.table.stats()
-    assert stats.cache_hits + stats.cache_misses == stats.gathered_rows
-    assert stats.cache_hit_bytes + stats.cache_miss_bytes == stats.gathered_bytes
 
 
 WRONG = r"""

@@ -9,12 +9,12 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from cases import NPY_DTYPES, TABLE_DTYPES, assert_same_bits, dtype_name, numbers, one_line, refused
+from cases import NPY_DTYPES, TABLE_DTYPES, assert_same_bits, dtype_name, numbers, refused
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.errors import SpeedtransferError, StorageError
 from speedtransfer.tables import files
 
 MEMORIES = ["pageable", "mmap"]
@@ -38,52 +38,38 @@ def load(path, memory="pageable", **kwargs):
 # --- other programs ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
+SHAPES = pytest.mark.parametrize("shape", [(13, 3), (0, 3), (4, 0), (1, 1)], ids=str)
+
+
+@SHAPES
 @pytest.mark.parametrize("dtype", NPY_DTYPES, ids=dtype_name)
-def test_numpy_writes_and_we_load(tmp_path, dtype, memory):
-    values = numbers((13, 3), dtype)
-    np.save(tmp_path / "a.npy", values.numpy())
-    assert_same_bits(load(tmp_path / "a.npy", memory).torch(), values)
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_every_version_of_npy(tmp_path, version, memory):
-    values = numbers((13, 3), torch.float32)
-    with open(tmp_path / "a.npy", "wb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # NumPy warns that old versions of it cannot read 2.0 and 3.0
-        np.lib.format.write_array(file, values.numpy(), version=version)
-    assert_same_bits(load(tmp_path / "a.npy", memory).torch(), values)
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=dtype_name)
-def test_safetensors_writes_and_we_load(tmp_path, dtype, memory):
-    values = numbers((13, 3), dtype)
-    save_file({"embedding": values}, tmp_path / "a.safetensors", metadata={"format": "pt", "made by": "another"})
-    assert_same_bits(load(tmp_path / "a.safetensors", memory).torch(), values)
-
-
-@pytest.mark.parametrize("dtype", NPY_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("shape", [(13, 3), (0, 3), (4, 0), (1, 1)], ids=str)
-def test_we_write_and_numpy_loads(tmp_path, dtype, shape):
+def test_numpy_and_we_read_what_the_other_writes(tmp_path, dtype, shape):
     values = numbers(shape, dtype)
-    st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "a.npy")
-    loaded = np.load(tmp_path / "a.npy", allow_pickle=False)
+    for version in ((1, 0), (2, 0), (3, 0)):
+        with open(tmp_path / "a.npy", "wb") as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # NumPy warns that old versions of it cannot read 2.0 and 3.0
+            np.lib.format.write_array(file, values.numpy(), version=version)
+        for memory in MEMORIES:
+            assert_same_bits(load(tmp_path / "a.npy", memory).torch(), values)
+    st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "b.npy")
+    loaded = np.load(tmp_path / "b.npy", allow_pickle=False)
     assert loaded.dtype == values.numpy().dtype
     assert_same_bits(loaded, values.numpy())
-    assert np.load(tmp_path / "a.npy", mmap_mode="r").shape == shape
+    assert np.load(tmp_path / "b.npy", mmap_mode="r").shape == shape
 
 
+@SHAPES
 @pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=dtype_name)
-@pytest.mark.parametrize("shape", [(13, 3), (0, 3), (4, 0), (1, 1)], ids=str)
-def test_we_write_and_safetensors_loads(tmp_path, dtype, shape):
+def test_safetensors_and_we_read_what_the_other_writes(tmp_path, dtype, shape):
     values = numbers(shape, dtype)
-    st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "a.safetensors")
-    loaded = load_file(tmp_path / "a.safetensors")
+    save_file({"embedding": values}, tmp_path / "a.safetensors", metadata={"format": "pt", "made by": "another"})
+    for memory in MEMORIES:
+        assert_same_bits(load(tmp_path / "a.safetensors", memory).torch(), values)
+    st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "b.safetensors")
+    loaded = load_file(tmp_path / "b.safetensors")
     assert list(loaded) == ["weight"]
     assert_same_bits(loaded["weight"], values)
-    with safe_open(tmp_path / "a.safetensors", "np") as file:
+    with safe_open(tmp_path / "b.safetensors", "np") as file:
         assert file.get_slice("weight").get_shape() == list(shape)
 
 
@@ -169,31 +155,17 @@ NPY = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 2), }"
 # name -> (suffix, bytes, standard exception, part of the message)
 RUBBISH = {
     "empty": (".npy", b"", OSError, "is no valid .npy file"),
-    "empty safetensors": (".safetensors", b"", OSError, r"is no .safetensors file or is truncated \(0 bytes\)"),
-    "text": (".npy", b"hello world, this is no array", OSError, "is no valid .npy file"),
-    "text safetensors": (".safetensors", b"hello world, this is no table", OSError, "is no .safetensors file"),
-    "zeros": (".safetensors", bytes(100), OSError, "is no valid .safetensors file"),
-    "pickle": (".npy", b"\x80\x04\x95\x00", OSError, "is no valid .npy file"),
-    "zip": (".npy", b"PK\x03\x04" + bytes(60), OSError, "is no valid .npy file"),
     "only magic": (".npy", b"\x93NUMPY\x01\x00", OSError, "is no valid .npy file"),
-    "no rows": (".npy", npy_bytes(NPY), OSError, "is truncated: 69 bytes, but its header promises 85; write it again"),
     "one byte short": (".npy", npy_bytes(NPY, DATA[:-1]), OSError, "is truncated: 84 bytes, but .* promises 85"),
     "unknown version": (".npy", npy_bytes(NPY, DATA, b"\x09\x00"), OSError, "format version 9.0"),
     "negative shape": (".npy", npy_bytes(NPY.replace("(2, 2)", "(-2, -2)"), DATA), OSError, r"shape \(-2, -2\)"),
     "one negative": (".npy", npy_bytes(NPY.replace("(2, 2)", "(-2, 2)"), DATA), OSError, r"shape \(-2, 2\)"),
     "huge shape": (".npy", npy_bytes(NPY.replace("(2, 2)", f"({2**99}, 0)"), DATA), OSError, "which no array has"),
-    "huge rows": (".npy", npy_bytes(NPY.replace("(2, 2)", f"({2**62}, 2)"), DATA), OSError, "is truncated"),
-    "float shape": (".npy", npy_bytes(NPY.replace("(2, 2)", "(2.0, 2)"), DATA), OSError, "is no valid .npy"),
     "no shape": (".npy", npy_bytes("{'descr': '<f4', 'fortran_order': False}", DATA), OSError, "is no valid .npy"),
-    "unknown descr": (".npy", npy_bytes(NPY.replace("<f4", "<q9"), DATA), OSError, "is no valid .npy"),
-    "unclosed": (".npy", npy_bytes(NPY[:-1] + "((((", DATA), OSError, "is no valid .npy"),
     "unclosed string": (".npy", npy_bytes(NPY[:-1] + "'''", DATA), OSError, "is no valid .npy"),
     "nested": (".npy", npy_bytes("(" * 9000, DATA), OSError, "is no valid .npy"),
     "long header": (".npy", npy_bytes(NPY + " " * 20000, DATA), OSError, "is no valid .npy"),
-    "null bytes": (".npy", npy_bytes("\0" * 50, DATA), OSError, "is no valid .npy"),
-    "code": (".npy", npy_bytes("__import__('os').getcwd()", DATA), OSError, "is no valid .npy"),
     "huge length": (".safetensors", (2**63).to_bytes(8, "little") + bytes(40), OSError, "or is truncated"),
-    "length of all": (".safetensors", b"\xff" * 8, OSError, "or is truncated"),
     "length over the end": (".safetensors", (41).to_bytes(8, "little") + bytes(40), OSError, "or is truncated"),
     "seven bytes": (".safetensors", bytes(7), OSError, "or is truncated"),
     "no header": (".safetensors", bytes(8), OSError, "is no valid .safetensors"),
@@ -201,8 +173,6 @@ RUBBISH = {
     "no unicode": (".safetensors", safetensors_bytes(b'{"\xff\xfe": 1}'), OSError, "is no valid .safetensors"),
     "nested json": (".safetensors", safetensors_bytes(b"[" * 100_000), OSError, "is no valid .safetensors"),
     "a list": (".safetensors", safetensors_bytes([1]), OSError, "is no JSON object"),
-    "a string": (".safetensors", safetensors_bytes(b'"weight"'), OSError, "is no JSON object"),
-    "a number": (".safetensors", safetensors_bytes(b"1"), OSError, "is no JSON object"),
     "no tensor": (".safetensors", safetensors_bytes({}), ValueError, "has no tensor 'weight'"),
     "only metadata": (".safetensors", safetensors_bytes({"__metadata__": {"a": "b"}}), ValueError, "has no tensor"),
     "null entry": (".safetensors", safetensors_bytes({"weight": None}), OSError, "is no valid .safetensors"),
@@ -210,20 +180,12 @@ RUBBISH = {
 }
 BAD_ENTRIES = {
     "short data": ({"data_offsets": [0, 12]}, "does not match its bytes"),
-    "long data": ({"data_offsets": [0, 20]}, "does not match its bytes"),
     "negative begin": ({"data_offsets": [-16, 0]}, "does not match its bytes"),
-    "reversed": ({"data_offsets": [16, 0]}, "does not match its bytes"),
     "float offsets": ({"data_offsets": [0.0, 16.0]}, "does not match its bytes"),
     "three offsets": ({"data_offsets": [0, 8, 16]}, "is no valid .safetensors"),
-    "no offsets": ({"data_offsets": None}, "is no valid .safetensors"),
-    "text offsets": ({"data_offsets": ["0", "16"]}, "does not match its bytes"),
     "beyond the end": ({"data_offsets": [16, 32]}, "is truncated"),
-    "far beyond the end": ({"data_offsets": [2**62, 2**62 + 16]}, "is truncated"),
     "negative shape": ({"shape": [-2, -2]}, "does not match its bytes"),
-    "float shape": ({"shape": [2.0, 2.5]}, "does not match its bytes"),
-    "infinite shape": ({"shape": [float("inf"), 2]}, "does not match its bytes"),
-    "nan shape": ({"shape": [float("nan"), 2]}, "does not match its bytes"),
-    "text shape": ({"shape": ["2", "2"]}, "does not match its bytes"),
+    "float shape": ({"shape": [2.0, 2.0]}, "does not match its bytes"),
     "bool shape": ({"shape": [True, 4]}, "does not match its bytes"),
     "number as shape": ({"shape": 4}, "is no valid .safetensors"),
     "dtype of a list": ({"dtype": ["F32"]}, "is no valid .safetensors"),
@@ -238,16 +200,15 @@ for _name, (_change, _message) in BAD_ENTRIES.items():
     )
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize("name", RUBBISH)
-def test_rubbish(tmp_path, name, memory):
+def test_rubbish(tmp_path, name):
     suffix, content, standard, message = RUBBISH[name]
     path = tmp_path / f"rubbish{suffix}"
     path.write_bytes(content)
-    with pytest.raises(standard, match=message) as error:
-        load(path, memory)
-    assert isinstance(error.value, SpeedtransferError)
-    assert repr(str(path)) in one_line(error)
+    for memory in MEMORIES:
+        with refused(standard, message) as error:
+            load(path, memory)
+        assert repr(str(path)) in str(error.value)
     assert path.read_bytes() == content
 
 
@@ -264,24 +225,16 @@ def test_the_good_neighbours_of_the_rubbish_load(tmp_path):
     [
         (np.asfortranarray(np.ones((3, 2))), ValueError, "is in Fortran order but rows must be contiguous; save a C-"),
         (np.ones(3), ValueError, r"holds an array of shape \(3,\) but a table is 2-D; "),
-        (np.ones((3, 2, 1)), ValueError, r"holds an array of shape \(3, 2, 1\) but a table is 2-D; "),
-        (np.array(1.0), ValueError, r"holds an array of shape \(\) but a table is 2-D; "),
         (np.ones((3, 2), dtype=">f4"), TypeError, "holds >f4 but a table holds floats or integers; "),
         (np.ones((3, 2), dtype=bool), TypeError, "holds bool but a table holds floats or integers; "),
-        (np.ones((3, 2), dtype=np.complex64), TypeError, "holds complex64 but"),
-        (np.ones((3, 2), dtype=np.uint32), TypeError, "holds uint32 but"),
-        (np.array([["a", "b"]]), TypeError, "holds <U1 but"),
-        (np.array([[None, {}]]), TypeError, "holds object but"),
         (np.zeros((2, 2), dtype=[("a", "<f4")]), TypeError, "holds .* but a table holds floats or integers; "),
     ],
     ids=lambda value: "" if isinstance(value, type | str) else f"{value.dtype}-{value.ndim}d",
 )
 def test_arrays_that_are_no_table(tmp_path, array, standard, message, memory):
     np.save(tmp_path / "a.npy", array)
-    with pytest.raises(standard, match=message) as error:
+    with refused(standard, message):
         load(tmp_path / "a.npy", memory)
-    assert isinstance(error.value, InvalidTypeError if standard is TypeError else InvalidValueError)
-    one_line(error)
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -289,8 +242,6 @@ def test_arrays_that_are_no_table(tmp_path, array, standard, message, memory):
     ("name", "standard", "message"),
     [
         ("missing.npy", OSError, r"cannot read .* \(No such file or directory\); check the path"),
-        ("missing.safetensors", OSError, r"cannot read .* \(No such file or directory\); check the path"),
-        ("missing/a.npy", OSError, r"cannot read .* \(No such file or directory\)"),
         ("folder.npy", OSError, r"cannot read .* \(Is a directory\)"),
         ("file/a.npy", OSError, r"cannot read .* \(Not a directory\)"),
         ("file", ValueError, r"has no ending but a table is .npy or .safetensors; rename it"),
@@ -301,10 +252,8 @@ def test_bad_paths(tmp_path, name, standard, message, memory):
     (tmp_path / "file").write_text("x")
     (tmp_path / "vectors.bin").write_text("x")
     (tmp_path / "folder.npy").mkdir()
-    with pytest.raises(standard, match=message) as error:
+    with refused(standard, message):
         load(tmp_path / name, memory)
-    assert isinstance(error.value, StorageError if standard is OSError else InvalidValueError)
-    one_line(error)
 
 
 @pytest.mark.parametrize("suffix", [".npy", ".safetensors"])

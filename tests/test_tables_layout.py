@@ -8,14 +8,11 @@ import io
 import pytest
 import torch
 from cases import assert_same_bits, numbers, refused
-from engine_cases import EngineCases
 from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.engines import HostEngine, ReferenceEngine, host
 from speedtransfer.errors import HostMemoryError, InvalidValueError
-from speedtransfer.optim import find_handle
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables.memories import PageableMemory
 from speedtransfer.tables.records import record_bytes
@@ -97,6 +94,12 @@ def test_copies_have_the_layout(tmp_path):
     table.save(tmp_path / "t.safetensors")
     for memory in ("mmap", "pageable"):
         assert st.Table.load(tmp_path / "t.safetensors", memory, "cpu", layout="rows").layout == "rows"
+    emb = st.Embedding(10, 4, device="cpu", layout="rows")
+    emb.weight.data = torch.ones(20, 4)
+    assert (emb.table.num_rows, emb.table.layout) == (20, "rows")
+    model = nn.Sequential(nn.Embedding(10, 4), nn.EmbeddingBag(10, 4))
+    st.replace_embeddings(model, min_rows=0, layout="rows")
+    assert [module.table.layout for module in model] == ["rows", "rows"]
 
 
 @pytest.mark.parametrize("layout", ["planes", "rows"])
@@ -249,53 +252,3 @@ def test_planes_that_come_later():
         assert "max_exp_avg_sq" in side.emb.table.planes
         assert side.opt.state[side.emb.weight]["exp_avg"] is view
     sides[1].assert_same(sides[0])
-
-
-def test_a_weight_of_another_size_keeps_the_layout():
-    emb = st.Embedding(10, 4, device="cpu", layout="rows")
-    emb.weight.data = torch.ones(20, 4)
-    assert emb.table.num_rows == 20
-    assert emb.table.layout == "rows"
-
-
-def test_replaced_embeddings_have_the_layout():
-    model = nn.Sequential(nn.Embedding(10, 4), nn.EmbeddingBag(10, 4))
-    st.replace_embeddings(model, min_rows=0, layout="rows")
-    assert [module.table.layout for module in model] == ["rows", "rows"]
-    assert find_handle(model[0].weight) is not None
-
-
-# --- engines ----------------------------------------------------------------------------------------------------------
-
-
-def in_record(tensor):
-    """Return a copy of `tensor` whose rows lie 16 bytes into records of more than theirs."""
-    if tensor.dim() != 2:
-        return tensor.clone()
-    row_bytes = tensor.shape[1] * tensor.element_size()
-    records = torch.full((len(tensor), -(-(row_bytes + 20) // 16) * 16), 255, dtype=U8)
-    return records[:, 16 : 16 + row_bytes].view(tensor.dtype).copy_(tensor)
-
-
-class OverRecords(EngineCases):
-    @pytest.fixture
-    def device(self):
-        return torch.device("cpu")
-
-    @pytest.fixture
-    def store(self):
-        return in_record
-
-
-@pytest.mark.sweep
-class TestReference(OverRecords):
-    @pytest.fixture
-    def engine(self):
-        return ReferenceEngine("cpu")
-
-
-class TestCompiled(OverRecords):
-    @pytest.fixture
-    def engine(self, monkeypatch):
-        monkeypatch.setattr(host, "_COMPILED_BYTES", 1)
-        return HostEngine("cpu")

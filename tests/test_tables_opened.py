@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import hashlib
 import json
@@ -65,7 +64,7 @@ class ReadOnly(GatherCases, ConvertCases):
     # These write.
     test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = None
     test_index_out_of_range = test_table_without_rows = test_table_without_columns = None
-    test_out_inside_the_table = test_scatter_converts_as_torch_does = test_several_planes = None
+    test_out_inside_the_table = test_several_planes = None
 
     @pytest.mark.parametrize("index", [[], torch.zeros(0, 3, dtype=torch.int32), np.zeros((2, 0), np.int8)], ids=str)
     def test_no_index(self, index):
@@ -186,7 +185,12 @@ def test_shards_in_the_order_of_their_numbers(published):
     key = "model.shard_{}.weight"
     index = folder / "model.safetensors.index.json"
     for parts in (folder, str(folder), index, sorted(folder.glob("*.safetensors"))):
-        assert_same_bits(st.Table.open(parts, key, device="cpu").torch(), values)
+        table = st.Table.open(parts, key, device="cpu")
+        assert_same_bits(table.torch(), values)
+        assert table.nbytes == values.nbytes
+        assert len(table) == table.num_rows == 130
+        assert "and 4 more, writable=False" in repr(table)
+        assert (table.memory, table.path, table.writable) == ("mmap", None, False)
     index.unlink()
     assert_same_bits(st.Table.open(folder, key, device="cpu").torch(), values)
     assert_same_bits(st.Table.open(folder, "model.shard_7.weight", device="cpu").torch(), values[60:70])
@@ -201,24 +205,6 @@ def test_npy_files_are_parts_too(tmp_path):
     assert_same_bits(table.torch(), values)
     assert st.Table.open(paths[0], device="cpu").num_rows == 2
     assert not table.numpy().flags.writeable
-
-
-def test_against_the_reader_of_safetensors(published):
-    folder, values = published
-    pairs = []
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            pairs += [(path, name) for name in file.keys() if "shard" in name]  # noqa: SIM118
-    theirs = []
-    for path, name in pairs:
-        with safe_open(path, "pt") as file:
-            theirs.append(file.get_tensor(name))
-    table = st.Table.open(pairs, device="cpu")
-    assert_same_bits(table.torch(), torch.cat(theirs))
-    assert table.nbytes == values.nbytes
-    assert len(table) == table.num_rows == 130
-    assert "and 4 more, writable=False" in repr(table)
-    assert (table.memory, table.path, table.writable) == ("mmap", None, False)
 
 
 # `one` is the first file, `shard` a tensor there, `folder` that of all.
@@ -246,6 +232,7 @@ open(folder / "two", "x.{}") -> InvalidValueError: tensor 'x.0' is in .*a.safete
 open(folder / "no.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
 open(folder / "bad.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
 open(others, "v") -> InvalidValueError: shape \(5,\) but a table is 2-D; reshape it
+open(others, "b") -> InvalidTypeError: is BOOL but a table holds floats or integers; convert
 open([(one, shard), (others, "w")]) -> InvalidTypeError: holds torch.float32 but .* holds torch.bfloat16; pass tensors of one
 open([(one, shard), (others, "n")]) -> InvalidValueError: has rows of 7 values but .* of 6; pass tensors of one table
 open(one, shard, writable="yes") -> InvalidValueError: writable is 'yes' but must be False, True or 'shared'; pass
@@ -270,6 +257,7 @@ def names(published):
         save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
     save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
     others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
+    others["b"] = torch.ones(3, 4, dtype=torch.bool)
     save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
     (folder / "bad.safetensors.index.json").write_text("{")
@@ -312,12 +300,6 @@ def test_truncated_files(published, size):
     with pytest.raises(StorageError, match=r"truncated|no valid") as error:
         st.Table.open(folder, "model.shard_{}.weight", device="cpu")
     assert path.name in one_line(error)
-
-
-def test_tensors_of_a_dtype_that_no_table_has(tmp_path):
-    save_file({"w": torch.ones(3, 4, dtype=torch.bool)}, tmp_path / "a.safetensors")
-    with pytest.raises(InvalidTypeError, match="is BOOL but a table holds floats or integers; convert"):
-        st.Table.open(tmp_path / "a.safetensors", device="cpu")
 
 
 # --- never written ---------------------------------------------------------------------------------------------------------
@@ -454,28 +436,6 @@ def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
     table.flush()
     del table
     assert state_of(tmp_path) == before
-
-
-def test_the_files_are_as_they_were_after_training_beside_them(opened):
-    table, values, folder = opened
-    before = state_of(folder)
-    frozen, dense = st.Embedding.from_pretrained(table), torch.nn.Embedding.from_pretrained(values.clone())
-    losses = []
-    for first in (frozen, dense):
-        torch.manual_seed(0)
-        model = torch.nn.Sequential(first, torch.nn.Linear(16, 3))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
-        for step in range(5):
-            loss = model((torch.arange(64) * 37 + step) % 300).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(loss.item())
-        assert sum(param.numel() for param in model.parameters()) == 300 * 16 + 51
-    assert losses[0] == losses[1]
-    assert_same_bits(table.torch(), values)
-    assert state_of(folder) == before
-    assert os.listdir(folder) == os.listdir(folder)
 
 
 # --- modules ---------------------------------------------------------------------------------------------------------------
@@ -714,51 +674,6 @@ def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
     assert files < count
     assert values == "[2.0, 2.5, 3.0, 41.5]"
     assert small == "True"
-
-
-SHARING = """
-import sys, time, torch, speedtransfer as st
-from pathlib import Path
-def meet(what):
-    Path(sys.argv[2], f"{sys.argv[3]} {what}").touch()
-    while len(list(Path(sys.argv[2]).glob(f"* {what}"))) < 2:
-        time.sleep(0.01)
-def figures(names):
-    found = dict.fromkeys(names, 0)
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split()[0]
-        if "-" in first and not first.endswith(":"):
-            inside = sys.argv[1] in line
-        elif inside and first[:-1] in found:
-            found[first[:-1]] += int(line.split()[1]) * 1024
-    return [found[name] for name in names]
-table = st.Table.open(sys.argv[1], "m.{}", device="cpu")
-table.gather(torch.arange(len(table)))
-meet("has read")
-print(*figures(["Rss", "Pss", "Shared_Clean", "Private_Dirty", "Shared_Dirty"]))
-meet("has looked")
-"""
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
-def test_processes_share_pages(tmp_path):
-    values = numbers((40_000, 64), torch.float32)
-    for number, rows in enumerate(values.split(15_000)):
-        save_file({f"m.{number}": rows.clone()}, tmp_path / f"{number}.safetensors")
-    os.sync()
-    places = tmp_path / "places"
-    places.mkdir()
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        both = [threads.submit(run_script, SHARING, str(tmp_path), str(places), name) for name in "ab"]
-    for process in both:
-        result = process.result()
-        assert result.returncode == 0, result.stderr
-        resident, proportional, clean, private_dirty, shared_dirty = map(int, result.stdout.split())
-        assert resident >= values.nbytes
-        assert proportional <= 0.6 * resident
-        assert clean >= 0.9 * values.nbytes
-        assert private_dirty == shared_dirty == 0
 
 
 def test_a_map_that_the_system_refuses(opened, monkeypatch):

@@ -118,22 +118,17 @@ def test_a_table_of_one_row(tmp_path, shape):
     assert st.Embedding.from_pretrained(none)(torch.zeros(0, dtype=torch.int64)).shape == (0, 6)
 
 
-def test_a_scale_for_each_row_in_one_dimension(tmp_path):
-    codes, scales = codes_of(torch.float8_e5m2), scales_of(torch.float32, 1)
-    path = write_file(tmp_path / "a.safetensors", {"w": codes, "s": scales[:, 0]})
-    table = st.Table.open(path, "w", scale_key="s", device="cpu")
-    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), decoded(codes, scales)[IDS])
-
-
 @pytest.mark.parametrize("shape", [(ROWS,), (ROWS, 1), (ROWS, 3), (1,), ()], ids=str)
 @pytest.mark.parametrize("memory", ["mmap", "pageable", "device"])
 def test_scales_beside_the_rows_are_loaded(tmp_path, shape, memory):
     codes, scales = codes_of(torch.float8_e4m3fn), torch.rand(shape).add_(0.1)
     save_file({"emb": codes, "emb.scale": scales}, tmp_path / "a.safetensors")
     table = st.Table.load(tmp_path / "a.safetensors", memory, "cpu", key="emb")
+    opened = st.Table.open(tmp_path / "a.safetensors", "emb", scale_key="emb.scale", device="cpu")
     wide = scales.view(-1, 1) if scales.dim() < 2 else scales
     expected = decoded(codes, wide.expand(ROWS, wide.shape[1]))
-    assert_same_bits(st.Embedding.from_pretrained(table)(IDS), expected[IDS])
+    for each in (table, opened):
+        assert_same_bits(st.Embedding.from_pretrained(each)(IDS), expected[IDS])
     table.save(tmp_path / "b.safetensors")
     again = st.Table.load(tmp_path / "b.safetensors", "pageable", "cpu")
     assert_same_bits(st.Embedding.from_pretrained(again)(IDS), expected[IDS])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,6 +47,8 @@ def run(program: Program, module: Any, opt: Any, batches: list[tuple[Tensor, Ten
 
     zero_grad = opt.zero_grad if oracle is None else oracle.zero_grad
     names = {
+        "collections": collections,
+        "copy": copy,
         "torch": torch,
         "nn": nn,
         "math": math,
@@ -62,7 +66,7 @@ def run(program: Program, module: Any, opt: Any, batches: list[tuple[Tensor, Ten
 
 def compare(program: Program, pair: Any, tolerance: float | None, oracle: Any = None) -> None:
     """Run a program on both sides of a pair, and compare what was seen, weights and state."""
-    modules, batches = getattr(pair, "modules", None) or (pair.ours, pair.dense), pair.batches(24)
+    modules, batches = pair.modules, pair.batches(24)
     ours, dense = pair.optimizers
     seen = run(program, modules[0], ours, batches), run(program, modules[1], dense, batches, oracle)
     torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)

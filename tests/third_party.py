@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +61,11 @@ class Yogi(RowOptimizer):
 
 
 class AdaBound(RowOptimizer):
-    """Counts its steps in the group, and bounds the rate of every weight."""
+    """Counts its steps in the group, bounds the rate of every weight, and throws the gradients away after its step."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        super().step(closure)
+        self.zero_grad()
 
     def update(self, p, g, state, group) -> None:
         if not state:
@@ -93,11 +98,15 @@ class Lookahead(RowOptimizer):
 class Decayed(RowOptimizer):
     """An average of the weights beside decay: without a gradient it is no copy of what the weights become."""
 
+    def __init__(self, params: Any, lr: float = 0.05, pull: float = 0.3) -> None:
+        super().__init__(params, lr)
+        self.pull = pull  # a hyperparameter kept outside the groups
+
     def update(self, p, g, state, group) -> None:
         if not state:
             state["slow"] = p.clone()
         p.mul_(1 - group["lr"] * 0.1).sub_(g, alpha=group["lr"])
-        state["slow"].lerp_(p, 0.3)
+        state["slow"].lerp_(p, self.pull)
 
 
 class Buffers(RowOptimizer):
@@ -129,7 +138,7 @@ class History(RowOptimizer):
 
 
 class RowCounts(RowOptimizer):
-    """Counts per row: of its steps (rows,), of those with a gradient (rows, 1), and whether it had one at all."""
+    """Counts per row: of its steps (rows,), of those with a gradient (rows, 1), whether it had one at all; a shared (1,)."""
 
     def update(self, p, g, state, group) -> None:
         if not state:
@@ -138,11 +147,13 @@ class RowCounts(RowOptimizer):
             state["seen"] = torch.zeros(p.shape[0], dtype=torch.bool)
             state["signs"] = torch.zeros(p.shape, dtype=torch.bool)
             state["level"] = torch.full((p.shape[0],), 7, dtype=torch.uint8)
+            state["scale"] = torch.ones(1)
+        state["scale"] *= 0.99
         some = (g != 0).any(1)
         state["steps"] += 1
         state["hits"] += some.unsqueeze(1)
         state["level"] -= (some & (state["level"] > 0)).to(torch.uint8)
-        rate = torch.where(state["seen"], 1.0, 0.1) / (state["steps"] + state["level"])
+        rate = state["scale"] * torch.where(state["seen"], 1.0, 0.1) / (state["steps"] + state["level"])
         flipped = state["signs"] != (g > 0)
         p.sub_(g * rate.unsqueeze(1) * torch.where(flipped, 0.5, 1.0) / state["hits"].clamp(min=1), alpha=group["lr"])
         state["seen"] |= some
@@ -192,15 +203,34 @@ class Proximal(RowOptimizer):
         p.copy_(torch.where(state["z"] == 0, 0.0, -group["lr"] * state["z"] / after))
 
 
+class OddConstructor(RowOptimizer):
+    """Parameters come last, and the learning rate has a name of its own."""
+
+    def __init__(self, rate: float, beta: float, params: Any) -> None:
+        Optimizer.__init__(self, params, {"rate": rate, "beta": beta})
+
+    def update(self, p, g, state, group) -> None:
+        state["steps"] = state.get("steps", 0) + 1
+        m = state.setdefault("m", torch.zeros_like(p)).lerp_(g, 1 - group["beta"])
+        p.add_(m.sign(), alpha=-group["rate"] / state["steps"])
+
+
+class PassOn(torch.optim.Adam):
+    """A subclass that hides the hyperparameters behind ``**kwargs``."""
+
+    def __init__(self, params: Any, **kwargs: Any) -> None:
+        super().__init__(params, **kwargs)
+
+
 # Name -> optimizer and the planes that it needs.
-STYLES: dict[str, tuple[type[RowOptimizer], set[str]]] = {
+STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "lion": (Lion, {"exp_avg"}),
     "adabelief": (AdaBelief, {"exp_avg", "exp_avg_var"}),
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
     "sign": (SignSGD, set()),
     "lookahead": (Lookahead, {"slow"}),
-    "decayed average": (Decayed, {"slow"}),
+    "decayed average": (functools.partial(Decayed, pull=0.4), {"slow"}),
     "buffers": (Buffers, {"buffers.0", "buffers.1", "pair.0", "more.sum"}),
     "history": (History, {"last.0", "last.1", "last.2"}),
     "counts": (RowCounts, {"steps", "hits", "seen", "signs", "level"}),
@@ -208,6 +238,11 @@ STYLES: dict[str, tuple[type[RowOptimizer], set[str]]] = {
     "rebinds": (Rebinds, {"m"}),
     "skips zeros": (SkipsZeros, {"sum"}),
     "proximal": (Proximal, {"z", "n"}),
+    "odd constructor": (functools.partial(OddConstructor, 0.2, 0.8), {"m"}),
+    "passed on": (
+        functools.partial(PassOn, lr=0.05, amsgrad=True, betas=(0.5, 0.9), eps=1e-4),
+        {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"},
+    ),
 }
 
 

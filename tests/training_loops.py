@@ -168,6 +168,24 @@ loss(*batches[3]).backward()
 module.load_state_dict({"weight": torch.ones_like(module.weight).cumsum(0)})
 step()
 
+# weights and then state loaded again
+train(batches[:4])
+saved = copy.deepcopy((module.state_dict(), opt.state_dict()))
+train(batches[4:8])
+module.load_state_dict(saved[0])
+train(batches[8:12])
+opt.load_state_dict(saved[1])
+train(batches[12:16])
+
+# state emptied
+fresh, adagrad = copy.deepcopy(opt.state_dict()), isinstance(opt, torch.optim.Adagrad)  # which makes none in a step
+for empty in (opt.state.clear, lambda: setattr(opt, "state", collections.defaultdict(dict))):
+    train(batches[:4])
+    opt.load_state_dict(fresh) if adagrad else empty()
+    train(batches[4:8])
+opt.load_state_dict(fresh)
+train(batches[8:12])
+
 # the norm of gradients clipped
 # rounding: 1e-5
 # dense

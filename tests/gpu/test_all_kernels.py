@@ -8,7 +8,8 @@ import pkgutil
 
 import pytest
 import torch
-from engine_cases import any_bits, same_values
+from cases import same_values
+from engine_cases import any_bits
 from kernel_checks import CHECKS
 
 from gpu.tools import check_same, pinned

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from engine_cases import any_bits, bits
+from cases import bits
+from engine_cases import any_bits
 
 from gpu.on_device import OnDevice
 from gpu.tools import SWEEPS, check_same, pinned, wrong_dims

@@ -5,7 +5,8 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from engine_cases import FLOATS, bits, same_values
+from cases import bits, same_values
+from engine_cases import FLOATS
 
 from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, file_tensor, pinned
 from speedtransfer.engines import MappedEngine, StagedEngine

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import bits
+from cases import bits
 from torch import Tensor
 
 import speedtransfer as st

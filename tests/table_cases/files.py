@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import NO_NUMPY_DTYPES, numbers, one_line, refused
+from cases import NO_NUMPY_DTYPES, numbers, refused
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -35,6 +35,7 @@ class FileCases(TableCases):
     def test_save_and_load_of_awkward_shapes(self, suffix, shape):
         values = numbers(shape, torch.float32)
         path = self.folder / f"saved{suffix}"
+        path.write_bytes(b"old")
         self.filled(values).save(path)
         loaded = self.load(path)
         self.assert_unchanged(loaded, values)
@@ -50,47 +51,27 @@ class FileCases(TableCases):
         loaded.flush()
         assert (path.read_bytes() != before) == self.persistent
 
-    def test_save_replaces_an_old_file(self):
-        path = self.folder / "saved.npy"
-        path.write_bytes(b"old")
-        self.numbered().save(path)
-        assert self.rows_of(self.load(path))[:, 0].tolist() == list(range(10))
-
-    def test_failure_of_save_keeps_the_old_file(self, monkeypatch):
-        table, path = self.numbered(100, 4), self.folder / "saved.npy"
-        path.write_bytes(b"old")
-        files_before = sorted(p.name for p in self.folder.iterdir())
-
-        def no_room(file):
-            raise OSError(28, "No space left on device")
-
-        with monkeypatch.context() as patch:
-            patch.setattr("os.fsync", no_room)
-            with pytest.raises(OSError, match=r"cannot write .* \(No space left on device\); free some space") as error:
-                table.save(path)
-        assert isinstance(error.value, StorageError)
-        one_line(error)
-        assert path.read_bytes() == b"old"
-        assert sorted(p.name for p in self.folder.iterdir()) == files_before
-
-    def test_interruption_of_save_keeps_the_old_file(self, monkeypatch):
+    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
+    def test_failure_of_save_keeps_the_old_file(self, error, monkeypatch):
         table, path = self.numbered(100, 4), self.folder / "saved.npy"
         path.write_bytes(b"old")
         files_before = sorted(p.name for p in self.folder.iterdir())
         monkeypatch.setattr(fill, "CHUNK_BYTES", 1)
         calls = []
 
-        def interrupted(plane):
+        def failing(plane):
             for rows in fill.plane_chunks(plane):
                 calls.append(rows)
                 if len(calls) == 3:
-                    raise KeyboardInterrupt
+                    raise error
                 yield rows
 
-        with monkeypatch.context() as patch:
-            patch.setattr("speedtransfer.tables.saving.plane_chunks", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                table.save(path)
+        expected = pytest.raises(KeyboardInterrupt)
+        if isinstance(error, OSError):
+            expected = refused(StorageError, r"cannot write .* \(No space left on device\); free some space")
+        with monkeypatch.context() as patch, expected:
+            patch.setattr("speedtransfer.tables.saving.plane_chunks", failing)
+            table.save(path)
         assert path.read_bytes() == b"old"
         assert sorted(p.name for p in self.folder.iterdir()) == files_before
 

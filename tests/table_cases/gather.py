@@ -18,7 +18,7 @@ from speedtransfer.errors import (
 from table_cases.base import TableCases
 
 INDEX_DTYPES = [*INTEGER_DTYPES, torch.uint16, torch.uint32, torch.uint64]
-# Ways to say rows 3, 0 and 3 of a table; all give the same rows.
+# Ways to say rows 3, 0 and 3 of a table, row 2, and four rows in two dimensions.
 ROWS_3_0_3 = {
     "list": [3, 0, 3],
     "tuple": (3, 0, 3),
@@ -35,6 +35,10 @@ ROWS_3_0_3 = {
     "expanded tensor": torch.tensor([[3, 0, 3], [9, 9, 9]]).t()[:, 0],
     "list of tensors": [torch.tensor(3), torch.tensor(0), torch.tensor(3)],
 }
+ROW_2 = (2, np.int64(2), np.array(2), torch.tensor(2), np.uint64(2))
+ROWS_1_TO_4 = ([[1, 2], [3, 4]], np.array([[1, 2], [3, 4]]), torch.tensor([[1, 3], [2, 4]]).t())
+INDEXES = [*((index, [3, 0, 3]) for index in ROWS_3_0_3.values()), *((index, 2) for index in ROW_2)]
+INDEXES += [(index, [[1, 2], [3, 4]]) for index in ROWS_1_TO_4]
 NO_INTEGERS = {
     "float": 1.0,
     "list of floats": [1.0, 2.0],
@@ -83,7 +87,11 @@ class GatherCases(TableCases):
         table = self.filled(values)
         index = np.random.default_rng(0).integers(0, 300, size=(23, 5))
         # As bytes: torch 2.6 does not index float8.
-        assert_same_bits(table.gather(index).cpu(), values.view(torch.uint8)[torch.from_numpy(index)].view(dtype))
+        expected = values.view(torch.uint8)[torch.from_numpy(index)].view(dtype)
+        assert_same_bits(table.gather(index).cpu(), expected)
+        out = torch.zeros(23, 5, 7, dtype=dtype, device=table.device)
+        assert table.gather(index, out=out) is out
+        assert_same_bits(out.cpu(), expected)
 
     def test_every_integer_dtype_is_an_index(self):
         for index_dtype in INDEX_DTYPES:
@@ -95,12 +103,9 @@ class GatherCases(TableCases):
 
     def test_every_kind_of_index(self):
         table = self.numbered()
-        for name, index in ROWS_3_0_3.items():
-            assert table.gather(index)[:, 0].tolist() == [3, 0, 3], name
-
-    def test_one_row(self):
-        for index in (2, np.int64(2), np.array(2), torch.tensor(2), np.uint64(2)):
-            assert self.numbered().gather(index).tolist() == [2, 2.25, 2.5, 2.75]
+        for index, rows in INDEXES:
+            assert table.gather(index)[..., 0].tolist() == rows, index
+            assert table.gather(index).shape == (*np.shape(rows), 4)
 
     def test_no_rows(self):
         table = self.numbered()
@@ -109,12 +114,6 @@ class GatherCases(TableCases):
             assert rows.shape == (*np.shape(index), 4)
             table.scatter(index, rows)
         assert table.stats().gathered_rows == 0
-
-    def test_shape_of_the_index_is_kept(self):
-        for index in ([[1, 2], [3, 4]], np.array([[1, 2], [3, 4]]), torch.tensor([[1, 3], [2, 4]]).t()):
-            rows = self.numbered().gather(index)
-            assert rows.shape == (2, 2, 4)
-            assert rows[..., 0].tolist() == [[1, 2], [3, 4]]
 
     def test_result_is_a_copy(self):
         table = self.numbered()
@@ -137,27 +136,28 @@ class GatherCases(TableCases):
             assert "rows are named by integers; pass " in one_line(error), name
         self.assert_unchanged(table, before)
 
-    def test_float_and_mask_name_the_remedy(self):
-        with pytest.raises(InvalidTypeError, match=r"index is of dtype torch.float64 .*; pass index.long\(\)"):
-            self.numbered().gather(torch.tensor([1.0], dtype=torch.float64))
-        with pytest.raises(InvalidTypeError, match=r"index is a boolean mask .*; pass mask.nonzero\(\).flatten\(\)"):
-            self.numbered().gather(torch.ones(10, dtype=torch.bool))
-
-    def test_nested_index(self):
-        ids = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
-        with refused(InvalidTypeError, r"index is a nested tensor .*; pass index.values\(\)"):
-            self.numbered().gather(ids)
-
     @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-    @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-    def test_sparse_index(self, layout):
-        ids = torch.tensor([[1, 0], [0, 2]]).to_sparse(layout=layout)
-        with refused(InvalidTypeError, rf"a sparse tensor \({layout}\) .*; pass index.to_dense\(\)"):
-            self.numbered().gather(ids)
-
-    def test_index_without_values(self):
-        with refused(InvalidTypeError, "index is on the meta device, which has no values"):
-            self.numbered().gather(torch.zeros(2, dtype=torch.int64, device="meta"))
+    def test_an_index_of_another_kind_names_the_remedy(self):
+        table, ids = self.numbered(), torch.tensor([[1, 0], [0, 2]])
+        nested = torch.nested.nested_tensor([torch.tensor([1, 2]), torch.tensor([3])], layout=torch.jagged)
+        for index, words in (
+            (torch.tensor([1.0], dtype=torch.float64), r"index is of dtype torch.float64 .*; pass index.long\(\)"),
+            (torch.ones(10, dtype=torch.bool), r"index is a boolean mask .*; pass mask.nonzero\(\).flatten\(\)"),
+            (nested, r"index is a nested tensor .*; pass index.values\(\)"),
+            (
+                ids.to_sparse(layout=torch.sparse_coo),
+                r"a sparse tensor \(torch.sparse_coo\) .*; pass index.to_dense\(\)",
+            ),
+            (
+                ids.to_sparse(layout=torch.sparse_csr),
+                r"a sparse tensor \(torch.sparse_csr\) .*; pass index.to_dense\(\)",
+            ),
+            (ids.to("meta"), "index is on the meta device, which has no values"),
+        ):
+            with refused(InvalidTypeError, words):
+                table.gather(index)
+        with refused(InvalidValueError, "index is a ragged sequence"):
+            table.gather([[1, 2], [3]])
 
     def test_names_and_dtypes_of_another_type(self):
         table = self.numbered()
@@ -223,20 +223,7 @@ class GatherCases(TableCases):
         table.add_plane("m", 1, fill=2.0)
         assert table.gather([4], ["weight", "m"])["m"].tolist() == [[2.0]]
 
-    def test_table_of_one_row(self):
-        table = self.numbered(1, 3)
-        assert table.gather([0, 0]).tolist() == [[0, 0.25, 0.5]] * 2
-        with pytest.raises(RowIndexError, match=r"index is 1 but the table has 1 rows \(0 to 0\)"):
-            table.gather(1)
-
     # --- gather(out=) -------------------------------------------------------------------------------------------------
-
-    def test_out(self, dtype):
-        values = numbers((20, 3), dtype)
-        table = self.filled(values)
-        out = torch.zeros(2, 2, 3, dtype=dtype, device=table.device)
-        assert table.gather([[1, 2], [19, 1]], out=out) is out
-        assert_same_bits(out.cpu(), values.view(torch.uint8)[[1, 2, 19, 1]].view(dtype).view(2, 2, 3))
 
     def test_out_strided(self):
         table = self.numbered(10, 3)
@@ -244,13 +231,9 @@ class GatherCases(TableCases):
         assert table.gather([5, 6], out=whole[::2, ::2]).tolist() == table.gather([5, 6]).tolist()
         assert whole[1].tolist() == [-1] * 6
         assert whole[0].tolist() == [5, -1, 5.25, -1, 5.5, -1]
-        transposed = torch.zeros(3, 2, device=table.device).t()
-        assert table.gather([5, 6], out=transposed)[:, 0].tolist() == [5, 6]
-
-    def test_out_of_a_nested_index_strided(self):
-        table = self.numbered(10, 3)
         out = torch.zeros(2, 2, 3, device=table.device).transpose(0, 1)
         assert table.gather([[1, 2], [3, 4]], out=out)[..., 0].tolist() == [[1, 2], [3, 4]]
+        assert table.gather([], out=whole[:0, :3]).shape == (0, 3)
 
     def test_out_that_requires_grad(self):
         table = self.numbered()
@@ -259,11 +242,6 @@ class GatherCases(TableCases):
         assert out.is_leaf
         assert out.tolist() == [[3, 3.25, 3.5, 3.75]]
 
-    def test_out_without_rows(self):
-        table = self.numbered()
-        out = torch.zeros(0, 4, device=table.device)
-        assert table.gather([], out=out) is out
-
     def test_out_inside_the_table(self):
         table = self.numbered()
         if table.torch().device != table.device:
@@ -271,15 +249,12 @@ class GatherCases(TableCases):
         assert table.gather([2, 1, 0], out=table.torch()[1:4])[:, 0].tolist() == [2, 1, 0]
         assert self.rows_of(table)[:5, 0].tolist() == [0, 2, 1, 0, 4]
 
-    @pytest.mark.parametrize("shape", [(2, 3), (3, 4), (2, 4, 1), (8,), (1, 2, 4)], ids=str)
-    def test_out_of_the_wrong_shape(self, shape):
-        table = self.numbered()
-        with pytest.raises(InvalidValueError) as error:
-            table.gather([1, 2], out=torch.zeros(shape, device=table.device))
-        assert one_line(error).startswith(f"out has shape {shape} but index and table ask for (2, 4); ")
-
     def test_out_of_the_wrong_kind(self):
         table = self.numbered()
+        for shape in ((2, 3), (3, 4), (2, 4, 1), (8,), (1, 2, 4)):
+            with pytest.raises(InvalidValueError) as error:
+                table.gather([1, 2], out=torch.zeros(shape, device=table.device))
+            assert one_line(error).startswith(f"out has shape {shape} but index and table ask for (2, 4); ")
         with pytest.raises(InvalidTypeError, match=r"out has dtype torch.float64 but the plane holds torch.float32; "):
             table.gather([1], out=torch.zeros(1, 4, dtype=torch.float64, device=table.device))
         with pytest.raises(InvalidValueError, match=f"out is on meta but the table computes on {table.device}; "):

@@ -34,26 +34,15 @@ class ScatterCases(TableCases):
             np.array([[1, 3], [2, 4]], dtype=np.float32).T,
             np.array([[3, 4], [1, 2]], dtype=np.float32)[::-1],
             np.frombuffer(np.array([[1, 2], [3, 4]], dtype=np.float32).tobytes(), dtype=np.float32).reshape(2, 2),
+            torch.arange(1.0, 5.0, device=self.device).view(2, 2).repeat_interleave(2, 1)[:, ::2],
+            torch.tensor([[1.0, 2.0], [3.0, 4.0]], device=self.device, requires_grad=True),
         ):
             table = self.make(4, 2)
             table.scatter([3, 1], rows)
             assert self.rows_of(table).tolist() == [[0, 0], [3, 4], [0, 0], [1, 2]]
-
-    def test_scatter_strided_rows(self):
-        table = self.make(4, 2)
-        table.scatter([3, 1], torch.arange(8.0, device=table.device).view(2, 4)[:, ::2])
-        assert self.rows_of(table).tolist() == [[0, 0], [4, 6], [0, 0], [0, 2]]
+            assert not table.torch().requires_grad
         table.scatter([0, 2], torch.tensor([5.0, 6.0], device=table.device).expand(2, 2))
         assert self.rows_of(table)[[0, 2]].tolist() == [[5, 6], [5, 6]]
-
-    def test_scatter_rows_that_require_grad(self):
-        table = self.make(4, 2)
-        rows = torch.ones(2, 2, device=table.device, requires_grad=True)
-        table.scatter([0, 1], rows)
-        table.scatter([2, 3], rows * 3)
-        assert not table.torch().requires_grad
-        assert not table.gather([0]).requires_grad
-        assert self.rows_of(table)[:, 0].tolist() == [1, 1, 3, 3]
 
     def test_scatter_of_the_tables_own_rows(self):
         table = self.numbered()

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from cases import FLOAT8_DTYPES, dtype_name, numbers, refused
+from cases import FLOAT8_DTYPES, INTEGER_DTYPES, numbers, refused
 
 from speedtransfer.errors import (
     InvalidTypeError,
@@ -48,28 +48,22 @@ class ValueCases(TableCases):
         table.zero_()
         assert self.rows_of(table).tolist() == [[0, 0, 0]] * 50
 
-    @pytest.mark.parametrize("float8", FLOAT8_DTYPES, ids=dtype_name)
-    def test_random_numbers_for_a_float8_table(self, float8):
-        if float8 not in self.dtypes:
-            return
-        table = self.numbered(dtype=float8)
-        before = self.rows_of(table)
-        for name in ("normal_", "uniform_"):
-            with refused(InvalidTypeError, rf"{name} draws no {float8}; use init_"):
-                getattr(table, name)()
-        self.assert_unchanged(table, before)
-        torch.manual_seed(3)
-        table.init_(lambda chunk: torch.randn(chunk.shape))
-        torch.manual_seed(3)
-        self.assert_unchanged(table, torch.randn(before.shape).to(float8))
-
-    def test_random_numbers_for_an_integer_table(self, int_dtype):
-        table = self.numbered(dtype=int_dtype)
-        before = self.rows_of(table)
-        for name in ("normal_", "uniform_"):
-            with refused(InvalidTypeError, rf"{name} needs a floating dtype but the table holds {int_dtype}"):
-                getattr(table, name)()
-        self.assert_unchanged(table, before)
+    def test_random_numbers_for_a_dtype_that_has_none(self):
+        for dtype in self.dtypes:
+            if dtype not in (*FLOAT8_DTYPES, *INTEGER_DTYPES):
+                continue
+            table, float8 = self.numbered(dtype=dtype), dtype in FLOAT8_DTYPES
+            before = self.rows_of(table)
+            rule = f"draws no {dtype}; use init_" if float8 else f"needs a floating dtype but the table holds {dtype}"
+            for name in ("normal_", "uniform_"):
+                with refused(InvalidTypeError, f"{name} {rule}"):
+                    getattr(table, name)()
+            self.assert_unchanged(table, before)
+            if float8:
+                torch.manual_seed(3)
+                table.init_(lambda chunk: torch.randn(chunk.shape))
+                torch.manual_seed(3)
+                self.assert_unchanged(table, torch.randn(before.shape).to(dtype))
 
     @pytest.mark.parametrize(
         "function",
