@@ -8,13 +8,13 @@ import io
 import os
 import pickle
 import threading
-import warnings
 import weakref
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from in_child import in_child
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import Program, parse
@@ -554,24 +554,15 @@ def test_a_compiled_model_goes_with_its_tables() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@torch.no_grad()
 def test_a_forked_process() -> None:
     model, plain = pair()
     run, ids = compiled(model), batches(1)[0]
     expected = plain(ids)
-    with torch.no_grad():
-        assert torch.equal(run(ids), expected)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        child = os.fork()
-    if child == 0:
-        try:
-            with torch.no_grad():
-                same = torch.equal(run(ids), expected)
-                same = same and torch.equal(copy.deepcopy(model)(ids), expected)
-            os._exit(0 if same else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for use in (lambda: run(ids), lambda: copy.deepcopy(model)(ids)):
+        assert torch.equal(use(), expected)
+        assert in_child(lambda use=use: torch.equal(use(), expected))
 
 
 def arguments(leaf: Tensor, key: Tensor, ids: Tensor, training: bool = True) -> tuple:
