@@ -2,8 +2,8 @@
 
 A paragraph is a case. A comment on top is its title; without one each statement is run by itself, from the same values. Where
 the last line is an expression, its value is compared too. A line ``# refused: REASON`` marks what is documented to raise here;
-``# refused (copies): REASON`` what raises where the whole table is a copy of the rows: in CUDA's memory of rows on the host, or
-in float32 of rows stored in fewer bits.
+``# refused (copies): REASON`` what raises where the whole table is a copy of the rows: in CUDA's memory of rows on the host,
+or in float32 of rows stored in fewer bits.
 
 `weight_world.World` says which names there are: `emb` (40 x 6) and `items` (30 x 6) are embeddings in `model`, `query` a
 parameter (3, 6), `opt` the optimizer over all of them.
