@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import Tensor
 
 
 def in_child(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns in a child of fork; raise what it raises there."""
+    """Return what `function` returns in a child of fork, which is killed if it hangs; raise what it raises there."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        # pytest-timeout has a handler of its own.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(60)
         # torch's own threads do not survive a fork.
         torch.set_num_threads(1)
         try:

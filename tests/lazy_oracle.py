@@ -161,12 +161,12 @@ LAZY = SimpleNamespace(
 )
 
 
-def both(num_rows: int = 12, dim: int = 5, **options: Any) -> tuple[speedtransfer.Embedding, nn.Embedding]:
-    """Return one of our embeddings and the same one of torch."""
+def both(num_rows: int = 12, dim: int = 5, kind: str = "Embedding", **options: Any) -> tuple[Any, Any]:
+    """Return one of our modules and the same one of torch."""
     torch.manual_seed(2)
-    ours = speedtransfer.Embedding(num_rows, dim, idle="lazy", **options)
+    ours = getattr(LAZY, kind)(num_rows, dim, **options)
     torch.manual_seed(2)
-    return ours, nn.Embedding(num_rows, dim, **options)
+    return ours, getattr(nn, kind)(num_rows, dim, **options)
 
 
 class Pair:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import threading
-import warnings
 
 import numpy as np
 import pytest
 import torch
 from cases import TABLE_DTYPES, dtype_name
+from in_child import in_child
 
 from speedtransfer import buffers
 from speedtransfer.buffers import BlockPool
@@ -269,26 +268,12 @@ def test_a_tensor_may_die_while_the_pool_is_at_work(pool, monkeypatch):
     assert pool._leased_bytes == 0
 
 
-def in_child(function):
-    """Run `function` in a forked process and return its exit code: 0 where it returns true."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads, which torch has
-        child = os.fork()
-    if child == 0:
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest-timeout has a handler for it
-        signal.alarm(20)
-        code = 1
-        try:
-            code = 0 if function() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+forks = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-
-
-@needs_fork
 def test_a_forked_process_does_not_disturb_its_parent():
     tensor, free = empty().fill_(1), empty()
     address = free.data_ptr()
@@ -300,14 +285,13 @@ def test_a_forked_process_does_not_disturb_its_parent():
         tensor.numpy()[:] = 3
         return again.data_ptr() == address and bool(tensor.numpy()[0] == 3)
 
-    assert in_child(child) == 0
+    assert in_child(child)
     assert tensor.eq(1).all()
     again = empty()
     assert again.data_ptr() == address
     assert not again.eq(2).any()
 
 
-@needs_fork
 def test_a_process_forked_while_a_thread_holds_the_lock(monkeypatch):
     monkeypatch.undo()  # only the pool of the package is told of forks
     pool = buffers._pool
@@ -322,7 +306,11 @@ def test_a_process_forked_while_a_thread_holds_the_lock(monkeypatch):
     thread.start()
     held.wait()
     try:
-        assert in_child(lambda: len(empty()) == LARGE) == 0
+        assert in_child(lambda: len(empty()) == LARGE)
     finally:
         release.set()
         thread.join()
+
+
+for _test in (test_a_forked_process_does_not_disturb_its_parent, test_a_process_forked_while_a_thread_holds_the_lock):
+    _test.pytestmark = forks

@@ -84,6 +84,57 @@ def drawn(*shapes: Any, high: int = 20) -> list[Tensor]:
     return [torch.empty(shape, dtype=torch.int64).random_(high, generator=generator) for shape in shapes]
 
 
+# --- rows ----------------------------------------------------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Two tables, one of them looked up twice."""
+
+    def __init__(self, dtype: torch.dtype = F64, **options: Any) -> None:
+        super().__init__()
+        self.words = st.Embedding(50, 4, padding_idx=3, dtype=dtype, **options)
+        self.tags = st.Embedding(20, 4, dtype=dtype, **options)
+        self.head = nn.Linear(4, 2, dtype=dtype)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found = self.words(ids) * self.words((ids + 1) % 50) + self.tags(ids % 20)
+        return self.head(found).square()
+
+
+class Hashing(nn.Module):
+    """N-grams of tokens that are hashed in the graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = st.NgramEmbedding(st.NgramHash(orders=(2, 3), heads=2, rows=1000), 4, std=0.1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids).double()
+
+
+ROWS: dict[str, Callable[[], nn.Module]] = {
+    "exact": Model,
+    "lazy": lambda: Model(idle="lazy"),
+    "by frequency": lambda: Model(scale_grad_by_freq=True),
+    "cache": lambda: Model(cache_rows=8),
+    "int8": lambda: Model(torch.float32, storage_dtype=torch.int8),
+    "bfloat16": lambda: Model(torch.bfloat16),
+    # Of which copies are in memory that is used again.
+    "large": lambda: st.Embedding(5000, 64, padding_idx=7, dtype=F64),
+    "n-grams": Hashing,
+}
+LARGE = [(ids,) for ids in drawn(3000, 2000, 2500, high=5000)]
+SMALL = [(ids,) for ids in drawn((6, 7), (5, 4), (9, 3), high=50)]
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("backend", [EAGER, "aot_eager", INDUCTOR])
+def test_rows(name: str, backend: str) -> None:
+    # Dense ones are trained with other idle rows, or from other values.
+    dense = name in ("exact", "by frequency", "cache", "large")
+    check(ROWS[name], LARGE if name == "large" else SMALL, backend, dense)
+
+
 # --- bags ----------------------------------------------------------------------------------------------------------------
 
 TABLES = [(ids,) for ids in drawn((4, 3), (5, 2), (7, 6))]

@@ -11,12 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.errors import InvalidValueError, RowIndexError
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.tables import Table
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-MODES = [torch.no_grad, torch.inference_mode]
 
 
 def frozen(rows: int = 50, dim: int = 4, dtype: torch.dtype = torch.float32, **options) -> st.Embedding:
@@ -28,53 +27,30 @@ def frozen(rows: int = 50, dim: int = 4, dtype: torch.dtype = torch.float32, **o
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_every_kind_of_ids(dtype: torch.dtype, mode) -> None:
     emb = frozen(dtype=dtype)
     table = emb.table.torch().clone()
     grid = torch.randint(0, 50, (6, 8))
-    given = [
-        torch.tensor(7),
-        torch.tensor([], dtype=torch.int64),
-        torch.empty(0, 3, dtype=torch.int32),
-        grid,
-        grid.t(),
-        grid[:, ::3],
-        grid.int(),
-        grid.to(torch.uint8),
-        grid.to(torch.int16),
-        grid.flatten()[5:6],
-        torch.randint(0, 50, (300,)),
-    ]
+    large = torch.randint(0, 50, (300,))
     with mode():
-        for ids in given:
+        for ids in (
+            torch.tensor(7),
+            torch.empty(0, 3, dtype=torch.int32),
+            grid.t(),
+            grid[:, ::3],
+            grid.to(torch.uint8),
+            large,
+        ):
             found = emb(ids)
             assert torch.equal(found, F.embedding(ids.long(), table)), ids
-            assert found.shape == (*ids.shape, 4)
             assert found.is_contiguous()
             assert not found._is_view()
-        assert torch.equal(emb([[1, 2], [3, 4]]), table[torch.tensor([[1, 2], [3, 4]])])
-        assert torch.equal(emb(np.array([3, 1])), table[[3, 1]])
-        assert torch.equal(emb(3), table[3])
-    # Ours, and the caller's to write to.
-    with torch.no_grad():
+        for ids in ([[1, 2], [3, 4]], np.array([3, 1]), 3):
+            assert torch.equal(emb(ids), table[torch.as_tensor(ids)])
+        # Ours, and the caller's to write to.
         emb(grid).zero_()
     assert torch.equal(emb.table.torch(), table)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bad", [50, -1, 2**40, -(2**62)])
-@pytest.mark.parametrize("kind", [torch.int64, torch.int32])
-def test_ids_out_of_range_raise_as_ever(mode, bad: int, kind: torch.dtype) -> None:
-    if kind == torch.int32 and abs(bad) > 2**31:
-        pytest.skip("no int32")
-    emb = frozen()
-    before = emb.table.stats()
-    with mode(), pytest.raises(RowIndexError, match=rf"index\[1, 0\] is {bad}"):
-        emb(torch.tensor([[1, 2], [bad, 3]], dtype=kind))
-    assert emb.table.stats() == before
-    with mode(), pytest.raises(InvalidTypeError, match="boolean mask"):
-        emb(torch.tensor([True]))
 
 
 def test_every_dtype_of_a_table_checks_its_ids() -> None:
@@ -114,14 +90,10 @@ def test_rows_trained_before_are_caught_up_and_read_ahead() -> None:
         torch.testing.assert_close(emb(torch.tensor([2])), dense(torch.tensor([2])), rtol=1e-12, atol=0)
 
 
-def test_max_norm_a_cache_codes_and_files(tmp_path) -> None:
+def test_a_cache_codes_and_files(tmp_path) -> None:
     ids = torch.tensor([[1, 2], [2, 49]])
     values = torch.randn(50, 4)
-    expected = nn.Embedding(50, 4, max_norm=0.5, _weight=values.clone())
-    short = st.Embedding(50, 4, max_norm=0.5, _weight=values.clone())
     with torch.no_grad():
-        assert torch.equal(short(ids), expected(ids))
-        assert torch.equal(short.table.torch(), expected.weight)
         for options in (
             {"cache_rows": 5},
             {"memory": "mmap", "path": tmp_path / "rows.npy"},

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import pickle
 from typing import Any
 
 import pytest
 import torch
+from lazy_oracle import both
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -18,12 +20,7 @@ from speedtransfer.optim import find_handle
 IDS = torch.tensor([7, 1, 3, 1])
 
 
-def both(kind: str = "Embedding", dtype: torch.dtype = torch.float32, **kwargs: Any) -> tuple[Any, Any]:
-    """Return one of our modules and one of torch.nn, with sparse=True and one seed."""
-    torch.manual_seed(0)
-    theirs = getattr(nn, kind)(10, 4, sparse=True, dtype=dtype, **kwargs)
-    torch.manual_seed(0)
-    return getattr(st, kind)(10, 4, sparse=True, dtype=dtype, **kwargs), theirs
+both = functools.partial(both, 10, 4, sparse=True)
 
 
 def backward(*modules: Any, ids: Tensor = IDS) -> None:
@@ -77,7 +74,7 @@ def test_reads_as_in_torch(read: str) -> None:
 
 @pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
 def test_dense_where_torch_makes_it_dense(kind: str) -> None:
-    ours, theirs = both(kind)
+    ours, theirs = both(kind=kind)
     for emb in (ours, theirs):
         emb(IDS[None]).sum().backward()
         emb.weight.pow(2).sum().backward()
@@ -143,7 +140,7 @@ def test_gradients_by_the_weight_are_sparse() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision_adds_up_as_torch_does(dtype: torch.dtype, mode: str) -> None:
     """Where each addition rounds, the order of a sum shows."""
-    ours, theirs = both("EmbeddingBag", dtype, mode=mode)
+    ours, theirs = both(kind="EmbeddingBag", dtype=dtype, mode=mode)
     ids = torch.randint(10, (40, 30), generator=torch.Generator().manual_seed(0))
     grad = torch.rand(40, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
     for emb in (ours, theirs):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -347,16 +346,6 @@ forks = [
 ]
 
 
-def forked(function: Callable[[], Any]) -> Any:
-    """Return what `function` returns in a child, which is killed if it hangs."""
-
-    def call() -> Any:
-        signal.alarm(30)
-        return plain(function())
-
-    return in_child(call)
-
-
 def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for a while; then the child finds them free."""
     monkeypatch.setattr(once, "_PATIENCE_S", 0.05)
@@ -373,13 +362,13 @@ def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatc
         pool.submit(hold)
         assert has.wait(60)
         try:
-            got = forked(lambda: [emb(torch.arange(ROWS)), emb.table.stats().gathered_rows])
+            got = in_child(lambda: plain([emb(torch.arange(ROWS)), emb.table.stats().gathered_rows]))
         finally:
             done.set()
     assert (got[0] == want).all()
     # Of its own thread too.
     with emb._handle.rows.lock:
-        assert (forked(lambda: emb(torch.arange(ROWS))) == want).all()
+        assert (in_child(lambda: plain(emb(torch.arange(ROWS)))) == want).all()
     assert (plain(emb(torch.arange(ROWS))) == want).all()
 
 
@@ -397,7 +386,7 @@ def test_a_fork_waits_for_a_write(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         written = pool.submit(lambda: table.scatter(torch.arange(ROWS), torch.ones(ROWS, DIM)))
         assert begun.wait(60)
-        assert (forked(lambda: table.torch()) == 1).all()
+        assert (in_child(lambda: plain(table.torch())) == 1).all()
         written.result(60)
 
 

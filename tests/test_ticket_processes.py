@@ -10,6 +10,7 @@ import threading
 
 import pytest
 import torch
+from in_child import in_child
 from torch.utils.data import DataLoader, TensorDataset
 
 import speedtransfer as st
@@ -43,22 +44,6 @@ def test_there_are_no_more_threads_than_two(emb):
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def in_a_fork(check) -> int:
-    """Return the exit status of a child that runs `check`: 0 where it is true; the child is killed if it hangs."""
-    child = os.fork()
-    if child == 0:
-        try:
-            os._exit(0 if check() else 1)
-        except BaseException:
-            os._exit(2)
-    killer = threading.Timer(LIMIT_S, os.kill, (child, 9))
-    killer.start()
-    try:
-        return os.waitpid(child, 0)[1]
-    finally:
-        killer.cancel()
-
-
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, monkeypatch):
@@ -82,7 +67,7 @@ def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, mon
         same = torch.equal(found, emb.table.torch()[ids]) and torch.equal(emb(own), emb.table.torch()[ids])
         return same and torch.equal(emb(ticket), emb.table.torch()[ids])
 
-    assert in_a_fork(check) == 0
+    assert in_child(check)
     go_on.set()
     assert torch.equal(emb(ticket), emb.table.torch()[ids])
 
@@ -101,7 +86,7 @@ def test_a_process_forked_while_a_thread_counts_its_rows_can_read(emb):
     thread.start()
     try:
         assert counts.wait(LIMIT_S)
-        assert in_a_fork(lambda: emb(torch.tensor([4])).shape == (1, DIM)) == 0
+        assert in_child(lambda: emb(torch.tensor([4])).shape == (1, DIM))
     finally:
         go_on.set()
         thread.join()

@@ -1,8 +1,9 @@
 """What people do with `emb.weight`: short pieces of code, each run on ``torch.nn.Embedding`` and on ours (test_weight.py).
 
-A paragraph is a case. A comment on top is its title; where the last line is an expression, its value is compared too. A line
-``# refused: REASON`` marks what is documented to raise here; ``# refused (copies): REASON`` what raises where the whole table
-is a copy of the rows: in CUDA's memory of rows on the host, or in float32 of rows stored in fewer bits.
+A paragraph is a case. A comment on top is its title; without one each statement is run by itself, from the same values. Where
+the last line is an expression, its value is compared too. A line ``# refused: REASON`` marks what is documented to raise here;
+``# refused (copies): REASON`` what raises where the whole table is a copy of the rows: in CUDA's memory of rows on the host,
+or in float32 of rows stored in fewer bits.
 
 `weight_world.World` says which names there are: `emb` (40 x 6) and `items` (30 x 6) are embeddings in `model`, `query` a
 parameter (3, 6), `opt` the optimizer over all of them.
@@ -10,6 +11,7 @@ parameter (3, 6), `opt` the optimizer over all of them.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import re
 
@@ -29,6 +31,13 @@ class Case:
         """A name for the test, of the title or the first line of code."""
         text = re.sub(r"[^\w.\[\]=+*@-]+", "_", self.title or self.code.splitlines()[0])
         return f"{self.group}-{text.strip('_')[:60]}"
+
+    @property
+    def parts(self) -> list[str]:
+        """The code that is run at once: all of it, or each statement."""
+        if self.title:
+            return [self.code]
+        return [ast.unparse(statement) for statement in ast.parse(self.code).body]
 
 
 def parse(group: str, text: str) -> list[Case]:
@@ -54,91 +63,51 @@ def parse(group: str, text: str) -> list[Case]:
 READ = parse(
     "read",
     """
-# Shape and size
 emb.weight.shape, emb.weight.size(), emb.weight.size(0), emb.weight.size(-1), emb.weight.numel(), len(emb.weight)
-
-# Kind
 emb.weight.dtype, emb.weight.device, emb.weight.dim(), emb.weight.ndim, emb.weight.is_leaf, emb.weight.requires_grad
-
-# Layout
 emb.weight.stride(), emb.weight.is_contiguous(), emb.weight.is_sparse, emb.weight.layout, emb.weight.element_size()
-
 isinstance(emb.weight, nn.Parameter), isinstance(emb.weight, torch.Tensor), torch.is_tensor(emb.weight)
-
-# Count parameters
 sum(p.numel() for p in model.parameters()), [p.shape for p in model.parameters()]
-
-# Size in bytes
 sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-
 emb.weight.norm(), emb.weight.norm(dim=1), emb.weight.norm(p=1, dim=0), torch.linalg.norm(emb.weight)
-
 emb.weight.mean(), emb.weight.std(), emb.weight.sum(0), emb.weight.max(), emb.weight.abs().mean(1)
-
 emb.weight.argmax(1), emb.weight.min(dim=0).values, torch.sort(emb.weight[:, 0])[0]
-
 emb.weight[3], emb.weight[-1], emb.weight[3, 2]
-
 emb.weight[2:9], emb.weight[::5], emb.weight[:, :3], emb.weight[..., 0], emb.weight[None, 4]
-
 emb.weight[index], emb.weight[ids], emb.weight[[3, 30]]
-
 emb.weight[mask], emb.weight[emb.weight[:, 0] > 0]
-
 torch.index_select(emb.weight, 0, index), emb.weight.index_select(0, index), emb.weight.gather(0, index[:, None])
-
 emb.weight.tolist(), emb.weight[3].tolist()
-
 [float(row.sum()) for row in emb.weight], sum(row[0] for row in emb.weight)
-
 emb.weight[3, 2].item(), float(emb.weight[0, 0]), bool((emb.weight > 0).any())
-
 emb.weight.detach().cpu().numpy()
-
 np.asarray(emb.weight.detach()), np.array(emb.weight.data), np.linalg.norm(emb.weight.detach().numpy(), axis=1)
-
 emb.weight.data, emb.weight.data.clone(), emb.weight.detach().clone(), emb.weight.data[2].sum()
-
 emb.weight.cpu(), emb.weight.float(), emb.weight.double(), emb.weight.to(torch.float32), emb.weight.type_as(query)
-
 emb.weight.t(), emb.weight.T, emb.weight.view(-1), emb.weight.reshape(20, 12), emb.weight.unsqueeze(0), emb.weight.flatten()
-
 emb.weight + 1, emb.weight * 2, 1 - emb.weight, emb.weight / 3, -emb.weight, emb.weight**2, emb.weight > 0
-
 emb.weight.chunk(2), emb.weight.split(15), emb.weight.unbind(0)[5], torch.narrow(emb.weight, 0, 3, 4)
-
 emb.weight.expand(2, 40, 6), emb.weight.repeat(2, 1), emb.weight.repeat_interleave(2, dim=0)
-
 torch.zeros_like(emb.weight), torch.empty_like(emb.weight).shape, emb.weight.new_zeros(3), emb.weight.new_ones(2, 2)
-
 torch.isnan(emb.weight).any(), torch.isfinite(emb.weight).all(), torch.equal(emb.weight, emb.weight)
-
 torch.allclose(emb.weight, emb.weight.detach().clone()), (emb.weight == emb.weight).all()
 
 # Scores of all items
 query @ emb.weight.T
 
 query @ emb.weight.t(), torch.matmul(query, emb.weight.transpose(0, 1)), torch.mm(query, emb.weight.T)
-
 F.linear(query, emb.weight), F.linear(query, emb.weight, bias)
-
 torch.einsum("qd,nd->qn", query, emb.weight), torch.addmm(bias, query, emb.weight.T), query[0] @ emb.weight[5]
-
 F.embedding(ids, emb.weight), F.embedding(ids, emb.weight, padding_idx=3)
-
 F.embedding(ids, emb.weight, max_norm=None, scale_grad_by_freq=True)
-
 F.embedding_bag(ids, emb.weight), F.embedding_bag(ids, emb.weight, mode="sum")
-
 F.embedding_bag(ids.flatten(), emb.weight, offsets, mode="max")
-
 torch.cdist(query, emb.weight), torch.cdist(query, emb.weight, p=1)
 
 # Nearest neighbours
 torch.topk(query @ emb.weight.T, 5)
 
 F.cosine_similarity(query[:1], emb.weight), F.normalize(query) @ F.normalize(emb.weight).T
-
 F.normalize(emb.weight, dim=1), F.dropout(emb.weight, 0.0), F.softmax(emb.weight, dim=-1), F.relu(emb.weight)
 
 # Graph propagation
@@ -150,7 +119,6 @@ users, things = torch.split(torch.stack(layers, dim=1).mean(dim=1), [40, 30])
 users, things
 
 torch.cat([emb.weight, items.weight], dim=0), torch.vstack([emb.weight, emb.weight]), torch.hstack([emb.weight, bias[:, None]])
-
 torch.stack([emb.weight, emb.weight * 2]), torch.stack(list(emb.weight[:3]))
 
 # Penalty on the table
@@ -181,33 +149,19 @@ F.cross_entropy(emb(ids).mean(1) @ emb.weight.T, index[:2]), -F.log_softmax(emb(
 F.scaled_dot_product_attention(query[None], emb.weight[None], emb.weight[None])
 
 emb.weight.unflatten(0, (8, 5)), emb.weight.to_sparse_coo().to_dense(), emb.weight.unfold(0, 4, 2)
-
 emb.weight.as_strided((3,), (6,)), nn.Parameter(emb.weight.data.clone())
-
 torch.where(mask[:, None], emb.weight, torch.zeros_like(emb.weight)), emb.weight.masked_fill(mask[:, None], 0.0)
-
 emb.weight.clamp(-1, 1), torch.clamp(emb.weight, min=0), emb.weight.round(decimals=2), emb.weight.exp()
-
 torch.cumsum(emb.weight, 0), torch.outer(bias, emb.weight[:, 0]), torch.tensordot(emb.weight, query, dims=([1], [1]))
-
 torch.histc(emb.weight.detach(), 5), [(name, p.detach().mean(), p.detach().min()) for name, p in model.named_parameters()]
-
 str(tuple(emb.weight.shape)), f"{emb.weight.detach().sum():.3f}", "nan" in repr(emb.weight)
-
 list(dict(model.named_parameters())), [name for name, _ in emb.named_parameters()], list(emb.state_dict())
-
 emb.state_dict()["weight"], model.state_dict()["emb.weight"].sum(), nn.utils.parameters_to_vector(emb.parameters())
-
 emb.weight is emb.weight, emb.weight is next(emb.parameters()), emb._parameters["weight"] is emb.weight
-
 id(emb.weight) in {id(p) for g in opt.param_groups for p in g["params"]}, hash(emb.weight) == hash(emb.weight)
-
 emb(torch.arange(40)), emb(torch.arange(40)).shape == emb.weight.shape
-
 model.get_parameter("emb.weight"), getattr(model.emb, "weight"), operator.attrgetter("emb.weight")(model)
-
 torch.func.functional_call(emb, {"weight": full}, (ids,))
-
 torch.func.functional_call(emb, dict(emb.named_parameters()), (ids,))
 
 # A tensor of one's own, changed by the weight
@@ -237,99 +191,52 @@ WRITE = parse(
     "write",
     """
 nn.init.uniform_(emb.weight, -0.1, 0.1)
-
 nn.init.normal_(emb.weight, std=0.02)
-
 nn.init.normal_(emb.weight.data, mean=0.5, std=0.02)
-
 nn.init.xavier_uniform_(emb.weight)
-
 nn.init.xavier_normal_(emb.weight.data)
-
 nn.init.kaiming_uniform_(emb.weight, a=5**0.5)
-
 nn.init.kaiming_normal_(emb.weight)
-
 nn.init.trunc_normal_(emb.weight, std=0.02)
-
 nn.init.constant_(emb.weight, 0.25)
-
 nn.init.zeros_(emb.weight)
-
 nn.init.ones_(emb.weight)
-
 nn.init.eye_(emb.weight)
-
 nn.init.orthogonal_(emb.weight)
-
 nn.init.sparse_(emb.weight, sparsity=0.1)
-
 nn.init.uniform_(emb.weight.data[3:9], 1, 2)
-
 emb.weight.data.uniform_(-0.1, 0.1)
-
 emb.weight.data.normal_(0, 0.1)
-
 emb.weight.data.zero_()
-
 emb.weight.data.fill_(0.5)
-
 emb.weight.data[7] = 0
-
 emb.weight.data[7] = rows[0]
-
 emb.weight.data[index[:2]] = rows[:2]
-
 emb.weight.data[mask] = 0.0
-
 emb.weight.data[2:5, 1] += 1
-
 emb.weight.data[3].zero_()
-
 emb.weight.data[3].copy_(rows[0])
-
 emb.weight.data[3][2] = 9.0
-
 emb.weight.data.copy_(full)
-
 emb.weight.data.copy_(torch.from_numpy(full.numpy()))
-
 emb.weight.data.mul_(0.5)
-
 emb.weight.data *= 0.5
-
 emb.weight.data += 0.01 * full
-
 emb.weight.data -= emb.weight.data.mean(0)
-
 emb.weight.data = full.clone()
-
 emb.weight.data = emb.weight.data * 2
-
 emb.weight.data = F.normalize(emb.weight.data, dim=1)
-
 emb.weight.data.clamp_(-0.3, 0.3)
-
 emb.weight.data.div_(emb.weight.data.norm(dim=1, keepdim=True))
-
 emb.weight.data.renorm_(2, 0, 1.0)
-
 emb.weight.data.index_fill_(0, index, 0.0)
-
 emb.weight.data.index_copy_(0, index[:2], rows[:2])
-
 emb.weight.data.index_add_(0, index, rows)
-
 emb.weight.data.scatter_(0, index[:, None].expand(-1, 6), rows[:1].expand(4, -1))
-
 emb.weight.data.masked_fill_(mask[:, None], 0.25)
-
 emb.weight.data.t().mul_(2)
-
 emb.weight.data.view(-1)[:5] = 0
-
 emb.weight.detach()[7] = 0
-
 emb.weight.detach().copy_(full)
 
 # refused (copies): the array is over a copy and cannot be written
@@ -339,55 +246,38 @@ emb.weight.detach().numpy()[:] = full.numpy()
 emb.weight.data.numpy()[3] = 0.5
 
 torch.bernoulli(full.sigmoid(), out=emb.weight.data)
-
 with torch.no_grad():
     emb.weight[7] = rows[0]
-
 with torch.no_grad():
     emb.weight[7].fill_(0)
-
 with torch.no_grad():
     emb.weight[index[:2], 1] = 5.0
-
 with torch.no_grad():
     emb.weight[mask] *= 2
-
 with torch.no_grad():
     emb.weight.mul_(0.9)
-
 with torch.no_grad():
     emb.weight.add_(full, alpha=0.1)
-
 with torch.no_grad():
     emb.weight.copy_(full)
-
 with torch.no_grad():
     emb.weight.zero_()
-
 with torch.no_grad():
     emb.weight.clamp_(min=0)
-
 with torch.no_grad():
     emb.weight.uniform_(-1, 1)
-
 with torch.no_grad():
     emb.weight.lerp_(full, 0.1)
-
 with torch.no_grad():
     emb.weight[:] = full
-
 with torch.no_grad():
     emb.weight *= 0.5
-
 with torch.no_grad():
     emb.weight += full
-
 with torch.no_grad():
     emb.weight.div_(emb.weight.norm(dim=1, keepdim=True).clamp(min=1e-12))
-
 with torch.no_grad():
     torch.mul(emb.weight, 0.5, out=emb.weight)
-
 with torch.no_grad():
     emb.weight.set_(full.clone())
 
@@ -440,7 +330,6 @@ def init(module):
 model.apply(init)
 
 emb.reset_parameters()
-
 emb.load_state_dict({"weight": full})
 
 # Replace some of the state dict

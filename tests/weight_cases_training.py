@@ -12,86 +12,50 @@ GRAD = parse(
     "grad",
     """
 emb.weight.grad.shape, emb.weight.grad.dtype, emb.weight.grad.device, emb.weight.grad.numel(), len(emb.weight.grad)
-
 emb.weight.grad.norm(), emb.weight.grad.norm(dim=1), torch.norm(emb.weight.grad, 1), emb.weight.grad.abs().max()
-
 emb.weight.grad[3], emb.weight.grad[ids], emb.weight.grad[index], emb.weight.grad[mask], emb.weight.grad[2:9, 1]
-
 emb.weight.grad.sum(0), emb.weight.grad.mean(), emb.weight.grad.std(), (emb.weight.grad != 0).any(1).nonzero()
-
 emb.weight.grad.isnan().any(), torch.isfinite(emb.weight.grad).all(), bool((emb.weight.grad > 0).any())
-
 emb.weight.grad.clone(), emb.weight.grad.detach().cpu().numpy(), emb.weight.grad.tolist(), emb.weight.grad.data[3]
-
 emb.weight.grad * 2, emb.weight.grad + emb.weight.detach(), emb.weight.grad.flatten(), emb.weight.grad.t() @ emb.weight.grad
-
 F.cosine_similarity(emb.weight.grad, emb.weight.detach()), torch.dot(emb.weight.grad.view(-1), full.view(-1))
-
 torch.cat([p.grad.flatten() for p in model.parameters()]), [p.grad.norm().item() for p in model.parameters()]
-
 torch.stack([torch.linalg.vector_norm(p.grad) for p in model.parameters()]).norm()
-
 {name: p.grad.abs().mean() for name, p in model.named_parameters() if p.grad is not None}
-
 emb.weight.grad.is_sparse, emb.weight.grad.layout, emb.weight.grad.requires_grad, emb.weight.grad is None
-
 emb.weight.grad is emb.weight.grad, [p.grad is None for p in model.parameters()]
-
 nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
 nn.utils.clip_grad_norm_(emb.parameters(), 0.05, norm_type=1), nn.utils.clip_grad_norm_(items.weight, 1.0, norm_type="inf")
-
 nn.utils.clip_grad_value_(model.parameters(), 0.02)
-
 emb.weight.grad[3] = 0
-
 emb.weight.grad[mask] = 0.0
-
 emb.weight.grad[~mask] *= 0.5
-
 emb.weight.grad *= 0.5
-
 emb.weight.grad.mul_(mask[:, None])
-
 emb.weight.grad.data.mul_(0.1)
-
 emb.weight.grad.data[5] = 1.0
-
 emb.weight.grad.div_(2).clamp_(-0.1, 0.1)
-
 emb.weight.grad.zero_()
-
 emb.weight.grad[30].fill_(0.5)
-
 emb.weight.grad.add_(full, alpha=0.01)
-
 emb.weight.grad += 0.1 * emb.weight.detach()
-
 emb.weight.grad.copy_(full)
-
 emb.weight.grad.nan_to_num_(nan=0.0)
-
 emb.weight.grad.sign_()
-
 torch.nan_to_num(emb.weight.grad, nan=0.0, posinf=1e5, neginf=-1e5, out=emb.weight.grad)
-
 torch.clamp(emb.weight.grad, -0.02, 0.02, out=emb.weight.grad), torch.mul(emb.weight.grad, 0.5, out=emb.weight.grad)
-
 torch.add(emb.weight.grad, full, alpha=0.01, out=emb.weight.grad)
-
 torch.mul(emb.weight.grad, 2, out=torch.empty(40, 6)), torch.neg(full, out=emb.weight.grad)
-
 emb.weight.grad = None
-
 emb.weight.grad = full.clone()
-
 emb.weight.grad = torch.zeros_like(emb.weight)
-
 emb.weight.grad = emb.weight.grad * 0.5
-
 emb.weight.grad = F.normalize(emb.weight.grad, dim=1)
-
 emb.weight.grad.data = full.clone()
+opt.zero_grad(), emb.weight.grad is None
+opt.zero_grad(set_to_none=False), emb.weight.grad
+model.zero_grad(), emb.weight.grad is None
+emb.zero_grad(set_to_none=False), emb.weight.grad.abs().sum()
 
 # Frozen rows
 frozen = torch.tensor([0, 3, 9])
@@ -121,18 +85,6 @@ first = emb.weight.grad.clone()
 opt.zero_grad()
 (2 * loss()).backward()
 emb.weight.grad -= first * (emb.weight.grad * first).sum() / first.norm() ** 2
-
-opt.zero_grad()
-emb.weight.grad is None
-
-opt.zero_grad(set_to_none=False)
-emb.weight.grad
-
-model.zero_grad()
-emb.weight.grad is None
-
-emb.zero_grad(set_to_none=False)
-emb.weight.grad.abs().sum()
 
 # A second backward adds
 loss().backward()

@@ -163,25 +163,31 @@ class World:
         """Run `case`, with or without gradients, then train on for some steps, and return what is seen."""
         self.seen = []
         with defaults(self.dtype):
-            torch.manual_seed(17)
-            self.see("before")
-            if self.moment == "between":
-                self.loss(9).backward()
-            with torch.set_grad_enabled(grad), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                result = run_code(case.id, case.code, self.names)
-                # Of a view of a leaf torch says that it wants gradients even where it was made without any.
-                self.seen.append(("result", snapshot(result, grad)))
-            self.see("after the case")
-            self.use(result)
-            if steps:
-                self.names["opt"].step()
-                self.names["opt"].zero_grad()
-                self.see("after the next step")
-                for shift in range(1, steps):
-                    self.step(3 * shift)
-                self.see("at the end")
+            for number, part in enumerate(case.parts):
+                if number:
+                    self.reset()
+                self._run(case.id, part, grad, steps)
+            for shift in range(1, steps):
+                self.step(3 * shift)
+            self.see("at the end")
         return self.seen
+
+    def _run(self, name: str, code: str, grad: bool, steps: int) -> None:
+        torch.manual_seed(17)
+        self.see("before")
+        if self.moment == "between":
+            self.loss(9).backward()
+        with torch.set_grad_enabled(grad), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = run_code(name, code, self.names)
+            # Of a view of a leaf torch says that it wants gradients even where it was made without any.
+            self.seen.append((f"result of {code}", snapshot(result, grad)))
+        self.see("after the case")
+        self.use(result)
+        if steps:
+            self.names["opt"].step()
+            self.names["opt"].zero_grad()
+            self.see("after the next step")
 
     def use(self, result: Any) -> None:
         """Go back from all results that want gradients and, where there is no gradient yet, from rows that are looked up."""
