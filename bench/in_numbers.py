@@ -6,10 +6,9 @@ import json
 import re
 from typing import Any
 
-import word2vec_statistics as statistics
 from idle_training import DENSE, EXACT, LAZY, TOP
 from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
-from word2vec_report import OPTIMIZERS
+from word2vec_report import OPTIMIZERS, OURS, WORSE, differences, ratio, systems
 
 from speedtransfer.benchmark.report import commit_and_date
 from speedtransfer.benchmark.results import GroupResult
@@ -98,12 +97,12 @@ def _language_model(result: dict[str, Any]) -> str:
 
 
 def _words(result: dict[str, Any]) -> str:
-    system = next(s for s in statistics.systems(result) if s.system == statistics.OURS and s.model == "skipgram")
-    beside = statistics.ratio(result, system)
-    verdicts = [found.verdict for _, found in statistics.differences(result, system)]
-    worse = verdicts.count(statistics.WORSE)
+    system = next(system for system in systems(result) if system.system == OURS and system.model == "skipgram")
+    beside = ratio(result, system)
+    verdicts = [verdict for _, verdict in differences(result, system)]
+    worse = verdicts.count(WORSE)
     quality = f"worse on {worse} of {len(verdicts)} sets" if worse else f"not worse on any of {len(verdicts)} sets"
-    speed = "" if beside is None else f"{beside.medians:.1f} times gensim's words a second, "
+    speed = "" if beside is None else f"{beside[0]:.1f} times gensim's words a second, "
     return (
         f"**word2vec.** Skip-gram of {system.dim} dimensions by {OPTIMIZERS[system.optimizer]} on two cores: "
         f"{speed}{quality} beyond the confidence interval."

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from word2vec_data import ANALOGIES, MODELS, PAIRS, PARTS
 
 GENSIM, OURS, EVALUATE = "gensim", "speedtransfer", "evaluate"
+MODELS = ("skipgram", "cbow")
 
 
 def cores() -> int:
@@ -83,33 +83,38 @@ def evaluate(job: dict[str, Any]) -> dict[str, Any]:
     from speedtransfer.errors import InvalidValueError
     from speedtransfer.word2vec import Vectors
     from speedtransfer.word2vec import evaluate as score
-    from speedtransfer.word2vec.evaluation import load_set
+    from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
 
     folder = Path(job["folder"])
     matrix, lines = np.load(folder / "vectors.npy"), (folder / "words.txt").read_text(encoding="utf-8").split("\n")[:-1]
     words = [(word, int(count)) for word, _, count in (line.rpartition(" ") for line in lines)]
     order = sorted(range(len(words)), key=lambda row: (-words[row][1], words[row][0]))
     vectors = Vectors([words[row][0] for row in order], matrix[order])
-    scores: dict[str, float | None] = {}
-    asked: dict[str, int] = {}
-    items: dict[str, list[float | None]] = {}
-    for name, kind, path in job["sets"]:
-        keys = [name] if kind == PAIRS else [name, *(f"{name}, {part}" for part in PARTS)]
-        scores.update(dict.fromkeys(keys))
-        asked.update(dict.fromkeys(keys, 0))
+    found: dict[str, dict[str, Any]] = {"scores": {}, "asked": {}, "items": {}}
+    for name, path in job["sets"]:
         questions: Any = load_set(path)
+        pairs = isinstance(questions, SimilaritySet)
+        keys = [name] if pairs else [name, f"{name}, semantic", f"{name}, syntactic"]
+        found["scores"].update(dict.fromkeys(keys))
+        found["asked"].update(dict.fromkeys(keys, 0))
         try:
-            found: Any = score(vectors, questions, job["restrict"] if kind == ANALOGIES else len(words))
+            result: Any = score(vectors, questions, len(words) if pairs else job["restrict"])
         except InvalidValueError:  # too few known words
             continue
-        if kind == PAIRS:
-            scores[name], asked[name], items[name] = found.spearman, found.num_pairs, _cosines(vectors, questions.pairs)
-            continue
-        for key, part in zip(keys, (found.total, found.semantic, found.syntactic), strict=True):
-            scores[key], asked[key] = part.accuracy, part.num_questions
-            answers = dict.fromkeys(part.correct, 1.0) | dict.fromkeys(part.incorrect, 0.0)
-            items[key] = [answers.get(question) for _, section in questions.sections for question in section]
-    return {"scores": scores, "asked": asked, "items": items}
+        if pairs:
+            measured = [(result.spearman, result.num_pairs, _cosines(vectors, questions.pairs))]
+        else:
+            parts = (result.total, result.semantic, result.syntactic)
+            measured = [(part.accuracy, part.num_questions, _answers(part, questions)) for part in parts]
+        for key, values in zip(keys, measured, strict=True):
+            for what, value in zip(found, values, strict=True):
+                found[what][key] = value
+    return found
+
+
+def _answers(part: Any, questions: Any) -> list[float | None]:
+    known = dict.fromkeys(part.correct, 1.0) | dict.fromkeys(part.incorrect, 0.0)
+    return [known.get(question) for _, section in questions.sections for question in section]
 
 
 def _cosines(vectors: Any, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
@@ -128,9 +133,8 @@ def _keep(job: dict[str, Any], words: Sequence[str], counts: Any, matrix: np.nda
     lines = [f"{word} {count}\n" for word, count in zip(words, counts, strict=True)]
     status = Path("/proc/self/status").read_text() if Path("/proc/self/status").exists() else ""
     peak = 1024 * next((int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:")), 0)
-    if job["folder"] is not None:
-        np.save(Path(job["folder"], "vectors.npy"), matrix)
-        Path(job["folder"], "words.txt").write_text("".join(lines), encoding="utf-8")
+    np.save(Path(job["folder"], "vectors.npy"), matrix)
+    Path(job["folder"], "words.txt").write_text("".join(lines), encoding="utf-8")
     same = hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
     about = {"words": len(words), "occurrences": int(sum(counts)), "sha256": same}
     return {"vocabulary": about, "peak_bytes": peak}
