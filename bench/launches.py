@@ -2,7 +2,7 @@
 copies, allocations, and the CPU time of the host. It needs no GPU but the emulated one, ``cuda-emulator`` beside the checkout:
 
     ../shared/cuda-emulator/run python bench/launches.py                    # every form, some minutes
-    ../shared/cuda-emulator/run python bench/launches.py --only lazy -v     # forms with "lazy" in their name; -v: every kernel
+    ../shared/cuda-emulator/run python bench/launches.py --only lazy        # forms with "lazy" in their name
     ../shared/cuda-emulator/run python bench/launches.py --write            # into bench/launches.json
 
 The table says "before > now" beside the figures that the file has.
@@ -17,17 +17,35 @@ all threads in the shortest of the steps (others may use the machine), without a
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import linecache
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from experiment import OutOfTimeError, RunError, run_job
+import torch
 from store import ROOT, header, read, write
+from torch.utils._python_dispatch import TorchDispatchMode
+from warm_steps import FORMS, Sizes
 
-LIMIT_S = 600
+from speedtransfer.benchmark.memory import in_process
+from speedtransfer.errors import SpeedtransferError
+
+try:
+    import fakegpu  # of the emulated GPU
+except ImportError:
+    fakegpu = None
+
 PATH = ROOT / "bench" / "launches.json"  # of an emulated device, so that it is no result of one
 COLUMNS = {
     "launches": lambda r: sum(r["launches"].values()),
@@ -38,9 +56,13 @@ COLUMNS = {
     "allocs": lambda r: sum(r["allocations"].values()),
     "host us": lambda r: round(r["host_us"]),
 }
+WARM, TIMED = 5, 40
+RETURN_ZERO = b"\x31\xc0\xc3"  # xor eax, eax; ret
+MATRIX = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")  # by cuBLAS, which is not emulated
+HERE = Path(__file__).name
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="bench/launches.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,66 +72,205 @@ def main() -> int:
     parser.add_argument("--lookups", type=int, default=98_304)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--write", action="store_true", help="write the result; of --only into what is there")
-    parser.add_argument("-v", "--verbose", action="store_true", help="also list kernels, copies and allocations")
-    args = parser.parse_args()
-    try:
-        import fakegpu  # noqa: F401
-    except ImportError:
+    args = parser.parse_args(arguments)
+    if fakegpu is None:
         print("error: this counts on the emulated GPU; run it by cuda-emulator/run (see --help)", file=sys.stderr)
         return 2
-    from warm_steps import FORMS
-
-    sizes = {"rows": args.rows, "lookups": args.lookups, "dim": args.dim}
+    sizes = Sizes(args.rows, args.lookups, args.dim)
     about = header(ROOT, "launches")
     stored = read(PATH) if PATH.exists() else {}
-    before = stored.get("forms", {}) if stored.get("sizes") == sizes else {}
-    names = [name for name in FORMS if not args.only or any(text in name for text in args.only)]
+    before = stored.get("forms", {}) if stored.get("sizes") == sizes._asdict() else {}
     forms: dict[str, Any] = {}
     print(_line(["form", *COLUMNS]), flush=True)
-    for name in names:
-        forms[name] = result = _count(name, sizes)
-        _show(name, result, before.get(name), args.verbose)
+    os.environ.setdefault("FAKE_DEVICE_BYTES", str(8 << 30))
+    for name in (name for name in FORMS if not args.only or any(text in name for text in args.only)):
+        with tempfile.TemporaryDirectory() as folder:
+            # Without a calibration that an emulated run has left: it would choose the engine.
+            os.environ["SPEEDTRANSFER_CACHE"] = folder
+            try:
+                forms[name] = in_process(count, name, sizes, Path(folder))
+                _show(name, forms[name], before.get(name, {}))
+            except SpeedtransferError as error:
+                forms[name] = {"error": str(error)}
+                print(f"{name:40} {error}", flush=True)
     if args.write:
         complete = set(forms) >= set(FORMS)
-        write(PATH, {**about, "sizes": sizes, "forms": {**before, **forms}, "complete": complete})
+        write(PATH, {**about, "sizes": sizes._asdict(), "forms": {**before, **forms}, "complete": complete})
         print(f"wrote {PATH.relative_to(ROOT)}")
     return int(any("error" in result for result in forms.values()))
 
 
-def _count(name: str, sizes: dict[str, int]) -> dict[str, Any]:
-    """Return what a form does, counted in a process of its own, or its error."""
-    # Without a calibration that an emulated run has left: it would choose the engine.
-    with tempfile.TemporaryDirectory() as cache:
-        env = {"FAKE_DEVICE_BYTES": os.environ.get("FAKE_DEVICE_BYTES", str(8 << 30)), "SPEEDTRANSFER_CACHE": cache}
-        try:
-            return run_job("launches_counted.py", {"form": name, "sizes": sizes}, time.monotonic() + LIMIT_S, env)
-        except (RunError, OutOfTimeError) as error:
-            return {"error": str(error)}
-
-
-def _show(name: str, result: dict[str, Any], before: dict[str, Any] | None, verbose: bool) -> None:
-    if "error" in result:
-        print(f"{name:40} {result['error']}", flush=True)
-        return
-    cells = []
-    for value in COLUMNS.values():
-        old = f"{value(before):,} > " if before and "error" not in before else ""
-        cells.append(f"{old}{value(result):,}")
+def _show(name: str, result: dict[str, Any], before: dict[str, Any]) -> None:
+    old = {} if "error" in before else before
+    cells = (f"{value(old):,} > {value(result):,}" if old else f"{value(result):,}" for value in COLUMNS.values())
     print(_line([name, *cells]))
     for where, times in result["waits"].items():
         print(f"    waits {times}x  {where}")
-    if result["waits_without_values"] != sum(result["waits"].values()):
-        print(
-            f"    waits with torch's own kernels, which may know more or less of them: {result['waits_without_values']}x"
-        )
-    for what in ("launches", "operations", "copies", "allocations") if verbose else ():
-        for text, times in Counter(result[what]).most_common():
-            print(f"    {what} {times}x  {text}")
     sys.stdout.flush()
 
 
 def _line(cells: list[str]) -> str:
     return f"{cells[0]:40}" + "".join(f"{cell:>16}" for cell in cells[1:])
+
+
+# --- in a process of its own --------------------------------------------------------------------------------------------
+
+
+def count(form: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
+    """Return what a warm step does: launches, operations, waits by where they come from, copies, allocations, host time.
+
+    Files of tables go to `folder`.
+    """
+    sys.path.insert(0, str(ROOT / "tests"))
+    from gpu import emulated
+
+    emulated.install()
+    step = FORMS[form].build(sizes, torch.device("cuda", 0), folder)
+    for _ in range(WARM):
+        step()
+    torch.cuda.synchronize()
+    gc.collect()
+    gc.disable()  # what it frees would be a wait of no step
+    with watching() as watch:
+        step()
+    with without_values():
+        for _ in range(WARM):
+            clear_free_memory(everything=True)
+            step()
+        clear_free_memory()
+        with fakegpu.recorded() as calls:
+            step()
+        seconds = []
+        for _ in range(TIMED):
+            clear_free_memory()
+            step()  # what was cleared is not in the cache
+            start = time.process_time()
+            step()
+            seconds.append(time.process_time() - start)
+    found: dict[str, Counter[str]] = {"launch": Counter(), "copy": Counter(), "memset": Counter(), "alloc": Counter()}
+    for call in calls:
+        kind, _, text = call.partition(": ")
+        if kind in found:
+            found[kind][_kernel(text) if kind == "launch" else re.sub(r" \d+$", "", text)] += 1
+    products = {f"cuBLAS {name}": n for name, n in watch.operations.items() if name in MATRIX}
+    return {
+        "launches": dict(found["launch"] + Counter(products)),
+        "operations": dict(watch.operations),
+        "waits": dict(watch.waits),
+        "copies": dict(found["copy"] + found["memset"]),
+        "allocations": dict(found["alloc"]),
+        "host_us": round(1e6 * min(seconds), 1),
+    }
+
+
+def _kernel(text: str) -> str:
+    """Return the name of a kernel without what it is instantiated with."""
+    text = text.removeprefix("of torch, NOT EMULATED: ").removeprefix("of CuPy, NOT EMULATED: ")
+    text = re.sub(r" \d+x\d+$", "", text.removeprefix("void "))
+    return re.sub(r"\(anonymous namespace\)::|at::native::|at_cuda_detail::|cub::[^:]*::", "", text).split("(")[0][:60]
+
+
+# --- with values --------------------------------------------------------------------------------------------------------
+
+
+class Watch(TorchDispatchMode):
+    """Notes torch's operations on the device, and every wait of the host with the line it comes from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        self._seen = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Do the operation, and look at what it has called."""
+        name = func._schema.name.partition("::")[2]
+        result = func(*args, **(kwargs or {}))
+        self.look(sys._getframe(1))
+        values = torch.utils._pytree.tree_leaves((args, kwargs, result))
+        if any(map(fakegpu.is_cuda, values)) and fakegpu.kind_of(func) != "real":
+            self.operations[name] += 1
+        return result
+
+    def profile(self, frame: Any, event: str, _: Any) -> None:
+        """See waits that are no operation of torch: of streams, events, CuPy."""
+        if event == "c_return":
+            self.look(frame)
+
+    def look(self, frame: Any) -> None:
+        """Note a wait since the last look as one of `frame`."""
+        calls = [fakegpu.fake.fakecuda_event(i) for i in range(self._seen, fakegpu.fake.fakecuda_count())]
+        self._seen += len(calls)
+        # A copy that waits is followed by a wait for its stream: one wait.
+        if any(call.startswith(b"wait: ") for call in calls):
+            self.waits[_source(frame)] += 1
+
+
+def _source(frame: Any) -> str:
+    """Return the innermost line of this package that `frame` was called from, else of torch, else of the form."""
+    lines = [(Path(entry.f_code.co_filename), line, entry) for entry, line in traceback.walk_stack(frame)]
+    for folder in (ROOT / "speedtransfer", Path(torch.__file__).parent / "optim", ROOT):
+        for path, line, entry in lines:
+            if folder in path.parents and path.name != HERE:
+                shown = path.relative_to(ROOT) if ROOT in path.parents else Path("torch", "optim", path.name)
+                text = linecache.getline(str(path), line).strip()
+                return f"{shown}:{line} {entry.f_code.co_name}: {text[:70]}"
+    return "backward of torch"
+
+
+@contextmanager
+def watching() -> Iterator[Watch]:
+    """Watch the body."""
+    with fakegpu.recorded(), Watch() as watch:
+        sys.setprofile(watch.profile)
+        try:
+            yield watch
+        finally:
+            sys.setprofile(None)
+            watch.look(sys._getframe(1))
+
+
+# --- without ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Let torch launch its own kernels, which do nothing here, and let ours do nothing as well."""
+    kernels = Path(os.environ["FAKE_KERNELS"])
+    for path in [*kernels.glob("*.so"), *(Path(p) for p in _loaded("libcublas"))]:
+        _silence(path, "cpu_" if path.parent == kernels else "cublas")
+    fakegpu.MODE.__exit__(None, None, None)
+    yield
+    fakegpu.MODE.__enter__()
+
+
+def clear_free_memory(everything: bool = False) -> None:
+    """Fill the memory that torch holds for new tensors, only small ones unless `everything`, with zeros.
+
+    A count that the host fetches from there is none.
+    """
+    torch.cuda.synchronize()
+    for segment in torch.cuda.memory_snapshot():
+        for block in segment["blocks"]:
+            if block["state"] == "inactive" and (everything or segment["segment_type"] == "small"):
+                ctypes.memset(block["address"], 0, block["size"])
+
+
+def _loaded(name: str) -> set[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if f"/{name}" in line}
+
+
+def _silence(path: Path, prefix: str) -> None:
+    """Let the functions of a library, those whose names start with `prefix`, return 0 at once."""
+    library, libc = ctypes.CDLL(str(path)), ctypes.CDLL(None)
+    names = subprocess.run(["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True).stdout
+    for name in (line.split()[-1].partition("@")[0] for line in names.splitlines()):
+        if name.startswith(prefix):
+            address = ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+            if libc.mprotect(ctypes.c_void_p(address & ~4095), ctypes.c_size_t(8192), 7):
+                raise OSError(f"cannot change {name} in {path.name}")
+            ctypes.memmove(address, RETURN_ZERO, len(RETURN_ZERO))
 
 
 if __name__ == "__main__":
