@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from idle_training import DENSE, EXACT, LAZY, TOP
+from idle import DENSE, EXACT, LAZY, TOP
 from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
 from word2vec_report import OPTIMIZERS, OURS, WORSE, differences, ratio, systems
 
