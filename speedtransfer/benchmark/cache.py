@@ -14,9 +14,10 @@ from torch import Tensor
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
 from speedtransfer.benchmark.measure import Case, Group, synchronize
 from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.benchmark.workload import zipf_ids, zipf_shares
+from speedtransfer.benchmark.workload import spread, zipf_ids
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding
+from speedtransfer.ranks.zipf import expected_cached, expected_unique
 from speedtransfer.units import format_share
 
 NOTE = (
@@ -53,15 +54,6 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
     return [Group(title, make, params, effort={"turns": 2 if quick else 5, "samples": 1})]
 
 
-def computed_share(shares: Tensor, lookups: int, cached: int) -> float:
-    """Return the expected share of the distinct rows of `lookups` draws that are among the `cached` most probable ones.
-
-    `shares`, ``(num_rows,)``, are the probabilities of the rows.
-    """
-    seen = -torch.expm1(lookups * torch.log1p(-shares.sort(descending=True).values))
-    return float(seen[:cached].sum() / seen.sum())
-
-
 class _Runs:
     """Runs of steps on its own table."""
 
@@ -83,8 +75,7 @@ class _Runs:
             emb = Embedding(self._rows, DIM, memory="pinned", device=self._device, idle="lazy", **self._cache)
             made = emb, torch.optim.AdamW(emb.parameters(), fused=True)
         # The most probable rows first, which fill the slots of the cache.
-        hottest = zipf_shares(self._rows).sort(descending=True).indices[: int(max(SHARES) * self._rows)]
-        self._step(*made, hottest)
+        self._step(*made, spread(torch.arange(int(max(SHARES) * self._rows)), self._rows))
         self._take(*made, _WARM)
         made[0].table.reset_stats()
         return made
@@ -118,13 +109,14 @@ class _Runs:
 
 
 def _cases(device: torch.device, rows: int, lookups: int, seed: int) -> list[Case]:
-    shares = zipf_shares(rows)
+    ranks, counts = torch.arange(rows), torch.empty(rows)
+    counts[spread(ranks, rows)] = 1 / (1 + ranks)
     method = functools.partial(_Runs, device, rows, lookups, seed)
     methods: dict[str, _Runs] = {WITHOUT: method()}
     for share in SHARES:
         cached = int(share * rows)
-        methods[BY_COUNTS.format(f"{share:.0%}")] = method(cache_rows=cached, cache_counts=shares)
-        methods[BY_USE.format(f"{share:.0%}")] = method(cache_rows=cached)
-        for kind in (BY_COUNTS, BY_USE):
-            methods[kind.format(f"{share:.0%}")].figures[COMPUTED] = computed_share(shares, lookups, cached)
+        hits = expected_cached(rows, 1.0, lookups, [cached])[0] / expected_unique(rows, 1.0, lookups)
+        for kind, options in ((BY_COUNTS, {"cache_counts": counts}), (BY_USE, {})):
+            one = methods[kind.format(f"{share:.0%}")] = method(cache_rows=cached, **options)
+            one.figures[COMPUTED] = hits
     return [Case.of(name, one, "ours", parts=_STEPS) for name, one in methods.items()]

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer.benchmark.contenders import UnfilledEmbedding
 from speedtransfer.benchmark.environment import set_variable
 from speedtransfer.nn import Embedding
 from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory
@@ -161,13 +162,8 @@ class ColdTables:
         return (chosen * per_page + within).clamp_(max=self.rows - 1).view(shape)
 
 
-class _Unfilled(Embedding):
-    def reset_parameters(self) -> None:
-        """Do nothing: `_made` fills the rows with the state, chunk by chunk."""
-
-
 def _made(rows: int, **options: Any) -> tuple[Embedding, torch.optim.Optimizer]:
-    emb = _Unfilled(rows, DIM, device="cpu", idle="lazy", **options)
+    emb = UnfilledEmbedding(rows, DIM, device="cpu", idle="lazy", **options)
     optimizer = torch.optim.AdamW(emb.parameters(), fused=True)
     # The first step adds the planes of state.
     emb(torch.arange(min(2, rows))).sum().backward()

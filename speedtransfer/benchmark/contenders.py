@@ -50,9 +50,11 @@ class Contender:
     memory: str = ""
 
 
-class _Ours(Embedding):
+class UnfilledEmbedding(Embedding):
+    """Embedding whose rows are left as they are."""
+
     def reset_parameters(self) -> None:
-        """Keep the zeros: filling many gigabytes takes long, and few rows are used."""
+        """Do nothing: filling many gigabytes takes long, and few rows are used."""
 
 
 class ZeroEmbedding(nn.Embedding):
@@ -88,9 +90,11 @@ def contenders(device: torch.device, optimizer: str = "AdamW", idle: str = "lazy
 def _ours(memory: Any, device: torch.device, optimizer: str, idle: Any) -> Contender:
     def embed(rows: int, dim: int) -> nn.Module:
         if memory != "mmap":
-            return _Ours(rows, dim, device=device, memory=memory, idle=idle)
+            return UnfilledEmbedding(rows, dim, device=device, memory=memory, idle=idle)
         folder = tempfile.mkdtemp(prefix="speedtransfer-bench-")
-        emb = _Ours(rows, dim, device=device, memory=memory, path=Path(folder, "table.safetensors"), idle=idle)
+        emb = UnfilledEmbedding(
+            rows, dim, device=device, memory=memory, path=Path(folder, "table.safetensors"), idle=idle
+        )
         weakref.finalize(emb, shutil.rmtree, folder, ignore_errors=True)
         return emb
 

@@ -79,8 +79,6 @@ def _cases(device: torch.device, rows: int, tokens: int, seed: int) -> list[Case
     else:
         table = ours.table.torch()
         methods[FUNCTION] = lambda ids: F.embedding(ids, table)
-    queues = {name: cuda and name != BY_HAND for name in methods}
     return [
-        Case.of(name, Lookups(find, batches), "ours" if name == OURS else "other", queues=queues[name])
-        for name, find in methods.items()
+        Case.of(name, Lookups(find, batches), "ours" if name == OURS else "other") for name, find in methods.items()
     ]

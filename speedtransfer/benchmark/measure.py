@@ -20,8 +20,6 @@ EFFORT: dict[bool, dict[str, Any]] = {
     False: {"turns": 3, "samples": 7, "budget_s": 2.5},
 }
 CANNOT_RUN = (SpeedtransferError, torch.cuda.OutOfMemoryError, MemoryError, NotImplementedError)
-_DEVICE_CALLS = 50  # of one measurement behind a pause, and the pause, long enough to queue them
-_PAUSE_CYCLES = 20_000_000
 
 
 class WrongResultError(SpeedtransferError, AssertionError):
@@ -37,8 +35,7 @@ class Case:
     once after the first `run` and raises AssertionError if the result is wrong. `before` is untimed setup before each sample,
     such as dropping cached pages; a sample is one repetition then. `warm` is called before the untimed repetition with which
     each turn begins. `memory` are bytes held ("host_bytes", "device_bytes") and `figures` other measurements ("moved_bytes",
-    "loss"), which `run` and `check` may fill. With `queues`, `run` only queues work on the device and never waits, so that
-    device time can be measured apart from host time. `error` is why it cannot run here, if that is known in advance.
+    "loss"), which `run` and `check` may fill. `error` is why it cannot run here, if that is known in advance.
     """
 
     name: str
@@ -47,7 +44,6 @@ class Case:
     payload_bytes: int = 0
     role: Role = "other"
     memory: dict[str, int] = field(default_factory=dict)
-    queues: bool = False
     figures: dict[str, float] = field(default_factory=dict)
     before: Callable[[], None] | None = None
     warm: Callable[[], None] | None = None
@@ -133,9 +129,6 @@ def measure(
             gc.enable()
     for case, found in zip(cases, result.cases, strict=True):
         found.memory, found.figures = dict(case.memory), dict(case.figures)
-    for case, found, _ in timed:
-        if case.queues and device.type == "cuda":
-            found.device_s = _device_seconds(case, device)
     return result
 
 
@@ -199,19 +192,6 @@ def _sample(case: Case, result: CaseResult, number: int, device: torch.device, s
         result.host_s.append(round((called - start) / runs / case.parts, 9))
         if done > deadline:
             return
-
-
-def _device_seconds(case: Case, device: torch.device) -> float:
-    """Return the device time of one repetition, by queueing calls behind a pause so that the device never waits for one."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.cuda.device(device):
-        torch.cuda._sleep(_PAUSE_CYCLES)
-        start.record()
-        for _ in range(_DEVICE_CALLS):
-            case.run()
-        end.record()
-    end.synchronize()
-    return round(start.elapsed_time(end) / 1e3 / _DEVICE_CALLS, 9)
 
 
 def _reason(error: BaseException) -> str:

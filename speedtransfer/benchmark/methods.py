@@ -8,52 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from speedtransfer.benchmark.measure import Case, cycle, synchronize
 from speedtransfer.benchmark.results import Role
 from speedtransfer.benchmark.workload import Ids, Workload
 from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
-from speedtransfer.engines import (
-    AutoEngine,
-    Direction,
-    Engine,
-    MappedEngine,
-    engine_names,
-    gather_rows,
-    make_engine,
-    scatter_rows,
-)
+from speedtransfer.engines import Direction, Engine, engine_names, gather_rows, make_engine, scatter_rows
 
 
 @dataclass(frozen=True)
 class Method:
     """A method to move the rows of one batch.
 
-    `move` returns the rows of a gather, and of a plain copy what it has written and read; one that is not `checked` moves
-    none. `queues` is that of its :class:`~speedtransfer.benchmark.measure.Case`.
+    `move` returns the rows of a gather, and of a plain copy what it has written and read.
     """
 
     name: str
     move: Callable[[Ids], Any]
     role: Role = "other"
-    queues: bool = False
-    checked: bool = True
 
 
 def as_case(method: Method, work: Workload, direction: Direction) -> Case:
     """Make a case of a method, with the batches of `work` in turn."""
     turn = cycle(work.sets)
     check = check_copy if method.role == "roof" else CHECKS[direction]
-    return Case(
-        method.name,
-        lambda: method.move(turn()),
-        (lambda: check(method, work)) if method.checked else None,
-        work.payload_bytes,
-        method.role,
-        queues=method.queues,
-    )
+    return Case(method.name, lambda: method.move(turn()), lambda: check(method, work), work.payload_bytes, method.role)
 
 
 def check_gather(method: Method, work: Workload) -> None:
@@ -113,46 +93,27 @@ def our_methods(work: Workload, direction: Direction) -> list[Method]:
 
     On CUDA the check of a gather is part of its kernel; that of a scatter (no id twice) is a sort that the host waits for.
     """
-    table, rows = work.table, work.rows
-    queues = _queues(work, direction)
-    checked, unchecked = "speedtransfer", "speedtransfer, check=False"
-    if direction == "gather":
-        methods = [
-            Method(checked, lambda ids: table.gather(ids.device), "ours", queues),
-            Method(unchecked, lambda ids: table.gather(ids.device, check=False), "ours", queues),
-        ]
-    else:
-        methods = [
-            Method(checked, lambda ids: table.scatter(ids.device, rows), "ours"),
-            Method(unchecked, lambda ids: table.scatter(ids.device, rows, check=False), "ours", queues),
-        ]
+    table, rows = work.table, () if direction == "gather" else (work.rows,)
+    call: Callable[..., Any] = table.gather if direction == "gather" else table.scatter
     names = [name for name in engine_names(table.memory, work.device) if name != "auto"]
-    return methods + [_engine(make_engine(table.memory, work.device, name), name, work, direction) for name in names]
-
-
-def _queues(work: Workload, direction: Direction) -> bool:
-    """Whether the engine that the table chooses for a batch only queues work on the device."""
-    engine = work.table._engine
-    if isinstance(engine, AutoEngine):
-        row_bytes = work.payload_bytes // max(1, len(work.rows))
-        engine = engine.engines[engine.choose(direction, row_bytes, len(work.rows), work.plane.nbytes)]
-    return isinstance(engine, MappedEngine)
+    return [
+        Method("speedtransfer", lambda ids: call(ids.device, *rows), "ours"),
+        Method("speedtransfer, check=False", lambda ids: call(ids.device, *rows, check=False), "ours"),
+        *(_engine(make_engine(table.memory, work.device, name), name, work, direction) for name in names),
+    ]
 
 
 def _engine(engine: Engine, name: str, work: Workload, direction: Direction) -> Method:
     """Return an engine by itself, with preallocated memory; it may sort ids, as for a table."""
-    # Threads of the host get ids on the host, like torch's methods.
-    pick: Callable[[Ids], Tensor] = (lambda ids: ids.host) if engine.name == "staged" else (lambda ids: ids.device)
+    rows = work.out if direction == "gather" else work.rows
 
-    def gather(ids: Ids) -> Tensor:
-        engine.gather([work.plane], pick(ids), [work.out], unsorted=True)
-        return work.out
+    def move(ids: Ids) -> Tensor:
+        # Threads of the host get ids on the host, like torch's methods.
+        index = ids.host if engine.name == "staged" else ids.device
+        getattr(engine, direction)([work.plane], index, [rows], unsorted=True)
+        return rows
 
-    def scatter(ids: Ids) -> None:
-        engine.scatter([work.plane], pick(ids), [work.rows], unsorted=True)
-
-    move = gather if direction == "gather" else scatter
-    return Method(f"engine: {name}", move, "ours", isinstance(engine, MappedEngine))
+    return Method(f"engine: {name}", move, "ours")
 
 
 # --- plain copies -----------------------------------------------------------------------------------------------------
@@ -177,7 +138,7 @@ def roofs(work: Workload, direction: Direction) -> list[Method]:
         to, source = pair()
         return to.copy_(source, non_blocking=True), source
 
-    found = [Method(_roof_name(work), copy, "roof", queues=True)]
+    found = [Method(_roof_name(work), copy, "roof")]
     if work.device.type == "cpu":
         in_order = torch.arange(len(rows))
 
@@ -209,92 +170,61 @@ OVERLAPPED_TORCH = {direction: f"{name}, {_CHUNKS} parts overlapped" for directi
 CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
 
 
-def other_methods(work: Workload, direction: Direction, all_of_them: bool = True) -> list[Method]:
-    """Return PyTorch's and CuPy's methods; unless `all_of_them`, only the best ones and t[idx]."""
-    if work.plane.device == work.device:
-        methods, best = _local_gathers(work) if direction == "gather" else _local_scatters(work), 2
-    else:
-        methods, best = _crossing_gathers(work) if direction == "gather" else _crossing_scatters(work), 3
-    methods = methods if all_of_them else methods[:best]
+def other_methods(work: Workload, direction: Direction) -> list[Method]:
+    """Return the best and the simplest methods of PyTorch, and CuPy's."""
+    methods = (_local_methods if work.plane.device == work.device else _crossing_methods)(work, direction)
     if work.device.type == "cuda" and work.table.memory in ("pinned", "device"):
         methods += _view_methods(work, direction)
     return methods
 
 
-def _local_gathers(work: Workload) -> list[Method]:
-    plane, out = work.plane, work.out
-    return [
-        Method("index_select(out=)", lambda ids: torch.index_select(plane, 0, ids.device, out=out)),
-        Method("t[idx]", lambda ids: plane[ids.device]),
-        Method("index_select", lambda ids: plane.index_select(0, ids.device)),
-        Method("F.embedding", lambda ids: F.embedding(ids.device, plane)),
-    ]
-
-
-def _local_scatters(work: Workload) -> list[Method]:
-    plane, rows = work.plane, work.rows
+def _local_methods(work: Workload, direction: Direction) -> list[Method]:
+    plane, out, rows = work.plane, work.out, work.rows
+    if direction == "gather":
+        return [
+            Method("index_select(out=)", lambda ids: torch.index_select(plane, 0, ids.device, out=out)),
+            Method("t[idx]", lambda ids: plane[ids.device]),
+        ]
     return [
         Method("index_copy_", lambda ids: plane.index_copy_(0, ids.device, rows)),
         Method("t[idx] = rows", lambda ids: plane.__setitem__(ids.device, rows)),
-        Method("index_put_", lambda ids: plane.index_put_((ids.device,), rows)),
     ]
 
 
-def _crossing_gathers(work: Workload) -> list[Method]:
-    plane, out, staging = work.plane, work.out, Staging(work.rows)
-    chunk = -(-len(out) // _CHUNKS)
+def _crossing_methods(work: Workload, direction: Direction) -> list[Method]:
+    plane, out, rows, staging = work.plane, work.out, work.rows, Staging(work.rows)
 
-    def staged(ids: Ids) -> Tensor:
-        with staging as buffer:
-            torch.index_select(plane, 0, ids.host, out=buffer)
-            return out.copy_(buffer, non_blocking=True)
-
-    def overlapped(ids: Ids) -> Tensor:
-        for part, where in zip(out.split(chunk), ids.host.split(chunk), strict=True):
+    def gather(ids: Ids, parts: int) -> Tensor:
+        size = -(-len(out) // parts)
+        for part, where in zip(out.split(size), ids.host.split(size), strict=True):
             with staging as buffer:
                 torch.index_select(plane, 0, where, out=buffer[: len(part)])
                 part.copy_(buffer[: len(part)], non_blocking=True)
         return out
 
-    return [
-        Method(BEST_TORCH["gather"], staged),
-        Method(PLAIN_TORCH["gather"], lambda ids: plane[ids.host].to(work.device)),
-        Method(OVERLAPPED_TORCH["gather"], overlapped),
-        Method("F.embedding, then .to(device)", lambda ids: F.embedding(ids.host, plane).to(work.device)),
-    ]
-
-
-def _crossing_scatters(work: Workload) -> list[Method]:
-    plane, rows, staging = work.plane, work.rows, Staging(work.rows)
-    chunk = -(-len(rows) // _CHUNKS)
-
-    def fetched() -> Tensor:
-        with staging as buffer:
-            buffer.copy_(rows, non_blocking=True)
-        staging.wait(buffer)
-        return buffer
-
     def put(buffer: Tensor, where: Tensor) -> None:
         staging.wait(buffer)
         plane.index_copy_(0, where, buffer[: len(where)])
 
-    def overlapped(ids: Ids) -> None:
-        queued = None
-        for part, where in zip(rows.split(chunk), ids.host.split(chunk), strict=True):
+    def scatter(ids: Ids, parts: int) -> None:
+        queued, size = list[tuple[Tensor, Tensor]](), -(-len(rows) // parts)
+        for part, where in zip(rows.split(size), ids.host.split(size), strict=True):
             with staging as buffer:
                 buffer[: len(part)].copy_(part, non_blocking=True)
-            # Overlaps with the transfer of this part.
-            if queued is not None:
-                put(*queued)
-            queued = buffer, where
-        if queued is not None:
-            put(*queued)
+            # The part before it, which overlaps with the transfer of this one.
+            queued.append((buffer, where))
+            if len(queued) > 1:
+                put(*queued.pop(0))
+        put(*queued.pop())
 
+    move, plain = {
+        "gather": (gather, lambda ids: plane[ids.host].to(work.device)),
+        "scatter": (scatter, lambda ids: plane.__setitem__(ids.host, rows.cpu())),
+    }[direction]
     return [
-        Method(BEST_TORCH["scatter"], lambda ids: plane.index_copy_(0, ids.host, fetched())),
-        Method(PLAIN_TORCH["scatter"], lambda ids: plane.__setitem__(ids.host, rows.cpu())),
-        Method(OVERLAPPED_TORCH["scatter"], overlapped),
-        Method("copy to pinned + index_put_", lambda ids: plane.index_put_((ids.host,), fetched())),
+        Method(BEST_TORCH[direction], lambda ids: move(ids, 1)),
+        Method(PLAIN_TORCH[direction], plain),
+        Method(OVERLAPPED_TORCH[direction], lambda ids: move(ids, _CHUNKS)),
     ]
 
 
@@ -306,24 +236,17 @@ def _view_methods(work: Workload, direction: Direction) -> list[Method]:
     # Like the view, made before anything is timed.
     indices = {id(ids.device): to_cupy(ids.device) for ids in work.sets}
 
-    def cupy_gather(ids: Ids) -> Any:
+    def by_cupy(ids: Ids) -> Any:
         with torch_stream(work.device):
-            return array[indices[id(ids.device)]]
-
-    def cupy_scatter(ids: Ids) -> None:
-        with torch_stream(work.device):
+            if direction == "gather":
+                return array[indices[id(ids.device)]]
             array[indices[id(ids.device)]] = rows
 
-    by_torch: tuple[str, Callable[[Ids], Any]]
-    by_cupy: Callable[[Ids], Any]
-    if direction == "gather":
-        by_torch = "index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out)
-        by_cupy = cupy_gather
-    else:
-        by_torch = "index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows)
-        by_cupy = cupy_scatter
-    found = [by_torch] * host + [(CUPY[direction], by_cupy)]
-    return [Method(name, move, queues=True) for name, move in found]
+    by_torch = {
+        "gather": Method("index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out)),
+        "scatter": Method("index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows)),
+    }
+    return [by_torch[direction]] * host + [Method(CUPY[direction], by_cupy)]
 
 
 class Staging:

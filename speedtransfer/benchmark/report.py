@@ -172,7 +172,6 @@ def group_table(group: GroupResult) -> TextTable:
             ("median", show_time),
             ("quartiles", lambda group, case: " to ".join(format_seconds(s) for s in case.quartiles_s)),
             ("host", lambda group, case: format_seconds(case.median_host_s) if overhead else ""),
-            ("device", lambda group, case: format_seconds(case.device_s) if overhead else ""),
         ]
         columns = [column for column in columns if group.roof is not None or column[0] != "of roof"]
         cases = sorted(cases, key=lambda case: case.median_s)

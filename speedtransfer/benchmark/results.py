@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import median, quantiles
 from typing import Any, Literal
 
@@ -17,8 +17,7 @@ NOISY = 1.5  # a third quartile above this many times the first marks a figure a
 class CaseResult:
     """Samples of one :class:`~speedtransfer.benchmark.measure.Case`, in seconds of one repetition.
 
-    `host_s` are seconds until its calls had returned, `device_s` is the time the device was busy; `error` says why a case did
-    not run.
+    `host_s` are seconds until its calls had returned; `error` says why a case did not run.
     """
 
     name: str
@@ -27,10 +26,8 @@ class CaseResult:
     samples_s: list[float] = field(default_factory=list)
     host_s: list[float] = field(default_factory=list)
     memory: dict[str, int] = field(default_factory=dict)
-    device_s: float | None = None
     error: str = ""
     figures: dict[str, float] = field(default_factory=dict)
-    kind: str = ""
 
     @property
     def median_s(self) -> float:
@@ -97,8 +94,9 @@ class GroupResult:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> GroupResult:
-        """Restore the result of :meth:`to_json`."""
-        cases = [CaseResult(**case) for case in data["cases"]]
+        """Restore the result of :meth:`to_json`, also of earlier versions, which had more fields."""
+        known = {each.name for each in fields(CaseResult)}
+        cases = [CaseResult(**{key: value for key, value in case.items() if key in known}) for case in data["cases"]]
         return cls(data["title"], data["params"], cases, data["skipped"])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
@@ -46,7 +46,8 @@ def run_suite(
     groups = suite.groups(device, quick, **options)
     facts, failures = environment(device), dict[str, str]()
     show = console or Console(quiet=True)
-    bar = _bar(console is not None)
+    terminal = Console(stderr=True)
+    bar = Progress(console=terminal, transient=True, disable=console is None or not terminal.is_terminal)
     sizing = f", sized for {format_bytes(facts['host_bytes'])} of host memory" if facts["host_bytes"] else ""
     show.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
     found: list[GroupResult] = []
@@ -97,19 +98,6 @@ def run_suite(
     for text in [*(f"- {line}" for line in headlines(suite, ran)), suite.declared("NOTE", "")]:
         show.print(Text(text))
     return result()
-
-
-def _bar(enabled: bool) -> Progress:
-    console = Console(stderr=True)
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        transient=True,
-        disable=not (enabled and console.is_terminal),
-    )
 
 
 def _show(console: Console, group: GroupResult) -> None:

@@ -144,7 +144,15 @@ def model_groups(device: torch.device, rows: int, seed: int, history: int, quick
     whole = f"softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
     sizes = {"dim": _WIDTH, "tables": _TABLES}
     found: list[tuple[Any, ...]] = [
-        (SMALL, small, SmallTables, few, {"dim": _SMALL_WIDTH}, (_SMALL_IDS,), [lazy, exact, sparse, by_hand(device)]),
+        (
+            SMALL,
+            small,
+            SmallTables,
+            few,
+            {"dim": _SMALL_WIDTH},
+            (1, _SMALL_IDS),
+            [lazy, exact, sparse, by_hand(device)],
+        ),
         (MANY, many, SmallTables, rows, sizes, (_TABLES, _IDS), [lazy, exact, sparse, dense]),
         # Every step touches all rows.
         (

@@ -69,7 +69,7 @@ class Lookup(nn.Module):
 
 
 class SmallTables(nn.Module):
-    """The sum of looked up rows of each table, or of their squares: a loss that costs next to nothing."""
+    """The sum of the squares of looked up rows of each table: a loss that costs next to nothing."""
 
     def __init__(self, embed: Embed, rows: int, touched: Tensor | None, width: int, tables: int = 1) -> None:
         super().__init__()
@@ -79,9 +79,7 @@ class SmallTables(nn.Module):
             nn.init.uniform_(table.get_parameter("weight"), 0.5, 1.5)
 
     def forward(self, batch: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Take a batch ``(ids,)``, or ``(tables, ids)``."""
-        if batch.dim() == 1:
-            return self.tables[0](batch).sum(), None
+        """Take a batch ``(tables, ids)``."""
         parts = [table(ids) for table, ids in zip(self.tables, batch, strict=True)]
         return torch.stack([(rows * rows).sum() for rows in parts]).sum(), None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.methods import Method, as_case, other_methods, our_methods, roofs
+from speedtransfer.benchmark.methods import as_case, other_methods, our_methods, roofs
 from speedtransfer.benchmark.report import show_rate
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
@@ -58,13 +58,13 @@ def groups(
         ),
         seed,
     )
-    found = [plan.moves(d, all_of_them=True) for d in DIRECTIONS]
+    found = [plan.moves(d) for d in DIRECTIONS]
     sizes = (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384)
     found += [plan.moves(d, row_bytes=size) for size in sizes for d in DIRECTIONS]
     if not quick:
         found += [plan.moves(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
     found += [plan.moves(d, ids="zipf") for d in DIRECTIONS]
-    found += [plan.overhead(d) for d in DIRECTIONS]
+    found += [plan.moves(d, rows=min(_OVERHEAD_ROWS, plan.rows), overhead=True) for d in DIRECTIONS]
     memories = ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",)
     found += [plan.moves(d, memory=memory) for memory in memories for d in DIRECTIONS]
     # In a small table several sizes lead to the same number of rows; the first one keeps its place.
@@ -82,36 +82,28 @@ class _Plan:
     def moves(
         self,
         direction: Direction,
-        all_of_them: bool = False,
         memory: str = "",
         rows: int = 0,
         row_bytes: int = ROW_BYTES,
         ids: str = "uniform",
-        kind: str = "ways",
+        overhead: bool = False,
     ) -> Group:
-        """Compare methods to move rows, `all_of_them` or the best; `rows` is limited by the table and the bytes of a call."""
+        """Compare methods to move rows; `rows` is limited by the table and the bytes of a call."""
         memory = memory or self.main
         table_bytes = self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
         rows = max(1, min(rows or self.rows, table_bytes // row_bytes // 2, _CALL_BYTES // row_bytes))
-        overhead = kind == "overhead"
 
         def cases() -> list[Case]:
             table = self.tables.table(memory, table_bytes, row_bytes // 4)
             work = workload(table, rows, ids, repeats=direction == "gather", seed=self.seed)
-            methods = our_methods(work, direction) + other_methods(work, direction, all_of_them)
-            if overhead and self.device.type == "cuda":
-                methods.append(Method("empty launch", lambda ids: torch.cuda._sleep(0), queues=True, checked=False))
-            return [as_case(method, work, direction) for method in [*methods, *roofs(work, direction)]]
+            methods = our_methods(work, direction) + other_methods(work, direction) + roofs(work, direction)
+            return [as_case(method, work, direction) for method in methods]
 
         draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
         title = f"{'overhead: ' * overhead}{direction} {rows:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
         title += f", {memory} table of {format_bytes(table_bytes)}"
         params = {
-            "kind": kind, "direction": direction, "memory": memory, "rows": rows, "row_bytes": row_bytes, "ids": ids,
-            "headline": overhead, "table_bytes": table_bytes,
+            "kind": "overhead" if overhead else "ways", "direction": direction, "memory": memory, "rows": rows,
+            "row_bytes": row_bytes, "ids": ids, "headline": overhead, "table_bytes": table_bytes,
         }  # fmt: skip
         return Group(title, cases, params)
-
-    def overhead(self, direction: Direction) -> Group:
-        """Compare the overhead of calls that move few rows."""
-        return self.moves(direction, rows=min(_OVERHEAD_ROWS, self.rows), kind="overhead")

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.measure import synchronize
+from speedtransfer.ranks.zipf import draw_ids
 from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table
 
@@ -129,19 +131,14 @@ def distinct_ids(num_rows: int, count: int, generator: torch.Generator) -> Tenso
 
 
 def zipf_ids(num_rows: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw ids with frequency 1 / rank, by the inverse of its integral; ranks are spread over the table."""
-    share = torch.rand(count, generator=generator, dtype=torch.float64)
-    ranks = torch.exp(share * math.log(num_rows + 1)).long().clamp_(1, num_rows) - 1
-    # One to one, as long as the prime does not divide the number of rows.
+    """Draw ids with a frequency in proportion to 1 / rank; ranks are spread over the table."""
+    draw = np.random.default_rng(int(torch.randint(1 << 62, (1,), generator=generator)))
+    return spread(torch.from_numpy(draw_ids(num_rows, 1.0, count, draw)), num_rows)
+
+
+def spread(ranks: Tensor, num_rows: int) -> Tensor:
+    """Return the row of each frequency rank, from 0 on: no two have one, as long as the prime does not divide `num_rows`."""
     return ranks * _PRIME % num_rows
-
-
-def zipf_shares(num_rows: int) -> Tensor:
-    """Return the probability of each row in a draw of `zipf_ids`, ``(num_rows,)`` float64."""
-    ranks = torch.arange(num_rows, dtype=torch.float64)
-    shares = torch.empty_like(ranks)
-    shares[ranks.long() * _PRIME % num_rows] = torch.log1p(1 / (ranks + 1)) / math.log(num_rows + 1)
-    return shares
 
 
 def _distinct(batch: Tensor) -> Tensor:
