@@ -133,7 +133,10 @@ def test_series_put_groups_side_by_side():
     assert gather.header == ["", "64", "512", "4,096"]
     assert gather.rows[0] == ["speedtransfer", "50.0 (93%)", "50.0 (93%)", "50.0 (93%)"]
     assert ["t[idx] = rows.cpu()", *["1.00 (1.9%)"] * 3] in scatter.rows
-    (steps,) = series_tables(BENCH["step"], step())
+    groups = step()
+    groups[0].cases.append(case("in one group of three"))
+    (steps,) = series_tables(BENCH["step"], groups)
+    assert len(steps.rows) == 2
     assert steps.rows[1] == ["nn.Embedding + AdamW", "1.00 ms", "10.0 ms", ""]
     assert [table.title for table in series_tables(BENCH["precision"], precision())] == [
         f"{what}, by examples of a batch" for what in ("a step", "moved a step", "memory", "loss reached")
