@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
@@ -26,26 +24,10 @@ from store import ROOT, write
 BENCH = Path(__file__).parent
 GRACE_S = 10.0
 logs: list[TextIO] = []  # of what processes print
-PLOT_BYTES = 150_000  # at most: a repository keeps every picture for ever
-
-
-class DataError(ValueError):
-    """Data or a package are missing, or not as they must be; the message says what to do."""
 
 
 class RunError(RuntimeError):
     """A process that was started failed."""
-
-
-class OutOfTimeError(RuntimeError):
-    """A process was stopped at its time limit."""
-
-
-def require(*modules: str) -> None:
-    """Raise `DataError` where a package is not installed."""
-    for module in modules:
-        if importlib.util.find_spec(module) is None:
-            raise DataError(f"this benchmark needs {module}, which is not installed; run: pip install {module}")
 
 
 # --- the command line -----------------------------------------------------------------------------------------------------
@@ -69,14 +51,14 @@ positive_int.__name__ = "positive int"  # in the line that refuses another
 
 
 def exit_code(run: Callable[[], int]) -> int:
-    """Return what `run` returns; print an error in one line and return 2 (arguments, data), 1 (a process) or 130 (Ctrl-C)."""
+    """Return what `run` returns; print an error in one line and return 2 (data), 1 (a process) or 130 (Ctrl-C)."""
     from speedtransfer.errors import SpeedtransferError
 
     try:
         return run()
-    except (DataError, SpeedtransferError) as error:
+    except SpeedtransferError as error:
         code, message = 2, str(error)
-    except (RunError, OutOfTimeError) as error:
+    except RunError as error:
         code, message = 1, str(error)
     except KeyboardInterrupt:
         code, message = 130, "stopped"
@@ -137,22 +119,15 @@ def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
                 log(line)
 
 
-def run_job(
-    script: str, job: dict[str, Any], end: float = float("inf"), env: dict[str, str] | None = None
-) -> dict[str, Any]:
+def run_job(script: str, job: dict[str, Any]) -> dict[str, Any]:
     """Run ``python bench/<script> JOB.json``, which writes a JSON object to the path ``job["result"]``, and return that.
 
-    Raises `RunError` if it ended with another exit code than 0, and `OutOfTimeError` if it was stopped at `end`, by
-    `time.monotonic`.
+    Raises `RunError` if it ended with another exit code than 0.
     """
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         path, result = Path(folder, "job.json"), Path(folder, "result.json")
         path.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")
-        left = end - time.monotonic()
-        command = [sys.executable, str(BENCH / script), str(path)]
-        code, output = run(command, left, quiet=True, env=env or {}) if left > 0 else (None, "")
-        if code is None:
-            raise OutOfTimeError("stopped at its time limit")
+        code, output = run([sys.executable, str(BENCH / script), str(path)], float("inf"), quiet=True)
         if code != 0 or not result.exists():
             raise RunError((output.strip().splitlines() or [f"ended with exit code {code}"])[-1])
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
@@ -163,17 +138,17 @@ def run_job(
 
 
 def write_result(
-    result: dict[str, Any], out: Path, draw: Callable[[dict[str, Any]], Any] | None, lines: Sequence[str] = ()
+    result: dict[str, Any], out: Path, draw: Callable[[dict[str, Any]], Any], lines: Sequence[str] = ()
 ) -> None:
     """Write a result, and by `draw` a picture beside it; print `lines` and the path."""
     write(out, result)
     print(*(["", *lines] if lines else []), f"wrote {out}", sep="\n")
-    if draw is not None and (problem := save_picture(draw, result, out.with_suffix(".png"))):
+    if problem := save_picture(draw, result, out.with_suffix(".png")):
         print(problem, file=sys.stderr)
 
 
 def save_picture(draw: Callable[[dict[str, Any]], Any], result: dict[str, Any], path: Path) -> str:
-    """Write what `draw` makes of a result, a figure or the bytes of a PNG, to `path`; return what is wrong, if anything."""
+    """Write what `draw` makes of a result, a figure or the bytes of a PNG, to `path`; return why there is none, if so."""
     from speedtransfer.errors import SpeedtransferError
 
     try:
@@ -190,16 +165,10 @@ def save_picture(draw: Callable[[dict[str, Any]], Any], result: dict[str, Any], 
         picture.savefig(file, format="png")
     with Image.open(file) as image:  # few colours are enough for bars and lines, and a third of the bytes
         image.convert("RGB").quantize(64).save(path, optimize=True)
-    size = path.stat().st_size
-    return f"{path} has {size} bytes, more than {PLOT_BYTES}: is it worth that?" if size > PLOT_BYTES else ""
+    return ""
 
 
 def blocks_of(picture: str, title: str, *blocks: str) -> str:
     """Return blocks of markdown, the picture (its path or nothing) first."""
     return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *blocks]))
 
-
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as markdown, all columns but the first aligned to the right."""
-    lines = [rows[0], ["---", *["--:"] * (len(rows[0]) - 1)], *rows[1:]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from experiment import DataError, blocks_of, exit_code, make_parser, positive_int, write_result
+from experiment import blocks_of, exit_code, make_parser, positive_int, write_result
 from store import IDLE, ROOT, header, path_of
 from torch import Tensor, nn
 
@@ -29,6 +29,7 @@ import speedtransfer as st
 from speedtransfer.benchmark.report import provenance
 from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.units import format_share
 
 DENSE, EXACT, LAZY, SPARSE = WAYS = ("dense", "exact", "lazy", "SparseAdam")
@@ -106,7 +107,7 @@ def read_data(folder: Path) -> Data:
 def _read_pairs(folder: Path, name: str) -> Tensor:
     path = next((path for path in (folder / name, folder / f"{name}.xz") if path.is_file()), None)
     if path is None:
-        raise DataError(f"there is no {name} or {name}.xz in {str(folder)!r}; name the folder that has them")
+        raise InvalidValueError(f"there is no {name} or {name}.xz in {str(folder)!r}; name the folder that has them")
     pairs: list[tuple[int, int]] = []
     number = 0
     try:
@@ -118,9 +119,9 @@ def _read_pairs(folder: Path, name: str) -> Tensor:
                 pairs += [(user, item) for item in items]
     except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
         what = "lines with the number of a user, then those of its items, as in LightGCN's Gowalla"
-        raise DataError(f"cannot read line {number} of {str(path)!r} ({error}); it must have {what}") from error
+        raise InvalidValueError(f"cannot read line {number} of {str(path)!r} ({error}); it must have {what}") from error
     if not pairs:
-        raise DataError(f"{str(path)!r} names no item at all; pass data with some")
+        raise InvalidValueError(f"{str(path)!r} names no item at all; pass data with some")
     return torch.tensor(sorted(pairs))
 
 

@@ -13,10 +13,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiment import blocks_of, markdown_table, write_result
+from experiment import blocks_of, write_result
 from store import NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, header, path_of
 
-from speedtransfer.benchmark.report import commit_and_date, provenance
+from speedtransfer.benchmark.report import TextTable, commit_and_date, markdown_table, provenance
 from speedtransfer.errors import format_bytes
 from speedtransfer.units import format_seconds
 
@@ -82,25 +82,26 @@ def _ngrams(result: dict[str, Any], picture: str) -> str:
         f"{result['environment']['device']}, torch {result['environment']['versions']['torch']}",
         commit_and_date(result),
     ]
-    table = ngram_lm.cells(result)
+    head, *rows = map(list, ngram_lm.cells(result))
     if all("peak_bytes" in one for one in found.values()):  # until each way was no longer a process of its own
-        peaks = ["peak memory", *(format_bytes(one["peak_bytes"]) for one in found.values())]
-        table = [(*row, peak) for row, peak in zip(table, peaks, strict=True)]
+        head.append("peak memory")
+        rows = [[*row, format_bytes(one["peak_bytes"])] for row, one in zip(rows, found.values(), strict=True)]
     title = f"Losses of {len(found)} ways to hold n-gram tables"
     sentences = "\n".join(f"- {ngram_lm.sentence(one)}" for one in result["comparisons"])
-    parts = ["; ".join(about) + ".", markdown_table(table), sentences, f"![{title}]({picture})" * bool(picture)]
-    return "\n\n".join(filter(None, parts))
+    table = markdown_table(TextTable(head[0], head, rows))
+    return "\n\n".join(["; ".join(about) + ".", table, sentences, *[f"![{title}]({picture})"] * bool(picture)])
 
 
 def _parallel(result: dict[str, Any], picture: str) -> str:
     from parallel import ONE
 
     settings = result["settings"]
-    table = [["", "input of a process", "rows of a process", "a step", "largest loss difference from one process"]]
+    head = ["", "input of a process", "rows of a process", "a step", "largest loss difference from one process"]
+    table = TextTable("", head, [])
     for kind, found in result["runs"].items():
         (_, given, _), *_ = found["sizes"][0]
         apart = f"{found['difference']:.2g}" if kind != ONE else ""
-        table.append([kind, str(tuple(given)), f"{found['rows'][0]:,}", format_seconds(found["step_s"]), apart])
+        table.rows.append([kind, str(tuple(given)), f"{found['rows'][0]:,}", format_seconds(found["step_s"]), apart])
     about = (
         f"{settings['steps']:,} steps of {settings['batch']} examples, {settings['processes']} processes of "
         f"DistributedDataParallel, table of {settings['rows']:,} x {settings['dim']}; first loss "

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import DataError, RunError, exit_code, make_parser, positive_int, run_job, stop_on_signals, write_result
+from experiment import RunError, exit_code, make_parser, positive_int, run_job, stop_on_signals, write_result
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, read, write
 from word2vec_child import EVALUATE, GENSIM, MODELS, OURS, cores
 from word2vec_report import RESERVED, TUNED, System, draw, label, markdown, speeds, system_of, with_differences
 
-from speedtransfer.errors import format_bytes
+from speedtransfer.errors import InvalidValueError, format_bytes
 from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
 from speedtransfer.word2vec.text import decode, iter_pieces
 
@@ -96,7 +96,9 @@ def _measure(args: argparse.Namespace) -> int:
     try:
         about["environment"]["versions"]["gensim"] = importlib.metadata.version("gensim")
     except importlib.metadata.PackageNotFoundError:
-        raise DataError("this benchmark needs gensim, which is not installed; run: pip install gensim") from None
+        raise InvalidValueError(
+            "this benchmark needs gensim, which is not installed; run: pip install gensim"
+        ) from None
     out = args.out or path_of(ROOT, about["environment"]["device"], WORD2VEC, QUICK if args.words else FULL)
     corpora, sets = {find(args.data, "corpora", *CORPUS): LARGE, SHIPPED: SMALL}, find_sets(args.data)
     settings = replace(SETTINGS, seeds=args.seeds, words=args.words)
@@ -120,7 +122,9 @@ def find(folder: Path, below: str, *names: str) -> Path:
     """Return the first of `names` that is a file in `below` of `folder`."""
     found = next((path for name in names if (path := folder / below / name).is_file()), None)
     if found is None:
-        raise DataError(f"there is no {below}/{names[0]} in {str(folder)!r}; name the folder that has it with --data")
+        raise InvalidValueError(
+            f"there is no {below}/{names[0]} in {str(folder)!r}; name the folder that has it with --data"
+        )
     return found
 
 
@@ -155,7 +159,7 @@ def prepare(corpus: Path, target: Path, words: int | None = None) -> dict[str, A
             content.update(data)
             out.write(data)
     if not count:
-        raise DataError(f"{str(corpus)!r} holds no words; pass a corpus with text in it")
+        raise InvalidValueError(f"{str(corpus)!r} holds no words; pass a corpus with text in it")
     return {"name": corpus.name, "words": count, "sha256": content.hexdigest()}
 
 
@@ -204,10 +208,14 @@ class Session:
             same = ("commit", "dirty", "versions", "corpora", "workers", *self.result["settings"])
             changed = [name for name in same if before[name] != now[name]]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"cannot read {str(self.partial)!r} ({error!r}); drop --resume to start over") from error
+            raise InvalidValueError(
+                f"cannot read {str(self.partial)!r} ({error!r}); drop --resume to start over"
+            ) from error
         if changed:
             what = " and ".join(changed)
-            raise DataError(f"{str(self.partial)!r} was measured with other {what}; drop --resume to start over")
+            raise InvalidValueError(
+                f"{str(self.partial)!r} was measured with other {what}; drop --resume to start over"
+            )
         wanted = {*self.runs()}
         self.result["runs"] = [run for run in old["runs"] if (system_of(run), run["seed"]) in wanted]
 

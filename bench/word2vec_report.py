@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import blocks_of, markdown_table
+from experiment import blocks_of
 from word2vec_child import GENSIM, OURS
 
-from speedtransfer.benchmark.report import commit_and_date
+from speedtransfer.benchmark.report import TextTable, commit_and_date, markdown_table
 from speedtransfer.drawing import COLOURS, INK, QUIET, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
 
@@ -189,9 +189,9 @@ def label(system: System) -> str:
 def table(result: dict[str, Any], corpus: str) -> str:
     """Return a row of markdown for each system of a corpus: means over the seeds with their intervals."""
     names = score_names(result, corpus)
-    head = ["system", "words/s", "training alone", "vocabulary alone"]
-    head += [f"{name} ({group})" for group in GROUPS for name in names if in_group(result, name, group)]
-    lines = [[*head, "peak memory"]]
+    groups = [f"{name} ({group})" for group in GROUPS for name in names if in_group(result, name, group)]
+    head = ["", "words/s", "training alone", "vocabulary alone", *groups, "peak memory"]
+    lines = []
     for system in systems(result, corpus):
         runs = runs_of(result, system)
         measured = zip(*(speeds(result, run) for run in runs), strict=True)
@@ -199,7 +199,7 @@ def table(result: dict[str, Any], corpus: str) -> str:
         cells += [_shown(mean(found)) if (found := scores(result, system, name)) else "" for name in names]
         peak = format_bytes(max(run["peak_bytes"] for run in runs))
         lines.append([label(system), *cells, peak])
-    return markdown_table(lines)
+    return markdown_table(TextTable("system", head, lines))
 
 
 def _shown(found: tuple[float, float | None], scale: float = 1.0, digits: int = 3, unit: str = "") -> str:

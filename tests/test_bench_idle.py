@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from speedtransfer.errors import InvalidValueError
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -60,7 +62,7 @@ def test_data_that_cannot_be_read_end_with_2(idle, folder, capsys, text, message
     (folder / "train.txt").unlink()
     if text is not None:
         (folder / "train.txt").write_text(text)
-    with pytest.raises(idle.DataError, match=message):
+    with pytest.raises(InvalidValueError, match=message):
         idle.read_data(folder)
     assert idle.main(["--data", str(folder)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 1
