@@ -1,4 +1,4 @@
-"""What the experiments of this folder share: arguments, errors, processes with a time limit, results and pictures.
+"""What the experiments of this folder share: arguments, errors, processes with a time limit.
 
 The package is imported where it is needed: a process that measures gensim must not hold it in memory.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import json
 import os
 import signal
@@ -19,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from store import ROOT, write
+from store import ROOT
 
 BENCH = Path(__file__).parent
 GRACE_S = 10.0
@@ -38,16 +37,6 @@ def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=(doc or "").splitlines()[0])
     parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
     return parser
-
-
-def positive_int(text: str) -> int:
-    """Return a number of one or more, for argparse."""
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
-
-
-positive_int.__name__ = "positive int"  # in the line that refuses another
 
 
 def exit_code(run: Callable[[], int]) -> int:
@@ -132,43 +121,3 @@ def run_job(script: str, job: dict[str, Any]) -> dict[str, Any]:
             raise RunError((output.strip().splitlines() or [f"ended with exit code {code}"])[-1])
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     return found
-
-
-# --- results --------------------------------------------------------------------------------------------------------------
-
-
-def write_result(
-    result: dict[str, Any], out: Path, draw: Callable[[dict[str, Any]], Any], lines: Sequence[str] = ()
-) -> None:
-    """Write a result, and by `draw` a picture beside it; print `lines` and the path."""
-    write(out, result)
-    print(*(["", *lines] if lines else []), f"wrote {out}", sep="\n")
-    if problem := save_picture(draw, result, out.with_suffix(".png")):
-        print(problem, file=sys.stderr)
-
-
-def save_picture(draw: Callable[[dict[str, Any]], Any], result: dict[str, Any], path: Path) -> str:
-    """Write what `draw` makes of a result, a figure or the bytes of a PNG, to `path`; return why there is none, if so."""
-    from speedtransfer.errors import SpeedtransferError
-
-    try:
-        from PIL import Image  # matplotlib brings it
-
-        picture = draw(result)
-    except (ImportError, SpeedtransferError) as error:
-        return f"no picture {path}: {error}"
-    if picture is None:
-        path.unlink(missing_ok=True)
-        return ""
-    file = io.BytesIO(picture if isinstance(picture, bytes) else b"")
-    if not isinstance(picture, bytes):
-        picture.savefig(file, format="png")
-    with Image.open(file) as image:  # few colours are enough for bars and lines, and a third of the bytes
-        image.convert("RGB").quantize(64).save(path, optimize=True)
-    return ""
-
-
-def blocks_of(picture: str, title: str, *blocks: str) -> str:
-    """Return blocks of markdown, the picture (its path or nothing) first."""
-    return "\n\n".join(filter(None, [f"![{title}]({picture})" if picture else "", *blocks]))
-

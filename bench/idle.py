@@ -21,15 +21,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from experiment import blocks_of, exit_code, make_parser, positive_int, write_result
-from store import IDLE, ROOT, header, path_of
+from experiment import exit_code, make_parser
+from store import IDLE, ROOT, header, path_of, write
 from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.benchmark.report import provenance
 from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import COLOURS, INK, QUIET, legend_below, require_matplotlib, tidy
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.units import format_share
 
 DENSE, EXACT, LAZY, SPARSE = WAYS = ("dense", "exact", "lazy", "SparseAdam")
@@ -62,10 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = make_parser("idle", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
-    kinds = {"steps": positive_int, "batch": positive_int, "seed": int, "lr": float, "weight-decay": float}
-    for name, kind in kinds.items():
+    for name in ("steps", "batch", "seed", "lr", "weight-decay"):
         default = getattr(Settings, name.replace("-", "_"))
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"by default {default}")
+        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"by default {default}")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _measure(args))
 
@@ -74,12 +73,14 @@ def _measure(args: argparse.Namespace) -> int:
     data = read_data(args.data)
     about = header(ROOT, IDLE)  # before: the sources as they are when it starts
     out = args.out or path_of(ROOT, about["environment"]["device"], IDLE)
-    settings = Settings(args.steps, args.batch, seed=args.seed, lr=args.lr, weight_decay=args.weight_decay)
+    steps, batch = check_size(args.steps, "--steps", 1), check_size(args.batch, "--batch", 1)
+    settings = Settings(steps, batch, seed=args.seed, lr=args.lr, weight_decay=args.weight_decay)
     start = time.perf_counter()
     result = train(data, settings, resolve_device(None))
     seconds = round(time.perf_counter() - start, 1)
     result = {**about, "data": args.data.resolve().name, **result, "seconds": seconds, "complete": True}
-    write_result(result, out, draw, sentences(result))
+    write(out, result)
+    print(markdown(result), f"wrote {out}", sep="\n")
     return 0
 
 
@@ -295,8 +296,8 @@ def draw(result: dict[str, Any]) -> Any:
     return figure
 
 
-def sentences(result: dict[str, Any]) -> list[str]:
-    """Return what was trained, and the results."""
+def markdown(result: dict[str, Any]) -> str:
+    """Return the block of docs/optimizers.md: what was trained, and the results."""
     settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
     users, items = map(format_share, result["touched"])
     trained = (
@@ -315,12 +316,7 @@ def sentences(result: dict[str, Any]) -> list[str]:
         f"dense in float64 is {far[DOUBLE]:.1e} away; lazy {far[LAZY]:.2f}); no loss of any step differs by more than "
         f"{result['loss_difference'][EXACT]:.0e}."
     )
-    return [trained, found]
-
-
-def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of docs/results.md; `picture` is its path or nothing."""
-    return blocks_of(picture, "Training with dense, exact, lazy and SparseAdam's idle rows", *sentences(result))
+    return f"{trained}\n\n{found}"
 
 
 if __name__ == "__main__":

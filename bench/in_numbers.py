@@ -1,4 +1,4 @@
-"""The picture and the numbers of README.md: one sentence from each of five recorded results, and one from a notebook."""
+"""The numbers of README.md: one sentence from each of five recorded results, and one from a notebook."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.units import format_count
 
 OVERSIZED = "notebooks/oversized.ipynb"
-STEP, GPU = "step", "gpu"  # of the suites; the picture of the first is shown, too
-_TITLE = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
+STEP, GPU = "step", "gpu"  # of the suites
 _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
 
 
-def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the sentence that `result` gives README.md; the one on steps stands below its picture."""
+def markdown(result: dict[str, Any]) -> str:
+    """Return the sentence that `result` gives README.md; after the one on steps comes that on a table in a file."""
     describe = {
         STEP: _steps,
         GPU: _on_a_gpu,
@@ -30,7 +29,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
         NGRAM_EXAMPLE: _language_model,
     }[result["part"]]
     line = f"- {describe(result)} ({result['environment']['device']}, {commit_and_date(result)})"
-    return f"![{_TITLE}]({picture})\n\n{line}\n\n{_oversized()}" if picture and result["part"] == STEP else line
+    return f"{line}\n\n{_oversized()}" if result["part"] == STEP else line
 
 
 def _steps(result: dict[str, Any]) -> str:

@@ -6,25 +6,28 @@ With ``--check`` it only compares the text. Only complete runs are shown, no qui
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiment import blocks_of, save_picture
-from store import IDLE, MEASURED, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, WORD2VEC, read, recorded, suites
+from store import EXPERIMENTS, IDLE, MEASURED, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, WORD2VEC, read, recorded, suites
 
 from speedtransfer.benchmark import report
 
 
 class Section(NamedTuple):
-    """A section of a page that shows the newest results of `parts`, between two marks, by `markdown` of a module."""
+    """A section of a page that shows the newest results of `parts`, between two marks, and the picture of the first.
+
+    A `module` has its `markdown` and `draw`; that of suites is the report of the package.
+    """
 
     name: str
     parts: tuple[str, ...]
-    module: str = "readme"
-    page: str = "docs/results.md"
+    module: str = "speedtransfer.benchmark.report"
+    title: str = ""  # of the picture
 
     @property
     def begin(self) -> str:
@@ -37,29 +40,49 @@ class Section(NamedTuple):
         return f"<!-- end of {self.name} -->"
 
 
-FIGURES = Section("figures", ())  # of all suites, in short
+STEPS = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
+FIGURES = Section("figures", "docs/benchmarks.md", ())  # of all suites, in short
 SECTIONS = (
     FIGURES,
-    Section("in numbers", ("step", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", "README.md"),
-    Section("experiments", ("gpu",)),
-    Section("idle rows", (IDLE,), "idle"),
-    Section("word2vec", (WORD2VEC,), "word2vec_report"),
-    Section("ngram example", (NGRAM_EXAMPLE,), "record_examples"),
-    Section("parallel example", (PARALLEL_EXAMPLE,), "record_examples"),
-    Section("exchange", ("exchange",)),
-    Section("mixed precision", ("mixed",)),
-    Section("plan accuracy", ("plan_accuracy",)),
+    Section("in numbers", "README.md", ("step", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS),
+    Section(
+        "idle rows",
+        "docs/optimizers.md",
+        (IDLE,),
+        "idle",
+        "Training with dense, exact, lazy and SparseAdam's idle rows",
+    ),
+    Section(
+        "word2vec",
+        "docs/word2vec.md",
+        (WORD2VEC,),
+        "word2vec_report",
+        "word2vec beside gensim: words/s and quality",
+    ),
+    Section(
+        "ngram example",
+        "docs/ngrams.md",
+        (NGRAM_EXAMPLE,),
+        "record_examples",
+        "Losses of ways to hold n-gram tables",
+    ),
+    Section(
+        "parallel example",
+        "docs/parallel.md",
+        (PARALLEL_EXAMPLE,),
+        "record_examples",
+        "Losses of one process and of several",
+    ),
+    *(
+        Section(name, f"docs/{page}.md", (part,), title=EXPERIMENTS[part])
+        for name, page, part in (
+            ("experiments", "gpu", "gpu"),
+            ("exchange", "compressed-exchange", "exchange"),
+            ("mixed precision", "mixed-precision", "mixed"),
+            ("plan accuracy", "plan", "plan_accuracy"),
+        )
+    ),
 )
-
-
-def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of a page on an experiment."""
-    return blocks_of(picture, suites()[result["suite"]].title, report.markdown(result))
-
-
-def draw(result: dict[str, Any]) -> Any:
-    """Return the picture of a suite."""
-    return report.plot(result)
 
 
 class Recorded(NamedTuple):
@@ -89,17 +112,16 @@ def every_suite(root: Path) -> list[Recorded]:
 
 def in_section(root: Path, section: Section) -> list[Recorded]:
     """Return the newest results of a section; none where its marks are not on its page."""
-    shown: list[Recorded] = []
-    if section.begin not in _read(root / section.page):
+    page, shown = root / section.page, list[Recorded]()
+    if section.begin not in _read(page):
         return shown
     make = importlib.import_module(section.module).markdown
     for part in section.parts:
-        found = []
-        for path in (path for other, path in recorded(root) if other == part):
-            picture = path.with_suffix(".png")
-            address = _address(picture, root / section.page) if picture.exists() else ""
-            found += _try(path, lambda result, address=address: make(result, address))  # type: ignore[misc]
-        shown += [max(found, key=lambda one: one.result["environment"]["date"])] if found else []
+        found = [one for other, path in recorded(root) if other == part for one in _try(path, make)]
+        if found:
+            newest = max(found, key=lambda one: one.result["environment"]["date"])
+            image = _image(newest.path, section.title, page) if part == section.parts[0] else ""
+            shown.append(newest._replace(text="\n\n".join(filter(None, [image, newest.text]))))
     return shown
 
 
@@ -109,17 +131,30 @@ def _read(page: Path) -> str:
 
 def draw_all(root: Path, found: list[Recorded]) -> None:
     """Draw every result beside it, but those of which modules have no `draw`."""
-    drawn = [(draw, one) for one in found]
+    drawn = [(report.plot, one) for one in found]
     for section in SECTIONS:
-        own = getattr(importlib.import_module(section.module), "draw", None) if section.module != "readme" else None
+        own = getattr(importlib.import_module(section.module), "draw", None)
         drawn += [(own, one) for one in in_section(root, section)] if own else []
     for make, (path, result, _) in drawn:
         try:
-            problem = save_picture(make, result, path.with_suffix(".png"))
+            _draw(make, result, path.with_suffix(".png"))
         except Exception as error:
-            problem = f"no plot of {path} ({type(error).__name__}: {error})"
-        if problem:
-            _warn(problem)
+            _warn(f"no plot of {path} ({type(error).__name__}: {error})")
+
+
+def _draw(make: Callable[[dict[str, Any]], Any], result: dict[str, Any], path: Path) -> None:
+    """Write what `make` returns for a result, a figure or the bytes of a PNG, to `path`."""
+    from PIL import Image  # matplotlib brings it
+
+    picture = make(result)
+    if picture is None:
+        path.unlink(missing_ok=True)
+        return
+    file = io.BytesIO(picture if isinstance(picture, bytes) else b"")
+    if not isinstance(picture, bytes):
+        picture.savefig(file, format="png")
+    with Image.open(file) as image:  # few colours are enough for bars and lines, and a third of the bytes
+        image.convert("RGB").quantize(64).save(path, optimize=True)
 
 
 def _warn(text: str) -> None:
@@ -131,13 +166,13 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
     pages: dict[Path, list[str]] = {}
     short: list[str] = []
     for path, result, text in found:
-        device, picture, page = result["environment"]["device"], path.with_suffix(".png"), path.with_name("README.md")
-        image = f"![{result['suite']} on {device}]({{}})" if picture.exists() else ""
+        device, page, figures = result["environment"]["device"], path.with_name("README.md"), root / FIGURES.page
+        title = f"{result['suite']} on {device}"
         if page not in pages:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
-            short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, root / FIGURES.page)}).")
-        pages[page] += [text, image.format(picture.name)]
-        short += [report.markdown(result, short=True), image.format(_address(picture, root / FIGURES.page))]
+            short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
+        pages[page] += [text, _image(path, title, page)]
+        short += [report.markdown(result, short=True), _image(path, title, figures)]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     for section in SECTIONS:
         page = root / section.page
@@ -147,6 +182,12 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
             before, _, rest = text.partition(section.begin)
             texts[page] = "\n\n".join([before + section.begin, *parts, section.end]) + rest.partition(section.end)[2]
     return texts
+
+
+def _image(result: Path, title: str, page: Path) -> str:
+    """Return the picture of a result for `page`, where there is one."""
+    picture = result.with_suffix(".png")
+    return f"![{title}]({_address(picture, page)})" if picture.exists() else ""
 
 
 def _address(file: Path, page: Path) -> str:

@@ -54,14 +54,8 @@ GPU_PARTS = {
 HOST_BYTES = {1: 110e9, 2: 67e9, 3: 67e9}
 
 HELP = """\
-On a machine that is lent for ten minutes a command, three commands do it, each in the order of what tells most:
-  make gpu PY=python3 ARGS="--part 1 --archive $OUT/part1.tgz"   9 min: all tests of tests/gpu; experiments/gpu.py
-  make gpu PY=python3 ARGS="--part 2 --archive $OUT/part2.tgz"   9 min: step, transfer, cache, prefetch --quick; step, transfer
-  make gpu PY=python3 ARGS="--part 3 --archive $OUT/part3.tgz"   9 min: sanitizer, precision, mixed, memory
-Each ends by itself in its time and leaves two files: the archive (results, pictures, logs, calibrations and compiled kernels;
-written after each task), to be unpacked at the root of the repository, where bench/readme.py then draws the results, and a
-plain log beside it. A task that fails costs no other. --total gives a part another time. COMMIT=1a2b3c+changes names the
-commit where there is no git; "+changes" means that the tree had some."""
+docs/benchmarks.md says how to run `gpu` in parts on a machine that is lent for ten minutes a command, and what --archive has.
+COMMIT=1a2b3c+changes names the commit where there is no git; "+changes" means that the tree had some."""
 
 
 # --- a suite in a process of its own ------------------------------------------------------------------------------------
@@ -79,7 +73,6 @@ def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, qui
 def measure_here(about: dict[str, Any], path: str, quick: bool, seconds: float) -> int:
     """Measure a suite and write its result after every group; return 1 where a group failed."""
     from speedtransfer.benchmark import run as runner
-    from speedtransfer.benchmark.workload import default_table_bytes
     from speedtransfer.cuda import resolve_device
 
     def keep(result: dict[str, Any]) -> None:
@@ -87,9 +80,7 @@ def measure_here(about: dict[str, Any], path: str, quick: bool, seconds: float) 
         write(Path(path), {**about, **result, "environment": about.get("environment", result["environment"])})
 
     device, console = resolve_device(None), Console(width=120, force_terminal=False)
-    # Passed explicitly, so that the result records it.
-    options = {"table_bytes": default_table_bytes(device, quick)} if about["part"] == "transfer" else {}
-    result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds, **options)
+    result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds)
     keep(result)
     return int(bool(result["failures"]))
 
@@ -217,12 +208,8 @@ def outcome(part: str, result: dict[str, Any]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="bench/record.py",
-        description=(__doc__ or "").partition("\n\n")[0],
-        epilog=HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    description = (__doc__ or "").partition("\n\n")[0]
+    parser = argparse.ArgumentParser(prog="bench/record.py", description=description, epilog=HELP)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{gpu,here,status}")
     usual = [part for part in MEASURED if part not in ("gpu", "plan_accuracy")]
     for name, parts, default in (

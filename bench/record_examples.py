@@ -13,8 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from experiment import blocks_of, write_result
-from store import NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, header, path_of
+from store import NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, header, path_of, write
 
 from speedtransfer.benchmark.report import TextTable, commit_and_date, markdown_table, provenance
 from speedtransfer.errors import format_bytes
@@ -41,7 +40,8 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
         # More digits are of no use in a picture, and a repository keeps them for ever.
         one["losses"] = [float(f"{loss:.5g}") for loss in one["losses"]]
     out = path_of(root, about["environment"]["device"], part)
-    write_result({**found, **about, "complete": True}, out, draw)
+    write(out, {**found, **about, "complete": True})
+    print(f"wrote {out}")
     return 0
 
 
@@ -65,12 +65,12 @@ def draw(result: dict[str, Any]) -> Any:
     return figure
 
 
-def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of a page; `picture` is its path or nothing."""
-    return (_parallel if result["part"] == PARALLEL_EXAMPLE else _ngrams)(result, picture)
+def markdown(result: dict[str, Any]) -> str:
+    """Return the block of a page."""
+    return (_parallel if result["part"] == PARALLEL_EXAMPLE else _ngrams)(result)
 
 
-def _ngrams(result: dict[str, Any], picture: str) -> str:
+def _ngrams(result: dict[str, Any]) -> str:
     import ngram_lm
 
     settings, found = result["settings"], result["contenders"]
@@ -86,13 +86,12 @@ def _ngrams(result: dict[str, Any], picture: str) -> str:
     if all("peak_bytes" in one for one in found.values()):  # until each way was no longer a process of its own
         head.append("peak memory")
         rows = [[*row, format_bytes(one["peak_bytes"])] for row, one in zip(rows, found.values(), strict=True)]
-    title = f"Losses of {len(found)} ways to hold n-gram tables"
     sentences = "\n".join(f"- {ngram_lm.sentence(one)}" for one in result["comparisons"])
     table = markdown_table(TextTable(head[0], head, rows))
-    return "\n\n".join(["; ".join(about) + ".", table, sentences, *[f"![{title}]({picture})"] * bool(picture)])
+    return "\n\n".join(filter(None, ["; ".join(about) + ".", table, sentences]))
 
 
-def _parallel(result: dict[str, Any], picture: str) -> str:
+def _parallel(result: dict[str, Any]) -> str:
     from parallel import ONE
 
     settings = result["settings"]
@@ -107,8 +106,7 @@ def _parallel(result: dict[str, Any], picture: str) -> str:
         f"DistributedDataParallel, table of {settings['rows']:,} x {settings['dim']}; first loss "
         f"{result['runs'][ONE]['losses'][0]:.3g}; {provenance(result)}."
     )
-    title = "Losses of one process and of several"
-    return blocks_of(picture, title, markdown_table(table), about)
+    return f"{markdown_table(table)}\n\n{about}"
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import RunError, exit_code, make_parser, positive_int, run_job, stop_on_signals, write_result
+from experiment import RunError, exit_code, make_parser, run_job, stop_on_signals
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, read, write
 from word2vec_child import EVALUATE, GENSIM, MODELS, OURS, cores
-from word2vec_report import RESERVED, TUNED, System, draw, label, markdown, speeds, system_of, with_differences
+from word2vec_report import RESERVED, TUNED, System, label, markdown, speeds, system_of, with_differences
 
-from speedtransfer.errors import InvalidValueError, format_bytes
+from speedtransfer.errors import InvalidValueError, check_size, format_bytes
 from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
 from speedtransfer.word2vec.text import decode, iter_pieces
 
@@ -84,8 +84,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = make_parser("word2vec", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of corpora/ and wordsim/")
-    parser.add_argument("--seeds", type=positive_int, default=SETTINGS.seeds, help=f"by default {SETTINGS.seeds}")
-    parser.add_argument("--words", type=positive_int, metavar="N", help="only the first N words of each text")
+    parser.add_argument("--seeds", type=int, default=SETTINGS.seeds, help=f"by default {SETTINGS.seeds}")
+    parser.add_argument("--words", type=int, metavar="N", help="only the first N words of each text")
     parser.add_argument("--resume", action="store_true", help="go on with what an earlier run has left")
     args = parser.parse_args(arguments)
     return exit_code(lambda: _measure(args))
@@ -101,16 +101,18 @@ def _measure(args: argparse.Namespace) -> int:
         ) from None
     out = args.out or path_of(ROOT, about["environment"]["device"], WORD2VEC, QUICK if args.words else FULL)
     corpora, sets = {find(args.data, "corpora", *CORPUS): LARGE, SHIPPED: SMALL}, find_sets(args.data)
-    settings = replace(SETTINGS, seeds=args.seeds, words=args.words)
+    words = None if args.words is None else check_size(args.words, "--words", 1)
+    settings = replace(SETTINGS, seeds=check_size(args.seeds, "--seeds", 1), words=words)
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
         session = Session(Path(folder), settings, sets, out.with_name(f"{out.stem}{PARTIAL}.json"))
         session.prepare(corpora, about, args.resume)
         stopped = session.run_all()
     result = with_differences(session.result, {one.name: one.gold for one in sets})
+    print("", markdown(result), sep="\n")
     if stopped or result["failures"]:
-        print("", markdown(result, ""), sep="\n")
         raise RunError(f"{stopped or 'a run failed'}; what was measured is in {session.partial}: --resume goes on")
-    write_result({**result, "complete": True}, out, draw, [markdown(result, "")])
+    write(out, {**result, "complete": True})
+    print(f"wrote {out}")
     session.partial.unlink()
     return 0
 

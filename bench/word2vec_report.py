@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import blocks_of
 from word2vec_child import GENSIM, OURS
 
 from speedtransfer.benchmark.report import TextTable, commit_and_date, markdown_table
@@ -287,8 +286,8 @@ def _plural(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("s" if number != 1 else "")
 
 
-def markdown(result: dict[str, Any], picture: str) -> str:
-    """Return the block of docs/results.md; `picture` is its path or nothing."""
+def markdown(result: dict[str, Any]) -> str:
+    """Return the block of docs/word2vec.md."""
     blocks = about_all(result)
     for about in result["corpora"]:
         if systems(result, about["name"]):
@@ -296,7 +295,7 @@ def markdown(result: dict[str, Any], picture: str) -> str:
             if lines := verdicts(result, about["name"]):
                 intro = "Against gensim, with the 95% confidence interval of the difference:"
                 blocks += [intro, "\n".join(lines)]
-    return blocks_of(picture, "word2vec beside gensim: words/s and quality", *blocks)
+    return "\n\n".join(blocks)
 
 
 def draw(result: dict[str, Any]) -> Any:

@@ -96,6 +96,5 @@ def test_exact_is_dense_and_lazy_is_not(idle, folder, tmp_path, capsys):
     assert found["loss_difference"]["exact"] < 1e-5
     assert curves["dense"]["distance"][-1] == 0
     assert (found["complete"], found["data"], found["settings"]["steps"]) == (True, "likes", 60)
-    assert "Recall@20 at the end: dense" in capsys.readouterr().out
-    assert idle.markdown(found, "").startswith("Likes, 30 users x 40 items, ")
-    assert path.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    assert capsys.readouterr().out.splitlines()[-4].startswith("Likes, 30 users x 40 items, ")
+    assert len(idle.draw(found).axes) == 3

@@ -97,14 +97,14 @@ def describe(group: GroupResult, case: CaseResult) -> str:
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make groups for a network and a table; processes use NCCL if there is a GPU for each, else gloo on the CPU."""
+    """Make groups for a network and a table; processes use gloo on the CPU."""
     sizes = (_QUICK if quick else _FULL)._replace(seed=seed)
     steps, repeats = (_QUICK_STEPS, _QUICK_REPEATS) if quick else (_STEPS, _REPEATS)
     about = {GRADIENTS: f"a network {sizes.width} wide", TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}"}
     return [
         Group(
             f"train {about[kind]} to the loss of {steps} steps of one process, {ranks} processes",
-            functools.partial(_measured, kind, sizes, ranks, steps, repeats, device),
+            functools.partial(_measured, kind, sizes, ranks, steps, repeats),
             {**sizes._asdict(), "kind": kind, "ranks": ranks, "most": _MOST * steps},
         )
         for kind in METHODS
@@ -112,14 +112,13 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     ]
 
 
-def _measured(kind: str, sizes: Sizes, ranks: int, steps: int, repeats: int, device: torch.device) -> list[CaseResult]:
+def _measured(kind: str, sizes: Sizes, ranks: int, steps: int, repeats: int) -> list[CaseResult]:
     """Train by each method; all-reduce must give the loss of one process, and each method the same loss every time."""
-    cuda = device.type == "cuda" and torch.cuda.device_count() >= ranks
     first = METHODS[kind][0]
     alone = train(1, [first], sizes, 0.0, _MOST * steps)[first]["losses"]
     target = (1 + SLACK) * alone[steps // PERIOD - 1]
     found = []
-    for method, done in train(ranks, METHODS[kind], sizes, target, _MOST * steps, repeats, cuda).items():
+    for method, done in train(ranks, METHODS[kind], sizes, target, _MOST * steps, repeats).items():
         ours = kind == TABLE or method in (ONE_BIT, BLOCK_MOMENTUM)
         case, loss = CaseResult(method, "ours" if ours else "other", 0), done["losses"][-1]
         found.append(case)
@@ -135,36 +134,27 @@ def _measured(kind: str, sizes: Sizes, ranks: int, steps: int, repeats: int, dev
 
 
 def train(
-    ranks: int,
-    methods: Sequence[str],
-    sizes: Sizes,
-    target: float,
-    steps: int,
-    repeats: int = 0,
-    cuda: bool = False,
+    ranks: int, methods: Sequence[str], sizes: Sizes, target: float, steps: int, repeats: int = 0
 ) -> dict[str, dict[str, Any]]:
     """Train by each method in `ranks` processes to a loss of `target`, in so many `steps` at most, then `repeats` times again.
 
     Returns by method the "losses" every `PERIOD` steps, the "sent_bytes" of a process, and the "seconds" of each repetition.
     """
     with tempfile.TemporaryDirectory(prefix="speedtransfer-bench-") as folder:
-        arguments = ranks, folder, tuple(methods), sizes, target, steps, repeats, cuda
+        arguments = ranks, folder, tuple(methods), sizes, target, steps, repeats
         torch.multiprocessing.spawn(_process, arguments, ranks)
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
     return found
 
 
 def _process(rank: int, ranks: int, folder: str, methods: Sequence[str], *how: Any) -> None:
-    *rest, cuda = how
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
     if sys.platform == "linux":
         # The host name may not resolve to an address of this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    if cuda:
-        torch.cuda.set_device(rank)
-    limit, backend = datetime.timedelta(seconds=TIMEOUT_S), "cpu:gloo,cuda:nccl" if cuda else "gloo"
-    dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
-    found = {method: _train(method, rank, ranks, *rest) for method in methods}
+    limit = datetime.timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit)
+    found = {method: _train(method, rank, ranks, *how) for method in methods}
     if rank == 0:
         Path(folder, "found.json").write_text(json.dumps(found), encoding="utf-8")
     dist.destroy_process_group()
@@ -353,29 +343,25 @@ class Training:
     """A model whose gradients are sent by one method, in one of `ranks` processes."""
 
     def __init__(self, method: str, sizes: Sizes, rank: int, ranks: int) -> None:
-        self.cuda = "cuda:nccl" in dist.get_backend_config()
-        self.device = torch.device("cuda", rank) if self.cuda else torch.device("cpu")
         self.task: Any = _Lookups(method, sizes) if method in COMM_DTYPES else _Regression(sizes)
-        self.held_out = [values.to(self.device) for values in self.task.batch(_EXAMPLES)]
-        self.net: nn.Module = self.task.model().to(self.device)
+        self.held_out = self.task.batch(_EXAMPLES)
+        self.net: nn.Module = self.task.model()
         # In one bucket: on gloo, PowerSGD and the quantization hooks hang with several.
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=1000)
         self.optimizer = send_by(method, self.model, self.task.optimizer(self.net))
         each = sizes.examples // ranks
         self._examples, self._part = sizes.examples, slice(rank * each, (rank + 1) * each)
-        self._sent = Sent(nested=method == EIGHT_BITS and not self.cuda)
+        self._sent = Sent(nested=method == EIGHT_BITS)
         self._before = _sent_by_tables()
 
     def steps(self, count: int) -> None:
         """Take training steps."""
         with self._sent:
             for _ in range(count):
-                inputs, targets = (values[self._part].to(self.device) for values in self.task.batch(self._examples))
+                inputs, targets = (values[self._part] for values in self.task.batch(self._examples))
                 self.optimizer.zero_grad()
                 (self.model(inputs) - targets).square().mean().backward()
                 self.optimizer.step()
-        if self.cuda:
-            torch.cuda.synchronize()
 
     @torch.no_grad()
     def loss(self) -> float:
