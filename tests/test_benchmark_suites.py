@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import math
+import multiprocessing
 import os
+import signal
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -247,6 +250,18 @@ def test_a_process_that_is_killed_and_the_fork_server_of_the_program(monkeypatch
     monkeypatch.setattr(preload, lambda *names: pytest.fail("it changes the fork server"))
     with pytest.raises(HostMemoryError, match="the process that trains it ended before it was done"):
         memory.in_process(os._exit, 9)
+
+
+def interrupt_parent():
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(1000)
+
+
+@pytest.mark.usefixtures("fresh_signals")
+def test_interrupting_the_parent_alone_ends_the_process():
+    with pytest.raises(KeyboardInterrupt):
+        memory.in_process(interrupt_parent)
+    assert not multiprocessing.active_children()
 
 
 @pytest.mark.parametrize(
