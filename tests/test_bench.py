@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,18 +15,14 @@ from speedtransfer.benchmark.results import CaseResult, GroupResult, to_text
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = "--steps 6 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --attention-heads 2 --rows 50 --dim 4"
-
-
-@pytest.fixture(autouse=True)
-def no_make(monkeypatch):
-    """`make test` tells its children so, and a make that is tested would say more."""
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
-        monkeypatch.delenv(name, raising=False)
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
 
 
 @pytest.fixture
 def bench(monkeypatch):
     """A function that imports a script of bench/ by its name."""
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # `make test` tells its children so
+        monkeypatch.delenv(name, raising=False)
     for folder in ("examples", "bench"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     return importlib.import_module
@@ -34,22 +31,18 @@ def bench(monkeypatch):
 def a_result() -> dict:
     """A recorded suite of one group."""
     cases = [CaseResult(name, "other", 0, samples_s=[1e-3], host_s=[1e-3]) for name in ("NumPy", "on the device")]
-    environment = {
-        "device": "NVIDIA Test 1",
-        "cuda": True,
-        "commit": "0123456789abcdef",
-        "dirty": False,
-        "date": "2026-01-02T03:04:05+00:00",
-        "versions": {"torch": "2.13", "cupy": "14.2"},
-    }
+    environment = {"device": "NVIDIA Test 1 (Laptop)", "cuda": True, "commit": "0123456789abcdef", "dirty": False}
+    environment |= {"date": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13", "cupy": "14.2"}}
     groups = [GroupResult("a product", {"experiment": "matmul", "size": 50}, cases).to_json()]
     return {"suite": "tax", "quick": False, "options": {}, "environment": environment, "groups": groups, "seconds": 1.0}
 
 
-def page(root: Path) -> Path:
-    """The page that shows suites."""
-    (root / "docs").mkdir(exist_ok=True)
-    return root / "docs" / "results.md"
+def page(root: Path, section) -> Path:
+    """The page of a section, with its marks."""
+    made = root / section.page
+    made.parent.mkdir(exist_ok=True)
+    made.write_text(f"before\n{section.begin}\nold figures\n{section.end}\nafter\n")
+    return made
 
 
 def test_a_case_is_a_line_of_json():
@@ -60,44 +53,32 @@ def test_a_case_is_a_line_of_json():
     assert all(line.strip().startswith('{"name": ') for line in lines)
 
 
-def test_pages_show_what_is_recorded(tmp_path, bench):
+def test_pages_show_what_is_recorded(tmp_path, bench, capsys):
+    """Not what is of a quick or a stopped run, and no file that is unreadable."""
     store, readme = bench("store"), bench("readme")
-    section = readme.SECTIONS[0]
-    text = f"before\n{section.begin}\nold figures\n{section.end}\nafter\n"
-    page(tmp_path).write_text(text)
+    shown = page(tmp_path, readme.FIGURES)
+    before = shown.read_text()
     assert readme.main(check=False, root=tmp_path) == 0
-    assert page(tmp_path).read_text() == text  # nothing is recorded
-
-    path = store.path_of(tmp_path, "NVIDIA Test 1", "tax")
-    store.write(path, a_result())
+    assert shown.read_text() == before  # nothing is recorded
+    result = a_result()
+    path = store.path_of(tmp_path, result["environment"]["device"], "tax")
+    assert path.relative_to(tmp_path).as_posix() == "bench/results/nvidia-test-1-laptop/tax.json"
+    store.write(path, result)
+    for run in (store.QUICK, store.PARTIAL):
+        store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), result)
+    path.with_name("step.json").write_text("{")
     assert readme.main(check=True, root=tmp_path) == 1
     assert readme.main(check=False, root=tmp_path) == 0
     assert readme.main(check=True, root=tmp_path) == 0
-
-    shown = page(tmp_path).read_text()
-    assert shown.startswith("before\n")
-    assert shown.endswith("after\n")
-    assert "old figures" not in shown
-    for part in ("### NVIDIA Test 1", "0123456789ab", "(../bench/results/nvidia-test-1/tax.png)"):
-        assert part in shown
-    assert 1000 < path.with_suffix(".png").stat().st_size <= bench("experiment").PLOT_BYTES
-
-
-def test_what_cannot_be_shown_is_left_out(tmp_path, bench, monkeypatch, capsys):
-    store, readme = bench("store"), bench("readme")
-    monkeypatch.setattr(bench("experiment"), "PLOT_BYTES", 100)
-    page(tmp_path).write_text(f"{readme.SECTIONS[0].begin}\n{readme.SECTIONS[0].end}\n")
-    store.write(store.path_of(tmp_path, "NVIDIA Test 1", "tax"), a_result())
-    for name, content in (("step", "{"), ("memory", "[]"), ("transfer", '{"environment": {"cuda": true}}')):
-        store.path_of(tmp_path, "NVIDIA Test 1", name).write_text(content)
-    for run in (store.QUICK, store.PARTIAL):
-        store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), a_result())
-    assert readme.main(check=False, root=tmp_path) == 0
-    lines = [line.partition(" ")[0].rpartition("/")[2] for line in capsys.readouterr().err.splitlines()]
-    assert lines == ["transfer.json", "step.json", "memory.json", "tax.png"]
-    shown = page(tmp_path).read_text()
-    assert "tax.png" in shown
-    assert "quick GPU" not in shown
+    assert "step.json is unreadable" in capsys.readouterr().err
+    text = shown.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    for part in ("### NVIDIA Test 1", "0123456789ab", "(../bench/results/nvidia-test-1-laptop/tax.png)"):
+        assert part in text
+    assert "old figures" not in text
+    assert "quick GPU" not in text
+    assert 1000 < path.with_suffix(".png").stat().st_size < 150_000
 
 
 def test_every_section_has_its_marks(bench):
@@ -106,37 +87,28 @@ def test_every_section_has_its_marks(bench):
         assert text.index(section.begin) < text.index(section.end)
 
 
-def recorded_as(bench, root: Path, part: str, name: str) -> tuple[dict, str]:
-    """What an example has recorded, and the page with the section that shows it."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["parallel", "--quick", "--steps", "6"], "| DDP, sharded | (32, 5) | 50 | "),
+        (["ngram_lm", *TINY.split(), "--only", "dense", "exact"], '| speedtransfer, idle="exact" | '),
+    ],
+)
+def test_an_example_is_recorded_and_shown(bench, tmp_path, arguments, shown):
     store, readme = bench("store"), bench("readme")
-    ((found, path),) = store.recorded(root)
-    assert found == part
-    assert 5000 < path.with_suffix(".png").stat().st_size < 150_000
-    (section,) = [section for section in readme.SECTIONS if section.name == name]
-    page(root).write_text(f"before\n\n{section.begin}\n\n{section.end}\n\nafter\n", encoding="utf-8")
-    text = readme.documents(root, [])[page(root)]
-    assert f"](../{path.with_suffix('.png').relative_to(root).as_posix()})" in text
-    return json.loads(path.read_text(encoding="utf-8")), text
-
-
-@pytest.mark.slow
-def test_the_parallel_example_is_recorded_and_shown(bench, tmp_path):
-    assert bench("record_examples").main(["parallel", "--quick", "--steps", "6"], tmp_path) == 0
-    result, shown = recorded_as(bench, tmp_path, "parallel_example", "parallel example")
-    assert result["complete"]
-    assert "| DDP, sharded | (32, 5) | 50 | " in shown
-    assert "6 steps of 64 examples, 2 processes of DistributedDataParallel, table of 100 x 8; first loss " in shown
-
-
-@pytest.mark.slow
-def test_the_ngram_example_is_recorded_and_shown(bench, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("\n".join(f"a b c{number % 7} d e{number % 3}" for number in range(200)), encoding="utf-8")
-    arguments = ["ngram_lm", *TINY.split(), "--data", str(text), "--only", "dense", "exact"]
+    if arguments[0] == "ngram_lm":
+        data = tmp_path / "text.txt"
+        data.write_text("\n".join(f"a b c{number % 7} d e{number % 3}" for number in range(200)), encoding="utf-8")
+        arguments = [*arguments, "--data", str(data)]
     assert bench("record_examples").main(arguments, tmp_path) == 0
-    result, shown = recorded_as(bench, tmp_path, "ngram_example", "ngram example")
-    assert [len(one["losses"]) for one in result["contenders"].values()] == [6, 6]
-    assert '| speedtransfer, idle="exact" | ' in shown
+    ((part, path),) = store.recorded(tmp_path)
+    assert store.read(path)["complete"]
+    (section,) = [section for section in readme.SECTIONS if section.parts == (part,)]
+    text = page(tmp_path, section)
+    assert readme.main(check=False, root=tmp_path) == 0
+    assert shown in text.read_text()
+    assert f"](../{path.with_suffix('.png').relative_to(tmp_path).as_posix()})" in text.read_text()
 
 
 def test_what_an_example_refuses_is_not_recorded(bench, tmp_path):
@@ -147,8 +119,16 @@ def test_what_an_example_refuses_is_not_recorded(bench, tmp_path):
     assert not root.exists()
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-def test_make_passes_arguments_on():
+def test_lines_are_counted(bench, capsys):
+    count = bench("count")
+    assert count.main([]) == 0
+    rows = {line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()}
+    assert int(rows["bench"][0]) == len(list((ROOT / "bench").rglob("*.py")))
+    assert count.main(["0123abc"]) == 2
+
+
+@needs_make
+def test_make_passes_arguments_on(bench):
     argv = ["make", "-n", "--no-print-directory", "gpu", "PY=python3", "ARGS=--only tests --quick"]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.split("; ") == [
@@ -158,9 +138,9 @@ def test_make_passes_arguments_on():
     ]
 
 
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+@needs_make
 @pytest.mark.parametrize(("record", "readme", "error"), [(3, 0, 3), (0, 4, 4), (0, 0, 0)])
-def test_make_writes_the_readme_also_after_a_failure(tmp_path, record, readme, error):
+def test_make_writes_the_readme_also_after_a_failure(bench, tmp_path, record, readme, error):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho "ran $1"\n[ "$1" = bench/record.py ] && exit {record} || exit {readme}\n')
     python.chmod(0o755)
@@ -168,3 +148,25 @@ def test_make_writes_the_readme_also_after_a_failure(tmp_path, record, readme, e
     assert done.stdout.splitlines() == ["ran bench/record.py", "ran bench/readme.py"]
     assert done.returncode == (2 if error else 0)
     assert (f"Error {error}" in done.stderr) == bool(error)
+
+
+@needs_make
+@pytest.mark.parametrize(
+    ("cuda", "extras"),
+    [(None, "dev"), ("11.8", "dev"), ("12.4", "dev,cuda13"), ("13.0", "dev,cuda13"), ("14.1", "dev,cuda13")],
+)
+def test_make_picks_the_cuda_extra_of_the_torch_that_it_installs(bench, tmp_path, cuda, extras):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\n" + (f"echo '| Driver Version: 1 CUDA Version: {cuda} |'\n" if cuda else "exit 1\n"))
+    tool.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready-dev"]
+    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert f'".[{extras}]"' in done.stdout
+    # A build of torch that this driver can run: the package index has one for CUDA 13.
+    assert ("pass TORCH_INDEX=" in done.stderr) == (cuda == "12.4")
+    named = [*argv, "TORCH_INDEX=https://example.org/cu12"]
+    done = subprocess.run(named, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert "--extra-index-url https://example.org/cu12" in done.stdout
+    assert f'".[{extras.replace("13", "12")}]"' in done.stdout
+    assert "TORCH_INDEX" not in done.stderr
