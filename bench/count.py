@@ -24,10 +24,10 @@ def part_of(name: str) -> str:
     return first if rest else "*.py"
 
 
-def count(root: Path, commit: str | None = None) -> dict[str, list[int]]:
+def count(commit: str | None = None) -> dict[str, list[int]]:
     """Return for each part the lines of its files; empty files are none to git."""
     where = ["--untracked", "-e", ""] if commit is None else ["-e", "", commit]
-    command = ["git", "-C", str(root), "grep", "-c", *where, "--", "*.py"]
+    command = ["git", "-C", str(ROOT), "grep", "-c", *where, "--", "*.py"]
     found: dict[str, list[int]] = defaultdict(list)
     for line in subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines():
         name, _, lines = line.removeprefix(f"{commit}:").rpartition(":")
@@ -47,15 +47,10 @@ def table(found: dict[str, list[int]]) -> str:
     return "\n".join("  ".join(text) for text in texts)
 
 
-def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
+def main(commit: str | None = None) -> int:
     """Print the table; return the exit code."""
-    given = sys.argv[1:] if arguments is None else arguments
-    commit = given[-1] if given else None
     try:
-        if commit is not None:
-            command = ["git", "-C", str(root), "rev-parse", "--verify", "--end-of-options", commit]
-            subprocess.run(command, check=True, capture_output=True)
-        print(table(count(root, commit)))
+        print(table(count(commit)))
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"error: git cannot read commit {commit!r} ({error}); is it one of this repository?", file=sys.stderr)
         return 2
@@ -63,4 +58,4 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:2]))

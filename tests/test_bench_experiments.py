@@ -82,7 +82,7 @@ def test_a_wrong_product_or_step_is_noticed(tax):
 def mixed(suites, monkeypatch):
     """On a tiny network, with no memory measured."""
     module = suites["mixed"].module
-    monkeypatch.setattr(module, "memory_of", lambda training: {"host_bytes": 1000})
+    monkeypatch.setattr(module, "memory_of", lambda *given: {"host_bytes": 1000})
     for limit in ("_MOST_STEP_S", "_MOST_TRAINING_S"):
         monkeypatch.setattr(module, limit, math.inf)
     tiny = module._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
@@ -91,7 +91,7 @@ def mixed(suites, monkeypatch):
 
 
 def test_fp32_is_torch_nn_to_rounding_on_stretches_of_the_text(mixed):
-    training = mixed.Training(mixed.FP32, mixed._QUICK, 64, CPU)
+    training = mixed.Training(mixed.FP32, mixed._QUICK, 64, CPU, 0, {})
     windows = training.windows.train
     assert windows.shape[1] == 3
     counts = torch.bincount(windows[:, -1])
@@ -108,7 +108,7 @@ def test_fp32_is_torch_nn_to_rounding_on_stretches_of_the_text(mixed):
     for _ in range(3):
         batch = next(batches)
         training._batches = iter([batch])
-        training.step()
+        training.run()
         F.cross_entropy(mlp(plain(batch[:, :-1]).flatten(1)), batch[:, -1]).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -124,7 +124,7 @@ def test_every_form_is_measured_and_judged(mixed, monkeypatch):
     text = shown("mixed", [found])
     assert "- the device lists " in text
     assert "| accuracy, by windows of a batch | 128 |" in text
-    case = mixed._Steps(mixed.Training(mixed.FORMS[2], mixed._QUICK, 64, CPU), {"loss": 1.0, "seconds": 1.0})
+    case = mixed.Training(mixed.FORMS[2], mixed._QUICK, 64, CPU, 0, {"loss": 1.0, "seconds": 1.0})
     case.run()
     monkeypatch.setattr(mixed.Training, "evaluate", lambda training: (0.1, 1.2))
     with pytest.raises(AssertionError, match=r"ends with a loss of 1\.2000, FP32 with 1\.0000"):

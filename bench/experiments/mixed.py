@@ -179,10 +179,16 @@ class _NextWord(nn.Module):
 
 
 class Training:
-    """A network, its optimizer and its batches of `batch` windows; `seed` determines weights and batches."""
+    """A network, its optimizer and its batches of `batch` windows, and what training it finds.
 
-    def __init__(self, form: Form, sizes: Sizes, batch: int, device: torch.device, seed: int = 0) -> None:
-        self.form, self.sizes, self.batch, self.device, self.seed = form, sizes, batch, device, seed
+    `seed` determines weights and batches; `plain` gets the loss and the seconds of FP32, which comes first.
+    """
+
+    def __init__(
+        self, form: Form, sizes: Sizes, batch: int, device: torch.device, seed: int, plain: dict[str, float]
+    ) -> None:
+        self.form, self.sizes, self.batch, self.device, self.seed, self.plain = form, sizes, batch, device, seed, plain
+        self.memory, self.figures = dict[str, int](), dict[str, float]()
         self.windows = read_windows(sizes.context, sizes.classes)
         chosen = torch.randperm(len(self.windows.train), generator=torch.Generator().manual_seed(seed))[: sizes.windows]
         self._mine = self.windows.train[chosen].to(device)
@@ -208,8 +214,10 @@ class Training:
                 if len(places) == self.batch:
                     yield self._mine[places]
 
-    def step(self) -> None:
+    def run(self) -> None:
         """Take a step; raises DeviceError if torch cannot compute in this form here."""
+        if self.model is None:
+            self._begin()
         windows = next(self._batches)
         loss = F.cross_entropy(self._logits(windows[:, :-1]), windows[:, -1])
         self.scaler.scale(loss).backward()
@@ -217,12 +225,20 @@ class Training:
         self.scaler.update()
         self.optimizer.zero_grad()
 
+    def _begin(self) -> None:
+        self.memory.update(memory_of(self.form, self.sizes, self.batch, self.device))
+        self.restart()
+        self.take(1)  # warm-up
+        self._step_s = self.take(1)
+        if self.form is not FP32 and self._step_s > _MOST_STEP_S:
+            raise SpeedtransferError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
+
     def take(self, count: int) -> float:
         """Take steps, and return their seconds."""
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
-            self.step()
+            self.run()
         synchronize(self.device)
         return time.perf_counter() - start
 
@@ -247,76 +263,52 @@ class Training:
             loss += float(F.cross_entropy(logits, words[:, -1], reduction="sum"))
         return right / len(held_out), loss / len(held_out)
 
-
-def _cases(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
-    plain: dict[str, float] = {}  # the loss and seconds of FP32, which comes first
-    return [Case.of(form.name, _Steps(Training(form, sizes, batch, device, seed), plain), "ours") for form in FORMS]
-
-
-class _Steps:
-    """Training steps in a form."""
-
-    def __init__(self, training: Training, plain: dict[str, float]) -> None:
-        self.training, self._plain = training, plain
-        self.memory: dict[str, int] = {}
-        self.figures: dict[str, float] = {}
-        self._step_s = 0.0
-
-    def run(self) -> None:
-        if not self._step_s:
-            self._begin()
-        self.training.step()
-
-    def _begin(self) -> None:
-        training = self.training
-        self.memory.update(memory_of(training))
-        training.restart()
-        training.take(1)  # warm-up
-        self._step_s = training.take(1)
-        if training.form is not FP32 and self._step_s > _MOST_STEP_S:
-            raise SpeedtransferError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
-
     def check(self) -> None:
         """Check the size of the table; then train through all epochs, unless that takes too long, and check the loss."""
-        training, form, table = self.training, self.training.form, self.training.model.words.table
+        form, table = self.form, self.model.words.table
         # Weights, AdamW's two planes of state, and the last step of each row.
-        expected = (3 * form.value_bytes * training.sizes.dim + 4) * training.windows.num_words
+        expected = (3 * form.value_bytes * self.sizes.dim + 4) * self.windows.num_words
         assert table.nbytes == expected, f"the table holds {table.nbytes:,} bytes, not {expected:,}"
-        expected_s = self._step_s * training.steps
-        if form is not FP32 and expected_s > max(_MOST_TRAINING_S, _MOST_TIMES * self._plain.get("seconds", 0.0)):
+        expected_s = self._step_s * self.steps
+        if form is not FP32 and expected_s > max(_MOST_TRAINING_S, _MOST_TIMES * self.plain.get("seconds", 0.0)):
             self.figures[WOULD_TAKE] = expected_s
             return
-        training.restart()
-        seconds = training.take(training.steps)
-        right, loss = training.evaluate()
+        self.restart()
+        seconds = self.take(self.steps)
+        right, loss = self.evaluate()
         self.figures.update({ACCURACY: right, LOSS: loss})
         if form is FP32:
-            self._plain.update(seconds=seconds, loss=loss)
-        chance, plain = math.log(training.sizes.classes), self._plain.get("loss", math.inf)
+            self.plain.update(seconds=seconds, loss=loss)
+        chance, plain = math.log(self.sizes.classes), self.plain.get("loss", math.inf)
         assert loss < chance, f"ends with a loss of {loss:.4f}, and guessing has {chance:.4f}"
         most = math.inf if form is BF16 else MAX_LOSS_RATIO * plain
         assert loss <= most, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
 
 
-def memory_of(training: Training) -> dict[str, int]:
+def _cases(device: torch.device, sizes: Sizes, batch: int, seed: int) -> list[Case]:
+    plain: dict[str, float] = {}
+    return [Case.of(form.name, Training(form, sizes, batch, device, seed, plain), "ours") for form in FORMS]
+
+
+def memory_of(*given: Any) -> dict[str, int]:
     """Measure the peak of the first steps: of the device, or of a process of its own, of the host."""
-    given = training.form, training.sizes, training.batch, training.device
     try:
-        return _peak(*given) if training.device.type == "cuda" else in_process(_peak, *given)
+        return _peak(*given) if given[-1].type == "cuda" else in_process(_peak, *given)
     except SpeedtransferError:
         return {}
 
 
 def _peak(form: Form, sizes: Sizes, batch: int, device: torch.device) -> dict[str, int]:
     """Return the peak of three steps, as the second has all of the optimizer's state, after those of a small network."""
-    small, training = Training(form, sizes._replace(dim=8, hidden=8), 8, device), Training(form, sizes, batch, device)
 
-    def steps(training: Training) -> float:
+    def steps(sizes: Sizes, batch: int) -> Training:
+        training = Training(form, sizes, batch, device, 0, {})
         training.restart()
-        return training.take(3)
+        training.take(3)
+        return training
 
-    steps(small)
-    _, found = peak_of(lambda: steps(training), device)
+    steps(sizes._replace(dim=8, hidden=8), 8)
+    training, found = peak_of(lambda: steps(sizes, batch), device)
     if device.type != "cuda":
         return {"host_bytes": found["host_bytes"]}
     return {**found, "host_bytes": training.model.words.table.nbytes}

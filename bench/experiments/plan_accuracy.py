@@ -74,12 +74,9 @@ def describe(group: GroupResult, case: CaseResult) -> str:
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
     """Make the group of all configurations; tables are on the CPU or what `st.plan` finds here."""
-    cases = [_smaller(case) for case in CASES] if quick else CASES
+    fewer = _QUICK if quick else 1
+    cases = [replace(c, tables=tuple((max(100, rows // fewer), dim) for rows, dim in c.tables)) for c in CASES]
     return [Group("configurations", functools.partial(_compare, cases), {"headline": False})]
-
-
-def _smaller(case: Case) -> Case:
-    return replace(case, tables=tuple((max(100, rows // _QUICK), dim) for rows, dim in case.tables))
 
 
 def _compare(cases: Any) -> list[CaseResult]:
@@ -110,16 +107,8 @@ def about(groups: list[GroupResult]) -> list[str]:
 
 def planned(case: Case) -> dict[str, float]:
     """Return the time of a step by :func:`speedtransfer.plan`."""
-    form = {"storage_dtype": case.storage, "state_dtype": case.state}
-    plan = st.plan(
-        list(case.tables),
-        case.optimizer,
-        case.batch,
-        case.lookups,
-        zipf=case.zipf,
-        idle=case.idle,
-        **form,  # type: ignore[arg-type]
-    )
+    how: Any = {"idle": case.idle, "storage_dtype": case.storage, "state_dtype": case.state}
+    plan = st.plan(list(case.tables), case.optimizer, case.batch, case.lookups, zipf=case.zipf, **how)
     (option,) = [option for option in plan.options if option.memory == case.memory]
     assert option.step_s is not None
     return {"step_s": option.step_s}
