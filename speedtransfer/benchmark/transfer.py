@@ -5,6 +5,7 @@ Tables are much larger than the cache, and batches of ids are used in turn: this
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -50,60 +51,41 @@ def groups(
 ) -> list[Group]:
     """Make all groups of the suite; `rows` are those of a batch."""
     cuda = device.type == "cuda"
-    plan = _Plan(
-        device,
-        check_size((ROWS if cuda or not quick else ROWS // 2) if rows is None else rows, "rows", 1),
-        check_size(
-            default_table_bytes(device, quick) if table_bytes is None else table_bytes, "table_bytes", MIN_TABLE_BYTES
-        ),
-        seed,
-    )
-    found = [plan.moves(d) for d in DIRECTIONS]
-    sizes = (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384)
-    found += [plan.moves(d, row_bytes=size) for size in sizes for d in DIRECTIONS]
-    if not quick:
-        found += [plan.moves(d, rows=n, row_bytes=256) for n in (1000, 10_000, 1_000_000) for d in DIRECTIONS]
-    found += [plan.moves(d, ids="zipf") for d in DIRECTIONS]
-    found += [plan.moves(d, rows=min(_OVERHEAD_ROWS, plan.rows), overhead=True) for d in DIRECTIONS]
-    memories = ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",)
-    found += [plan.moves(d, memory=memory) for memory in memories for d in DIRECTIONS]
-    # In a small table several sizes lead to the same number of rows; the first one keeps its place.
-    return list({group.title: group for group in reversed(found)}.values())[::-1]
+    main, tables = "pinned" if cuda else "pageable", Tables(device)
+    batch = check_size((ROWS if cuda or not quick else ROWS // 2) if rows is None else rows, "rows", 1)
+    most_bytes = default_table_bytes(device, quick) if table_bytes is None else table_bytes
+    check_size(most_bytes, "table_bytes", MIN_TABLE_BYTES)
 
+    def compare(wanted: int = batch, row_bytes: int = ROW_BYTES, ids: str = "uniform", **others: Any) -> list[Group]:
+        memory, overhead = others.get("memory", main), others.get("overhead", False)
+        num_bytes = most_bytes if memory == main else min(most_bytes, _SECOND_TABLE_BYTES)
+        count = max(1, min(wanted, num_bytes // row_bytes // 2, _CALL_BYTES // row_bytes))
 
-class _Plan:
-    """Makes groups over tables that share their memory."""
-
-    def __init__(self, device: torch.device, rows: int, table_bytes: int, seed: int) -> None:
-        self.device, self.rows, self.table_bytes, self.seed = device, rows, table_bytes, seed
-        self.main = "pinned" if device.type == "cuda" else "pageable"
-        self.tables = Tables(device)
-
-    def moves(
-        self,
-        direction: Direction,
-        memory: str = "",
-        rows: int = 0,
-        row_bytes: int = ROW_BYTES,
-        ids: str = "uniform",
-        overhead: bool = False,
-    ) -> Group:
-        """Compare methods to move rows; `rows` is limited by the table and the bytes of a call."""
-        memory = memory or self.main
-        table_bytes = self.table_bytes if memory == self.main else min(self.table_bytes, _SECOND_TABLE_BYTES)
-        rows = max(1, min(rows or self.rows, table_bytes // row_bytes // 2, _CALL_BYTES // row_bytes))
-
-        def cases() -> list[Case]:
-            table = self.tables.table(memory, table_bytes, row_bytes // 4)
-            work = workload(table, rows, ids, repeats=direction == "gather", seed=self.seed)
+        def cases(direction: Direction) -> list[Case]:
+            table = tables.table(memory, num_bytes, row_bytes // 4)
+            work = workload(table, count, ids, repeats=direction == "gather", seed=seed)
             methods = our_methods(work, direction) + other_methods(work, direction) + roofs(work, direction)
             return [as_case(method, work, direction) for method in methods]
 
-        draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
-        title = f"{'overhead: ' * overhead}{direction} {rows:,} rows of {row_bytes:,} B{draw.get((ids, direction), '')}"
-        title += f", {memory} table of {format_bytes(table_bytes)}"
-        params = {
-            "kind": "overhead" if overhead else "ways", "direction": direction, "memory": memory, "rows": rows,
-            "row_bytes": row_bytes, "ids": ids, "headline": overhead, "table_bytes": table_bytes,
-        }  # fmt: skip
-        return Group(title, cases, params)
+        found = []
+        for direction in DIRECTIONS:
+            draw = {("zipf", "gather"): ", Zipf", ("zipf", "scatter"): ", the distinct ones of a Zipf draw"}
+            title = f"{'overhead: ' * overhead}{direction} {count:,} rows of {row_bytes:,} B"
+            title += f"{draw.get((ids, direction), '')}, {memory} table of {format_bytes(num_bytes)}"
+            params = {
+                "kind": "overhead" if overhead else "ways", "direction": direction, "memory": memory, "rows": count,
+                "row_bytes": row_bytes, "ids": ids, "headline": overhead, "table_bytes": num_bytes,
+            }  # fmt: skip
+            found.append(Group(title, functools.partial(cases, direction), params))
+        return found
+
+    found = compare()
+    for size in (64, 4096) if quick else (4, 16, 64, 256, 1024, 4096, 16384):
+        found += compare(row_bytes=size)
+    for number in () if quick else (1000, 10_000, 1_000_000):
+        found += compare(number, 256)
+    found += compare(ids="zipf") + compare(min(_OVERHEAD_ROWS, batch), overhead=True)
+    for memory in ("pageable", "mmap", "device") if cuda else () if quick else ("mmap",):
+        found += compare(memory=memory)
+    # In a small table several sizes lead to the same number of rows; the first one keeps its place.
+    return list({group.title: group for group in reversed(found)}.values())[::-1]
