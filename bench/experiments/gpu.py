@@ -282,27 +282,22 @@ def both_ways(scale: Scale, rows: int) -> Cases:
         names = [f"{way} {when}" for when in ("alone", "at once") for way in ("read", "written")]
         return dict(zip(names, [*alone, *at_once], strict=True))
 
-    # Two never share an engine, so that neither waits for the other.
-    for (name, read), (_, written) in zip(_engines(LAUNCHES), _engines(LAUNCHES), strict=True):
-
-        def by_kernels(engines: Any = (read, written)) -> dict[str, float]:
-            queues = []
-            for side, (engine, way) in enumerate(zip(engines, ("gather", "scatter"), strict=True)):
-                device_rows = there[side][: len(index[side])]
-                move = functools.partial(getattr(engine, way), [planes[side]], index[side], [device_rows])
-                queues.append((sides[side], device_rows.nbytes, move))
-            return found(queues)
-
-        yield name, by_kernels
-
-    def by_copies() -> dict[str, float]:
-        ends = [(one[: len(plane)], plane[: scale.lookups]) for one, plane in zip(there, planes, strict=True)]
+    def by_kernels(*engines: MappedEngine) -> dict[str, float]:
         queues: list[Queue] = []
-        for side, (to, of) in zip(sides, (ends[0], ends[1][::-1]), strict=True):
-            queues.append((side, to.nbytes, functools.partial(to.copy_, of, non_blocking=True)))
+        for side, (engine, way) in enumerate(zip(engines, ("gather", "scatter"), strict=True)):
+            rows = there[side][: len(index[side])]
+            move = functools.partial(getattr(engine, way), [planes[side]], index[side], [rows])
+            queues.append((sides[side], rows.nbytes, move))
         return found(queues)
 
-    yield "plain copies", by_copies
+    # Two never share an engine, so that neither waits for the other.
+    for (name, read), (_, written) in zip(_engines(LAUNCHES), _engines(LAUNCHES), strict=True):
+        yield name, functools.partial(by_kernels, read, written)
+    ends = [(one[: len(plane)], plane[: scale.lookups]) for one, plane in zip(there, planes, strict=True)]
+    copies: list[Queue] = []
+    for side, (to, of) in zip(sides, (ends[0], ends[1][::-1]), strict=True):
+        copies.append((side, to.nbytes, functools.partial(to.copy_, of, non_blocking=True)))
+    yield "plain copies", functools.partial(found, copies)
 
 
 def few_blocks(scale: Scale) -> Cases:
@@ -316,14 +311,14 @@ def few_blocks(scale: Scale) -> Cases:
     index = _draw(len(plane), scale)
     yield "none", lambda: {"product, TFLOP/s": _rates(product)[0]}
     rows = torch.zeros(len(index), DIM, device="cuda")
+
+    def measure(engine: MappedEngine) -> dict[str, float]:
+        move = side, rows.nbytes, lambda: engine.gather([plane], index, [rows])
+        alone, (beside, speed) = _rates(move)[0], _rates(move, product)
+        return {"alone": alone, "beside": beside, "product, TFLOP/s": speed}
+
     for name, engine in _engines(FEW):
-
-        def measure(engine: MappedEngine = engine) -> dict[str, float]:
-            move = side, rows.nbytes, lambda: engine.gather([plane], index, [rows])
-            alone, (beside, speed) = _rates(move)[0], _rates(move, product)
-            return {"alone": alone, "beside": beside, "product, TFLOP/s": speed}
-
-        yield name, measure
+        yield name, functools.partial(measure, engine)
 
 
 def pages(scale: Scale, gb: float) -> Cases:
@@ -334,19 +329,19 @@ def pages(scale: Scale, gb: float) -> Cases:
             plane = _plane(int(gb * 2**30) // ROW_BYTES)
         sets = itertools.cycle([_draw(len(plane), scale) for _ in range(6)])
         for name, engine in _engines(LAUNCHES):
-
-            def measure(engine: MappedEngine = engine, plane: Tensor = plane, sets: Any = sets) -> dict[str, float]:
-                stream, num_bytes = torch.cuda.current_stream(), ROW_BYTES * len(next(sets))
-
-                def move(way: str) -> None:
-                    ids = next(sets)
-                    getattr(engine, way)([plane], ids, [rows[: len(ids)]])
-
-                moves = {way: functools.partial(move, way) for way in ("gather", "scatter")}
-                return {way: _rates((stream, num_bytes, one))[0] for way, one in moves.items()}
-
-            yield f"{name}, {allocator}", measure
+            yield f"{name}, {allocator}", functools.partial(_moved, engine, plane, sets, rows)
         del plane
+
+
+def _moved(engine: MappedEngine, plane: Tensor, sets: Iterator[Tensor], rows: Tensor) -> dict[str, float]:
+    """Return GB/s of rows read and of rows written."""
+    stream, num_bytes = torch.cuda.current_stream(), ROW_BYTES * len(next(sets))
+
+    def move(way: str) -> None:
+        ids = next(sets)
+        getattr(engine, way)([plane], ids, [rows[: len(ids)]])
+
+    return {way: _rates((stream, num_bytes, functools.partial(move, way)))[0] for way in ("gather", "scatter")}
 
 
 def _engines(launches: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, MappedEngine]]:
