@@ -252,19 +252,24 @@ def _digits(value: float) -> float:
 # --- what is shown ------------------------------------------------------------------------------------------------------
 
 # Exact is dashed over a broad dense line: both are visible where they coincide.
-_STYLES: dict[str, dict[str, Any]] = {
-    DENSE: {"color": "#b8bec8", "lw": 7, "solid_capstyle": "round", "zorder": 2},
-    EXACT: {"color": COLOURS[0], "lw": 2, "ls": (0, (4, 2)), "zorder": 5},
-    LAZY: {"color": COLOURS[1], "lw": 2, "zorder": 4},
-    SPARSE: {"color": COLOURS[2], "lw": 2, "ls": (0, (1, 1)), "zorder": 4},
-    DOUBLE: {"color": QUIET, "lw": 1.5, "ls": ":", "zorder": 3},
-}
-_NAMES = {
-    DENSE: "nn.Embedding + AdamW (dense)",
-    EXACT: 'speedtransfer, idle="exact" + AdamW',
-    LAZY: 'speedtransfer, idle="lazy" + AdamW',
-    SPARSE: "nn.Embedding(sparse=True) + SparseAdam",
-    DOUBLE: "dense in float64: rounding",
+_LINES: dict[str, dict[str, Any]] = {
+    DENSE: {"label": "nn.Embedding + AdamW (dense)", "color": "#b8bec8", "lw": 7, "zorder": 2},
+    EXACT: {
+        "label": 'speedtransfer, idle="exact" + AdamW',
+        "color": COLOURS[0],
+        "lw": 2,
+        "ls": (0, (4, 2)),
+        "zorder": 5,
+    },
+    LAZY: {"label": 'speedtransfer, idle="lazy" + AdamW', "color": COLOURS[1], "lw": 2, "zorder": 4},
+    SPARSE: {
+        "label": "nn.Embedding(sparse=True) + SparseAdam",
+        "color": COLOURS[2],
+        "lw": 2,
+        "ls": (0, (1, 1)),
+        "zorder": 4,
+    },
+    DOUBLE: {"label": "dense in float64: rounding", "color": QUIET, "lw": 1.5, "ls": ":", "zorder": 3},
 }
 
 
@@ -281,9 +286,9 @@ def draw(result: dict[str, Any]) -> Any:
     }
     places = {"loss": middles, "recall": counts, "distance": counts[1:]}
     for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        for way, style in _STYLES.items():
+        for way, style in _LINES.items():
             if key in curves[way] and (key, way) != ("distance", DENSE):
-                axes.plot(places[key], curves[way][key], label=_NAMES[way], **style)
+                axes.plot(places[key], curves[way][key], **style)
         axes.set_title(title, fontsize=11, color=INK)
         axes.set_xlabel("step")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -291,7 +296,7 @@ def draw(result: dict[str, Any]) -> Any:
     for axes in panels[:2]:
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     panels[2].set_yscale("log")
-    panels[0].plot([], [], label=_NAMES[DOUBLE], **_STYLES[DOUBLE])  # for the legend, which is that of the first
+    panels[0].plot([], [], **_LINES[DOUBLE])  # for the legend, which is that of the first
     legend_below(figure, panels[0])
     return figure
 

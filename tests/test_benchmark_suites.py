@@ -55,10 +55,17 @@ def test_groups_take_options_of_others_and_make_nothing_yet(suite):
 # --- step ---------------------------------------------------------------------------------------------------------------
 
 
-def small_steps(experiment, quick=True, **options):
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Few bytes for the tables of a group, and a short history."""
+    monkeypatch.setattr(step, "_QUICK_BYTES", 4_500_000)
+    for name in ("HISTORY", "QUICK_HISTORY"):
+        monkeypatch.setattr(step, name, 30)
+
+
+def small_steps(experiment, quick=True):
     """Groups of suite `step` on small tables, of an experiment."""
-    groups = step.groups(CPU, quick, rows=300, max_bytes=4_500_000, **options)
-    return [group for group in groups if group.params["experiment"] == experiment]
+    return [group for group in step.groups(CPU, quick, rows=300) if group.params["experiment"] == experiment]
 
 
 def table_of(case):
@@ -109,16 +116,15 @@ def test_step_compares_every_contender_that_memory_holds_beside_the_others():
 
 
 def test_the_other_experiments_of_a_step():
-    assert run_all(small_steps("small step", history=3))[1] == [[*OURS, NAMES[1], BY_HAND]]
-    assert run_all(small_steps("many tables", quick=False, history=3))[1] == [[*OURS, *NAMES[1:3]]]
+    assert run_all(small_steps("small step"))[1] == [[*OURS, NAMES[1], BY_HAND]]
+    assert run_all(small_steps("many tables", quick=False))[1] == [[*OURS, *NAMES[1:3]]]
     assert run_all(small_steps("whole table", quick=False))[1] == [[*OURS, NAMES[2]]]
-    idle = small_steps("idle rows", quick=False, history=30)
+    idle = small_steps("idle rows", quick=False)
     assert [(group.params["optimizer"], group.params["history"]) for group in idle] == [
         ("AdamW", 30),
         *((other, 10) for other in step.OTHERS),
     ]
     assert run_all(idle)[1] == [[*OURS, *NAMES[1:3]], OURS, OURS, OURS]
-    assert small_steps("idle rows")[0].params["history"] == step.QUICK_HISTORY
 
 
 @pytest.mark.parametrize(
@@ -136,7 +142,7 @@ def test_the_other_experiments_of_a_step():
     ],
 )
 def test_a_wrong_step_is_noticed(experiment, number):
-    case = small_steps(experiment, quick=experiment in ("size", "idle rows"), history=2)[0].make()[number]
+    case = small_steps(experiment, quick=experiment in ("size", "idle rows"))[0].make()[number]
     case.run()
     taken = case.run.__self__
     row, emb = taken.task.checked[0].flatten()[0], taken.model.tables[0]
@@ -166,7 +172,7 @@ def test_steps_before_those_that_are_timed():
     case.run()
     case.check()
     assert (table_of(case).plane("exp_avg_sq")[case.run.__self__.task.touched] > 0).any(dim=1).all()
-    lazy, exact = small_steps("idle rows", history=30)[0].make()[:2]
+    lazy, exact = small_steps("idle rows")[0].make()[:2]
     for one in (lazy, exact):
         one.run()
     exact.check()
@@ -180,7 +186,7 @@ def test_steps_before_those_that_are_timed():
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_lazy_step_is_not_exact(number):
-    case = small_steps("idle rows", history=30)[0].make()[number]
+    case = small_steps("idle rows")[0].make()[number]
     case.run()
     taken = case.run.__self__
     taken.contender = replace(taken.contender, exact=not taken.contender.exact)

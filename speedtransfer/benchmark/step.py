@@ -58,22 +58,10 @@ def series(group: GroupResult) -> str:
     return "A training step: the cost must not grow with the table" if group.params["experiment"] == "size" else ""
 
 
-def groups(
-    device: torch.device,
-    quick: bool,
-    rows: int | None = None,
-    seed: int = 0,
-    max_bytes: int | None = None,
-    history: int | None = None,
-    **others: Any,
-) -> list[Group]:
-    """Make all groups of the suite.
-
-    `rows` are those of the smallest table, `max_bytes` limits the tables of a group on host and device, `history` is the
-    number of untimed steps that let rows become idle.
-    """
+def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
+    """Make all groups of the suite; `rows` are those of the smallest table."""
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
-    most = max_bytes or (_QUICK_BYTES if quick else float("inf"))
+    most, history = (_QUICK_BYTES, QUICK_HISTORY) if quick else (float("inf"), HISTORY)
     batches = Batches(rows, min(rows, _QUICK_LOOKUPS if quick else _LOOKUPS), seed)
     room = {"host": min(most, host_room())}
     if device.type == "cuda":
@@ -92,7 +80,6 @@ def groups(
     # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
-    history = check_size(history or (QUICK_HISTORY if quick else HISTORY), "history", 1)
     found += model_groups(device, rows, seed, history, quick)
     found += _idle_groups(device, batches, room, history, quick)
     if not quick:
