@@ -17,6 +17,8 @@ from store import EXPERIMENTS, IDLE, MEASURED, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, 
 
 from speedtransfer.benchmark import report
 
+SUITES = "speedtransfer.benchmark.report"  # the module that shows them
+
 
 class Section(NamedTuple):
     """A section of a page that shows the newest results of `parts`, between two marks, and the picture of the first.
@@ -26,7 +28,7 @@ class Section(NamedTuple):
 
     name: str
     parts: tuple[str, ...]
-    module: str = "speedtransfer.benchmark.report"
+    module: str = SUITES
     title: str = ""  # of the picture
 
     @property
@@ -45,41 +47,23 @@ FIGURES = Section("figures", "docs/benchmarks.md", ())  # of all suites, in shor
 SECTIONS = (
     FIGURES,
     Section("in numbers", "README.md", ("step", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS),
-    Section(
-        "idle rows",
-        "docs/optimizers.md",
-        (IDLE,),
-        "idle",
-        "Training with dense, exact, lazy and SparseAdam's idle rows",
-    ),
-    Section(
-        "word2vec",
-        "docs/word2vec.md",
-        (WORD2VEC,),
-        "word2vec_report",
-        "word2vec beside gensim: words/s and quality",
-    ),
-    Section(
-        "ngram example",
-        "docs/ngrams.md",
-        (NGRAM_EXAMPLE,),
-        "record_examples",
-        "Losses of ways to hold n-gram tables",
-    ),
-    Section(
-        "parallel example",
-        "docs/parallel.md",
-        (PARALLEL_EXAMPLE,),
-        "record_examples",
-        "Losses of one process and of several",
-    ),
     *(
-        Section(name, f"docs/{page}.md", (part,), title=EXPERIMENTS[part])
-        for name, page, part in (
-            ("experiments", "gpu", "gpu"),
-            ("exchange", "compressed-exchange", "exchange"),
-            ("mixed precision", "mixed-precision", "mixed"),
-            ("plan accuracy", "plan", "plan_accuracy"),
+        Section(name, f"docs/{page}.md", (part,), module, title)
+        for name, page, part, module, title in (
+            ("idle rows", "optimizers", IDLE, "idle", "Training with dense, exact, lazy and SparseAdam's idle rows"),
+            ("word2vec", "word2vec", WORD2VEC, "word2vec_report", "word2vec beside gensim: words/s and quality"),
+            ("ngram example", "ngrams", NGRAM_EXAMPLE, "record_examples", "Losses of ways to hold n-gram tables"),
+            (
+                "parallel example",
+                "parallel",
+                PARALLEL_EXAMPLE,
+                "record_examples",
+                "Losses of one process and of several",
+            ),
+            ("experiments", "gpu", "gpu", SUITES, EXPERIMENTS["gpu"]),
+            ("exchange", "compressed-exchange", "exchange", SUITES, EXPERIMENTS["exchange"]),
+            ("mixed precision", "mixed-precision", "mixed", SUITES, EXPERIMENTS["mixed"]),
+            ("plan accuracy", "plan", "plan_accuracy", SUITES, EXPERIMENTS["plan_accuracy"]),
         )
     ),
 )

@@ -77,7 +77,7 @@ def measure_here(about: dict[str, Any], path: str, quick: bool, seconds: float) 
 
     def keep(result: dict[str, Any]) -> None:
         # The header was made before: its commit is that of the sources that were measured.
-        write(Path(path), {**about, **result, "environment": about.get("environment", result["environment"])})
+        write(Path(path), {**about, **result, "environment": about["environment"]})
 
     device, console = resolve_device(None), Console(width=120, force_terminal=False)
     result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds)

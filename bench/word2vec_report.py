@@ -304,11 +304,7 @@ def draw(result: dict[str, Any]) -> Any:
     Bars and large dots are means, small dots the seeds, lines the 95% confidence interval, and dotted lines gensim's mean.
     """
     rows = {about["name"]: found for about in result["corpora"] if (found := systems(result, about["name"]))}
-    names = [
-        name
-        for name in dict.fromkeys(n for corpus in rows for n in score_names(result, corpus))
-        if name in result["groups"]
-    ]
+    names = list(result["groups"])
     heights = [1.2 + 0.36 * len(found) for found in rows.values()]
     figure = require_matplotlib()(14, 0.7 + sum(heights))
     shape = {"squeeze": False, "height_ratios": heights, "width_ratios": [2.4, *[1] * len(names)]}

@@ -184,7 +184,7 @@ def test_a_suite_that_breaks_keeps_its_other_groups(record, store, tmp_path, mon
     module = types.SimpleNamespace(groups=lambda device, quick: groups)
     monkeypatch.setattr(type(store.suites()["step"]), "module", module)
     path = tmp_path / "step.json"
-    job = {"about": {"part": "step", "more": 1}, "path": str(path), "quick": True, "seconds": 100.0}
+    job = {"about": {"part": "step", "environment": {}, "more": 1}, "path": str(path), "quick": True, "seconds": 100.0}
     assert record.main(["suite", json.dumps(job)]) == 1
     found = store.read(path)
     assert [len(g["cases"]) for g in found["groups"]] == [1, 0, 1]
