@@ -60,19 +60,14 @@ def test_each_is_declared_as_a_suite_is(suites):
 
 
 def test_tax_compares_the_same_three_ways(tax):
-    found = [measure(group, CPU, **FAST) for group in tax.groups(CPU, True)[::5]]
-    assert [group.params["experiment"] for group in found] == ["matmul", "mlp"]
+    found = [measure(group, CPU, **FAST) for group in tax.groups(CPU, True)[:2]]
     assert all([case.name for case in group.ran] == [tax.HOST, tax.RESIDENT, tax.COPIES] for group in found)
     assert "| NumPy | " in shown("tax", found)
-
-
-def test_a_wrong_product_or_step_is_noticed(tax):
-    for make in (tax._matmul, tax._mlp):
-        for case in make(40, CPU, 0):
-            with pytest.raises(AssertionError, match="of its norm off"):
-                case.check()  # nothing has run yet
-            case.run()
-            case.check()
+    for case in tax._cases(40, CPU, 0):
+        with pytest.raises(AssertionError, match="of its norm off"):
+            case.check()  # nothing has run yet
+        case.run()
+        case.check()
 
 
 # --- mixed precision ----------------------------------------------------------------------------------------------------
