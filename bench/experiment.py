@@ -55,12 +55,6 @@ def exit_code(run: Callable[[], int]) -> int:
     return code
 
 
-def stop_on_signals() -> None:
-    """Let SIGINT and SIGTERM raise KeyboardInterrupt, also in the background, where a shell has SIGINT ignored."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-
-
 # --- processes ------------------------------------------------------------------------------------------------------------
 
 

@@ -3,8 +3,8 @@
 ``python bench/idle.py --data FOLDER``, where FOLDER has ``train.txt`` and ``test.txt`` (or ``.txt.xz``) as the Gowalla of
 LightGCN's repository (https://github.com/kuandeng/LightGCN) has them, a line for each user: its number, then its items. The
 data are not part of this repository. Matrix factorisation with the pairwise loss of BPR (Rendle et al., 2009):
-``softplus(score of a random item - score of the user's item)``. The result goes to ``bench/results/<device>/idle.json``, with
-a picture beside it; bench/readme.py puts both into docs/optimizers.md.
+``softplus(score of a random item - score of the user's item)``. The result goes to ``bench/results/<device>/idle.json``;
+bench/readme.py draws it, and puts it into docs/optimizers.md.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 ``wordsim/`` with the files that `SETS` names; these data are not part of this repository. The second corpus, the World
 Factbook, comes with the package. Some of the sets are those that settings of the package were chosen on, the others are
 reserved: they are reported apart. Each run is a process of its own, gensim's and ours in turn, seed by seed, so that whatever
-else the machine does hits all alike. The result goes to ``bench/results/<device>/word2vec.json``, with a picture beside it;
-bench/readme.py puts both into docs/word2vec.md. Needs gensim (extra ``dev``).
+else the machine does hits all alike. The result goes to ``bench/results/<device>/word2vec.json``; bench/readme.py draws it,
+and puts it into docs/word2vec.md. Needs gensim (extra ``dev``).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import RunError, exit_code, make_parser, run_job, stop_on_signals
+from experiment import RunError, exit_code, make_parser, run_job
 from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, read, write
 from word2vec_child import EVALUATE, GENSIM, MODELS, OURS, cores
 from word2vec_report import RESERVED, TUNED, System, label, markdown, speeds, system_of, with_differences
@@ -287,5 +288,6 @@ class Session:
 
 
 if __name__ == "__main__":
-    stop_on_signals()
+    for each in (signal.SIGINT, signal.SIGTERM):  # a shell has SIGINT ignored in the background
+        signal.signal(each, signal.default_int_handler)
     sys.exit(main())
