@@ -194,45 +194,32 @@ class Forgetful(OneBitState):
         return torch.zeros(size)
 
 
-def send_by(
-    method: str,
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    warmup: int = WARMUP,
-    period: int = PERIOD,
-    momentum: float | None = None,
-) -> Any:
-    """Make `model` and `optimizer` send gradients by `method`, and return the optimizer to use.
-
-    The first `warmup` steps use all-reduce. Models are averaged every `period` steps, by default with momentum 1 - 1 / W.
-    """
+def send_by(method: str, model: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> Any:
+    """Make `model` and `optimizer` send gradients by `method`, and return the optimizer to use."""
     if method in (LOCAL_SGD, BLOCK_MOMENTUM):
         with warnings.catch_warnings():
             # torch.jit.script, by torch itself.
             warnings.simplefilter("ignore", DeprecationWarning)
             from torch.distributed.optim import PostLocalSGDOptimizer
-        state = post_localSGD_hook.PostLocalSGDState(None, _alone(), start_localSGD_iter=warmup)
+        state = post_localSGD_hook.PostLocalSGDState(None, _alone(), start_localSGD_iter=WARMUP)
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
         # Averagers count from 0, and average after each step whose number is a multiple of the period.
-        first = max(0, warmup - 1)
-        if method == LOCAL_SGD:
-            return PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(period, first))
-        if momentum is None:
-            momentum = 1 - 1 / dist.get_world_size()
-        return PostLocalSGDOptimizer(optimizer, BlockMomentumAverager(period, first, momentum))
-    if method == POWER_SGD:
-        power = powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=max(2, warmup))
-        model.register_comm_hook(power, powerSGD_hook.powerSGD_hook)
-    elif method in (ONE_BIT, NO_ERRORS):
-        kind = OneBitState if method == ONE_BIT else Forgetful
-        model.register_comm_hook(kind(start_step=warmup), one_bit_hook)
-    else:
-        # The default of DistributedDataParallel makes no call that could be counted.
-        hooks: dict[str, Any] = {
-            FP16: default_hooks.fp16_compress_hook,
-            EIGHT_BITS: quantization_hooks.quantization_pertensor_hook,
-        }
-        model.register_comm_hook(None, hooks.get(method, default_hooks.allreduce_hook))
+        averager = PeriodicModelAverager(PERIOD, WARMUP - 1)
+        if method == BLOCK_MOMENTUM:
+            averager = BlockMomentumAverager(PERIOD, WARMUP - 1, momentum=1 - 1 / dist.get_world_size())
+        return PostLocalSGDOptimizer(optimizer, averager)
+    # The default of DistributedDataParallel makes no call that could be counted.
+    state, hook = {
+        FP16: lambda: (None, default_hooks.fp16_compress_hook),
+        EIGHT_BITS: lambda: (None, quantization_hooks.quantization_pertensor_hook),
+        POWER_SGD: lambda: (
+            powerSGD_hook.PowerSGDState(None, POWER_RANK, start_powerSGD_iter=WARMUP),
+            powerSGD_hook.powerSGD_hook,
+        ),
+        ONE_BIT: lambda: (OneBitState(start_step=WARMUP), one_bit_hook),
+        NO_ERRORS: lambda: (Forgetful(start_step=WARMUP), one_bit_hook),
+    }.get(method, lambda: (None, default_hooks.allreduce_hook))()
+    model.register_comm_hook(state, hook)
     return optimizer
 
 

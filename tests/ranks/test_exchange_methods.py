@@ -8,13 +8,10 @@ import socket
 import stat
 import struct
 import sys
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from bench.experiments.exchange import (
     ALL_REDUCE,
@@ -29,7 +26,6 @@ from bench.experiments.exchange import (
     Sent,
     Sizes,
     Training,
-    send_by,
 )
 
 SIZES = Sizes(width=64, rows=1000, dim=64, examples=48, lr=0.1, table_lr=0.03, seed=0)
@@ -113,34 +109,3 @@ def test_signs_need_the_errors_that_are_sent_later(two):
     assert first[EIGHT_BITS] == pytest.approx(whole, rel=0.05)
     bound = 1.1 * whole
     assert first[ONE_BIT] < bound < first[NO_ERRORS]
-
-
-def trained(method: str, momentum: float) -> torch.Tensor:
-    """Return the parameters after some steps, where models are averaged after each."""
-    training = Training(ALL_REDUCE, SIZES, dist.get_rank(), dist.get_world_size())
-    net = training.task.model()
-    model = DistributedDataParallel(net)
-    opt = torch.optim.SGD(net.parameters(), lr=0.1)
-    with warnings.catch_warnings():
-        # As this test shows.
-        warnings.filterwarnings("ignore", "When period is 1, no need to use model averaging")
-        opt = send_by(method, model, opt, warmup=0, period=1, momentum=momentum)
-    for _ in range(12):
-        inputs, targets = (values[training._part] for values in training.task.batch(SIZES.examples))
-        opt.zero_grad()
-        (model(inputs) - targets).square().mean().backward()
-        opt.step()
-    return nn.utils.parameters_to_vector(net.parameters()).detach()
-
-
-def distances() -> dict[str, float]:
-    whole = trained(ALL_REDUCE, 0.0)
-    ways = {"torch": (LOCAL_SGD, 0.0), "block": (BLOCK_MOMENTUM, 0.0), "momentum": (BLOCK_MOMENTUM, 0.5)}
-    return {name: (trained(*way) - whole).abs().max().item() for name, way in ways.items()}
-
-
-def test_averaging_each_step_without_momentum_is_all_reduce(ranks):
-    for found in ranks(distances):
-        assert found["torch"] < 1e-6
-        assert found["block"] < 1e-6
-        assert found["momentum"] > 1e-3
