@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -430,12 +431,23 @@ def test_training_by_prefetch_and_without_is_the_same(tables, monkeypatch):
 
 def test_a_wrong_row_is_noticed(tables, monkeypatch):
     method = small_prefetch(monkeypatch)[0].make()[2].run.__self__
+    method.before()
     method.run()
     method.check()
     emb = method.tables.in_file[0]
     monkeypatch.setattr(type(emb), "forward", lambda self, ids: torch.zeros(4, prefetch.FIELDS, COLD_DIM))
     with pytest.raises(AssertionError, match="not those of the table"):
         method.check()
+
+
+def test_as_many_batches_are_read_ahead_as_are_taken(tables, monkeypatch):
+    asked, used = [], SimpleNamespace(is_waiting=False, is_changed=lambda: False, part=None)
+    monkeypatch.setattr(type(tables.in_file[0]), "prefetch", lambda self, ids: asked.append(ids) or used)
+    method = prefetch._Runs(tables, prefetch._Dense(8, 4), prefetch.Sizes(4, 5, 6, 1), True, depth=4)
+    method.before()
+    assert len(asked) == 9
+    method.run()
+    assert len(asked) == 15
 
 
 def test_what_is_hidden_is_said():

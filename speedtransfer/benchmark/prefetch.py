@@ -120,8 +120,6 @@ class _Runs:
         self._take(self._batches, self.sizes.warm)
 
     def run(self) -> None:
-        if self._batches is None:
-            self.before()
         assert self._batches is not None
         self._take(self._batches, self.sizes.steps)
         self.tables.in_flight, self._batches = self._batches if self.depth else None, None

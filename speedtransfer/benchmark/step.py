@@ -80,7 +80,7 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
     # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
-    found += model_groups(device, rows, seed, history, quick)
+    found += _model_groups(device, rows, seed, history, quick)
     found += _idle_groups(device, batches, room, history, quick)
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
@@ -118,7 +118,7 @@ def _of_batches(
 # --- small models -------------------------------------------------------------------------------------------------------
 
 
-def model_groups(device: torch.device, rows: int, seed: int, history: int, quick: bool = False) -> Iterator[Group]:
+def _model_groups(device: torch.device, rows: int, seed: int, history: int, quick: bool) -> Iterator[Group]:
     """Yield a group for a small step and, unless `quick`, for many tables and for a whole table, of at most `rows` rows.
 
     Ours take `history` steps before any is timed, so that idle rows have missed some. Ids are uniform, so that rows stay idle
