@@ -173,6 +173,10 @@ def test_steps_before_those_that_are_timed():
     case.run()
     case.check()
     assert (table_of(case).plane("exp_avg_sq")[case.run.__self__.task.touched] > 0).any(dim=1).all()
+    small = small_steps("small step")[0].make()[1]
+    small.run()
+    small.check()
+    assert table_of(small).read(torch.arange(300), ["idle.last_step"])["idle.last_step"].max() == 9 + 30
     lazy, exact = small_steps("idle rows")[0].make()[:2]
     for one in (lazy, exact):
         one.run()
