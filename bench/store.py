@@ -78,8 +78,8 @@ def read(path: Path) -> dict[str, Any]:
 def write(path: Path, result: dict[str, Any]) -> None:
     """Write a result; an interrupted write leaves the old one."""
     from speedtransfer.benchmark.results import to_text
+    from speedtransfer.system import replace_file
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_suffix(".new")
-    new.write_text(f"{to_text(result)}\n", encoding="utf-8")
-    new.replace(path)
+    with replace_file(path) as file:
+        file.write(f"{to_text(result)}\n".encode())
