@@ -4,7 +4,7 @@
 LightGCN's repository (https://github.com/kuandeng/LightGCN) has them, a line for each user: its number, then its items. The
 data are not part of this repository. Matrix factorisation with the pairwise loss of BPR (Rendle et al., 2009):
 ``softplus(score of a random item - score of the user's item)``. The result goes to ``bench/results/<device>/idle.json``;
-bench/readme.py draws it, and puts it into docs/optimizers.md.
+bench/readme.py draws it, and puts it into docs/results.md.
 """
 
 from __future__ import annotations
@@ -302,7 +302,7 @@ def draw(result: dict[str, Any]) -> Any:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of docs/optimizers.md: what was trained, and the results."""
+    """Return the block of docs/results.md: what was trained, and the results."""
     settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
     users, items = map(format_share, result["touched"])
     trained = (

@@ -30,6 +30,7 @@ class Section(NamedTuple):
     parts: tuple[str, ...]
     module: str = SUITES
     title: str = ""  # of the picture
+    page: str = "docs/results.md"
 
     @property
     def begin(self) -> str:
@@ -43,29 +44,19 @@ class Section(NamedTuple):
 
 
 STEPS = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
-FIGURES = Section("figures", "docs/benchmarks.md", ())  # of all suites, in short
+IDLE_ROWS = "Training with dense, exact, lazy and SparseAdam's idle rows"
+FIGURES = Section("figures", ())  # of all suites, in short
 SECTIONS = (
     FIGURES,
-    Section("in numbers", "README.md", ("step", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS),
-    *(
-        Section(name, f"docs/{page}.md", (part,), module, title)
-        for name, page, part, module, title in (
-            ("idle rows", "optimizers", IDLE, "idle", "Training with dense, exact, lazy and SparseAdam's idle rows"),
-            ("word2vec", "word2vec", WORD2VEC, "word2vec_report", "word2vec beside gensim: words/s and quality"),
-            ("ngram example", "ngrams", NGRAM_EXAMPLE, "record_examples", "Losses of ways to hold n-gram tables"),
-            (
-                "parallel example",
-                "parallel",
-                PARALLEL_EXAMPLE,
-                "record_examples",
-                "Losses of one process and of several",
-            ),
-            ("experiments", "gpu", "gpu", SUITES, EXPERIMENTS["gpu"]),
-            ("exchange", "compressed-exchange", "exchange", SUITES, EXPERIMENTS["exchange"]),
-            ("mixed precision", "mixed-precision", "mixed", SUITES, EXPERIMENTS["mixed"]),
-            ("plan accuracy", "plan", "plan_accuracy", SUITES, EXPERIMENTS["plan_accuracy"]),
-        )
-    ),
+    Section("in numbers", ("step", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS, "README.md"),
+    Section("idle rows", (IDLE,), "idle", IDLE_ROWS),
+    Section("word2vec", (WORD2VEC,), "word2vec_report", "word2vec beside gensim: words/s and quality"),
+    Section("ngram example", (NGRAM_EXAMPLE,), "record_examples", "Losses of ways to hold n-gram tables"),
+    Section("parallel example", (PARALLEL_EXAMPLE,), "record_examples", "Losses of one process and of several"),
+    Section("experiments", ("gpu",), title=EXPERIMENTS["gpu"]),
+    Section("exchange", ("exchange",), title=EXPERIMENTS["exchange"]),
+    Section("mixed precision", ("mixed",), title=EXPERIMENTS["mixed"]),
+    Section("plan accuracy", ("plan_accuracy",), title=EXPERIMENTS["plan_accuracy"]),
 )
 
 

@@ -1,7 +1,7 @@
 """Records an example: ``python bench/record_examples.py ngram_lm`` or ``parallel``, with any flags of the example.
 
 The result goes to ``bench/results/<device>/<example>_example.json``; bench/readme.py draws its losses, and puts it into
-docs/ngrams.md and docs/parallel.md.
+docs/results.md.
 """
 
 from __future__ import annotations

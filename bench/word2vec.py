@@ -5,7 +5,7 @@
 Factbook, comes with the package. Some of the sets are those that settings of the package were chosen on, the others are
 reserved: they are reported apart. Each run is a process of its own, gensim's and ours in turn, seed by seed, so that whatever
 else the machine does hits all alike. The result goes to ``bench/results/<device>/word2vec.json``; bench/readme.py draws it,
-and puts it into docs/word2vec.md. Needs gensim (extra ``dev``).
+and puts it into docs/results.md. Needs gensim (extra ``dev``).
 """
 
 from __future__ import annotations

@@ -287,7 +287,7 @@ def _plural(number: int, noun: str) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of docs/word2vec.md."""
+    """Return the block of docs/results.md."""
     blocks = about_all(result)
     for about in result["corpora"]:
         if systems(result, about["name"]):
