@@ -11,7 +11,7 @@ import torch
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
 from speedtransfer.engines.calibration import Calibration
-from speedtransfer.errors import DeviceError, StorageError
+from speedtransfer.errors import DeviceError
 from speedtransfer.page_cache import PagesStayError
 from speedtransfer.planning import this_machine as module
 from speedtransfer.planning.this_machine import this_machine
@@ -163,11 +163,3 @@ class TestMeasured:
         assert module.link_bytes_per_s(device) == (2 << 20, 2 << 20)
         assert module.device_bytes_per_s(device) == 4 << 20
         assert module.host_bytes_per_s() == 4 << 20
-
-
-def test_storage_error_is_told_by_its_words(monkeypatch):
-    def fail():
-        raise StorageError("too few\nlines")
-
-    monkeypatch.setattr(module, "host_bytes_per_s", fail)
-    assert "the bandwidth of host memory is not known: too few" in this_machine(rates=["host"]).notes

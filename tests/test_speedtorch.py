@@ -88,6 +88,10 @@ def test_all_names_are_there():
         SpeedTorch.my_pinned_allocator  # noqa: B018
     with pytest.raises(AttributeError, match="no attribute 'Gadget'"):
         SpeedTorch.Gadget  # noqa: B018
+    with pytest.raises(TypeError, match="missing a required argument: 'total_classes'"):
+        SpeedTorch.COM()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'pinType'"):
+        SpeedTorch.COM(3, pinType=True)
 
 
 # --- client loops -----------------------------------------------------------------------------------------------------

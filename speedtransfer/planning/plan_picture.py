@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedtransfer.drawing import COLOURS, INK, QUIET, bars, legend_below, require_matplotlib, tidy
+from speedtransfer.drawing import COLOURS, INK, QUIET, bars, legend_below, plain_numbers, require_matplotlib, tidy
 from speedtransfer.errors import format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.estimate import estimate_step
@@ -83,27 +82,25 @@ def draw_plan(path: Path, workload: Workload, machine: Machine, options: Sequenc
     axes.set_yscale("log")
     here = 4.0 * sum(table.rows * table.dim for table in workload.tables)
     axes.axvline(here, color=QUIET, lw=1, ls=":", label="planned")
-    _units(axes, [value for line in lines for value in line.seconds])
+    plain_numbers(axes)
+    _show_bytes(axes.xaxis)
     axes.set_xlabel("weights in float32; X: larger ones do not fit", fontsize=10, color=QUIET)
     how = "measured here" if any(line.option.trial is not None for line in lines) else "estimated"
     tables = f"{len(workload.tables)} tables, " if len(workload.tables) > 1 else ""
     about = f"{workload.trainer.name}, {tables}{workload.lookups:,} lookups a step, {machine.device or machine.name}"
     axes.set_title(f"ms of a step of the tables, {how}\n{about}", fontsize=10.5, color=INK, loc="left")
     legend_below(figure, axes)
-    _save(figure, path)
+    with replace_file(path) as file:
+        figure.savefig(file, format="png")
 
 
-def _units(axes: Any, seconds: Sequence[float]) -> None:
-    """Write sizes as 1 GB, and times as 0.1, 1, 10."""
+def _show_bytes(axis: Any) -> None:
+    """Write sizes as 1 GB."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axes.xaxis.set_major_locator(LogLocator(numticks=6))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
-    if seconds and max(seconds) < 100 * min(seconds):
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_formatter(NullFormatter())
+    axis.set_major_locator(LogLocator(numticks=6))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def draw_ranking(path: Path, ranking: Ranking) -> None:
@@ -118,11 +115,5 @@ def draw_ranking(path: Path, ranking: Ranking) -> None:
         axes.set_title(title, fontsize=10.5, color=INK, loc="left")
     panels[0].set_ylim(len(names) - 0.5, -0.5)
     figure.supxlabel("1: the best of its column", fontsize=10, color=QUIET)
-    _save(figure, path)
-
-
-def _save(figure: Any, path: Path) -> None:
-    target = io.BytesIO()
-    figure.savefig(target, format="png")
     with replace_file(path) as file:
-        file.write(target.getvalue())
+        figure.savefig(file, format="png")
