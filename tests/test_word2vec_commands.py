@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -323,13 +322,6 @@ def test_no_room_anywhere(folder, monkeypatch):
     full_disk(monkeypatch, folder)
     fails_with(StorageError, "nor could they be written beside", "train", "corpus.txt", "-o", "out", *QUICK)
     assert names(folder) == ["corpus.txt"]
-
-
-def test_too_little_room_is_reported_before_training(folder, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(9999, 8888, 1111))
-    result = run("train", "corpus.txt", "-o", "out", *QUICK)
-    assert result.exit_code == 0
-    assert "output folder 'out' has 1.11 kB free but the vectors will take about 4.4 kB; make room" in result.stderr
 
 
 def test_vectors_of_words_that_the_corpus_did_not_have(folder):

@@ -200,22 +200,6 @@ def test_damaged_files(tmp_path, suffix, data, message):
     assert "\n" not in str(caught.value)
 
 
-def test_damaged_safetensors(vectors, tmp_path):
-    path = tmp_path / "v.safetensors"
-    vectors.save(path)
-    path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(StorageError, match="holds no words"):
-        Vectors.load(path)
-    safetensors.numpy.save_file({"vectors": np.zeros((2, 2), dtype=np.float32)}, path)
-    with pytest.raises(StorageError, match="holds no words"):
-        Vectors.load(path)
-    ends, data = np.array([1], dtype=np.int64), np.frombuffer(b"a", dtype=np.uint8)
-    tensors = {"vectors": np.zeros((2, 2), dtype=np.float32), "word_ends": ends, "words": data}
-    safetensors.numpy.save_file(tensors, path)
-    with pytest.raises(StorageError, match="holds 1 words but 2 vectors"):
-        Vectors.load(path)
-
-
 # --- several words, counts, gensim ------------------------------------------------------------------------------------
 
 

@@ -132,11 +132,6 @@ def check_writable(path: Path, what: str) -> None:
         raise StorageError(f"cannot write {what} to {str(path)!r}; choose a folder you may write to")
 
 
-def free_bytes(path: Path) -> int:
-    """Return the room on the disk that the folder `path` is on, or will be."""
-    return shutil.disk_usage(_existing(path)).free
-
-
 class TableFiles:
     """The files of a model's two tables with memory "mmap", there or not, in the folder `path`; None: there are none."""
 

@@ -108,7 +108,7 @@ class Run:
         return self.checkpoints is not None and self.checkpoints.resumes
 
     def train(
-        self, corpus: Source | Corpus, progress: TrainingProgress, begun: Callable[[Trainer], None] | None = None
+        self, corpus: Source | Corpus, progress: TrainingProgress, begun: Callable[[Trainer], object] | None = None
     ) -> Trainer:
         """Read the corpus, unless that is done, and train to the end or to a signal to stop.
 

@@ -33,15 +33,12 @@ from speedtransfer.word2vec.output import (
     VOCABULARY,
     OutputFolder,
     TableFiles,
-    free_bytes,
 )
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
-
-_BYTES_A_NUMBER = {".txt": 11, ".vec": 11, ".glove": 11}  # in text; 4 in the others
 
 
 def train_into(
@@ -91,15 +88,9 @@ def train_into(
         if others is not None and (curves or settings.path is not None):
             raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
         stop = StopOnSignal()
-
-        def begin(trainer: Trainer) -> None:
-            # From the first step until everything is saved a signal only ends training.
-            saving.enter_context(stop)
-            if is_first():
-                warn_of_little_room(folder, trainer, suffix, progress.log)
-
         with TrainingProgress(not quiet and is_first()) as progress:
-            trainer = run.train(corpus, progress, begin)
+            # From the first step until everything is saved a signal only ends training.
+            trainer = run.train(corpus, progress, lambda trainer: saving.enter_context(stop))
         trainer.keep_vectors()  # all processes take part, one writes them
         if is_first():
             save_or_rescue(folder, trainer, corpus, suffix)
@@ -118,18 +109,6 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
     show(printable(f"vectors: {folder / (VECTORS + suffix)}"))
     if trainer.settings.buckets:
         show(printable(f"n-grams: {folder / NGRAMS}, for words outside the vocabulary"))
-
-
-def warn_of_little_room(folder: OutputFolder, trainer: Trainer, suffix: str, log: Callable[[str], None]) -> None:
-    """Log a line where the vectors will not fit on the disk of `folder` as it is now."""
-    free = free_bytes(folder.path)
-    settings = trainer.settings
-    needed = settings.dim * (len(trainer.corpus.vocabulary) * _BYTES_A_NUMBER.get(suffix, 4) + settings.buckets * 4)
-    if needed > free:
-        log(
-            f"output folder {str(folder.path)!r} has {format_bytes(free)} free but the vectors will take about "
-            f"{format_bytes(needed)}; make room before training ends"
-        )
 
 
 def save_or_rescue(folder: OutputFolder, trainer: Trainer, corpus: str, suffix: str) -> None:

@@ -16,6 +16,7 @@ import torch
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec import formats
+from speedtransfer.word2vec.formats_text import Stored
 from speedtransfer.word2vec.lookup import (
     TINY,
     UnknownWordError,
@@ -237,7 +238,7 @@ class Vectors:
 
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
-        return formats.to_keyed_vectors(formats.Stored(self.words, self.matrix, self.counts))
+        return formats.to_keyed_vectors(Stored(self.words, self.matrix, self.counts))
 
     @classmethod
     def from_gensim(cls, keyed_vectors: Any) -> Vectors:
@@ -269,7 +270,7 @@ class Vectors:
             A .kv file, and gensim is not installed.
         """
         path = check_path(path)
-        formats.find_format(path).write(path, formats.Stored(self.words, self.matrix, self.counts))
+        formats.find_format(path).write(path, Stored(self.words, self.matrix, self.counts))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], max_words: int | None = None) -> Vectors:
