@@ -142,20 +142,6 @@ class EngineCases:
         expected[index] = new.to(stored)
         same_values(plane, expected)
 
-    def test_conversion_of_some_planes(self, engine, device, store):
-        weight, moment = store(torch.randn(50, 24).half()), store(torch.randn(50, 24))
-        last_step = store(torch.arange(50, dtype=torch.int32).view(50, 1))
-        planes, index = [weight, moment, last_step], torch.tensor([49, 0, 7], device=device)
-        rows = [torch.zeros(3, width, dtype=dtype, device=device) for width, dtype in [(24, torch.float32)] * 2]
-        rows.append(torch.zeros(3, 1, dtype=torch.int32, device=device))
-        engine.gather(planes, index, rows)
-        for got, plane in zip(rows, planes, strict=True):
-            assert torch.equal(got.cpu(), plane.cpu()[[49, 0, 7]].to(got.dtype))
-        engine.scatter(planes, index, [rows[0] + 1 / 3, rows[1], rows[2] + 1])
-        engine.wait()
-        assert torch.equal(weight.cpu()[[49, 0, 7]], (rows[0].cpu() + 1 / 3).half())
-        assert last_step.flatten().tolist()[:8] == [1, 1, 2, 3, 4, 5, 6, 8]
-
     def test_an_index_on_the_host(self, engine, device, store):
         plane, index = store(torch.zeros(50, 6)), torch.tensor([49, 3])
         engine.scatter([plane], index, [torch.full((2, 6), 7.0, device=device)])

@@ -271,6 +271,35 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
     assert plane[25].eq(3).all()
 
 
+def test_threads_that_read_while_one_trains():
+    plane, engine, failed = torch.zeros(30, 1), cached(5, "lfu"), []
+    stop = threading.Event()
+
+    def look(seed):
+        generator, last = torch.Generator().manual_seed(seed), torch.zeros(30)
+        while not stop.is_set():
+            ids = torch.randint(30, (7,), generator=generator)
+            rows = torch.empty(7, 1)
+            engine.gather([plane], ids, [rows])
+            if not (rows[:, 0] >= last[ids]).all():
+                failed.append(rows)
+            last[ids] = rows[:, 0].maximum(last[ids])
+
+    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(2)]
+    for thread in threads:
+        thread.start()
+    for step in range(1, 150):
+        write(engine, [plane], [(step + i * 3) % 30 for i in range(5)], float(step))
+        if step % 40 == 0:
+            engine.wait()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failed
+    engine.wait()
+    assert plane.max() == 149
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_sees_the_rows_and_writes_none_back(tmp_path):
     shared = torch.from_file(str(tmp_path / "rows"), shared=True, size=60).view(30, 2)
@@ -393,7 +422,7 @@ def seen(policy, *ids):
 def test_the_rows_used_most():
     policy = LfuPolicy(CPU, every=4)
     assert policy.choose(2).tolist() == [NO_ROW, NO_ROW]
-    assert seen(policy, 5, 5, 3, NO_ROW)
+    assert seen(policy, 5, 5, 3, NO_ROW, NO_ROW)
     assert policy.choose(2).tolist() == [3, 5]
     assert not seen(policy, 8, 8)
     assert seen(policy, 8)
@@ -412,7 +441,11 @@ def test_what_is_long_ago_counts_less():
         assert policy.choose(1).tolist() == [expected]
 
 
-def test_rows_used_equally_often_do_not_take_turns():
+def test_rows_used_about_equally_often_do_not_take_turns():
+    policy = LfuPolicy(CPU, every=1, decay=1.0)
+    for used, cached_row in (([7] * 8, 7), ([4] * 9, 7), ([4] * 2, 4)):
+        seen(policy, *used)
+        assert policy.choose(1).tolist() == [cached_row]
     policy, generator = LfuPolicy(CPU, every=1), torch.Generator().manual_seed(0)
     seen(policy, *range(100))
     assert policy.choose(10).tolist() == list(range(10))  # of equals the first
