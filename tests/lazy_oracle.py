@@ -100,11 +100,14 @@ class LazyOracle:
         idle = torch.ones(weight.shape[0], dtype=torch.bool)
         idle[list(self._touched[module])] = False
         module.weight[idle] = weight[idle]
-        group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
         for key, value in self._rows(module).items():
-            start = start_value(key, group, weight)
-            old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
-            value[idle] = old[idle]
+            value[idle] = state.get(key, self._start(module, key, value, weight))[idle].to(value.dtype)
+
+    def _start(self, module: nn.Module, key: str, value: Tensor, weight: Tensor) -> Tensor:
+        """Return what the state `key` of untouched rows is, ``(num_rows, *tail)``."""
+        group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
+        start = start_value(key, group, weight)
+        return start if isinstance(start, Tensor) else torch.full_like(value, start)
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------------

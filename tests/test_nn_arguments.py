@@ -74,13 +74,19 @@ def test_empty_tables(rows: int, dim: int) -> None:
     assert dense is None or isinstance(dense, nn.Embedding)
 
 
-def test_positional_arguments_are_those_of_torch() -> None:
-    arguments = (6, 3, 1, 1.5, 1.0, True, True, torch.ones(6, 3), True, "cpu", torch.float32)
-    ours, dense = speedtransfer.Embedding(*arguments), nn.Embedding(*arguments)
-    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"):
-        assert getattr(ours, name) == getattr(dense, name)
+POSITIONAL = {
+    "Embedding": (6, 3, 1, 1.5, 1.0, True, True, torch.ones(6, 3), True, "cpu", torch.float32),
+    "EmbeddingBag": (6, 3, 1.5, 1.0, True, "sum", False, torch.ones(6, 3), True, 2, "cpu", torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONAL)
+def test_positional_arguments_are_those_of_torch(kind: str) -> None:
+    ours, dense = (getattr(library, kind)(*POSITIONAL[kind]) for library in (speedtransfer, nn))
+    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"):
+        assert getattr(ours, name, None) == getattr(dense, name, None)
     assert torch.equal(ours.table.torch(), dense.weight)
-    assert ours.weight.requires_grad is dense.weight.requires_grad is False
+    assert ours.weight.requires_grad is dense.weight.requires_grad is (kind == "EmbeddingBag")
 
 
 def test_from_pretrained_uses_the_memory_it_is_given() -> None:

@@ -162,6 +162,7 @@ def test_the_report_says_what_was_left_and_why() -> None:
     report = replace_embeddings(model, min_rows=5)
     assert report == ["a"]
     assert "shared with 'head'" in report.notes["a"]
+    assert "reads every row" in str(report)
     assert "fewer than min_rows=5" in report.left["small"]
     assert "parametrization" in report.left["b"]
     assert len(str(report).splitlines()) == 3

@@ -94,20 +94,12 @@ def check(name: str, options: dict[str, Any], most: int) -> int:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("most", [1, pytest.param(len(ARGUMENTS), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
-def test_first_arguments(letter: str, kind: str) -> None:
-    found = {name: check(name, KINDS[kind], 1) for name in NAMES if name[0] == letter}
+def test_arguments(letter: str, kind: str, most: int) -> None:
+    found = {name: check(name, KINDS[kind], most) for name in NAMES if name[0] == letter}
     assert any(found.values())  # else this test checks nothing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
-def test_all_arguments(letter: str, kind: str) -> None:
-    for name in NAMES:
-        if name[0] == letter:
-            check(name, KINDS[kind], len(ARGUMENTS))
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
