@@ -5,13 +5,11 @@ Each is done with a module of ours and with that of torch.nn, in the middle of t
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 import functools
 import gc
 import io
 import itertools
-import multiprocessing
 import pickle
 import re
 import sys
@@ -25,6 +23,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from in_child import in_child
+from midway import elsewhere  # noqa: F401 - verbs use it
 from ranks.run import Pool, RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -118,8 +118,8 @@ model.to(torch.float64); None  # model.to(torch.float64), the optimizer stays
 w.use(model.to(torch.float64))  # model.to(torch.float64)
 model.to("cpu"); None  # model.to("cpu")
 copy.deepcopy(model).to("meta"); None  # model.to("meta")
-in_thread(w.look)  # model(ids) in a thread
-in_thread(lambda: rows_of(model.state_dict()))  # model.state_dict() in a thread
+elsewhere(w.look)  # model(ids) in a thread
+elsewhere(lambda: rows_of(model.state_dict()))  # model.state_dict() in a thread
 forked(w.look)  # model(ids) in a fork
 forked(lambda: weight.detach().clone())  # weight.detach() in a fork
 torch.func.functional_call(model, {"scale": torch.full((DIM,), 2.0)}, (w.ids,))  # functional_call
@@ -341,28 +341,9 @@ def saved(value: Any) -> Any:
     return torch.load(io.BytesIO(file.getvalue()))
 
 
-def in_thread(function: Callable[[], Any]) -> Any:
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
-
-
 def forked(function: Callable[[], Tensor]) -> Tensor:
     """Return what `function` returns in a fork of this process, or raise what it raises there."""
-    here, there = multiprocessing.Pipe(duplex=False)
-
-    def send() -> None:
-        try:
-            there.send(function().tolist())
-        except Exception as error:
-            there.send(error)
-
-    child = multiprocessing.get_context("fork").Process(target=send)
-    child.start()
-    found = here.recv() if here.poll(5) else child.kill() or TimeoutError("the fork did not end")
-    child.join()
-    if isinstance(found, Exception):
-        raise found
-    return torch.tensor(found)
+    return torch.tensor(in_child(lambda: function().tolist()))
 
 
 # --- cells ----------------------------------------------------------------------------------------------------------------

@@ -6,12 +6,15 @@ import inspect
 import linecache
 import sys
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import speedtransfer as st
 from speedtransfer.errors import SpeedtransferError
@@ -104,6 +107,39 @@ class Interrupt:
             torch.set_grad_enabled(True)
         assert not self.place or self.kind is MemoryError, f"the interrupt at {self.place} got lost"
         return bool(self.place)
+
+
+def sweep(
+    count: Callable[[], object],
+    attempt: Callable[[Interrupt], str],
+    points: Callable[[list[int]], list[int]],
+    kind: type[BaseException] = KeyboardInterrupt,
+    within: str | None = None,
+) -> Counter[str]:
+    """Interrupt at some points; return how often each outcome came, none of which begins with "torn".
+
+    `count` does what is interrupted without being so. `points` picks from the numbers of all points.
+    """
+    counting, found, torn = Interrupt(within=within), Counter[str](), Counter[str]()
+    counting.during(count)
+    for at in points(counting.visits(2)):
+        interrupt = Interrupt(at, kind, within)
+        outcome = attempt(interrupt)
+        found[outcome.partition(":")[0]] += 1
+        if outcome.startswith("torn"):
+            torn[f"{interrupt.place} {outcome}"] += 1
+    assert not torn, f"{torn.total()} of {found.total()} points:\n" + "\n".join(
+        f"{n} {it}" for it, n in torn.most_common(40)
+    )
+    return found
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def _text(frame: FrameType, shift: int = 0) -> str:

@@ -100,11 +100,14 @@ class LazyOracle:
         idle = torch.ones(weight.shape[0], dtype=torch.bool)
         idle[list(self._touched[module])] = False
         module.weight[idle] = weight[idle]
-        group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
         for key, value in self._rows(module).items():
-            start = start_value(key, group, weight)
-            old = state.get(key, start if isinstance(start, Tensor) else torch.full_like(value, start))
-            value[idle] = old[idle]
+            value[idle] = state.get(key, self._start(module, key, value, weight))[idle].to(value.dtype)
+
+    def _start(self, module: nn.Module, key: str, value: Tensor, weight: Tensor) -> Tensor:
+        """Return what the state `key` of untouched rows is, ``(num_rows, *tail)``."""
+        group = next(g for g in self.optimizer.param_groups if any(p is module.weight for p in g["params"]))
+        start = start_value(key, group, weight)
+        return start if isinstance(start, Tensor) else torch.full_like(value, start)
 
 
 # --- comparing ----------------------------------------------------------------------------------------------------------
@@ -258,19 +261,18 @@ def dense_grad(module: nn.Module) -> Tensor:
     return torch.zeros_like(module.weight) if grad is None else grad.to_dense()
 
 
-def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Tensor | None, tolerance: float = 0.0) -> None:
-    """Look up and go back on both: the same output, gradient and table, bit for bit unless `tolerance` says otherwise."""
-    out, expected = ours(*arguments), dense(*arguments)
-    assert out.shape == expected.shape
-    assert out.dtype == expected.dtype
-    assert torch.equal(out, expected)
-    torch.manual_seed(9)
-    weight = torch.randn(out.shape).to(out.dtype)
-    (out * weight).sum().backward()
-    (expected * weight).sum().backward()
-    grad = dense.weight.grad.to_dense() if dense.weight.grad.is_sparse else dense.weight.grad
-    torch.testing.assert_close(dense_grad(ours), grad, rtol=tolerance, atol=tolerance)
-    assert torch.equal(ours.table.torch(), dense.weight)
+def assert_alike(ours: nn.Module, dense: nn.Module, *arguments: Any, **named: Any) -> None:
+    """Look up and go back on both: the same output, gradient and table, bit for bit."""
+    out, expected = ours(*arguments, **named), dense(*arguments, **named)
+    assert (out.shape, out.dtype, out.requires_grad) == (expected.shape, expected.dtype, expected.requires_grad)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    if expected.requires_grad:
+        torch.manual_seed(9)
+        weight = torch.randn(out.shape).to(out.dtype)
+        out.backward(weight)
+        expected.backward(weight)
+        torch.testing.assert_close(dense_grad(ours), dense.weight.grad.to_dense(), rtol=0, atol=0)
+    torch.testing.assert_close(ours.table.torch(), dense.weight.detach(), rtol=0, atol=0, equal_nan=True)
 
 
 # Optimizers of every kind of state and implementation, for the tests of how a training loop may go.

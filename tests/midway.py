@@ -1,12 +1,19 @@
-"""Do something in the middle of a step: where an optimizer of torch has been given its rows and has changed none."""
+"""Do something in another thread, and in the middle of a step: where an optimizer has got its rows and has changed none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
+
+
+def elsewhere(use: Callable[[], Any]) -> Any:
+    """Return what `use` does in another thread, while this one waits."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(use).result(60)
 
 
 def midway(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:

@@ -1,11 +1,20 @@
-"""Ways to look batches up, which must all read the same rows: each yields a batch and what to call the module with."""
+"""Ways to look batches up, which must all read the same rows: each yields a batch and what to call the module with.
+
+And reads ahead that are held back.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
+
 import speedtransfer as st
+from speedtransfer.rows import Rows
+
+LIMIT_S = 60
 
 
 def at_once(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
@@ -22,3 +31,20 @@ def by_ticket(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
 
 def by_loader(module: Any, batches: Any) -> Iterator[tuple[Any, Any]]:
     return ((ids, ids) for ids in st.prefetch(batches, lambda ids: {module: ids}))
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Reads ahead wait for this event; `held.begun` says that one does."""
+    go_on: Any = threading.Event()
+    go_on.begun, fetch = threading.Event(), Rows.fetch
+
+    def held_fetch(rows: Rows, ids: Any, planes: Any = None) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            go_on.begun.set()
+            assert go_on.wait(LIMIT_S)
+        return fetch(rows, ids, planes)
+
+    monkeypatch.setattr(Rows, "fetch", held_fetch)
+    yield go_on
+    go_on.set()

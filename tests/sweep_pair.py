@@ -34,15 +34,10 @@ class SweepOracle(LazyOracle):
             holder = holder.optimizer
         holder.state = FirstStates(holder.state)
 
-    def _put_back(self, module: nn.Module, weight: Tensor, state: dict[str, Tensor]) -> None:
-        idle = torch.ones(weight.shape[0], dtype=torch.bool)
-        idle[list(self._touched[module])] = False
-        module.weight[idle] = weight[idle]
+    def _start(self, module: nn.Module, key: str, value: Tensor, weight: Tensor) -> Tensor:
         first = tensors_in(getattr(self.optimizer.state[module.weight], "first", {}))
-        for key, value in self._rows(module).items():
-            made = weight if key in COPIES else first.get(key)
-            start = made if made is not None and made.shape == value.shape else torch.zeros_like(value)
-            value[idle] = state.get(key, start)[idle].to(value.dtype)
+        made = weight if key in COPIES else first.get(key)
+        return made if made is not None and made.shape == value.shape else torch.zeros_like(value)
 
 
 class Side:

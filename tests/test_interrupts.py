@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from interrupt import Interrupt
+from interrupt import Interrupt, alone, sweep  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -282,17 +282,17 @@ def ends_of(kind: Kind) -> list[list[Tensor]]:
     return found + (ends_of(KINDS[kind.like]) if kind.like else [])
 
 
-def outcome(kind: Kind, interrupt: Interrupt, ends: list[list[Tensor]], next_use: Callable[[Run], object]) -> str:
+def outcome(kind: Kind, interrupt: Interrupt, ends: list[list[Tensor]]) -> str:
     """Interrupt a run, and tell what has become of it."""
     run = Run(kind)
     if not interrupt.during(lambda: kind.interrupted_part(run)):
         return "not reached"
     try:
-        next_use(run)
+        kind.uses[interrupt.at % len(kind.uses)](run)
         kind.then(run)
         found = run.end()
     except SpeedtransferError as error:
-        return f"refused: {error}"
+        return f"refused: {error}" if "load" in str(error) else f"torn: refused: {error}"
     # Each table for itself.
     for table, rows in enumerate(found):
         alike = torch.stack([torch.isclose(rows, end[table], rtol=1e-5, atol=1e-6).all(1) for end in ends])
@@ -301,55 +301,33 @@ def outcome(kind: Kind, interrupt: Interrupt, ends: list[list[Tensor]], next_use
     return "whole"
 
 
-@pytest.fixture
-def alone() -> Any:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def sweep(
-    kind: Kind,
-    points: Callable[[list[int]], list[int]],
-    error: type[BaseException] = KeyboardInterrupt,
-    within: str | None = None,
-) -> Counter[str]:
-    ends, counting, run = ends_of(kind), Interrupt(within=within), Run(kind)
-    counting.during(lambda: kind.interrupted_part(run))
-    found: Counter[str] = Counter()
-    torn = []
-    for at in points(counting.visits(2)):
-        interrupt = Interrupt(at, error, within)
-        result = outcome(kind, interrupt, ends, kind.uses[at % len(kind.uses)])
-        found[result.partition(":")[0]] += 1
-        if result == "torn" or (result.startswith("refused") and "load" not in result):
-            torn.append((interrupt.place, result))
-    assert not torn, f"{len(torn)} of {sum(found.values())} points: {Counter(torn).most_common(12)}"
-    return found
+def sweep_of(kind: Kind, points: Any, *how: Any) -> Counter[str]:
+    ends, run = ends_of(kind), Run(kind)
+    return sweep(lambda: kind.interrupted_part(run), lambda interrupt: outcome(kind, interrupt, ends), points, *how)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_some_lines(name: str, alone: Any) -> None:
     first = list(KINDS).index(name) * 89
-    found = sweep(KINDS[name], lambda points: points[first % STRIDE :: STRIDE])
+    found = sweep_of(KINDS[name], lambda points: points[first % STRIDE :: STRIDE])
     assert found["whole"] > 1
 
 
 @pytest.mark.parametrize(("name", "within", "every"), WITHIN)
 def test_functions_that_have_torn(name: str, within: str, every: int, alone: Any) -> None:
-    assert sweep(KINDS[name], lambda points: points[::every], within=within)["whole"] > 3
+    assert sweep_of(KINDS[name], lambda points: points[::every], KeyboardInterrupt, within)["whole"] > 3
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
 def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone: Any) -> None:
     # AdamW of torch 2.6 is not yet an Adam.
     within = "_single_tensor_adam" if issubclass(torch.optim.AdamW, torch.optim.Adam) else "_single_tensor_adamw"
-    assert sweep(KINDS["exact"], lambda points: points[::9], error, within)["whole"] > 3
+    assert sweep_of(KINDS["exact"], lambda points: points[::9], error, within)["whole"] > 3
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("name", KINDS)
 def test_every_line(name: str, error: type[BaseException], alone: Any) -> None:
-    found = sweep(KINDS[name], lambda points: points, error)
+    found = sweep_of(KINDS[name], lambda points: points, error)
     print(name, error.__name__, dict(found))

@@ -12,36 +12,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lazy_oracle import assert_alike, both, dense_grad
-from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
 import speedtransfer
-
-# --- arguments --------------------------------------------------------------------------------------------------------
-
-
-WRONG = r"""
--1, 3 -> ValueError: num_embeddings is -1 but must be at least 0
-3, -1 -> ValueError: embedding_dim is -1
-2.5, 3 -> TypeError: num_embeddings is 2.5
-True, 3 -> TypeError: num_embeddings is True
-4, 2, memory="pageble" -> ValueError: did you mean 'pageable'
-4, 2, memory="pinned" -> RuntimeError: pinned
-4, 2, memory="mmap" -> ValueError: path
-4, 2, path="rows.npy" -> ValueError: mmap
-4, 2, idle="lasy" -> ValueError: did you mean 'lazy'
-4, 2, dtype=torch.complex64 -> TypeError: complex64
-4, 2, _weight=torch.zeros(3, 2) -> ValueError: shape \(3, 2\)
-"""
-
-
-@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
-def test_wrong_arguments(refusal: Refusal) -> None:
-    if "pinned" in refusal.call and torch.cuda.is_available():
-        pytest.skip("pinned memory works here")
-    call = refusal._replace(call=f"Embedding({refusal.call})")
-    check_refused(call, Embedding=speedtransfer.Embedding, torch=torch)
-
 
 MAKERS = [
     lambda **options: speedtransfer.Embedding(4, 2, **options),
@@ -101,13 +74,19 @@ def test_empty_tables(rows: int, dim: int) -> None:
     assert dense is None or isinstance(dense, nn.Embedding)
 
 
-def test_positional_arguments_are_those_of_torch() -> None:
-    arguments = (6, 3, 1, 1.5, 1.0, True, True, torch.ones(6, 3), True, "cpu", torch.float32)
-    ours, dense = speedtransfer.Embedding(*arguments), nn.Embedding(*arguments)
-    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse"):
-        assert getattr(ours, name) == getattr(dense, name)
+POSITIONAL = {
+    "Embedding": (6, 3, 1, 1.5, 1.0, True, True, torch.ones(6, 3), True, "cpu", torch.float32),
+    "EmbeddingBag": (6, 3, 1.5, 1.0, True, "sum", False, torch.ones(6, 3), True, 2, "cpu", torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", POSITIONAL)
+def test_positional_arguments_are_those_of_torch(kind: str) -> None:
+    ours, dense = (getattr(library, kind)(*POSITIONAL[kind]) for library in (speedtransfer, nn))
+    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"):
+        assert getattr(ours, name, None) == getattr(dense, name, None)
     assert torch.equal(ours.table.torch(), dense.weight)
-    assert ours.weight.requires_grad is dense.weight.requires_grad is False
+    assert ours.weight.requires_grad is dense.weight.requires_grad is (kind == "EmbeddingBag")
 
 
 def test_from_pretrained_uses_the_memory_it_is_given() -> None:
@@ -192,18 +171,10 @@ def test_a_parameter_that_is_the_weight_no_more_and_has_no_rows_raises(tmp_path)
         old.sum()
 
 
-def test_weights_passed_in_from_outside_are_used() -> None:
-    """``functional_call`` swaps parameters: the module computes with what it is given, as torch does."""
-    emb, given = speedtransfer.Embedding(6, 3), torch.rand(6, 3, requires_grad=True)
-    before = emb.table.torch().clone()
-    out = torch.func.functional_call(emb, {"weight": given}, torch.tensor([1]))
-    assert torch.equal(out, given[[1]])
-    out.sum().backward()
-    assert given.grad.sum() == 3
-    assert emb.weight.grad is None
+def test_a_weight_that_something_computes_has_no_active_rows() -> None:
+    emb = speedtransfer.Embedding(6, 3)
     with pytest.raises(TypeError, match="functional_call"):
         nn.utils.parametrize.register_parametrization(emb, "weight", nn.Identity()).activate([1])
-    assert torch.equal(emb(torch.tensor([1])), before[[1]])
 
 
 def test_functional_over_active_rows() -> None:

@@ -143,7 +143,7 @@ def test_an_unknown_mode() -> None:
             module(INPUTS["2-D"][0])
 
 
-def test_arguments_repr_and_pretrained() -> None:
+def test_repr_and_pretrained() -> None:
     weight = torch.randn(6, 3)
     options = {"mode": "max", "include_last_offset": True, "padding_idx": -2, "max_norm": 3.0, "norm_type": 1.0}
     ours = speedtransfer.EmbeddingBag.from_pretrained(weight, **options)
@@ -152,10 +152,6 @@ def test_arguments_repr_and_pretrained() -> None:
     assert ours.weight.requires_grad is dense.weight.requires_grad is False
     assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
     assert isinstance(ours, nn.EmbeddingBag)
-    arguments = (6, 3, 1.5, 1.0, True, "sum", False, weight.clone(), True, 2, "cpu", torch.float32)
-    ours, dense = speedtransfer.EmbeddingBag(*arguments), nn.EmbeddingBag(*arguments)
-    for name in ("max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse", "include_last_offset", "padding_idx"):
-        assert getattr(ours, name) == getattr(dense, name)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from in_child import in_child
+from test_nn_compile_kinds import F64, Model, _compiled_anew, compiled  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import Program, parse
@@ -24,7 +25,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexEr
 from speedtransfer.nn.lookup_ops import _modules, register
 from speedtransfer.nn.tracing import ONE_GRAPH
 
-F64 = torch.float64
 pytestmark = [
     pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph"),
     # Of torch: inductor's own use of torch.jit, and tensors that come from one graph into the next.
@@ -33,35 +33,10 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def _compiled_anew():
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-class Model(nn.Module):
-    """Two tables, one of them looked up twice."""
-
-    def __init__(self, embedding=st.Embedding, dtype=F64, **options) -> None:
-        super().__init__()
-        self.words = embedding(50, 4, padding_idx=3, dtype=dtype, **options)
-        self.tags = embedding(20, 4, dtype=dtype, **options)
-        self.head = nn.Linear(4, 2, dtype=dtype)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        found = self.words(ids) * self.words((ids + 1) % 50) + self.tags(ids % 20)
-        return self.head(found).square()
-
-
 def pair(**options) -> tuple[Model, Model]:
     torch.manual_seed(0)
     model = Model(**options)
     return model, copy.deepcopy(model)
-
-
-def compiled(model, backend="aot_eager", **options):
-    return torch.compile(model, backend=backend, fullgraph=True, **options)
 
 
 def batches(count=4, shape=(6, 7)):

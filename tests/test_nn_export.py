@@ -141,26 +141,18 @@ def test_subclasses_keep_their_forward(kind) -> None:
     assert dense.words.weight[7].any()
 
 
-def test_replaced_models() -> None:
-    model = Model(nn.Embedding, nn.EmbeddingBag)
-    expected = model(IDS)
-    speedtransfer.replace_embeddings(model, min_rows=0)
-    dense = to_dense(model)
-    assert type(dense.words) is nn.Embedding
-    torch.testing.assert_close(dense(IDS), expected)
-
-
 class Own(nn.Embedding):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return super().forward(ids) * 3
 
 
-def test_replaced_subclasses_are_what_they_were() -> None:
-    model = Model(Own, nn.EmbeddingBag)
+@pytest.mark.parametrize("kind", [nn.Embedding, Own])
+def test_replaced_modules_are_what_they_were(kind) -> None:
+    model = Model(kind, nn.EmbeddingBag)
     expected = model(IDS)
     speedtransfer.replace_embeddings(model, min_rows=0)
     dense = to_dense(model)
-    assert type(dense.words) is Own
+    assert type(dense.words) is kind
     torch.testing.assert_close(dense(IDS), expected)
     assert torch.equal(pickle.loads(pickle.dumps(dense))(IDS), dense(IDS))
 

@@ -89,15 +89,11 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.
     assert (emb.table.torch().data_ptr() == weight.data_ptr()) == (dtype == given)  # then in place
     bag = speedtransfer.EmbeddingBag.from_pretrained(weight, storage_dtype=dtype, mode="sum")
     torch.testing.assert_close(bag(IDS), emb(IDS).sum(1))
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-def test_replaced_embeddings(dtype: torch.dtype) -> None:
-    model = nn.Sequential(dense(), nn.Linear(6, 2))
-    weight = model[0].weight.detach().clone()
-    assert speedtransfer.replace_embeddings(model, min_rows=0, storage_dtype=dtype, state_dtype=torch.uint8) == ["0"]
-    assert torch.equal(values(model[0]), quantised(weight, dtype))
-    assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
+    if given == torch.float32:
+        model = nn.Sequential(nn.Embedding.from_pretrained(weight))
+        speedtransfer.replace_embeddings(model, min_rows=0, storage_dtype=dtype, state_dtype=torch.uint8)
+        assert torch.equal(values(model[0]), values(emb))
+        assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
 
 
 @pytest.mark.parametrize("dtype", SMALL)

@@ -180,21 +180,6 @@ def test_one_line_serves_a_model_from_a_table(dtype: torch.dtype, options) -> No
     assert [*model.state_dict()] == [*dense.state_dict()]
 
 
-def test_a_tied_head_is_reported_and_right() -> None:
-    torch.manual_seed(0)
-    model = PerLayerModel().eval()
-    dense = copy.deepcopy(model)
-    report = st.replace_embeddings(model, min_rows=0)
-    assert sorted(report) == ["embed_tokens", "embed_tokens_per_layer"]
-    assert report.notes.keys() == {"embed_tokens"}
-    assert "'lm_head'" in report.notes["embed_tokens"]
-    assert "reads every row" in str(report)
-    assert model.lm_head.weight is model.embed_tokens.weight
-    prompts = torch.randint(1, 200, (4, 2))
-    with torch.no_grad():
-        assert torch.equal(model.generate(prompts, 10), dense.generate(prompts, 10))
-
-
 def test_devices_dtypes_and_meta() -> None:
     torch.manual_seed(0)
     model = PerLayerModel().eval()

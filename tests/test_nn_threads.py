@@ -5,24 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from midway import midway
+from midway import elsewhere, midway
 from torch import nn
 
 import speedtransfer as st
 
 ROWS = 30
-
-
-def elsewhere(use: Callable[[], Any]) -> Any:
-    """Return what `use` does in another thread, while this one waits."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(use).result()
 
 
 class Noting(nn.Module):

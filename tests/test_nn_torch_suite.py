@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import dense_grad
+from lazy_oracle import assert_alike
 from torch import nn
 
 import speedtransfer
@@ -43,21 +43,6 @@ def test_the_cases_are_there() -> None:
     assert [info.module_cls for info in modules] == [nn.Embedding]
     assert len(named) >= 9
     assert {info.name for info in operators} == set(OPERATORS)
-
-
-def assert_alike(ours: nn.Module, theirs: nn.Module, *args: Any, **kwargs: Any) -> None:
-    out, expected = ours(*args, **kwargs), theirs(*args, **kwargs)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0)
-    if not expected.requires_grad:
-        assert not out.requires_grad
-        return
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.rand(out.shape, generator=generator).to(out.dtype)
-    out.backward(weight)
-    expected.backward(weight)
-    grad = theirs.weight.grad.to_dense() if theirs.weight.grad.is_sparse else theirs.weight.grad
-    torch.testing.assert_close(dense_grad(ours), grad)
-    torch.testing.assert_close(ours.table.torch(), theirs.weight.detach(), rtol=0, atol=0)
 
 
 def twin(theirs: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from forked import run_script
 from in_child import in_child, plain
-from midway import midway
+from midway import elsewhere, midway
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -166,12 +166,6 @@ def test_first_use_of_everything_by_eight_threads() -> None:
 
 
 # --- one trains, others read ------------------------------------------------------------------------------------------------
-
-
-def elsewhere(use: Callable[[], Any]) -> Any:
-    """Return what `use` does in another thread, while this one waits."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(use).result(60)
 
 
 class Half:

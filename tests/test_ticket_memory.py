@@ -12,37 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 
 import speedtransfer as st
 from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
-from speedtransfer.rows import Rows
 
 ROWS, DIM = 500, 16
-LIMIT_S = 60
 
 
 @pytest.fixture
 def emb():
     torch.manual_seed(0)
     return st.Embedding(ROWS, DIM, memory="pageable", device="cpu")
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """Reads ahead wait for this event; `held.begun` says that one does."""
-    go_on, fetch = threading.Event(), Rows.fetch
-    go_on.begun = threading.Event()
-
-    def held_fetch(rows, ids, planes=None):
-        if threading.current_thread() is not threading.main_thread():
-            go_on.begun.set()
-            assert go_on.wait(LIMIT_S)
-        return fetch(rows, ids, planes)
-
-    monkeypatch.setattr(Rows, "fetch", held_fetch)
-    yield go_on
-    go_on.set()
 
 
 def live_tensors() -> int:

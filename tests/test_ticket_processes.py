@@ -11,16 +11,15 @@ import threading
 import pytest
 import torch
 from in_child import in_child
+from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 from torch.utils.data import DataLoader, TensorDataset
 
 import speedtransfer as st
 from speedtransfer.nn import ticket as tickets
 from speedtransfer.nn.ahead import THREADS
-from speedtransfer.rows import Rows
 from speedtransfer.tables import stats
 
 ROWS, DIM = 500, 16
-LIMIT_S = 60
 
 
 @pytest.fixture
@@ -46,29 +45,20 @@ needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 @needs_fork
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, monkeypatch):
-    begun, go_on, fetch = threading.Event(), threading.Event(), Rows.fetch
-
-    def held_fetch(rows, ids, planes=None):
-        if threading.current_thread() is not threading.main_thread():
-            begun.set()
-            assert go_on.wait(LIMIT_S)
-        return fetch(rows, ids, planes)
-
-    monkeypatch.setattr(Rows, "fetch", held_fetch)
+def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, held):
     ids = torch.tensor([4, 7])
     ticket = emb.prefetch(ids)
-    assert begun.wait(LIMIT_S)
+    assert held.begun.wait(LIMIT_S)
 
     def check() -> bool:
-        go_on.set()
+        held.set()
         own = emb.prefetch(ids)
         found = own._future.result(LIMIT_S).fetched["weight"]
         same = torch.equal(found, emb.table.torch()[ids]) and torch.equal(emb(own), emb.table.torch()[ids])
         return same and torch.equal(emb(ticket), emb.table.torch()[ids])
 
     assert in_child(check)
-    go_on.set()
+    held.set()
     assert torch.equal(emb(ticket), emb.table.torch()[ids])
 
 

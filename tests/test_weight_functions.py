@@ -29,69 +29,17 @@ ARGUMENTS: list[tuple[Any, ...]] = [
     *[((4, 6),), (4, 6), ([2, 2],), ([3, 3], 0), ((2, 3),), ((0, 1),), (torch.float64,), ("cpu",), (lambda x: x + 1,)],
 ]
 # What is of another kind: how an object is made and what it is to Python, memory as such, other devices.
-ASIDE = [
-    "__class__",
-    "__init__",
-    "__new__",
-    "__init_subclass__",
-    "__subclasshook__",
-    "__dir__",
-    "__getattribute__",
-    "__setattr__",
-    "__delattr__",
-    "__sizeof__",
-    "__reduce_ex__",
-    "__reduce__",
-    "__getstate__",
-    "__setstate__",
-    "__dlpack__",
-    "__dlpack_device__",
-    "__torch_function__",
-    "__torch_dispatch__",
-    "__repr__",
-    "__str__",
-    "__format__",
-    "__hash__",
-    "__deepcopy__",
-    "_make_subclass",
-    "_make_wrapper_subclass",
-    "_dtensor__new__",
-    "_fix_weakref",
-    "_reduce_ex_internal",
-    "_use_count",
-    "_view_func",
-    "_view_func_unsafe",
-    "_rev_view_func_unsafe",
-    "data_ptr",
-    "const_data_ptr",
-    "storage",
-    "untyped_storage",
-    "_typed_storage",
-    "module_load",
-    "backward",
-    "cuda",
-    "pin_memory",
-    "ipu",
-    "xpu",
-    "hpu",
-    "mtia",
-    "new",
-    "new_empty",
-]
+_ASIDE = """
+    __class__ __init__ __new__ __init_subclass__ __subclasshook__ __dir__ __getattribute__ __setattr__
+    __delattr__ __sizeof__ __reduce_ex__ __reduce__ __getstate__ __setstate__ __dlpack__ __dlpack_device__
+    __torch_function__ __torch_dispatch__ __repr__ __str__ __format__ __hash__ __deepcopy__ _make_subclass
+    _make_wrapper_subclass _dtensor__new__ _fix_weakref _reduce_ex_internal _use_count _view_func
+    _view_func_unsafe _rev_view_func_unsafe data_ptr const_data_ptr storage untyped_storage _typed_storage
+    module_load backward cuda pin_memory ipu xpu hpu mtia new new_empty
+"""
 # They raise, and say what to do instead.
-REFUSED = [
-    "set_",
-    "share_memory_",
-    "t_",
-    "transpose_",
-    "swapaxes_",
-    "swapdims_",
-    "unsqueeze_",
-    "squeeze_",
-    "as_strided_",
-    "resize_",
-    "resize_as_",
-]
+_REFUSED = "set_ share_memory_ t_ transpose_ swapaxes_ swapdims_ unsqueeze_ squeeze_ as_strided_ resize_ resize_as_"
+ASIDE, REFUSED = _ASIDE.split(), _REFUSED.split()
 NAMES = [name for name in dir(Tensor) if callable(getattr(Tensor, name, None)) and name not in ASIDE]
 KINDS: dict[str, dict[str, Any]] = {"over the memory": {}, "copied": {"storage_dtype": torch.bfloat16}}
 
@@ -146,20 +94,12 @@ def check(name: str, options: dict[str, Any], most: int) -> int:
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("most", [1, pytest.param(len(ARGUMENTS), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
-def test_first_arguments(letter: str, kind: str) -> None:
-    found = {name: check(name, KINDS[kind], 1) for name in NAMES if name[0] == letter}
+def test_arguments(letter: str, kind: str, most: int) -> None:
+    found = {name: check(name, KINDS[kind], most) for name in NAMES if name[0] == letter}
     assert any(found.values())  # else this test checks nothing
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("letter", sorted({name[0] for name in NAMES}))
-def test_all_arguments(letter: str, kind: str) -> None:
-    for name in NAMES:
-        if name[0] == letter:
-            check(name, KINDS[kind], len(ARGUMENTS))
 
 
 @pytest.mark.parametrize("kind", list(KINDS))

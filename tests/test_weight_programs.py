@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from weight_programs import SETTINGS, VOCABULARY, Setting, draw, run, shrink
+from weight_programs import SETTINGS, VOCABULARY, draw, run, shrink
+from weight_world import Setting
 
 import speedtransfer
 

@@ -14,35 +14,20 @@ import pickle
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from midway import elsewhere
 from torch import Tensor, nn
 from weight_statements import TRAINING, VOCABULARY
-from weight_world import assert_equal, run_code
+from weight_world import Setting, assert_equal, run_code
 
-import speedtransfer
 from speedtransfer.errors import SpeedtransferError
 
 ROWS, DIM = 12, 3
-
-
-@dataclass(frozen=True)
-class Setting:
-    """Where the embeddings come from, how they are made, and which optimizer trains them."""
-
-    name: str
-    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW
-    options: dict[str, Any] = field(default_factory=dict)
-    module: dict[str, Any] = field(default_factory=dict)  # arguments that torch.nn has too
-    table: dict[str, Any] = field(default_factory=dict)  # arguments of ours
-    copies: bool = False  # as where no tensor can be over the memory of the table
-
-    def __str__(self) -> str:
-        return self.name
 
 
 class PlannedError(Exception):
@@ -52,9 +37,10 @@ class PlannedError(Exception):
 class Model(nn.Module):
     """Two embeddings and a layer."""
 
-    def __init__(self, embedding: Callable[[], nn.Module]) -> None:
+    def __init__(self, embedding: Callable[..., nn.Module]) -> None:
         super().__init__()
-        self.emb, self.other, self.lin = embedding(), embedding(), nn.Linear(DIM, 2)
+        self.emb, self.other = (embedding(ROWS, DIM, dtype=torch.float64) for _ in range(2))
+        self.lin = nn.Linear(DIM, 2, dtype=torch.float64)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.lin(self.emb(ids)).tanh()
@@ -68,15 +54,7 @@ class World:
         self.planned: str | None = None
         torch.manual_seed(3)
 
-        def embedding() -> nn.Module:
-            if not ours or "replaced" in setting.name:
-                return nn.Embedding(ROWS, DIM, dtype=torch.float64, **setting.module)
-            return speedtransfer.Embedding(ROWS, DIM, dtype=torch.float64, **setting.module, **setting.table)
-
-        model = Model(embedding).double()
-        if ours and "replaced" in setting.name:
-            speedtransfer.replace_embeddings(model, min_rows=0, **setting.table)
-
+        model = setting.model(Model, ours)
         self.setting = setting
         make = lambda params: setting.optimizer(params, **setting.options)  # noqa: E731
         opt = make(model.parameters())
@@ -85,7 +63,7 @@ class World:
             seen=[], torch=torch, nn=nn, F=F, copy=copy, pickle=pickle, operator=operator, DIM=DIM, ROWS=ROWS,
             ids=self.ids, loss=self.loss, full=self.full, backward=self.backward, closure=self.closure,
             attempt=self.attempt, attempt_backward=self.attempt_backward,
-            failing=self.failing, through=self.through, in_thread=self.in_thread, init=self.init,
+            failing=self.failing, through=self.through, in_thread=elsewhere, init=self.init,
             scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
             ema=torch.optim.swa_utils.AveragedModel(model),
             swap=lambda state: self.names["model"].load_state_dict(state),
@@ -181,16 +159,6 @@ class World:
         return torch.load(buffer, weights_only=False)
 
     @staticmethod
-    def in_thread(call: Callable[[], Any]) -> Any:
-        import threading
-
-        result: list[Any] = []
-        thread = threading.Thread(target=lambda: result.append(call()))
-        thread.start()
-        thread.join()
-        return result
-
-    @staticmethod
     def init(module: nn.Module) -> None:
         if isinstance(module, nn.Embedding):
             module.weight.data.mul_(0.5)
@@ -253,16 +221,7 @@ def _quiet() -> Iterator[None]:
 
 def run(program: list[str], setting: Setting, watch: bool) -> Outcome:
     """Run a program on both; `watch` looks at everything after every statement, else only at the end."""
-    from unittest.mock import PropertyMock, patch
-
-    from speedtransfer.optim import Handle
-
-    hidden = (
-        patch.object(Handle, "aliased", PropertyMock(return_value=False))
-        if setting.copies
-        else contextlib.nullcontext()
-    )
-    with _quiet(), hidden:
+    with _quiet(), setting.hidden():
         worlds = World(setting, False), World(setting, True)
         for number, statement in enumerate(program):
             results: list[Any] = []

@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import copy
 import dataclasses
+import functools
 import io
 import linecache
 import operator
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from weight_cases import Case
 
 import speedtransfer
+from speedtransfer.optim import Handle
 
 ROWS, ITEMS, DIM = 40, 30, 6
 LIBRARIES = {"copy": copy, "io": io, "operator": operator, "pickle": pickle, "np": np, "torch": torch, "nn": nn, "F": F}
@@ -37,41 +40,44 @@ class Model(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
-    """Where the embeddings of a world come from, and which optimizer trains them.
+class Setting:
+    """Where the embeddings of a world come from, how they are made, and which optimizer trains them.
 
-    Idle rows that are lazy equal dense ones under Adagrad: a gradient of zero changes neither its rows nor its state.
+    `module` are arguments that torch.nn has too, `table` those of ours. `copies`: as where no tensor can be over the memory of
+    the table, on CUDA. Idle rows that are lazy equal dense ones under Adagrad and SGD: a gradient of zero changes neither rows
+    nor state.
     """
 
     name: str
     optimizer: type[torch.optim.Optimizer]
     options: dict[str, Any]
+    module: dict[str, Any] = dataclasses.field(default_factory=dict)
+    table: dict[str, Any] = dataclasses.field(default_factory=dict)
+    copies: bool = False
 
-    def model(self) -> Model:
-        """Return the model: of torch.nn, of our modules, or of torch.nn with the embeddings replaced."""
-        if self.name in ("torch", "replaced"):
-            model = Model(nn.Embedding)
-            if self.name == "replaced":
-                speedtransfer.replace_embeddings(model, min_rows=0)
-            return model
-        idle = "lazy" if self.name == "lazy" else "auto"
-        return Model(lambda rows, dim: speedtransfer.Embedding(rows, dim, idle=idle))
+    def __str__(self) -> str:
+        return self.name
 
-    @property
-    def modules(self) -> Any:
-        """The package with the modules that cases make themselves."""
-        return nn if self.name == "torch" else speedtransfer
+    def model(self, make: Callable[[Callable[..., nn.Module]], nn.Module], ours: bool) -> Any:
+        """Return a model: of torch.nn, of our modules, or of torch.nn with the embeddings replaced."""
+        replaces = "replaced" in self.name
+        if ours and not replaces:
+            return make(functools.partial(speedtransfer.Embedding, **self.module, **self.table))
+        model = make(functools.partial(nn.Embedding, **self.module))
+        if ours:
+            speedtransfer.replace_embeddings(model, min_rows=0, **self.table)
+        return model
+
+    def hidden(self) -> AbstractContextManager[Any]:
+        """Hide the memory of tables from tensors, where they are to have copies."""
+        hides = mock.patch.object(Handle, "aliased", mock.PropertyMock(return_value=False))
+        return hides if self.copies else nullcontext()
 
 
 ADAMW = (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1})
-ADAGRAD = (torch.optim.Adagrad, {"lr": 0.1})
-EXACT, REPLACED, LAZY = Kind("exact", *ADAMW), Kind("replaced", *ADAMW), Kind("lazy", *ADAGRAD)
-COPIES = Kind("copies", *ADAMW)  # "exact", and test_weight.py hides the memory of the table from it
-
-
-def dense(kind: Kind) -> Kind:
-    """Return the kind that another is compared with."""
-    return dataclasses.replace(kind, name="torch")
+EXACT, REPLACED = Setting("exact", *ADAMW), Setting("replaced", *ADAMW)
+LAZY = Setting("lazy", torch.optim.Adagrad, {"lr": 0.1}, table={"idle": "lazy"})
+COPIES = Setting("copies", *ADAMW, copies=True)
 
 
 @contextmanager
@@ -92,7 +98,9 @@ class World:
 
     Parameters
     ----------
-    kind : Kind
+    setting : Setting
+    ours : bool
+        Whether the modules are ours, or those of torch.nn.
     dtype : torch.dtype
         Of everything.
     moment : {"fresh", "trained", "between"}
@@ -100,24 +108,24 @@ class World:
         another as long as these leave the modules and the optimizer in place.
     """
 
-    def __init__(self, kind: Kind, dtype: torch.dtype, moment: str) -> None:
+    def __init__(self, setting: Setting, ours: bool, dtype: torch.dtype, moment: str) -> None:
         self.dtype, self.moment = dtype, moment
         self.seen: list[tuple[str, Any]] = []
         with defaults(dtype):
-            model = kind.model()
+            model, modules = setting.model(Model, ours), speedtransfer if ours else nn
             draw = torch.Generator().manual_seed(5)
             self.target = torch.randn(2, 4, DIM, generator=draw)
             edges = torch.randint(0, ROWS + ITEMS, (2, 60), generator=draw)
             shape = (ROWS + ITEMS, ROWS + ITEMS)
             self.names: dict[str, Any] = {
                 **LIBRARIES,
-                "Embedding": kind.modules.Embedding,
-                "EmbeddingBag": kind.modules.EmbeddingBag,
+                "Embedding": modules.Embedding,
+                "EmbeddingBag": modules.EmbeddingBag,
                 "model": model,
                 "emb": model.emb,
                 "items": model.items,
                 "query": model.query,
-                "make_opt": lambda params: kind.optimizer(params, **kind.options),
+                "make_opt": lambda params: setting.optimizer(params, **setting.options),
                 "step": self.step,
                 "loss": self.loss,
                 "ids": torch.tensor([[1, 7, 7, 12], [0, 39, 7, 3]]),
