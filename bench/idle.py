@@ -317,7 +317,7 @@ def markdown(result: dict[str, Any]) -> str:
     far = {way: curves[way]["distance"][-1] for way in (EXACT, DOUBLE, LAZY)}
     found = (
         f"Recall@{TOP} at the end: {ends}; at its best: {best}; training loss at the end: {losses}. No weight trained with "
-        f'idle="exact" is farther from dense than {far[EXACT]:.1e} of the longest way that one went (by rounding alone '
+        f'idle="exact" is farther from dense than {far[EXACT]:.1e} of the farthest that one moved (by rounding alone '
         f"dense in float64 is {far[DOUBLE]:.1e} away; lazy {far[LAZY]:.2f}); no loss of any step differs by more than "
         f"{result['loss_difference'][EXACT]:.0e}."
     )

@@ -80,7 +80,8 @@ def _same_numbers(result: dict[str, Any]) -> str:
     return (
         f"**The numbers of dense training.** {result['data'].capitalize()}, recall@{TOP} after "
         f"{result['settings']['steps']:,} steps of AdamW: dense {recall[DENSE]:.3f}, ours {recall[EXACT]:.3f}, lazy "
-        f"{recall[LAZY]:.3f}; weights differ from dense ones by {curves[EXACT]['distance'][-1]:.0e} of the longest way."
+        f"{recall[LAZY]:.3f}; weights differ by at most {curves[EXACT]['distance'][-1]:.0e} of the "
+        "farthest that any moved."
     )
 
 
