@@ -77,7 +77,7 @@ def test_pages_show_what_is_recorded(tmp_path, bench, capsys):
     for part in ("### NVIDIA Test 1", "0123456789ab", "(../bench/results/nvidia-test-1-laptop/tax.png)"):
         assert part in text
     assert "old figures" not in text
-    assert "quick GPU" not in text
+    assert "a-quick-gpu" not in text
     assert 1000 < path.with_suffix(".png").stat().st_size < 150_000
 
 
