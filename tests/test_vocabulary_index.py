@@ -191,26 +191,6 @@ def test_ids_that_share_a_slot():
         alive.update(zip(back.tolist(), range(len(back)), strict=True))
 
 
-def test_churn():
-    """Ids that come and go leave nothing behind."""
-    rng, index = np.random.default_rng(2), IdIndex(1000)
-    present, bytes_at_first = np.empty(0, np.int64), index.nbytes
-    for _ in range(60):
-        fresh = np.setdiff1d(rng.integers(-3000, 3000, 400), present)[: 1000 - len(present)]
-        index.insert(fresh, fresh + 5000)
-        present = rng.permutation(np.concatenate([present, fresh]))
-        gone, present = present[: len(present) // 2], present[len(present) // 2 :]
-        index.remove(gone)
-        assert (index.find(gone) == -1).all()
-        assert np.array_equal(index.find(present), present + 5000)
-    assert len(index) == len(present)
-    index.remove(present)
-    assert len(index) == 0
-    assert (index.find(np.arange(-3000, 3000)) == -1).all()
-    assert index.nbytes == bytes_at_first
-    assert not index._slots[:, 1].any()
-
-
 def test_threads_find_at_once():
     ids = np.random.default_rng(4).permutation(50_000)
     index, wrong = IdIndex.of(ids, np.arange(50_000)), []
