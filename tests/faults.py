@@ -400,7 +400,7 @@ checkpoint/tensors.py: checkpoint
 checkpoint/model.py: checkpoint
 - elif first.setdefault(id(handle), key) != key:
 + elif False:
-word2vec/tokenise.py: word2vec_corpus
+word2vec/tokenise.py: word2vec_tokenise word2vec_corpus
 - if lines and piece.last:
 + if lines:
 - (int(np.count_nonzero(ids == LINE_END)) if lines else 0)

@@ -22,7 +22,7 @@ from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, run_folder
 from speedtransfer.word2vec.commands import app, in_flags
 from speedtransfer.word2vec.demo import run_demo
-from speedtransfer.word2vec.output import OutputFolder
+from speedtransfer.word2vec.run_folder import OutputFolder
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.trainer import Trainer
 
@@ -48,6 +48,7 @@ def fails_with(kind, message, *arguments):
     assert isinstance(result.exception, kind), result.output
     assert message in str(result.exception)
     assert "\n" not in str(result.exception)
+    assert result.stdout == ""
 
 
 def names(folder):

@@ -9,20 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import typer
 from late import models
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
-from typer.testing import CliRunner
+from test_word2vec_commands import fails_with, run
 
 from speedtransfer import cli
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import UnknownWordError, Vectors
-from speedtransfer.word2vec.commands_vectors import register
 from speedtransfer.word2vec.evaluation import evaluate
-
-app = typer.Typer(pretty_exceptions_enable=False)
-register(app)
 
 
 @pytest.fixture
@@ -34,19 +29,6 @@ def folder(tmp_path, monkeypatch):
     Path("pairs.txt").write_text("a b 3\na c 2.5\na d 1\nb f 1.5\nc x 9\nA Y 2\n")
     Path("questions.txt").write_text(": [bold]kinds\na b d c\na b d f\n: gram1\na b c d\na b c x\n: gram2\nx y z a\n")
     return tmp_path
-
-
-def run(*arguments):
-    return CliRunner().invoke(app, list(map(str, arguments)))
-
-
-def fails_with(kind, message, *arguments):
-    """The command line turns these errors into one line and exit code 2 (see the test below)."""
-    result = run(*arguments)
-    assert isinstance(result.exception, kind), result.output
-    assert message in str(result.exception)
-    assert "\n" not in str(result.exception)
-    assert result.stdout == ""
 
 
 def test_evaluate(folder):

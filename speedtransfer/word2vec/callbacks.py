@@ -12,9 +12,8 @@ from typing import Any
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.lazy import import_extra
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
-from speedtransfer.word2vec.output import check_writable
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import is_finite
+from speedtransfer.word2vec.settings import check_writable, is_finite
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
 EVALUATED_WORDS = 300_000  # the most frequent ones, the default of `evaluate`

@@ -19,10 +19,10 @@ from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.output import TableFiles, check_writable
+from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import CHOSEN
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.settings import Settings, check_writable
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
 _ANY_MEMORY = ("memory", "path")  # settings that may change: the rows are the same

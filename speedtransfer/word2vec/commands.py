@@ -94,7 +94,7 @@ def _read_settings(
         if source is None or not source.name.startswith("DEFAULT"):
             values[name] = value
     if values.get("memory") == "mmap" and values.get("path") is None:
-        from speedtransfer.word2vec.output import TABLES
+        from speedtransfer.word2vec.formats import TABLES
 
         values["path"] = output / TABLES
     values["options"] = {**(values.get("options") or {}), **_parse_options(options)}

@@ -13,10 +13,10 @@ from speedtransfer.errors import InvalidValueError, printable
 from speedtransfer.lazy import MissingPackageError
 from speedtransfer.system import program
 from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
-from speedtransfer.word2vec.output import PICTURE, OutputFolder
-from speedtransfer.word2vec.output import SETTINGS as SETTINGS_FILE
+from speedtransfer.word2vec.formats import PICTURE
+from speedtransfer.word2vec.formats import SETTINGS as SETTINGS_FILE
 from speedtransfer.word2vec.plot import plot
-from speedtransfer.word2vec.run_folder import train_into
+from speedtransfer.word2vec.run_folder import OutputFolder, train_into
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vectors import Vectors
 

@@ -1,4 +1,4 @@
-"""File formats of word vectors, by suffix: word2vec text and binary, GloVe text, safetensors, gensim's own."""
+"""File formats of word vectors, by suffix, and the names of the files of a run."""
 
 from __future__ import annotations
 
@@ -31,6 +31,9 @@ from speedtransfer.word2vec.formats_text import (
 
 VECTORS = "vectors"  # the file of a run without its suffix
 NGRAMS = "ngrams.safetensors"  # the file beside it
+VOCABULARY = "vocab.txt"
+SETTINGS = "settings.json"
+PICTURE = "words.png"
 
 
 class Format(NamedTuple):
@@ -153,6 +156,10 @@ FORMATS = {
     ".glove": Format(write_glove, read_text),
     _PICKLED: Format(write_gensim, read_gensim, import_gensim, packed=False),
 }
+OWN_FILES = frozenset({VOCABULARY, SETTINGS, PICTURE, NGRAMS, *(VECTORS + suffix for suffix in FORMATS)})
+# Folders within that of a run: its state, the files of memory "mmap", TensorBoard's.
+CHECKPOINT, TABLES, BOARD = "checkpoint", "tables", "tensorboard"
+OWN_FOLDERS = frozenset({CHECKPOINT, TABLES, BOARD})
 
 
 def find_format(path: Path, reading: bool = False) -> Format:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +15,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks, unique_rows
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
-from speedtransfer.word2vec.output import TableFiles
 from speedtransfer.word2vec.places import Block, Places
 from speedtransfer.word2vec.settings import Keywords, Settings
 from speedtransfer.word2vec.subwords import NgramVectors, Subwords, hash_word
@@ -28,6 +30,7 @@ from speedtransfer.word2vec.vocabulary import Vocabulary
 _SETTINGS = (
     "model", "negative", "clip", "buckets", "min_n", "max_n", "memory", "path", "device", "seed",
 )  # fmt: skip
+_TABLE_NAMES = ("input", "output")
 _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
 
@@ -242,6 +245,56 @@ class Word2Vec(nn.Module):
             raise InvalidValueError("buckets is 0, so this model has no n-grams; pass buckets=2_000_000")
         rows = self._input_rows()[self.num_words :].cpu().numpy()
         return NgramVectors(rows, self.subwords.min_n, self.subwords.max_n)
+
+
+class TableFiles:
+    """The files of a model's two tables with memory "mmap", there or not, in the folder `path`; None: there are none."""
+
+    def __init__(self, path: str | os.PathLike[str] | None) -> None:
+        self._folder = None if path is None else Path(path)
+        self.paths = {} if path is None else {name: Path(path, f"{name}.safetensors") for name in _TABLE_NAMES}
+        self.made: list[Path] = []
+        self._folders: list[Path] = []  # that were missing, the innermost first
+
+    def check_none(self) -> None:
+        """Raise `StorageError` where one exists: before a long corpus is read, not after it."""
+        for file in self.paths.values():
+            if file.exists():
+                raise StorageError(
+                    f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
+                )
+
+    def remove(self) -> None:
+        """Remove those that exist; raise `StorageError` where that fails."""
+        for file in self.paths.values():
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise StorageError(
+                    f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
+                ) from error
+
+    def make_folder(self) -> None:
+        """Make the folder where it is missing, or raise `StorageError`. A file belongs into `made` once it is."""
+        if self._folder is None:
+            return
+        self._folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            self.discard()
+            raise StorageError(
+                f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
+            ) from error
+
+    def discard(self) -> None:
+        """Remove the files that were made, and the folders that were made for them where nothing else is in them."""
+        for path in self.made:
+            path.unlink(missing_ok=True)
+        for folder in self._folders:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+        self.made, self._folders = [], []
 
 
 class _ZeroEmbedding(Embedding):

@@ -17,13 +17,8 @@ from speedtransfer.word2vec.callbacks import Evaluations, TensorBoard, remove_cu
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.output import (
-    BOARD,
-    CHECKPOINT,
-    OWN_FOLDERS,
-    TABLES,
-    TableFiles,
-)
+from speedtransfer.word2vec.formats import BOARD, CHECKPOINT, OWN_FOLDERS, TABLES
+from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import SETTINGS, Keywords, Settings, check_path
 from speedtransfer.word2vec.text import Source

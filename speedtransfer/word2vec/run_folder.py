@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,24 +21,125 @@ import torch
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidValueError, StorageError, format_bytes, printable
+from speedtransfer.errors import InvalidValueError, StorageError, check_no_url, format_bytes, printable
 from speedtransfer.ranks import is_first, joined
+from speedtransfer.system import keep_mode
 from speedtransfer.version import __version__, version_of
-from speedtransfer.word2vec.formats import NGRAMS, VECTORS, check_format
-from speedtransfer.word2vec.output import (
+from speedtransfer.word2vec.formats import (
     BOARD,
     CHECKPOINT,
+    NGRAMS,
+    OWN_FILES,
+    OWN_FOLDERS,
     SETTINGS,
     TABLES,
+    VECTORS,
     VOCABULARY,
-    OutputFolder,
-    TableFiles,
-)
+    check_format,
+)  # fmt: skip
+from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
 from speedtransfer.word2vec.run import Run
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.settings import Settings, existing_folder
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
+
+
+class OutputFolder:
+    """A new folder, or one of an earlier run that is replaced. Making it checks that it can be written, and changes nothing.
+
+    Parameters
+    ----------
+    path : path-like
+        Folders above it are made as needed.
+    overwrite : bool
+        Replace the files of an earlier run if `path` exists.
+    remedy : str
+        What to do where `path` exists and `overwrite` is False, for the message.
+    only_own : bool
+        Refuse a folder that holds anything but the files of an earlier run. False: leave the rest as it is.
+    within : iterable of path-like
+        Other files of this run; those in `path` are no strangers there.
+
+    Raises
+    ------
+    InvalidValueError
+        `path` exists and may not be overwritten.
+    StorageError
+        The folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        overwrite: bool = False,
+        remedy: str = "",
+        only_own: bool = False,
+        within: Iterable[str | os.PathLike[str]] = (),
+    ) -> None:
+        check_no_url(path, "output")
+        self.path, self._overwrite = Path(path), overwrite
+        exists = self.path.exists()
+        if exists and not self.path.is_dir():
+            raise InvalidValueError(f"output folder {str(path)!r} exists and is a file; choose another folder")
+        if exists and not overwrite:
+            raise InvalidValueError(f"output folder {str(path)!r} exists; choose another folder{remedy}")
+        if only_own and exists:
+            below = [Path(os.path.relpath(folder, self.path)).parts[:1] for folder in within]
+            own = (OWN_FILES | OWN_FOLDERS).union(*below)
+            others = sorted(set(os.listdir(self.path)) - own)
+            if others:
+                raise InvalidValueError(
+                    f"output folder {str(path)!r} holds {others[0]!r}, not created by speedtransfer; choose another folder"
+                )
+        if exists and not os.access(self.path, os.W_OK | os.X_OK):
+            raise self._cannot_make("Permission denied")
+        self._make_staging().rmdir()  # a run that is killed meanwhile leaves nothing behind
+
+    @property
+    def holds_a_run(self) -> bool:
+        """Whether files of a run are in `path` already."""
+        return any((self.path / name).exists() for name in OWN_FILES)
+
+    def _make_staging(self) -> Path:
+        try:
+            return Path(tempfile.mkdtemp(dir=existing_folder(self.path.parent), prefix=f".{self.path.name}."))
+        except OSError as error:
+            raise self._cannot_make(error.strerror) from error
+
+    def _cannot_make(self, why: str | None) -> StorageError:
+        return StorageError(f"cannot make output folder {str(self.path)!r} ({why}); choose a place you may write to")
+
+    def fill(self, save: Callable[[Path], None]) -> None:
+        """Have `save` write files to a folder beside it, and move them into place, where those of an earlier run go.
+
+        Where `save` fails nothing is changed. Where another run has filled the folder meanwhile, and may not be overwritten,
+        `path` becomes a new one beside it.
+        """
+        staging = self._make_staging()
+        try:
+            save(staging)
+            self._move(staging)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _move(self, staging: Path) -> None:
+        wanted, number = self.path, 1
+        while not self._overwrite and self.holds_a_run:
+            number += 1
+            self.path = wanted.with_name(f"{wanted.name}-{number}")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            written = os.listdir(staging)
+            for name in written:
+                keep_mode(staging / name, self.path / name)
+                os.replace(staging / name, self.path / name)
+            for name in OWN_FILES.difference(written):
+                (self.path / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise StorageError(
+                f"cannot write to {str(self.path)!r} ({error.strerror}); choose a place you may write to"
+            ) from error
 
 
 def train_into(

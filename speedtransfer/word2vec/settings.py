@@ -10,9 +10,10 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, TypedDict
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_no_url, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, check_size, suggest
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
@@ -90,6 +91,18 @@ def check_path(value: Any, name: str) -> Any:
     if not os.fspath(value) or "\0" in os.fsdecode(value):
         raise InvalidValueError(f"{name} is {os.fspath(value)!r}, not a path; pass the name of a folder")
     return value
+
+
+def existing_folder(path: Path) -> Path:
+    """Return the folder `path`, or the nearest above it that exists."""
+    return next(folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists())
+
+
+def check_writable(path: Path, what: str) -> None:
+    """Raise `StorageError` unless the folder `path` can be written, or made; nothing is."""
+    above = existing_folder(path)
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise StorageError(f"cannot write {what} to {str(path)!r}; choose a folder you may write to")
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,6 @@ from speedtransfer.word2vec.lookup import (
     number_words,
     unit,
 )
-from speedtransfer.word2vec.output import VOCABULARY
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 __all__ = ["UnknownWordError", "Vectors"]
@@ -302,7 +301,7 @@ class Vectors:
             max_words = check_size(max_words, "max_words", 1)
         stored = formats.find_format(path, reading=True).read(path, max_words)
         if folder is not None and stored.counts is None:
-            stored = stored._replace(counts=_counts_in(folder / VOCABULARY, stored.words))
+            stored = stored._replace(counts=_counts_in(folder / formats.VOCABULARY, stored.words))
         try:
             return cls(*stored)
         except (InvalidValueError, InvalidTypeError) as error:
