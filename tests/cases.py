@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -56,6 +60,17 @@ def same_values(actual, expected) -> None:
         assert torch.equal(actual.isnan(), expected.isnan())
         actual, expected = (values.masked_fill(values.isnan(), 0) for values in (actual, expected))
     assert_same_bits(actual, expected)
+
+
+def saved(value: Any, weights_only: bool = False) -> Any:
+    """Return what ``torch.load`` makes of what ``torch.save`` has written of a value."""
+    torch.save(value, file := io.BytesIO())
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+# Ways to copy a module or a tensor.
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda value: pickle.loads(pickle.dumps(value)), "torch.save": saved}
 
 
 def one_line(error) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import functools
 import gc
-import io
 import itertools
 import pickle
 import re
@@ -23,6 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import saved  # noqa: F401 - verbs use it
 from in_child import in_child
 from midway import elsewhere  # noqa: F401 - verbs use it
 from ranks.run import Pool, RankError
@@ -50,7 +50,7 @@ state = opt.state_dict(); w.use(model); w.opt.load_state_dict(state)  # opt.load
 w.copied(copy.deepcopy(model))  # copy.deepcopy(model)
 w.copied(*copy.deepcopy((model, opt)))  # copy.deepcopy((model, opt))
 w.copied(pickle.loads(pickle.dumps(model)))  # pickle.dumps(model)
-rows_of(saved(model.state_dict()))  # torch.save(model.state_dict())
+rows_of(saved(model.state_dict(), weights_only=True))  # torch.save(model.state_dict())
 copy.deepcopy(weight).detach()  # copy.deepcopy(weight)
 pickle.loads(pickle.dumps(weight)).detach()  # pickle.dumps(weight)
 a = torch.optim.swa_utils.AveragedModel(model); w.step(); a.update_parameters(model); w.look(a.module)  # AveragedModel(model)
@@ -333,12 +333,6 @@ def rows_of(state: Any) -> Tensor:
 
 def state_of(opt: Any) -> Tensor:
     return torch.cat([each["exp_avg"] for each in opt.state_dict()["state"].values()][1:])
-
-
-def saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return torch.load(io.BytesIO(file.getvalue()))
 
 
 def forked(function: Callable[[], Tensor]) -> Tensor:

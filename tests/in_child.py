@@ -12,6 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
+# Marks of tests that fork.
+FORKS = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
+    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
+]
+
+
+def forks(test: Any) -> Any:
+    """Mark a test that forks."""
+    for mark in FORKS:
+        test = mark(test)
+    return test
+
 
 def in_child(function: Callable[[], Any]) -> Any:
     """Return what `function` returns in a child of fork, which is killed if it hangs; raise what it raises there."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 
 import numpy as np
 import pytest
 import torch
 from cases import TABLE_DTYPES, dtype_name
-from in_child import in_child
+from in_child import forks, in_child
 
 from speedtransfer import buffers
 from speedtransfer.buffers import BlockPool
@@ -268,12 +267,7 @@ def test_a_tensor_may_die_while_the_pool_is_at_work(pool, monkeypatch):
     assert pool._leased_bytes == 0
 
 
-forks = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
-
-
+@forks
 def test_a_forked_process_does_not_disturb_its_parent():
     tensor, free = empty().fill_(1), empty()
     address = free.data_ptr()
@@ -292,6 +286,7 @@ def test_a_forked_process_does_not_disturb_its_parent():
     assert not again.eq(2).any()
 
 
+@forks
 def test_a_process_forked_while_a_thread_holds_the_lock(monkeypatch):
     monkeypatch.undo()  # only the pool of the package is told of forks
     pool = buffers._pool
@@ -310,7 +305,3 @@ def test_a_process_forked_while_a_thread_holds_the_lock(monkeypatch):
     finally:
         release.set()
         thread.join()
-
-
-for _test in (test_a_forked_process_does_not_disturb_its_parent, test_a_process_forked_while_a_thread_holds_the_lock):
-    _test.pytestmark = forks

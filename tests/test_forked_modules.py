@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_child import in_child, plain
+from in_child import FORKS, in_child, plain
 from torch import Tensor
 
 import speedtransfer as st
 from speedtransfer.errors import DeviceError, SpeedtransferError
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
+pytestmark = FORKS
 ROWS, DIM = 60, 4
 EVERY = torch.arange(ROWS)
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from in_child import in_child, plain
+from in_child import FORKS, in_child, plain
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -22,10 +22,7 @@ from speedtransfer.errors import DeviceError
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables import forks
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
+pytestmark = FORKS
 ROWS, DIM = 60, 4
 EVERY = torch.arange(ROWS)
 KINDS: dict[str, dict[str, Any]] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import COPIES
 from exact_pair import COUPLED, EXTRA
 from lazy_oracle import squared_loss
 from optimizer_cases import BASE, OptimizerCase, case_named, some
@@ -189,20 +188,13 @@ def test_what_shows_the_weight_and_its_state_grows() -> None:
     assert view.shape == (5, DIM)
 
 
-@pytest.mark.parametrize("how", ["copy", "pickle", "torch"])
+@pytest.mark.parametrize("how", COPIES)
 def test_copies_can_grow(how: str) -> None:
     emb = embedding(pageable(5))
     train(emb, case_named("adamw").make(emb.parameters()), 5)
     handle_of(emb).grow(6)
-    if how == "copy":
-        other = copy.deepcopy(emb)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(emb))
-    else:
-        torch.save(emb, file := io.BytesIO())
-        assert file.tell() < 20_000
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    assert len(pickle.dumps(emb)) < 20_000
+    other = COPIES[how](emb)
     assert torch.equal(other.weight, emb.weight)
     assert other.table.max_rows == 1000
     handle_of(other).grow(11)

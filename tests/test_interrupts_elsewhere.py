@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from in_child import REFUSAL, is_refusal_of_torch
+from in_child import REFUSAL, forks, is_refusal_of_torch
 from interrupt import Interrupt, alone, sweep  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -457,14 +457,14 @@ def check_sigterm(path: Path, name: str, runs: int) -> None:
     assert ended > runs
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@forks
 @pytest.mark.parametrize("name", ["exact", "vocabulary"])
 def test_sigterm(name: str, tmp_path: Path) -> None:
     check_sigterm(tmp_path, name, 3)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@forks
 @pytest.mark.parametrize("name", ["exact", "coupled", "cache", "file", "vocabulary"])
 def test_sigterm_many(name: str, tmp_path: Path) -> None:
     check_sigterm(tmp_path, name, 30)

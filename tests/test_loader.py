@@ -92,12 +92,12 @@ def drawing(shuffle: bool, each: bool):
         torch.rand(1)
 
 
-def trained(ahead: bool, shuffle: bool, each: bool, drops) -> torch.Tensor:
+def trained(ahead: bool, make, drops) -> torch.Tensor:
     torch.manual_seed(0)
     emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
     optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
     for epoch in range(3):
-        loader = drawing(shuffle, each)
+        loader = make()
         for number, ids in enumerate(st.prefetch(loader, lambda ids: {emb: ids}) if ahead else loader):
             rate = 0.5 if drops(epoch, number) else 0.0
             torch.nn.functional.dropout(emb(ids), rate).sum().backward()
@@ -108,12 +108,20 @@ def trained(ahead: bool, shuffle: bool, each: bool, drops) -> torch.Tensor:
     return torch.cat([emb.weight.detach().flatten(), torch.rand(1)])
 
 
+LOADERS = {
+    "in order": lambda: drawing(False, False),
+    "a seed": lambda: drawing(True, False),
+    "for each batch": lambda: drawing(True, True),
+    # A seed for its workers, and one for its sampler.
+    "DataLoader": lambda: DataLoader(IDS, batch_size=4, shuffle=True),
+}
+
+
 @pytest.mark.parametrize(
-    ("shuffle", "each", "dropout"),
-    [(False, False, False), (True, False, False), (False, False, True), (True, False, True), (True, True, False)],
+    ("name", "dropout"), [(name, False) for name in LOADERS] + [(n, True) for n in LOADERS if "each" not in n]
 )
-def test_a_loader_that_draws(shuffle, each, dropout):
-    ahead, plain = (trained(early, shuffle, each, lambda epoch, number: dropout) for early in (True, False))
+def test_a_loader_that_draws(name, dropout):
+    ahead, plain = (trained(early, LOADERS[name], lambda epoch, number: dropout) for early in (True, False))
     assert torch.equal(ahead, plain)
 
 
@@ -121,32 +129,13 @@ def test_a_loader_and_a_model_that_draw_in_turn():
     with pytest.warns(
         UserWarning, match="draws from torch's default generator .* so batches are no longer read ahead; have"
     ):
-        ahead = trained(True, True, True, lambda epoch, number: True)
-    assert torch.equal(ahead, trained(False, True, True, lambda epoch, number: True))
+        ahead = trained(True, LOADERS["for each batch"], lambda epoch, number: True)
+    assert torch.equal(ahead, trained(False, LOADERS["for each batch"], lambda epoch, number: True))
 
 
 def test_a_model_that_begins_to_draw():
     with pytest.warns(UserWarning, match="the 2 that were drawn before the loop began to draw have other numbers"):
-        trained(True, True, True, lambda epoch, number: epoch == 0 and number == 2)
-
-
-def test_a_data_loader_beside_dropout():
-    """It draws a seed for its workers, and one for its sampler."""
-
-    def trained(wrap):
-        torch.manual_seed(0)
-        emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
-        optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
-        loader = DataLoader(TensorDataset(IDS), batch_size=4, shuffle=True)
-        for _ in range(2):
-            for (ids,) in wrap(loader, emb):
-                torch.nn.functional.dropout(emb(ids), 0.5).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        return torch.cat([emb.weight.detach().flatten(), torch.rand(1)])
-
-    ahead = trained(lambda loader, emb: st.prefetch(loader, lambda batch: {emb: batch[0]}))
-    assert torch.equal(ahead, trained(lambda loader, emb: loader))
+        trained(True, LOADERS["for each batch"], lambda epoch, number: epoch == 0 and number == 2)
 
 
 @pytest.mark.parametrize("taken", range(7))

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import os
-import pickle
 import threading
 import weakref
 from typing import Any
@@ -14,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from in_child import in_child
+from cases import COPIES
+from in_child import forks, in_child
 from test_nn_compile_kinds import F64, Model, _compiled_anew, compiled  # noqa: F401 - a fixture
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -422,18 +420,13 @@ def test_a_copy_of_a_compiled_model_has_its_own_rows() -> None:
     assert twin._orig_mod.words.weight.grad is not None
 
 
-def test_pickles() -> None:
+@pytest.mark.parametrize("how", COPIES)
+def test_copies(how: str) -> None:
     model, _ = pair()
-    run, ids = compiled(model), batches(1)[0]
-    expected = run(ids)
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(compiled(again)(ids), expected)
-    buffer = io.BytesIO()
-    torch.save(model, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    keys = {int(each.words._key) for each in (model, again, loaded)}
-    assert len(keys) == 3
+    ids = batches(1)[0]
+    again = COPIES[how](model)
+    assert torch.equal(compiled(again)(ids), compiled(model)(ids))
+    assert int(again.words._key) != int(model.words._key)
 
 
 def test_no_number_is_used_again() -> None:
@@ -464,8 +457,7 @@ def test_a_compiled_model_goes_with_its_tables() -> None:
     assert handle() is None
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
 @torch.no_grad()
 def test_a_forked_process() -> None:
     model, plain = pair()

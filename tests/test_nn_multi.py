@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import COPIES
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -249,6 +250,15 @@ class TestContainer:
         assert "(1): Feature(60, 8, padding_idx=5)" in repr(ours)
         for module, like in zip(ours, theirs, strict=True):
             assert torch.equal(module.weight.index_select(0, torch.tensor([2])), like.weight[2:3])
+
+    @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+    def test_a_copy_of_the_weight_of_a_feature_is_apart(self, copied):
+        ours = multi()
+        before = ours[3].weight.detach().clone()
+        apart = copied(ours[3].weight)
+        assert torch.equal(apart, before)
+        apart.data.zero_()
+        assert torch.equal(ours[3].weight, before)
 
 
 class TestStateDicts:

@@ -74,6 +74,12 @@ def loss_of(rows: dict[str, Tensor], features: str) -> Any:
     return sum(((rows[n] - 0.3).square() * torch.arange(4)).sum() * len(n) for n in some if n in rows)
 
 
+def step_of(opt: Any, loss: Any) -> None:
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+
+
 def train(embs: Any, opt: Any, steps: Any, together: bool = False, before: Any = lambda embs, step: None) -> None:
     for step in steps:
         opt.zero_grad()
@@ -218,9 +224,7 @@ def test_the_vocabulary_does_what_it_says(about, form):
         )
         assert torch.equal(found, wanted)
         for rows, opt in ((found, opts[0]), (wanted, opts[1])):
-            (rows * torch.arange(4)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
+            step_of(opt, (rows * torch.arange(4)).square().sum())
     assert ours.vocabulary.stats() == one.vocabulary.stats()
     assert all(torch.equal(a, b) for a, b in zip(ours.vocabulary.export(), one.vocabulary.export(), strict=True))
     with torch.no_grad():
@@ -234,9 +238,7 @@ def test_rows_read_ahead(ahead):
     batches = [ids_of(step) for step in range(8)]
     for ids, early in ahead(ours, batches):
         for emb, given, opt in ((ours, early, opts[0]), (one, ids, opts[1])):
-            loss_of(emb(given), "uih").backward()
-            opt.step()
-            opt.zero_grad()
+            step_of(opt, loss_of(emb(given), "uih"))
     assert all(torch.equal(a, b) for a, b in zip(rows_of(ours), rows_of(one), strict=True))
 
 
@@ -267,9 +269,7 @@ def test_the_row_of_unseen_ids_is_trained_in_each_step():
     for step in range(4):
         user = torch.arange(step, step + 3)
         for emb, ids, opt in ((ours["user"], user, opts[0]), (one, ours.vocabulary_ids("user", user), opts[1])):
-            (emb(ids) - 0.3).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
+            step_of(opt, (emb(ids) - 0.3).square().sum())
     torch.testing.assert_close(ours.weight[:2].detach(), one.weight[:2].detach(), rtol=0, atol=1e-12)
 
 
@@ -315,9 +315,7 @@ def test_padding_of_all_features_is_one_row():
         assert not rows["user"][0].any()
         assert not rows["hour"][0].any()
         assert rows["item"].any()
-        sum(part.sum() for part in rows.values()).backward()
-        opt.step()
-        opt.zero_grad()
+        step_of(opt, sum(part.sum() for part in rows.values()))
     assert emb.vocabulary.rows(emb.vocabulary_ids("user", [-4])).tolist() == [1]
     numbers, ids = emb.feature_ids(emb.vocabulary_ids("hour", [0, 5]))
     assert (numbers.tolist(), ids.tolist()) == ([-1, 2], [0, 5])

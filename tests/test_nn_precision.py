@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from pathlib import Path
 
 import pytest
 import torch
+from cases import COPIES
 from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
@@ -311,19 +311,11 @@ def test_numbers_that_float16_has_not_are_clamped() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", SMALL)
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("how", COPIES)
 def test_copies(dtype: torch.dtype, how: str) -> None:
     emb = made(dtype, state_dtype=torch.uint8)
     train(emb)
-    if how == "deepcopy":
-        other = copy.deepcopy(emb)
-    elif how == "pickle":
-        other = pickle.loads(pickle.dumps(emb))
-    else:
-        file = io.BytesIO()
-        torch.save(emb, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
+    other = COPIES[how](emb)
     assert other.table.dtype == dtype
     assert torch.equal(values(other), values(emb))
     for module in (emb, other):  # both go on alike, rounding included

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from cases import COPIES
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -43,13 +42,6 @@ PUT: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "assign": lambda module, rows: setattr(module, "weight", rows),
     "of another": lambda module, rows: module._parameters.update(weight=st.Embedding(20, 4, _weight=rows.data).weight),
 }
-
-
-def saved(model: nn.Module) -> nn.Module:
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 def loaded(model: nn.Module, **how: bool) -> nn.Module:
@@ -89,9 +81,7 @@ THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to": lambda model: model.to("cpu"),
     "float": lambda model: model.float(),
     "half": lambda model: model.half().double(),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": saved,
+    **COPIES,
     "average": averaged,
     "load": loaded,
     "load assign": lambda model: loaded(model, assign=True),

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
-import pickle
 from typing import Any
 
 import pytest
 import torch
+from cases import COPIES, saved
 from lazy_oracle import both
 from torch import Tensor, nn
 
@@ -47,16 +46,9 @@ READS = {
     "sum": lambda g: torch.sparse.sum(g),
     "sum of columns": lambda g: torch.sparse.sum(g, dim=0),
     "added": lambda g: torch.zeros(10, 4) + g.to_dense(),
-    "deepcopy": lambda g: copy.deepcopy(g),
-    "pickled": lambda g: torch.load(_saved(g)),
+    "deepcopy": copy.deepcopy,
+    "pickled": lambda g: saved(g, weights_only=True),
 }
-
-
-def _saved(grad: Tensor) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(grad, file)
-    file.seek(0)
-    return file
 
 
 @pytest.mark.parametrize("read", list(READS))
@@ -161,7 +153,7 @@ def test_many_gradients_at_once(dtype: torch.dtype, padding_idx: int | None) -> 
     torch.testing.assert_close(*found)
 
 
-@pytest.mark.parametrize("clone", [copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("clone", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("kind", ["plain", "vocabulary", "feature"])
 def test_a_copy_of_the_weight_gets_sparse_gradients(clone: Any, kind: str) -> None:
     """By itself, in a function; an optimizer for sparse gradients trains it as that of torch."""

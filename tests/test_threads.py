@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from forked import run_script
-from in_child import in_child, plain
+from in_child import forks, in_child, plain
 from midway import elsewhere, midway
 from torch import Tensor, nn
 
@@ -334,12 +333,8 @@ def test_planes_that_are_added_and_dropped_while_another_thread_goes_through_the
 
 # --- forks ------------------------------------------------------------------------------------------------------------------
 
-forks = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork"),
-    pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
-]
 
-
+@forks
 def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """It waits for a while; then the child finds them free."""
     monkeypatch.setattr(once, "_PATIENCE_S", 0.05)
@@ -366,6 +361,7 @@ def test_a_fork_while_another_thread_has_the_rows(monkeypatch: pytest.MonkeyPatc
     assert (plain(emb(torch.arange(ROWS))) == want).all()
 
 
+@forks
 def test_a_fork_waits_for_a_write(tmp_path: Path) -> None:
     emb = st.Embedding(ROWS, DIM)
     nn.init.zeros_(emb.weight)
@@ -382,7 +378,3 @@ def test_a_fork_waits_for_a_write(tmp_path: Path) -> None:
         assert begun.wait(60)
         assert (in_child(lambda: plain(table.torch())) == 1).all()
         written.result(60)
-
-
-for _test in (test_a_fork_while_another_thread_has_the_rows, test_a_fork_waits_for_a_write):
-    _test.pytestmark = forks

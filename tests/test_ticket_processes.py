@@ -10,7 +10,7 @@ import threading
 
 import pytest
 import torch
-from in_child import in_child
+from in_child import forks, in_child
 from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -40,11 +40,7 @@ def test_there_are_no_more_threads_than_two(emb):
         ticket._future.result(LIMIT_S)
 
 
-needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
 def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, held):
     ids = torch.tensor([4, 7])
     ticket = emb.prefetch(ids)
@@ -62,8 +58,7 @@ def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, hel
     assert torch.equal(emb(ticket), emb.table.torch()[ids])
 
 
-@needs_fork
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@forks
 def test_a_process_forked_while_a_thread_counts_its_rows_can_read(emb):
     counts, go_on = threading.Event(), threading.Event()
 

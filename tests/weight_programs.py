@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import operator
 import pickle
 import random
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+from cases import saved
 from midway import elsewhere
 from torch import Tensor, nn
 from weight_statements import TRAINING, VOCABULARY
@@ -63,7 +63,7 @@ class World:
             seen=[], torch=torch, nn=nn, F=F, copy=copy, pickle=pickle, operator=operator, DIM=DIM, ROWS=ROWS,
             ids=self.ids, loss=self.loss, full=self.full, backward=self.backward, closure=self.closure,
             attempt=self.attempt, attempt_backward=self.attempt_backward,
-            failing=self.failing, through=self.through, in_thread=elsewhere, init=self.init,
+            failing=self.failing, through=saved, in_thread=elsewhere, init=self.init,
             scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2),
             ema=torch.optim.swa_utils.AveragedModel(model),
             swap=lambda state: self.names["model"].load_state_dict(state),
@@ -150,13 +150,6 @@ class World:
             pass
         finally:
             hook.remove()
-
-    @staticmethod
-    def through(value: Any) -> Any:
-        buffer = io.BytesIO()
-        torch.save(value, buffer)
-        buffer.seek(0)
-        return torch.load(buffer, weights_only=False)
 
     @staticmethod
     def init(module: nn.Module) -> None:
