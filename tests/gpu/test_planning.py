@@ -7,7 +7,7 @@ from speedtransfer.planning.this_machine import this_machine
 
 def test_this_machine(device):
     before = torch.cuda.memory_allocated(device)
-    machine = this_machine(rates=["device", "link"], device=device.index)
+    machine = this_machine(rates=["device", "link"])
     assert machine.device == torch.cuda.get_device_name(device)
     assert machine.devices == torch.cuda.device_count()
     assert 0 < machine.device_bytes <= torch.cuda.mem_get_info(device)[1]
