@@ -43,6 +43,10 @@ def distance(emb: Any, other: Any) -> float:
     return float((rows_of(emb) - rows_of(other)).abs().max())
 
 
+def squares(emb: Any, ids: torch.Tensor) -> torch.Tensor:
+    return emb(ids).square().sum()
+
+
 class Pair:
     """An embedding of a kind, and one of one process, each with an optimizer."""
 
@@ -52,20 +56,24 @@ class Pair:
         self.emb, self.one = table(kind, **options), table("one", **options)
         self.opt, self.one_opt = (optimizer(each.parameters(), lr=0.1) for each in (self.emb, self.one))
 
-    def step(self, loss: torch.Tensor, one_loss: torch.Tensor) -> None:
-        """A step of the loss of this rank, and one of the sum of the losses of all."""
-        loss.backward()
-        (one_loss / dist.get_world_size()).backward()
-        self.end()
+    def backward(self, step: int = 0, loss: Callable[[Any, torch.Tensor], torch.Tensor] = squares) -> None:
+        """Backward of the loss of the batch of this rank, and of the mean of the losses of all."""
+        loss(self.emb, ids(step)).backward()
+        self.one_backward(step, loss)
+
+    def one_backward(self, step: int = 0, loss: Callable[[Any, torch.Tensor], torch.Tensor] = squares) -> None:
+        ranks = dist.get_world_size()
+        (sum(loss(self.one, ids(step, rank)) for rank in range(ranks)) / ranks).backward()
 
     def end(self) -> None:
         for opt in (self.opt, self.one_opt):
             opt.step()
             opt.zero_grad()
 
-    def train(self, *steps: int) -> None:
+    def train(self, *steps: int, loss: Callable[[Any, torch.Tensor], torch.Tensor] = squares) -> None:
         for step in steps:
-            self.step(self.emb(ids(step)).square().sum(), self.one(all_ids(step)).square().sum())
+            self.backward(step, loss)
+            self.end()
 
     def distance(self) -> float:
         return distance(self.emb, self.one)

@@ -89,23 +89,3 @@ def calls_are_given_back() -> None:
     assert (dist.all_reduce, dist.all_gather) == before
     dist.all_reduce(torch.zeros(6))
     assert counting.bytes == 48
-
-
-def losses(steps: int) -> dict[str, float]:
-    found = {}
-    for method in (ALL_REDUCE, FP16, EIGHT_BITS, ONE_BIT, NO_ERRORS):
-        training = Training(method, SIZES._replace(examples=64), dist.get_rank(), dist.get_world_size())
-        training.steps(steps)
-        found[method] = training.loss()
-    return found
-
-
-@pytest.mark.slow
-def test_signs_need_the_errors_that_are_sent_later(two):
-    first, second = two(losses, 240)
-    assert first == second
-    whole = first[ALL_REDUCE]
-    assert first[FP16] == pytest.approx(whole, rel=0.01)
-    assert first[EIGHT_BITS] == pytest.approx(whole, rel=0.05)
-    bound = 1.1 * whole
-    assert first[ONE_BIT] < bound < first[NO_ERRORS]

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
-import subprocess
-import sys
 import time
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,98 +14,55 @@ import torch.distributed as dist
 from ranks.run import DeadRankError, RankError
 
 
-def rank_and_sum(number: int) -> tuple[int, torch.Tensor, int]:
+def rank_and_sum(number: int) -> tuple[int, float, int]:
     total = torch.tensor([dist.get_rank() + number])
     dist.all_reduce(total)
-    return dist.get_rank(), total, os.getpid()
+    return dist.get_rank(), total.item(), os.getpid()
 
 
-def raise_on(rank: int) -> None:
-    if dist.get_rank() == rank:
-        print("about to raise")
-        raise ValueError(f"rank {rank} says no")
-    dist.barrier()
+def test_results_come_in_the_order_of_ranks_whose_processes_stay(two, three):
+    first, more = two(rank_and_sum, 10), three(rank_and_sum, 10)
+    assert [found[:2] for found in first] == [(0, 21), (1, 21)]
+    assert [found[:2] for found in more] == [(0, 33), (1, 33), (2, 33)]
+    assert [pid for *_, pid in more[:2]] == [pid for *_, pid in first]
 
 
-def hang_on(rank: int) -> None:
-    while dist.get_rank() == rank:
-        time.sleep(0.1)
-
-
-def die_on(rank: int) -> str:
+def go_wrong(how: str, rank: int) -> str:
     dist.barrier()  # a rank that dies while the others still connect to it fails them, too
     if dist.get_rank() == rank:
-        time.sleep(0.2)  # until the others have left the barrier
-        os.kill(os.getpid(), signal.SIGKILL)
+        print("about to", how)
+        if how == "raise":
+            raise ValueError(f"rank {rank} says no")
+        if how == "die":
+            time.sleep(0.2)  # until the others have left the barrier
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "warn":
+            warnings.warn("seen", stacklevel=1)
+        while how == "hang":
+            time.sleep(0.1)
     return "alive"
 
 
-def warn() -> None:
-    warnings.warn("seen", stacklevel=1)
-
-
-def test_results_come_in_the_order_of_ranks(ranks):
-    results = ranks(rank_and_sum, 10)
-    assert [rank for rank, _, _ in results] == list(range(ranks.world))
-    assert {total.item() for _, total, _ in results} == {sum(range(10, 10 + ranks.world))}
-
-
-def test_processes_stay(two, three):
-    first = [pid for *_, pid in two(rank_and_sum, 0)]
-    assert [pid for *_, pid in three(rank_and_sum, 0)][:2] == first
-    assert len({*first, os.getpid()}) == 3
-
-
-def test_an_exception_is_shown_with_its_rank_and_what_was_printed(two):
-    with pytest.raises(
-        RankError, match=r"^--- rank 1: ValueError: rank 1 says no(.|\n)*in raise_on(.|\n)*about to raise"
-    ) as failed:
-        two(raise_on, 1)
-    assert re.search(r"\n--- rank 0: RuntimeError", str(failed.value))
-    assert len(two(rank_and_sum, 0)) == 2
-
-
-def test_a_rank_that_hangs_is_shown_with_its_stack(two):
-    with pytest.raises(RankError, match=r"--- rank 1: TimeoutError: no answer in 2 s(.|\n)*in hang_on") as failed:
-        two(hang_on, 1, limit=2)
-    assert "--- rank 0: TimeoutError" in str(failed.value), "rank 0 waits in the barrier after the function"
-    with pytest.raises(RankError, match=r"^--- rank 1: TimeoutError"):
-        two.fails(hang_on, 1, limit=1)
-
-
-def test_a_rank_that_dies(two):
-    with pytest.raises(RankError, match=r"^--- rank 1: DeadRankError: rank 1 ended by SIGKILL"):
-        two(die_on, 1)
-    alive, died = two.fails(die_on, 1)
-    assert alive == "alive"
-    assert isinstance(died, DeadRankError)
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("raise", r"^--- rank 1: ValueError: rank 1 says no(.|\n)*in go_wrong(.|\n)*about to raise"),
+        ("hang", r"--- rank 1: TimeoutError: no answer in 1 s(.|\n)*in go_wrong"),
+        ("die", r"^--- rank 1: DeadRankError: rank 1 ended by SIGKILL"),
+    ],
+)
+def test_what_goes_wrong_is_shown_with_its_rank(two, how, words):
+    with pytest.raises(RankError, match=words) as failed:
+        two(go_wrong, how, 1, limit=1 if how == "hang" else 60)
+    # It waits in the barrier after the function.
+    assert "\n--- rank 0: " in "\n" + str(failed.value)
+    assert two(go_wrong, "nothing", 1) == ["alive"] * 2
 
 
 def test_fails_returns_exceptions(two):
-    own, other = two.fails(raise_on, 0, timeout=1)
-    assert isinstance(own, ValueError)
-    assert isinstance(other, RuntimeError)
-    assert [type(error) for error in two.fails(warn, fresh=False)] == [UserWarning] * 2
-    assert len(two(rank_and_sum, 0)) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_ranks_end_with_a_parent_that_is_killed(tmp_path):
-    code = (
-        "import os, signal, time\nfrom ranks import run, test_run\n"
-        "if __name__ == '__main__':\n"
-        "    pids = [pid for *_, pid in run.Pool().of(2)(test_run.rank_and_sum, 0)]\n"
-        "    print(*pids, flush=True)\n    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    (tmp_path / "main.py").write_text(code)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    result = subprocess.run(
-        [sys.executable, tmp_path / "main.py"], env=env, stdout=subprocess.PIPE, text=True, timeout=60
-    )
-    pids = result.stdout.split()
-    assert len(pids) == 2
-    deadline = time.monotonic() + 10
-    while any(Path("/proc", pid).exists() for pid in pids):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    for how, kind in (("raise", ValueError), ("warn", UserWarning), ("die", DeadRankError)):
+        alive, error = two.fails(go_wrong, how, 1)
+        assert alive == "alive"
+        assert isinstance(error, kind)
+    with pytest.raises(RankError, match=r"^--- rank 1: TimeoutError"):
+        two.fails(go_wrong, "hang", 1, limit=1)

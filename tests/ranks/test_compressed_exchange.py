@@ -1,4 +1,4 @@
-"""`one_bit_hook`: what it does not send it keeps, whatever DDP does with its buckets."""
+"""examples/compressed_exchange.py: what `one_bit_hook` does not send it keeps; `BlockMomentumAverager` beside its formula."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from examples import compressed_exchange as comm_hooks
-from examples.compressed_exchange import OneBitState, one_bit_hook
+import speedtransfer as st
+from examples.compressed_exchange import BlockMomentumAverager, OneBitState, one_bit_hook
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 
 
@@ -73,39 +73,6 @@ def test_what_one_bit_does_not_send_it_keeps(three, dtype, margin):
         assert 0.5 < most < 10
 
 
-class Forgetful(OneBitState):
-    def error(self, number: int, size: int) -> Tensor:
-        return torch.zeros(size)
-
-
-class Pair(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(4, 5))
-
-    def forward(self, aim: Tensor) -> Tensor:
-        return (self.weight - aim).square().sum() / 2
-
-
-def distance(state: OneBitState) -> float:
-    """Return how far a weight ends from the mean of where the ranks pull it to, where gradients of a rank are never zero."""
-    aims = torch.randn(dist.get_world_size(), 4, 5)
-    ddp = DistributedDataParallel(Pair())
-    ddp.register_comm_hook(state, one_bit_hook)
-    opt = torch.optim.SGD(ddp.parameters(), lr=0.02)
-    for _ in range(200):
-        opt.zero_grad()
-        ddp(aims[dist.get_rank()]).backward()
-        opt.step()
-    return (ddp.module.weight - aims.mean(0)).abs().max().item()
-
-
-@pytest.mark.slow
-def test_one_bit_needs_what_it_keeps(three):
-    assert max(three(distance, OneBitState(start_step=0))) < 0.1
-    assert min(three(distance, Forgetful(start_step=0))) > 0.3
-
-
 def halves() -> tuple[list, list]:
     steps = [gradients(step) for step in range(8)]
     state = OneBitState(start_step=1)
@@ -135,28 +102,101 @@ def test_an_overflow_is_seen_by_all_ranks_and_not_kept(two):
     assert two(overflow) == [([fine, [True, False, *fine[2:]], fine], True)] * 2
 
 
-def other_model() -> None:
+def refused() -> None:
     state = OneBitState(start_step=0)
     state.errors = {0: torch.zeros(1000)}
     with pytest.raises(InvalidValueError, match="1000 values for a parameter of 15: it is of another model"):
         pull(state, [gradients(0)])
-
-
-def sparse() -> None:
     ddp = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
     ddp.register_comm_hook(OneBitState(start_step=0), one_bit_hook)
     with pytest.raises(InvalidTypeError, match="sparse=False"):
         ddp(torch.tensor([1])).sum().backward()
+    for momentum in (-0.1, 1.0):
+        with pytest.raises(InvalidValueError, match=f"momentum is {momentum} but must be in"):
+            BlockMomentumAverager(4, momentum=momentum)
 
 
-@pytest.mark.parametrize("function", [other_model, sparse])
-def test_one_bit_refuses_by_name(two, function):
-    two(function)
+def test_refused_by_name(two):
+    two(refused)
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 1000])
-def test_signs_are_packed(length):
-    signs = torch.rand(length) > 0.5
-    packed = comm_hooks._pack(signs)
-    assert packed.shape == (-(-length // 8),)
-    assert comm_hooks._unpack(packed)[:length].equal(signs)
+# --- block momentum -------------------------------------------------------------------------------------------------------
+
+PERIOD, WARMUP = 2, 1
+
+
+def expected(momentum: float, steps: int) -> list[float]:
+    """A value of the model after each average, where rank r adds (r + 1) times the number of the step."""
+    found: list[float] = []
+    model = move = since = 0.0
+    for step in range(steps):
+        since += (step + 1) * (dist.get_world_size() + 1) / 2
+        if step >= WARMUP and (step - WARMUP) % PERIOD == 0:
+            move = momentum * move + since if found else 0.0
+            model += move if found else since
+            since = 0.0
+            found.append(model)
+    return found
+
+
+def average(momentum: float) -> None:
+    weights = [
+        nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in [((3, 2), torch.float64), ((), torch.float16)]
+    ]
+    if dist.get_rank() == 0:
+        # Gradients may be missing on a rank.
+        weights[0].grad = torch.ones_like(weights[0])
+    frozen = nn.Parameter(torch.tensor(float(dist.get_rank())), requires_grad=False)
+    table = st.Embedding(3, 2)
+    table.table.torch().fill_(dist.get_rank())
+    averager = BlockMomentumAverager(PERIOD, WARMUP, momentum)
+    found = []
+    for step in range(8):
+        with torch.no_grad():
+            for weight in weights:
+                weight += (step + 1) * (dist.get_rank() + 1)
+        params = [*weights, frozen, table.weight]
+        averager.average_parameters(params if step % 2 else [{"params": params[:1]}, {"params": params[1:]}])
+        if step % 2:
+            found.append(weights[0][0, 0].item())
+            assert weights[0].eq(found[-1]).all()
+            assert weights[1].item() == pytest.approx(found[-1], rel=1e-3)
+        if step == 4:
+            saved = averager.state_dict()
+            averager = BlockMomentumAverager(PERIOD, WARMUP, momentum)
+            averager.load_state_dict(saved)
+    assert found == pytest.approx(expected(momentum, 8))
+    assert frozen.item() == dist.get_rank()
+    assert table.table.torch().eq(dist.get_rank()).all()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_moves_by_the_formula(three, momentum):
+    three(average, momentum)
+
+
+def other_parameters() -> float:
+    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3), requires_grad=False)]
+    averager = BlockMomentumAverager(2)
+    for step in range(5):
+        weights[1].requires_grad_(step >= 3)
+        with torch.no_grad():
+            weights[0] += 1
+        averager.average_parameters(weights)
+    return weights[0][0].item()
+
+
+def test_begins_anew_with_other_parameters(two):
+    # Step 3 moves by 2 * 1.5 at first; the average of step 5 is the plain one.
+    assert two(other_parameters) == [5.0, 5.0]
+
+
+def in_a_group() -> float:
+    group = dist.new_group([1, 2])
+    weight = nn.Parameter(torch.tensor(float(dist.get_rank())))
+    BlockMomentumAverager(2, process_group=group).average_parameters([weight])
+    return weight.item()
+
+
+def test_a_rank_outside_of_the_group_is_left_alone(three):
+    assert three(in_a_group) == [0.0, 1.5, 1.5]
