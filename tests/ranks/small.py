@@ -36,7 +36,7 @@ def all_ids(step: int = 0) -> torch.Tensor:
 
 def rows_of(emb: Any) -> torch.Tensor:
     """All rows in the order of ids, a copy; collective for shards."""
-    return emb.table.gather(torch.arange(emb.num_embeddings)).clone()
+    return emb.table.gather(torch.arange(len(emb.table))).clone()
 
 
 def distance(emb: Any, other: Any) -> float:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import speedtransfer as st
-from ranks.small import DIM, ROWS, ids, rows_of, table
+from ranks.small import DIM, ROWS, ids, rows_of, table, told
 from speedtransfer.ranks import Exchange, exchange_of
 
 
@@ -50,18 +50,6 @@ def test_all_rows_come_to_the_first_of_the_group(two):
     assert second["weight"].shape == (ROWS, DIM)
 
 
-def float64_in_bfloat16() -> str:
-    with pytest.raises(st.errors.InvalidTypeError) as error:
-        st.Embedding(ROWS, DIM, dtype=torch.float64, storage_dtype=torch.bfloat16, process_group=dist.group.WORLD)
-    return str(error.value)
-
-
-def test_forms_are_refused_as_in_one_process(two):
-    with pytest.raises(st.errors.InvalidTypeError) as error:
-        st.Embedding(ROWS, DIM, dtype=torch.float64, storage_dtype=torch.bfloat16)
-    assert two(float64_in_bfloat16) == [str(error.value)] * 2
-
-
 def trained(options: dict) -> torch.Tensor:
     torch.manual_seed(0)
     ids = torch.tensor([1, 2, 5 + dist.get_rank()])
@@ -89,6 +77,25 @@ def test_trains(two, options):
     first, second = two(trained, options)
     assert torch.equal(first, second)
     assert first.isfinite().all()
+
+
+def hottest() -> tuple[int, int, str]:
+    """A cache of the rows with the largest counts, of those that each process owns."""
+    counts = torch.arange(100) % 50
+    options = {"process_group": dist.group.WORLD, "memory": "pageable", "cache_rows": 10, "cache_counts": counts}
+    emb = st.Embedding(100, 4, **options)
+    own = emb.table.local_ids()
+    emb.table.reset_stats()
+    emb(own[counts[own].sort(descending=True, stable=True).indices[:10]])
+    stats = emb.table.stats()
+    said = told(lambda: st.Embedding(100, 4, **{**options, "cache_counts": counts[:7]}))
+    return stats.cache_hits, stats.cache_misses, said
+
+
+def test_counts_of_a_cache(two):
+    for hits, misses, said in two(hottest):
+        assert (hits, misses) == (10, 0)
+        assert "cache_counts is (7,) but the table has 100 rows" in said
 
 
 # --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
