@@ -17,22 +17,70 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup, run
 from ranks.run import DeadRankError, torchrun
+from ranks.small import told
 from speedtransfer.checkpoint import load, together
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError, ProcessGroupError, StorageError
+from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError
 from speedtransfer.nn.fused_lookup import read_ahead_of
 
-SETUPS = {"exact": EXACT, "int8": SMALL, "float8": FLOAT8}
-SOME = [("exact", 2, 3), ("exact", 2, 2), ("int8", 3, 2), ("int8", 1, 2), ("float8", 2, 1)]
-EVERY = [
-    pytest.param(*case, marks=() if case in SOME else pytest.mark.slow)
-    for case in itertools.product(SETUPS, (1, 2, 3), (1, 2, 3))
+
+def with_options(**options) -> Setup:
+    return dataclasses.replace(EXACT, options=(*EXACT.options, *options.items()))
+
+
+SETUPS = {
+    "exact": EXACT,
+    "int8": SMALL,
+    "float8": FLOAT8,
+    "few": dataclasses.replace(EXACT, rows=1),
+    "layout": with_options(layout="rows"),
+    "cache": with_options(cache_rows=20),
+    "mmap": with_options(memory="mmap"),
+    **{
+        name: dataclasses.replace(EXACT, optimizer=name)
+        for name in ("adagrad", "rmsprop-centered", "sgd", "sgd-momentum")
+    },
+}
+# How rows are stored or stepped, whose they are, in how many processes (0: in one without a group) they are saved and loaded.
+CASES = """
+exact sharded 2 > exact sharded 3
+exact sharded 2 > exact sharded 2
+int8 sharded 3 > int8 sharded 2
+int8 sharded 1 > int8 sharded 2
+float8 sharded 2 > float8 sharded 1
+exact shared 2 > exact sharded 3
+int8 sharded 2 > int8 shared 2
+float8 shared 2 > float8 shared 3
+exact shared 2 > exact shared 2
+int8 mixed 2 > int8 mixed 2
+exact mixed 2 > exact mixed 3
+exact sharded 2 > exact one 0
+exact one 0 > exact sharded 2
+exact sharded 2 > exact torch 0
+exact torch 0 > exact sharded 2
+cache sharded 2 > exact sharded 3
+exact sharded 2 > cache sharded 3
+mmap sharded 2 > exact sharded 3
+exact sharded 2 > mmap sharded 3
+adagrad sharded 2 > adagrad sharded 3
+rmsprop-centered sharded 2 > rmsprop-centered sharded 3
+few sharded 3 > few sharded 2
+""".strip().splitlines()
+MORE = [
+    f"{name} {saved} > {name} {loaded}"
+    for name in ("exact", "int8", "float8")
+    for saved, loaded in [
+        *itertools.product(*[[f"sharded {world}" for world in (1, 2, 3)]] * 2),
+        *itertools.product(("shared 2", "sharded 2"), ("shared 2", "shared 3", "sharded 3")),
+        *(("mixed 2", "mixed 2"), ("mixed 2", "mixed 3"), ("sharded 2", "one 0"), ("one 0", "sharded 2")),
+    ]
 ]
+MORE += ["layout sharded 2 > exact sharded 3", "exact sharded 2 > layout sharded 3"]
+MORE += [f"{name} sharded 2 > {name} sharded 3" for name in ("sgd", "sgd-momentum")]
 
 
 def assert_alike(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict | None = None) -> None:
@@ -48,126 +96,78 @@ def assert_alike(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor],
             assert float((value - wanted[name]).abs().max()) <= 1e-10 * moved, name
 
 
-def save_and_go_on(setup: Setup, path: Path) -> list:
+def save_and_go_on(setup: Setup, path: Path, steps: int = 4) -> list:
     # The learning rate changes at the third step and at the sixth.
-    job = Job(setup).train(4).save(path)
+    job = Job(setup).train(steps).save(path)
     return [job.planes(), job.train(3).planes()]
 
 
-def load_and_go_on(setup: Setup, path: Path) -> list:
+def load_and_go_on(setup: Setup, path: Path, steps: int = 4) -> list:
     job = Job(setup, seed=8).load(path)
-    assert job.done == 4
-    assert job.scheduler.last_epoch == 4
+    assert job.done == steps
+    assert job.scheduler.last_epoch == steps
     return [job.planes(), job.train(3).planes()]
 
 
-@pytest.mark.parametrize(("name", "saved_by", "loaded_by"), EVERY)
-def test_saved_by_some_loaded_by_others(name, saved_by, loaded_by, pool, tmp_path):
-    setup = SETUPS[name]
-    saved, later = pool.of(saved_by)(save_and_go_on, setup, tmp_path / "point")[0]
-    for planes, went_on in pool.of(loaded_by)(load_and_go_on, setup, tmp_path / "point"):
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(it, marks=pytest.mark.slow) for it in MORE if it not in CASES)]
+)
+def test_saved_by_some_loaded_by_others(case, pool, tmp_path):
+    ends, before = [], ""
+    for function, text in zip((save_and_go_on, load_and_go_on), case.split(" > "), strict=True):
+        name, kind, world = text.split()
+        setup = SETUPS[name].of(kind)
+        if name == "mmap":
+            setup = dataclasses.replace(setup, options=(*setup.options, ("path", tmp_path / "rows.safetensors")))
+        call = pool.of(int(world)) if world != "0" else lambda function, *args: [function(*args)]
+        ends.append(call(function, setup, tmp_path / "point"))
+        is_same, before = text == before, text
+    (saved, later), *_ = ends[0]
+    for planes, went_on in ends[1]:
         assert_alike(planes, saved)
-        if saved_by == loaded_by:
+        if is_same:
             assert_alike(went_on, later)
-        elif name == "exact":
+        elif setup.dtype == torch.float64:
             assert_alike(went_on, later, saved)
 
 
-# --- other kinds of table -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
+def test_before_the_first_step(optimizer, two, tmp_path):
+    setup = dataclasses.replace(EXACT, optimizer=optimizer)
+    saved, later = two(save_and_go_on, setup, tmp_path, 0)[0]
+    loaded, went_on = two(load_and_go_on, setup, tmp_path, 0)[0]
+    # The state that the constructor of Adagrad makes is in no plane until it is loaded.
+    assert_alike({name: loaded[name] for name in saved}, saved)
+    assert_alike(went_on, later)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kinds", ["shared sharded", "sharded shared", "shared shared", "mixed mixed"])
-@pytest.mark.parametrize("name", SETUPS)
-def test_shared_tables_and_replicas(kinds, name, two, three, tmp_path):
-    before, after = (SETUPS[name].of(kind) for kind in kinds.split())
-    saved, later = two(save_and_go_on, before, tmp_path / "point")[0]
-    for ranks in (two, three):
-        for planes, went_on in ranks(load_and_go_on, after, tmp_path / "point"):
-            assert_alike(planes, saved)
-            if ranks is two and before == after:
-                assert_alike(went_on, later)
-            elif name == "exact":
-                assert_alike(went_on, later, saved)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"), [("one", "exact"), pytest.param("one", "int8", marks=pytest.mark.slow), ("torch", "exact")]
-)
-def test_into_one_process_and_out_of_it(kind, name, two, tmp_path):
-    """Format 2 into an ordinary table and ``nn.Embedding``, and format 1 into shards."""
-    setup = SETUPS[name]
-    saved, later = two(save_and_go_on, setup, tmp_path / "of two")[0]
-    ours, went_on = load_and_go_on(setup.of(kind), tmp_path / "of two")
-    assert_alike(ours, saved)
-    if name == "exact":
-        assert_alike(went_on, later, saved)
-    saved, later = save_and_go_on(setup.of(kind), tmp_path / "of one")
-    content = json.loads((tmp_path / "of one" / "manifest.json").read_text())
-    assert content["format_version"] == 1
-    for planes, went_on in two(load_and_go_on, setup, tmp_path / "of one"):
-        assert_alike(planes, saved)
-        if name == "exact":
-            assert_alike(went_on, later, saved)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"layout": "rows"}, marks=pytest.mark.slow), {"cache_rows": 20}, {"memory": "mmap"}],
-    ids=str,
-)
-def test_other_memories(options, two, three, tmp_path):
-    if options.get("memory") == "mmap":
-        options = {**options, "path": tmp_path / "rows.safetensors"}
-    setup = dataclasses.replace(EXACT, options=(*EXACT.options, *options.items()))
-    plain, went_on = two(save_and_go_on, EXACT, tmp_path / "plain")[0]
-    saved, later = two(save_and_go_on, setup, tmp_path / "point")[0]
-    assert_alike(saved, plain)
-    assert_alike(later, went_on)
-    for planes, went_on in three(load_and_go_on, setup, tmp_path / "plain"):
-        assert_alike(planes, plain)
-        assert_alike(went_on, later, saved)
-
-
-def sharded_beside(path: Path | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A table beside a dense part that ``fully_shard`` has shared out."""
+def beside_fsdp(path: Path, saves: bool) -> list[torch.Tensor]:
+    """Train a table beside a dense part that ``fully_shard`` has shared out, from a checkpoint on."""
     # Takes half a second of every process.
     from torch.distributed.fsdp import fully_shard
 
-    net = Net(EXACT)
-    fully_shard(
-        net, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), ignored_params=set(st.table_parameters(net))
-    )
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
-    if path is not None:
-        st.load_checkpoint(path, net, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        net(torch.arange(8).view(4, 2) + step).sum().backward()
-        optimizer.step()
-    return net, optimizer
-
-
-def whole_of(net: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    for is_new in (True, False) if saves else (False,):
+        net = Net(EXACT)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(net, mesh=mesh, ignored_params=set(st.table_parameters(net)))
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, foreach=False)
+        if not is_new:
+            st.load_checkpoint(path, net, optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(torch.arange(8).view(4, 2) + step).sum().backward()
+            optimizer.step()
+        if is_new:
+            st.save_checkpoint(path, net, optimizer)
     params = list(net.dense.parameters())
     moments = [optimizer.state[param][name] for param in params for name in ("exp_avg", "exp_avg_sq")]
     return [net.emb.table.gather(torch.arange(ROWS)), *(each.detach().full_tensor() for each in (*params, *moments))]
 
 
-def save_beside_fsdp(path: Path) -> list:
-    net, optimizer = sharded_beside()
-    st.save_checkpoint(path, net, optimizer)
-    return whole_of(*sharded_beside(path))
-
-
-def load_beside_fsdp(path: Path) -> list:
-    return whole_of(*sharded_beside(path))
-
-
 @pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
 def test_beside_a_dense_part_of_fsdp(two, three, tmp_path):
-    again = two(save_beside_fsdp, tmp_path)[0]
-    for ours in three(load_beside_fsdp, tmp_path):
+    again = two(beside_fsdp, tmp_path, True)[0]
+    for ours in three(beside_fsdp, tmp_path, False):
         for value, wanted in zip(ours, again, strict=True):
             torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
 
@@ -198,46 +198,6 @@ def load_with_ids_ahead(path: Path) -> bool:
 def test_rows_read_ahead_are_read_again(two, tmp_path):
     two(save_and_go_on, EXACT, tmp_path)
     assert all(two(load_with_ids_ahead, tmp_path))
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    ["adagrad", "rmsprop-centered", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "sgd-momentum"))],
-)
-def test_other_optimizers(optimizer, two, three, tmp_path):
-    setup = dataclasses.replace(EXACT, optimizer=optimizer)
-    saved, later = two(save_and_go_on, setup, tmp_path)[0]
-    for planes, went_on in three(load_and_go_on, setup, tmp_path):
-        assert_alike(planes, saved)
-        assert_alike(went_on, later, saved)
-
-
-def save_before_a_step(setup: Setup, path: Path) -> list:
-    job = Job(setup).save(path)
-    return [job.planes(), job.train(3).planes()]
-
-
-@pytest.mark.parametrize("optimizer", ["adamw", "adagrad"])
-def test_before_the_first_step(optimizer, two, tmp_path):
-    setup = dataclasses.replace(EXACT, optimizer=optimizer)
-    saved, later = two(save_before_a_step, setup, tmp_path)[0]
-    loaded, went_on = two(load_before_a_step, setup, tmp_path)[0]
-    # The state that the constructor of Adagrad makes is in no plane until it is loaded.
-    assert_alike({name: loaded[name] for name in saved}, saved)
-    assert_alike(went_on, later)
-
-
-def load_before_a_step(setup: Setup, path: Path) -> list:
-    job = Job(setup, seed=8).load(path)
-    return [job.planes(), job.train(3).planes()]
-
-
-def test_a_table_with_few_rows(two, three, tmp_path):
-    setup = dataclasses.replace(EXACT, rows=1)
-    saved, later = three(save_and_go_on, setup, tmp_path)[0]
-    for planes, went_on in two(load_and_go_on, setup, tmp_path):
-        assert_alike(planes, saved)
-        assert_alike(went_on, later, saved)
 
 
 # --- generators, and what is saved of which process -----------------------------------------------------------------------
@@ -430,64 +390,76 @@ def test_copies_are_checked_by_each(two, tmp_path):
         file.write_bytes(raw)
 
 
-def refuse_other_optimizer(path: Path) -> str:
-    job = Job(EXACT)
-    kind = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank]
-    with pytest.raises((InvalidValueError, ProcessGroupError)) as raised:
-        st.load_checkpoint(path, job.net, kind(job.net.parameters()), scheduler=None, generator=None)
-    return str(raised.value)
-
-
 def test_what_does_not_fit(two, three, tmp_path):
     three(save_then_draw, tmp_path / "point")
     more = dataclasses.replace(EXACT, rows=301)
     assert_refused(two(refuse, more, tmp_path, ["point"] * 2), [r"'emb.weight' is \(300, 8\).* but \(301, 8\)"] * 2)
-    first, second = two(refuse_other_optimizer, tmp_path / "point")
-    assert "rank 1 failed where it loads" in first
-    assert "optimizer is Adagrad but the checkpoint holds that of AdamW" in second
 
 
-def load_wrapped(path: Path) -> str:
-    job = Job(EXACT)
-    with pytest.raises(InvalidValueError) as raised:
-        st.load_checkpoint(path, job.model)
-    st.save_checkpoint(path, job.model)
-    st.load_checkpoint(path, job.model)
-    return str(raised.value)
+def load_other_optimizer(job: Job, path: Path) -> None:
+    kind = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank]
+    st.load_checkpoint(path, job.net, kind(job.net.parameters()), scheduler=None, generator=None)
 
 
-def test_a_wrapped_model_is_told_from_a_bare_one(two, tmp_path):
-    two(save_then_draw, tmp_path)
-    for message in two(load_wrapped, tmp_path):
-        assert "the checkpoint has 'bag.weight' and the model 'module.bag.weight': one is wrapped" in message
-
-
-def save_elsewhere(path: Path) -> str:
-    job = Job(EXACT).train(1)
-    with pytest.raises((StorageError, ProcessGroupError)) as raised:
-        job.save(path / f"of rank {job.rank}")
-    dist.barrier()
-    return f"{raised.value} {os.listdir(path)}"
-
-
-def test_processes_that_save_to_different_folders(two, tmp_path):
-    first, second = two(save_elsewhere, tmp_path)
-    assert first == "rank 1 failed where it saves (its own message says why), so no other went on []"
-    assert "give all processes the same path, on a file system that they share []" in second
-
-
-def only_first_saves(path: Path) -> str:
+def only_first_saves(job: Job, path: Path) -> None:
     # DistributedDataParallel has messages of its own in the second step.
-    job = Job(EXACT).train(3)
-    with pytest.raises(ProcessGroupError) as raised:
-        job.save(path) if job.rank == 0 else job.train(1)
-    assert not path.exists()
-    return str(raised.value)
+    job.train(2)
+    job.save(path / "new") if job.rank == 0 else job.train(1)
 
 
-def test_rank_0_alone_saves(two, tmp_path):
-    for message in two(only_first_saves, tmp_path / "point"):
-        assert re.search(r"out of step: rank 0: saves .*; rank 1: looks up rows", message)
+OWNED = "are owned by 2 processes; call st.save_checkpoint\\(path, model, optimizer\\)"
+NOT_SAVED = r"^ProcessGroupError: rank {} failed where it saves \(its own message says why\), so no other went on"
+# What is done with a checkpoint, and what each rank says.
+REFUSED = {
+    "another optimizer": (
+        load_other_optimizer,
+        "rank 1 failed where it loads",
+        "^InvalidValueError.*optimizer is Adagrad but the checkpoint holds that of AdamW",
+    ),
+    "wrapped": (
+        lambda job, path: st.load_checkpoint(path, job.model),
+        *["the checkpoint has 'bag.weight' and the model 'module.bag.weight': one is wrapped"] * 2,
+    ),
+    "different folders": (
+        lambda job, path: job.save(path / f"of rank {job.rank}"),
+        NOT_SAVED.format(1),
+        "give all processes the same path, on a file system that they share",
+    ),
+    "only rank 0 saves": (only_first_saves, *[r"out of step: rank 0: saves .*; rank 1: looks up rows"] * 2),
+    "extra": (
+        lambda job, path: st.save_checkpoint(path / "new", job.net, extra=object() if job.rank == 0 else None),
+        "^InvalidTypeError: extra is a builtins.object",
+        NOT_SAVED.format(0),
+    ),
+    "scaler": (
+        lambda job, path: st.save_checkpoint(path / "new", job.net, scaler=3 if job.rank == 0 else None),
+        "^InvalidTypeError: scaler is a int without",
+        NOT_SAVED.format(0),
+    ),
+    "state_dict": (lambda job, path: job.optimizer.state_dict(), *[OWNED] * 2),
+    "load_state_dict": (
+        lambda job, path: job.optimizer.load_state_dict({"state": {}, "param_groups": []}),
+        *[OWNED] * 2,
+    ),
+}
+
+
+def refused(path: Path, what: str) -> tuple[str, list[str]]:
+    job = Job(EXACT).train(1)
+    said = told(lambda: REFUSED[what][0](job, path))
+    dist.barrier()
+    left = [name for name in os.listdir(path) if "new" in name or "of rank" in name]
+    if what != "only rank 0 saves":
+        job.train(1).save(path)
+    return said, left
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_in_all(what, two, tmp_path):
+    two(save_then_draw, tmp_path)
+    for (said, left), words in zip(two(refused, tmp_path, what), REFUSED[what][1:], strict=True):
+        assert re.search(words, said), said
+        assert left == []
 
 
 def interrupted(path: Path) -> None:
@@ -519,39 +491,6 @@ def load_done(path: Path) -> int:
     return Job(EXACT).load(path).done
 
 
-def wrong_in_one(path: Path) -> list[str]:
-    job, messages = Job(EXACT).train(1), []
-    for wrong in ({"extra": object()}, {"scaler": 3}):
-        with pytest.raises((InvalidTypeError, ProcessGroupError)) as raised:
-            st.save_checkpoint(path, job.net, job.optimizer, **(wrong if job.rank == 0 else {}))
-        messages.append(str(raised.value))
-    assert not path.exists()
-    job.train(1)
-    return messages
-
-
-def test_what_cannot_be_saved_in_one_process(two, tmp_path):
-    first, second = two(wrong_in_one, tmp_path / "point")
-    for message, words in zip(first, ["extra is a builtins.object", "scaler is a int without"], strict=True):
-        assert words in message
-    assert second == ["rank 0 failed where it saves (its own message says why), so no other went on"] * 2
-
-
-def optimizer_state(path: Path) -> list[str]:
-    job, messages = Job(EXACT).train(1).save(path), []
-    for call in (job.optimizer.state_dict, lambda: job.optimizer.load_state_dict({"state": {}, "param_groups": []})):
-        with pytest.raises(OptimizerError) as raised:
-            call()
-        messages.append(str(raised.value))
-    return messages
-
-
-def test_state_dicts_of_optimizers_are_refused(two, tmp_path):
-    for messages in two(optimizer_state, tmp_path):
-        for message in messages:
-            assert "are owned by 2 processes; call st.save_checkpoint(path, model, optimizer)" in message
-
-
 # --- killed -----------------------------------------------------------------------------------------------------------------
 
 JOB = Path(__file__).with_name("checkpoint_job.py")
@@ -567,7 +506,6 @@ def run_job(path: Path, *kills: str) -> tuple[dict, str]:
 
 
 LIVES = {
-    "in a save": ["1 save 900"],
     "in backward, in a save": ["0 backward 3", "1 save 400"],
     "in forward, in a step": ["0 step 3", "1 forward 5"],
     # A save takes about 1200 lines in rank 0 and 600 in others; the first one here ends.
@@ -580,7 +518,7 @@ def run_life(path: Path, life: int, *kills: str) -> dict:
 
 
 def test_killed_in_a_save_and_started_anew(two, tmp_path):
-    kills = LIVES["in a save"]
+    kills = ["1 save 900"]
     whole = two(run, tmp_path / "whole", 6)[0]
     other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=3)
     assert isinstance(other, RuntimeError)
