@@ -35,24 +35,6 @@ class DLRM(nn.Module):
         return self.top(torch.cat([x, products[:, rows, columns]], 1)).squeeze(1)
 
 
-class FactorizationMachine(nn.Module):
-    """One table for the values of all fields, by offsets, as pytorch-fm has it: xavier on `.weight.data`."""
-
-    def __init__(self, dim: int = 8) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(sum(FIELDS), dim)
-        nn.init.xavier_uniform_(self.embedding.weight.data)
-        self.fc = nn.Embedding(sum(FIELDS), 1)
-        self.bias = nn.Parameter(torch.zeros((1,)))
-        self.offsets = np.array((0, *np.cumsum(FIELDS)[:-1]), dtype=np.int64)
-
-    def forward(self, fields: Tensor, numbers: Tensor) -> Tensor:
-        ids = fields + fields.new_tensor(self.offsets).unsqueeze(0)
-        x = self.embedding(ids)
-        pairs = 0.5 * (x.sum(1) ** 2 - (x**2).sum(1)).sum(1, keepdim=True)
-        return (self.fc(ids).sum(1) + self.bias + pairs).squeeze(1)
-
-
 class DeepFM(nn.Module):
     """A dict of tables and a list of what is penalised, made in `__init__`, as DeepCTR has it."""
 

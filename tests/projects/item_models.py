@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -120,31 +119,3 @@ class SASRec(nn.Module):
 
     def scores(self, history: Tensor) -> Tensor:
         return self.hidden(history) @ self.item_emb.weight[1:].T
-
-
-class GRU4Rec(nn.Module):
-    """A recurrent layer over the last items, sampled softmax over looked up rows, ranks by `weight`; biases in a table too."""
-
-    def __init__(self, dim: int = 16) -> None:
-        super().__init__()
-        self.E = nn.Embedding(ITEMS + 1, dim)
-        self.Wy = nn.Embedding(ITEMS + 1, dim)
-        self.By = nn.Embedding(ITEMS + 1, 1)
-        self.gru = nn.GRU(dim, dim, batch_first=True)
-        self.reset()
-
-    @torch.no_grad()
-    def reset(self) -> None:
-        for table in (self.E, self.Wy):
-            sigma = np.sqrt(6.0 / sum(table.weight.shape))
-            table.weight.data.uniform_(-sigma, sigma)
-        self.By.weight.data.zero_()
-
-    def loss(self, history: Tensor, target: Tensor) -> Tensor:
-        hidden = self.gru(self.E(history))[0][:, -1]
-        scores = hidden @ self.Wy(target).T + self.By(target).squeeze(1)
-        return F.cross_entropy(scores, torch.arange(len(target)))
-
-    def scores(self, history: Tensor) -> Tensor:
-        hidden = self.gru(self.E(history))[0][:, -1]
-        return torch.mm(hidden, self.Wy.weight[1:].t()) + self.By.weight[1:].flatten()

@@ -1,6 +1,7 @@
 """Moving averages of a model: ema_pytorch, torch_ema, timm's file, torch's own, as their examples use them."""
 
 import copy
+import functools
 import importlib.util
 from pathlib import Path
 
@@ -101,27 +102,21 @@ def timm_v2(way: str) -> Outcome:
 
 
 def timm_v3(way: str) -> Outcome:
-    make_ema = timm("ModelEmaV3")
-    model, ema, losses = train(
-        way, lambda model: make_ema(model, decay=0.9, use_warmup=True), lambda ema, model: ema.update(model)
-    )
+    make_ema = functools.partial(timm("ModelEmaV3"), decay=0.9, use_warmup=True)
+    model, ema, losses = train(way, make_ema, lambda ema, model: ema.update(model))
     return outcome(model, losses, ema.module)
 
 
-def torch_average(way: str) -> Outcome:
-    model, average, losses = train(way, AveragedModel, lambda average, model: average.update_parameters(model))
-    update_bn(loader(), average)
+def torch_average(way: str, optimizer: str = "AdamW", **options) -> Outcome:
+    start = functools.partial(AveragedModel, **options)
+    model, average, losses = train(way, start, lambda average, model: average.update_parameters(model), optimizer)
+    if not options:
+        update_bn(loader(), average)
     return outcome(model, losses, average.module, count=average.n_averaged, state=dict(average.state_dict()))
 
 
 def torch_ema_model(way: str) -> Outcome:
-    model, average, losses = train(
-        way,
-        lambda model: AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True),
-        lambda average, model: average.update_parameters(model),
-        "Adagrad",
-    )
-    return outcome(model, losses, average.module)
+    return torch_average(way, "Adagrad", multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
 
 def torch_swa(way: str) -> Outcome:

@@ -1,5 +1,7 @@
 """DeepCTR-Torch's models and their `fit` as they are: the L2 penalty on by default, its list made in `__init__`."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -37,15 +39,6 @@ def deepfm(way: str, optimizer: str = "adam", **options) -> Outcome:
     return fit(model, way, optimizer, x, clicked)
 
 
-def deepfm_strong(way: str) -> Outcome:
-    """A penalty that shows in four digits."""
-    return deepfm(way, l2_reg_embedding=1e-2, l2_reg_linear=1e-2)
-
-
-def deepfm_adagrad(way: str) -> Outcome:
-    return deepfm(way, "adagrad")
-
-
 def din(way: str) -> Outcome:
     from deepctr_torch.inputs import SparseFeat, VarLenSparseFeat
     from deepctr_torch.models import DIN
@@ -71,8 +64,17 @@ def din(way: str) -> Outcome:
     return fit(model, way, "adagrad", x, np.tile([1.0, 0.0], len(target)).astype(np.float32))
 
 
+RUNS = {
+    "deepfm": deepfm,
+    # A penalty that shows in four digits.
+    "deepfm, strong": functools.partial(deepfm, l2_reg_embedding=1e-2, l2_reg_linear=1e-2),
+    "deepfm, adagrad": functools.partial(deepfm, optimizer="adagrad"),
+    "din": din,
+}
+
+
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("train", [deepfm, deepfm_strong, deepfm_adagrad, din], ids=lambda train: train.__name__)
-def test_deepctr(train, way, double):
-    compare(train, way, double)
+@pytest.mark.parametrize("run", RUNS)
+def test_deepctr(run, way, double):
+    compare(RUNS[run], way, double)

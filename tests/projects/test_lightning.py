@@ -1,5 +1,6 @@
 """Lightning's Trainer as its tutorials use it: fit, checkpoints, resuming, clipping, accumulation, precision, averages."""
 
+import functools
 import logging
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from projects.pairs import DENSE, TOLERANCE, WAYS, Outcome, assert_same, compare
-from projects.two_towers import loader, make, scores
+from projects.two_towers import ahead, loader, make, scores
 
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed: make projects")
 
@@ -63,38 +64,6 @@ def fit(way: str, optimizer: str = "AdamW", **options) -> Outcome:
     return outcome(module, runner)
 
 
-def plain(way: str) -> Outcome:
-    return fit(way)
-
-
-def clipped(way: str) -> Outcome:
-    return fit(way, gradient_clip_val=0.1)
-
-
-def clipped_by_value(way: str) -> Outcome:
-    return fit(way, gradient_clip_val=0.01, gradient_clip_algorithm="value")
-
-
-def accumulated(way: str) -> Outcome:
-    return fit(way, accumulate_grad_batches=3)
-
-
-def adagrad(way: str) -> Outcome:
-    return fit(way, "Adagrad")
-
-
-def early_stopping(way: str) -> Outcome:
-    return fit(way, callbacks=[callbacks.EarlyStopping("val_loss", patience=1)], max_epochs=5)
-
-
-def stochastic_averages(way: str) -> Outcome:
-    return fit(way, callbacks=[callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1)], max_epochs=4)
-
-
-def moving_averages(way: str) -> Outcome:
-    return fit(way, callbacks=[callbacks.EMAWeightAveraging(decay=0.9)])
-
-
 def found_rate(way: str) -> Outcome:
     """The learning rate finder trains and puts everything back."""
     from lightning.pytorch.tuner import Tuner
@@ -109,25 +78,46 @@ def found_rate(way: str) -> Outcome:
     return result
 
 
-RUNS = (
-    plain,
-    clipped,
-    clipped_by_value,
-    accumulated,
-    adagrad,
-    early_stopping,
-    stochastic_averages,
-    moving_averages,
-    found_rate,
-)
+def read_ahead(way: str, **options) -> Outcome:
+    """Batches of workers, of which a table reads rows ahead: fit twice, on from the checkpoint of the first."""
+    printed = {}
+    for epochs in (1, 3):
+        module, runner = Module(way), trainer(max_epochs=epochs, **options)
+        source, checked = (ahead(module.net, way, loader(seed=seed, num_workers=2)) for seed in (0, 1))
+        runner.fit(module, source, checked, ckpt_path="1.ckpt" if epochs > 1 else None, weights_only=False)
+        runner.save_checkpoint(f"{epochs}.ckpt")
+        printed[epochs] = module.losses
+    result = outcome(module, runner)
+    result.printed |= printed
+    return result
+
+
+RUNS = {
+    "plain": fit,
+    "clipped": functools.partial(fit, gradient_clip_val=0.1),
+    "clipped by value": functools.partial(fit, gradient_clip_val=0.01, gradient_clip_algorithm="value"),
+    "accumulated": functools.partial(fit, accumulate_grad_batches=3),
+    "adagrad": functools.partial(fit, optimizer="Adagrad"),
+    "found rate": found_rate,
+    "read ahead": read_ahead,
+    "read ahead, accumulated": functools.partial(read_ahead, accumulate_grad_batches=3),
+    "read ahead, limited": functools.partial(read_ahead, limit_train_batches=5, num_sanity_val_steps=1),
+}
+# Made anew for each run.
+CALLBACKS = {
+    "early stopping": lambda: callbacks.EarlyStopping("val_loss", patience=1),
+    "stochastic averages": lambda: callbacks.StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1),
+    "moving averages": lambda: callbacks.EMAWeightAveraging(decay=0.9),
+}
+RUNS |= {name: lambda way, make=make: fit(way, callbacks=[make()], max_epochs=4) for name, make in CALLBACKS.items()}
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", RUNS)
 def test_lightning(run, way, double, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    compare(run, way, double)
+    compare(RUNS[run], way, double)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])

@@ -1,5 +1,7 @@
 """Accelerate, transformers' Trainer, skorch and fastai's optimizers, as their own tutorials use them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,7 @@ from torch import nn
 
 from projects.data import sequences
 from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
-from projects.two_towers import Net, columns, loader, make, scores
+from projects.two_towers import Net, ahead, columns, loader, make, scores
 
 pytestmark = pytest.mark.slow
 
@@ -15,16 +17,21 @@ pytestmark = pytest.mark.slow
 # --- Accelerate -----------------------------------------------------------------------------------------------------
 
 
-def accelerated(way: str, clip: bool, accumulate: int) -> Outcome:
+def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Outcome:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
+    from accelerate.utils import GradientAccumulationPlugin
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    # Else Accelerate steps when the loader that it has prepared comes to its end, which reading ahead reaches early.
+    plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_with_dataloader=not reads_ahead)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
     model = make(way)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
-    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, loader(), schedule)
+    source = loader(num_workers=2 if reads_ahead else 0)
+    model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, source, schedule)
+    batches = ahead(accelerator.unwrap_model(model), way, batches) if reads_ahead else batches
     losses = []
     torch.manual_seed(1)
     for _ in range(3):
@@ -44,10 +51,13 @@ def accelerated(way: str, clip: bool, accumulate: int) -> Outcome:
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("clip", "accumulate"), [(False, 1), (True, 1), (True, 3)])
-def test_accelerate(clip, accumulate, way, double):
+@pytest.mark.parametrize(
+    ("clip", "accumulate", "reads_ahead"),
+    [(False, 1, False), (True, 1, False), (True, 3, False), (False, 1, True), (True, 3, True)],
+)
+def test_accelerate(clip, accumulate, reads_ahead, way, double):
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
-    compare(accelerated, way, double, clip, accumulate)
+    compare(accelerated, way, double, clip, accumulate, reads_ahead)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -118,7 +128,8 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
         from transformers.trainer_utils import get_last_checkpoint
 
         whole = trainer
-        folders = sorted((int(path.name.split("-")[1]), path) for path in _checkpoints(arguments["output_dir"]))
+        found = Path(arguments["output_dir"]).glob("checkpoint-*")
+        folders = sorted((int(path.name.split("-")[1]), path) for path in found)
         assert get_last_checkpoint(arguments["output_dir"])
         trainer = new()
         trainer.train(resume_from_checkpoint=str(folders[0][1]))
@@ -131,12 +142,6 @@ def trained_by_trainer(way: str, folder: str, resume: bool, **options) -> Outcom
     return Outcome(
         {"history": history, "norms": norms}, {"logits": trainer.predict(data[:8]).predictions}, trainer.model
     )
-
-
-def _checkpoints(folder: str):
-    from pathlib import Path
-
-    return Path(folder).glob("checkpoint-*")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import speedtransfer as st
 from projects.data import ITEMS, USERS, interactions
-from projects.pairs import classes, hand_over
+from projects.pairs import DENSE, classes, hand_over
 
 
 class Net(nn.Module):
@@ -41,10 +44,16 @@ def columns() -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(data.user), torch.tensor(data.item), rating - 3
 
 
-def loader(batch_size: int = 64, seed: int = 0) -> DataLoader:
+def loader(batch_size: int = 64, seed: int = 0, num_workers: int = 0) -> DataLoader:
     """Return shuffled batches, in one order for each seed."""
     generator = torch.Generator().manual_seed(seed)
-    return DataLoader(TensorDataset(*columns()), batch_size=batch_size, shuffle=True, generator=generator)
+    workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
+    return DataLoader(TensorDataset(*columns()), batch_size, shuffle=True, generator=generator, **workers)
+
+
+def ahead(net: Net, way: str, batches: Any) -> Any:
+    """Return batches, of which tables read rows ahead."""
+    return batches if way == DENSE else st.prefetch(batches, lambda batch: [(net.user, batch[0]), (net.item, batch[1])])
 
 
 @torch.no_grad()

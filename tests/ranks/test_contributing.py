@@ -39,10 +39,6 @@ def number(ids: torch.Tensor) -> torch.Tensor:
     return (ids.unsqueeze(-1) == IDS).int().argmax(-1)
 
 
-def test_the_examples_are_short():
-    assert all(block.count("\n") < 80 for block in (LISTED, AVERAGED))
-
-
 # --- listed ids -----------------------------------------------------------------------------------------------------------
 
 
@@ -58,10 +54,10 @@ def pair(kind: str, padding: int | None = None, **options: Any) -> tuple[Any, An
     return made, torch_kind
 
 
-def train(module: Any, wanted: nn.Module, call: Any = None) -> None:
+def train(module: Any, wanted: nn.Module) -> None:
     opts = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, wanted)]
     for ids in BATCHES:
-        ours, theirs = (module if call is None else call)(ids), wanted(number(ids))
+        ours, theirs = module(ids), wanted(number(ids))
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
         for loss, opt in zip((ours, theirs), opts, strict=True):
             loss.square().sum().backward()
@@ -71,16 +67,23 @@ def train(module: Any, wanted: nn.Module, call: Any = None) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"memory": "mmap"}, {"idle": "exact"}], ids=str)
-@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
-@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize(("kind", "padding"), [("Embedding", None), ("Embedding", 3), ("EmbeddingBag", 3)])
 def test_listed_ids_train_as_torch(kind, padding, options, tmp_path):
     place = {"path": tmp_path / "rows.safetensors"} if "memory" in options else {}
     train(*pair(kind, padding, **options, **place))
 
 
-def test_a_compiled_model_has_them_in_its_graph():
-    module, wanted = pair("Embedding")
-    train(module, wanted, torch.compile(module, backend="aot_eager", fullgraph=True))
+WAYS = {
+    "compiled": lambda module: torch.compile(module, backend="aot_eager", fullgraph=True),
+    "copy": copy.deepcopy,
+    "pickle": lambda module: pickle.loads(pickle.dumps(module)),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_copies_and_compiled_models_have_the_same_ids(way):
+    module, wanted = pair("Embedding", 3)
+    train(WAYS[way](module), wanted)
 
 
 def test_tickets_and_active_rows_are_those_of_the_ids():
@@ -121,14 +124,10 @@ def test_what_takes_ids_for_row_numbers_is_refused():
         module(torch.tensor([7, 8]))
 
 
-def features(ids: dict) -> tuple[Any, Any]:
+def test_features_of_a_table_with_listed_ids():
     multi = st.MultiEmbedding({"a": 4, "b": 2}, 4)
     multi._handle.id_space = module_of("listed_ids", LISTED).Listed(torch.arange(6).flip(0))
-    return multi(ids), multi.weight.detach().flip(0)
-
-
-def test_features_of_a_table_with_listed_ids():
-    found, rows = features({"b": torch.tensor([1, 0]), "a": torch.tensor([3])})
+    found, rows = multi({"b": torch.tensor([1, 0]), "a": torch.tensor([3])}), multi.weight.detach().flip(0)
     assert torch.equal(found["b"], rows[[5, 4]])
     assert torch.equal(found["a"], rows[[3]])
 

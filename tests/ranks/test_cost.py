@@ -193,17 +193,15 @@ def run_ahead(tables: Tables, steps: int) -> StepCost:
     return since(before, sent(traffic))
 
 
-@pytest.mark.parametrize("name", ["float32", "two tables", "seven tables: a second message"])
-def test_ids_sent_ahead(two, three, name):
+@pytest.mark.parametrize(("name", "world"), [("float32", 3), ("two tables", 2), ("seven tables: a second message", 3)])
+def test_ids_sent_ahead(pool, name, world):
     tables, steps = CASES[name], 4
-    for ranks in (two, three):
-        world = ranks.world
-        for rank, found in enumerate(ranks(run_ahead, tables, steps)):
-            each = [sharded_step(counted(tables, world, rank, n), world, ahead=True) for n in range(steps)]
-            # At the first step each table meets once more.
-            first = StepCost(control=tables.count * (world - 1) * 64, calls=tables.count)
-            wanted = [sent_of(cost) for cost in (first, *each)]
-            assert found == StepCost(*map(sum, zip(*map(dataclasses.astuple, wanted), strict=True)))
+    for rank, found in enumerate(pool.of(world)(run_ahead, tables, steps)):
+        each = [sharded_step(counted(tables, world, rank, n), world, ahead=True) for n in range(steps)]
+        # At the first step each table meets once more.
+        first = StepCost(control=tables.count * (world - 1) * 64, calls=tables.count)
+        wanted = [sent_of(cost) for cost in (first, *each)]
+        assert found == StepCost(*map(sum, zip(*map(dataclasses.astuple, wanted), strict=True)))
 
 
 @pytest.mark.parametrize("name", [name for name, tables in CASES.items() if not tables.module])

@@ -119,14 +119,3 @@ def test_ids_with_a_stride_spread(stride, ranks):
     ids = torch.arange(0, ROWS, stride)
     assert load([ids], ranks) <= 1.06
     assert load([ids[: max(len(ids) // 10, 30 * ranks)]], ranks) <= 1.25
-
-
-def test_blocks_would_not_spread(by_frequency):
-    """A check of the checks: what a partition into blocks of ids, or by remainders, gives."""
-
-    def of(owner: torch.Tensor) -> float:
-        asked = torch.bincount(owner, minlength=64).double()
-        return float(asked.max() / asked.mean())
-
-    assert of(by_frequency[0] // (ROWS // 64)) > 10
-    assert of(torch.arange(0, ROWS, 64) % 64) > 10

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
+from ranks.small import rows_of
 
 ROWS, DIM, STEPS = 300, 8, 9
 
@@ -41,7 +42,6 @@ class Run:
     overflow: int | None = None
     lookups: int = 1
     ddp: dict[str, Any] = dataclasses.field(default_factory=dict)
-    wrap: bool = True
     optimizer_options: dict[str, Any] = dataclasses.field(default_factory=dict)
     steps: int = STEPS
 
@@ -111,7 +111,7 @@ def train(run: Run, world: int, ranks: list[int], alone: bool) -> tuple[nn.Modul
     net = Net(run, embedding(run, alone))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-        model: Any = net if alone or not run.wrap else DistributedDataParallel(net, **run.ddp)
+        model: Any = net if alone else DistributedDataParallel(net, **run.ddp)
     if run.optimizer == "sparse-adam":
         opt = Both(torch.optim.SparseAdam([net.emb.weight], lr=0.05), torch.optim.SGD(dense_of(net), lr=0.1))
     else:
@@ -146,11 +146,6 @@ def train(run: Run, world: int, ranks: list[int], alone: bool) -> tuple[nn.Modul
         if scheduler is not None:
             scheduler.step()
     return net, opt, numbers
-
-
-def rows_of(emb: Any) -> torch.Tensor:
-    """All rows in the order of ids; collective."""
-    return emb.table.gather(torch.arange(ROWS)).clone()
 
 
 @dataclasses.dataclass
@@ -196,7 +191,6 @@ def compare(run: Run) -> dict[str, Any]:
     moved = float((one.rows - start).abs().max())
     return {
         "error": float((ours.rows - one.rows).abs().max()) / max(moved, 1e-30),
-        "bits": bool(torch.equal(ours.rows, one.rows)),
         "dense": float((ours.dense - one.dense).abs().max()),
         "rows": ours.rows,
         "replica": ours.dense,
