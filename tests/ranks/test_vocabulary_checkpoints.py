@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,43 +13,39 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from ranks.small import told
+from ranks.test_vocabulary_ranks import DIM, Run, batch, embedding, optimizer
 
-DIM, PADDING, SAVED, STEPS = 4, -3, 5, 9
-
-
-def model(alone: bool, **settings: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """One whose table grows, more on one rank than on another, and which admits ids at their second sighting."""
-    given = {"max_capacity": 400, "admit": 2, "unseen": "row", "seed": 3, **settings}
-    idle = given.pop("idle", "exact")
-    group = {} if alone else {"process_group": dist.group.WORLD}
-    emb = st.Embedding(
-        given.pop("rows", 6), DIM, PADDING, vocabulary=st.Vocabulary(**given), dtype=torch.float64, idle=idle, **group
-    )
-    net = nn.Sequential(emb)
-    return net, torch.optim.AdamW(net.parameters(), lr=0.05)
+SAVED, STEPS, PARTS = 5, 9, 6
+# Of a table that grows, more on one rank than on another, with ids that are admitted at their second sighting.
+GROWS = Run(vocabulary={"max_capacity": 400, "admit": 2, "unseen": "row"}, module={"idle": "exact"}, capacity=6, ids=90)
+RUNS = {"exact": GROWS}
+RUNS["lazy"] = dataclasses.replace(
+    GROWS, vocabulary={"max_capacity": 400, "admit": 0.4, "unseen": "row", "evict": "lfu"}, module={"idle": "lazy"}
+)
+FULL = Run(vocabulary={"max_capacity": 400}, module={"idle": "exact"}, capacity=60, ids=90)
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The ids of all, whose number six processes can share, and weights of the loss."""
-    draw = torch.Generator().manual_seed(step)
-    ids = (torch.rand(6, 8, generator=draw) ** 2 * 90).long() * 2**56 - 2**60
-    ids[torch.rand(6, 8, generator=draw) < 0.1] = PADDING
-    return ids, torch.randn(6, 8, DIM, generator=draw, dtype=torch.float64)
+def model(run: Run, alone: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = nn.Sequential(embedding(run, **({} if alone else {"process_group": dist.group.WORLD})))
+    return net, optimizer(run, list(net.parameters()))
 
 
-def train(net: nn.Module, opt: torch.optim.Optimizer, steps: range, rank: int, world: int) -> None:
+def train(run: Run, net: nn.Module, opt: torch.optim.Optimizer, steps: range, alone: bool = False) -> None:
+    """Train on batches that any number of processes share."""
+    rank, world = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     for step in steps:
-        ids, weights = (part.tensor_split(world)[rank] for part in batch(step))
-        ((net(ids) * weights).sum() * world / 6).backward()
+        parts = [batch(run, step, part) for part in range(rank * PARTS // world, (rank + 1) * PARTS // world)]
+        ids, weights = (torch.cat(part) for part in zip(*parts, strict=True))
+        ((net(ids) * weights).sum() * world / PARTS).backward()
         opt.step()
         opt.zero_grad()
 
 
-def end_of(net: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+def end_of(run: Run, net: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
     """The ids that this process knows, their rows, and what all ids read."""
     net.eval()
     with torch.no_grad():
-        every = net(torch.cat([batch(step)[0] for step in range(STEPS)]))
+        every = net(torch.cat([batch(run, step, part)[0] for step in range(STEPS) for part in range(PARTS)]))
     return *net[0].vocabulary.export(), every
 
 
@@ -61,64 +57,43 @@ def check(parts: list, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
         assert float((every - wanted[2]).abs().max()) < 1e-10
 
 
-def save(folder: str, settings: dict) -> tuple:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    net, opt = model(False, **settings)
-    train(net, opt, range(SAVED), rank, world)
-    st.save_checkpoint(folder, net, opt, extra=rank)
-    train(net, opt, range(SAVED, STEPS), rank, world)
-    return end_of(net)
+def save(folder: str, run: Run, alone: bool = False) -> tuple:
+    net, opt = model(run, alone)
+    train(run, net, opt, range(SAVED), alone)
+    st.save_checkpoint(folder, net, opt, extra=0 if alone else dist.get_rank())
+    train(run, net, opt, range(SAVED, STEPS), alone)
+    return end_of(run, net)
 
 
-def load(folder: str, settings: dict) -> tuple:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    net, opt = model(False, **settings)
+def load(folder: str, run: Run, alone: bool = False) -> tuple:
+    net, opt = model(run, alone)
     assert st.load_checkpoint(folder, net, opt) == 0
     assert net[0].vocabulary.clock == SAVED
-    assert net[0].num_embeddings == net[0].weight.shape[0] == max(net[0]._handle.owners.partition.sizes) * world
-    train(net, opt, range(SAVED, STEPS), rank, world)
-    return end_of(net)
-
-
-def alone(folder: str, settings: dict) -> tuple:
-    net, opt = model(True, **settings)
-    st.load_checkpoint(folder, net, opt)
-    train(net, opt, range(SAVED, STEPS), 0, 1)
-    return end_of(net)
+    if not alone:
+        rows = max(net[0]._handle.owners.partition.sizes) * dist.get_world_size()
+        assert net[0].num_embeddings == net[0].weight.shape[0] == rows
+    train(run, net, opt, range(SAVED, STEPS), alone)
+    return end_of(run, net)
 
 
 # From how many processes to how many.
 PAIRS = {"exact": [(1, 2), (2, 1), (2, 2), (2, 3)], "lazy": [(2, 1), (2, 3)]}
-SETTINGS = {"exact": {}, "lazy": {"idle": "lazy", "admit": 0.4, "evict": "lfu"}}
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_saved_by_any_number_and_loaded_by_any(pool, tmp_path, name):
-    folders, settings = {world: str(tmp_path / str(world)) for world in (1, 2)}, SETTINGS[name]
-    net, opt = model(True, **settings)
-    train(net, opt, range(SAVED), 0, 1)
-    st.save_checkpoint(folders[1], net, opt, extra=0)
-    train(net, opt, range(SAVED, STEPS), 0, 1)
-    wanted = end_of(net)
+    folders, run = {world: str(tmp_path / str(world)) for world in (1, 2)}, RUNS[name]
+    wanted = save(folders[1], run, True)
     assert len(wanted[0]) > 20
-    check(pool.of(2)(save, folders[2], settings), wanted)
+    check(pool.of(2)(save, folders[2], run), wanted)
     for saved, loaded in PAIRS[name]:
-        if loaded == 1:
-            check([alone(folders[saved], settings)], wanted)
-        else:
-            check(pool.of(loaded)(load, folders[saved], settings), wanted)
-
-
-def save_full(folder: str) -> None:
-    net, opt = model(False, admit="always", rows=60)
-    train(net, opt, range(SAVED), dist.get_rank(), dist.get_world_size())
-    st.save_checkpoint(folder, net, opt)
+        parts = [load(folders[saved], run, True)] if loaded == 1 else pool.of(loaded)(load, folders[saved], run)
+        check(parts, wanted)
 
 
 def load_small(folder: str) -> list[str]:
     """Into a vocabulary without room for so many ids, which stays as it was; into one with another padding."""
-    net, opt = model(False, admit="always", rows=6, max_capacity=None)
-    train(net, opt, range(0), 0, 1)
+    net, opt = model(dataclasses.replace(FULL, vocabulary={"max_capacity": None}, capacity=6), False)
     errors = [told(lambda: st.load_checkpoint(folder, net, opt))]
     assert len(net[0].vocabulary) == 0
     other = nn.Sequential(st.Embedding(60, DIM, vocabulary=st.Vocabulary(), process_group=dist.group.WORLD))
@@ -128,7 +103,7 @@ def load_small(folder: str) -> list[str]:
 
 def test_what_does_not_fit_changes_nothing(two, tmp_path):
     folder = str(tmp_path / "run")
-    two(save_full, folder)
+    two(save, folder, FULL)
     for small, other in two(load_small, folder):
         assert "make the module with a larger capacity" in small
         assert "padding_idx" in other

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 
 import numpy as np
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,18 +33,18 @@ def first_of(errors: list[str], rank: int, other: str) -> None:
         assert error.startswith("ProcessGroupError: rank " + str(rank) if each != rank else other), errors
 
 
-def bad_ids(kind: str) -> tuple[str, bool]:
+def bad_ids() -> tuple[list[str], bool]:
     rank, emb = dist.get_rank(), embedding()
-    bad = {"float": torch.rand(3), "text": ["a"], "ragged": [[1, 2], [3]]}[kind]
-    error = told(lambda: emb(bad if rank == 1 else torch.arange(3)))
+    each = (torch.rand(3), ["a"], [[1, 2], [3]])
+    errors = [told(lambda bad=bad: emb(bad if rank == 1 else torch.arange(3))) for bad in each]
     assert len(emb.vocabulary) == 0
-    return error, torch.isfinite(emb(torch.arange(5) + rank)).all().item()
+    return errors, torch.isfinite(emb(torch.arange(5) + rank)).all().item()
 
 
-@pytest.mark.parametrize("kind", ["float", "text", "ragged"])
-def test_ids_that_are_none_on_one_rank(two, kind):
-    errors, fine = zip(*two(bad_ids, kind), strict=True)
-    first_of(errors, 1, "Invalid")
+def test_ids_that_are_none_on_one_rank(two):
+    every, fine = zip(*two(bad_ids), strict=True)
+    for errors in zip(*every, strict=True):
+        first_of(errors, 1, "Invalid")
     assert all(fine)
 
 
@@ -102,40 +101,35 @@ def test_on_evict_that_fails_raises_in_all(two):
     assert not found[1][1]
 
 
-def out_of_step(kind: str) -> list:
+def out_of_step() -> list[str]:
     rank, emb = dist.get_rank(), embedding()
-    if kind == "mode" and rank == 1:
-        emb.eval()
-    if kind == "gradients":
-        torch.set_grad_enabled(rank == 0)
-    try:
-        errors = [told(lambda: emb(torch.arange(4)))]
-    finally:
-        torch.set_grad_enabled(True)
+    emb.train(rank == 0)
+    errors = [told(lambda: emb(torch.arange(4)))]
     emb.train()
+    with torch.set_grad_enabled(rank == 0):
+        errors.append(told(lambda: emb(torch.arange(4))))
     return [*errors, told(lambda: emb(torch.arange(4)))]
 
 
-@pytest.mark.parametrize("kind", ["mode", "gradients"])
-def test_modes_that_differ(two, kind):
-    for first, second in two(out_of_step, kind):
-        assert "the processes differ where one finds ids" in first
-        assert ("admitting none" if kind == "mode" else "without gradients") in first
-        assert second == ""
+def test_modes_that_differ(two):
+    for *errors, last in two(out_of_step):
+        for error, words in zip(errors, ("admitting none", "without gradients"), strict=True):
+            assert "the processes differ where one finds ids" in error
+            assert words in error
+        assert last == ""
 
 
-def settings_differ(name: str, *values) -> str:
-    return told(lambda: embedding(**{name: values[dist.get_rank()]}))
+SETTINGS = {"admit": ("always", 2), "evict": ("lru", None), "unseen": ("row", "zeros"), "initial": (0.0, 1.0)}
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [("admit", ("always", 2)), ("evict", ("lru", None)), ("unseen", ("row", "zeros")), ("initial", (0.0, 1.0))],
-)
-def test_settings_that_differ(two, name, values):
-    for error in two(settings_differ, name, *values):
-        assert f"{name}={values[0]}" in error
-        assert f"{name}={values[1]}" in error
+def settings_differ() -> list[str]:
+    return [told(lambda n=n, v=v: embedding(**{n: v[dist.get_rank()]})) for n, v in SETTINGS.items()]
+
+
+def test_settings_that_differ(two):
+    for errors in two(settings_differ):
+        for error, (name, values) in zip(errors, SETTINGS.items(), strict=True):
+            assert all(f"{name}={value}" in error for value in values), error
 
 
 def seeds() -> tuple[int, Tensor]:
