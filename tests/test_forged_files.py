@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 from safetensors.torch import save_file
-from test_checkpoint_fuzz import data_file, resign
+from test_checkpoint_fuzz import data_file, replace_data, resign
 
 import speedtransfer as st
 from speedtransfer.engines import calibration
@@ -77,14 +78,9 @@ def edit_tensor(folder: Path, role: str, name: str, new: torch.Tensor) -> None:
         entry["data_offsets"] = [end, end + len(blob)]
         end, values = end + len(blob), values + blob
     data = header_bytes(header) + values
-    data_file(folder, role).write_bytes(data)
 
-    def change(content: Any) -> None:
-        import hashlib
-
-        content["files"][role].update(bytes=len(data), sha256=hashlib.sha256(data).hexdigest(), tensors=header)
-
-    resign(folder, change)
+    replace_data(folder, role, data)
+    resign(folder, lambda content: content["files"][role].update(tensors=header))
 
 
 def forge_key(name: str, key: str, value: Any) -> Callable[[Path], None]:
@@ -146,8 +142,6 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", FORGED)
 def test_values_of_a_checkpoint_that_are_plausible_and_wrong(name: str, saved: Path, tmp_path: Path) -> None:
-    import shutil
-
     folder = tmp_path / "c"
     shutil.copytree(saved, folder)
     FORGED[name](folder)
@@ -411,16 +405,13 @@ def fuzz(folder: Path, count: int, seed: int) -> None:
             raise AssertionError(f"{type(error).__name__} of {name}: {data!r}") from error
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_damaged_files_of_rows_and_vectors(tmp_path: Path) -> None:
-    fuzz(tmp_path, 150, 1)
+FUZZ = [(150, 1), *(pytest.param(2000, seed, marks=pytest.mark.slow) for seed in range(100, 110))]
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("seed", range(10))
-def test_many_damaged_files_of_rows_and_vectors(seed: int, tmp_path: Path) -> None:
-    fuzz(tmp_path, 2000, 100 + seed)
+@pytest.mark.parametrize(("count", "seed"), FUZZ)
+def test_damaged_files_of_rows_and_vectors(count: int, seed: int, tmp_path: Path) -> None:
+    fuzz(tmp_path, count, seed)
 
 
 # --- public calls -----------------------------------------------------------------------------------------------------
@@ -458,14 +449,8 @@ def check_calls(index: Any, rows: Any) -> None:
             assert torch.equal(table.torch(), before)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(arrays(), arrays())
-def test_calls_with_anything(index: Any, rows: Any) -> None:
-    check_calls(index, rows)
-
-
-@pytest.mark.slow
-@settings(max_examples=3000, deadline=None, suppress_health_check=list(HealthCheck))
-@given(arrays(), arrays())
-def test_many_calls_with_anything(index: Any, rows: Any) -> None:
-    check_calls(index, rows)
+@pytest.mark.parametrize("count", [60, pytest.param(3000, marks=pytest.mark.slow)])
+def test_calls_with_anything(count: int) -> None:
+    settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck))(
+        given(arrays(), arrays())(check_calls)
+    )()

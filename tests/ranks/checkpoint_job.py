@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from killed_children import kill_at_line
 from optimizer_cases import case_named
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +28,7 @@ from speedtransfer.dtypes import bits_of
 from speedtransfer.optim import Sharded, find_handle
 
 ROWS, DIM, GLOBAL = 300, 8, 24
+SAVING = ("checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py", "checkpoint/together.py")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,13 +172,12 @@ def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[
     job.hook = kill
     if where == "commit" and job.rank == int(rank):
         die_in_commit(bool(int(count)))
-    tracing = tracing_saves(int(count)) if where == "save" and job.rank == int(rank) else None
+    if where == "save" and job.rank == int(rank):
+        kill_at_line(int(count), SAVING)
     while job.done < steps:
         job.train(1)
         if job.done % 2 == 0:
-            sys.settrace(tracing)
             job.save(folder)
-            sys.settrace(None)
     return job.planes()
 
 
@@ -190,22 +191,6 @@ def die_in_commit(after: bool) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     os.replace = dying
-
-
-def tracing_saves(lines: int) -> Any:
-    """Return what kills the process at a line, counted over all saves, of the code that saves."""
-    files = ("checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py", "checkpoint/together.py")
-    left = [lines]
-
-    def trace(frame: Any, event: str, arg: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(files):
-            return None
-        left[0] -= event == "line"
-        if left[0] == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return trace
-
-    return trace
 
 
 def main(folder: Path, steps: int, *kills: str) -> None:
