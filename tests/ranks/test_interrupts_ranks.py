@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ import torch
 import torch.distributed as dist
 from interrupt import Interrupt
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
-from ranks.small import DIM, ids, table, told
+from ranks.small import ids, told
+from ranks.test_wrappers import models, wrap
 
 # The step that is interrupted in the last rank.
 STEPS, ODD = 5, 2
@@ -24,12 +23,11 @@ class Run:
     """A table of several processes in training."""
 
     def __init__(self, kind: str) -> None:
-        self.emb = table("one" if kind == "replicas" else kind)
-        self.model: nn.Module = nn.Sequential(self.emb, nn.Linear(DIM, 1, dtype=torch.float64))
+        self.model: nn.Module = models(kind)[0]
+        self.emb = self.model.emb
         self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         if kind == "replicas":
-            warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-            self.model = DistributedDataParallel(self.model)
+            self.model = wrap(self.model)
 
     def step(self, number: int) -> None:
         self.opt.zero_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 
@@ -10,22 +11,22 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
 from ranks.run import DeadRankError
 from ranks.small import DIM, ROWS, Pair, ids, rows_of, table, told
 from ranks.test_uses import Raising
+from ranks.test_wrappers import models, wrap
 
 STEPS = 5
 
 
 def train(kind: str, what: str) -> None:
     """Train; in the third step rank 1 does something else."""
-    emb = table("one" if kind == "replicas" else kind)
-    model: nn.Module = nn.Sequential(emb, nn.Linear(DIM, 1, dtype=torch.float64))
+    model: nn.Module = models(kind)[0]
+    emb = model.emb
     if kind == "replicas":
-        model = DistributedDataParallel(model)
+        model = wrap(model)
     params = list(emb.parameters())
     rate = torch.tensor(0.1) if what == "rate in a tensor" else 0.1
     opt: torch.optim.Optimizer = torch.optim.AdamW(params, lr=rate)
@@ -54,13 +55,6 @@ def train(kind: str, what: str) -> None:
             opt.step()
 
 
-def quietly(function, *args) -> None:
-    import warnings
-
-    warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-    function(*args)
-
-
 # What is said by all; "" where it may also end by the group's timeout: other messages of the group were under way.
 TOLD = {
     ("sharded", "lookup"): "out of step",
@@ -82,9 +76,7 @@ TOLD = {
 @pytest.mark.sweep("kind", "what")
 @pytest.mark.parametrize(("kind", "what"), TOLD)
 def test_told_in_all(two, kind, what):
-    import re
-
-    found = two.fails(quietly, train, kind, what, timeout=2 if what == "lookup" else 5, limit=30, fresh=False)
+    found = two.fails(train, kind, what, timeout=2 if what == "lookup" else 5, limit=30, fresh=False)
     if what == "lookup":
         # The one that goes on alone at the end waits.
         assert any("Error" in type(each).__name__ for each in found)
@@ -111,7 +103,7 @@ class Two(nn.Module):
 
 def train_wrapped(kind: str, what: str) -> None:
     net = Two("one" if kind == "replicas" else kind)
-    model = DistributedDataParallel(net, find_unused_parameters=what == "lookup")
+    model = wrap(net, find_unused_parameters=what == "lookup")
     opt = torch.optim.AdamW(net.parameters())
     for step in range(STEPS):
         odd = step == 2 and dist.get_rank() == 1
@@ -133,7 +125,7 @@ WRAPPED += [(kind, what) for kind in ("shared", "replicas") for what in ("backwa
 @pytest.mark.parametrize(("kind", "what"), WRAPPED)
 def test_told_beside_the_messages_of_ddp(two, kind, what):
     begin = time.monotonic()
-    found = two.fails(quietly, train_wrapped, kind, what, timeout=60, limit=50, fresh=False)
+    found = two.fails(train_wrapped, kind, what, timeout=60, limit=50, fresh=False)
     # None of them waits for the time limit of the group.
     assert time.monotonic() - begin < 40
     for each in found:
@@ -145,9 +137,9 @@ def test_told_beside_the_messages_of_ddp(two, kind, what):
 
 def calls_of_steps(kind: str) -> list[int]:
     found = []
-    for wrap in (lambda net: net, DistributedDataParallel):
+    for around in (lambda net: net, wrap):
         net = Two(kind)
-        model, traffic = wrap(net), net.tables[0]._handle.owners.exchange.traffic
+        model, traffic = around(net), net.tables[0]._handle.owners.exchange.traffic
         opt = torch.optim.AdamW(net.parameters())
         for step in range(3):
             before = traffic.calls
@@ -211,27 +203,26 @@ def test_bad_offsets_are_found_by_the_rank_that_has_them(two, kind):
     assert all(second)
 
 
+# What rank 0 and rank 1 give.
+DIFFERENT = {
+    "rows": {"num_embeddings": (ROWS, ROWS + 1)},
+    "dim": {"embedding_dim": (DIM, DIM + 1)},
+    "dtype": {"dtype": (torch.float32, torch.float64)},
+    "idle": {"idle": ("lazy", "exact")},
+    "storage": {"storage_dtype": (None, torch.int8)},
+    "comm": {"comm_dtype": (None, torch.int8)},
+    "bad option": {"comm_dtype": (None, torch.float16)},
+}
+
+
 def different_tables(kind: str, what: str) -> None:
-    rank = dist.get_rank()
     options = {"process_group": dist.group.WORLD, **({"memory": "shared"} if kind == "shared" else {})}
-    if what == "rows":
-        st.Embedding(ROWS + rank, DIM, **options)
-    elif what == "dim":
-        st.Embedding(ROWS, DIM + rank, **options)
-    elif what == "dtype":
-        st.Embedding(ROWS, DIM, dtype=torch.float64 if rank else torch.float32, **options)
-    elif what == "idle":
-        st.Embedding(ROWS, DIM, idle="exact" if rank else "lazy", **options)
-    elif what == "storage":
-        st.Embedding(ROWS, DIM, storage_dtype=torch.int8 if rank else None, **options)
-    elif what == "comm":
-        st.Embedding(ROWS, DIM, comm_dtype=torch.int8 if rank else None, **options)
-    elif what == "bad option":
-        st.Embedding(ROWS, DIM, comm_dtype=torch.float16 if rank else None, **options)
+    different = {name: values[dist.get_rank()] for name, values in DIFFERENT[what].items()}
+    st.Embedding(**{"num_embeddings": ROWS, "embedding_dim": DIM, **options, **different})
 
 
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize("what", ["rows", "dim", "dtype", "idle", "storage", "comm", "bad option"])
+@pytest.mark.parametrize("what", DIFFERENT)
 def test_different_tables_are_refused_where_they_are_made(two, kind, what):
     found = two.fails(different_tables, kind, what, timeout=10, fresh=False)
     if what == "bad option":
@@ -247,16 +238,14 @@ def dies(kind: str, where: str) -> float:
     emb = table(kind)
     opt = torch.optim.Adam(emb.parameters())
     for step in range(3):
-        last = step == 2 and dist.get_rank() == 1
-        if last and where == "lookup":
-            os.kill(os.getpid(), signal.SIGKILL)
+        last = where if step == 2 and dist.get_rank() == 1 else ""
         loss = emb(ids(step)).sum()
-        if last and where == "backward":
+        if last == "backward":
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
         try:
             loss.backward()
-            if last and where == "step":
+            if last == "step":
                 os.kill(os.getpid(), signal.SIGKILL)
             opt.step()
             rows_of(emb)
@@ -267,9 +256,7 @@ def dies(kind: str, where: str) -> float:
     return -1.0
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize("where", ["backward", "step"])
+@pytest.mark.parametrize(("kind", "where"), [("sharded", "step"), ("shared", "backward")])
 def test_a_rank_that_dies_has_the_others_raise_soon(two, kind, where):
     alive, died = two.fails(dies, kind, where, timeout=20)
     assert isinstance(died, DeadRankError)
