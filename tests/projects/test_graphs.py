@@ -1,15 +1,13 @@
-"""Graphs: torch-geometric's Node2Vec and knowledge graph models as in its examples, PyKEEN with tables as representations."""
+"""Graphs: torch-geometric's Node2Vec and knowledge graph models as in its examples, PyKEEN's models."""
 
 import types
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-import speedtransfer
 from projects.data import ITEMS, edges, triples
-from projects.pairs import DENSE, WAYS, Outcome, classes, compare, hand_over
+from projects.pairs import WAYS, Outcome, classes, compare, hand_over
 
 pytestmark = pytest.mark.slow
 
@@ -109,54 +107,20 @@ def test_knowledge_graph(name, way, double):
     compare(knowledge_graph, way, double, name)
 
 
-def pykeen_table(way: str) -> type:
-    """Return a representation, as PyKEEN's guide to one's own has it, whose rows an embedding module holds."""
-    from pykeen.nn.representation import Representation
-
-    class Rows(Representation):
-        def __init__(self, max_id, shape, **kwargs) -> None:
-            super().__init__(max_id=max_id, shape=shape, **kwargs)
-            dim = int(np.prod(self.shape))
-            torch.manual_seed(max_id)
-            self.rows = nn.Embedding(max_id, dim) if way == DENSE else speedtransfer.Embedding(max_id, dim)
-
-        def _plain_forward(self, indices=None):
-            rows = self.rows.weight if indices is None else self.rows(indices)
-            return rows.view(*rows.shape[:-1], *self.shape)
-
-    return Rows
-
-
-def pykeen(way: str, model: str, own: bool) -> Outcome:
-    """PyKEEN's training loop and evaluation: of its own models (`own`), or of one with our representations."""
+def pykeen(way: str, model: str) -> Outcome:
+    """PyKEEN's models, training loop and evaluation: constraints and regularisers on `weight` after each step."""
     from pykeen.evaluation import RankBasedEvaluator
-    from pykeen.models import DistMult, ERModel, TransE
-    from pykeen.nn.modules import DistMultInteraction, TransEInteraction
+    from pykeen.models import DistMult, TransE
     from pykeen.training import SLCWATrainingLoop
     from pykeen.triples import CoreTriplesFactory
 
     data = torch.tensor(np.stack(triples(), 1))
     training, testing = (CoreTriplesFactory(part, ITEMS, 5) for part in (data[:320], data[320:]))
     torch.manual_seed(0)
-    if own:
-        with classes(way, "pykeen"):
-            net = {"TransE": TransE, "DistMult": DistMult}[model](
-                triples_factory=training, embedding_dim=8, random_seed=3, loss="softplus"
-            )
-        hand_over(net, way)
-    else:
-        rows = pykeen_table(way)
-        interaction = {"TransE": TransEInteraction(p=1), "DistMult": DistMultInteraction()}[model]
-        net = ERModel(
-            triples_factory=training,
-            interaction=interaction,
-            entity_representations=rows,
-            entity_representations_kwargs={"shape": (8,)},
-            relation_representations=rows,
-            relation_representations_kwargs={"shape": (8,)},
-            loss="softplus",
-            random_seed=3,
-        )
+    kind = {"TransE": TransE, "DistMult": DistMult}[model]
+    with classes(way, "pykeen"):
+        net = kind(triples_factory=training, embedding_dim=8, random_seed=3, loss="softplus")
+    hand_over(net, way)
     loop = SLCWATrainingLoop(
         model=net, triples_factory=training, optimizer=torch.optim.Adam(params=net.get_grad_params(), lr=0.02)
     )
@@ -172,20 +136,12 @@ def pykeen(way: str, model: str, own: bool) -> Outcome:
     )
     scores = net.score_t(testing.mapped_triples[:5, :2])
     printed = {"losses": losses, "mrr": results.get_metric("mrr"), "hits": results.get_metric("hits@10")}
-    return Outcome(printed, {"scores": scores}, net if own else None)
-
-
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("model", ["TransE", "DistMult"])
-def test_pykeen_representation(model, double):
-    pytest.importorskip("pykeen", reason="PyKEEN is not installed: make projects")
-    compare(pykeen, "swap", double, model, False)
+    return Outcome(printed, {"scores": scores}, net)
 
 
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", ["TransE", "DistMult"])
-def test_pykeen_models(model, way, double):
-    """PyKEEN's own models: constraints and regularisers on `weight` after each step."""
+def test_pykeen(model, way, double):
     pytest.importorskip("pykeen", reason="PyKEEN is not installed: make projects")
-    compare(pykeen, way, double, model, True)
+    compare(pykeen, way, double, model)

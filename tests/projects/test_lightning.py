@@ -157,16 +157,6 @@ def test_resumed(way, tmp_path):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_loaded_from_checkpoint(way, tmp_path):
-    module, runner = Module(way), trainer()
-    runner.fit(module, loader())
-    runner.save_checkpoint(tmp_path / "last.ckpt")
-    for which in (way, DENSE):
-        loaded = Module.load_from_checkpoint(tmp_path / "last.ckpt", way=which, weights_only=False)
-        assert torch.equal(scores(loaded), scores(module))
-
-
-@pytest.mark.parametrize("way", WAYS)
 def test_summary(way):
     """The summary counts the rows, and reads the shapes of what goes in and out."""
     ours, dense = (

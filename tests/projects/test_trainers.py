@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from projects.data import sequences
 from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
@@ -58,37 +57,6 @@ def accelerated(way: str, clip: bool, accumulate: int, reads_ahead: bool) -> Out
 def test_accelerate(clip, accumulate, reads_ahead, way, double):
     pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
     compare(accelerated, way, double, clip, accumulate, reads_ahead)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_accelerate_state(way, tmp_path):
-    """`save_state` in the middle, `load_state` into a new run: the numbers of a run that never stopped."""
-    pytest.importorskip("accelerate", reason="Accelerate is not installed: make projects")
-    from accelerate import Accelerator
-
-    def run(stop: bool) -> list[float]:
-        accelerator = Accelerator(cpu=True)
-        model = make(way)
-        model.layers[2] = nn.Identity()
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
-        losses = []
-        for epoch in range(2):
-            for users, items, rating in loader(seed=epoch):
-                loss = F.mse_loss(model(users, items), rating)
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-            if stop and epoch == 0:
-                accelerator.save_state(tmp_path)
-                model = make(way, seed=9)
-                model.layers[2] = nn.Identity()
-                accelerator = Accelerator(cpu=True)
-                model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
-                accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})
-        return losses
-
-    assert run(stop=True) == pytest.approx(run(stop=False), abs=1e-5)
 
 
 # --- transformers' Trainer --------------------------------------------------------------------------------------------
@@ -217,31 +185,6 @@ def skorched(way: str, optimizer: str) -> Outcome:
 def test_skorch(optimizer, way, double):
     pytest.importorskip("skorch", reason="skorch is not installed: make projects")
     compare(skorched, way, double, optimizer)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_skorch_search(way):
-    """scikit-learn's grid search clones the net and its module for each candidate, and pickles what it found."""
-    pytest.importorskip("skorch", reason="skorch is not installed: make projects")
-    import pickle
-
-    from sklearn.model_selection import GridSearchCV
-    from skorch import NeuralNetRegressor
-
-    users, items, rating = columns()
-    x = torch.stack([users, items], 1).numpy()
-    found = []
-    for which in (way, DENSE):
-        torch.manual_seed(0)
-        with classes(which):
-            module = hand_over(Rating(), which)
-        net = NeuralNetRegressor(module, optimizer=torch.optim.Adam, max_epochs=2, verbose=0, train_split=None)
-        search = GridSearchCV(net, {"lr": [0.01, 0.1]}, cv=2, scoring="neg_mean_squared_error", refit=True)
-        torch.manual_seed(1)
-        search.fit(x, rating.numpy())
-        best = pickle.loads(pickle.dumps(search.best_estimator_))
-        found.append(Outcome({"score": search.cv_results_["mean_test_score"]}, {"scores": best.predict(x[:50])}))
-    assert_same(*found, None)
 
 
 # --- fastai -----------------------------------------------------------------------------------------------------------
