@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import init
 
-from ranks.small import DIM, ROWS, plain, rows_of, table
+from ranks.small import DIM, ROWS, all_ids, ids, plain, rows_of, table
 
 WHOLE = torch.arange(ROWS * DIM, dtype=torch.float64).view(ROWS, DIM)
 SAME = {
@@ -84,9 +84,9 @@ def set_rows(kind: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_all_rows_are_set_as_by_torch_or_not_at_all(ranks, kind):
+def test_all_rows_are_set_as_by_torch_or_not_at_all(three, kind):
     version_draws_anew = "erfinv_" not in init.trunc_normal_.__globals__["_no_grad_trunc_normal_"].__code__.co_names
-    for found in ranks(set_rows, kind):
+    for found in three(set_rows, kind):
         wanted = {name for name in REFUSED if version_draws_anew or "trunc" not in name}
         assert set(found) == wanted
         for name, message in found.items():
@@ -98,8 +98,6 @@ def test_all_rows_are_set_as_by_torch_or_not_at_all(ranks, kind):
 def gradient_functions(kind: str) -> None:
     emb = table(kind)
     other = plain(emb)
-    from ranks.small import all_ids, ids
-
     emb(ids()).square().sum().backward()
     (other(all_ids()).square().sum() / dist.get_world_size()).backward()
     same = {
@@ -132,5 +130,5 @@ def gradient_functions(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_functions_of_gradients_are_over_all_or_refused(ranks, kind):
-    ranks(gradient_functions, kind)
+def test_functions_of_gradients_are_over_all_or_refused(three, kind):
+    three(gradient_functions, kind)

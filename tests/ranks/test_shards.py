@@ -27,7 +27,7 @@ RUNS = {
     "bag": Run(bag=True, module={"padding_idx": 0}),
     "max_norm": Run(module={"max_norm": 1.5}),
     "padding": Run(module={"padding_idx": 3}, idle="exact"),
-    "sparse": Run(optimizer="sparse-adam", module={"sparse": True}),
+    "sparse": Run(optimizer="sgd", module={"sparse": True}),
     "foreach": Run(optimizer_options={"foreach": True}),
     "fused": Run(optimizer_options={"fused": True}),
     "unused parameters": Run(ddp={"find_unused_parameters": True}),

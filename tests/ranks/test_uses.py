@@ -381,42 +381,9 @@ def tied(kind: str) -> float:
     return max(pair.distance(), distance(others[pair.emb], pair.one))
 
 
-def converted(kind: str, name: str) -> float:
-    pair = Pair(kind)
-    getattr(pair.emb, name)()
-    getattr(pair.one, name)()
-    pair.train(0, 1)
-    return pair.distance()
-
-
-@pytest.mark.parametrize(("name", "margin"), [("float", 1e-6), ("double", 1e-12), ("half", 1e-3), ("cpu", 1e-12)])
-def test_converted(two, kind, name, margin):
-    assert max(two(converted, kind, name)) < margin
-
-
 @pytest.mark.parametrize("name", USES)
 def test_numbers_of_one_process(two, kind, name):
     assert max(two(USES[name], kind)) < 1e-12
-
-
-def state_dicts(kind: str) -> None:
-    emb, other = table(kind), nn.Embedding(ROWS, DIM, dtype=torch.float64)
-    torch.manual_seed(0)
-    for assign in (False, True):
-        with torch.no_grad():
-            other.weight.normal_()
-        emb.load_state_dict(other.state_dict(), assign=assign)
-        assert torch.equal(rows_of(emb), other.weight)
-    model = nn.Sequential(emb, nn.Linear(DIM, 1))
-    torch.optim.AdamW(emb.parameters(), lr=0.1)
-    found = st.full_state_dict(model)
-    if dist.get_rank():
-        assert found == {}
-    else:
-        assert torch.equal(found["0.weight"], other.weight)
-        assert list(found) == ["0.weight", "1.weight", "1.bias"]
-    with pytest.raises(RuntimeError, match="size mismatch"):
-        emb.load_state_dict({"weight": torch.zeros(ROWS - 1, DIM)})
 
 
 def replaced(kind: str) -> None:
@@ -499,7 +466,7 @@ def open_table(kind: str) -> None:
 # The last one twice: a model of a group that was destroyed stops no others.
 @pytest.mark.parametrize(
     "calls",
-    [(state_dicts,), (replaced,), (sharded_table,), (read_late,), (collected_by_one,), (open_table, open_table)],
+    [(replaced,), (sharded_table,), (read_late,), (collected_by_one,), (open_table, open_table)],
     ids=lambda calls: calls[0].__name__,
 )
 def test_modules_and_tables(two, kind, calls):

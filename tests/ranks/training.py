@@ -46,26 +46,6 @@ class Run:
     steps: int = STEPS
 
 
-class Both:
-    """Two optimizers that step together."""
-
-    def __init__(self, *each: torch.optim.Optimizer) -> None:
-        self.each = each
-        self.param_groups = [group for one in each for group in one.param_groups]
-
-    @property
-    def state(self) -> dict:
-        return {param: state for one in self.each for param, state in one.state.items()}
-
-    def zero_grad(self) -> None:
-        for one in self.each:
-            one.zero_grad()
-
-    def step(self) -> None:
-        for one in self.each:
-            one.step()
-
-
 def dense_of(net: nn.Module) -> list[nn.Parameter]:
     return [*net.inner.parameters(), *net.outer.parameters()]
 
@@ -112,10 +92,7 @@ def train(run: Run, world: int, ranks: list[int], alone: bool) -> tuple[nn.Modul
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
         model: Any = net if alone else DistributedDataParallel(net, **run.ddp)
-    if run.optimizer == "sparse-adam":
-        opt = Both(torch.optim.SparseAdam([net.emb.weight], lr=0.05), torch.optim.SGD(dense_of(net), lr=0.1))
-    else:
-        opt = case_named(run.optimizer).make(net.parameters(), **run.optimizer_options)
+    opt = case_named(run.optimizer).make(net.parameters(), **run.optimizer_options)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(opt, run.steps) if run.schedule else None
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=run.overflow is not None)
     numbers = []
