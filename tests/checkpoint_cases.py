@@ -1,19 +1,15 @@
-"""A training run that uses all that a checkpoint saves, and digests of it; imported by the tests of checkpoints.
-
-Also a script: `python checkpoint_cases.py FOLDER CASE` loads, trains on and prints the digest.
-"""
+"""A training run that uses all that a checkpoint saves, and digests of it; imported by the tests of checkpoints."""
 
 from __future__ import annotations
 
 import hashlib
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from optimizer_cases import OptimizerCase, case_named
+from optimizer_cases import OptimizerCase
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -110,16 +106,3 @@ def seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-
-
-def main(folder: str, name: str) -> None:
-    torch.set_num_threads(1)
-    run = Run(case_named(name), seed=1)
-    seed_all(78)
-    run.load(Path(folder))
-    run.epochs(2)
-    print(run.digest())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

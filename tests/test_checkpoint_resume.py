@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint_cases import Run, seed_all
-from forked import run_script
 from lazy_oracle import LazyOracle, Twins
 from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from torch import nn
@@ -38,18 +37,6 @@ def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
     second.epochs(2)
     assert second.losses == whole.losses[-len(second.losses) :]
     assert second.digest() == whole.digest()
-
-
-def test_resuming_in_another_process(tmp_path: Path) -> None:
-    whole = Run(case_named("nadam"))
-    seed_all(77)
-    whole.epochs(2)
-    whole.save(tmp_path)
-    code = "import runpy; runpy.run_module('checkpoint_cases', run_name='__main__')"
-    result = run_script(code, str(tmp_path), "nadam")
-    assert result.returncode == 0, result.stderr
-    whole.epochs(2)
-    assert result.stdout.strip() == whole.digest()
 
 
 @pytest.mark.parametrize("case", ALL, ids=str)

@@ -16,7 +16,8 @@ import speedtransfer as st
 from speedtransfer.vocabulary import owners_of
 from speedtransfer.vocabulary.capacity import share_of
 
-DIM, PADDING = 4, -7
+# Padding has a row of rank 0; by the hash it would be an id of rank 1.
+DIM, PADDING = 4, -6
 
 
 @dataclasses.dataclass
