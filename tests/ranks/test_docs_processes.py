@@ -56,10 +56,11 @@ def test_messages_are_those_of_the_code():
                 texts.append(node.value)
     (table,) = re.findall(r"^## Errors.*?^(\| what.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
     quoted = [text for row in table.splitlines()[2:] for text in re.findall(r"`([^`]*[a-z] [^`]*)`", row.split("|")[2])]
-    assert len(quoted) == 9
+    assert len(quoted) == 10
     for message in quoted:
         # What stands between are names and numbers, or what a process does.
-        for part in re.split(r"\.\.\.|rank \d+: |\(meeting \d+\)|looks up rows|makes a table|begins to train", message):
+        names = r"\.\.\.|rank \d+: |\(meeting \d+\)|\d+(?= lookups)|looks up rows|makes a table|begins to train"
+        for part in re.split(names, message):
             part = part.strip(" ;:")
             assert any(part in text for text in texts), part
 
