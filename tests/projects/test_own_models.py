@@ -24,10 +24,10 @@ CASES = {
     "DeepFM AdamW": ("AdamW", {"lr": 0.02, "weight_decay": 0.1}),
     "LightGCN": ("Adam", {"lr": 0.02}),
     "MatrixFactorization": ("Adam", {"lr": 0.02}),
+    "MatrixFactorization Adagrad": ("Adagrad", {"lr": 0.1}),
+    "MatrixFactorization momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
     "BilinearNet": ("Adam", {"lr": 0.02, "weight_decay": 1e-6}),
     "SASRec": ("Adam", {"lr": 0.01, "betas": (0.9, 0.98)}),
-    "SASRec Adagrad": ("Adagrad", {"lr": 0.1}),
-    "SASRec momentum": ("SGD", {"lr": 0.1, "momentum": 0.9}),
 }
 
 
