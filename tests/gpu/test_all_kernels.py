@@ -18,10 +18,8 @@ from speedtransfer.errors import RowIndexError
 from speedtransfer.vocabulary.device_slots import Slots, fill_unseen
 
 pytestmark = pytest.mark.sanitizer
-PROCESS = "bulk"  # as test_bulk.py: with kernels whose waits could last for ever
 
-KERNELS = ["lanes", "bulk"]
-LAUNCHES = {"default": (None, None), "one warp": (1, 32), "odd": (3, 96)}
+LAUNCHES = {"default": {}, "one warp": {"max_blocks": 1, "threads": 32}, "odd": {"max_blocks": 3, "threads": 96}}
 WIDTHS = [
     (torch.uint8, 1),
     (torch.uint8, 7),
@@ -30,12 +28,6 @@ WIDTHS = [
     (torch.float32, 20),
     (torch.float32, 257),
 ]
-
-
-def engine_of(device, kernel, max_blocks=None, threads=None):
-    if kernel == "bulk" and torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("no bulk copy engine before compute capability 9.0")
-    return MappedEngine(device, max_blocks=max_blocks, threads=threads, kernel=kernel)
 
 
 def there_and_back(engine, device, planes, contents, index, news):
@@ -53,29 +45,26 @@ def there_and_back(engine, device, planes, contents, index, news):
 INDEX = torch.tensor([12, 0, 5, 7, 3, 1, 12, 12, 0, 4, 11, 2, 5, 5, 8, 9, 10, 6, 1])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("launch", LAUNCHES)
-def test_all_widths_at_once(device, kernel, launch):
+def test_all_widths_at_once(device, launch):
     contents = [any_bits((13, width), dtype) for dtype, width in WIDTHS]
     news = [any_bits((6, width), dtype, seed=1) for dtype, width in WIDTHS]
-    engine = engine_of(device, kernel, *LAUNCHES[launch])
+    engine = MappedEngine(device, **LAUNCHES[launch])
     there_and_back(engine, device, [pinned(content) for content in contents], contents, INDEX, news)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("width", [4, 128, 132, 516])
-def test_whole_lanes(device, kernel, width):
+def test_whole_lanes(device, width):
     content, new = any_bits((13, width), torch.float32), any_bits((6, width), torch.float32, seed=1)
-    engine = engine_of(device, kernel)
+    engine = MappedEngine(device)
     there_and_back(engine, device, [pinned(content)], [content], INDEX, [new])
     there_and_back(engine, device, [content.to(device)], [content], INDEX, [new])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("shift", "gap"), [(1, 0), (0, 3), (4, 4), (2, 2)])
-def test_misaligned_and_strided(device, kernel, shift, gap):
+def test_misaligned_and_strided(device, shift, gap):
     content = any_bits((1, shift + 13 * (8 + gap) - gap), torch.float32)[0]  # it ends with the last row
-    memory, engine = pinned(content), engine_of(device, kernel)
+    memory, engine = pinned(content), MappedEngine(device)
 
     def rows_of(flat):
         return flat.as_strided((13, 8), (8 + gap, 1), shift)
@@ -91,17 +80,15 @@ def test_misaligned_and_strided(device, kernel, shift, gap):
     check_same([memory], [content])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_more_planes_than_one_launch_takes(device, kernel):
+def test_more_planes_than_one_launch_takes(device):
     contents = [any_bits((13, 4 * (1 + i % 3)), torch.float32, seed=i) for i in range(18)]
     news = [any_bits((6, content.shape[1]), torch.float32, seed=50 + i) for i, content in enumerate(contents)]
-    there_and_back(engine_of(device, kernel), device, [pinned(c) for c in contents], contents, INDEX, news)
+    there_and_back(MappedEngine(device), device, [pinned(c) for c in contents], contents, INDEX, news)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("width", [3, 8, 256])
-def test_rows_that_do_not_exist(device, kernel, width):
-    engine, content = engine_of(device, kernel), any_bits((13, width), torch.float32)
+def test_rows_that_do_not_exist(device, width):
+    engine, content = MappedEngine(device), any_bits((13, width), torch.float32)
     plane, index = pinned(content), INDEX.clone()
     index[[3, 18]] = torch.tensor([13, -1])
     rows = torch.ones(len(index), width, device=device)

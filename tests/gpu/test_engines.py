@@ -10,6 +10,8 @@ from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 from speedtransfer.errors import DeviceError, InvalidValueError
 
+LAUNCHES = {"default": {}, "one warp": {"max_blocks": 1, "threads": 32}, "odd": {"max_blocks": 3, "threads": 96}}
+
 
 class TestReference(OnDevice):
     @pytest.fixture
@@ -28,10 +30,9 @@ class TestMappedOverDeviceMemory(TestReference):
 
 
 class TestMapped(OnDevice):
-    @pytest.fixture(params=[(None, None), (1, 32), (3, 96)], ids=["default launch", "one warp", "three warps a block"])
+    @pytest.fixture(params=LAUNCHES.values(), ids=LAUNCHES)
     def engine(self, request, device):
-        max_blocks, threads = request.param
-        return MappedEngine(device, max_blocks=max_blocks, threads=threads)
+        return MappedEngine(device, **request.param)
 
     @pytest.fixture
     def store(self):
