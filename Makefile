@@ -66,7 +66,7 @@ WORKERS ?= auto
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(1)" $(ARGS)
 # Those of a device have one worker, which is replaced after a fault of the device or a kernel that never ends. `make gpu` runs
 # them in several, some minutes faster.
-GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest -n 1 --timeout 60 --timeout-method thread tests/gpu -m "$(1)" $(ARGS))
+GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest -n $(if $(filter 0,$(WORKERS)),0,1) --timeout 60 --timeout-method thread tests/gpu -m "$(1)" $(ARGS))
 
 test: $(ENV)
 	$(call PYTEST,not slow and not gpu)

@@ -481,6 +481,7 @@ for shift in range(3):
 flat
 
 # The weight before keeps its gradient
+# refused (copies): the rows are those of the weight in its place
 before, own = emb.weight, torch.optim.SGD([emb.weight], lr=0.1)
 opt.zero_grad()
 emb(ids).sum().backward()
