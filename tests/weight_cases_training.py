@@ -119,6 +119,7 @@ opt = make_opt(model.parameters())
 emb.weight
 
 # A new parameter, with the optimizer made before
+# refused (copies): the old parameter has no rows of its own
 emb.weight = nn.Parameter(full.clone())
 step()
 opt = make_opt(model.parameters())

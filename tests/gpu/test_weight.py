@@ -15,7 +15,9 @@ from gpu.weight_pairs import DIM, ROWS, check_rows, pair, stored, tolerance  # n
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 # Statements with NumPy, which has no view of a device, sparse tensors, and a state dict, which has rows where they are stored.
-OTHERS = re.compile(r"numpy\(|np\.|dlpack|graph|opt.state\[emb|[^n]emb\.state_dict\(\)\[|state_dict\(\)\.items")
+OTHERS = re.compile(
+    r"numpy\(|np\.|dlpack|graph|to_sparse|opt.state\[emb|[^n]emb\.state_dict\(\)\[|state_dict\(\)\.items"
+)
 PARTS = {name: [part for part in case.parts if not OTHERS.search(f" {part}")] for name, case in CASES.items()}
 KINDS = [
     replace(
