@@ -64,9 +64,9 @@ demo: $(call with,plot)
 WORKERS ?= auto
 # Bytecode is kept whatever the environment says: without it each process takes ten seconds to compile the tests anew.
 PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "$(1)" $(ARGS)
-# The tests of a device start processes themselves (tests/gpu/processes.py), so they come after the others and without workers.
-# `make gpu` runs them in several, some minutes faster.
-GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest tests/gpu -m "$(1)" $(ARGS))
+# Those of a device have one worker, which is replaced after a fault of the device or a kernel that never ends. `make gpu` runs
+# them in several, some minutes faster.
+GPU_TESTS = $(if $(CUDA_MAJOR),$(PY) -m pytest -n $(if $(filter 0,$(WORKERS)),0,1) --timeout 60 --timeout-method thread tests/gpu -m "$(1)" $(ARGS))
 
 test: $(ENV)
 	$(call PYTEST,not slow and not gpu)

@@ -22,8 +22,8 @@ from store import write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 WORKERS, TEST_S = 8, 60  # processes that run tests at once, and seconds of a test
-# Tests in a process of their own after the others: of kernels whose waits could last for ever, and of much memory.
-ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("all_kernels", "bulk", "cuda", "large"))
+# Tests in a process of their own after the others: of every kernel, and of much memory.
+ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("all_kernels", "cuda", "large"))
 MARK = "pytest.mark.sanitizer"
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 SANITIZER_FOUND = 86  # our choice, for findings in tests that pass

@@ -28,7 +28,6 @@ STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
 SPARE_S = 25.0  # of a part of `make gpu`, for stopping its last task and what comes after
 MARGIN_S = 10.0  # that a suite ends by itself before it is stopped
-NO_DEVICE = "test_processes"  # of tests/gpu, which needs none
 
 
 class Task(NamedTuple):
@@ -184,7 +183,7 @@ def status(root: Path = ROOT) -> int:
     if not device:
         print("no results yet; run `make gpu` on a machine with a CUDA device, `make bench` on any other")
         return 0
-    never = sorted({path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - {NO_DEVICE} - passed)
+    never = sorted({path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - passed)
     if never:
         files = (f"tests/gpu/{name}.py" for name in never)
         print("\nno recorded run on a GPU has passed a test of", *files, sep="\n  ")

@@ -21,7 +21,7 @@ from compiled_once import locked
 from torch import Tensor
 
 from speedtransfer.cuda import ARGUMENT_AT
-from speedtransfer.engines.mapped import BULK_SLOT_BYTES, BULK_SLOTS, Argument, pack_plane
+from speedtransfer.engines.mapped import Argument, pack_plane
 
 SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("g++")
@@ -88,7 +88,6 @@ class CpuKernels:
 
     def __init__(self, folder: Path) -> None:
         self._libraries = {path.stem: ctypes.CDLL(str(path)) for path in sorted(folder.glob("*.so"))}
-        self.set_engine()
 
     @property
     def move_bytes(self) -> int:
@@ -105,19 +104,13 @@ class CpuKernels:
         function.restype = ctypes.c_longlong
         return function()
 
-    def set_engine(self, late_loads: bool = True, late_stores: bool = True) -> None:
-        """Let the bulk copy engine copy as late as it may, or as early."""
-        self._late = late_loads, late_stores
-
     def launch(
         self, function: str, blocks: int, threads: int, move: Any, backwards: bool = False, shared_bytes: int = 0
     ) -> None:
         """Run `function` ("gather_rows", ...) on the argument `move`; `backwards`: the last thread comes first."""
         library = next(lib for lib in self._libraries.values() if hasattr(lib, f"cpu_{function}"))
-        if function.endswith("_bulk"):
-            shared_bytes = threads * BULK_SLOTS * (BULK_SLOT_BYTES + 8)
         if hasattr(library, "set_engine"):
-            library.set_engine(shared_bytes, *self._late)
+            library.set_engine(shared_bytes)
         call = getattr(library, f"cpu_{function}")
         call.restype = ctypes.c_longlong
         size = ctypes.c_uint(blocks), ctypes.c_uint(threads)
@@ -154,12 +147,11 @@ def as_engine_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[CpuKernels]:
     kernels = cpu_kernels()
     module = "speedtransfer.engines.mapped"
 
-    def load_kernel(source_name, function_name, device, shared_bytes=0):
-        kind = function_name.split("_")[1]
-        assert source_name == {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}[kind]
+    def load_kernel(source_name, function_name, device):
+        assert source_name == {"rows": "rows.cu", "converted": "convert.cu"}[function_name.split("_")[1]]
         return function_name
 
-    def launch(kernel, blocks, threads, argument, stream, shared_bytes=0):
+    def launch(kernel, blocks, threads, argument, stream):
         kernels.launch(kernel, blocks, threads, argument)
 
     with monkeypatch.context() as patch:

@@ -10,4 +10,4 @@ CHECKS = {
     "unique.cu": ("speedtransfer.tables.padded:_check_unique",),
     "word2vec.cu": ("speedtransfer.word2vec.gradients:_check_kernel",),
 }
-MOVING = ("bulk.cu", "convert.cu", "rows.cu")  # tests of their own
+MOVING = ("convert.cu", "rows.cu")  # tests of their own

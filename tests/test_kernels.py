@@ -16,7 +16,7 @@ from cpu_kernels import cpu_kernels, pack
 from kernel_checks import CHECKS, MOVING
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
-from speedtransfer.engines.mapped import _MOVES, BULK_SLOT_BYTES, MAX_PLANES, pack_plane
+from speedtransfer.engines.mapped import _MOVES, MAX_PLANES, pack_plane
 
 SOURCES = sorted(
     entry.name for entry in importlib.resources.files("speedtransfer.kernels").iterdir() if entry.name.endswith(".cu")
@@ -58,7 +58,6 @@ class TestCompile:
         cubin, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, ("-Xptxas", "-v"))
         assert cubin.startswith(b"\x7fELF")
         names = re.findall(r'extern "C" __global__ void (\w+)\(', kernel_source(source))
-        names = sorted(set(names))  # bulk.cu has others before Hopper
         assert names
         assert all(name.encode() in cubin for name in names)
         said = [line for line in log.splitlines() if line.strip() and not re.match(r"ptxas (info)? +[:.] ", line)]
@@ -74,11 +73,6 @@ class TestCompile:
         found = set(re.findall(rb"\b((?:mul|fma|mad|add|sub|div|sqrt)[.\w]*\.f(?:32|64))\b", code))
         assert {b"mul.rn.f32", b"mul.rn.f64", b"div.rn.f32", b"sqrt.rn.f32"} <= found
         assert not [kind for kind in found if kind.startswith((b"fma", b"mad", b"mul.f"))]
-
-    def test_the_bulk_copy_engine_is_asked_where_there_is_one(self):
-        for architecture, asked in (("sm_89", False), ("sm_90", True)):
-            cubin, _ = nvrtc.compile_cubin(kernel_source("bulk.cu"), "bulk.cu", architecture)
-            assert (len(cubin) > 10_000) == asked
 
     def test_an_error_names_the_file_and_its_own_line(self):
         code = kernel_source("rows.cu")
@@ -193,10 +187,9 @@ class TestRows:
         rows = torch.randn(4, dim)
         kernels.launch("scatter_rows", 2, 64, pack([plane], index, [rows]))
         assert torch.equal(plane[index], rows)
-        for kind in ("rows", "bulk"):
-            out = torch.zeros(4, dim)
-            kernels.launch(f"gather_{kind}", 2, 32, pack([plane], index, [out]))
-            assert torch.equal(out, rows)
+        out = torch.zeros(4, dim)
+        kernels.launch("gather_rows", 2, 32, pack([plane], index, [out]))
+        assert torch.equal(out, rows)
 
 
 def sparse_plane(num_rows, dim):
@@ -209,47 +202,6 @@ def sparse_plane(num_rows, dim):
     return torch.from_numpy(np.frombuffer(memory, dtype=np.float32)).view(num_rows, dim)
 
 
-class TestBulk:
-    """The copy engine of the shim copies as early, or as late, as the kernel's waits allow."""
-
-    @pytest.fixture(params=[(True, True), (True, False), (False, True)], ids=["late", "late loads", "late stores"])
-    def kernels(self, request):
-        kernels = cpu_kernels()
-        kernels.set_engine(*request.param)
-        yield kernels
-        kernels.set_engine()
-
-    @pytest.mark.parametrize("launch", [(1, 1), (2, 3), (3, 32), (1, 64)])
-    def test_widths_and_launches(self, kernels, launch):
-        slot = BULK_SLOT_BYTES
-        for width in (16, 48, slot - 16, slot, slot + 16, 3 * slot, 5 * slot + 32, 40 * slot):
-            for backwards in (False, True):
-                check(kernels, [width], [16], launch=launch, kind="bulk", backwards=backwards)
-
-    def test_rows_by_the_number_of_slots(self, kernels):
-        for num_index in range(1, 12):
-            check(kernels, [64, BULK_SLOT_BYTES + 16], launch=(1, 1), num_index=num_index, kind="bulk")
-
-    def test_several_planes(self, kernels):
-        check(kernels, [512, 512, 512, 16], paddings=[0, 16], launch=(1, 5), kind="bulk")
-        check(kernels, [16 * (1 + 7 * i) for i in range(MAX_PLANES)], kind="bulk")
-
-    def test_nothing_to_move(self, kernels):
-        check(kernels, [16], num_index=0, kind="bulk")
-
-    def test_a_row_that_does_not_exist_is_scattered_nowhere(self, kernels):
-        generator = np.random.default_rng(0)
-        index = torch.from_numpy(generator.permutation(NUM_ROWS))
-        index[::3] = -1  # a piece that is not stored must not hide that the one before it is still leaving its slot
-        for width in (64, 1040):
-            plane = plane_of(NUM_ROWS, width, width, 0, generator)[0]
-            rows, want = aligned_zeros(NUM_ROWS, width), plane.clone()
-            rows.copy_(torch.from_numpy(generator.integers(0, 256, (NUM_ROWS, width), dtype=np.uint8)))
-            want[index[index >= 0]] = rows[index >= 0]
-            kernels.launch("scatter_bulk", 1, 2, pack([plane], index, [rows]))
-            assert torch.equal(plane, want)
-
-
 def zeroed(plane, index):
     """Return what a gather gives: zeros for rows that do not exist."""
     exists = (index >= 0) & (index < len(plane))
@@ -257,14 +209,14 @@ def zeroed(plane, index):
 
 
 class TestFaults:
-    def gather(self, kernels, index, fault, widths=(12,), kind="rows", backwards=False, launch=(2, 32)):
+    def gather(self, kernels, index, fault, widths=(12,), kind="rows", backwards=False):
         planes = [torch.arange(NUM_ROWS * width, dtype=torch.int32).view(NUM_ROWS, width) + 1 for width in widths]
         rows = [torch.full((len(index), width), -1, dtype=torch.int32) for width in widths]
-        kernels.launch(f"gather_{kind}", *launch, pack(planes, index, rows, fault), backwards)
+        kernels.launch(f"gather_{kind}", 2, 32, pack(planes, index, rows, fault), backwards)
         for plane, out in zip(planes, rows, strict=True):
             np.testing.assert_array_equal(out.numpy(), zeroed(plane.numpy(), index.numpy()))
 
-    @pytest.mark.parametrize("kind", ["rows", "converted", "bulk"])
+    @pytest.mark.parametrize("kind", ["rows", "converted"])
     @pytest.mark.parametrize("backwards", [False, True])
     def test_the_first_bad_position(self, kernels, kind, backwards):
         generator = np.random.default_rng(0)
@@ -274,9 +226,7 @@ class TestFaults:
                 index[position] = bad
                 index[position + 1 :: 7] = -5  # others after it
                 fault = np.zeros(5, dtype=np.int64)
-                # In pieces of more than one slot of the copy engine, too.
-                widths, launch = ((260, 4), (2, 3)) if kind == "bulk" else ((12,), (2, 32))
-                self.gather(kernels, index, fault, widths, kind, backwards, launch)
+                self.gather(kernels, index, fault, kind=kind, backwards=backwards)
                 assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
 
     @pytest.mark.parametrize("width", [1, 3, 4, 128, 129, 1000])
@@ -300,7 +250,7 @@ class TestFaults:
         self.gather(kernels, torch.tensor([-8]), fault)
         assert fault.tolist() == [1, 0, -8, NUM_ROWS, 1]
 
-    @pytest.mark.parametrize("kind", ["rows", "converted", "bulk"])
+    @pytest.mark.parametrize("kind", ["rows", "converted"])
     def test_of_what_the_index_was_made_from(self, kernels, kind):
         plane, rows, fault = aligned_zeros(NUM_ROWS, 16), aligned_zeros(3, 16), np.zeros(5, dtype=np.int64)
         index, named = torch.tensor([1, 4, NUM_ROWS]), torch.tensor([4, 1, 4, 1, *BAD])
@@ -326,7 +276,7 @@ class TestFaults:
 class TestPlaces:
     """Rows of the buffers in another order than the index."""
 
-    KINDS = ["rows", "converted", "bulk"]
+    KINDS = ["rows", "converted"]
 
     @pytest.fixture(params=[(kind, backwards) for kind in KINDS for backwards in (False, True)], ids=str)
     def launch(self, request, kernels):

@@ -215,3 +215,9 @@ def test_parts_that_stand_alone(folder):
             package, *rest = name.split(".")
             if package == "speedtransfer" and rest[0] != folder:
                 assert rest[0] in KNOWS_ONLY[folder], f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("path", sorted((Path(__file__).parent / "gpu").glob("*.py")), ids=lambda path: path.stem)
+def test_tests_of_a_device_can_be_imported(path):
+    """Where there is no device nothing else would notice that a name they use is gone."""
+    importlib.import_module(f"gpu.{path.stem}")

@@ -89,7 +89,7 @@ def test_every_result_is_listed(record, store, tree, capsys):
     put(store, tree, "step", complete=False, quick=True, failures={"a": "why"})
     put(store, tree, "memory").write_text("[]")
     put(store, tree, "gpu", groups=[*SUITE["groups"], GroupResult("b", {}, skipped="needs CUDA").to_json()])
-    (tree / "tests/gpu/test_bulk.py").touch()
+    (tree / "tests/gpu/test_large.py").touch()
     device, *lines = listed(record, tree, capsys)
     assert device == ["NVIDIA H200"]
     about = ["2026-01-02", "0123456789ab"]
@@ -100,7 +100,7 @@ def test_every_result_is_listed(record, store, tree, capsys):
     ]
     assert ["memory", "unreadable (TypeError); record it again"] in lines
     assert ["gpu", *about, "1 groups measured, 1 not"] in lines
-    assert lines[-2:] == [["no recorded run on a GPU has passed a test of"], ["tests/gpu/test_bulk.py"]]
+    assert lines[-2:] == [["no recorded run on a GPU has passed a test of"], ["tests/gpu/test_large.py"]]
 
 
 def test_every_recorded_result_of_this_repository_is_readable(record, capsys):

@@ -41,10 +41,11 @@ def run(program: Program, module: Any, opt: Any, batches: list[tuple[Tensor, Ten
 
     def put(index: list[int]) -> None:
         if isinstance(module, speedtransfer.Embedding):
-            module.table[index] = torch.ones(len(index), module.embedding_dim)
+            module.table[index] = torch.ones(len(index), module.embedding_dim, device=device)
         else:
             module.weight.data[index] = 1.0
 
+    device = module.weight.device
     zero_grad = opt.zero_grad if oracle is None else oracle.zero_grad
     names = {
         "collections": collections,
@@ -56,10 +57,14 @@ def run(program: Program, module: Any, opt: Any, batches: list[tuple[Tensor, Ten
         "batches": batches,
         "module": module,
         "opt": opt,
+        "device": device.type,
     }
     names |= {"loss": loss, "step": step, "train": train, "put": put, "zero_grad": zero_grad}
     names["threes"] = list(zip(batches[::3], batches[1::3], batches[2::3], strict=True))
-    names["empty"] = torch.empty(0, dtype=torch.int64), torch.empty(0, module.embedding_dim)
+    names["empty"] = (
+        torch.empty(0, dtype=torch.int64, device=device),
+        torch.empty(0, module.embedding_dim, device=device),
+    )
     exec(compile(program.code, f"<{program}>", "exec"), names)
     return names["seen"]
 

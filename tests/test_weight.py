@@ -14,6 +14,7 @@ from weight_world import COPIES, EXACT, LAZY, REPLACED, Setting, World, assert_e
 from speedtransfer.errors import SpeedtransferError
 
 CASES = {case.id: case for case in ALL}
+assert len(CASES) == len(ALL), "two cases have one name"
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 

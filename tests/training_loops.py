@@ -3,7 +3,7 @@
 A paragraph is a program, and the comment on top its title. A line ``# rounding: NUMBER`` says that sums are made in another
 order; ``# dense`` marks what torch cannot do with sparse gradients. Names: `module` and its optimizer `opt`; `zero_grad` and
 `step`, which takes what makes the step if that is not `opt.step`; `loss` of ids and target, `batches` of these, by threes in
-`threes`; `train` makes ordinary steps; `put` writes rows; what goes into `seen` is compared, too.
+`threes`; `device` has the tensors; `train` makes ordinary steps; `put` writes rows; what goes into `seen` is compared, too.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ for first, second, _ in threes:
     step()
 
 # a scaler that skips steps, the first one too
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=5)
 for number, batch in enumerate(batches[:16]):
     zero_grad()
     scaler.scale(loss(*batch) * (math.inf if number in (0, 4, 9, 10) else 1.0)).backward()
@@ -217,7 +217,7 @@ seen.append([float(state["step"]) for state in opt.state.values() if "step" in s
 
 # a scaler, and gradients clipped
 # dense
-scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=5)
+scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=5)
 for number, batch in enumerate(batches[:16]):
     zero_grad()
     scaler.scale(loss(*batch) * (math.nan if number in (4, 9, 10) else 1.0)).backward()

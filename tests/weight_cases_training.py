@@ -119,6 +119,7 @@ opt = make_opt(model.parameters())
 emb.weight
 
 # A new parameter, with the optimizer made before
+# refused (copies): the old parameter has no rows of its own
 emb.weight = nn.Parameter(full.clone())
 step()
 opt = make_opt(model.parameters())
@@ -481,6 +482,7 @@ for shift in range(3):
 flat
 
 # The weight before keeps its gradient
+# refused (copies): the rows are those of the weight in its place
 before, own = emb.weight, torch.optim.SGD([emb.weight], lr=0.1)
 opt.zero_grad()
 emb(ids).sum().backward()

@@ -109,12 +109,12 @@ class World:
     """
 
     def __init__(self, setting: Setting, ours: bool, dtype: torch.dtype, moment: str) -> None:
-        self.dtype, self.moment = dtype, moment
+        self.dtype, self.device, self.moment = dtype, setting.table.get("device", "cpu"), moment
         self.seen: list[tuple[str, Any]] = []
         with defaults(dtype):
-            model, modules = setting.model(Model, ours), speedtransfer if ours else nn
+            model, modules = setting.model(Model, ours).to(self.device), speedtransfer if ours else nn
             draw = torch.Generator().manual_seed(5)
-            self.target = torch.randn(2, 4, DIM, generator=draw)
+            self.target = torch.randn(2, 4, DIM, generator=draw).to(self.device)
             edges = torch.randint(0, ROWS + ITEMS, (2, 60), generator=draw)
             shape = (ROWS + ITEMS, ROWS + ITEMS)
             self.names: dict[str, Any] = {
@@ -139,6 +139,9 @@ class World:
                     edges, torch.full((60,), 0.2), shape, check_invariants=True
                 ).coalesce(),
             }
+            # `graph` stays where it is: not every device has sparse tensors.
+            for name in ("ids", "index", "offsets", "mask", "rows", "full", "bias"):
+                self.names[name] = self.names[name].to(self.device)
             self.names["opt"] = self.names["make_opt"](model.parameters())
             self._names, self._values = dict(self.names), copy.deepcopy(model.state_dict())
             if moment != "fresh":
@@ -170,7 +173,7 @@ class World:
     def run(self, case: Case, grad: bool, steps: int) -> list[tuple[str, Any]]:
         """Run `case`, with or without gradients, then train on for some steps, and return what is seen."""
         self.seen = []
-        with defaults(self.dtype):
+        with defaults(self.dtype), torch.device(self.device):
             for number, part in enumerate(case.parts):
                 if number:
                     self.reset()
@@ -200,7 +203,7 @@ class World:
     def use(self, result: Any) -> None:
         """Go back from all results that want gradients and, where there is no gradient yet, from rows that are looked up."""
         wanting = [it for it in tensors(result) if it.requires_grad and it.is_floating_point()]
-        used = sum((it * torch.linspace(-1, 1, it.numel()).view(it.shape)).sum() for it in wanting)
+        used = sum((it * torch.linspace(-1, 1, it.numel(), device=it.device).view(it.shape)).sum() for it in wanting)
         if self.moment != "between":
             self.names["opt"].zero_grad()
             used = used + self.loss(2)
@@ -210,12 +213,13 @@ class World:
             self.seen.append((f"gradient of {name}", snapshot(param.grad)))
 
     def see(self, when: str) -> None:
-        """Note all values of the model, and of the optimizer's state."""
+        """Note all values of the model, and of the optimizer's state, wherever they are."""
         for name, value in self.names["model"].state_dict().items():
-            self.seen.append((f"{name} {when}", value.detach().clone()))
+            self.seen.append((f"{name} {when}", value.detach().cpu().clone()))
         for number, state in self.names["opt"].state_dict()["state"].items():
             for name, value in state.items():
-                self.seen.append((f"state {number}.{name} {when}", snapshot(value)))
+                there = value.cpu() if isinstance(value, Tensor) else value
+                self.seen.append((f"state {number}.{name} {when}", snapshot(there)))
 
 
 def run_code(name: str, code: str, names: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -265,8 +265,8 @@ def _by_kernel(one: Step, repeats: int) -> dict[str, float]:
 
 # --- rows alone, on a GPU ------------------------------------------------------------------------------------------------
 
-LAUNCHES = {"lanes": (16, 32, 264), "bulk": (33,)}  # kernels and blocks, of `pages` and `both_ways`
-FEW = {"lanes": (4, 8, 16, 32, 66, 132, 264), "bulk": (4, 8, 16, 33, 66)}
+LAUNCHES = (16, 32, 264)  # blocks, of `pages` and `both_ways`
+FEW = (4, 8, 16, 32, 66, 132, 264)
 
 Queue = tuple[torch.cuda.Stream, float, Callable[[], Any]]  # the bytes are those of a call
 
@@ -344,12 +344,10 @@ def _moved(engine: MappedEngine, plane: Tensor, sets: Iterator[Tensor], rows: Te
     return {way: _rates((stream, num_bytes, functools.partial(move, way)))[0] for way in ("gather", "scatter")}
 
 
-def _engines(launches: dict[str, tuple[int, ...]]) -> Iterator[tuple[str, MappedEngine]]:
+def _engines(launches: Sequence[int]) -> Iterator[tuple[str, MappedEngine]]:
     """Yield an engine for each launch."""
-    for kernel, every in launches.items():
-        for blocks in every:
-            if kernel != "bulk" or torch.cuda.get_device_capability() >= (9, 0):
-                yield f"{kernel} {blocks}", MappedEngine("cuda", max_blocks=blocks, kernel=kernel)
+    for blocks in launches:
+        yield f"lanes {blocks}", MappedEngine("cuda", max_blocks=blocks)
 
 
 def _plane(rows: int) -> Tensor:

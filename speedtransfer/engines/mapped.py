@@ -24,31 +24,27 @@ from speedtransfer.cuda import (
     to_device,
 )
 from speedtransfer.engines.base import check_host_index, leaves_faults, out_of_range
-from speedtransfer.errors import DeviceError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
-BULK_SLOTS = 4  # of a thread, as in bulk.cu
-BULK_SLOT_BYTES = 512  # a piece of a row: more than a packet on the bus holds
-_BARRIER_BYTES = 8
 # Below this an index is as well left as it is: an estimate, as `sort_rows` is.
 _SORT_BYTES = 1 << 20
-_THREADS = {"lanes": 256, "bulk": 32}  # of a block, by default
-_SOURCES = {"rows": "rows.cu", "converted": "convert.cu", "bulk": "bulk.cu"}
+_SOURCES = {"rows": "rows.cu", "converted": "convert.cu"}
 
-# struct Move, by the number of its planes: ten 64-bit words, and seven for each plane.
+# struct Move, by the number of its planes: nine 64-bit words, and seven for each plane.
 _PLANE_WORDS = 7
-_MOVES = [struct.Struct(f"{10 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
+_MOVES = [struct.Struct(f"{9 + _PLANE_WORDS * planes}q") for planes in range(MAX_PLANES + 1)]
 _TYPES = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}  # enum Type; where nothing is converted, 0
 
 
 class MappedEngine:
     """Kernels on the compute device read and write planes in page-locked host memory (or in device memory).
 
-    Order: every call is one kernel on the current stream (several where there are more than 16 planes, or where "bulk"
-    leaves some to "lanes"). Events order the calls between streams, on the device (see
-    :class:`~speedtransfer.cuda.StreamOrder`). ``record_stream`` keeps the memory of `index` and `rows`, which
-    torch's allocator could give away early when they come from another stream; page-locked planes are not freed before
-    the device is idle (see :func:`speedtransfer.cuda.pinned_empty`), nor an engine before its calls are done.
+    Order: every call is one kernel on the current stream (several where there are more than 16 planes). Events order the
+    calls between streams, on the device (see :class:`~speedtransfer.cuda.StreamOrder`). ``record_stream`` keeps the memory
+    of `index` and `rows`, which torch's allocator could give away early when they come from another stream; page-locked
+    planes are not freed before the device is idle (see :func:`speedtransfer.cuda.pinned_empty`), nor an engine before its
+    calls are done.
 
     A row that does not exist is gathered as zeros and scattered nowhere, so that an index that has not been checked
     cannot reach other memory. With `check` the device reports it, and the next call raises.
@@ -63,20 +59,19 @@ class MappedEngine:
     max_blocks : int, optional
         The largest launch, in blocks of `threads`. Fewer leave more of the device to training. By default one for every four
         multiprocessors, and two for each where the planes are on the device.
-    threads : int, optional
-        Threads of a block. By default 256, and 32 with "bulk", where each takes 2 KiB of shared memory.
-    kernel : {"lanes", "bulk"}
-        "lanes" reads and writes by the instructions of every kernel; "bulk" by the copy engine that multiprocessors have
-        since Hopper, where whole rows allow it: address, stride and width multiples of 16 bytes, nothing converted.
+    threads : int
+        Threads of a block.
+    kernel : {"lanes"}
+        There is no other one.
     sort_rows : int
         From how many rows on an `unsorted` call is sorted, if its planes are on the host and it moves a megabyte.
 
     Raises
     ------
     DeviceError
-        There is no CUDA, or the device cannot address host memory, or has no bulk copy engine.
+        There is no CUDA, or the device cannot address host memory.
     InvalidValueError
-        `kernel` is no such name.
+        `kernel` is not "lanes".
     """
 
     name = "mapped"
@@ -87,25 +82,21 @@ class MappedEngine:
         self,
         device: torch.device | str,
         max_blocks: int | None = None,
-        threads: int | None = None,
+        threads: int = 256,
         kernel: str = "lanes",
         sort_rows: int = 4096,
     ) -> None:
         self.device = resolve_cuda(device, "the mapped engine")
         require_mapped(self.device)
-        if kernel not in _THREADS:
-            raise InvalidValueError(f"kernel must be one of 'lanes', 'bulk'; got {kernel!r}")
-        self.kernel, self.sort_rows = kernel, sort_rows
+        if kernel != "lanes":
+            raise InvalidValueError(f"kernel must be 'lanes', got {kernel!r}; leave it out")
+        self.threads, self.sort_rows = threads, sort_rows
         processors = torch.cuda.get_device_properties(self.device).multi_processor_count
         # A few fill the bus, and ask for rows of few pages at a time, which large tables need: more are slower there.
         self._host_blocks, self._device_blocks = max_blocks or max(8, processors // 4), max_blocks or 2 * processors
-        self.threads = threads or _THREADS[kernel]
-        if kernel == "bulk":
-            self._require_bulk()
-        self._kernels: dict[tuple[str, str], tuple[Any, int]] = {}
+        self._kernels: dict[tuple[str, str], Any] = {}
         for direction in ("gather", "scatter"):  # now, so that what does not compile says so here
-            for kind in ("rows", "bulk") if kernel == "bulk" else ("rows",):
-                self._kernel(direction, kind)
+            self._kernel(direction, "rows")
         self._order = StreamOrder(self.device)
         self._order.wait_when_gone(self)
         self._argument = Argument()
@@ -186,52 +177,38 @@ class MappedEngine:
         named: Tensor | None,
         places: Tensor | None = None,
     ) -> None:
-        """Queue the launches of a call: of each kind of kernel as few as its planes fit into. `named` are checked."""
+        """Queue the launches of a call: as few as its planes fit into. `named` are checked."""
         num_rows = index.shape[0]
         if not planes or not num_rows:
             return
-        lanes, bulk, kind = list[int](), list[int](), "rows"
+        words, kind = list[int](), "rows"
         for plane, dense in zip(planes, rows, strict=True):
             packed = pack_plane(plane, dense)
-            _, _, _, num_lanes, lane_bytes, stored_type, dense_type = packed
+            _, _, _, num_lanes, _, stored_type, dense_type = packed
             if stored_type != dense_type:
                 kind = "converted"
-            elif self.kernel == "bulk" and num_lanes and lane_bytes == 16:
-                bulk += packed
-                continue
             if num_lanes or named is not None:
-                lanes += packed
+                words += packed
         table_rows, step = planes[0].shape[0], _PLANE_WORDS * MAX_PLANES
         faults, checked = (0, 0), (0, 0)
         if named is not None:
             faults, checked = (self._fault_pointer, self._claimed.data_ptr()), (named.data_ptr(), named.shape[0])
         there = 0 if places is None else places.data_ptr()
         max_blocks = self._device_blocks if planes[0].is_cuda else self._host_blocks
-        for name, found, threads_a_row in ((kind, lanes, 32), ("bulk", bulk, 1)):
-            blocks = min(max_blocks, -(-num_rows * threads_a_row // self.threads))
-            for start in range(0, len(found), step):
-                words = found[start : start + step]
-                move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, words, there, *checked)
-                kernel, shared_bytes = self._kernel(direction, name)
-                launch_kernel(kernel, blocks, self.threads, move, stream, shared_bytes)
+        blocks = min(max_blocks, -(-num_rows * 32 // self.threads))  # a warp has a row
+        for start in range(0, len(words), step):
+            some = words[start : start + step]
+            move = self._argument.pack(index.data_ptr(), num_rows, table_rows, *faults, some, there, *checked)
+            launch_kernel(self._kernel(direction, kind), blocks, self.threads, move, stream)
 
-    def _kernel(self, direction: str, kind: str) -> tuple[Any, int]:
-        """Return a kernel and its shared memory, compiled on first use: "converted" takes seconds, and few tables need it."""
+    def _kernel(self, direction: str, kind: str) -> Any:
+        """Return a kernel, compiled on first use: "converted" takes seconds, and few tables need it."""
         found = self._kernels.get((direction, kind))
         if found is None:
             check_not_capturing(f"loading the kernel {direction}_{kind}", WARM_UP)
-            shared_bytes = bulk_shared_bytes(self.threads) if kind == "bulk" else 0
-            kernel = load_kernel(_SOURCES[kind], f"{direction}_{kind}", self.device, shared_bytes)
-            found = self._kernels[direction, kind] = kernel, shared_bytes
+            found = load_kernel(_SOURCES[kind], f"{direction}_{kind}", self.device)
+            self._kernels[direction, kind] = found
         return found
-
-    def _require_bulk(self) -> None:
-        major, minor = torch.cuda.get_device_capability(self.device)
-        if major < 9:
-            raise DeviceError(
-                f"kernel='bulk' needs compute capability 9.0 (Hopper), but {torch.cuda.get_device_name(self.device)} "
-                f"has {major}.{minor}; use kernel='lanes'"
-            )
 
     def _raise_fault(self) -> None:
         """Raise for a row that an earlier gather did not find, if the device has said so, and forget it."""
@@ -282,7 +259,6 @@ class Argument:
             planes,
             fault,
             claimed,
-            BULK_SLOT_BYTES,
             places,
             named,
             num_named,
@@ -304,8 +280,3 @@ def pack_plane(plane: Tensor, rows: Tensor) -> tuple[int, int, int, int, int, in
     bits = pointer | (dense * item // rows.element_size()) | row_bytes | stride_bytes | 16
     lane = bits & -bits
     return pointer, dense, stride_bytes, row_bytes // lane, lane, _TYPES[plane.dtype], _TYPES[rows.dtype]
-
-
-def bulk_shared_bytes(threads: int) -> int:
-    """Return the dynamic shared memory of a block of bulk.cu."""
-    return threads * BULK_SLOTS * (BULK_SLOT_BYTES + _BARRIER_BYTES)

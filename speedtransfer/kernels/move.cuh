@@ -31,7 +31,6 @@ struct Move {
     long long num_planes;
     Fault* fault;            // null: do not report
     int* claimed;            // set to 1 by the thread that writes the fault; in device memory
-    long long slot_bytes;    // of bulk.cu
     const long long* places; // (num_rows,): rows of the buffers; null: each in its place
     const long long* named;  // (num_named,): where faults are looked for, `index` itself or what its rows are from
     long long num_named;

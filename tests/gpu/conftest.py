@@ -1,8 +1,8 @@
-"""Everything in this folder needs a CUDA device, but for test_processes.py.
+"""Everything in this folder needs a CUDA device.
 
 Where there is none the tests are not collected, as there are thousands of them, unless they are asked for by their path or
-by ``-m gpu``; then they are skipped with the reason. They run in processes of their own (see processes.py); with ``-s``,
-``--pdb`` or ``-m sanitizer``, or where the environment has SPEEDTRANSFER_GPU_TESTS=inline, in that of pytest.
+by ``-m gpu``; then they are skipped with the reason. After a fault on the device every call of its process fails, so that
+process ends: a worker of pytest-xdist has a successor, which goes on with the other tests.
 """
 
 import os
@@ -13,27 +13,23 @@ import pytest
 import torch
 
 from gpu import emulated
-from gpu.processes import ENVIRONMENT, Processes, Reporter, run_here
 from speedtransfer.cuda import cuda_status
 from speedtransfer.engines import calibration
 
 pytest.register_assert_rewrite("gpu.on_device", "gpu.tools")
 
 HERE = Path(__file__).parent
-ANYWHERE = HERE / "test_processes.py"  # needs no device
 
 # Streams that share one of the device's queues wait for each other: enough queues for all that a test has.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def pytest_configure(config):
+def pytest_configure():
     emulated.install()
-    if os.environ.get(ENVIRONMENT, "inline") != "inline":
-        config.pluginmanager.register(Reporter(config, broken))
 
 
 def pytest_ignore_collect(collection_path, config):
-    if collection_path.name.startswith("test_") and collection_path != ANYWHERE and not asked_for(config):
+    if collection_path.name.startswith("test_") and not asked_for(config):
         return True if cuda_status().reason else None
     return None
 
@@ -45,20 +41,23 @@ def asked_for(config):
     return by_mark is not None or any(HERE in (path, *path.parents) for path in named)
 
 
-def broken():
-    """Return what is wrong with the device; "" where it does as it is told."""
+@pytest.hookimpl(trylast=True)  # once the failure is known to everybody else
+def pytest_runtest_logreport(report):
+    if not report.failed:
+        return
     try:
         assert torch.ones(3, device="cuda").sum().item() == 3
         torch.cuda.synchronize()
     except Exception as error:
-        return str(error).strip().splitlines()[0]
-    return ""
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)  # an orderly end would wait for the device
+        pytest.exit(f"the device cannot be used after {report.nodeid}: {str(error).strip().splitlines()[0]}", 2)
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m gpu` selects
-def pytest_collection_modifyitems(config, items):
+def pytest_collection_modifyitems(items):
     # Of each file once: there are many more items, and `parents` takes its time.
-    files = {path for path in {item.path for item in items} if HERE in path.parents and path != ANYWHERE}
+    files = {path for path in {item.path for item in items} if HERE in path.parents}
     ours = [item for item in items if item.path in files]
     if not ours:
         return
@@ -67,8 +66,6 @@ def pytest_collection_modifyitems(config, items):
         item.add_marker(pytest.mark.gpu)
         if reason:
             item.add_marker(pytest.mark.skip(reason=f"no CUDA: {reason}"))
-    if not reason and not run_here(config) and not config.pluginmanager.has_plugin("processes"):
-        config.pluginmanager.register(Processes(config), "processes")
 
 
 @pytest.fixture(scope="session")

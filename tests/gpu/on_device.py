@@ -58,15 +58,21 @@ class OnDevice(PaddingCases, EngineCases):
 
     def test_an_index_held_back_on_the_current_stream(self, engine, device, store):
         content = torch.arange(100.0).view(50, 2)
-        plane, wanted = store(content), torch.arange(49, -1, -1, device=device)
-        index, out, side = torch.zeros_like(wanted), torch.zeros(50, 2, device=device), torch.cuda.Stream()
+        plane, other, wanted = store(content), store(torch.zeros(50, 2)), torch.arange(49, -1, -1, device=device)
+        out, side = torch.zeros(50, 2, device=device), torch.cuda.Stream()
+        indices = [torch.zeros_like(wanted) for _ in range(2)]
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
             torch.cuda._sleep(HOLD_CYCLES)
-            index.copy_(wanted)
-            engine.gather([plane], index, [out])
+            indices[0].copy_(wanted)
+            engine.gather([plane], indices[0], [out])
+            torch.cuda._sleep(HOLD_CYCLES)
+            indices[1].copy_(wanted)
+            engine.scatter([other], indices[1], [out])
         side.synchronize()
         assert torch.equal(out.cpu(), content.flip(0))
+        engine.wait()
+        assert torch.equal(other.cpu(), content)
 
     def test_memory_of_the_index_is_not_given_away_early(self, engine, device, store):
         content, side = torch.arange(100_000.0).view(50_000, 2), torch.cuda.Stream()

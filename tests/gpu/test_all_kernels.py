@@ -1,4 +1,4 @@
-"""Every kernel in a few small calls, for compute-sanitizer: it makes each of them many times slower.
+"""Every kernel in a few small calls, for compute-sanitizer, which makes each many times slower: see test_engines.py, too.
 
 ``PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer python -m pytest tests/gpu -m sanitizer``. Page-locked planes and tensors
 then are allocations of exactly their size, so that a byte too many is seen.
@@ -8,7 +8,6 @@ import pkgutil
 
 import pytest
 import torch
-from cases import same_values
 from engine_cases import any_bits
 from kernel_checks import CHECKS
 
@@ -18,90 +17,13 @@ from speedtransfer.errors import RowIndexError
 from speedtransfer.vocabulary.device_slots import Slots, fill_unseen
 
 pytestmark = pytest.mark.sanitizer
-PROCESS = "bulk"  # as test_bulk.py: with kernels whose waits could last for ever
-
-KERNELS = ["lanes", "bulk"]
-LAUNCHES = {"default": (None, None), "one warp": (1, 32), "odd": (3, 96)}
-WIDTHS = [
-    (torch.uint8, 1),
-    (torch.uint8, 7),
-    (torch.int16, 33),
-    (torch.float32, 1),
-    (torch.float32, 20),
-    (torch.float32, 257),
-]
-
-
-def engine_of(device, kernel, max_blocks=None, threads=None):
-    if kernel == "bulk" and torch.cuda.get_device_capability(device) < (9, 0):
-        pytest.skip("no bulk copy engine before compute capability 9.0")
-    return MappedEngine(device, max_blocks=max_blocks, threads=threads, kernel=kernel)
-
-
-def there_and_back(engine, device, planes, contents, index, news):
-    """Gather rows of `planes`, which hold `contents`, and write `news` to the first rows of `index`."""
-    rows = [torch.empty(len(index), plane.shape[1], dtype=plane.dtype, device=device) for plane in planes]
-    engine.gather(planes, index.to(device), rows)
-    engine.wait()
-    check_same(rows, [content[index] for content in contents])
-    some = index[: len(news[0])]
-    engine.scatter(planes, some.to(device), [new.to(device) for new in news])
-    engine.wait()
-    check_same(planes, [content.index_copy(0, some, new) for content, new in zip(contents, news, strict=True)])
-
 
 INDEX = torch.tensor([12, 0, 5, 7, 3, 1, 12, 12, 0, 4, 11, 2, 5, 5, 8, 9, 10, 6, 1])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("launch", LAUNCHES)
-def test_all_widths_at_once(device, kernel, launch):
-    contents = [any_bits((13, width), dtype) for dtype, width in WIDTHS]
-    news = [any_bits((6, width), dtype, seed=1) for dtype, width in WIDTHS]
-    engine = engine_of(device, kernel, *LAUNCHES[launch])
-    there_and_back(engine, device, [pinned(content) for content in contents], contents, INDEX, news)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("width", [4, 128, 132, 516])
-def test_whole_lanes(device, kernel, width):
-    content, new = any_bits((13, width), torch.float32), any_bits((6, width), torch.float32, seed=1)
-    engine = engine_of(device, kernel)
-    there_and_back(engine, device, [pinned(content)], [content], INDEX, [new])
-    there_and_back(engine, device, [content.to(device)], [content], INDEX, [new])
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("shift", "gap"), [(1, 0), (0, 3), (4, 4), (2, 2)])
-def test_misaligned_and_strided(device, kernel, shift, gap):
-    content = any_bits((1, shift + 13 * (8 + gap) - gap), torch.float32)[0]  # it ends with the last row
-    memory, engine = pinned(content), engine_of(device, kernel)
-
-    def rows_of(flat):
-        return flat.as_strided((13, 8), (8 + gap, 1), shift)
-
-    rows = torch.empty(len(INDEX), 8, device=device)
-    engine.gather([rows_of(memory)], INDEX.to(device), [rows])
-    engine.wait()
-    check_same([rows], [rows_of(content)[INDEX]])
-    new = any_bits((6, 8), torch.float32, seed=1)
-    engine.scatter([rows_of(memory)], INDEX[:6].to(device), [new.to(device)])
-    engine.wait()
-    rows_of(content)[INDEX[:6]] = new
-    check_same([memory], [content])
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_more_planes_than_one_launch_takes(device, kernel):
-    contents = [any_bits((13, 4 * (1 + i % 3)), torch.float32, seed=i) for i in range(18)]
-    news = [any_bits((6, content.shape[1]), torch.float32, seed=50 + i) for i, content in enumerate(contents)]
-    there_and_back(engine_of(device, kernel), device, [pinned(c) for c in contents], contents, INDEX, news)
-
-
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("width", [3, 8, 256])
-def test_rows_that_do_not_exist(device, kernel, width):
-    engine, content = engine_of(device, kernel), any_bits((13, width), torch.float32)
+def test_rows_that_do_not_exist(device, width):
+    engine, content = MappedEngine(device), any_bits((13, width), torch.float32)
     plane, index = pinned(content), INDEX.clone()
     index[[3, 18]] = torch.tensor([13, -1])
     rows = torch.ones(len(index), width, device=device)
@@ -112,34 +34,6 @@ def test_rows_that_do_not_exist(device, kernel, width):
     engine.scatter([plane], torch.tensor([13, -1, 2**62], device=device), [torch.ones(3, width, device=device)])
     engine.wait()
     check_same([plane], [content])
-
-
-@pytest.mark.parametrize(
-    ("stored", "dense"),
-    [
-        (torch.float16, torch.float32),
-        (torch.float32, torch.float16),
-        (torch.bfloat16, torch.float32),
-        (torch.float32, torch.bfloat16),
-        (torch.float16, torch.bfloat16),
-        (torch.bfloat16, torch.float16),
-    ],
-    ids=str,
-)
-def test_conversion(device, stored, dense):
-    engine, widths = MappedEngine(device), (1, 6, 8, 12, 33)
-    contents = [any_bits((13, width), stored, seed=width) for width in widths]
-    planes = [pinned(content) for content in contents]
-    rows = [torch.empty(len(INDEX), width, dtype=dense, device=device) for width in widths]
-    engine.gather(planes, INDEX.to(device), rows)
-    engine.wait()
-    for got, content in zip(rows, contents, strict=True):
-        same_values(got, content[INDEX].to(dense))
-    news = [any_bits((6, width), dense, seed=width) for width in widths]
-    engine.scatter(planes, INDEX[:6].to(device), [new.to(device) for new in news])
-    engine.wait()
-    for plane, content, new in zip(planes, contents, news, strict=True):
-        same_values(plane, content.index_copy(0, INDEX[:6], new.to(stored)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)

@@ -1,4 +1,4 @@
-"""The cache of hot rows on a CUDA device: the engine cases, the table contract, waits, memory, and training."""
+"""The cache of hot rows on a CUDA device: the table contract, waits, memory, and training. Its engines: test_engines.py."""
 
 from __future__ import annotations
 
@@ -6,59 +6,13 @@ import os
 
 import pytest
 import torch
-from cached_engines import Twice, cached
 from cases import assert_same_bits
 from table_contract import TableContract
 
 import speedtransfer as st
-from gpu.on_device import OnDevice
 from gpu.test_tables import Made
-from gpu.tools import allocated_bytes, pinned, synchronizing
-from speedtransfer.engines import MappedEngine, StagedEngine, make_engine
+from gpu.tools import allocated_bytes, synchronizing
 from speedtransfer.errors import DeviceError, InvalidValueError
-
-CACHES = [("static", 1), ("lfu", 2)]
-
-
-class TestMapped(OnDevice):
-    @pytest.fixture(params=CACHES, ids=lambda case: f"{case[0]} {case[1]}")
-    def engine(self, request, device):
-        policy, capacity = request.param
-        return cached(capacity, policy, MappedEngine(device), device=device)
-
-    @pytest.fixture
-    def store(self):
-        return pinned
-
-
-class TestMappedTwice(OnDevice):
-    @pytest.fixture
-    def engine(self, device):
-        return cached(30, "static", MappedEngine(device), kind=Twice, device=device)
-
-    @pytest.fixture
-    def store(self):
-        return pinned
-
-
-class TestAuto(OnDevice):
-    @pytest.fixture
-    def engine(self, device):
-        return cached(20, "lfu", make_engine("pinned", device), device=device)
-
-    @pytest.fixture
-    def store(self):
-        return pinned
-
-
-class TestStaged(OnDevice):
-    @pytest.fixture
-    def engine(self, device):
-        return cached(30, "static", StagedEngine(device, num_buffers=2, buffer_bytes=4096), kind=Twice, device=device)
-
-    @pytest.fixture
-    def store(self):
-        return torch.clone
 
 
 class TestPinnedTable(Made, TableContract):

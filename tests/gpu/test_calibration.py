@@ -90,15 +90,18 @@ class TestMeasured:
         assert "larger tables are not measured: no room; none at all" in caplog.text
 
 
-def train(device, memory="pinned", steps=12):
+def train(device, memory="pinned", before=lambda step, table: None, between=lambda step, table: None):
+    """Return the planes after some steps; `before` and `between` (backward and step) do something to the table."""
     torch.manual_seed(0)
     emb = st.Embedding(3000, 64, idle="lazy", memory=memory, device=device)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
     generator = torch.Generator().manual_seed(1)
-    for step in range(steps):
+    for step in range(18):
+        before(step, emb.table)
         ids = torch.randint(3000, (500,), generator=generator)
         opt.zero_grad()
         emb(ids.to(device) if step % 2 else ids).square().sum().backward()
+        between(step, emb.table)
         opt.step()
     return [emb.table.plane(name).cpu().clone() for name in emb.table.planes]
 
@@ -113,34 +116,20 @@ class TestChosen:
         check_same(train(device), expected)
 
     def test_another_choice_at_every_step(self, device):
-        expected = train(device, "device", 18)
-        torch.manual_seed(0)
-        emb = st.Embedding(3000, 64, idle="lazy", memory="pinned", device=device)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(18):
-            choose(device, NAMES[step // 2 % 2], NAMES[step % 2])
-            ids = torch.randint(3000, (500,), generator=generator)
-            opt.zero_grad()
-            emb(ids.to(device) if step % 2 else ids).square().sum().backward()
-            opt.step()
-        check_same([emb.table.plane(name) for name in emb.table.planes], expected)
+        expected = train(device, "device")
+        check_same(
+            train(device, before=lambda step, _: choose(device, NAMES[step // 2 % 2], NAMES[step % 2])), expected
+        )
 
     def test_engines_set_by_hand_during_training(self, device):
-        expected = train(device, "device", 18)
-        torch.manual_seed(0)
-        emb = st.Embedding(3000, 64, idle="lazy", memory="pinned", device=device)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(1)
-        for step in range(18):
-            emb.table.engine = ("staged", "mapped", "auto")[step % 3]
-            ids = torch.randint(3000, (500,), generator=generator)
-            opt.zero_grad()
-            emb(ids.to(device) if step % 2 else ids).square().sum().backward()
+        def before(step, table):
+            table.engine = ("staged", "mapped", "auto")[step % 3]
+
+        def between(step, table):
             if step % 5 == 4:
-                emb.table.engine = "mapped"
-            opt.step()
-        check_same([emb.table.plane(name) for name in emb.table.planes], expected)
+                table.engine = "mapped"
+
+        check_same(train(device, before=before, between=between), train(device, "device"))
 
 
 class TestInFlight:

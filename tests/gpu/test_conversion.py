@@ -8,8 +8,8 @@ import torch
 from cases import bits, same_values
 from engine_cases import FLOATS
 
-from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, file_tensor, pinned
-from speedtransfer.engines import MappedEngine, StagedEngine
+from gpu.tools import ENGINES, PINNED_ENGINES, WAYS, pinned, store_in
+from speedtransfer.engines import MappedEngine
 
 PAIRS = [
     pytest.param(*pair, id="-".join(str(dtype).removeprefix("torch.") for dtype in pair))
@@ -59,49 +59,38 @@ def check_conversion(engine, device, store, stored, dense, width, step=1):
     same_values(plane, expected)
 
 
-class TestHardValues:
-    def test_they_are(self):
-        values = hard_values(torch.float32)
-        back = values.half().float()
-        assert values.isnan().any()
-        assert (back != values).float().mean() > 0.3
-        assert len(set(bits(all_halves(torch.float16).view(torch.int16)).view(np.int16).tolist())) == 65536
+def test_values_are_hard():
+    values = hard_values(torch.float32)
+    back = values.half().float()
+    assert values.isnan().any()
+    assert (back != values).float().mean() > 0.3
+    assert len(set(bits(all_halves(torch.float16).view(torch.int16)).view(np.int16).tolist())) == 65536
 
-    @pytest.mark.parametrize(("stored", "dense"), PAIRS)
-    @pytest.mark.parametrize("name", PINNED_ENGINES)
-    def test_pinned(self, device, name, stored, dense):
-        check_conversion(PINNED_ENGINES[name](device), device, pinned, stored, dense, 24)
 
-    @pytest.mark.parametrize(("stored", "dense"), PAIRS)
-    @pytest.mark.parametrize("name", DEVICE_ENGINES)
-    def test_device_memory(self, device, name, stored, dense):
-        check_conversion(DEVICE_ENGINES[name](device), device, lambda t: t.to(device, copy=True), stored, dense, 24)
-
-    @pytest.mark.parametrize(("stored", "dense"), PAIRS)
-    def test_pageable_and_mmap(self, device, tmp_path, stored, dense):
-        engine = StagedEngine(device)
-        check_conversion(engine, device, torch.clone, stored, dense, 24)
-        check_conversion(engine, device, lambda tensor: file_tensor(tensor, tmp_path), stored, dense, 24)
+@pytest.mark.parametrize(("stored", "dense"), PAIRS)
+@pytest.mark.parametrize(("memory", "name"), [*WAYS, ("mmap", "staged")])
+def test_hard_values(device, tmp_path, memory, name, stored, dense):
+    check_conversion(ENGINES[name](device), device, store_in(memory, device, tmp_path), stored, dense, 24)
 
 
 @pytest.mark.parametrize(("stored", "dense"), PAIRS)
 @pytest.mark.parametrize("name", PINNED_ENGINES)
 def test_odd_widths(device, name, stored, dense):
-    engine = PINNED_ENGINES[name](device)
+    engine = ENGINES[name](device)
     for width in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 129, 256, 257, 1000):
         check_conversion(engine, device, pinned, stored, dense, width, step=101)
 
 
 @pytest.mark.parametrize(("stored", "dense"), PAIRS)
 @pytest.mark.parametrize("memory", ["pinned", "device"])
-def test_misaligned_and_strided(device, memory, stored, dense):
+def test_misaligned_and_strided(device, tmp_path, memory, stored, dense):
     """Planes that start and continue at any element, rows too: no lane is as wide as it could be."""
     engine = MappedEngine(device)
     values = hard_values(stored)[::37].contiguous()
     for shift, width, gap, row_shift in itertools.product((0, 1, 2, 3), (8, 12, 13), (0, 1, 4), (0, 1, 3)):
         stride = width + gap
         flat = values[: shift + 41 * stride]
-        there = pinned(flat) if memory == "pinned" else flat.to(device, copy=True)
+        there = store_in(memory, device, tmp_path)(flat)
         plane, expected = (t.as_strided((41, width), (stride, 1), shift) for t in (there, flat))
         index = torch.randint(41, (60,))
         rows = torch.zeros(60 * width + row_shift, dtype=dense, device=device)[row_shift:].view(60, width)

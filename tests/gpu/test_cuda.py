@@ -175,6 +175,13 @@ class TestLoadKernel:
     def test_once(self, device):
         assert cuda.load_kernel("rows.cu", "gather_rows", device) is cuda.load_kernel("rows.cu", "gather_rows", device)
 
+    def test_more_shared_memory_than_there_is(self, device):
+        with pytest.raises(
+            DeviceError, match=r"^train_spans asks for \d+ bytes of shared memory .+ refuses \(.+\); pass "
+        ):
+            cuda.load_kernel("word2vec.cu", "train_spans", device, 1 << 20)
+        assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
+
     def test_what_does_not_compile(self, device):
         with pytest.raises(
             DeviceError, match=r"cannot compile no_such_kernel of rows.cu for cuda:\d+: .+; reinstall CuPy"

@@ -3,74 +3,63 @@
 import numpy as np
 import pytest
 import torch
+from cached_engines import Twice, cached
 
 from gpu.on_device import OnDevice
-from gpu.tools import FEW_SWEEPS, SWEEPS, file_tensor, pinned, wrong_dims
+from gpu.tools import FEW_SWEEPS, SWEEPS, store_in, wrong_dims
 from speedtransfer.cuda import pinned_empty
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 from speedtransfer.errors import DeviceError, InvalidValueError
 
-
-class TestReference(OnDevice):
-    @pytest.fixture
-    def engine(self, device):
-        return ReferenceEngine(device)
-
-    @pytest.fixture
-    def store(self, device):
-        return lambda tensor: tensor.to(device, copy=True)
-
-
-class TestMappedOverDeviceMemory(TestReference):
-    @pytest.fixture
-    def engine(self, device):
-        return MappedEngine(device)
-
-
-class TestMapped(OnDevice):
-    @pytest.fixture(params=[(None, None), (1, 32), (3, 96)], ids=["default launch", "one warp", "three warps a block"])
-    def engine(self, request, device):
-        max_blocks, threads = request.param
-        return MappedEngine(device, max_blocks=max_blocks, threads=threads)
-
-    @pytest.fixture
-    def store(self):
-        return pinned
-
-
-class TestAuto(OnDevice):
-    @pytest.fixture
-    def engine(self, device):
-        return make_engine("pinned", device)
-
-    @pytest.fixture
-    def store(self):
-        return pinned
-
-    def test_it_is_the_default(self, engine):
-        assert engine.name == "auto"
-        assert list(engine.engines) == ["mapped", "staged"]
-        assert engine.choose("gather", 512, 100) == "mapped"
+# Engines by what is special about each: where their planes are, and how they are made.
+ENGINES = {
+    "reference": ("device", ReferenceEngine),
+    "mapped, device memory": ("device", MappedEngine),
+    "mapped": ("pinned", MappedEngine),
+    "mapped, one warp": ("pinned", lambda device: MappedEngine(device, max_blocks=1, threads=32)),
+    "mapped, three warps a block": ("pinned", lambda device: MappedEngine(device, max_blocks=3, threads=96)),
+    "auto": ("pinned", lambda device: make_engine("pinned", device)),
+    "staged, one chunk": ("pageable", lambda device: StagedEngine(device, buffer_bytes=16 << 20)),
+    "staged, many chunks": ("pageable", lambda device: StagedEngine(device, buffer_bytes=1024)),
+    "staged, pinned": ("pinned", lambda device: StagedEngine(device, num_buffers=2, buffer_bytes=4096)),
+    "staged, mmap": ("mmap", lambda device: StagedEngine(device, num_buffers=2, buffer_bytes=4096)),
+    "static cache of 1": ("pinned", lambda device: cached(1, "static", MappedEngine(device), device=device)),
+    "lfu cache of 2": ("pinned", lambda device: cached(2, "lfu", MappedEngine(device), device=device)),
+    "cache that is asked twice": (
+        "pinned",
+        lambda device: cached(30, "static", MappedEngine(device), kind=Twice, device=device),
+    ),
+    "cache over auto": ("pinned", lambda device: cached(20, "lfu", make_engine("pinned", device), device=device)),
+    "cache over staged": (
+        "pageable",
+        lambda device: cached(
+            30, "static", StagedEngine(device, num_buffers=2, buffer_bytes=4096), kind=Twice, device=device
+        ),
+    ),
+}
+# For compute-sanitizer, which makes kernels many times slower: one launch of each kernel that moves rows will do.
+SANITIZED = {"mapped, three warps a block": pytest.mark.sanitizer}
 
 
-class TestStaged(OnDevice):
-    @pytest.fixture(params=[16 << 20, 1024], ids=["one chunk", "many chunks"])
-    def engine(self, request, device):
-        return StagedEngine(device, buffer_bytes=request.param)
+class TestEngines(OnDevice):
+    @pytest.fixture(params=[pytest.param(name, marks=SANITIZED.get(name, ())) for name in ENGINES])
+    def way(self, request):
+        return ENGINES[request.param]
 
     @pytest.fixture
-    def store(self):
-        return torch.clone
+    def engine(self, way, device):
+        return way[1](device)
 
-
-class TestStagedOfOtherMemories(OnDevice):
     @pytest.fixture
-    def engine(self, device):
-        return StagedEngine(device, num_buffers=2, buffer_bytes=4096)
+    def store(self, way, device, tmp_path):
+        return store_in(way[0], device, tmp_path)
 
-    @pytest.fixture(params=["pinned", "mmap"])
-    def store(self, request, tmp_path):
-        return pinned if request.param == "pinned" else lambda tensor: file_tensor(tensor, tmp_path)
+
+def test_auto_is_the_default(device):
+    engine = make_engine("pinned", device)
+    assert engine.name == "auto"
+    assert list(engine.engines) == ["mapped", "staged"]
+    assert engine.choose("gather", 512, 100) == "mapped"
 
 
 class TestManyStaged:
@@ -102,31 +91,22 @@ class TestManyStaged:
         assert torch.equal(plane, content)
 
 
-class TestEveryDim:
+@pytest.mark.parametrize(
+    ("memory", "engine", "sweep"),
+    [
+        *(("pinned", MappedEngine, sweep) for sweep in SWEEPS),
+        *(("device", MappedEngine, sweep) for sweep in SWEEPS),
+        *(("pinned", StagedEngine, sweep) for sweep in FEW_SWEEPS),
+        *(("pageable", StagedEngine, sweep) for sweep in FEW_SWEEPS),
+        *(("device", ReferenceEngine, sweep) for sweep in FEW_SWEEPS),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_every_dim(device, memory, engine, sweep):
     """1 to 257, float32 and bytes, as they come and where nothing is aligned."""
-
-    @pytest.mark.parametrize(("dtype", "shift", "gap"), SWEEPS)
-    def test_mapped(self, device, dtype, shift, gap):
-        assert wrong_dims(MappedEngine(device), device, pinned_empty(1 << 16, device), dtype, shift, gap) == []
-
-    @pytest.mark.parametrize(("dtype", "shift", "gap"), SWEEPS)
-    def test_mapped_over_device_memory(self, device, dtype, shift, gap):
-        memory = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
-        assert wrong_dims(MappedEngine(device), device, memory, dtype, shift, gap) == []
-
-    @pytest.mark.parametrize(("dtype", "shift", "gap"), FEW_SWEEPS)
-    def test_staged(self, device, dtype, shift, gap):
-        assert wrong_dims(StagedEngine(device), device, pinned_empty(1 << 16), dtype, shift, gap) == []
-
-    @pytest.mark.parametrize(("dtype", "shift", "gap"), FEW_SWEEPS)
-    def test_pageable(self, device, dtype, shift, gap):
-        memory = torch.zeros(1 << 16, dtype=torch.uint8)
-        assert wrong_dims(StagedEngine(device), device, memory, dtype, shift, gap) == []
-
-    @pytest.mark.parametrize(("dtype", "shift", "gap"), FEW_SWEEPS)
-    def test_reference(self, device, dtype, shift, gap):
-        memory = torch.zeros(1 << 16, dtype=torch.uint8, device=device)
-        assert wrong_dims(ReferenceEngine(device), device, memory, dtype, shift, gap) == []
+    room = torch.zeros(1 << 16, dtype=torch.uint8, device=device if memory == "device" else "cpu")
+    planes = pinned_empty(1 << 16, device) if memory == "pinned" else room
+    assert wrong_dims(engine(device), device, planes, *sweep) == []
 
 
 class TestMadeByHand:

@@ -5,7 +5,7 @@ import torch
 from engine_cases import any_bits
 
 import speedtransfer as st
-from gpu.tools import check_same, hold, pinned
+from gpu.tools import check_same, hold, store_in
 from speedtransfer.engines import MappedEngine, make_engine
 from speedtransfer.errors import RowIndexError
 
@@ -18,8 +18,8 @@ def memory(request):
 
 
 @pytest.fixture
-def store(memory, device):
-    return pinned if memory == "pinned" else lambda tensor: tensor.to(device, copy=True)
+def store(memory, device, tmp_path):
+    return store_in(memory, device, tmp_path)
 
 
 @pytest.fixture(params=["mapped", "default"])

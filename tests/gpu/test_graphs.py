@@ -116,6 +116,14 @@ class Training:
             return [*found, self.emb(self.ids.view(3, -1)).cpu()]
 
 
+def warm_pair(device, **options):
+    """Return two trainings at the same place: one for steps, and one for a graph."""
+    pair = Training(device, **options), Training(device, **options)
+    for training in pair:
+        training.warm_up()
+    return pair
+
+
 def check_close(found, expected):
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
@@ -164,9 +172,7 @@ class TestReplays:
         check_close(graphed.result(), plain.result())
 
     def test_forward_and_backward_alone(self, device):
-        plain, graphed = Training(device), Training(device)
-        plain.warm_up()
-        graphed.warm_up()
+        plain, graphed = warm_pair(device)
         graphed.capture(graphed.backward)
 
         def replayed():
@@ -177,9 +183,7 @@ class TestReplays:
         check_close(graphed.result(), plain.result())
 
     def test_the_step_in_a_graph_of_its_own(self, device):
-        plain, graphed, second = Training(device), Training(device), torch.cuda.CUDAGraph()
-        plain.warm_up()
-        graphed.warm_up()
+        (plain, graphed), second = warm_pair(device), torch.cuda.CUDAGraph()
         graphed.capture(graphed.backward)
         with torch.cuda.graph(second):
             graphed.opt.step()
@@ -206,10 +210,7 @@ class TestReplays:
         def forward(tables, ids):
             return tables[0](ids) * tables[1](ids.flip(0))
 
-        trainings = [Training(device, make=Two, forward=forward) for _ in range(2)]
-        plain, graphed = trainings
-        for training in trainings:
-            training.warm_up()
+        plain, graphed = warm_pair(device, make=Two, forward=forward)
         graphs = [graphed.graph, torch.cuda.CUDAGraph()]
         for graph in graphs:
             graphed.capture(graph=graph)
@@ -219,30 +220,17 @@ class TestReplays:
         for one, other in zip(graphed.emb, plain.emb, strict=True):
             torch.testing.assert_close(one.table.torch(), other.table.torch(), rtol=1e-5, atol=1e-5)
 
-    def test_two_backwards_in_a_graph(self, device):
+    @pytest.mark.parametrize("between", ["two backwards", "clipping"])
+    def test_what_is_done_before_the_step(self, device, between):
         plain, graphed = Training(device), Training(device)
 
         def step(training):
             training.opt.zero_grad(set_to_none=True)
             training.backward()
-            training.backward()
-            training.opt.step()
-
-        for training in (plain, graphed):
-            training.warm_up()
-            training.steps(batches()[:1], lambda t=training: step(t))
-        graphed.capture(lambda: step(graphed))
-        plain.steps(batches(), lambda: step(plain))
-        graphed.steps(batches(), graphed.graph.replay)
-        check_close(graphed.result(), plain.result())
-
-    def test_clipping(self, device):
-        plain, graphed = Training(device), Training(device)
-
-        def step(training):
-            training.opt.zero_grad(set_to_none=True)
-            training.backward()
-            nn.utils.clip_grad_norm_(training.emb.parameters(), 0.01)
+            if between == "clipping":
+                nn.utils.clip_grad_norm_(training.emb.parameters(), 0.01)
+            else:
+                training.backward()
             training.opt.step()
 
         for training in (plain, graphed):
@@ -309,9 +297,7 @@ class TestAfterReplays:
     @pytest.fixture
     def pair(self, device):
         """A training by steps and one by replays, both at the same place."""
-        plain, graphed = Training(device), Training(device)
-        plain.warm_up()
-        graphed.warm_up()
+        plain, graphed = warm_pair(device)
         graphed.capture()
         plain.steps(batches()[:2])
         graphed.steps(batches()[:2], graphed.graph.replay)
@@ -540,20 +526,14 @@ class TestRefused:
             graphed.opt.step()
 
     def test_an_optimizer_that_torch_does_not_capture(self, device):
-        plain, graphed = (
-            Training(device, optimizer=lambda params: torch.optim.AdamW(params, lr=0.05)) for _ in range(2)
-        )
-        plain.warm_up()
-        graphed.warm_up()
+        plain, graphed = warm_pair(device, optimizer=lambda params: torch.optim.AdamW(params, lr=0.05))
         with pytest.raises(RuntimeError, match="capturable is False"), torch.cuda.graph(graphed.graph):
             graphed.step()
         assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
 
     @pytest.mark.parametrize("where", ["forward", "backward", "wait", "step"])
     def test_an_error_of_somebody_else(self, device, where):
-        plain, graphed = Training(device), Training(device)
-        plain.warm_up()
-        graphed.warm_up()
+        plain, graphed = warm_pair(device)
 
         def failing():
             graphed.opt.zero_grad(set_to_none=True)

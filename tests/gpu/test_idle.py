@@ -70,27 +70,19 @@ def test_the_cpu_agrees(device, tmp_path):
 
 
 def test_rows_and_history_follow_to_another_device(device, tmp_path):
-    make = case_named("adamw").make
-    module = ours("pageable", "cpu", tmp_path)
-    optimizer = make(module.parameters())
-    for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, 60, size=8)):
-        if number == 30:
-            module.to(device)
-        where = module.weight.device
-        optimizer.zero_grad()
-        squared_loss(module(ids.to(where)), target.to(where)).backward()
-        optimizer.step()
-    expected, _ = train_plainly(ours("pageable", "cpu", tmp_path), make)
-    torch.testing.assert_close(module.table.torch(), expected, rtol=0, atol=5e-5)
-
-
-def train_plainly(module, make):
-    optimizer = make(module.parameters())
-    for ids, target in skewed_batches(ROWS, DIM, 60, size=8):
-        optimizer.zero_grad()
-        squared_loss(module(ids), target).backward()
-        optimizer.step()
-    return module.table.torch(), optimizer
+    found = []
+    for other in ("cpu", device):
+        module = ours("pageable", "cpu", tmp_path)
+        optimizer = case_named("adamw").make(module.parameters())
+        for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, 60, size=8)):
+            if number == 30:
+                module.to(other)
+            where = module.weight.device
+            optimizer.zero_grad()
+            squared_loss(module(ids.to(where)), target.to(where)).backward()
+            optimizer.step()
+        found.append(module.table.torch())
+    torch.testing.assert_close(*found, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("memory", ["pinned", "device"])

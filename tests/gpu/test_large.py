@@ -5,7 +5,7 @@ import torch
 from cases import assert_same_bits, numbers
 from engine_cases import any_bits
 
-from gpu.tools import DEVICE_ENGINES, PINNED_ENGINES, check_same, table_in
+from gpu.tools import DEVICE_ENGINES, ENGINES, check_same, table_in
 from speedtransfer.cuda import pinned_empty
 
 WIDTH = 64
@@ -33,63 +33,59 @@ def device_plane(device):
     torch.cuda.empty_cache()
 
 
-class Large:
-    """With the fixtures `engine` and `plane`."""
+@pytest.fixture(
+    params=[("pinned", "mapped"), ("pinned", "staged"), *(("device", name) for name in DEVICE_ENGINES)], ids="-".join
+)
+def way(request):
+    return request.param
 
-    def test_rows_at_the_edges(self, engine, plane, device):
-        index = torch.tensor(EDGES)
-        rows = torch.zeros(len(EDGES), WIDTH, dtype=torch.uint8, device=device)
-        engine.gather([plane], index.to(device), [rows])
-        check_same([rows.view(torch.int64)], [words(index)])
 
-    def test_scatter_at_the_edges(self, engine, plane, device):
-        for row in EDGES:  # one by one: an offset cut off at 31 or 32 bits would hit another of them
-            index, new = torch.tensor([row]), any_bits((1, WIDTH), torch.uint8, seed=row)
-            engine.scatter([plane], index.to(device), [new.to(device)])
-            engine.wait()
-            expected = words(torch.tensor(EDGES)).view(torch.uint8)
-            expected[EDGES.index(row)] = new[0]
-            check_same([plane[torch.tensor(EDGES, device=plane.device)]], [expected])
-            engine.scatter([plane], index.to(device), [words(index).view(torch.uint8).to(device)])
-            engine.wait()
+@pytest.fixture
+def engine(way, device):
+    return ENGINES[way[1]](device)
 
-    def test_a_call_of_more_than_2_to_the_31_elements(self, engine, plane, device):
-        count = 2**31 // WIDTH + 1000
-        index = torch.arange(NUM_ROWS - count, NUM_ROWS, device=device)
-        rows = torch.zeros(count, WIDTH, dtype=torch.uint8, device=device)
-        engine.gather([plane], index, [rows])
-        for start in range(0, count, 1 << 22):
-            part = slice(start, start + (1 << 22))
-            assert torch.equal(rows[part].view(torch.int64), words(index[part])), f"rows from {start} on"
-        rows[-1] ^= 255
-        engine.scatter([plane], index, [rows])
+
+@pytest.fixture
+def plane(way, request):
+    return request.getfixturevalue(f"{way[0]}_plane")
+
+
+def test_rows_at_the_edges(engine, plane, device):
+    index = torch.tensor(EDGES)
+    rows = torch.zeros(len(EDGES), WIDTH, dtype=torch.uint8, device=device)
+    engine.gather([plane], index.to(device), [rows])
+    check_same([rows.view(torch.int64)], [words(index)])
+
+
+def test_scatter_at_the_edges(engine, plane, device):
+    for row in EDGES:  # one by one: an offset cut off at 31 or 32 bits would hit another of them
+        index, new = torch.tensor([row]), any_bits((1, WIDTH), torch.uint8, seed=row)
+        engine.scatter([plane], index.to(device), [new.to(device)])
         engine.wait()
-        places = torch.tensor([0, count // 2, 2**31 // WIDTH, count - 2, count - 1])
-        expected = words(index.cpu()[places]).view(torch.uint8)
-        expected[-1] ^= 255
-        check_same([plane[index[places.to(device)].to(plane.device)]], [expected])
-        engine.scatter([plane], index[-1:], [words(index[-1:]).view(torch.uint8)])
+        expected = words(torch.tensor(EDGES)).view(torch.uint8)
+        expected[EDGES.index(row)] = new[0]
+        check_same([plane[torch.tensor(EDGES, device=plane.device)]], [expected])
+        engine.scatter([plane], index.to(device), [words(index).view(torch.uint8).to(device)])
         engine.wait()
 
 
-class TestPinned(Large):
-    @pytest.fixture(params=["mapped", "staged"])
-    def engine(self, request, device):
-        return PINNED_ENGINES[request.param](device)
-
-    @pytest.fixture
-    def plane(self, pinned_plane):
-        return pinned_plane
-
-
-class TestDeviceMemory(Large):
-    @pytest.fixture(params=DEVICE_ENGINES)
-    def engine(self, request, device):
-        return DEVICE_ENGINES[request.param](device)
-
-    @pytest.fixture
-    def plane(self, device_plane):
-        return device_plane
+def test_a_call_of_more_than_2_to_the_31_elements(engine, plane, device):
+    count = 2**31 // WIDTH + 1000
+    index = torch.arange(NUM_ROWS - count, NUM_ROWS, device=device)
+    rows = torch.zeros(count, WIDTH, dtype=torch.uint8, device=device)
+    engine.gather([plane], index, [rows])
+    for start in range(0, count, 1 << 22):
+        part = slice(start, start + (1 << 22))
+        assert torch.equal(rows[part].view(torch.int64), words(index[part])), f"rows from {start} on"
+    rows[-1] ^= 255
+    engine.scatter([plane], index, [rows])
+    engine.wait()
+    places = torch.tensor([0, count // 2, 2**31 // WIDTH, count - 2, count - 1])
+    expected = words(index.cpu()[places]).view(torch.uint8)
+    expected[-1] ^= 255
+    check_same([plane[index[places.to(device)].to(plane.device)]], [expected])
+    engine.scatter([plane], index[-1:], [words(index[-1:]).view(torch.uint8)])
+    engine.wait()
 
 
 @pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])

@@ -14,11 +14,13 @@ from engine_cases import any_bits
 import speedtransfer as st
 from gpu.tools import (
     DEVICE_ENGINES,
-    PINNED_ENGINES,
+    ENGINES,
+    WAYS,
     check_same,
     hold,
     no_garbage,  # noqa: F401 - a fixture
     pinned,
+    store_in,
     synchronizing,
     table_in,
 )
@@ -27,23 +29,14 @@ from speedtransfer.engines import MappedEngine, StagedEngine
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
 NO_HOST = ["pinned", "device"]  # memories whose default engine has nothing for the host to do
-WAYS = (
-    [("pinned", name) for name in PINNED_ENGINES]
-    + [("device", name) for name in DEVICE_ENGINES]
-    + [("pageable", "staged")]
-)
-
-
 WARM = [True] * 9 + [False]  # more calls than a staging engine has buffers, then the one that counts
 
 
 @pytest.fixture(params=WAYS, ids="-".join)
-def way(request, device):
+def way(request, device, tmp_path):
     """An engine, and what copies a CPU tensor to where it can have planes."""
     memory, name = request.param
-    engine = {**PINNED_ENGINES, "reference": DEVICE_ENGINES["reference"]}[name](device)
-    stores = {"pinned": pinned, "device": lambda tensor: tensor.to(device, copy=True), "pageable": torch.clone}
-    return engine, stores[memory]
+    return ENGINES[name](device), store_in(memory, device, tmp_path)
 
 
 @contextlib.contextmanager
@@ -54,70 +47,21 @@ def not_waiting(*streams):
     assert not any(event.query() for event in held), "it was waited for"
 
 
-class TestProducers:
-    """Work queued before on the current stream is waited for: what makes the index, the rows, and the planes."""
-
-    def test_of_the_index(self, way, device):
-        (engine, store), side = way, torch.cuda.Stream()
-        content = any_bits((1000, 7), torch.float32)
-        plane, wanted = store(content), torch.randperm(1000)
-        source, index = wanted.to(device), torch.zeros(1000, dtype=torch.int64, device=device)
-        rows = torch.zeros(1000, 7, device=device)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            hold(side, 50)
-            index.copy_(source)
-            engine.gather([plane], index, [rows])
-        side.synchronize()
-        check_same([rows], [content[wanted]])
-
-    def test_of_the_rows_and_the_index(self, way, device):
-        (engine, store), side = way, torch.cuda.Stream()
-        content, wanted = any_bits((1000, 7), torch.float32), torch.randperm(1000)
-        plane, source, source_rows = store(torch.zeros(1000, 7)), wanted.to(device), content.to(device)
-        index = torch.arange(1000, device=device)
-        rows = torch.zeros(1000, 7, device=device)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            hold(side, 50)
-            index.copy_(source)
-            rows.copy_(source_rows)
-            engine.scatter([plane], index, [rows])
-        engine.wait()
-        check_same([plane], [torch.zeros(1000, 7).index_copy(0, wanted, content)])
-
-    def test_of_the_planes(self, way, device):
-        """A scatter on one stream, a gather on another, ten times without a wait of the host."""
-        engine, store = way
-        plane, index = store(torch.zeros(1000, 7)), torch.arange(1000, device=device)
-        rows, outs = torch.zeros(1000, 7, device=device), [torch.zeros(1000, 7, device=device) for _ in range(10)]
-        one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        for step, out in enumerate(outs):
-            with torch.cuda.stream(one):
-                hold(one, 5)
-                rows.fill_(step + 1)
-                engine.scatter([plane], index, [rows])
-            with torch.cuda.stream(two):
-                engine.gather([plane], index, [out])
-        torch.cuda.synchronize()
-        assert [out.unique().tolist() for out in outs] == [[step + 1.0] for step in range(10)]
-
-    @pytest.mark.parametrize("memory", MEMORIES)
-    def test_of_a_table(self, device, tmp_path, memory):
-        table, side = table_in(memory, tmp_path, 500, 9, device).fill_(1), torch.cuda.Stream()
-        index, rows = torch.arange(500, device=device), torch.zeros(500, 9, device=device)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            hold(side, 50)
-            rows.fill_(4)
-            table.scatter(index, rows)
-        assert table.gather(index).eq(4).all()
-        with torch.cuda.stream(side):
-            hold(side, 50)
-            rows.fill_(6)
-            table.scatter(index, rows)
-        assert table.torch().eq(6).all()
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_table_waits_for_what_makes_the_rows(device, tmp_path, memory):
+    table, side = table_in(memory, tmp_path, 500, 9, device).fill_(1), torch.cuda.Stream()
+    index, rows = torch.arange(500, device=device), torch.zeros(500, 9, device=device)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        hold(side, 50)
+        rows.fill_(4)
+        table.scatter(index, rows)
+    assert table.gather(index).eq(4).all()
+    with torch.cuda.stream(side):
+        hold(side, 50)
+        rows.fill_(6)
+        table.scatter(index, rows)
+    assert table.torch().eq(6).all()
 
 
 class TestNothingElse:
@@ -358,41 +302,6 @@ class TestTorchsOwnWaits:
         monkeypatch.undo()
         table.wait()
 
-    @pytest.mark.parametrize("memory", NO_HOST)
-    @pytest.mark.parametrize("padding_idx", [None, 3])
-    def test_one_in_a_forward_for_the_number_of_rows(self, device, memory, padding_idx):
-        emb = st.Embedding(1000, 16, padding_idx, idle="lazy", memory=memory, device=device)
-        ids = torch.randint(1000, (64, 10)).to(device)
-        emb(ids)
-        with synchronizing("warn") as found:
-            emb(ids)
-        assert len(found) <= 1, found
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_a_forward_by_ids_of_the_host(self, device, memory):
-        """Both parts of the way back, ids and inverse, cross the bus; torch waits for a copy out of ordinary memory."""
-        emb, ids = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device), torch.randint(1000, (64, 10))
-        emb(ids)
-        with synchronizing("warn") as found:
-            emb(ids)
-        assert len(found) <= 2, found
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_none_in_backward_and_step(self, device, memory):
-        emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-        ids = torch.randint(1000, (64, 10)).to(device)
-        for _ in range(2):
-            emb(ids).sum().backward()
-            opt.step()
-            opt.zero_grad()
-        loss = emb(ids).sum()
-        with synchronizing("warn") as found:
-            loss.backward()
-            opt.step()
-            opt.zero_grad()
-        assert found == []
-
 
 def test_the_default_stream_and_others_in_order(device):
     """torch's default stream has no number: it must not be taken for none."""
@@ -477,7 +386,7 @@ def test_memory_of_planes_is_not_given_away_early(device, engine, what):
     side, index = torch.cuda.Stream(), torch.arange(5000, device=device)
     table = st.Table(5000, 16, memory="device", device=device).fill_(3)
     table.add_plane("m", 16, fill=3)
-    by_hand = DEVICE_ENGINES[engine](device)
+    by_hand = ENGINES[engine](device)
     table.engine = by_hand if what == "table of an engine that lives on" else engine
     torch.cuda.synchronize()
     with torch.cuda.stream(side):

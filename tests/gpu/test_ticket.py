@@ -173,41 +173,23 @@ def test_a_fault_is_not_lost_in_a_thread(device, tmp_path):
         emb.table.wait()
 
 
-def test_the_host_does_not_wait(device, tmp_path):
-    emb = module(device, "pinned", tmp_path, idle="exact")
+@pytest.mark.parametrize(
+    ("memory", "idle", "ids_on"), [("pinned", "exact", "cuda"), ("pageable", "lazy", "cpu"), ("mmap", "lazy", "cpu")]
+)
+def test_the_host_does_not_wait(device, tmp_path, memory, idle, ids_on):
+    emb = module(device, memory, tmp_path, idle=idle)
     optimizer = torch.optim.AdamW(emb.parameters(), lr=0.02, foreach=True)
-    every = batches(12, device)
 
     def step(ids):
         emb(ids).square().sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 
+    every = batches(12, ids_on)
     for ids in st.prefetch(every, lambda ids: {emb: ids}):
         step(ids)
     loader = iter(st.prefetch(every, lambda ids: {emb: ids}))
     step(next(loader))
-    torch.cuda.synchronize()
-    with synchronizing("warn") as waits:
-        for _ in range(4):
-            step(next(loader))
-    assert not waits
-    loader.close()
-
-
-@pytest.mark.parametrize("memory", ["pageable", "mmap"])
-def test_rows_that_the_host_moves_are_not_waited_for(device, tmp_path, memory):
-    emb = module(device, memory, tmp_path, idle="lazy")
-    optimizer = torch.optim.AdamW(emb.parameters(), lr=0.02, foreach=True)
-
-    def step(ids):
-        emb(ids).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    loader = iter(st.prefetch(batches(12, "cpu"), lambda ids: {emb: ids}))
-    for _ in range(6):
-        step(next(loader))
     torch.cuda.synchronize()
     with synchronizing("warn") as waits:
         for _ in range(4):

@@ -6,7 +6,9 @@ import pytest
 import torch
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss
 from optimizer_cases import case_named
+from test_training_loops import run
 from torch import nn
+from training_loops import PROGRAMS
 
 import speedtransfer as st
 from gpu.tools import check_same, embedding_in
@@ -40,13 +42,15 @@ def assert_close(ours, expected, tolerance=TOLERANCE):
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def train(emb, make, batches, ids_device=None, device=None):
-    opt = make(list(emb.parameters()))
+def train(module, make, batches, ids_device="cpu", device="cpu"):
+    """Return what `planes_of` does after training; ``nn.Embedding`` trains lazily."""
+    opt = make(list(module.parameters()))
+    loop = opt if hasattr(module, "table") else LazyOracle(opt, module)
     for ids, target in batches:
-        opt.zero_grad()
-        squared_loss(emb(ids.to(ids_device or "cpu")), target.to(device or "cpu")).backward()
-        opt.step()
-    return planes_of(emb, opt)
+        loop.zero_grad()
+        squared_loss(module(ids.to(ids_device)), target.to(device)).backward()
+        loop.step()
+    return planes_of(module, opt)
 
 
 class TestTraining:
@@ -63,12 +67,7 @@ class TestTraining:
             assert set(planes) == set(expected)
             check_same(planes.values(), [expected[key] for key in planes])
         dense = dense_embedding(device)
-        oracle = LazyOracle(make([dense.weight]), dense)
-        for ids, target in batches:
-            oracle.zero_grad()
-            squared_loss(dense(ids.to(device)), target.to(device)).backward()
-            oracle.step()
-        assert_close(expected, planes_of(dense, oracle.optimizer))
+        assert_close(expected, train(dense, make, batches, device, device))
         never = NUM_ROWS - 1
         assert torch.equal(expected[""][never], dense.weight[never].cpu())
 
@@ -90,13 +89,8 @@ class TestTraining:
         make = lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-4)  # noqa: E731
         batches = skewed_batches(NUM_ROWS, 64, 6, dtype=dtype)
         ours = train(embedding(memory, tmp_path, device, dim=64, dtype=dtype), make, batches, device, device)
-        dense = dense_embedding(device, dim=64, dtype=dtype)
-        oracle = LazyOracle(make([dense.weight]), dense)
-        for ids, target in batches:
-            oracle.zero_grad()
-            squared_loss(dense(ids.to(device)), target.to(device)).backward()
-            oracle.step()
-        assert_close(ours, planes_of(dense, oracle.optimizer), 1e-9 if dtype == torch.float64 else 0.05)
+        expected = train(dense_embedding(device, dim=64, dtype=dtype), make, batches, device, device)
+        assert_close(ours, expected, 1e-9 if dtype == torch.float64 else 0.05)
 
     def test_a_large_batch_of_few_rows(self, device, tmp_path):
         """Gradients of thousands of ids a row: another kernel of torch's backward, and one of ours in every lane."""
@@ -181,6 +175,18 @@ class TestForward:
 
 
 class TestLoops:
+    @pytest.mark.sweep
+    @pytest.mark.parametrize("memory", MEMORIES)
+    @pytest.mark.parametrize("program", PROGRAMS, ids=str)
+    def test_as_on_the_host(self, device, tmp_path, program, memory):
+        make = case_named("adamw").make
+        emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
+        opt, oracle = make([emb.weight]), LazyOracle(make([dense.weight]), dense)
+        batches = [(ids.to(device), target.to(device)) for ids, target in skewed_batches(NUM_ROWS, DIM, 24)]
+        seen = run(program, emb, opt, batches), run(program, dense, oracle.optimizer, batches, oracle)
+        torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
+        assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer))
+
     def test_a_whole_model_under_autocast_with_a_scaler(self, device, tmp_path):
         """Steps with an infinite gradient are skipped, and count for nothing."""
         results = []
@@ -227,28 +233,6 @@ class TestLoops:
             scaler.update()
             assert torch.equal(emb.table.torch().cpu(), before) == (step in (0, 2))
         assert float(opt.state[emb.weight]["step"]) == 2
-
-    @pytest.mark.parametrize("memory", MEMORIES)
-    def test_accumulation_clipping_and_a_schedule(self, device, tmp_path, memory):
-        emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
-        opt, oracle = (
-            torch.optim.AdamW([emb.weight], lr=0.05),
-            LazyOracle(torch.optim.AdamW([dense.weight], lr=0.05), dense),
-        )
-        schedules = [torch.optim.lr_scheduler.StepLR(o, 2, 0.5) for o in (opt, oracle.optimizer)]
-        batches = skewed_batches(NUM_ROWS, DIM, 12)
-        for pair in zip(batches[::2], batches[1::2], strict=True):
-            for optimizer in (opt, oracle):
-                optimizer.zero_grad()
-            for module in (emb, dense):
-                for ids, target in pair:
-                    squared_loss(module(ids.to(device)), target.to(device)).backward()
-                nn.utils.clip_grad_norm_(module.parameters(), 2.0)
-            opt.step()
-            oracle.step()
-            for schedule in schedules:
-                schedule.step()
-        assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer))
 
     @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap"])
     def test_to_the_cpu_and_back(self, device, tmp_path, memory):
@@ -357,14 +341,6 @@ class TestPadding:
         torch.testing.assert_close(*outs)
         for out in outs:
             out.sum().backward()
-        torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
-
-    def test_batches_of_nothing(self, device):
-        ours, dense = self.pair(device)
-        nothing, some = torch.empty(0, dtype=torch.int64, device=device), torch.tensor([1, 1], device=device)
-        for ids in (nothing, nothing, some, nothing):
-            for module in (ours, dense):
-                module(ids).sum().backward()
         torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
 
     def test_moved_between_backward_and_step(self, device):

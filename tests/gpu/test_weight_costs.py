@@ -79,15 +79,6 @@ class TestWaits:
             loop(emb, head, opt, scaler, ids)
         return found
 
-    @pytest.mark.parametrize("memory", ["pinned", "device"])
-    def test_one_in_a_step_for_the_number_of_rows(self, device, memory):
-        def loop(emb, head, opt, scaler, ids):
-            opt.zero_grad()
-            head(emb(ids)).sum().backward()
-            opt.step()
-
-        assert len(self.waits(memory, device, loop)) <= 1
-
     @pytest.mark.parametrize("foreach", [None, True, False])
     @pytest.mark.parametrize("memory", ["pinned", "device"])
     def test_none_more_with_clipping(self, device, memory, foreach):

@@ -23,13 +23,20 @@ from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, m
 
 HOLD_MS = 200  # far longer than any call here takes
 
-# Ways to move rows between page-locked memory and the device, by name; "auto" is the default of a table.
-PINNED_ENGINES: dict[str, Callable[[torch.device], Any]] = {
+# Engines by name, those that serve page-locked memory and that of the device, and all pairs of a memory and an engine.
+ENGINES: dict[str, Callable[[torch.device], Any]] = {
     "mapped": MappedEngine,
     "staged": StagedEngine,
     "auto": lambda device: make_engine("pinned", device, "auto"),
+    "reference": ReferenceEngine,
 }
-DEVICE_ENGINES: dict[str, Callable[[torch.device], Any]] = {"mapped": MappedEngine, "reference": ReferenceEngine}
+PINNED_ENGINES = ["mapped", "staged", "auto"]
+DEVICE_ENGINES = ["mapped", "reference"]
+WAYS = [
+    *(("pinned", name) for name in PINNED_ENGINES),
+    *(("device", name) for name in DEVICE_ENGINES),
+    ("pageable", "staged"),
+]
 
 # Tables of every kind whose rows are read ahead, or shared out.
 FORMS: dict[str, dict[str, Any]] = {
@@ -55,6 +62,16 @@ def file_tensor(tensor: Tensor, folder: Path) -> Tensor:
     shape = (*tensor.shape[:-1], tensor.shape[-1] * tensor.element_size())
     array = np.memmap(folder / f"plane{len(list(folder.iterdir()))}", np.uint8, "w+", shape=shape)
     return torch.from_numpy(array).view(tensor.dtype).copy_(tensor)
+
+
+def store_in(memory: str, device: torch.device, folder: Path) -> Callable[[Tensor], Tensor]:
+    """Return what copies a CPU tensor to where an engine for `memory` has its planes; "mmap" has a file in `folder`."""
+    return {
+        "pinned": pinned,
+        "pageable": torch.clone,
+        "mmap": lambda tensor: file_tensor(tensor, folder),
+        "device": lambda tensor: tensor.to(device, copy=True),
+    }[memory]
 
 
 @pytest.fixture(autouse=True)
@@ -182,12 +199,8 @@ def wrong_dims(
     return wrong
 
 
-LAYOUTS = {"aligned": (0, 0), "misaligned and strided": (3, 5), "misaligned": (1, 0), "strided": (4, 4)}
-SWEEPS = [
-    pytest.param(dtype, *LAYOUTS[name], id=f"{dtype} {name}".removeprefix("torch."))
-    for name in LAYOUTS
-    for dtype in (torch.float32, torch.uint8)
-]
+LAYOUTS = [(0, 0), (3, 5), (1, 0), (4, 4)]  # shift and gap: aligned, misaligned and strided, misaligned, strided
+SWEEPS = [(dtype, *layout) for layout in LAYOUTS for dtype in (torch.float32, torch.uint8)]
 FEW_SWEEPS = SWEEPS[:4]  # for engines without a kernel of their own
 
 

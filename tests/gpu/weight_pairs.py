@@ -19,17 +19,9 @@ STORED = [
 ]
 
 
-def embedding(memory, dtype, device, folder, rows=ROWS, dim=DIM, **options):
-    return embedding_in(memory, folder, device, rows, dim, storage_dtype=dtype, **options)
-
-
-def dense_of(emb):
-    return nn.Embedding.from_pretrained(rows_of(emb).to(emb.weight.device), freeze=False)
-
-
 def pair_of(memory, dtype, device, folder, **options):
-    emb = embedding(memory, dtype, device, folder, **options)
-    return emb, dense_of(emb)
+    emb = embedding_in(memory, folder, device, ROWS, DIM, storage_dtype=dtype, **options)
+    return emb, nn.Embedding.from_pretrained(rows_of(emb).to(emb.weight.device), freeze=False)
 
 
 def rows_of(emb):

@@ -4,7 +4,7 @@
 #include "word2vec.cu"
 
 // Bytes of shared memory that a block of the next launches may use.
-extern "C" void set_engine(unsigned int bytes, int, int) { shared_bytes = bytes; }
+extern "C" void set_engine(unsigned int bytes) { shared_bytes = bytes; }
 
 KERNEL_CLUSTERS(plan_spans, 1)
 KERNEL_CLUSTERS(train_spans, blocks)
