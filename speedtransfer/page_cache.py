@@ -31,7 +31,7 @@ def pages_in_memory(block: mmap.mmap, start: int) -> tuple[int, int]:
 def read_pages(wanted: Sequence[tuple[int, np.ndarray]], threads: int) -> None:
     """Read pages of files, given by descriptor and page numbers (n,), by one `pread` each on several threads."""
     jobs = [(descriptor, part) for descriptor, pages in wanted for part in np.array_split(pages, threads)]
-    compiled = compiled_module("speedtransfer.page_reads")
+    compiled = compiled_module("speedtransfer.page_calls")
 
     def read(job: tuple[int, np.ndarray]) -> None:
         descriptor, pages = job

@@ -30,7 +30,7 @@ _PIECE_BYTES = 1 << 17  # Linux cuts a longer request off at the read-ahead of t
 FEW_ROWS = 256  # fewer are soon read one by one
 _SAMPLE = 32  # pages of a call, by which it is seen whether pages are in memory: advice for one that is costs 0.2 us
 _AHEAD_PART = 1 / 8  # of the memory that one call fills ahead
-_CALLS = "speedtransfer.tables.page_calls"
+_CALLS = "speedtransfer.page_calls"
 _CAN_ADVISE = all(hasattr(mmap, name) for name in ("MADV_RANDOM", "MADV_WILLNEED"))
 
 _Map = mmap.mmap | Span
