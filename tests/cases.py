@@ -41,7 +41,9 @@ def numbers(shape, dtype, seed=0) -> torch.Tensor:
 def bits(tensor) -> np.ndarray:
     """Return the bytes of a tensor or array, (..., bytes of a row): equal bits, not only equal values."""
     if isinstance(tensor, torch.Tensor):
-        tensor = tensor.detach().cpu().contiguous()
+        tensor = tensor.detach().cpu()
+        # That of no rows may have strides of 0, and contiguous() leaves it so.
+        tensor = tensor.contiguous() if tensor.numel() else tensor.new_empty(tensor.shape)
         return (tensor if tensor.dim() else tensor.view(1)).view(torch.uint8).numpy()
     return np.ascontiguousarray(tensor).view(np.uint8)
 

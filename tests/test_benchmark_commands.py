@@ -39,15 +39,18 @@ def run(monkeypatch, capfd, tmp_path):
 
 @pytest.fixture
 def only(monkeypatch):
-    """Return a function that makes `groups` what every suite named consists of, and these the only suites."""
+    """Return a function that makes `groups` what every suite named consists of, and these the only suites, in their order."""
+    every = dict(SUITES)
 
     def only(**groups):
         modules = {name: SimpleNamespace(groups=lambda *a, g=g, **o: g, VALUE=None) for name, g in groups.items()}
         monkeypatch.setattr(Suite, "module", property(lambda self: modules[self.name]))
-        for name in set(SUITES) - set(groups):
-            monkeypatch.delitem(SUITES, name)
+        SUITES.clear()
+        SUITES.update({name: every[name] for name in groups})
 
-    return only
+    yield only
+    SUITES.clear()
+    SUITES.update(every)
 
 
 def files(folder):
