@@ -118,6 +118,8 @@ words.keep_probability("1e-3") -> InvalidTypeError: sample is '1e-3' \(str\) but
 Sampler(np.zeros(9, "i4"), words, window=0) -> InvalidValueError: window is 0 but must be at least 1
 Sampler(np.array([0, 1], "i4"), Vocabulary(["a", "b"], [0, 0])) -> InvalidValueError: the counts of the vocabulary are all 0
 Sampler(np.empty(0, "i4"), words) -> InvalidValueError: the corpus has no word of the vocabulary
+Sampler(np.zeros(9, "i4"), words, shared_negatives=10**12)
+-> HostMemoryError: shared_negatives=1000000000000 asks for .* a step but this machine has
 Places.find(Block(*[torch.arange(3)] * 4, 3, window=1), 3, 1)
 -> InvalidValueError: a context reaches 2 words but window is 1; pass window=2, or 0
 model(0) -> InvalidValueError: vocabulary is 0 but must be at least 1

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.tables import NOTHING, Known, UniqueRows, padded_unique, sum_rows, trimmed, unique_rows
 
+# As many rows of parts may wait without being added.
 MANY_ROWS = 1 << 16
 # The gradient of some rows: their ids (n,), the gradient (n, dim), what is known of the ids.
 Part = tuple[Tensor, Tensor, Known]

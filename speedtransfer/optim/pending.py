@@ -144,8 +144,8 @@ class PendingGradient:
                 self._of_graph = self._of_graph or grad.requires_grad
                 grad = grad.detach()
                 # The second part and all others of a backward are added at once.
-                late = self.grad is not None and not (ids.is_cuda or summed)
-                if not hooked and (handle.has_hooks() or (late and torch._C._current_graph_task_id() >= 0)):
+                waits = self.grad is not None and not (ids.is_cuda or summed)
+                if not hooked and (handle.has_hooks() or (waits and torch._C._current_graph_task_id() >= 0)):
                     self._arrive((ids, grad, known))
                 else:
                     self._accumulate((ids, grad, known), rows, version, state_rows)

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
+from speedtransfer.system import physical_bytes
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.places import Block
@@ -72,6 +73,12 @@ class Sampler:
         self._draws_windows = settings.model == "cbow"
         block_words = min(settings.block_words or BLOCK_WORDS, max(len(ids), 2))
         self.pool = -(-block_words // GROUP_WORDS) * self.shared_negatives
+        num_bytes = 8 * self.pool
+        if num_bytes > physical_bytes():
+            raise HostMemoryError(
+                f"shared_negatives={settings.pool} asks for {format_bytes(num_bytes)} a step but this machine has "
+                f"{format_bytes(physical_bytes())} of memory; pass fewer shared_negatives"
+            )
         keep = vocabulary.keep_probability(settings.sample)
         kept_share = float((vocabulary.counts * keep).sum()) / vocabulary.num_words
         self.stretch = min(max(round(block_words / kept_share), 2), len(ids))
