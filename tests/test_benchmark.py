@@ -1,4 +1,4 @@
-"""The core of the benchmarks and suite `transfer`: what is timed is right, and checked to be."""
+"""The core of the benchmarks: what is timed is right, and checked to be."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
-from speedtransfer.benchmark import methods, transfer
+from speedtransfer.benchmark import methods
 from speedtransfer.benchmark.environment import commit_of, environment
 from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.workload import Ids, Tables, distinct_ids, spread, workload, zipf_ids
-from speedtransfer.errors import HostMemoryError, InvalidValueError
+from speedtransfer.errors import HostMemoryError
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
@@ -23,14 +23,11 @@ def run_one(*cases: Case, **settings) -> GroupResult:
     return measure(Group("a group", lambda: cases), CPU, **{**FAST, **settings})
 
 
-def failing(error: Exception):
+def failing(error: BaseException):
     def run():
         raise error
 
     return run
-
-
-# --- measure ------------------------------------------------------------------------------------------------------------
 
 
 def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
@@ -39,10 +36,9 @@ def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
     result = run_one(*cases, turns=2, samples=2, budget_s=10.0)
     assert calls[:3] == ["a", "check a", "a"]
     assert [name for name, _ in itertools.groupby(calls[6:])] == ["a", "b", "a", "b"]
-    assert [len(case.samples_s) for case in result.cases] == [4, 4]
-    assert all(
-        0 < host <= done for case in result.cases for host, done in zip(case.host_s, case.samples_s, strict=True)
-    )
+    for case in result.cases:
+        assert len(case.samples_s) == 4
+        assert all(0 < host <= done for host, done in zip(case.host_s, case.samples_s, strict=True))
 
 
 def test_what_comes_before_a_sample_is_not_timed_and_parts_share_the_time(monkeypatch):
@@ -81,16 +77,13 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on():
 
 
 def test_shares_and_the_way_through_json():
-    result = run_one(
-        Case("ours", lambda: None, payload_bytes=100, role="ours"),
-        Case("roof", lambda: None, payload_bytes=100, role="roof"),
-    )
-    result.cases[0].samples_s, result.cases[1].samples_s = [4e-9, 2e-9, 3e-9], [1e-9]
-    assert result.share_of_roof(result.cases[0]) == pytest.approx(1 / 3)
-    assert result.cases[0].quartiles_s == (2.5e-9, 3.5e-9)
-    assert not result.cases[0].noisy
-    result.cases[0].samples_s = [2e-9, 6e-9]
-    assert result.cases[0].noisy
+    result = run_one(*(Case(role, lambda: None, payload_bytes=100, role=role) for role in ("ours", "roof")))
+    ours, roof = result.cases
+    ours.samples_s, roof.samples_s = [4e-9, 2e-9, 3e-9], [1e-9]
+    assert result.share_of_roof(ours) == pytest.approx(1 / 3)
+    assert (ours.quartiles_s, ours.noisy) == ((2.5e-9, 3.5e-9), False)
+    ours.samples_s = [2e-9, 6e-9]
+    assert ours.noisy
     data = result.to_json()
     data["cases"][0]["device_s"] = None  # of an earlier version
     assert GroupResult.from_json(data) == result
@@ -111,8 +104,7 @@ def test_environment_names_machine_and_versions(tmp_path):
 def test_distinct_ids(num_rows, count):
     ids = distinct_ids(num_rows, count, torch.Generator().manual_seed(0))
     assert len(ids.unique()) == len(ids) == count
-    assert ids.min() >= 0
-    assert ids.max() < num_rows
+    assert 0 <= ids.min() <= ids.max() < num_rows
     assert (ids[1:] < ids[:-1]).any(), "in random order"
 
 
@@ -159,9 +151,8 @@ def work():
 
 @BOTH
 def test_a_method_that_moves_wrong_rows_is_found(work, direction):
-    right, unchecked, *_ = methods.our_methods(work, direction)
-    assert (right.name, unchecked.name) == ("speedtransfer", "speedtransfer, check=False")
-    with pytest.raises(IndexError):  # the first is the call with all checks
+    right, *_ = methods.our_methods(work, direction)
+    with pytest.raises(IndexError):  # the call with all checks
         right.move(Ids(*[torch.tensor([10**6])] * 2))
     methods.as_case(right, work, direction).check()
     work.out.copy_(work.plane[work.sets[-1].host])  # an earlier method may have left the right rows
@@ -187,28 +178,6 @@ def test_methods_that_cross_are_right_without_a_device(work, direction, monkeypa
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(methods, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     found = methods._crossing_methods(work, direction)
+    assert len(found) == 3
     for method in found:
         methods.as_case(method, work, direction).check()
-    kinds = (methods.BEST_TORCH, methods.PLAIN_TORCH, methods.OVERLAPPED_TORCH)
-    assert [method.name for method in found] == [kind[direction] for kind in kinds]
-
-
-@pytest.mark.parametrize("quick", [True, False])
-def test_transfer_runs_small_and_every_method_is_checked(quick):
-    groups = transfer.groups(CPU, quick, rows=200, table_bytes=1 << 18, seed=1)
-    results = [measure(group, CPU, **FAST) for group in groups]
-    assert not any(result.skipped or case.error for result in results for case in result.cases)
-    assert len({result.title for result in results}) == len(results)
-    assert {result.params["kind"] for result in results} == {"ways", "overhead"}
-    sizes = {64, 512, 4096} if quick else {4, 16, 64, 256, 512, 1024, 4096, 16384}
-    assert {result.params["row_bytes"] for result in results} == sizes
-    assert {result.params["memory"] for result in results} == ({"pageable"} if quick else {"pageable", "mmap"})
-    assert {result.params["table_bytes"] for result in results} == {1 << 18}
-    ours = ["speedtransfer", "speedtransfer, check=False", "engine: host", "engine: reference"]
-    others = {"gather": ["index_select(out=)", "t[idx]"], "scatter": ["index_copy_", "t[idx] = rows"]}
-    for result in results:
-        names = [*ours, *others[result.params["direction"]], "memcpy", "copy past the cache"]
-        assert [case.name for case in result.ran] == names
-    for options in ({"rows": 0}, {"table_bytes": 10}):
-        with pytest.raises(InvalidValueError, match="must be at least"):
-            transfer.groups(CPU, quick, **options)

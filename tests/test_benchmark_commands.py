@@ -1,10 +1,12 @@
-"""`speedtransfer bench`: what it writes, and how it fails before anything is measured."""
+"""`speedtransfer bench`: what it writes, how it fails, and its reports, also from what this repository has recorded."""
 
 from __future__ import annotations
 
 import io
 import json
+import struct
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,11 +15,16 @@ from rich.console import Console
 
 from speedtransfer.benchmark import commands
 from speedtransfer.benchmark.measure import EFFORT, Case, Group
-from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.report import group_table, groups_of, headlines, markdown, missing, plot, series_tables
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main
 from speedtransfer.errors import HostMemoryError
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
+
+RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -57,11 +64,22 @@ def files(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
+def group_of(title, *cases, **params):
+    return Group(title, lambda: list(cases), params)
+
+
+def ours(name="ours", run=lambda: None, **given):
+    return Case(name, run, role="ours", **given)
+
+
 def failing(error):
-    def run():
+    def run(*arguments, **options):
         raise error
 
     return run
+
+
+NO_ROOM = failing(HostMemoryError("no room for 50 GB"))
 
 
 def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
@@ -70,23 +88,18 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
     assert (code, err) == (0, ""), "no bar where there is no terminal"
     assert files(tmp_path) == ["new/plots/report.md", "new/plots/transfer.png", "t.json"]
     result = json.loads((tmp_path / "t.json").read_text())
-    assert set(result) == {
-        "suite", "quick", "options", "environment", "groups", "failures", "complete", "seconds",
-    }  # fmt: skip
-    assert (result["failures"], result["complete"]) == ({}, True)
+    assert (result["suite"], result["quick"], result["failures"], result["complete"]) == ("transfer", True, {}, True)
     assert result["options"] == {"seed": 0, "rows": 100, "table_bytes": 262144}
+    assert result["environment"]["versions"]["torch"] == torch.__version__
     for data in result["groups"]:
-        group = GroupResult.from_json(data)
-        assert group.to_json() == data
-        assert group.title in out
-    assert "x speedtransfer" in out
-    assert "gather, GB/s and share of a plain copy, by bytes of a row" in out
-    assert "wrote t.json" in out
+        assert GroupResult.from_json(data).to_json() == data
+        assert data["title"] in out
+    for words in ("x speedtransfer", "gather, GB/s and share of a plain copy, by bytes of a row", "wrote t.json"):
+        assert words in out
 
 
 def test_all_writes_a_file_for_each_suite(run, only, tmp_path):
-    case = Case("speedtransfer", lambda: None, payload_bytes=10, role="ours")
-    only(transfer=[Group("a gather", lambda: [case], {"kind": "other"})], cache=[])
+    only(transfer=[group_of("a gather", ours(payload_bytes=10), kind="other")], cache=[])
     code, out, err = run("all", "--json", "results", "--plot", "plots", "--rows", "5", "--device", "cpu")
     assert code == 0, err
     assert files(tmp_path) == ["plots/report.md", "results/cache.json", "results/transfer.json"]
@@ -94,41 +107,39 @@ def test_all_writes_a_file_for_each_suite(run, only, tmp_path):
     assert "a gather" in out
 
 
-BAD = [
-    (["transfr"], ["transfr", "transfer"]),
-    (["everything"], ["everything", "'all'"]),
-    ([], ["SUITE"]),
-    (["transfer", "--rows", "0"], ["--rows is 0", "at least 1"]),
-    (["transfer", "--table-bytes", "65535"], ["--table-bytes is 65535", "at least 65536"]),
-    (["transfer", "--table-bytes", "inf"], ["--table-bytes", "inf"]),
-    (["transfer", "--seed", "-1"], ["--seed is -1"]),
-    (["transfer", "--device", "tpu"], ["tpu"]),
-    (["step", "--table-bytes", "1e9"], ["--table-bytes", "'step'", "transfer"]),
-    (["transfer", "--json", "missing/t.json"], ["--json", "missing", "does not exist"]),
-    (["transfer", "--json", "folder"], ["--json", "folder", "name the file"]),
-    (["all", "--json", "file"], ["--json", "file"]),
-    (["all", "--json", "/proc/results"], ["--json", "/proc"]),
-    (["transfer", "--plot", "file/plots"], ["--plot", "file", "no folder"]),
-]
+BAD = """
+transfr -> 'transfer'
+everything -> 'all'
+transfer --rows 0 -> --rows is 0 but must be at least 1
+transfer --table-bytes 65535 -> --table-bytes is 65535 but must be at least 65536
+transfer --table-bytes inf -> --table-bytes is inf
+transfer --seed -1 -> --seed is -1
+step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
+transfer --json missing/t.json -> 'missing' does not exist
+transfer --json folder -> name the file
+all --json file -> --json: 'file'
+all --json /proc/results -> --json: '/proc'
+transfer --plot file/plots -> --plot: 'file' is no folder
+"""
 
 
-@pytest.mark.parametrize(("arguments", "words"), BAD, ids=[" ".join(arguments) or "nothing" for arguments, _ in BAD])
-def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkeypatch, arguments, words):
+@pytest.mark.parametrize("bad", BAD.strip().splitlines())
+def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkeypatch, bad):
     (tmp_path / "file").write_text("precious")
     (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(commands, "run_suite", lambda *a, **o: pytest.fail("it measures"))
-    code, out, err = run(*arguments)
+    monkeypatch.setattr(commands, "run_suite", failing(RuntimeError("it measures")))
+    arguments, words = bad.split(" -> ")
+    code, out, err = run(*arguments.split())
     assert code == 2, out + err
     (line,) = [line for line in err.splitlines() if line.strip()]
-    for word in words:
-        assert word in line
+    assert words in line
     assert files(tmp_path) == ["file"]
     assert (tmp_path / "file").read_text() == "precious"
 
 
 def test_plots_without_matplotlib_name_the_extra(run, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(commands, "run_suite", lambda *a, **o: pytest.fail("it measures"))
+    monkeypatch.setattr(commands, "run_suite", failing(RuntimeError("it measures")))
     code, _, err = run("transfer", "--plot", "plots")
     assert code == 2
     assert "speedtransfer[plot]" in err
@@ -143,26 +154,23 @@ def test_plots_without_matplotlib_name_the_extra(run, tmp_path, monkeypatch):
             "WrongResultError: a gather: bad method gives a wrong result (other rows), so nothing is timed; please report it",
             False,
         ),
-        (Case("bad method", failing(RuntimeError("a fault")), role="ours"), "RuntimeError: a fault", True),
+        (ours("bad method", failing(RuntimeError("a fault"))), "RuntimeError: a fault", True),
     ],
 )
 def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path, case, reason, traceback):
-    only(transfer=[Group("a gather", lambda: [case]), Group("a scatter", lambda: [Case("good method", lambda: None)])])
+    only(transfer=[group_of("a gather", case), group_of("a scatter", Case("good method", lambda: None))])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
     assert (code, err) == (1, f"speedtransfer: error: 1 group failed: a gather ({reason})\n")
     assert ("Traceback" in out) == traceback
     assert "good method" in out
     result = json.loads((tmp_path / "t.json").read_text())
-    assert result["complete"]
-    assert list(result["failures"]) == ["a gather"]
-    assert result["groups"][0]["cases"] == []
+    assert (result["complete"], list(result["failures"])) == (True, ["a gather"])
 
 
 def test_what_is_skipped_says_why_and_nothing_of_ours_is_an_error(run, only, tmp_path):
-    no_room = failing(HostMemoryError("no room for 50 GB"))
-    ours, large = Group("a gather", lambda: [Case("ours", lambda: None, role="ours")]), Group("a large gather", no_room)
-    cases = [Case("ours", no_room, role="ours"), Case("another", lambda: None)]
-    only(transfer=[large, ours], step=[large], memory=[Group("of rows", lambda: cases)], cache=[])
+    large = Group("a large gather", NO_ROOM)
+    part = group_of("of rows", ours(run=NO_ROOM), Case("another", lambda: None))
+    only(transfer=[large, group_of("a gather", ours())], step=[large], memory=[part], cache=[])
     code, out, err = run("transfer", "--device", "cpu")
     assert code == 0, err
     assert "a large gather: not run: no room for 50 GB" in out
@@ -176,10 +184,8 @@ def test_what_is_skipped_says_why_and_nothing_of_ours_is_an_error(run, only, tmp
 
 
 def test_ctrl_c_keeps_what_was_measured(run, only, tmp_path):
-    stop = failing(KeyboardInterrupt())
-    first = Group("the first", lambda: [Case("fast", lambda: None)], {"experiment": "matmul", "size": 5})
-    slow = Group("the second", lambda: [Case("slow", stop)])
-    only(transfer=[], cache=[first, slow], step=[slow])
+    slow = group_of("the second", Case("slow", failing(KeyboardInterrupt())))
+    only(transfer=[], cache=[group_of("the first", Case("fast", lambda: None)), slow], step=[slow])
     code, _, err = run("step", "--json", "t.json", "--plot", "plots", "--device", "cpu")
     assert (code, err) == (130, "speedtransfer: aborted\n")
     assert files(tmp_path) == [], "nothing was measured"
@@ -193,18 +199,117 @@ def test_ctrl_c_keeps_what_was_measured(run, only, tmp_path):
 
 
 def test_a_group_is_not_begun_when_the_time_is_up(only):
-    only(transfer=[Group(name, lambda: [Case("ours", lambda: None, role="ours")]) for name in "ab"])
-    result = run_suite(SUITES["transfer"], torch.device("cpu"), True, seconds=0.0)
+    only(transfer=[group_of(name, ours()) for name in "ab"])
+    result = run_suite(SUITES["transfer"], CPU, True, seconds=0.0)
     assert not result["complete"]
     assert [group["skipped"] for group in result["groups"]] == ["the time was up"] * 2
 
 
 def test_a_narrow_terminal_gets_fewer_columns(only):
-    case = Case("speedtransfer", lambda: None, payload_bytes=10, role="ours")
-    only(transfer=[Group("a gather", lambda: [case])])
-    for width, shown in ((79, False), (80, True)):
+    only(transfer=[group_of("a gather", ours(payload_bytes=10))])
+    for width in (79, 80):
         console = Console(width=width, record=True, quiet=False, file=io.StringIO())
-        run_suite(SUITES["transfer"], torch.device("cpu"), True, console)
-        text = console.export_text()
-        assert ("quartiles" in text) == ("GB/s" in text.split("a gather")[1].split("1 GB")[0]) == shown
-        assert "of host memory" in text.splitlines()[0] + text.splitlines()[1]
+        run_suite(SUITES["transfer"], CPU, True, console)
+        assert ("quartiles" in console.export_text()) == (width == 80)
+
+
+# --- reports ------------------------------------------------------------------------------------------------------------
+
+
+def case(name, role="other", seconds=1e-3, payload=0, **fields):
+    return CaseResult(name, role, payload, [seconds] * 3, [seconds / 2] * 3, **fields)
+
+
+def moved(row_bytes, kind="ways"):
+    """A group of suite `transfer`."""
+    payload = 1000 * row_bytes
+    rates = [("speedtransfer", "ours", 50e9), ("t[idx].to(device)", "other", 1e9), ("one cudaMemcpy", "roof", 54e9)]
+    params = {"kind": kind, "direction": "gather", "row_bytes": row_bytes, "headline": kind == "overhead"}
+    title = f"{kind}: 1,000 rows of {row_bytes} B"
+    return GroupResult(title, params, [case(name, role, payload / rate, payload) for name, role, rate in rates])
+
+
+def steps(rows, experiment="size"):
+    """A group of suite `step`."""
+    cases = [case("speedtransfer, pinned", "ours", 3e-3), case("nn.Embedding + AdamW", seconds=9e-3)]
+    return GroupResult(f"AdamW step of {rows:,} rows", {"experiment": experiment, "rows": rows}, cases)
+
+
+def test_a_group_as_a_table():
+    table = group_table(moved(512))
+    assert table.header == ["", "GB/s", "of roof", "x speedtransfer", "median", "quartiles"]
+    assert table.rows[1] == ["speedtransfer", "50.0", "93%", "1.00x", "10.2 us", "10.2 us to 10.2 us"]
+    assert table.rows[0][:4] == ["one cudaMemcpy", "54.0", "roof", "0.93x"], "fastest first"
+    assert table.ours == {"speedtransfer"}
+    assert group_table(moved(512, "overhead")).header[-1] == "host"
+
+
+def test_columns_follow_what_a_group_is_about():
+    held = GroupResult("memory", {}, [case("ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000})])
+    assert group_table(held).header == ["", "host memory", "device memory"]
+    assert headlines(SUITES["memory"], [held]) == ["memory: ours 5.1 GB of the host, 10 MB of the device"]
+    trained = [case("FP32", figures={"moved_bytes": 4e6, "loss": 0.51}, memory={"host_bytes": 10**9})]
+    table = group_table(GroupResult("a step", {}, trained))
+    assert table.header == ["", "x FP32", "median", "quartiles", "moved bytes", "loss", "host memory"]
+    alone = [CaseResult("lanes 4", "ours", 0, figures={"alone": 16.4, "words": 123456}), CaseResult("none", "ours", 0)]
+    table = group_table(GroupResult("rates", {}, alone))
+    assert (table.header, table.rows) == (["", "alone", "words"], [["lanes 4", "16.4", "123,456"]]), "without times"
+
+
+def test_series_put_groups_side_by_side():
+    (gather,) = series_tables(SUITES["transfer"], [moved(size) for size in (512, 64, 4096)])
+    assert gather.header == ["", "64", "512", "4,096"]
+    assert gather.rows[0] == ["speedtransfer", "50.0 (93%)", "50.0 (93%)", "50.0 (93%)"]
+    groups = [steps(rows) for rows in (10**6, 10**7, 10**8)]
+    groups[0].cases.append(case("in one group of three"))
+    groups[2].cases[1] = CaseResult("nn.Embedding + AdamW", "other", 0, error="out of memory")
+    (table,) = series_tables(SUITES["step"], groups)
+    assert table.rows[1:] == [["nn.Embedding + AdamW", "9.00 ms", "9.00 ms", ""]]
+    skipped = GroupResult("gather from mmap", {}, [], "no room on disk")
+    assert missing({"groups": [group.to_json() for group in [*groups, skipped]]}) == [
+        "gather from mmap: no room on disk",
+        "AdamW step of 100,000,000 rows, nn.Embedding + AdamW: out of memory",
+    ]
+
+
+def test_groups_that_stand_alone_have_a_sentence():
+    again = moved(512)  # of two groups of a series with one value the first is in it
+    again.title, again.params["headline"] = "another", True
+    overhead, other = headlines(SUITES["transfer"], [moved(512), moved(512, "overhead"), again])
+    assert overhead.startswith("overhead: 1,000 rows of 512 B: speedtransfer 10.2 us (50.0 GB/s, 93% of the roof); ")
+    assert "; t[idx].to(device) 50.0x (1.00 GB/s, 1.9% of the roof)" in overhead
+    assert other.startswith("another: ")
+    group = steps(1000, "idle rows")
+    group.cases[1].samples_s = [1e-3, 2e-3, 3e-3]
+    (line,) = headlines(SUITES["step"], [group])
+    assert line == "AdamW step of 1,000 rows: speedtransfer, pinned 3.00 ms; nn.Embedding + AdamW 0.67x (noisy)"
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_what_is_recorded(suite):
+    """Pictures also of one point, for which matplotlib once found no room at a power of ten, and of nothing."""
+    result = json.loads(next(RESULTS.glob(f"*/{suite}.json")).read_text())
+    first = groups_of(result)[0]
+    assert GroupResult.from_json(first.to_json()) == first
+    text, short = markdown(result), markdown(result, short=True)
+    assert len(short) < len(text)
+    assert short.count("\n| --- |") <= 1
+    for block in text.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1, block
+    if suite in ("step", "cache"):  # lines and bars
+        assert min(struct.unpack(">II", plot(result)[16:24])) > 200
+    del result["groups"][1:], result["groups"][0]["cases"][1:]
+    result["groups"][0]["cases"][0]["samples_s"] = [1e-6] * 5
+    assert plot(result).startswith(b"\x89PNG")
+    result["groups"][0]["cases"] = []
+    assert plot(result) is None
+    assert markdown(result)
+
+
+def test_units():
+    seconds = {2.5: "2.50 s", 0.0999: "99.9 ms", 1e-3: "1.00 ms", 9.996e-6: "10.0 us", 5e-9: "5.00 ns", None: ""}
+    assert {value: format_seconds(value) for value in seconds} == seconds
+    assert [format_share(share) for share in (1.234, 0.1, 0.034, None)] == ["123%", "10%", "3.4%", ""]
+    assert [format_ratio(ratio) for ratio in (0.5, 41.04, 410.4)] == ["0.50x", "41.0x", "410x"]
+    assert [format_count(count) for count in (999, 20_000, 1_500_000, 2e9)] == ["999", "20k", "1.5M", "2G"]
