@@ -1,40 +1,61 @@
-"""What bench/ has recorded gets into the docs; examples are recorded; make passes on what it is given."""
+"""The scripts of bench/: what is recorded gets into the docs, and each experiment runs small and notices what is wrong."""
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import shutil
-import subprocess
+import lzma
+import math
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+from speedtransfer.benchmark.measure import measure
+from speedtransfer.benchmark.report import markdown, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult, to_text
+from speedtransfer.cuda import cuda_status
+from speedtransfer.errors import InvalidValueError
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = "--steps 6 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --attention-heads 2 --rows 50 --dim 4"
-needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="no make")
+CPU = torch.device("cpu")
+FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
+ABOUT = {"device": "NVIDIA Test 1 (Laptop)", "cuda": True, "commit": "0123456789abcdef", "dirty": False}
+ABOUT |= {"date": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13", "cupy": "14.2"}}
 
 
-@pytest.fixture
-def bench(monkeypatch):
+@pytest.fixture(autouse=True)
+def script(monkeypatch):
     """A function that imports a script of bench/ by its name."""
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):  # `make test` tells its children so
-        monkeypatch.delenv(name, raising=False)
     for folder in ("examples", "bench"):
         monkeypatch.syspath_prepend(str(ROOT / folder))
     return importlib.import_module
 
 
-def a_result() -> dict:
-    """A recorded suite of one group."""
+@pytest.fixture
+def suites(script):
+    return script("store").suites()
+
+
+# --- results ------------------------------------------------------------------------------------------------------------
+
+
+def a_result(suite: str, groups: list[GroupResult]) -> dict:
+    shown = [group.to_json() for group in groups]
+    return {"suite": suite, "quick": False, "options": {}, "environment": ABOUT, "groups": shown, "seconds": 1.0}
+
+
+def of_tax() -> dict:
     cases = [CaseResult(name, "other", 0, samples_s=[1e-3], host_s=[1e-3]) for name in ("NumPy", "on the device")]
-    environment = {"device": "NVIDIA Test 1 (Laptop)", "cuda": True, "commit": "0123456789abcdef", "dirty": False}
-    environment |= {"date": "2026-01-02T03:04:05+00:00", "versions": {"torch": "2.13", "cupy": "14.2"}}
-    groups = [GroupResult("a product", {"experiment": "matmul", "size": 50}, cases).to_json()]
-    return {"suite": "tax", "quick": False, "options": {}, "environment": environment, "groups": groups, "seconds": 1.0}
+    return a_result("tax", [GroupResult("a product", {"experiment": "matmul", "size": 50}, cases)])
+
+
+def shown(suite: str, groups: list[GroupResult]) -> str:
+    """The markdown of a result, of which a picture can be drawn."""
+    assert plot(a_result(suite, groups)).startswith(b"\x89PNG")
+    return markdown(a_result(suite, groups))
 
 
 def page(root: Path, section) -> Path:
@@ -46,34 +67,29 @@ def page(root: Path, section) -> Path:
 
 
 def test_a_case_is_a_line_of_json():
-    text = to_text(a_result())
-    assert json.loads(text) == a_result()
-    lines = [line for line in text.splitlines() if '"samples_s"' in line]
-    assert len(lines) == 2
-    assert all(line.strip().startswith('{"name": ') for line in lines)
+    text = to_text(of_tax())
+    assert json.loads(text) == of_tax()
+    lines = [line.strip() for line in text.splitlines() if '"samples_s"' in line]
+    assert [line[:9] for line in lines] == ['{"name": '] * 2
 
 
-def test_pages_show_what_is_recorded(tmp_path, bench, capsys):
+def test_pages_show_what_is_recorded(tmp_path, script, capsys):
     """Not what is of a quick or a stopped run, and no file that is unreadable."""
-    store, readme = bench("store"), bench("readme")
-    shown = page(tmp_path, readme.FIGURES)
-    before = shown.read_text()
+    store, readme = script("store"), script("readme")
+    written = page(tmp_path, readme.FIGURES)
+    before = written.read_text()
     assert readme.main(check=False, root=tmp_path) == 0
-    assert shown.read_text() == before  # nothing is recorded
-    result = a_result()
-    path = store.path_of(tmp_path, result["environment"]["device"], "tax")
+    assert written.read_text() == before  # nothing is recorded
+    path = store.path_of(tmp_path, ABOUT["device"], "tax")
     assert path.relative_to(tmp_path).as_posix() == "bench/results/nvidia-test-1-laptop/tax.json"
-    store.write(path, result)
+    store.write(path, of_tax())
     for run in (store.QUICK, store.PARTIAL):
-        store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), result)
+        store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), of_tax())
     path.with_name("step.json").write_text("{")
-    assert readme.main(check=True, root=tmp_path) == 1
-    assert readme.main(check=False, root=tmp_path) == 0
-    assert readme.main(check=True, root=tmp_path) == 0
+    assert [readme.main(check=check, root=tmp_path) for check in (True, False, True)] == [1, 0, 0]
     assert "step.json is unreadable" in capsys.readouterr().err
-    text = shown.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
+    text = written.read_text()
+    assert (text.startswith("before\n"), text.endswith("after\n")) == (True, True)
     for part in ("### NVIDIA Test 1", "0123456789ab", "(../bench/results/nvidia-test-1-laptop/tax.png)"):
         assert part in text
     assert "old figures" not in text
@@ -81,93 +97,268 @@ def test_pages_show_what_is_recorded(tmp_path, bench, capsys):
     assert 1000 < path.with_suffix(".png").stat().st_size < 150_000
 
 
-def test_every_section_has_its_marks(bench):
-    for section in bench("readme").SECTIONS:
+def test_every_section_has_its_marks(script):
+    for section in script("readme").SECTIONS:
         text = (ROOT / section.page).read_text(encoding="utf-8")
         assert text.index(section.begin) < text.index(section.end)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
+    ("arguments", "line"),
     [
-        (["parallel", "--quick", "--steps", "6"], "| DDP, sharded | (32, 5) | 50 | "),
-        (["ngram_lm", *TINY.split(), "--only", "dense", "exact"], '| speedtransfer, idle="exact" | '),
+        ("parallel --quick --steps 6", "| DDP, sharded | (32, 5) | 50 | "),
+        (
+            "ngram_lm --steps 6 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --attention-heads 2 --rows 50 "
+            "--dim 4 --only dense exact",
+            '| speedtransfer, idle="exact" | ',
+        ),
     ],
 )
-def test_an_example_is_recorded_and_shown(bench, tmp_path, arguments, shown):
-    store, readme = bench("store"), bench("readme")
-    if arguments[0] == "ngram_lm":
-        data = tmp_path / "text.txt"
-        data.write_text("\n".join(f"a b c{number % 7} d e{number % 3}" for number in range(200)), encoding="utf-8")
-        arguments = [*arguments, "--data", str(data)]
-    assert bench("record_examples").main(arguments, tmp_path) == 0
+def test_an_example_is_recorded_and_shown(script, tmp_path, arguments, line):
+    store, readme = script("store"), script("readme")
+    assert script("record_examples").main(arguments.split(), tmp_path) == 0
     ((part, path),) = store.recorded(tmp_path)
     assert store.read(path)["complete"]
     (section,) = [section for section in readme.SECTIONS if section.parts == (part,)]
     text = page(tmp_path, section)
     assert readme.main(check=False, root=tmp_path) == 0
-    assert shown in text.read_text()
+    assert line in text.read_text()
     assert f"](../{path.with_suffix('.png').relative_to(tmp_path).as_posix()})" in text.read_text()
 
 
-def test_what_an_example_refuses_is_not_recorded(bench, tmp_path):
-    root = tmp_path / "root"
-    with pytest.raises(SystemExit) as stop:
-        bench("record_examples").main(["ngram_lm", *TINY.split(), "--data", str(tmp_path / "none.txt")], root)
-    assert stop.value.code == 2
-    assert not root.exists()
+# --- experiments --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="git counts them")
-def test_lines_are_counted(bench, capsys):
-    count = bench("count")
-    assert count.main() == 0
-    rows = {line[:26].strip(): line[26:].split() for line in capsys.readouterr().out.splitlines()}
-    assert int(rows["bench"][0]) == len(list((ROOT / "bench").rglob("*.py")))
-    assert count.main("0123abc") == 2
+def test_each_is_declared_as_a_suite_is(script, suites):
+    for name in script("store").EXPERIMENTS:
+        groups = suites[name].groups(CPU, True, seed=3, rows=5, whatever=1)
+        assert len({group.title for group in groups}) == len(groups) <= len(suites[name].groups(CPU, False))
+        assert suites[name].declared("NOTE", "")
 
 
-@needs_make
-def test_make_passes_arguments_on(bench):
-    argv = ["make", "-n", "--no-print-directory", "gpu", "PY=python3", "ARGS=--only tests --quick"]
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout.split("; ") == [
-        "python3 bench/record.py gpu --only tests --quick",
-        "status=$?",
-        "python3 bench/readme.py && exit $status\n",
-    ]
+def test_tax_compares_the_same_three_ways(suites, monkeypatch):
+    tax = suites["tax"].module
+    monkeypatch.setattr(tax, "_SPIN_S", 0.0)
+    found = [measure(group, CPU, **FAST) for group in tax.groups(CPU, True)[:2]]
+    assert all([case.name for case in group.ran] == [tax.HOST, tax.RESIDENT, tax.COPIES] for group in found)
+    assert "| NumPy | " in shown("tax", found)
+    for case in tax._cases(40, CPU, 0):
+        with pytest.raises(AssertionError, match="of its norm off"):
+            case.check()  # nothing has run yet
 
 
-@needs_make
-@pytest.mark.parametrize(("record", "readme", "error"), [(3, 0, 3), (0, 4, 4), (0, 0, 0)])
-def test_make_writes_the_readme_also_after_a_failure(bench, tmp_path, record, readme, error):
-    python = tmp_path / "python"
-    python.write_text(f'#!/bin/sh\necho "ran $1"\n[ "$1" = bench/record.py ] && exit {record} || exit {readme}\n')
-    python.chmod(0o755)
-    done = subprocess.run(["make", "-s", "bench", f"PY={python}"], cwd=ROOT, capture_output=True, text=True)
-    assert done.stdout.splitlines() == ["ran bench/record.py", "ran bench/readme.py"]
-    assert done.returncode == (2 if error else 0)
-    assert (f"Error {error}" in done.stderr) == bool(error)
+@pytest.fixture
+def mixed(suites, monkeypatch):
+    """On a tiny network, with no memory measured."""
+    module = suites["mixed"].module
+    monkeypatch.setattr(module, "memory_of", lambda *given: {"host_bytes": 1000})
+    for limit in ("_MOST_STEP_S", "_MOST_TRAINING_S"):
+        monkeypatch.setattr(module, limit, math.inf)
+    tiny = module._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
+    monkeypatch.setattr(module, "_QUICK", tiny)
+    return module
 
 
-@needs_make
+def test_fp32_is_torch_nn_to_rounding_on_stretches_of_the_text(mixed):
+    training = mixed.Training(mixed.FP32, mixed._QUICK, 64, CPU, 0, {})
+    windows = training.windows.train
+    counts = torch.bincount(windows[:, -1])
+    assert (windows.shape[1], len(counts)) == (3, 50)
+    assert counts[0] == counts.max(), "words are numbered by frequency"
+    assert 0.05 < len(training.windows.held_out) / len(windows) < 0.2
+    training.restart()
+    model, batches = training.model, training._batches
+    plain = nn.Embedding(training.windows.num_words, 4)
+    plain.load_state_dict({"weight": model.words.state_dict()["weight"]})
+    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 50))
+    mlp.load_state_dict(model.mlp.state_dict())
+    optimizer = torch.optim.AdamW([*plain.parameters(), *mlp.parameters()], lr=training.optimizer.defaults["lr"])
+    for _ in range(3):
+        batch = next(batches)
+        training._batches = iter([batch])
+        training.run()
+        F.cross_entropy(mlp(plain(batch[:, :-1]).flatten(1)), batch[:, -1]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.testing.assert_close(model.words.state_dict()["weight"], plain.weight.detach(), rtol=1e-4, atol=1e-5)
+
+
+def test_every_form_is_measured_and_judged(mixed, monkeypatch):
+    found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
+    assert [case.name for case in found.ran] == [form.name for form in mixed.FORMS]
+    for case in found.ran:
+        assert 0 <= case.figures[mixed.ACCURACY] <= 1
+        assert case.figures[mixed.LOSS] < math.log(50)
+    text = shown("mixed", [found])
+    assert "- the device lists " in text
+    assert "| accuracy, by windows of a batch | 128 |" in text
+    case = mixed.Training(mixed.FORMS[2], mixed._QUICK, 64, CPU, 0, {"loss": 1.0, "seconds": 1.0})
+    case.run()
+    monkeypatch.setattr(mixed.Training, "evaluate", lambda training: (0.1, 1.2))
+    with pytest.raises(AssertionError, match=r"ends with a loss of 1\.2000, FP32 with 1\.0000"):
+        case.check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gradients", "rows of a table"])
+def test_every_method_comes_to_the_loss_of_one_process(suites, kind):
+    exchange = suites["exchange"].module
+    (group,) = [group for group in exchange.groups(CPU, True) if group.params["kind"] == kind]
+    found = measure(group, CPU, **FAST)
+    assert [case.name for case in found.ran] == list(exchange.METHODS[kind])
+    sent = [case.figures["sent_bytes"] * case.figures["steps"] for case in found.ran]
+    assert max(sent[1:]) < sent[0]
+    assert f"| {found.ran[0].name} | " in shown("exchange", [found]).replace("**", "")
+
+
+def test_what_did_not_come_to_the_loss_is_told(suites, monkeypatch):
+    exchange, how = suites["exchange"].module, ("gradients", suites["exchange"].module._QUICK, 2, 16, 1)
+    whole = {"losses": [0.5, 0.3], "sent_bytes": 160.0, "seconds": [1.0]}
+    found = {"all-reduce": whole, "one_bit_hook": {"losses": [0.5, 0.4], "sent_bytes": 10.0, "seconds": []}}
+    alone = {"all-reduce": {"losses": [0.5, 0.3]}}
+    monkeypatch.setattr(exchange, "train", lambda ranks, *_: found if ranks > 1 else alone)
+    first, signs = exchange._measured(*how)
+    assert first.figures == {"steps": 16.0, "sent_bytes": 10.0, "loss": 0.3}
+    assert signs.error == "did not come to a loss of 0.303 in 48 steps"
+    groups = [GroupResult("train", {"kind": "gradients", "ranks": 2}, [first, signs])]
+    assert "- not run: train, one_bit_hook: did not come" in shown("exchange", groups)
+    alone["all-reduce"]["losses"] = [0.5, 0.31]
+    with pytest.raises(AssertionError, match=r"0\.3, but one process 0\.31"):
+        exchange._measured(*how)
+
+
+@pytest.mark.parametrize("package", ["speedtransfer", "speedtransfer.ranks"])
+def test_the_package_says_where_they_are(package):
+    for name in ("OneBitState", "one_bit_hook", "BlockMomentumAverager"):
+        with pytest.raises(
+            ImportError, match=rf"{package}\.{name} is no part of the package any more; copy it from ex"
+        ):
+            getattr(importlib.import_module(package), name)
+
+
+@pytest.mark.slow
+def test_plans_are_compared_with_what_a_step_takes(suites, monkeypatch, tmp_path):
+    plans = suites["plan_accuracy"].module
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(plans, "in_process", lambda what, case: what(case))
+    monkeypatch.setattr(plans, "CASES", [plans.CASES[number] for number in (3, 6, 9)])
+    found = measure(plans.groups(CPU, True)[0], CPU, **FAST)
+    assert [case.name for case in found.ran] == [case.name for case in plans.CASES]
+    assert found.cases[1].memory == {"host_bytes": 20_000 * 3 * (128 + 4) + 20_000 * 4}
+    for case, ratio in zip(found.cases, (1.2, 0.5, 0.8), strict=True):
+        case.figures[plans.RATIO] = ratio
+    text = shown("plan_accuracy", [found])
+    assert "- 2 of 3 planned times are within a factor of 1.5 of the measured ones, the median within 1.25" in text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
+def test_what_a_gpu_is_asked_runs_small_and_what_needs_one_says_so(suites):
+    gpu, found = suites["gpu"].module, {}
+    for group in gpu.groups(CPU, True):
+        found.setdefault(group.params["experiment"], []).append(measure(group, CPU))
+    assert list(found) == ["step", "fbgemm", "both_ways", "few_blocks", "host", "words", "profile", "pages"]
+    for name, results in found.items():
+        for result in results:
+            assert not [case.error for case in result.cases if case.error]
+            if name in gpu.NEED_CUDA:
+                assert (result.skipped, result.cases) == ("needs CUDA", [])
+            else:
+                assert all(value > 0 for case in result.cases for value in case.figures.values() if name != "profile")
+                assert len(result.ran) > 1
+    names = [*(", ".join(way) for way in gpu.WAYS), "nn.Embedding, SGD", "nn.Embedding, AdamW"]
+    assert [case.name for case in found["step"][0].ran] == names
+
+    def cases(scale):
+        yield "fails", lambda: 1 / 0
+        yield "runs", lambda: {"ms": 1.0}
+
+    fails, runs = gpu._measured(cases, gpu.TINY)
+    assert fails.error == "ZeroDivisionError: division by zero"
+    assert (runs.error, runs.figures) == ("", {"ms": 1.0})
+
+
+# --- idle rows ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def idle(script):
+    return script("idle")
+
+
+@pytest.fixture
+def likes(tmp_path):
+    """Data of 30 users, each of whom likes the even or the odd of 40 items, one file packed."""
+    texts = []
+    for items in (range(0, 20), range(20, 40)):
+        lines = [" ".join(map(str, [user, *(item for item in items if item % 2 == user % 2)])) for user in range(30)]
+        texts.append("\n".join(lines) + "\n")
+    made = tmp_path / "likes"
+    made.mkdir()
+    (made / "train.txt").write_text(texts[0])
+    (made / "test.txt.xz").write_bytes(lzma.compress(texts[1].encode()))
+    return made
+
+
+def test_batches_are_epochs_with_as_many_other_items(idle, likes):
+    data = idle.read_data(likes)
+    assert (data.sizes, data.test[10].tolist()) == ((30, 40), [1, 21])
+    assert data.train[9:12].tolist() == [[0, 18], [1, 1], [1, 3]]
+    found = idle.batches(data, idle.Settings(batch=100))
+    pairs = []
+    for _ in range(3):
+        users, items = next(found)
+        assert (users.shape, items.shape) == ((100,), (200,))
+        pairs += zip(users.tolist(), items[:100].tolist(), strict=True)
+    assert sorted(pairs) == [tuple(pair) for pair in data.train.tolist()]
+
+
 @pytest.mark.parametrize(
-    ("cuda", "extras"),
-    [(None, "dev"), ("11.8", "dev"), ("12.4", "dev,cuda13"), ("13.0", "dev,cuda13"), ("14.1", "dev,cuda13")],
+    ("text", "message"),
+    [
+        (None, "there is no train.txt or train.txt.xz in"),
+        ("0 1 2\n1 two\n", "cannot read line 2 of .*train.txt' .*'two'"),
+        ("0 1 2\n1 -3\n", r"cannot read line 2 of .* \(a number is negative or not below 10,000,000\)"),
+        ("0\n1\n", "names no item at all"),
+    ],
 )
-def test_make_picks_the_cuda_extra_of_the_torch_that_it_installs(bench, tmp_path, cuda, extras):
-    tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\n" + (f"echo '| Driver Version: 1 CUDA Version: {cuda} |'\n" if cuda else "exit 1\n"))
-    tool.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    argv = ["make", "-n", "VENV=does-not-exist", "does-not-exist/.ready-dev"]
-    done = subprocess.run(argv, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert f'".[{extras}]"' in done.stdout
-    # A build of torch that this driver can run: the package index has one for CUDA 13.
-    assert ("pass TORCH_INDEX=" in done.stderr) == (cuda == "12.4")
-    named = [*argv, "TORCH_INDEX=https://example.org/cu12"]
-    done = subprocess.run(named, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    assert "--extra-index-url https://example.org/cu12" in done.stdout
-    assert f'".[{extras.replace("13", "12")}]"' in done.stdout
-    assert "TORCH_INDEX" not in done.stderr
+def test_data_that_cannot_be_read_end_with_2(idle, likes, capsys, text, message):
+    (likes / "train.txt").unlink()
+    if text is not None:
+        (likes / "train.txt").write_text(text)
+    with pytest.raises(InvalidValueError, match=message):
+        idle.read_data(likes)
+    assert idle.main(["--data", str(likes)]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_recall_by_hand(idle, likes, monkeypatch):
+    monkeypatch.setattr(idle, "TOP", 5)
+    data = idle.read_data(likes)
+    recall = idle.Recall(data, idle.Settings(users=20))
+    users, items = torch.randn(30, 4), torch.randn(40, 4)
+    expected = []
+    for user in recall.users.tolist():
+        scores = (items @ users[user]).tolist()
+        known, wanted = ({item for u, item in part.tolist() if u == user} for part in (data.train, data.test))
+        best = sorted(set(range(40)) - known, key=lambda item: -scores[item])[:5]
+        expected.append(len(wanted & set(best)) / len(wanted))
+    assert len(expected) == 20
+    assert recall(users, items) == pytest.approx(sum(expected) / 20)
+
+
+def test_exact_is_dense_and_lazy_is_not(idle, likes, tmp_path, capsys):
+    path = tmp_path / "idle.json"
+    assert idle.main(["--data", str(likes), "--out", str(path), "--steps", "60", "--batch", "8"]) == 0
+    found = json.loads(path.read_text())
+    curves = found["curves"]
+    assert found["counts"][-1] == 60
+    for way in idle.WAYS:
+        assert len(curves[way]["loss"]) + 1 == len(curves[way]["recall"]) == len(found["counts"])
+    assert curves["dense"]["distance"][-1] == 0
+    assert curves["exact"]["distance"][-1] < 1e-3 < 1e-2 < curves["lazy"]["distance"][-1]
+    assert found["loss_difference"]["exact"] < 1e-5
+    assert (found["complete"], found["data"], found["settings"]["steps"]) == (True, "likes", 60)
+    assert capsys.readouterr().out.splitlines()[-4].startswith("Likes, 30 users x 40 items, ")
+    assert len(idle.draw(found).axes) == 3

@@ -24,18 +24,14 @@ BENCH = Path(__file__).resolve().parents[1] / "bench"
 SUITE = {"quick": False, "failures": {}, "groups": [GroupResult("a", {}).to_json()]}
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCH))
-
-
 @pytest.fixture
-def record():
+def record(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
     return importlib.import_module("record")
 
 
 @pytest.fixture
-def store():
+def store(record):
     return importlib.import_module("store")
 
 
@@ -112,7 +108,7 @@ def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
 
 
 @pytest.fixture
-def up_when(monkeypatch):
+def up_when(record, monkeypatch):
     """Return a function of a path: a program's time is up once that exists, however busy the machine is."""
     running = importlib.import_module("experiment")
 
@@ -131,6 +127,7 @@ def up_when(monkeypatch):
     return wait_for
 
 
+@pytest.mark.slow
 def test_gpu_tests_that_hang_leave_those_before(record, store, tree, capsys, up_when):
     (tree / "tests/gpu/test_device.py").write_text(
         "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\ndef test_good(): pass\n"
@@ -146,6 +143,27 @@ def test_gpu_tests_that_hang_leave_those_before(record, store, tree, capsys, up_
     found = store.read(result_of(store, tree, "tests", ".partial"))
     assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
     assert not result_of(store, tree, "tests").exists()
+
+
+@pytest.mark.parametrize(
+    ("code", "problem", "complete"),
+    [(1, "1 failed", True), (None, "stopped at its time limit", False), (-9, "ended with exit code -9", False)],
+)
+def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, code, problem, complete):
+    """Of a run whose worker was killed, too."""
+    module = importlib.import_module("device_tests")
+    tests = [("passed", "a::x"), ("passed", "b::x"), ("failed", "a::y"), ("skipped", "a::z")]
+    lines = [json.dumps({"test": f"tests/gpu/test_{name}", "outcome": what, "message": "why"}) for what, name in tests]
+
+    def pretend(command, limit_s, env, **others):
+        Path(env["OUTCOMES"]).write_text("\n".join(lines))
+        return code, ""
+
+    monkeypatch.setattr(module, "run", pretend)
+    assert module.run_tests(tree, tree / "found.json", {"part": "tests"}, 100.0) == problem
+    found = store.read(tree / "found.json")
+    assert [found[key] for key in ("passed", "failed", "skipped", "complete")] == [2, 1, 1, complete]
+    assert (found["files"], found["failures"]) == ({"test_a": 1, "test_b": 1}, {"tests/gpu/test_a::y": "why"})
 
 
 def is_dead(pid):
