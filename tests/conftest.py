@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items):
 
 # With groups of processes, as those of the folder `ranks`; and with tests of many seconds.
 GROUPS = {"test_cells"}
-LONG = {"test_encoding", "test_kernels", "test_readme"}
+LONG = {"test_encoding", "test_kernels", "test_docs"}
 LONG |= {"test_ticket_processes", "test_ticket_state_machine", "test_vocabulary_state_machine"}
 
 

@@ -1,0 +1,169 @@
+"""The documentation site builds without a warning, names everything that is public, and fits a phone."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from bs4 import BeautifulSoup
+
+import speedtransfer
+from speedtransfer import errors, speedtorch, word2vec
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    strict = ["-W", "--keep-going", "-n", "-q"]
+    argv = [sys.executable, "-m", "sphinx", *strict, "-d", str(folder / "doctrees"), str(DOCS), str(folder / "html")]
+    result = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=500)
+    assert result.returncode == 0, result.stderr
+    return folder / "html"
+
+
+def test_every_public_name_is_in_the_api(site):
+    api = "".join(path.read_text(encoding="utf-8") for path in (site / "api").glob("*.html"))
+    described = set(re.findall(r'id="(?:module-)?(speedtransfer[\w.]*)"', api))
+    assert "speedtransfer.__version__" in api
+    wanted = {f"speedtransfer.{name}" for name in speedtransfer.__all__} - {"speedtransfer.__version__"}
+    wanted |= {f"speedtransfer.word2vec.{name}" for name in word2vec.__all__}
+    raised = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    wanted |= {f"speedtransfer.errors.{kind.__name__}" for kind in raised}
+    wanted |= {f"speedtransfer.Table.{name}" for name in ("gather", "scatter", "torch", "engine", "uniform_", "stats")}
+    wanted |= {f"speedtransfer.speedtorch.{name}" for name in speedtorch.__all__}
+    assert wanted <= described, sorted(wanted - described)
+
+
+# What each page must have: figures, flags of commands, tabs for each build of torch, code that can be copied.
+SHOWN = {
+    "benchmarks": ("results/", "transfer.png"),
+    "optimizers": ("idle.png",),
+    "word2vec": ("gensim", "--shared-negatives", "--checkpoint-every", "--restrict", "--max-words"),
+    "migration": ("speedtorch_loop",),
+    "quickstart": ("copybutton.js",),
+    "memory": (),
+}
+
+
+def test_every_page_is_built_and_filled_in(site):
+    notebooks = {path.stem for path in ROOT.glob("notebooks/*.ipynb")}
+    for page in (f"notebooks/{name}" for name in notebooks):
+        assert (site / f"{page}.html").exists(), page
+    text = {path.stem: (site / f"{path.stem}.html").read_text(encoding="utf-8") for path in DOCS.glob("*.md")}
+    for page, words in SHOWN.items():
+        assert all(word in text[page] for word in words), page
+    assert not [page for page, shown in text.items() if "<!-- table: " in shown]
+    labels = BeautifulSoup(text["quickstart"], "html.parser").article.select("label.tab-label")
+    assert [label.get_text(strip=True) for label in labels] == ["CPU", "CUDA 13", "CUDA 12"]
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    """Every page that has a text of ours, parsed: all but the search and the indexes."""
+    made = {"search.html", "genindex.html", "py-modindex.html"}
+    paths = [path for path in sorted(site.rglob("*.html")) if path.name not in made and "_static" not in path.parts]
+    return {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in paths}
+
+
+def test_tables_and_code_scroll_in_their_box(pages):
+    """A phone shows no page wider than itself: tables and code are in the containers for which furo has scrollbars."""
+    count = 0
+    for path, page in pages.items():
+        for table in page.article.select("table.docutils"):
+            assert "table-wrapper" in table.parent["class"], path.name
+            count += 1
+        for code in page.article.find_all("pre"):
+            assert code.find_parent("div", class_="highlight"), path.name
+    assert count > 50
+
+
+def test_links_lead_to_what_is_there(site, pages):
+    named = {path: {tag["id"] for tag in page.find_all(id=True)} for path, page in pages.items()}
+    for path, page in pages.items():
+        for link in page.article.find_all("a", href=True):
+            url = urlsplit(link["href"])
+            if url.scheme:
+                continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            assert target.exists(), (path.name, link["href"])
+            if url.fragment and target in named:
+                assert unquote(url.fragment) in named[target], (path.name, link["href"])
+
+
+# Loads page after page into a frame of each width and writes the names of those that are wider than it into its own text.
+IN_FRAMES = """<!doctype html><meta charset="utf-8"><body><iframe height="800" style="border: 0"></iframe><pre></pre><script>
+const pages = PAGES, frame = document.querySelector("iframe"), wide = []
+const load = (page, width) => new Promise(done => {
+  frame.onload = () => {
+    const shown = frame.contentDocument
+    // On a phone furo lets the text as a whole scroll sideways; it should not have to.
+    const boxes = [shown.documentElement, shown.querySelector(".content")]
+    // Code scrolls in its cell of such a table; long messages break where there is room for a table at all.
+    boxes.push(...shown.querySelectorAll(".table-wrapper:has(> table.cases)"))
+    if (width > 390) boxes.push(...shown.querySelectorAll("#errors .table-wrapper"))
+    for (const box of boxes)
+      if (box.scrollWidth > box.clientWidth) wide.push(`${page}: ${box.scrollWidth} of ${box.clientWidth}, at ${width}`)
+    done(frame.contentDocument.querySelectorAll("article").length)
+  }
+  frame.width = width
+  frame.src = page
+})
+async function run() {
+  let seen = 0
+  for (const width of [390, 1280]) for (const page of pages) seen += await load(page, width)
+  document.querySelector("pre").textContent = JSON.stringify({seen, wide})
+}
+run()
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_no_page_is_wider_than_the_screen(site, pages):
+    """As a phone and a small desktop show it."""
+    names = [path.relative_to(site).as_posix() for path in pages]
+    (site / "in_frames.html").write_text(IN_FRAMES.replace("PAGES", json.dumps(names)), encoding="utf-8")
+    argv = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    argv += [f"--user-data-dir={site.parent / 'browser'}", "--virtual-time-budget=600000", "--dump-dom"]
+    argv += [(site / "in_frames.html").as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500)
+    found = json.loads(BeautifulSoup(done.stdout, "html.parser").pre.get_text())
+    assert found == {"seen": 2 * len(names), "wide": []}
+
+
+def test_names_of_torch_lead_to_its_documentation(tmp_path):
+    """With an inventory that knows them, as where there is a network: not in titles, links and code."""
+    names = "torch.nn.Embedding py:class 1 generated/torch.nn.Embedding.html#$ -\nos.fork py:function 1 library/os.html#$ -\n"
+    head = "".join(f"# {line}\n" for line in ("Sphinx inventory version 2", "Project: p", "Version: 1", "zlib"))
+    (tmp_path / "made.inv").write_bytes(head.encode() + zlib.compress(names.encode()))
+    (tmp_path / "conf.py").write_text(
+        f"import runpy\nglobals().update(runpy.run_path({str(DOCS / 'conf.py')!r}))\nhtml_static_path = html_css_files = []\n"
+        "intersphinx_mapping = {'torch': ('https://example.org/', 'made.inv')}\n"
+    )
+    (tmp_path / "index.md").write_text(
+        "# `os.fork`\n\n`torch.nn.Embedding`, [`os.fork`](#os-fork), `torch.nn.Linear`, `os`\n\n```\ntorch.nn.Embedding\n```\n"
+    )
+    argv = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", str(tmp_path), str(tmp_path / "html")]
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    page = BeautifulSoup((tmp_path / "html" / "index.html").read_text(encoding="utf-8"), "html.parser")
+    (link,) = page.article.find_all("a", href=re.compile("^https://example.org/"))
+    assert link["href"] == "https://example.org/generated/torch.nn.Embedding.html#torch.nn.Embedding"
+    assert link.get_text() == "torch.nn.Embedding"
+
+
+def test_code_of_the_api_is_shown(site, pages):
+    source = site / "_modules" / "speedtransfer" / "nn" / "embedding.html"
+    links = [a["href"] for a in pages[site / "api" / "modules.html"].article.select("a:has(.viewcode-link)")]
+    assert "../_modules/speedtransfer/nn/embedding.html#Embedding" in links
+    assert "class" in BeautifulSoup(source.read_text(encoding="utf-8"), "html.parser").pre.get_text()
