@@ -63,6 +63,7 @@ def test_one_process(run):
     code, out, _ = run(*TABLE, "--storage", "bfloat16", "--state", "uint8", *asked)
     assert code == 0
     told = " ".join(out.split())
+    assert "distinct" not in run(*TABLE)[1], "memory alone needs no lookups"
     assert "table: 1,000 x 160, 800 lookups a step, 500 of them distinct" in told
     # 320 bytes of weights; 160 with a scale of 8 bytes twice; 4 of the last step.
     held = "320 kB of weights, 320 kB of state, 4 kB of last steps, 16 kB of scales, 660 bytes a row"
@@ -80,12 +81,6 @@ def test_names_of_optimizers(run):
         code, out, _ = run(*TABLE, "--optimizer", name, "--storage", "float32")
         assert code == 0
         assert f"{row_bytes:,} bytes a row" in " ".join(out.split())
-
-
-def test_memory_alone_needs_no_lookups(run):
-    code, out, _ = run(*TABLE)
-    assert code == 0
-    assert "distinct" not in out
 
 
 FAST = ["--rows", "1000", "--dim", "8", "--machine", "h200", "--host-memory", "512GB"]
@@ -144,23 +139,11 @@ BASES = {"SIZES": SIZES, "TABLE": TABLE, "FAST": FAST, "RANKED": RANKED}
 # One of these, further arguments, and what is told.
 WRONG = """
 SIZES --comm-dtype in8 -> --comm-dtype is 'in8'; did you mean 'int8'?
-SIZES --unique 70000 -> unique is 70000.0 but must be above 0 and at most the lookups and the rows
 SIZES --distinct-share 0.1 -> --distinct-share is 0.1 but must be from 1 / --ranks to 1
-SIZES --rows inf -> is inf but must be a whole number
-SIZES --zipf -1 -> zipf is -1.0 but must be a number from 0 on; pass
 SIZES --ranks 0 -> --ranks is 0 but must be at least 1
 SIZES --tokens 4 -> --lookups is given, and --tokens or --rows-per-token too; pass one or the others
 SIZES --optimizer none -> --ranks is for one table and its training steps
 SIZES --optimizer AdmW -> --optimizer is 'AdmW'; did you mean 'AdamW'
-SIZES --optimizer SGD(momentm=0.9) -> unexpected keyword argument 'momentm'
-SIZES --optimizer SGD(lr=-1.0) -> --optimizer is 'SGD(lr=-1.0)' but Invalid learning rate
-SIZES --optimizer SGD(0.1) -> must be a name with keyword arguments or without
-SIZES --optimizer SGD(**{}) -> must be a name with keyword arguments or without
-SIZES --optimizer SGD(lr=open('x')) -> must be a name with keyword arguments or without
-SIZES --optimizer AdamW+ -> must be a name with keyword arguments or without
-SIZES --optimizer no_such_package.Lion -> No module named 'no_such_package'; install it
-SIZES --optimizer torch.optim.Optimizer -> --optimizer is 'torch.optim.Optimizer'
-SIZES --optimizer LBFGS -> LBFGS cannot train rows of a table
 SIZES --optimizer ASGD --idle exat -> --idle is 'exat'; did you mean 'exact'?
 SIZES --rank -> --rank is given with --ranks
 SIZES --json x.json -> --json is given with --ranks
@@ -171,27 +154,18 @@ TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
 TABLE --tokens 0 -> --tokens is 0 but must be at least 1
 TABLE --scale-block 64 --storage int8 -> --scale-block is 64 but --storage is 'int8', and only float8 rows have blocks; leave
 TABLE --storage int9 -> --storage-dtype is 'int9'; did you mean 'int8'?
-TABLE --rows 1000.5 -> rows of 'table1' is 1000.5 but must be a whole number; pass for instance 1e9
-TABLE --optimizer os.path -> --optimizer is 'os.path' but os has no optimizers; choose one of torch.optim
 TABLE --by hour -> --by is 'hour' without --rank
 TABLE --devices 2 -> --devices is '2' without --rank
 FAST --batch 0 -> --batch is 0 but must be at least 1
 FAST --lookups 0.5 -> --lookups is 0.5 but must be a number from 1 on
-FAST --lookups nan -> --lookups is nan
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
-FAST --rows 5 --lookups 2 --unique 2 -> unique is 2.0 for 2 tables
 FAST --rows 5 --lookups 2 --ranks 2 -> --ranks is for one table
 FAST --picture none/plan.png -> cannot write 'none/plan.png' (there is no folder 'none')
 FAST --picture plan.qqq -> 'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png
-FAST --picture plan -> 'plan' has no ending but the picture is a PNG; use the ending .png
 FAST --json none/plan.json -> cannot write 'none/plan.json'
-FAST --machine h2000 -> machine is 'h2000'
 FAST --dense-ms -1 -> --dense-ms is -1.0
-FAST --rows 1e15 -> rows of 'table1' is 1000000000000000 but must be at most 2**48
 RANKED --by hours -> --by is 'hours'; did you mean 'hour'?
-RANKED --devices 0 -> devices is 0 but must be at least 1
 RANKED --prices none.yaml -> none.yaml
-RANKED --by hour -> no machine that fits has a hourly_price
 RANKED --machine h20 -> did you mean 'h200'
 """
 

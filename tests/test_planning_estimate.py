@@ -1,12 +1,16 @@
-"""Times that follow from figures: parts by hand, and the assumed costs of the host against what was counted."""
+"""Times and bytes of plans: parts by hand, costs as counted, ids as expected, memory as a process takes it."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from forked import run_script
 
+import speedtransfer as st
 from speedtransfer.planning.estimate import CODEC_US, HOST, Estimate, disk_bytes, estimate_step, served_share
 from speedtransfer.planning.footprint import (
     DENSE,
@@ -24,7 +28,9 @@ from speedtransfer.planning.footprint import (
 )
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
+from speedtransfer.planning.timed_trial import Draws
 from speedtransfer.planning.workload import make_workload
+from speedtransfer.ranks.zipf import draw_ids, expected_cached, expected_unique
 
 COUNTED = Path(__file__).resolve().parents[1] / "bench" / "launches.json"
 GPU = Machine(
@@ -151,3 +157,136 @@ def test_forms_that_differ():
 def test_how_torch_trains_sparse_gradients(optimizer, found):
     way = sparse_way(workload(optimizer=optimizer))
     assert (None if way is None else (way.name, way.same)) == found
+
+
+# --- ids of trials -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rows", "zipf"), [(1000, 1.05), (3_000_000, 1.05), (3_000_000, 0.0), (1 << 40, 1.2)])
+def test_distinct_ids_are_as_many_as_expected(rows, zipf):
+    draw = np.random.default_rng(0)
+    found = [len(np.unique(draw_ids(rows, zipf, 20_000, draw))) for _ in range(5)]
+    assert np.mean(found) == pytest.approx(expected_unique(rows, zipf, 20_000), rel=0.02)
+
+
+def test_frequencies_are_those_of_the_law():
+    ids = draw_ids(100, 1.0, 200_000, np.random.default_rng(1))
+    chances = 1 / np.arange(1, 101)
+    assert np.bincount(ids, minlength=100) / len(ids) == pytest.approx(chances / chances.sum(), abs=2e-3)
+
+
+@pytest.mark.parametrize(("rows", "zipf"), [(5000, 1.05), (2_000_000, 0.8), (2_000_000, 0.0)])
+def test_rows_that_a_cache_serves(rows, zipf):
+    cached = [0, rows // 100, rows // 3, rows]
+    found = expected_cached(rows, zipf, 10_000, cached)
+    assert found[0] == 0
+    assert found[-1] == pytest.approx(expected_unique(rows, zipf, 10_000))
+    draw = np.random.default_rng(2)
+    drawn = [np.unique(draw_ids(rows, zipf, 10_000, draw)) for _ in range(5)]
+    for count, expected in zip(cached, found, strict=True):
+        assert np.mean([(ids < count).sum() for ids in drawn]) == pytest.approx(expected, rel=0.05, abs=5)
+
+
+@pytest.mark.parametrize("zipf", [0.0, 1.1])
+@pytest.mark.parametrize(("rows", "kept"), [(10_000, 10_000), (1_000_000, 10_000), (10_000_019, 10_000)])
+def test_a_smaller_table_has_as_many_distinct_rows(rows, kept, zipf):
+    draws = Draws(rows, kept, 2000, zipf, 1.0, None, 0)
+    steps = [draws.step() for _ in range(8)]
+    assert all(len(ids) == 2000 and ids.min() >= 0 and ids.max() < kept for ids in steps)
+    found = np.mean([len(np.unique(ids)) for ids in steps])
+    assert found == pytest.approx(expected_unique(rows, zipf, 2000), rel=0.03)
+
+
+def test_hot_rows_come_again_and_others_in_turns():
+    draws = Draws(1_000_000, 1000, 100, 0.0, 1.0, None, 0)
+    steps = [set(draws.step()) for _ in range(5)]
+    # Half of the rows take turns for ids that are all rare: none comes again within five steps.
+    assert len(set().union(*steps)) == sum(map(len, steps)) == 500
+    hot = Draws(1_000_000, 1000, 100, 2.0, 1.0, None, 0)
+    first, second = set(hot.step()), set(hot.step())
+    assert first & second
+
+
+def test_a_share_of_distinct_rows_with_their_lookups():
+    whole, part = Draws(5000, 5000, 4000, 1.05, 1.0, None, 3), Draws(5000, 5000, 4000, 1.05, 0.25, None, 3)
+    counts = [[(len(ids), len(np.unique(ids))) for ids in (draws.step() for _ in range(20))] for draws in (whole, part)]
+    (all_ids, all_rows), (ids, rows) = (np.mean(count, axis=0) for count in counts)
+    assert rows == pytest.approx(0.25 * all_rows, rel=0.02)
+    assert ids == pytest.approx(0.25 * all_ids, rel=0.25)
+
+
+def test_distinct_rows_that_are_given():
+    ids = Draws(10_000, 500, 300, 1.05, 1.0, 40.0, 0).step()
+    assert (len(ids), len(np.unique(ids))) == (300, 40)
+
+
+# --- bytes of a process -------------------------------------------------------------------------------------------------
+
+MACHINE = Machine("any", host_bytes=1e12, disk_bytes=1e12)
+CHILD = """
+import ctypes, gc, json, sys
+from pathlib import Path
+import torch
+import speedtransfer as st
+from speedtransfer.planning.optimizer_name import optimizer_given
+
+rows, dim, forms = json.loads(sys.argv[1])
+
+def private():
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the compiler had and has freed is nobody's, and may go at any time
+    fields = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    # Not the private pages of files: those of torch are shared as soon as another process imports it.
+    return 1024 * int(fields["Anonymous"].split()[0])
+
+def made(rows, name, given):
+    dtypes = {key: getattr(torch, given[key]) for key in ("storage_dtype", "state_dtype") if key in given}
+    zeros = torch.zeros(1, 1).expand(rows, dim)
+    table = st.Embedding(rows, dim, _weight=zeros, device="cpu", memory="pageable", **{**given, **dtypes})
+    optimizer = optimizer_given(name).make(list(table.parameters()))
+    for ids in torch.arange(rows).split(2048):
+        table(ids).backward(torch.ones(len(ids), dim))
+        optimizer.step()
+        optimizer.zero_grad()
+    return table, optimizer
+
+def taken(name, given):
+    first = made(16384, name, given)  # compiles, and fills pools of buffers, which are the same for tables of any size
+    before = private()
+    table, optimizer = made(rows, name, given)
+    return private() - before
+
+print(json.dumps([taken(*form) for form in forms]))
+"""
+FORMS = [
+    ("AdamW", {"idle": "exact"}),
+    ("AdamW", {"idle": "lazy"}),
+    ("SGD", {}),
+    ("AdamW", {"storage_dtype": "int8"}),
+    ("AdamW", {"state_dtype": "uint8", "idle": "lazy"}),
+]
+ROWS, DIM = 200_000, 64
+
+
+def need(name, given, memory):
+    plan = st.plan((ROWS, DIM), name, machine=MACHINE, zipf=0.0, **given)
+    (found,) = [each for each in plan.options if each.memory == memory]
+    return found.need
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps_rollup")
+def test_memory_of_a_process():
+    forms = [(name, {"storage_dtype": "float32", **given}) for name, given in FORMS]
+    result = run_script(CHILD, json.dumps([ROWS, DIM, forms]))
+    assert result.returncode == 0, result.stderr
+    planned = [need(name, given, "pageable").host for name, given in forms]
+    assert json.loads(result.stdout) == pytest.approx(planned, rel=0.02)
+
+
+def test_file_of_a_table(tmp_path):
+    path = tmp_path / "rows.safetensors"
+    table = st.Embedding(ROWS, DIM, device="cpu", memory="mmap", path=path, idle="lazy")
+    planned = need("SGD", {"storage_dtype": "float32", "idle": "lazy"}, "mmap").disk
+    assert path.stat().st_size == pytest.approx(planned, rel=0.02)
+    del table
