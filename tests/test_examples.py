@@ -1,0 +1,163 @@
+"""The examples that are programs: a run of each, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import speedtransfer as st
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+
+import ngram_lm
+import parallel
+from ngram_lm import END, PAIRS, UNKNOWN, WAYS, batches, read_tokens, windows_of
+from parallel import DATA_PARALLEL, ONE, ORDINARY, SHARDED, SHARED
+
+# --- a small GPT with n-gram tables --------------------------------------------------------------------------------------
+
+TINY = "--steps 9 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --attention-heads 2 --rows 50 --dim 4"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    """A few hundred words of seventy, a document a line."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    draw = torch.Generator().manual_seed(0)
+    words = (torch.rand(900, generator=draw) ** 2 * 70).long().tolist()
+    lines = [" ".join(f"W{number}" for number in words[start : start + 30]) for start in range(0, 900, 30)]
+    path.write_text("\n\n".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("names", [("dense", "exact-prefetch"), pytest.param(tuple(WAYS), marks=pytest.mark.slow)])
+def test_a_run_of_ngram_lm(text, tmp_path, monkeypatch, capsys, names):
+    waited, wait = [], st.nn.Ticket.wait
+    monkeypatch.setattr(st.nn.Ticket, "wait", lambda *args: waited.append(wait(*args)) or waited[-1])
+    arguments = ["--data", str(text), "--json", str(tmp_path / "found.json"), "--dtype", "float64", *TINY.split()]
+    assert ngram_lm.main([*arguments, "--only", *names]) == 0
+    assert len(waited) == 9 * sum(name.endswith("-prefetch") for name in names)
+    assert None not in waited
+    result, out = json.loads((tmp_path / "found.json").read_text(encoding="utf-8")), capsys.readouterr().out
+    runs = result["contenders"]
+    assert tuple(runs) == names
+    for name, one in runs.items():
+        assert len(one["losses"]) == one["validation"][-1][0] == 9
+        assert one["losses"][-1] < one["losses"][0] == runs["dense"]["losses"][0]
+        assert one["step_s"] > 0
+        assert WAYS[name].title in out
+    # Weights and two planes of state in float64; beside them torch's count of steps, or the last step of each row.
+    rows = runs["dense"]["table_bytes"] // (3 * 4 * 8)
+    more = {"dense": 4, "exact": 4 * rows, "exact-prefetch": 4 * rows, "none": -96 * rows}
+    assert rows >= 16 * 50
+    assert {name: one["table_bytes"] - 96 * rows for name, one in runs.items()} == {n: more.get(n, 0) for n in names}
+    found = {(one["contender"], one["to"]): one for one in result["comparisons"]}
+    assert list(found) == [(name, other) for name, other, _ in PAIRS if {name, other} <= set(names)]
+    if "exact" in names:
+        for name in ("lazy", "exact"):
+            ahead = found[f"{name}-prefetch", name]
+            assert (ahead["losses_equal"], ahead["table_equal"], ahead["table_difference"]) == (True, True, 0)
+        exact, lazy = found["exact", "dense"], found["lazy", "dense"]
+        assert exact["loss_difference"] <= 1e-14 < 1e-6 < lazy["loss_difference"]
+        assert exact["table_difference"] <= 1e-11 < 1e-3 < lazy["table_difference"]
+        assert not lazy["losses_equal"]
+        assert "losses and the table are the same bits" in out
+
+
+def test_words_by_number(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(["The cat sat", "the CAT ran", "the end"] * 10), encoding="utf-8")
+    training, validation, vocabulary = read_tokens(path, 4)
+    # The two most frequent words; all others are unknown.
+    assert vocabulary == 4
+    assert torch.cat([training, validation]).tolist() == [2, 3, UNKNOWN, END, 2, 3, UNKNOWN, END, 2, UNKNOWN, END] * 10
+    assert len(validation) == 11
+    training, validation, vocabulary = read_tokens(None, 1000)  # the shipped text
+    assert len(training) > 9 * len(validation) - 10 > 500_000
+    assert 0 <= int(training.min()) <= int(training.max()) < vocabulary == 1000
+
+
+def test_windows_overlap_by_one_token():
+    windows = windows_of(torch.arange(10), 3)
+    assert windows.tolist() == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
+    stream = batches(windows, 2, seed=0)
+    seen = [next(stream) for _ in range(4)]
+    assert all(batch.shape == (2, 4) for batch in seen)
+    assert len({tuple(batch[:, 0].tolist()) for batch in seen}) > 1
+
+
+# --- one device and several ----------------------------------------------------------------------------------------------
+
+QUICK = ["--quick", "--steps", "8"]
+
+
+@pytest.mark.slow
+def test_a_run_of_parallel(tmp_path):
+    assert parallel.main([*QUICK, "--json", str(tmp_path / "found.json")]) == 0
+    runs = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["runs"]
+    assert list(runs) == [ONE, DATA_PARALLEL, ORDINARY, SHARDED, SHARED]
+    one = runs[ONE]["losses"]
+    assert len(one) == 8
+    assert one[-1] < one[0]
+    assert runs[DATA_PARALLEL]["losses"] == one
+    for kind in (ORDINARY, SHARDED, SHARED):
+        assert runs[kind]["losses"] == pytest.approx(one, rel=1e-5)
+        assert runs[kind]["differences"] == [abs(a - b) for a, b in zip(runs[kind]["losses"], one, strict=True)]
+        assert runs[kind]["difference"] == max(runs[kind]["differences"])
+        assert runs[kind]["step_s"] > 0
+    for kind, each, processes in ((ONE, 64, 1), (DATA_PARALLEL, 64, 1), (ORDINARY, 32, 2), (SHARDED, 32, 2)):
+        assert runs[kind]["sizes"] == [[["cpu", [each, 5], [each, 1]]]] * processes
+    assert (runs[ORDINARY]["rows"], runs[SHARDED]["rows"]) == ([100, 100], [50, 50])
+    text = parallel.sentence(SHARDED, runs[SHARDED])
+    assert "process 1 of 2, cpu: input (32, 5), output (32, 1), 50 rows" in text
+    assert "largest difference from one process" in text
+
+
+@pytest.mark.parametrize(("apart", "code"), [(0.0, 0), (0.001, 1)])
+def test_other_losses_of_parallel_are_an_error(monkeypatch, capsys, apart, code):
+    """With what one process really finds."""
+
+    def train_all(args):
+        one = parallel.train(ONE, args)
+        assert one["losses"] == parallel.train(DATA_PARALLEL, args)["losses"]
+        about = {**one, "sizes": [one["sizes"]], "rows": [one["rows"]]}
+        return {ONE: {**about, "difference": 0.0}, SHARDED: {**about, "difference": apart}}
+
+    monkeypatch.setattr(parallel, "train_all", train_all)
+    assert parallel.main(QUICK) == code
+    out = capsys.readouterr().out
+    assert ("error: the losses of DDP, sharded are not those of one process" in out) == bool(code)
+    assert "process 0 of 1, cpu: input (64, 5), output (64, 1), 100 rows" in out
+    assert "with no GPU it calls the model" in parallel.about_data_parallel(0)
+    assert "to 4 GPUs in every forward; with nn.Embedding" in parallel.about_data_parallel(4)
+
+
+REFUSED = """
+ngram_lm --batch 1000 -> pass a longer one, or a smaller --batch or --context
+ngram_lm --context 700 -> pass a longer one, or a smaller --batch or --context
+ngram_lm --data no-such.txt -> no-such.txt cannot be read
+ngram_lm --data . -> . cannot be read
+ngram_lm --only dens -> invalid choice
+parallel --processes 1 -> --processes is 1 but must be at least 2
+parallel --batch 63 -> --batch is 63 but must be a multiple of --processes, 2
+parallel --steps 0 -> --steps is 0 but must be at least 1
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.strip().splitlines())
+def test_what_makes_no_sense_is_refused(text, tmp_path, monkeypatch, capsys, line):
+    monkeypatch.chdir(tmp_path)
+    call, words = line.split(" -> ")
+    example, *arguments = call.split()
+    run, given = {
+        "ngram_lm": (ngram_lm.main, ["--data", str(text), *TINY.split()]),
+        "parallel": (parallel.main, QUICK),
+    }[example]
+    with pytest.raises(SystemExit) as stop:
+        run([*given, *arguments])
+    assert stop.value.code == 2
+    assert words in capsys.readouterr().err
