@@ -41,46 +41,56 @@ def test_info_says_what_there_is(run):
         assert cuda_status().reason.split(";")[0] in " ".join(out.split())
 
 
-# What is not there, the versions of CuPy and of the driver, the devices, whether they are calibrated; and the last line.
-STATES = {
-    "CuPy is missing": (
-        ("CuPy is not installed; pip install 'cupy-cuda13x[ctk]'", None, "13.0", ("H200",), False),
+# What is not there, the version of CuPy, the devices, whether they are calibrated; and the last line.
+STATES = [
+    (
+        "CuPy is not installed; pip install 'cupy-cuda13x[ctk]'",
+        None,
+        ("H200",),
+        False,
         "next: `pip install 'cupy-cuda1",
     ),
-    "CuPy is broken": (
-        ("CuPy 14.2 cannot compile kernels here: no headers; pip install 'x[ctk]'", "14.2", "13.0", ("H200",), False),
+    (
+        "CuPy 14.2 cannot compile kernels here: no headers; pip install 'x[ctk]'",
+        "14.2",
+        ("H200",),
+        False,
         "next: pip install 'x[ctk]'; or stay on the CPU",
     ),
-    "torch for the CPU": (
-        ("torch is built without CUDA; install a CUDA build of torch from pytorch.org", None, "13.0", (), False),
+    (
+        "torch is built without CUDA; install a CUDA build of torch from pytorch.org",
+        None,
+        (),
+        False,
         "next: install a CUDA build of torch from pytorch.org; or stay on the CPU",
     ),
-    "no driver": (
-        ("this machine has no NVIDIA driver; install one, or stay on the CPU", None, None, (), False),
+    (
+        "this machine has no NVIDIA driver; install one, or stay on the CPU",
+        None,
+        None,
+        False,
         "next: `speedtransfer word2vec demo -o demo` trains vectors on the CPU",
     ),
-    "all there": (("", "14.2", "13.0", ("H200",), False), "next: `speedtransfer calibrate` measures"),
-    "calibrated": (
-        ("", "14.2", "13.0", ("H200",), True),
-        "next: `speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure",
-    ),
-}
+    ("", "14.2", ("H200",), False, "next: `speedtransfer calibrate` measures"),
+    ("", "14.2", ("H200",), True, "next: `speedtransfer plan --rows 1e9 --dim 128 --lookups 65536`, or measure"),
+]
 
 
-@pytest.mark.parametrize("state", STATES)
-def test_info_ends_with_what_to_do_next(run, monkeypatch, state):
+@pytest.mark.parametrize(("reason", "cupy", "devices", "calibrated", "words"), STATES)
+def test_info_ends_with_what_to_do_next(run, monkeypatch, reason, cupy, devices, calibrated, words):
     from speedtransfer import cli
 
-    (reason, cupy, driver, devices, calibrated), words = STATES[state]
-    status = CudaStatus(not reason, reason, cupy, "13.0", driver, devices)
+    status = CudaStatus(not reason, reason, cupy, "13.0", None if devices is None else "13.0", devices or ())
     monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: status)
     monkeypatch.setattr("speedtransfer.cuda.resolve_device", lambda device: torch.device("cpu"))
     monkeypatch.setattr("speedtransfer.engines.calibration.load", lambda device: object() if calibrated else None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda number: (1, 2))
     monkeypatch.setattr(cli, "_link", lambda number: "link")
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3 if calibrated else 1)
     code, out, err = run("info")
     assert (code, err) == (0, "")
     assert out.splitlines()[-1].startswith(words)
+    assert re.search(r"\b3 threads *\n" if calibrated else r"\b1 thread *\n", out)
 
 
 @pytest.mark.parametrize(
@@ -88,13 +98,6 @@ def test_info_ends_with_what_to_do_next(run, monkeypatch, state):
 )
 def test_commands_that_info_names_are_there(run, command):
     assert run(*command.split())[0] == 0
-
-
-@pytest.mark.parametrize(("threads", "words"), [(1, "1 thread\n"), (3, "3 threads\n")])
-def test_info_counts_threads(run, monkeypatch, threads, words):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    (line,) = [line.rstrip() + "\n" for line in run("info")[1].splitlines() if line.startswith("torch")]
-    assert line.endswith(words)
 
 
 def test_calibrate_says_before_it_measures_that_nothing_can_be_kept(run, monkeypatch, tmp_path):
@@ -169,46 +172,41 @@ def test_warnings_speak_of_flags(run, monkeypatch, tmp_path):
     assert not re.search(r"(?<!-)\b(block_words|lr)\b", err)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["word2vec", "train", "missing.txt", "-o", "out"], ["missing.txt"]),
-        (["word2vec", "train", "empty.txt", "-o", "out"], ["empty"]),
-        (["word2vec", "train", "one.txt", "-o", "out"], ["one"]),
-        (["word2vec", "train", "binary.txt", "-o", "out"], ["binary.txt"]),
-        (["word2vec", "train", "good.txt", "-o", "taken"], ["taken"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--optimizer", "admaw"], ["admaw", "adamw"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--optimizer", "adafactor"], ["Adafactor", "row by row"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--memory", "pined"], ["pined", "pinned"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--dim", "-3"], ["dim", "-3"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--path", "tables"], ["path", "mmap"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--dim", "x"], ["--dim", "integer"]),
-        (["word2vec", "train", "good.txt"], ["-o"]),
-        (["word2vec", "train", "good.txt", "-o", "out", "--dimm", "3"], ["--dimm"]),
-        (["word2vec", "nearest", "good.txt", "river"], ["good.txt"]),
-        (["trian"], ["trian"]),
-        (["calibrate", "--device", "tpu"], ["'tpu'", "pass --device cpu or --device cuda:0"]),
-    ],
-    ids=lambda value: "-".join(value[1:3]) if len(value) > 2 else "",
-)
-def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, arguments, words):
+BAD = """
+word2vec train missing.txt -o out -> missing.txt
+word2vec train empty.txt -o out -> empty
+word2vec train one.txt -o out -> one
+word2vec train binary.txt -o out -> binary.txt
+word2vec train good.txt -o taken -> taken
+word2vec train good.txt -o out --optimizer admaw -> adamw
+word2vec train good.txt -o out --optimizer adafactor -> row by row
+word2vec train good.txt -o out --memory pined -> pinned
+word2vec train good.txt -o out --dim -3 -> -3
+word2vec train good.txt -o out --path tables -> mmap
+word2vec train good.txt -o out --dim x -> integer
+word2vec train good.txt -> -o
+word2vec train good.txt -o out --dimm 3 -> --dimm
+word2vec nearest good.txt river -> good.txt
+trian -> trian
+calibrate --device tpu -> pass --device cpu or --device cuda:0
+"""
+
+
+@pytest.mark.parametrize("bad", BAD.strip().splitlines())
+def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty.txt").write_text("")
-    (tmp_path / "one.txt").write_text("word " * 1000)
-    (tmp_path / "binary.txt").write_bytes(bytes(range(256)) * 100)
-    (tmp_path / "good.txt").write_text("the river and the bank of stone " * 200)
+    texts = {"empty.txt": b"", "one.txt": b"word " * 1000, "binary.txt": bytes(range(256)) * 100}
+    texts |= {"good.txt": b"the river and the bank of stone " * 200, "taken/vectors.bin": b"precious"}
     (tmp_path / "taken").mkdir()
-    (tmp_path / "taken" / "vectors.bin").write_text("precious")
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    code, out, err = run(*arguments)
+    for name, text in texts.items():
+        (tmp_path / name).write_bytes(text)
+    arguments, words = bad.split(" -> ")
+    code, out, err = run(*arguments.split())
     assert code == 2, out + err
-    assert "Traceback" not in err
-    lines = [line for line in err.splitlines() if line.strip()]
-    assert len(lines) == 1, err
-    for word in words:
-        assert word in lines[0]
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before, "nothing is written"
-    assert (tmp_path / "taken" / "vectors.bin").read_text() == "precious"
+    (line,) = [line for line in err.splitlines() if line.strip()]
+    assert words in line
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in files} == texts, "nothing is written"
 
 
 @pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
@@ -221,37 +219,27 @@ def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["", "info", "plan", "word2vec", "word2vec train", "word2vec nearest"])
-def test_help_imports_neither_torch_nor_numpy(command):
+def test_help_imports_neither_torch_nor_numpy():
     """It is there at once."""
-    code = """
+    commands = ["", "info", "plan", "word2vec", "word2vec train", "word2vec nearest"]
+    code = f"""
 import sys
 from speedtransfer.cli import main
-try:
-    main()
-finally:
-    print({"numpy", "numba", "rich.progress", "torch"} & {*sys.modules})
+for command in {commands}:
+    sys.argv[1:] = [*command.split(), "--help"]
+    try:
+        main()
+    except SystemExit:
+        print({{"numpy", "numba", "rich.progress", "torch"}} & {{*sys.modules}})
 """
-    argv = [sys.executable, "-W", "error", "-c", code, *command.split(), "--help"]
+    argv = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
-    assert "Usage:" in result.stdout
-    assert result.stdout.endswith("set()\n")
+    assert result.stdout.count("Usage:") == result.stdout.count("\nset()\n") == len(commands)
 
 
 def test_help_of_train_is_in_groups(run):
     _, out, _ = run("word2vec", "train", "--help")
-    groups = re.findall(r"^╭─ (\w+) ─", out, re.MULTILINE)
-    assert groups == [
-        "Arguments",
-        "Options",
-        "Corpus",
-        "Model",
-        "Training",
-        "Optimizer",
-        "Memory",
-        "Evaluation",
-        "Output",
-    ]
+    assert {"Corpus", "Model", "Training", "Memory", "Output"} <= set(re.findall(r"^╭─ (\w+) ─", out, re.MULTILINE))
 
 
 @pytest.mark.parametrize("command", ["bench", "plan"])

@@ -20,32 +20,14 @@ def of_this_machine(monkeypatch):
     monkeypatch.setattr(system, "_physical_bytes", system._physical_bytes.__wrapped__)
 
 
-class TestPhysicalBytes:
-    def test_is_that_of_the_system_or_less(self, of_this_machine):
-        assert 0 < system.physical_bytes() <= 1 << 50
-
-    @pytest.mark.parametrize(("told", "expected"), [("64e9", 64_000_000_000), ("123", 123)])
-    def test_told(self, monkeypatch, told, expected):
+def test_bytes_of_memory(monkeypatch, of_this_machine):
+    found = system.physical_bytes()
+    assert 0 < system.available_bytes() <= found <= 1 << 50
+    for told, expected in {"64e9": 64_000_000_000, "123": 123, "much": found, "inf": found, "": found}.items():
         monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
-        assert system.physical_bytes() == expected
-
-    @pytest.mark.parametrize("told", ["much", "inf", ""])
-    def test_what_says_nothing_is_left_out(self, monkeypatch, told, of_this_machine):
-        expected = system.physical_bytes()
-        monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", told)
-        assert system.physical_bytes() == expected
-
-    def test_what_is_free_is_less(self, of_this_machine, monkeypatch):
-        assert 0 < system.available_bytes() <= system.physical_bytes()
-        read = Path.read_text
-
-        def nothing(path, *args):
-            if path == Path("/proc/meminfo"):
-                raise FileNotFoundError(path)
-            return read(path, *args)
-
-        monkeypatch.setattr(Path, "read_text", nothing)
-        assert system.available_bytes() == system.physical_bytes() // 2
+        assert system.physical_bytes() == expected, told
+    monkeypatch.setattr(Path, "read_text", lambda path, *args: os.stat("/nowhere"))
+    assert system.available_bytes() == system.physical_bytes() // 2
 
 
 def test_memory_is_read_once_a_second(monkeypatch):
@@ -62,60 +44,56 @@ def test_memory_is_read_once_a_second(monkeypatch):
     system._physical_bytes.cache_clear()
 
 
-class TestControlGroups:
-    """Limits of the groups around this process, as files that are made up for it."""
+@pytest.fixture
+def files(monkeypatch, of_this_machine):
+    """Files of the control groups around this process, made up."""
+    found: dict[str, str] = {"/proc/meminfo": "MemAvailable: 4000000 kB\n"}
 
-    @pytest.fixture
-    def files(self, monkeypatch, of_this_machine):
-        found: dict[str, str] = {"/proc/meminfo": "MemAvailable: 4000000 kB\n"}
+    def read(path, *args):
+        if str(path) in found:
+            return found[str(path)]
+        raise FileNotFoundError(path)
 
-        def read(path, *args):
-            if str(path) in found:
-                return found[str(path)]
-            raise FileNotFoundError(path)
+    monkeypatch.setattr(Path, "read_text", read)
+    monkeypatch.setattr(system.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 20}[name])
+    return found
 
-        monkeypatch.setattr(Path, "read_text", read)
-        monkeypatch.setattr(
-            system.os, "sysconf", lambda name: {"SC_PAGE_SIZE": 1 << 12, "SC_PHYS_PAGES": 1 << 20}[name]
-        )
-        return found
 
-    def test_without_groups(self, files):
-        assert (system.physical_bytes(), system.available_bytes()) == (1 << 32, 4_096_000_000)
-
-    @pytest.mark.parametrize("group", ["memory.max", "memory/memory.limit_in_bytes"])
-    @pytest.mark.parametrize(("limit", "counts"), [("1000000\n", True), ("max\n", False), (str(1 << 62), False)])
-    def test_a_container(self, files, group, limit, counts):
+@pytest.mark.parametrize("group", ["memory.max", "memory/memory.limit_in_bytes"])
+def test_a_container(files, group):
+    assert (system.physical_bytes(), system.available_bytes()) == (1 << 32, 4_096_000_000)
+    for limit, expected in {"1000000\n": 1_000_000, "max\n": 1 << 32, str(1 << 62): 1 << 32}.items():
         files[f"/sys/fs/cgroup/{group}"] = limit
-        assert system.physical_bytes() == (1_000_000 if counts else 1 << 32)
+        assert system.physical_bytes() == expected
 
-    def test_the_smallest_limit_of_those_around_it(self, files):
-        files["/proc/self/cgroup"] = "0::/user/job/step\n"
-        files["/sys/fs/cgroup/user/memory.max"] = "3000000000\n"
-        files["/sys/fs/cgroup/user/job/memory.max"] = "2000000000\n"
-        files["/sys/fs/cgroup/user/job/step/memory.max"] = "max\n"
-        assert system.physical_bytes() == system.available_bytes() == 2_000_000_000
 
-    @pytest.mark.parametrize(
-        ("line", "folder", "names"),
-        [
-            ("0::/job", "/sys/fs/cgroup/job", ("memory.max", "memory.current", "inactive_file")),
-            (
-                "7:cpu,cpuacct:/job\n4:memory:/job",
-                "/sys/fs/cgroup/memory/job",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            ),
-        ],
-    )
-    def test_what_a_group_holds_is_not_available(self, files, line, folder, names):
-        limit, held, droppable = names
-        files |= {"/proc/self/cgroup": line, f"{folder}/{limit}": "2000000000", f"{folder}/{held}": "1500000000"}
-        assert system.available_bytes() == 2_000_000_000, "what is held is not told"
-        files[f"{folder}/memory.stat"] = f"anon 5\n{droppable} 300000000\n"
-        assert system.available_bytes() == 800_000_000
-        assert system.physical_bytes() == 2_000_000_000
-        files[f"{folder}/{held}"] = "2400000000"
-        assert system.available_bytes() == 0
+def test_the_smallest_limit_of_the_groups_around_it(files):
+    files["/proc/self/cgroup"] = "0::/user/job/step\n"
+    for group, limit in {"user": "3000000000\n", "user/job": "2000000000\n", "user/job/step": "max\n"}.items():
+        files[f"/sys/fs/cgroup/{group}/memory.max"] = limit
+    assert system.physical_bytes() == system.available_bytes() == 2_000_000_000
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names"),
+    [
+        ("0::/job", "/sys/fs/cgroup/job", "memory.max memory.current inactive_file"),
+        (
+            "7:cpu,cpuacct:/job\n4:memory:/job",
+            "/sys/fs/cgroup/memory/job",
+            "memory.limit_in_bytes memory.usage_in_bytes total_inactive_file",
+        ),
+    ],
+)
+def test_what_a_group_holds_is_not_available(files, line, folder, names):
+    limit, held, droppable = names.split()
+    files |= {"/proc/self/cgroup": line, f"{folder}/{limit}": "2000000000", f"{folder}/{held}": "1500000000"}
+    assert system.available_bytes() == 2_000_000_000, "what is held is not told"
+    files[f"{folder}/memory.stat"] = f"anon 5\n{droppable} 300000000\n"
+    assert system.available_bytes() == 800_000_000
+    assert system.physical_bytes() == 2_000_000_000
+    files[f"{folder}/{held}"] = "2400000000"
+    assert system.available_bytes() == 0
 
 
 def test_cache_folder(monkeypatch, tmp_path):
@@ -128,109 +106,90 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert system.cache_folder() == tmp_path / "mine"
 
 
-class TestReplaceFile:
-    def test_whole_or_not_at_all(self, tmp_path):
-        path = tmp_path / "file"
-        path.write_bytes(b"old")
-        with pytest.raises(TypeError), system.replace_file(path) as file:
-            file.writelines([b"half", "a str"])
+# --- files that are replaced --------------------------------------------------------------------------------------------
+
+
+def test_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    with pytest.raises(TypeError), system.replace_file(path) as file:
+        file.writelines([b"half", "a str"])
+    assert path.read_bytes() == b"old"
+    with system.replace_file(path) as file:
+        file.write(b"new")
         assert path.read_bytes() == b"old"
-        with system.replace_file(path) as file:
-            file.write(b"new")
-            assert path.read_bytes() == b"old"
-        assert path.read_bytes() == b"new"
-        assert [each.name for each in tmp_path.iterdir()] == ["file"]
+    assert path.read_bytes() == b"new"
+    assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
-    def test_others_may_read_it(self, tmp_path):
-        (tmp_path / "usual").touch()
+
+@pytest.mark.parametrize(
+    ("options", "words"), [({}, "choose a folder you may write to"), ({"remedy": "think again"}, "think again")]
+)
+def test_where_it_cannot(tmp_path, options, words):
+    message = rf"cannot write .*missing.file' \(No such file .*\); {words}$"
+    path = tmp_path / "missing" / "file"
+    with pytest.raises(StorageError, match=message), system.replace_file(path, **options):
+        pytest.fail("there is no such folder")
+
+
+def test_permissions_are_the_usual_ones_or_those_of_the_one_before(tmp_path, monkeypatch):
+    (tmp_path / "usual").touch()
+    # It is that of all threads, whose new files everybody could read meanwhile.
+    monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("umask"))
+    with system.replace_file(tmp_path / "ours"):
+        pass
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    for mode in (0o600, 0o640, 0o664):
+        (tmp_path / "ours").chmod(mode)
         with system.replace_file(tmp_path / "ours"):
-            pass
-        assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
-
-    @pytest.mark.parametrize(
-        ("options", "words"),
-        [({}, "choose a folder you may write to"), ({"remedy": "think again"}, "think again")],
-    )
-    def test_where_it_cannot(self, tmp_path, options, words):
-        message = rf"cannot write .*missing.file' \(No such file .*\); {words}$"
-        with (
-            pytest.raises(StorageError, match=message),
-            system.replace_file(tmp_path / "missing" / "file", **options),
-        ):
-            pytest.fail("there is no such folder")
-
-    def test_the_umask_is_left_alone(self, tmp_path, monkeypatch):
-        """It is that of all threads, whose new files everybody could read meanwhile."""
-        monkeypatch.setattr(os, "umask", lambda mask: pytest.fail("umask"))
-        with system.replace_file(tmp_path / "file"):
-            pass
-
-    @pytest.mark.parametrize("mode", [0o600, 0o640, 0o664])
-    def test_it_keeps_the_permissions_of_the_one_before(self, tmp_path, mode):
-        (tmp_path / "file").touch()
-        (tmp_path / "file").chmod(mode)
-        with system.replace_file(tmp_path / "file"):
-            (new,) = (each for each in tmp_path.iterdir() if each.name != "file")
+            (new,) = (each for each in tmp_path.iterdir() if each.name not in ("usual", "ours"))
             assert new.stat().st_mode & 0o777 == mode
-        assert (tmp_path / "file").stat().st_mode & 0o777 == mode
+        assert (tmp_path / "ours").stat().st_mode & 0o777 == mode
 
 
-class TestCpuFeatures:
-    def test_of_this_machine(self):
-        if Path("/proc/cpuinfo").exists() and platform.machine() == "x86_64":
-            assert {"fpu", "sse2"} <= system.cpu_features()
-
-    @pytest.mark.parametrize(
-        ("text", "features"),
-        [
-            (
-                "processor\t: 0\nflags\t\t: fpu amx_bf16\n\nprocessor\t: 1\nflags\t\t: fpu amx_bf16\n",
-                {"fpu", "amx_bf16"},
-            ),
-            ("processor\t: 0\nFeatures\t: fp asimdhp bf16\n", {"fp", "asimdhp", "bf16"}),
-            ("processor\t: 0\n", set()),
-            (None, set()),
-        ],
-        ids=["x86", "Arm", "silent", "another system"],
-    )
-    def test_as_a_system_lists_them(self, tmp_path, monkeypatch, text, features):
-        info = tmp_path / "cpuinfo"
-        if text is not None:
-            info.write_text(text)
-        monkeypatch.setattr(system, "Path", lambda path: info)
-        assert system.cpu_features() == features
+# --- processors and programs --------------------------------------------------------------------------------------------
 
 
-class TestProgram:
-    @pytest.fixture
-    def started(self, tmp_path, monkeypatch):
-        """A function that says how the command line calls itself when it was started as `path` in `tmp_path`."""
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
-        for name in ("on_path/speedtransfer", "on_path/python"):
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).touch(0o755)
+@pytest.mark.parametrize(
+    ("text", "features"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu amx_bf16\n\nprocessor\t: 1\nflags\t\t: fpu amx_bf16\n", {"fpu", "amx_bf16"}),
+        ("processor\t: 0\nFeatures\t: fp asimdhp bf16\n", {"fp", "asimdhp", "bf16"}),
+        ("processor\t: 0\n", set()),
+        (None, set()),
+    ],
+    ids=["x86", "Arm", "silent", "another system"],
+)
+def test_cpu_features_as_a_system_lists_them(tmp_path, monkeypatch, text, features):
+    if Path("/proc/cpuinfo").exists() and platform.machine() == "x86_64":
+        assert {"fpu", "sse2"} <= system.cpu_features()
+    info = tmp_path / "cpuinfo"
+    if text is not None:
+        info.write_text(text)
+    monkeypatch.setattr(system, "Path", lambda path: info)
+    assert system.cpu_features() == features
 
-        def say(path, python=sys.executable):
-            monkeypatch.setattr(sys, "argv", [str(path), "word2vec", "demo"])
-            monkeypatch.setattr(sys, "executable", str(python))
-            return system.program()
 
-        return say
+def test_how_the_program_was_started(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
+    for name in ("on_path/speedtransfer", "on_path/python"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch(0o755)
 
-    def test_by_name(self, started, tmp_path):
-        assert started(tmp_path / "on_path/speedtransfer") == "speedtransfer"
-        assert started(tmp_path / "env dir/bin/speedtransfer") == "'env dir/bin/speedtransfer'"
-        assert started("/elsewhere/bin/speedtransfer") == "/elsewhere/bin/speedtransfer"
+    def said(path, python=sys.executable):
+        monkeypatch.setattr(sys, "argv", [str(path), "word2vec", "demo"])
+        monkeypatch.setattr(sys, "executable", str(python))
+        return system.program()
 
-    def test_as_a_module(self, started, tmp_path):
-        main = Path(system.__file__).with_name("__main__.py")
-        assert started(main, tmp_path / ".venv/bin/python") == ".venv/bin/python -m speedtransfer"
-        assert started(main, tmp_path / "on_path/python") == "python -m speedtransfer"
-
-    @pytest.mark.parametrize("path", ["", "train.py", "other/__main__.py"])
-    def test_by_the_program_of_somebody_else(self, started, path):
-        assert started(path) == "speedtransfer"
+    main = Path(system.__file__).with_name("__main__.py")
+    assert said(tmp_path / "on_path/speedtransfer") == "speedtransfer"
+    assert said(tmp_path / "env dir/bin/speedtransfer") == "'env dir/bin/speedtransfer'"
+    assert said("/elsewhere/bin/speedtransfer") == "/elsewhere/bin/speedtransfer"
+    assert said(main, tmp_path / ".venv/bin/python") == ".venv/bin/python -m speedtransfer"
+    assert said(main, tmp_path / "on_path/python") == "python -m speedtransfer"
+    for path in ("", "train.py", "other/__main__.py"):  # of somebody else
+        assert said(path) == "speedtransfer"
 
 
 @pytest.mark.slow
