@@ -174,6 +174,8 @@ def test_another_link_has_other_rates(file):
     machine = machine_given(file("base: h200\nlink: PCIe 4.0 x16"))
     assert machine.link_up_bytes_per_s == link_rates("PCIe 4.0 x16")[1]
     assert "PCIe 4.0 x16" in machine.sources["link_up_bytes_per_s"]
+    machine = machine_given(file("link: PCIe 4.0 x16\nlink_up_bytes_per_s: 20 GB/s"))
+    assert (machine.link_up_bytes_per_s, machine.link_down_bytes_per_s) == (20e9, link_rates("PCIe 4.0 x16")[2])
     machine = machine_given(file("link: CXL 3\nlink_up_bytes_per_s: 60 GB/s\nlink_down_bytes_per_s: 50 GB/s"))
     assert (machine.link, machine.link_up_bytes_per_s, machine.link_down_bytes_per_s) == ("CXL 3", 60e9, 50e9)
 

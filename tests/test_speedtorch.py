@@ -191,22 +191,25 @@ def test_training_goes_on_from_files(kind, tmp_path):
         assert np.array_equal(trained(range(3, 6), *again), expected)
 
 
-def test_state_that_is_loaded_without_the_optimizers_own_counts():
+def a_state(kind=torch.optim.Adam, rows=6, **options):
+    """A switcher of the state of an optimizer, which trains one variable."""
     model = OneVariable()
-    optimizer = torch.optim.NAdam(model.parameters())
-    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    optimizer = kind(model.parameters(), **options)
+    return SpeedTorch.OptimizerFactory(optimizer, rows, 4, model, "table"), optimizer, model.table.weight
+
+
+def test_state_that_is_loaded_without_the_optimizers_own_counts():
+    state, optimizer, weight = a_state(torch.optim.NAdam)
     state.CUPYcorpi = np.full((2, 6, 4), 3.0)
     state.beforeForwardPass([1, 2])
-    kept = optimizer.state[model.table.weight]
+    kept = optimizer.state[weight]
     assert kept["exp_avg"].shape == (2, 4)
     assert kept["exp_avg_sq"].eq(3).all()
     assert (kept["step"], kept["mu_product"]) == (0, 1)
 
 
 def test_one_state_of_an_optimizer_is_set():
-    model = OneVariable()
-    optimizer = torch.optim.Adam(model.parameters())
-    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    state, optimizer, weight = a_state()
     state.optInit()
     state.CUPYcorpi[1] = np.full((6, 4), 3.0)
     state.CUPYcorpi[0][2] = 5
@@ -218,13 +221,11 @@ def test_one_state_of_an_optimizer_is_set():
     with pytest.raises(InvalidValueError, match=r"there are 1 arrays but Adam keeps \['exp_avg', 'exp_avg_sq'\]"):
         state.CUPYcorpi[:] = [np.zeros((6, 4))]
     state.beforeForwardPass([2])
-    assert optimizer.state[model.table.weight]["exp_avg"].eq(12).all()
+    assert optimizer.state[weight]["exp_avg"].eq(12).all()
 
 
 def test_state_follows_hyperparameters_that_are_changed_or_loaded():
-    model = OneVariable()
-    optimizer = torch.optim.Rprop(model.parameters(), lr=0.5)
-    state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
+    state, optimizer, weight = a_state(torch.optim.Rprop, lr=0.5)
     optimizer.param_groups[0]["lr"] = 0.25
     state.optInit()
     assert (state.CUPYcorpi[1] == 0.25).all()
@@ -234,48 +235,32 @@ def test_state_follows_hyperparameters_that_are_changed_or_loaded():
     state.optInit()
     assert (state.CUPYcorpi[1] == 0.125).all()
     state.beforeForwardPass([0])
-    assert optimizer.state[model.table.weight]["step_size"].eq(0.125).all()
+    assert optimizer.state[weight]["step_size"].eq(0.125).all()
+    model = OneVariable()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    state = SpeedTorch.OptimizerFactory(sgd, 5, 4, model, "table")
+    with torch.device("meta"):  # whatever the default device
+        state = SpeedTorch.OptimizerFactory(sgd, 6, 4, model, "table")
     sgd.param_groups[0]["momentum"] = 0.9
-    state.CUPYcorpi = np.ones((1, 5, 4))
+    state.CUPYcorpi = np.ones((1, 6, 4))
     assert state.optVarList == ["momentum_buffer"]
 
 
-def test_factories_are_made_whatever_the_default_device():
-    model = OneVariable()
-    optimizer = torch.optim.Adam(model.parameters())
-    with torch.device("meta"):
-        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
-    assert state.optVarList == ["exp_avg", "exp_avg_sq"]
-
-
-@pytest.mark.parametrize("use", ["saveCupy", "saveTorch", "getNumpyVersion", "getTorchVar", "getCupyVar"])
-def test_copies_of_weights_are_made_before_they_are_seen(use):
-    model = OneVariable()
-    weights, state = KINDS["device"].switchers(torch.optim.ASGD(model.parameters()), model, "table", 5, 4)
-    state.optInit()
-    call = getattr(state, use)
-    arguments = ["state.file"] if use.startswith("save") else []
-    with pytest.raises(OptimizerError, match="starts as a copy of the weights, which are not there"):
+def test_copies_of_weights_are_made_before_they_are_seen():
+    for use in ("saveCupy", "saveTorch", "getNumpyVersion", "getTorchVar", "getCupyVar"):
+        model = OneVariable()
+        weights, state = KINDS["device"].switchers(torch.optim.ASGD(model.parameters()), model, "table", 5, 4)
+        state.optInit()
+        call = getattr(state, use)
+        arguments = ["state.file"] if use.startswith("save") else []
+        with pytest.raises(OptimizerError, match="starts as a copy of the weights, which are not there"):
+            call(*arguments)
+        weights.normalDistributionInit(0, 1)
         call(*arguments)
-    weights.normalDistributionInit(0, 1)
-    call(*arguments)
-    assert np.array_equal(state.getNumpyVersion()[0], weights.getNumpyVersion())
+        assert np.array_equal(state.getNumpyVersion()[0], weights.getNumpyVersion())
     other = SpeedTorch.OptimizerFactory(torch.optim.ASGD(model.parameters()), 6, 4, model, "table")
     other.optInit()
     with pytest.raises(OptimizerError, match=r"'ax' has shape \(6, 4\) but .* which have \(5, 4\); make both"):
         other.beforeForwardPass([5])
-
-
-def test_the_other_order_and_a_gradient_of_another_batch():
-    weights, variable = made()
-    weights.beforeForwardPass([1, 2, 3])
-    variable(torch.arange(3)).sum().backward()
-    weights.beforeForwardPass([4])
-    assert variable.weight.grad is None
-    assert isinstance(variable.weight, nn.Parameter)
-    variable(torch.zeros(1, dtype=torch.int64)).sum().backward()
 
 
 def test_the_dtype_of_the_model_factory_is_that_of_the_state_too():
@@ -294,22 +279,21 @@ def test_the_dtype_of_the_model_factory_is_that_of_the_state_too():
     assert weights.getNumpyVersion()[2] - before[2] == pytest.approx(-0.3, rel=1e-3)
 
 
-@pytest.mark.parametrize("counts", [(5, 9), (1, 9), (9, 1)])
-def test_a_loss_that_is_still_held(counts):
-    weights, variable = made()
-    for count in counts:
-        weights.beforeForwardPass(range(count))
-        loss = variable(torch.arange(count)).sum()
-        assert loss.grad_fn is not None
-        loss.backward()
-        assert variable.weight.grad.shape == (count, 4)
-
-
-def test_a_batch_that_was_fetched_in_inference_mode_can_be_trained():
-    weights, variable = made()
+def test_a_variable_takes_batches_of_any_size():
+    """While losses, gradients of other batches, and rows that were fetched in inference mode are there."""
+    for counts in ((5, 9), (1, 9), (9, 1)):
+        weights, variable = made()
+        for count in counts:
+            weights.beforeForwardPass(range(count))
+            loss = variable(torch.arange(count)).sum()
+            loss.backward()
+            assert variable.weight.grad.shape == (count, 4)
+        weights.beforeForwardPass([1, 2])
+        assert variable.weight.grad is None
+        assert isinstance(variable.weight, nn.Parameter)
+        del loss
     with torch.inference_mode():
         weights.beforeForwardPass([1, 2])
-    assert not variable.weight.is_inference()
     variable(torch.arange(2)).sum().backward()
     assert variable.weight.grad.eq(1).all()
 
@@ -404,7 +388,7 @@ def listed(index):
     return np.array(index, dtype=None if index else np.int64) if isinstance(index, list) else index
 
 
-@pytest.mark.parametrize("kind", ["device", "pinned", "mmap", "torch-pageable"])
+@pytest.mark.parametrize("kind", ["device", "mmap"])
 def test_indexes(kind):
     weights, variable = made(kind)
     weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
@@ -437,12 +421,9 @@ def test_of_a_repeated_row_the_last_stays(kind):
 
 
 def test_of_repeated_state_the_last_stays():
-    model = OneVariable()
-    optimizer = torch.optim.Adam(model.parameters())
-    state = SpeedTorch.OptimizerFactory(optimizer, 10, 4, model, "table")
+    state, optimizer, weight = a_state(rows=10)
     state.optInit()
-    model.table.weight.data = torch.zeros(3, 4)
-    model.table.weight.grad = torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4).clone()
+    weight.data, weight.grad = torch.zeros(3, 4), torch.tensor([[1.0], [2.0], [3.0]]).expand(3, 4).clone()
     optimizer.step()
     state.afterOptimizerStep([6, 6, 2])
     assert state.getTorchVar()[0][[6, 2, 0], 0].tolist() == pytest.approx([0.2, 0.3, 0.0])
