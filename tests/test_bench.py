@@ -6,18 +6,16 @@ import importlib
 import json
 import lzma
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import markdown, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult, to_text
 from speedtransfer.cuda import cuda_status
-from speedtransfer.errors import InvalidValueError
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -160,30 +158,6 @@ def mixed(suites, monkeypatch):
     return module
 
 
-def test_fp32_is_torch_nn_to_rounding_on_stretches_of_the_text(mixed):
-    training = mixed.Training(mixed.FP32, mixed._QUICK, 64, CPU, 0, {})
-    windows = training.windows.train
-    counts = torch.bincount(windows[:, -1])
-    assert (windows.shape[1], len(counts)) == (3, 50)
-    assert counts[0] == counts.max(), "words are numbered by frequency"
-    assert 0.05 < len(training.windows.held_out) / len(windows) < 0.2
-    training.restart()
-    model, batches = training.model, training._batches
-    plain = nn.Embedding(training.windows.num_words, 4)
-    plain.load_state_dict({"weight": model.words.state_dict()["weight"]})
-    mlp = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 50))
-    mlp.load_state_dict(model.mlp.state_dict())
-    optimizer = torch.optim.AdamW([*plain.parameters(), *mlp.parameters()], lr=training.optimizer.defaults["lr"])
-    for _ in range(3):
-        batch = next(batches)
-        training._batches = iter([batch])
-        training.run()
-        F.cross_entropy(mlp(plain(batch[:, :-1]).flatten(1)), batch[:, -1]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    torch.testing.assert_close(model.words.state_dict()["weight"], plain.weight.detach(), rtol=1e-4, atol=1e-5)
-
-
 def test_every_form_is_measured_and_judged(mixed, monkeypatch):
     found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
     assert [case.name for case in found.ran] == [form.name for form in mixed.FORMS]
@@ -301,19 +275,6 @@ def likes(tmp_path):
     return made
 
 
-def test_batches_are_epochs_with_as_many_other_items(idle, likes):
-    data = idle.read_data(likes)
-    assert (data.sizes, data.test[10].tolist()) == ((30, 40), [1, 21])
-    assert data.train[9:12].tolist() == [[0, 18], [1, 1], [1, 3]]
-    found = idle.batches(data, idle.Settings(batch=100))
-    pairs = []
-    for _ in range(3):
-        users, items = next(found)
-        assert (users.shape, items.shape) == ((100,), (200,))
-        pairs += zip(users.tolist(), items[:100].tolist(), strict=True)
-    assert sorted(pairs) == [tuple(pair) for pair in data.train.tolist()]
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -327,10 +288,9 @@ def test_data_that_cannot_be_read_end_with_2(idle, likes, capsys, text, message)
     (likes / "train.txt").unlink()
     if text is not None:
         (likes / "train.txt").write_text(text)
-    with pytest.raises(InvalidValueError, match=message):
-        idle.read_data(likes)
     assert idle.main(["--data", str(likes)]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
 
 
 def test_recall_by_hand(idle, likes, monkeypatch):

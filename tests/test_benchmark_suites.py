@@ -22,7 +22,7 @@ from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.training_step import Batches
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 from speedtransfer.optim.probe import outcomes
-from speedtransfer.page_cache import PAGE, PagesStayError, read_pages
+from speedtransfer.page_cache import PAGE, PagesStayError
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
@@ -381,18 +381,6 @@ def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, m
         tables.drop_pages()
     with pytest.raises(PagesStayError, match="'weight' lies in no file"):
         TableFiles(in_memory)
-
-
-def test_plain_reads_bring_the_pages_of_the_rows(tables):
-    table, rows, names = tables.in_file[0].table, tables.ids(50), ["weight", "exp_avg_sq"]
-    for threads in (1, 3):
-        tables.drop_pages()
-        read_pages(tables.files.pages(rows, names), threads)
-        brought = tables.files.share_in_memory()
-        pages = 3 * -(-(4 * DIM * ROWS + 128) // PAGE)
-        assert round(brought * pages) == pytest.approx(2 * 50, abs=2), "single rows bring single pages"
-        table.read(rows, names)
-        assert brought == tables.files.share_in_memory()
 
 
 def test_no_page_is_wanted_twice():

@@ -6,7 +6,6 @@ import dataclasses
 import os
 import random
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,15 +72,11 @@ def test_names():
             machine_given(name)
 
 
-def test_they_are_in_the_wheel_and_yaml_is_loaded_where_it_is_needed():
+def test_they_are_in_the_wheel():
     told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = told["tool"]["setuptools"]["package-data"]["speedtransfer.planning"]
     assert any(PUBLISHED.match(pattern) for pattern in patterns)
     assert any(requirement.startswith("pyyaml") for requirement in told["project"]["dependencies"])
-    code = "import sys, speedtransfer.planning.machine as m; a = 'yaml' in sys.modules; m.machine_given('t4')"
-    code += "; print(a, 'yaml' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
 
 
 @pytest.mark.parametrize(

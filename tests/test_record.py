@@ -127,24 +127,6 @@ def up_when(record, monkeypatch):
     return wait_for
 
 
-@pytest.mark.slow
-def test_gpu_tests_that_hang_leave_those_before(record, store, tree, capsys, up_when):
-    (tree / "tests/gpu/test_device.py").write_text(
-        "import os, pathlib, pytest, time\npytestmark = pytest.mark.gpu\ndef test_good(): pass\n"
-        "def test_hangs():\n"
-        "    outcomes = pathlib.Path(os.environ['OUTCOMES'])\n"
-        "    while not (outcomes.exists() and 'test_good' in outcomes.read_text()): time.sleep(0.02)\n"
-        "    pathlib.Path('hangs').touch()\n"
-        "    time.sleep(1000)\n"
-    )
-    up_when(tree / "hangs")
-    assert run(record, tree, "tests", seconds=1000) == 1
-    assert capsys.readouterr().err == "tests: stopped at its time limit\n"
-    found = store.read(result_of(store, tree, "tests", ".partial"))
-    assert (found["passed"], found["failed"], found["complete"]) == (1, 0, False)
-    assert not result_of(store, tree, "tests").exists()
-
-
 @pytest.mark.parametrize(
     ("code", "problem", "complete"),
     [(1, "1 failed", True), (None, "stopped at its time limit", False), (-9, "ended with exit code -9", False)],
@@ -296,16 +278,6 @@ def test_what_is_there_is_kept_whatever_ends_the_run(record, tree, monkeypatch, 
     with tarfile.open(tree / "all.tgz") as file:
         (log,) = file.getnames()
         assert file.extractfile(log).read().endswith(b"begun")
-
-
-def test_every_part_fits_into_a_lease(record, store):
-    assert record.PART_S < 600
-    for tasks in record.GPU_PARTS.values():
-        *limited, last = tasks
-        assert last.limit_s >= record.PART_S, "the last one has all that is left"
-        assert sum(task.limit_s for task in limited) < record.PART_S - record.SPARE_S
-        assert all(task.name in (*store.CHECKS, *store.MEASURED) for task in tasks)
-    assert all((BENCH.parent / name).exists() for name in importlib.import_module("device_tests").ALONE)
 
 
 # --- the command line ---------------------------------------------------------------------------------------------------
