@@ -101,7 +101,7 @@ def test_one_that_was_made_has_its_hyperparameters():
     name, optimizer = made(first)
     group = optimizer.param_groups[0]
     assert name == "AdamW"
-    assert (group["lr"], group["betas"], group["amsgrad"]) == (0.5, (0.1, 0.2), True)
+    assert (group["lr"], group["betas"], group["amsgrad"], group["initial_lr"]) == (0.5, (0.1, 0.2), True, 0.5)
 
 
 # --- plans --------------------------------------------------------------------------------------------------------------
