@@ -256,7 +256,7 @@ plan((10, 8), "SGD(**{})") -> InvalidValueError: must be a name with keyword arg
 plan((10, 8), "SGD(lr=open('x'))") -> InvalidValueError: must be a name with keyword arguments or without
 plan((10, 8), "AdamW+") -> InvalidValueError: must be a name with keyword arguments or without
 plan((10, 8), "no_such_package.Lion") -> InvalidValueError: No module named 'no_such_package'; install it
-plan((10, 8), "torch.optim.Optimizer") -> InvalidValueError: optimizer is 'torch.optim.Optimizer'
+plan((10, 8), "torch.optim.Optimizer") -> InvalidValueError: optimizer is 'torch.optim.Optimizer'; choose from
 plan((10, 8), "os.path") -> InvalidValueError: is 'os.path' but os has no optimizers; choose one of torch.optim
 """
 

@@ -237,9 +237,10 @@ def test_state_follows_hyperparameters_that_are_changed_or_loaded():
     state.beforeForwardPass([0])
     assert optimizer.state[weight]["step_size"].eq(0.125).all()
     model = OneVariable()
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    adam = torch.optim.Adam(model.parameters())
     with torch.device("meta"):  # whatever the default device
-        state = SpeedTorch.OptimizerFactory(sgd, 6, 4, model, "table")
+        assert SpeedTorch.OptimizerFactory(adam, 6, 4, model, "table").optVarList == ["exp_avg", "exp_avg_sq"]
+    state, sgd, _ = a_state(torch.optim.SGD, lr=0.1)
     sgd.param_groups[0]["momentum"] = 0.9
     state.CUPYcorpi = np.ones((1, 6, 4))
     assert state.optVarList == ["momentum_buffer"]
@@ -294,6 +295,7 @@ def test_a_variable_takes_batches_of_any_size():
         del loss
     with torch.inference_mode():
         weights.beforeForwardPass([1, 2])
+    assert not variable.weight.is_inference()
     variable(torch.arange(2)).sum().backward()
     assert variable.weight.grad.eq(1).all()
 
