@@ -206,7 +206,7 @@ def code_for(workload: Workload, form: Form, memory: str) -> str:
     if workload.idle != "auto":
         options.append(f"idle={workload.idle!r}")
     lines: list[str] = []
-    replaced = [table for table in workload.tables if table.named and not table.is_table]
+    replaced = [table for table in workload.tables if table.names and not table.is_table]
     few = ["min_rows=1"] if min((table.rows for table in replaced), default=_MIN_ROWS) < _MIN_ROWS else []
     for table in replaced if memory == MMAP else replaced[:1]:
         names = [f"names={list(table.names)!r}"] if memory == MMAP and len(workload.tables) > 1 else []
@@ -228,7 +228,7 @@ def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> st
     frozen = ["_freeze=True"] if workload.trainer.make is None else []
     lines = []
     for table in workload.tables:
-        if table.named and not table.is_table and memory == DENSE:
+        if table.names and not table.is_table and memory == DENSE:
             continue
         kind = table.kind if table.kind != MULTI else EMBEDDING
         own = [str(table.rows), str(table.dim), *more, *(frozen if kind == EMBEDDING else [])]

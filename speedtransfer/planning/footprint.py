@@ -72,7 +72,7 @@ def forms_for(workload: Workload, storage: str | None, state: str | None, scale_
         rows, values = _checked("storage_dtype", storage, STORAGE), _checked("state_dtype", state, STATE)
         return [Form(rows, values, scale_block)]
     kept = _TRAINED
-    if not has_wide_state(workload):
+    if not state_planes(workload):  # none that could be stored in fewer bits
         kept = tuple(Form(name, FLOAT32) for name in dict.fromkeys(form.storage for form in _TRAINED))
     return [form._replace(scale_block=scale_block) if form.storage.startswith("float8") else form for form in kept]
 
@@ -83,11 +83,6 @@ def _checked(label: str, name: str | None, choices: dict[str, torch.dtype]) -> s
     if not isinstance(name, str) or name not in choices:
         raise InvalidValueError(f"{label} is {name!r}{suggest(str(name), choices)}")
     return name
-
-
-def has_wide_state(workload: Workload) -> bool:
-    """Tell whether the optimizer keeps state as wide as the rows, which can be stored in fewer bits."""
-    return state_planes(workload) > 0
 
 
 def state_planes(workload: Workload) -> int:

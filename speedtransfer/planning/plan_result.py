@@ -15,7 +15,7 @@ from rich.text import Text
 
 from speedtransfer.errors import check_png, format_bytes
 from speedtransfer.planning.configurations import Option
-from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE, Bytes, Form, has_wide_state, is_exact, size_of
+from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE, Bytes, Form, is_exact, size_of, state_planes
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
@@ -196,7 +196,7 @@ def _memories(plan: Plan) -> str:
 
 
 def _form_words(plan: Plan, form: Form) -> str:
-    if not has_wide_state(plan.workload) or form.storage == form.state:
+    if not state_planes(plan.workload) or form.storage == form.state:
         return form.storage
     return f"{form.storage}, {form.state} state"
 

@@ -26,9 +26,9 @@ EMBEDDING, BAG, MULTI = "Embedding", "EmbeddingBag", "MultiEmbedding"
 class Load:
     """One table and its part in a step.
 
-    It is called as in ``model.named_modules()``, or as given; of a model `names` are all modules that share it. `features`
-    are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the distinct rows that
-    a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module has a table
+    It is called as in ``model.named_modules()``, or as given; of a model `names` are all modules that share it, else there are
+    none. `features` are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the
+    distinct rows that a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module has a table
     already, so that ``replace_embeddings`` leaves it alone.
     """
 
@@ -41,11 +41,6 @@ class Load:
     bag: int = 1
     is_table: bool = False
     names: tuple[str, ...] = ()
-
-    @property
-    def named(self) -> bool:
-        """Whether it is a module of a model."""
-        return bool(self.names)
 
     @property
     def lookups(self) -> int:
