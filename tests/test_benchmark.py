@@ -36,6 +36,7 @@ def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
     result = run_one(*cases, turns=2, samples=2, budget_s=10.0)
     assert calls[:3] == ["a", "check a", "a"]
     assert [name for name, _ in itertools.groupby(calls[6:])] == ["a", "b", "a", "b"]
+    assert calls.count("a") == 2 + 2 * (1 + 2), "the first run of a turn warms up"
     for case in result.cases:
         assert len(case.samples_s) == 4
         assert all(0 < host <= done for host, done in zip(case.host_s, case.samples_s, strict=True))

@@ -28,8 +28,8 @@ class Load:
 
     It is called as in ``model.named_modules()``, or as given; of a model `names` are all modules that share it, else there are
     none. `features` are the rows, and the lookups of a step, of each feature in it; they add up to `rows`. `unique` are the
-    distinct rows that a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module has a table
-    already, so that ``replace_embeddings`` leaves it alone.
+    distinct rows that a step is expected to look up, `bag` the lookups that an "EmbeddingBag" adds up. `is_table`: the module
+    has a table already, so that ``replace_embeddings`` leaves it alone.
     """
 
     name: str
