@@ -95,10 +95,15 @@ def test_another_machine(run):
 
 
 def test_blocks_of_the_forms_that_are_planned_by_default(run):
-    code, out, _ = run(*FAST, "--batch", "64", "--scale-block", "4", "--json", "-")
-    assert code == 0
-    (float8,) = [form for form in json.loads(out)["bytes"] if form["storage_dtype"] == "float8_e4m3fn"]
-    assert float8["scale"] > 2 * 4 * 1000, "two scales of weights a row, and those of the state"
+    def scales(*blocks):
+        code, out, _ = run(*FAST, "--batch", "64", *blocks, "--json", "-")
+        assert code == 0
+        return {
+            form["storage_dtype"]: form["scale"] for form in json.loads(out)["bytes"] if form["state_dtype"] == "uint8"
+        }
+
+    usual, small = scales(), scales("--scale-block", "4")
+    assert small == {**usual, "float8_e4m3fn": usual["float8_e4m3fn"] + 4 * 1000}, "one more for half a row of weights"
 
 
 def test_several_tables_as_json_and_a_picture(run, tmp_path):

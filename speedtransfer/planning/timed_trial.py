@@ -8,7 +8,6 @@ next to no rows is multiplied.
 from __future__ import annotations
 
 import contextlib
-import math
 import statistics
 import tempfile
 import time
@@ -336,11 +335,9 @@ def _spread(numbers: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     """Return other numbers below `size`, different ones for different ones, that are near each other for none."""
     if not len(numbers):
         return numbers
-    factor = _MIX % size
-    while math.gcd(factor, size) != 1:
-        factor += 1
-    # The product of two numbers below 2**32 is below 2**64; larger ones have no need to be spread as well.
-    return numbers if size >= 1 << 31 else (numbers * factor) % size
+    # A prime above all sizes that are spread has no factor in common with them, and products of numbers below 2**31 fit into
+    # int64. Larger ones have no need to be spread as well.
+    return numbers if size >= 1 << 31 else (numbers * (_MIX % size)) % size
 
 
 def drawn_unique(rows: int, lookups: int, zipf: float) -> float:
