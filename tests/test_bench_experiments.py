@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import math
 from pathlib import Path
@@ -68,6 +70,31 @@ def test_tax_compares_the_same_three_ways(tax):
             case.check()  # nothing has run yet
         case.run()
         case.check()
+
+
+# --- other libraries ----------------------------------------------------------------------------------------------------
+
+
+def test_peers_compares_tables_before_it_times_steps():
+    peers = importlib.import_module("experiments.peers")
+    by_title = {
+        group.title: measure(group, CPU, **FAST) for group in peers.groups(CPU, True) if "3 tables" in group.title
+    }
+    for title, found in by_title.items():
+        ran, ours = set(found.by_name), {case.name for case in found.cases if case.role == "ours"}
+        assert ours <= ran
+        assert len(ours) == (4 if title.endswith("AdamW") else 2)
+        missing = [case.error for case in found.cases if case.name in ("FBGEMM", "TorchRec, fused", "TFRA")]
+        assert all("not installed" in error or "peers" in error or "not pooled" in error for error in missing)
+    data = peers.Data(peers.QUICK[-1], "SGD")
+    faster = functools.partial(
+        peers.modules, kind=torch.nn.EmbeddingBag, make=functools.partial(torch.optim.SGD, lr=0.02)
+    )
+    for same in (True, False):
+        wrong = peers.Training(peers.Contender("wrong", faster, same), data)
+        wrong.run()
+        with pytest.raises(AssertionError, match="a weight is") if same else contextlib.nullcontext():
+            wrong.check()
 
 
 # --- mixed precision ----------------------------------------------------------------------------------------------------
