@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 	for CUDA 13: pass TORCH_INDEX=https://download.pytorch.org/whl/cu126))
 comma := ,
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec plan-accuracy ngram-lm parallel optimizers torch-suite projects gpu gpu-status launches matrix release-check set-version clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec plan-accuracy ngram-lm parallel optimizers torch-suite projects peers gpu gpu-status launches matrix release-check set-version clean
 
 help:
 	@echo "Each target first installs torch and what it needs itself into .venv (VENV=FOLDER), from the package index of pip:"
@@ -43,6 +43,7 @@ help:
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
 	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
+	@echo "make peers       training steps beside FBGEMM, TorchRec, DeepSpeed and others (an environment of its own, some minutes)"
 	@echo "make matrix      the fast tests with the lowest and newest Python, torch and NumPy, into docs/versions.md (environments in .nox)"
 	@echo "make gpu         GPU tests and benchmarks, results into bench/results/<device>/; thirty minutes, in three commands:"
 	@echo "  make gpu PY=python3 ARGS='--part 1 --archive part1.tgz'  9 min: all GPU tests, experiments"
@@ -140,6 +141,24 @@ $(PROJECTS)/.ready: pyproject.toml setup.py constraints.txt tests/projects/requi
 projects: $(PROJECTS)/.ready
 	OMP_NUM_THREADS=1 $(PROJECTS)/bin/python -m pytest tests/projects $(ARGS)
 
+# Others' libraries pin what nothing else should have to take, and TFRA wants TensorFlow; what does not install is named.
+PEERS ?= .venv-peers
+INSTALL = -m pip install --quiet --disable-pip-version-check
+$(PEERS)/.ready: pyproject.toml setup.py constraints.txt bench/peers.txt
+	$(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python $(INSTALL) -c constraints.txt --config-settings editable_mode=compat -e ".[plot]"
+	for package in $$(grep -v '^#' bench/peers.txt); do \
+		DS_BUILD_OPS=0 $(PEERS)/bin/python $(INSTALL) --no-deps $$package || echo "$$package does not install here"; done
+	$(PYTHON) -m venv $(PEERS)/tensorflow
+	$(PEERS)/tensorflow/bin/python $(INSTALL) tensorflow-cpu==2.16.2 tf-keras==2.16.0 && $(PEERS)/tensorflow/bin/python \
+		$(INSTALL) --no-deps tensorflow-recommenders-addons==0.8.1 typeguard==2.13.3 || echo "TFRA does not install here"
+	@touch $@
+
+# DeepSpeed compiles its optimizer when it is first used, by the ninja of this environment.
+peers: $(PEERS)/.ready
+	PATH="$(abspath $(PEERS))/bin:$$PATH" $(PEERS)/bin/python bench/record.py here --only peers --limit 3600 $(ARGS) \
+		&& $(PEERS)/bin/python bench/readme.py
+
 # Of the Pythons that are found. ARGS="-s 'matrix(3.13-newest)'": that one alone; ARGS="-- tests/test_nn.py": those tests alone.
 # TORCH_INDEX=https://download.pytorch.org/whl/cpu: without the gigabytes of CUDA that torch brings on Linux.
 matrix: $(ENV)
@@ -171,4 +190,4 @@ set-version:
 	$(PYTHON) release/set_version.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(PROJECTS) $(RELEASE) .nox docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PROJECTS) $(PEERS) $(RELEASE) .nox docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks

@@ -56,6 +56,7 @@ SECTIONS = (
     Section("experiments", ("gpu",), title=EXPERIMENTS["gpu"]),
     Section("exchange", ("exchange",), title=EXPERIMENTS["exchange"]),
     Section("mixed precision", ("mixed",), title=EXPERIMENTS["mixed"]),
+    Section("beside others", ("peers",), title=EXPERIMENTS["peers"]),
     Section("plan accuracy", ("plan_accuracy",), title=EXPERIMENTS["plan_accuracy"]),
 )
 

@@ -25,6 +25,7 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
     "mixed": "Mixed precision by batch size: time, memory, accuracy",
     "exchange": "Gradients in fewer bytes: to the same loss",
     "gpu": "What a training step takes of a GPU",
+    "peers": "Training steps beside other libraries",
     "plan_accuracy": "Planned beside measured times of a step",
 }
 MEASURED = (*SUITES, *EXPERIMENTS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import json
 import lzma
@@ -225,6 +227,28 @@ def test_plans_are_compared_with_what_a_step_takes(suites, monkeypatch, tmp_path
     text = shown("plan_accuracy", [found])
     assert "- 2 of 3 planned times are within a factor of 1.5 of the measured ones, the median within 1.25" in text
     assert not list(tmp_path.iterdir())
+
+
+def test_peers_compares_tables_before_it_times_steps(suites):
+    peers = suites["peers"].module
+    by_title = {
+        group.title: measure(group, CPU, **FAST) for group in peers.groups(CPU, True) if "3 tables" in group.title
+    }
+    for title, found in by_title.items():
+        ran, ours = set(found.by_name), {case.name for case in found.cases if case.role == "ours"}
+        assert ours <= ran
+        assert len(ours) == (4 if title.endswith("AdamW") else 2)
+        missing = [case.error for case in found.cases if case.name in ("FBGEMM", "TorchRec, fused", "TFRA")]
+        assert all("not installed" in error or "peers" in error or "not pooled" in error for error in missing)
+    data = peers.Data(peers.QUICK[-1], "SGD")
+    faster = functools.partial(
+        peers.modules, kind=torch.nn.EmbeddingBag, make=functools.partial(torch.optim.SGD, lr=0.02)
+    )
+    for same in (True, False):
+        wrong = peers.Training(peers.Contender("wrong", faster, same), data)
+        wrong.run()
+        with pytest.raises(AssertionError, match="a weight is") if same else contextlib.nullcontext():
+            wrong.check()
 
 
 @pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")

@@ -6,6 +6,7 @@ from speedtransfer.nn.embedding import Embedding, check_pretrained
 from speedtransfer.nn.export import to_dense
 from speedtransfer.nn.loader import PrefetchLoader, StatefulPrefetchLoader, prefetch
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.processes import clip_grad_norm_, full_state_dict, table_parameters
 from speedtransfer.nn.replace import replace_embeddings
@@ -19,6 +20,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "MultiEmbedding",
+    "MultiEmbeddingBag",
     "PrefetchLoader",
     "ShardedTable",
     "StatefulPrefetchLoader",

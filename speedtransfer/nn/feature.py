@@ -140,11 +140,18 @@ class Feature(nn.Embedding, VocabularyModule):
         rows = in_table(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
         return FeatureRows(*rows, number=self.number)
 
-    def out_of_range(self, value: int, position: int | None, shape: tuple[int, ...]) -> RowIndexError:
-        """Return the error for the id `value`, at a flat `position` of ids of `shape`, or of padding (None)."""
+    def out_of_range(
+        self, value: int, position: int | None, shape: tuple[int, ...], called: str = ""
+    ) -> RowIndexError:
+        """Return the error for the id `value`, at a flat `position` of ids of `shape`, or of padding (None).
+
+        `called`: the feature, if it has another name than its rows.
+        """
         rows = None if position is None else self._rows()
         where = ", ".join(str(int(i)) for i in np.unravel_index(position or 0, shape)) if shape else ""
         name, index = self.name if rows is None else rows.path, f"index[{where}]" if where else "index"
+        if called not in ("", self.name):
+            name = f"{called} of table {name}"
         if self._keys is not None:
             limit, bits = self._keys.limit, self._keys.bits
             index = "padding_idx" if position is None else index

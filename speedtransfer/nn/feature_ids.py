@@ -35,6 +35,8 @@ class FeatureRows(NamedTuple):
         Whether the parts were given by name.
     number : int, optional
         Of the one feature that they are of.
+    bags : Bags, optional
+        Those of a `MultiEmbeddingBag`.
     """
 
     index: Any
@@ -42,6 +44,7 @@ class FeatureRows(NamedTuple):
     shapes: Shapes | None = None
     by_name: bool = False
     number: int | None = None
+    bags: Any = None
 
 
 class FeatureIds:
@@ -50,7 +53,7 @@ class FeatureIds:
     Parameters
     ----------
     features : dict of str to Feature
-        In the order of their rows.
+        In the order of their columns; several may look up in the rows of one.
     keys : FeatureKeys, optional
         Has the ids of a vocabulary that are found in the place of rows.
     """
@@ -156,7 +159,7 @@ class FeatureIds:
             if position < shape.numel():
                 break
             position -= shape.numel()
-        raise self._features[name].out_of_range(value, position, shape)
+        raise self._features[name].out_of_range(value, position, shape, name)
 
 
 def found_by(ticket: Ticket, number: int | None = None) -> FeatureRows:

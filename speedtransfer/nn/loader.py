@@ -253,9 +253,7 @@ class PrefetchLoader(Generic[Batch]):
                 pairs.append((module, ids))
                 if isinstance(module, MultiEmbedding):
                     # Its ticket has row numbers too.
-                    given += _copies(
-                        ids.values() if isinstance(ids, Mapping) else ids if isinstance(ids, list | tuple) else [ids]
-                    )
+                    given += _copies(module._tensors_of(ids))
         for module, _ in pairs:
             if not isinstance(module, TableModule):
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"

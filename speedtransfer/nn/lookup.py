@@ -156,16 +156,10 @@ def bag_lookup(
     beside : UnseenValues or UnseenOnDevice, optional
         What ids read that have no row.
     """
-    rows, inverse, padding = active.rows, active.inverse, active._groups.found
-    if type(offsets) is Tensor and inverse.dim() == 1:
-        offsets = _checked_offsets(offsets, len(inverse), active._handle)
-    if active._groups.known.length is not None and active._padding_idx >= 0:
-        # The host does not know the place of the padding row: its ids are those of the last place, which no row has.
-        padding = active.rows.shape[0] - 1
-        inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)
-    if beside is not None:
-        rows, inverse = beside.beside(rows, inverse)
-    takes_last = include_last_offset and padding < 0 and has_padding
+    if type(offsets) is Tensor and active.inverse.dim() == 1:
+        offsets = _checked_offsets(offsets, len(active.inverse), active._handle)
+    rows, inverse, padding = apart_from_padding(active, beside)
+    takes_last = include_last_offset and padding is None and has_padding
     if offsets is not None and takes_last and offsets.dim() == 1 and not _reaches_beyond(offsets, len(inverse)):
         # With a padding row the last bag of torch extends to the end of the ids.
         offsets, include_last_offset = offsets[:-1], False
@@ -181,8 +175,20 @@ def bag_lookup(
         sparse=as_sparse,
         per_sample_weights=per_sample_weights,
         include_last_offset=include_last_offset,
-        padding_idx=padding if padding >= 0 else None,
+        padding_idx=padding,
     )
+
+
+def apart_from_padding(active: ActiveRows, beside: Any) -> tuple[Tensor, Tensor, int | None]:
+    """Return rows, the place in these of each id, and that of padding, if there is any; `beside` as for `bag_lookup`."""
+    rows, inverse, padding = active.rows, active.inverse, active._groups.found
+    if active._groups.known.length is not None and active._padding_idx >= 0:
+        # The host does not know the place of the padding row: its ids are those of the last place, which no row has.
+        padding = active.rows.shape[0] - 1
+        inverse = inverse.masked_fill((active.ids == active._padding_idx)[inverse], padding)
+    if beside is not None:
+        rows, inverse = beside.beside(rows, inverse)
+    return rows, inverse, padding if padding >= 0 else None
 
 
 def _reaches_beyond(offsets: Tensor, count: int) -> bool:

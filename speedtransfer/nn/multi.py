@@ -27,10 +27,6 @@ from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 
-# Arguments of nn.Embedding that all rows of a table have in common.
-_COMMON = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
-
-
 class MultiEmbedding(FeatureModules, TableModule):
     """Several embeddings of one width in one table: one gather and one scatter a step for all of them.
 
@@ -66,6 +62,9 @@ class MultiEmbedding(FeatureModules, TableModule):
     same, in the same order.
     """
 
+    # The modules that it is made of, and arguments of these that all rows of a table have in common.
+    _replaces: tuple[Any, Any] = (nn.Embedding, Embedding)
+    _common: tuple[str, ...] = ("embedding_dim", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     # Of the features in the vocabulary.
     # Not annotated, which torch.jit would read before it is refused.
     _keys = None  # type: FeatureKeys | None
@@ -93,9 +92,9 @@ class MultiEmbedding(FeatureModules, TableModule):
                 "a dict by name"
             )
         self.named = isinstance(num_embeddings, Mapping)
-        sizes = _by_name(num_embeddings)
+        sizes = by_name(num_embeddings)
         one_for_all = not isinstance(padding_idx, Iterable) or isinstance(padding_idx, str)
-        paddings = dict.fromkeys(sizes, padding_idx) if one_for_all else _by_name(padding_idx)
+        paddings = dict.fromkeys(sizes, padding_idx) if one_for_all else by_name(padding_idx)
         if paddings.keys() != sizes.keys():
             raise InvalidValueError(
                 f"padding_idx is of the features {list(paddings)} but num_embeddings of {list(sizes)}; pass one for each, "
@@ -140,33 +139,60 @@ class MultiEmbedding(FeatureModules, TableModule):
         InvalidTypeError, InvalidValueError
             A module is no ``nn.Embedding``, or is not like the first.
         """
-        refuse_vocabulary(options, "from_modules", "make a MultiEmbedding with it, and call its vocabulary.update")
-        by_name = _by_name(modules)
-        if not by_name:
-            raise InvalidValueError("there are no modules; pass at least one nn.Embedding, which says the width of all")
-        first = next(iter(by_name))
-        alike: Any = _traits(first, by_name[first])
-        for name, module in by_name.items():
-            for key, value in _traits(name, module).items():
-                if value != alike[key]:
-                    raise InvalidValueError(
-                        f"{key} of {name!r} is {value} but that of {first!r} is {alike[key]}, and one table has one; make a "
-                        "MultiEmbedding for each"
-                    )
-        if len({id(module.weight) for module in by_name.values()}) < len(by_name):
-            raise InvalidValueError(
-                "two modules share a weight, and would get one each; leave one out, and use the other"
-            )
-        sizes = {name: module.num_embeddings for name, module in by_name.items()}
-        padding = {name: module.padding_idx for name, module in by_name.items()}
+        return cls._of(modules, options, {})
+
+    @classmethod
+    def _of(cls, modules: Any, options: Any, more: dict[str, Any]) -> Self:
+        refuse_vocabulary(options, "from_modules", f"make a {cls.__name__} with it, and call its vocabulary.update")
+        each = by_name(modules)
+        alike = cls._alike(each)
+        sizes = {name: module.num_embeddings for name, module in each.items()}
+        padding = {name: module.padding_idx for name, module in each.items()}
         # Zeros that take no memory; without a weight numbers would be drawn.
         zeros = torch.zeros(1, 1, dtype=alike.pop("dtype"), device="cpu")
         alike |= {"_weight": zeros.expand(sum(sizes.values()), alike["embedding_dim"]), "padding_idx": padding}
-        made = cls(sizes, _freeze=not alike.pop("requires_grad"), **alike, **options)
+        made = cls(sizes, _freeze=not alike.pop("requires_grad"), **alike, **more, **options)
         made.named = isinstance(modules, Mapping | nn.ModuleDict)
-        for feature, module in zip(made.values(), by_name.values(), strict=True):
+        for feature, module in zip(made.values(), each.values(), strict=True):
             feature.load(module.weight.detach())
         return made
+
+    @classmethod
+    def _alike(cls, modules: dict[str, Any]) -> dict[str, Any]:
+        """Return what modules have in common that can share a table; raise for others."""
+        ours = cls._replaces[0].__name__
+        if not modules:
+            raise InvalidValueError(f"there are no modules; pass at least one nn.{ours}, which says the width of all")
+        first = next(iter(modules))
+        alike = cls._traits(first, modules[first])
+        for name, module in modules.items():
+            for key, value in cls._traits(name, module).items():
+                if value != alike[key]:
+                    raise InvalidValueError(
+                        f"{key} of {name!r} is {value} but that of {first!r} is {alike[key]}, and one table has one; make a "
+                        f"{cls.__name__} for each"
+                    )
+        if len({id(module.weight) for module in modules.values()}) < len(modules):
+            raise InvalidValueError(
+                "two modules share a weight, and would get one each; leave one out, and use the other"
+            )
+        return alike
+
+    @classmethod
+    def _traits(cls, name: str, module: Any) -> dict[str, Any]:
+        """Return what the modules of one table have in common; raise unless `module` is one that can be replaced."""
+        of, ours = cls._replaces
+        if not isinstance(module, of) or type(module).forward not in (of.forward, ours.forward):
+            raise InvalidTypeError(
+                f"{name!r} is a {type(module).__name__}, whose own way to look up would be lost; make a {cls.__name__} of "
+                f"nn.{of.__name__} modules, and give others tables of their own (replace_embeddings)"
+            )
+        weight = module._parameters.get("weight")
+        if weight is None or not is_ordinary(weight) or weight.dtype not in TABLE_DTYPES:
+            kind = "computed (a parametrization)" if weight is None else f"a {type(weight).__name__} of {weight.dtype}"
+            raise InvalidTypeError(f"the weight of {name!r} is {kind}, which a table cannot be; leave that module out")
+        about = {"dtype": weight.dtype, "device": weight.device, "requires_grad": weight.requires_grad}
+        return {key: getattr(module, key) for key in cls._common} | about
 
     @looks_up
     def forward(self, ids: Any) -> Any:
@@ -196,15 +222,16 @@ class MultiEmbedding(FeatureModules, TableModule):
         rows = look_up(self, weight, found.index, found.padded, used)
         if shapes is None:
             return rows
-        split: Any = ()
-        sizes = [shape.numel() for shape in shapes.values()]
-        if rows.requires_grad and not in_transform():
-            split = _Parts.apply(rows, sizes, self._bits(shapes), used)
-        elif shapes:
-            # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
-            split = torch.unsafe_split_with_sizes(rows, sizes)
+        split = self._split(rows, {name: shape.numel() for name, shape in shapes.items()}, used)
         parts = [part.view(*shape, self.embedding_dim) for part, shape in zip(split, shapes.values(), strict=True)]
         return dict(zip(shapes, parts, strict=True)) if found.by_name else parts
+
+    def _split(self, rows: Tensor, sizes: dict[str, int], used: UsedFeatures) -> Any:
+        """Return the rows of each feature, which backward notes in `used`."""
+        if rows.requires_grad and not in_transform():
+            return _Parts.apply(rows, list(sizes.values()), self._bits(sizes), used)
+        # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
+        return torch.unsafe_split_with_sizes(rows, list(sizes.values())) if sizes else ()
 
     def activate(self, ids: Any) -> ActiveRows:
         """Return the unique rows of `ids`, given as to `forward`, with their numbers in the table."""
@@ -215,7 +242,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             active: ActiveRows = super().activate(known_again(self._handle, found.index))
             return active
         some = [name for name, shape in (found.shapes or {}).items() if shape.numel()]
-        given = self._every() if found.shapes is None else sum(self._bits(some))
+        given = self._every() if found.shapes is None else sum({*self._bits(some)})
         training = torch.is_grad_enabled() and self._handle.requires_grad
         return self._activate_by_id(found.index, training, UsedFeatures(given))
 
@@ -247,6 +274,10 @@ class MultiEmbedding(FeatureModules, TableModule):
         """
         numbers, ids = self._check_vocabulary().split(as_ids(vocabulary_ids))
         return numbers - 1, ids
+
+    def _tensors_of(self, ids: Any) -> Iterable[Any]:
+        """Return the ids in `ids`, given as to `forward`."""
+        return ids.values() if isinstance(ids, Mapping) else ids if isinstance(ids, list | tuple) else [ids]
 
     def _check_vocabulary(self) -> FeatureKeys:
         if self._keys is None:
@@ -373,22 +404,7 @@ class _Parts(torch.autograd.Function):
         return torch.cat(parts), None, None, None
 
 
-def _by_name(values: Any) -> dict[str, Any]:
+def by_name(values: Any) -> dict[str, Any]:
     """Return `values`, a sequence or a mapping, by name; a sequence has its numbers for names."""
     named = isinstance(values, Mapping | nn.ModuleDict)
     return dict(values.items()) if named else {str(number): value for number, value in enumerate(values)}
-
-
-def _traits(name: str, module: Any) -> dict[str, Any]:
-    """Return what the modules of one table have in common; raise unless `module` is an ``nn.Embedding``."""
-    if not isinstance(module, nn.Embedding) or type(module).forward not in (nn.Embedding.forward, Embedding.forward):
-        raise InvalidTypeError(
-            f"{name!r} is a {type(module).__name__}, whose own way to look up would be lost; make a MultiEmbedding of "
-            "nn.Embedding modules, and give others tables of their own (replace_embeddings)"
-        )
-    weight = module._parameters.get("weight")
-    if weight is None or not is_ordinary(weight) or weight.dtype not in TABLE_DTYPES:
-        kind = "computed (a parametrization)" if weight is None else f"a {type(weight).__name__} of {weight.dtype}"
-        raise InvalidTypeError(f"the weight of {name!r} is {kind}, which a table cannot be; leave that module out")
-    about = {"dtype": weight.dtype, "device": weight.device, "requires_grad": weight.requires_grad}
-    return {key: getattr(module, key) for key in _COMMON} | about

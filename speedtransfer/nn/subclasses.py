@@ -15,7 +15,9 @@ from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules
 from speedtransfer.nn.module_state import ModuleState
+from speedtransfer.nn.jagged import BagModules
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.once import once
 
@@ -24,6 +26,7 @@ _DENSE: dict[Any, Any] = {
     Embedding: nn.Embedding,
     EmbeddingBag: nn.EmbeddingBag,
     MultiEmbedding: FeatureModules,
+    MultiEmbeddingBag: BagModules,
     Feature: nn.Embedding,
 }
 # What every class has of its own.

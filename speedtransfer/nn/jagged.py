@@ -1,0 +1,266 @@
+"""Bags of ids of several features, given in one of many forms, one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from speedtransfer.cuda import to_device
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.nn.feature import FeatureModules
+
+MODES = ("sum", "mean", "max")
+
+
+class Given(NamedTuple):
+    """The arguments of a lookup."""
+
+    ids: Any
+    weights: Any
+
+
+class Bags(NamedTuple):
+    """The bags of several features, one feature after the other.
+
+    Attributes
+    ----------
+    values : dict of str to Tensor
+        The ids of each feature, ``(n,)``.
+    offsets : Tensor
+        ``(bags,)`` int64, where each bag begins among the ids of all.
+    counts : dict of str to int
+        How many bags each feature has.
+    weights : Tensor, optional
+        A weight for each id of all.
+    by_name : bool
+        Whether features were given by name.
+    """
+
+    values: dict[str, Tensor]
+    offsets: Tensor
+    counts: dict[str, int]
+    weights: Tensor | None
+    by_name: bool
+
+    def pooled(
+        self, rows: Tensor, index: Tensor, modes: Mapping[str, str], padding_idx: int | None, **more: Any
+    ) -> Tensor:
+        """Return the sums, means and maxima of the bags, ``(bags, dim)``, of which each id has the row at its `index` (n,)."""
+        found, bag, at, offsets = [], 0, 0, to_device(self.offsets, index.device)
+        # Features of one mode follow each other.
+        for mode, some in itertools.groupby(self.counts, modes.__getitem__):
+            names = list(some)
+            end, stop = at + sum(len(self.values[name]) for name in names), bag + sum(self.counts[n] for n in names)
+            weights = self.weights[at:end] if self.weights is not None and mode == "sum" else None
+            given: dict[str, Any] = {"mode": mode, "per_sample_weights": weights, "padding_idx": padding_idx, **more}
+            found.append(F.embedding_bag(index[at:end], rows, offsets[bag:stop] - at, **given))
+            at, bag = end, stop
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+
+class BagModules(FeatureModules):
+    """Modules of one table each, whose rows are pooled by feature; `MultiEmbeddingBag` has a forward of its own.
+
+    Attributes
+    ----------
+    features, modes : dict of str to str
+        The table of each feature, and its mode.
+    include_last_offset, concatenate : bool
+    """
+
+    features: dict[str, str]
+    modes: dict[str, str]
+    include_last_offset: bool
+    concatenate: bool
+
+    def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
+        """Return the pooled rows of `ids`, as :meth:`MultiEmbeddingBag.forward`."""
+        bags = self._bags(Given(ids, per_sample_weights))
+        parts, begin, at = {}, 0, 0
+        for name, values in bags.values.items():
+            module, stop = self[self.features[name]], begin + bags.counts[name]
+            weights = None if bags.weights is None else bags.weights[at : at + len(values)]
+            one = Bags({name: values}, bags.offsets[begin:stop] - at, {name: stop - begin}, weights, by_name=True)
+            index, limits = values.to(module.weight.device), {"max_norm": module.max_norm, "norm_type": module.norm_type}
+            parts[name] = one.pooled(module.weight, index, self.modes, module.padding_idx, **limits)
+            begin, at = stop, at + len(values)
+        return self._arranged(parts, bags.by_name)
+
+    def _arranged(self, parts: dict[str, Tensor], by_name: bool) -> Any:
+        """Return what forward does, of the pooled rows of each feature."""
+        found = {name: parts[name] for name in self.features}
+        if self.concatenate:
+            return torch.cat(list(found.values()), 1)
+        return found if by_name else list(found.values())
+
+    # --- ids in any form ------------------------------------------------------------------------------------------------
+
+    def _bags(self, given: Given) -> Bags:
+        """Return the ids of a lookup, features of one mode after the other; raise where they are no bags."""
+        ids, weights = given
+        keyed = callable(getattr(ids, "offsets", None)) and callable(getattr(ids, "keys", None))
+        names = list(ids.keys()) if keyed else []
+        given_parts = {} if keyed else self._by_feature(ids, "ids")
+        self._check_names(names or list(given_parts))
+        apart = dict(_of_keys(names, ids) if keyed else _of_parts(given_parts, self.include_last_offset))
+        order = sorted(self.features, key=lambda name: MODES.index(self.modes[name]))
+        counts = {name: len(apart[name].begins) for name in order}
+        other = next((name for name in order if counts[name] != counts[order[0]]), None)
+        if self.concatenate and other is not None:
+            raise InvalidValueError(
+                f"feature {other!r} has {counts[other]} bags but {order[0]!r} has {counts[order[0]]}, so that they are no "
+                "columns of one tensor; pass as many of each, or leave concatenate out"
+            )
+        values = {name: apart[name].values for name in order}
+        places = itertools.accumulate((len(part) for part in values.values()), initial=0)
+        offsets = torch.cat([apart[name].begins + place for name, place in zip(order, places, strict=False)])
+        theirs = self._by_feature(weights, "per_sample_weights") if weights is not None else {}
+        theirs = theirs or {name: part.weights for name, part in apart.items() if part.weights is not None}
+        return Bags(values, offsets, counts, self._weights(values, theirs), keyed or isinstance(ids, Mapping))
+
+    def _by_feature(self, given: Any, what: str) -> dict[str, Any]:
+        """Return what is given as a mapping, or as a sequence of one for each feature; raise for other names."""
+        if not isinstance(given, Mapping | list | tuple):
+            raise InvalidTypeError(
+                f"{what} is a {type(given).__name__} but must be of each of {len(self.features)} features; pass a list or a "
+                "dict, or as ids what has keys(), values() and offsets()"
+            )
+        if not isinstance(given, Mapping):
+            if len(given) != len(self.features):
+                raise InvalidValueError(
+                    f"{what} is a {type(given).__name__} of {len(given)} but there are {len(self.features)} features; pass one "
+                    "for each"
+                )
+            return dict(zip(self.features, given, strict=True))
+        for name in given:
+            if name not in self.features:
+                raise InvalidValueError(
+                    f"{what} has {name!r}, which is not a feature{suggest(str(name), self.features)}"
+                )
+        return dict(given)
+
+    def _check_names(self, names: list[str]) -> None:
+        """Raise unless `names` are those of all features."""
+        for place, name in enumerate(names):
+            if name in names[:place]:
+                raise InvalidValueError(f"ids has feature {name!r} twice; pass all bags of it once")
+            self._by_feature({name: None}, "ids")
+        missing = next((name for name in self.features if name not in names), None)
+        if missing is not None:
+            raise InvalidValueError(
+                f"ids has no {missing!r}, a feature of table {self.features[missing]!r}; pass bags for it, which may be empty"
+            )
+
+    def _weights(self, values: dict[str, Tensor], given: dict[str, Any]) -> Tensor | None:
+        """Return a weight for each of `values`, 1 where there is none `given`; None: there are none."""
+        flat = {name: _flat(part) for name, part in given.items()}
+        for name, part in flat.items():
+            if self.modes[name] != "sum":
+                raise InvalidValueError(
+                    f"feature {name!r} has weights but its mode is {self.modes[name]!r}; weights go with mode 'sum'"
+                )
+            if len(part) != len(values[name]):
+                raise InvalidValueError(
+                    f"feature {name!r} has {len(part)} weights but {len(values[name])} ids; pass a weight for each id"
+                )
+        if not flat:
+            return None
+        like = next(iter(flat.values()))
+        return torch.cat([flat.get(name, like.new_ones(len(part))) for name, part in values.items()])
+
+
+class Part(NamedTuple):
+    """The ids of one feature, where its bags begin in these, and the weights that come with them."""
+
+    values: Tensor
+    begins: Tensor
+    weights: Any = None
+
+
+def _of_keys(names: list[str], ids: Any) -> Iterator[tuple[str, Part]]:
+    """Return what a KeyedJaggedTensor, or anything like it, has of each feature."""
+    values, offsets, weights = ids.values(), ids.offsets().long(), _weights_with(ids)
+    if hasattr(ids, "stride_per_key"):
+        counts = list(ids.stride_per_key())
+    else:
+        counts = [(len(offsets) - 1) // len(names)] * len(names)
+    if len(offsets) != sum(counts) + 1:
+        raise InvalidValueError(
+            f"ids has {len(offsets)} offsets, so that it is not known which are of feature {names[0]!r}; pass as many bags of "
+            f"each of {len(names)} features, and the end of the last"
+        )
+    for name, count, place in zip(names, counts, itertools.accumulate(counts, initial=0), strict=False):
+        own = offsets[place : place + count + 1]
+        _check(name, own, len(values), place)
+        start, stop = own[[0, -1]].tolist()
+        yield name, Part(values[start:stop], own[:-1] - start, None if weights is None else weights[start:stop])
+
+
+def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[str, Part]]:
+    for name, given in ids.items():
+        if isinstance(given, tuple) and len(given) == 2:
+            values, offsets = (torch.as_tensor(part) for part in given)
+            if values.dim() != 1 or offsets.dim() != 1 or offsets.is_floating_point():
+                raise InvalidValueError(
+                    f"feature {name!r} has ids of shape {tuple(values.shape)} and offsets of shape {tuple(offsets.shape)} and "
+                    f"dtype {offsets.dtype}; pass 1-D tensors of integers, or 2-D ids alone"
+                )
+            _check(name, offsets, len(values), exact=include_last_offset)
+            offsets = offsets.long()
+            yield name, Part(values, offsets[:-1] if include_last_offset else offsets)
+        elif callable(getattr(given, "offsets", None)) and not (given.lengths() is not None and _is_nested(given)):
+            values, offsets = given.values(), given.offsets().long()
+            _check(name, offsets, len(values), exact=True)
+            yield name, Part(values, offsets[:-1], _weights_with(given))
+        else:
+            values = torch.as_tensor(given)
+            if values.is_nested or values.dim() != 2:
+                shape = "nested" if values.is_nested else f"of shape {tuple(values.shape)}"
+                raise InvalidValueError(
+                    f"the ids of feature {name!r} are {shape} but bags are 2-D; pass (bags, n), (values, offsets), or a nested "
+                    "tensor (layout=torch.jagged) without holes"
+                )
+            yield name, Part(values.reshape(-1), torch.arange(len(values), device=values.device) * values.shape[1])
+
+
+def _is_nested(ids: Any) -> bool:
+    return isinstance(ids, Tensor) and ids.is_nested
+
+
+def _check(name: str, offsets: Tensor, count: int, place: int = 0, exact: bool = False) -> None:
+    """Raise unless bags begin at `offsets` in `count` ids, as far as the host sees; `exact`: the last is the end of all.
+
+    Torch's kernels on the CPU address memory by them. `place`: of the first, where other features come before.
+    """
+    if offsets.device.type != "cpu":
+        return
+    array = offsets.numpy()
+    if array[:1].any() and not place or (not len(array) and (count or exact)):
+        raise InvalidValueError(
+            f"offsets of feature {name!r} begin with {array[:1].tolist()}; pass where each bag begins, the first at 0"
+        )
+    falls = array[1:] < array[:-1]
+    if falls.any():
+        bad = 1 + int(falls.argmax())
+        raise InvalidValueError(
+            f"offsets[{place + bad}] of feature {name!r} is {array[bad]} after {array[bad - 1]} but bags follow each other; "
+            "pass offsets that never fall"
+        )
+    if len(array) and (array[-1] > count or (exact and array[-1] != count)):
+        raise InvalidValueError(
+            f"offsets of feature {name!r} go to {array[-1]} but there are {count} ids; pass the ids and offsets of one batch"
+        )
+
+
+def _weights_with(ids: Any) -> Any:
+    return ids.weights_or_none() if hasattr(ids, "weights_or_none") else None
+
+
+def _flat(weights: Any) -> Tensor:
+    """Return weights that may be 2-D or nested as 1-D."""
+    return weights.values() if callable(getattr(weights, "offsets", None)) else torch.as_tensor(weights).reshape(-1)

@@ -1,0 +1,247 @@
+"""Pooled features of several tables in one: a model that looks them up together moves their rows in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Self, Unpack
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.nn.active import activate, rows_for_lookup
+from speedtransfer.nn.bag import EmbeddingBag
+from speedtransfer.nn.feature import device_of, find
+from speedtransfer.nn.feature_ids import FeatureIds, FeatureRows, found_by
+from speedtransfer.nn.jagged import MODES, BagModules, Bags, Given
+from speedtransfer.nn.lookup import apart_from_padding
+from speedtransfer.nn.multi import MultiEmbedding, by_name
+from speedtransfer.nn.options import TableOptions, takes_options
+from speedtransfer.nn.ticket import FoundRows, Ticket, known_again, rows_in
+from speedtransfer.nn.tracing import refuse_to_export, unrecorded
+from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
+from speedtransfer.nn.weight_calls import in_transform
+from speedtransfer.optim import UsedFeatures, find_handle
+
+
+class MultiEmbeddingBag(BagModules, MultiEmbedding):
+    """Pooled features of several tables of one width, whose rows are in one: one gather and one scatter a step.
+
+    Takes the place of ``nn.ModuleDict({name: nn.EmbeddingBag(n, dim)})`` and its loop over features: with the same seed it has
+    the same numbers, and it has the same state dict. A table may serve several features. Its one parameter, `weight`, has the
+    rows of all tables.
+
+    Parameters
+    ----------
+    num_embeddings : sequence of int, or mapping of str to int
+        The rows of each table. A mapping names the tables.
+    embedding_dim : int
+        Of all tables.
+    features : mapping of str to str, optional
+        The name of the table of each feature. By default each table has one, of its name.
+    mode : {"sum", "mean", "max"}, or mapping of str to these
+        Of all features, or of each.
+    padding_idx : int, or sequence or mapping like `num_embeddings`, optional
+        The row of every table, or of each, that bags leave out (None: none).
+    include_last_offset : bool
+        Whether offsets that are given with ids have the end of the last bag too.
+    concatenate : bool
+        Return one tensor, ``(bags, features * embedding_dim)``.
+    max_norm, norm_type, sparse, device, dtype
+        As in :class:`~speedtransfer.Embedding`, for all tables.
+    memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
+    comm_dtype
+        As in :class:`~speedtransfer.Embedding`, for the one table.
+    vocabulary : Vocabulary, optional
+        As in :class:`~speedtransfer.MultiEmbedding`: gives ids of all tables rows as they come.
+
+    Notes
+    -----
+    ``m[name]`` is a table as a feature of a :class:`~speedtransfer.MultiEmbedding`: it looks rows up, which are not pooled,
+    and has a `weight`. A table that nothing came to in backward has no gradient.
+    """
+
+    _replaces = (nn.EmbeddingBag, EmbeddingBag)
+    _common = (*MultiEmbedding._common, "include_last_offset")
+
+    @takes_options
+    def __init__(
+        self,
+        num_embeddings: Sequence[int] | Mapping[str, int],
+        embedding_dim: int,
+        features: Mapping[str, str] | None = None,
+        mode: str | Mapping[str, str] = "mean",
+        padding_idx: Any = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        concatenate: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
+    ) -> None:
+        if not isinstance(embedding_dim, int):
+            dims = by_name(embedding_dim) if isinstance(embedding_dim, Iterable) else {}
+            first = next(iter(dims.values()), None)
+            other = next((name for name, dim in dims.items() if dim != first), None)
+            if other is not None or not dims:
+                raise InvalidValueError(
+                    f"embedding_dim is {embedding_dim!r} but tables of one MultiEmbeddingBag have one width"
+                    + (f", and that of {other!r} is another" if other else "")
+                    + "; make one for each width"
+                )
+            embedding_dim = first
+        about: Any = {"device": device, "dtype": dtype, **options}
+        tables = by_name(num_embeddings) if isinstance(num_embeddings, Iterable) else {}
+        served = {name: name for name in tables} if features is None else dict(features)
+        for name, table in served.items():
+            if tables and table not in tables:
+                raise InvalidValueError(
+                    f"feature {name!r} is of table {table!r}, which there is not{suggest(str(table), tables)}"
+                )
+        idle = next((table for table in tables if table not in served.values()), None)
+        if idle is not None:
+            raise InvalidValueError(
+                f"table {idle!r} serves no feature; leave it out, or name it in features: {{'...': {idle!r}}}"
+            )
+        modes = dict(mode) if isinstance(mode, Mapping) else dict.fromkeys(served, mode)
+        for name in [*served, *modes]:
+            if name not in served or modes.get(name) not in MODES:
+                raise InvalidValueError(
+                    f"mode of feature {name!r} is {modes.get(name)!r} but the features are {list(served)} and modes are "
+                    f"{list(MODES)}; pass one of these for each"
+                )
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, False, sparse, _weight, _freeze, **about
+        )
+        self.features, self.modes = served, modes
+        self.include_last_offset, self.concatenate = include_last_offset, concatenate
+        self._feature_ids = FeatureIds({name: self._modules[table] for name, table in served.items()}, self._keys)
+
+    @classmethod
+    @takes_options
+    def from_modules(
+        cls,
+        modules: Iterable[Any] | Mapping[str, Any],
+        features: Mapping[str, str] | None = None,
+        concatenate: bool = False,
+        **options: Unpack[TableOptions],
+    ) -> Self:
+        """Make one of ``nn.EmbeddingBag`` modules, with copies of the weights that they have.
+
+        Parameters
+        ----------
+        modules : nn.ModuleList, nn.ModuleDict, sequence or mapping of nn.EmbeddingBag
+            Alike but for their rows, `mode` and `padding_idx`.
+        features, concatenate
+            As in the class; a feature has the mode of its table.
+        memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts
+            As in :class:`~speedtransfer.Embedding`.
+
+        Raises
+        ------
+        InvalidTypeError, InvalidValueError
+            A module is no ``nn.EmbeddingBag``, or is not like the first.
+        """
+        tables = by_name(modules)
+        served = {name: name for name in tables} if features is None else dict(features)
+        modes = {name: getattr(tables.get(table), "mode", "mean") for name, table in served.items()}
+        return cls._of(modules, options, {"features": served, "mode": modes, "concatenate": concatenate})
+
+    @unrecorded
+    def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
+        """Look up the ids of all features at once, and pool the rows of each bag.
+
+        Parameters
+        ----------
+        ids : sequence or mapping, KeyedJaggedTensor or like it, or Ticket
+            Of each feature: 2-D ids, ``(bags, n)``; a pair of 1-D ids and the offsets where bags begin in these; a nested
+            tensor (``torch.jagged``), or anything with ``values()`` and ``offsets()``. Or one object with ``keys()``,
+            ``values()`` and ``offsets()`` (with the end of the last bag) for all. Or the ticket that `prefetch` has returned.
+        per_sample_weights : sequence or mapping, optional
+            A weight for each id of some features of mode "sum", like their ids; by default what ``weights_or_none()`` of the
+            ids returns.
+
+        Returns
+        -------
+        dict or list of Tensor, or Tensor
+            ``(bags, embedding_dim)`` of each feature, by name unless `ids` is a sequence; with `concatenate` one tensor.
+
+        Raises
+        ------
+        InvalidValueError, InvalidTypeError
+            Offsets fall or go beyond the ids, a feature is missing, twice or not known, or is weighted and no sum. Nothing is
+            read, and no row has changed.
+        RowIndexError
+            An id is not below the rows of its table.
+        """
+        refuse_to_export(self)
+        weight = self.weight
+        found = find(self, weight, ids if isinstance(ids, Ticket) else Given(ids, per_sample_weights))
+        bags: Bags = found.bags
+        names, order = list(self.features), list(bags.counts)
+        used = UsedFeatures(self._every() if self.concatenate else 0)
+        pooled = self._pool(weight, found, used)
+        if self.concatenate:
+            columns = pooled.view(len(order), -1, self.embedding_dim)
+            columns = columns if names == order else columns[[order.index(name) for name in names]]
+            return columns.transpose(0, 1).reshape(-1, len(order) * self.embedding_dim)
+        parts = self._split(pooled, bags.counts, used)
+        return self._arranged(dict(zip(order, parts, strict=True)), bags.by_name)
+
+    def _pool(self, weight: Any, found: FeatureRows, used: UsedFeatures) -> Tensor:
+        """Return the pooled rows of all bags, ``(bags, dim)``, whose gradient is one of the features that are `used`."""
+        handle, bags = find_handle(weight), found.bags
+        limits = {"max_norm": self.max_norm, "norm_type": self.norm_type}
+        if handle is None or in_transform():
+            refuse_without_rows(self.__dict__.get("_handle"))
+            index = found.index.ids if isinstance(found.index, Ticket) else rows_in(found.index)
+            index, padding = _without_padding(index, found.padded)
+            return bags.pooled(weight, index, self.modes, padding, **limits)
+        training = torch.is_grad_enabled() and handle.requires_grad
+        padding_row = handle.id_space.padding_row(self.padding_idx) if self._keys is not None else None
+
+        def pool(index: Any) -> Tensor:
+            spare = found.padded is not None or padding_row is not None
+            active = activate(
+                handle, index, training, *limits.values(), padding_row, padded=True, spare=spare, features=used
+            )
+            rows, inverse, padding = apart_from_padding(active, index.fill if isinstance(index, FoundRows) else None)
+            if found.padded is not None:
+                spare_row = len(active.rows) - 1 if active._groups.known.length is not None else None
+                inverse, padding = _without_padding(inverse, found.padded, spare_row)
+            # As with torch.nn, whose sparse gradient is summed in another order in half precision.
+            more = {"sparse": True} if self.sparse and rows.dtype.itemsize == 2 and "max" not in self.modes.values() else {}
+            return bags.pooled(rows, inverse, self.modes, padding, **more)
+
+        if self._keys is not None:
+            return self._read_by_id(found.index, training, pool)
+        return pool(known_again(handle, rows_for_lookup(handle, found.index, None, training)[0]))
+
+    def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
+        if isinstance(ids, Ticket):
+            return found_by(ids)
+        bags = self._bags(ids if isinstance(ids, Given) else Given(ids, None))
+        if not isinstance(ids, Given) and bags.weights is not None:
+            # Of a ticket: their memory may be filled anew.
+            bags = bags._replace(weights=bags.weights.clone())
+        found = self._feature_ids.rows(bags.values, device_of(self.weight if weight is None else weight))
+        return found._replace(bags=bags)
+
+    def _bits(self, names: Iterable[str]) -> list[int]:
+        return super()._bits(self.features[name] for name in names)
+
+    def _tensors_of(self, ids: Any) -> Iterable[Any]:
+        return self._bags(Given(ids, None)).values.values()
+
+
+def _without_padding(index: Tensor, padded: Tensor | None, spare: int | None = None) -> tuple[Tensor, int | None]:
+    """Return the index of ids (n,), all padding at one place, and that: `spare`, which no other id has, or None."""
+    if padded is None or (spare is None and not bool(padded.any())):
+        return index, None
+    place = int(index[padded.nonzero()[0, 0]]) if spare is None else spare
+    return index.masked_fill(padded.to(index.device), place), place
