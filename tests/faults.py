@@ -376,10 +376,6 @@ vocabulary/capacity.py: vocabulary vocabulary_state
 vocabulary/policies.py: vocabulary_sightings
 - self.sightings.halve()
 + pass
-- drawn.astype(np.float64) * 2.0**-53 < 1 - (1 - self._admit) ** counts
-+ drawn.astype(np.float64) * 2.0**-53 < self._admit
-- self.draws += 1
-+ pass
 - np.where(now - last_use > self.lifetime,
 + np.where(now - last_use >= self.lifetime,
 vocabulary/room.py: vocabulary_deferred vocabulary

@@ -192,9 +192,6 @@ class Room(Owned):
             found = [self.noted_rows(noted) for noted in waiting]
             # Those used in this step stay, of whichever lookup.
             for noted, rows in zip(waiting, found, strict=True):
-                if self._eviction.by_time:
-                    # Whoever has asked for changes since must not miss what comes now.
-                    noted.clock = self.clock
                 live.touch(rows, noted.clock, self._eviction.decay)
             for noted, before in zip(waiting, found, strict=True):
                 new = np.flatnonzero(before < 0)
@@ -315,8 +312,7 @@ class Room(Owned):
         with self._bound()[1].rows.lock:
             if late is not None:
                 self._touch_late(late)
-            if not self._eviction.by_time:
-                self._clock += 1
+            self.clock += 1
             self._bound()[0].index.go_on()
             self.generation_of_step = self.generation
             self._bound()[1].rows.placement, self._synced = None, None
