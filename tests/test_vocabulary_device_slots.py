@@ -81,16 +81,7 @@ def test_removed_ids_leave_slots_for_others() -> None:
     assert found(slots, [HIGH, 199]) == ([3, 0], 1)
 
 
-def test_many_ids() -> None:
-    ids = torch.from_numpy(np.random.default_rng(0).integers(LOW, HIGH, 3000))
-    slots = Slots.over(torch.zeros(8192, 2, dtype=torch.int64))
-    slots.change(ids[:2000], torch.arange(2000))
-    slots.change(ids[:1000], torch.full((1000,), -1))
-    rows, unknown = found(slots, ids.tolist(), unseen=-7)
-    assert rows == [-7] * 1000 + [*range(1000, 2000)] + [-7] * 1000
-    assert unknown == 2000
-
-
+@pytest.mark.sweep("dtype", "initial")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "initial", [("normal", 0.0, 1.0), ("normal", 0.3, 2e-3), ("uniform", -0.1, 0.3), 1 / 3], ids=str
