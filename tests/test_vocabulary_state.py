@@ -1,8 +1,12 @@
-"""State dicts and checkpoints of modules with a vocabulary: into another capacity, of plain embeddings, malformed; counts."""
+"""State dicts and checkpoints of modules with a vocabulary: into fewer rows, from plain embeddings, on the meta device.
+
+That training goes on with the same bits see test_vocabulary_state_machine.py.
+"""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.errors import HostMemoryError, InvalidValueError, OptimizerError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.vocabulary.id_index import IdIndex
 
 DIM = 3
@@ -46,9 +50,9 @@ class Run:
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict()))
 
-    def load(self, saved: tuple[dict[str, Any], dict[str, Any]], model_first: bool = True) -> None:
-        for way in (0, 1) if model_first else (1, 0):
-            (self.net, self.optimizer)[way].load_state_dict(copy.deepcopy(saved[way]))
+    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        self.net.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
 
     def by_id(self) -> dict[str, Tensor]:
         """Return all that belongs to ids, in their order."""
@@ -66,6 +70,19 @@ class Run:
         assert ours.keys() == theirs.keys()
         for name, value in ours.items():
             assert torch.equal(value, theirs[name]), name
+
+
+WAYS = ["model first", "optimizer first", "checkpoint"]
+
+
+def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Path) -> None:
+    """Save a model and an optimizer, and load them into others."""
+    if way == "checkpoint":
+        st.save_checkpoint(folder, *old)
+        st.load_checkpoint(folder, *new)
+        return
+    for number in (0, 1) if way == "model first" else (1, 0):
+        new[number].load_state_dict(copy.deepcopy(old[number].state_dict()))
 
 
 @pytest.mark.parametrize(
@@ -99,22 +116,18 @@ def _forgetful(padding_idx: int | None = None) -> Run:
     return run
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("padding_idx", [None, int(IDS[1])])
-@pytest.mark.parametrize("way", ["model first", "optimizer first", "checkpoint", "state saved before a step"])
+@pytest.mark.parametrize("way", [*WAYS, "state saved before a step"])
 def test_ids_that_do_not_fit_where_they_were_get_other_rows(way: str, padding_idx: int | None, tmp_path: Path) -> None:
     large = _forgetful(padding_idx)
-    room = len(large.vocabulary) + 3
-    small = Run(capacity=room, max_capacity=None, evict=None, padding_idx=padding_idx)
+    few = {"max_capacity": None, "evict": None, "padding_idx": padding_idx}
+    small = Run(capacity=len(large.vocabulary) + 3, **few)
     small.train(99)
-    if way == "checkpoint":
-        st.save_checkpoint(tmp_path / "c", large.net, large.optimizer)
-        st.load_checkpoint(tmp_path / "c", small.net, small.optimizer)
-    else:
-        small.load(large.save(), way != "optimizer first")
+    carry_over(way, (large.net, large.optimizer), (small.net, small.optimizer), tmp_path / "c")
     if way == "state saved before a step":
-        st.save_checkpoint(tmp_path / "c", small.net, small.optimizer)
-        small = Run(capacity=40, max_capacity=None, evict=None, padding_idx=padding_idx)
-        st.load_checkpoint(tmp_path / "c", small.net, small.optimizer)
+        before, small = small, Run(capacity=40, **few)
+        carry_over("checkpoint", (before.net, before.optimizer), (small.net, small.optimizer), tmp_path / "d")
     # New ids, and ids that go, before the next step: their rows have no state of others.
     for run in (large, small):
         gone = run.vocabulary.export()[0][:2]
@@ -162,7 +175,8 @@ def test_other_storage(options: dict[str, Any], tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("way", ["model first", "optimizer first", "checkpoint"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("library", [nn, st], ids=["torch", "st"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_a_plain_embedding_becomes_one_with_ids(
@@ -174,13 +188,7 @@ def test_a_plain_embedding_becomes_one_with_ids(
     ids = torch.arange(9)
     plain.emb(ids).square().sum().backward()
     optimizers[0].step()
-    if way == "checkpoint":
-        st.save_checkpoint(tmp_path / "c", plain, optimizers[0])
-        st.load_checkpoint(tmp_path / "c", ours, optimizers[1])
-    else:
-        for number in (0, 1) if way == "model first" else (1, 0):
-            saved = (plain, optimizers[0])[number].state_dict()
-            (ours, optimizers[1])[number].load_state_dict(copy.deepcopy(saved))
+    carry_over(way, (plain, optimizers[0]), (ours, optimizers[1]), tmp_path)
     for _ in range(2):
         assert torch.equal(ours.emb(ids), plain.emb(ids))
         for net, optimizer in zip((plain, ours), optimizers, strict=True):
@@ -219,10 +227,9 @@ def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
         small.train(8)
 
 
-@pytest.mark.parametrize("capacity", [4, 9])
-def test_a_checkpoint_makes_one_index(capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_makes_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of millions of ids it takes seconds: the one by which the ids are checked is the one that the module gets."""
-    run, other = Run(), Run(capacity=capacity)
+    run, other = Run(), Run(capacity=9)
     run.train(0, 1, 2)
     st.save_checkpoint(tmp_path, run.net, run.optimizer)
     made: list[int] = []
@@ -337,3 +344,109 @@ def test_counts_of_training_and_evaluation() -> None:
     module.eval()(torch.tensor([5, 77]))
     assert vocabulary.stats().scalars()["vocabulary/unseen_rate"] == 0.5
     assert vocabulary.stats().admitted == 0
+
+
+# --- on the meta device: settings and no ids, until rows are given ----------------------------------------------------
+
+SEEN = torch.tensor([[7, -1, 2**60], [3, 7, 5]])
+
+
+def model(device: str = "cpu") -> nn.Module:
+    vocabulary = st.Vocabulary(seed=2, max_capacity=100, unseen="zeros")
+    emb = st.Embedding(4, 2, padding_idx=3, device=device, vocabulary=vocabulary)
+    return nn.Sequential(emb, nn.Linear(2, 2, device=device))
+
+
+def train(net: nn.Module) -> nn.Module:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(SEEN + step).square().sum().backward()
+        optimizer.step()
+    return net
+
+
+def assert_same(net: nn.Module, other: nn.Module) -> None:
+    pairs = [
+        (*each[0].vocabulary.export(), *(param.detach() for param in each[1].parameters())) for each in (net, other)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def checkpoint(net: nn.Module, other: nn.Module, folder: Path) -> None:
+    st.save_checkpoint(folder, net)
+    with pytest.raises(InvalidValueError, match=r"meta device, .*to_empty"):
+        st.load_checkpoint(folder, other)
+    st.load_checkpoint(folder, other.to_empty(device="cpu"))
+
+
+def assigned(net: nn.Module, other: nn.Module, folder: Path) -> None:
+    other.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+
+
+def emptied(net: nn.Module, other: nn.Module, folder: Path) -> None:
+    other.to_empty(device="cpu").load_state_dict(net.state_dict())
+
+
+BORN: dict[str, Callable[[], nn.Module]] = {
+    "made there": lambda: model("meta"),
+    "moved there": lambda: train(model()).to("meta"),
+    "copied there": lambda: copy.deepcopy(model("meta")),
+    "pickled": lambda: pickle.loads(pickle.dumps(model("meta"))),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("born", BORN)
+@pytest.mark.parametrize("load", [checkpoint, assigned, emptied])
+def test_what_is_loaded_gives_it_rows(load: Any, born: str, tmp_path: Path) -> None:
+    net, other = train(model()), BORN[born]()
+    assert other[0].weight.is_meta
+    assert other[0].vocabulary.max_capacity == 100
+    load(net, other, tmp_path / "saved")
+    assert type(other[0].weight) is type(net[0].weight)
+    assert_same(net, other)
+    assert_same(train(net), train(other))
+    assert not other[0](torch.tensor([3])).any()
+
+
+def test_rows_that_are_assigned_are_those_of_the_ids_from_0_on() -> None:
+    emb = st.Embedding(9, 2, device="meta", vocabulary=st.Vocabulary())
+    emb.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+    assert emb(torch.tensor([3, 0])).tolist() == [[6.0, 7.0], [0.0, 1.0]]
+    assert emb.vocabulary.ids().tolist() == [0, 1, 2, 3]
+
+
+def test_a_model_that_forgets_its_rows_keeps_settings_and_room() -> None:
+    net = train(model())
+    capacity, settings = net[0].vocabulary.capacity, net[0].vocabulary.__getstate__()
+    net.to("meta")
+    assert net[0].vocabulary.__getstate__() == settings
+    assert net[0].num_embeddings == capacity
+    net.to_empty(device="cpu")
+    assert (net[0].vocabulary.capacity, len(net[0].vocabulary)) == (capacity, 0)
+
+
+REFUSED: dict[str, Callable[[nn.Module], Any]] = {
+    "assign=True": lambda net: net.load_state_dict(train(model()).state_dict()),
+    "Missing": lambda net: net.load_state_dict({}, assign=True),
+    "no rows yet": lambda net: net[0].activate(torch.tensor([1])),
+    "no rows yet, or those": lambda net: net[0].vocabulary.export(),
+    "this module has a vocabulary": lambda net: setattr(net[0], "weight", st.Embedding(3, 2).weight),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_on_the_meta_device(what: str) -> None:
+    net = model("meta")
+    with pytest.raises((InvalidTypeError, InvalidValueError, RuntimeError), match=what):
+        REFUSED[what](net)
+    assert net[0].weight.is_meta
+
+
+def test_dense_parameters_there_are_refused_by_a_checkpoint_too(tmp_path: Path) -> None:
+    st.save_checkpoint(tmp_path / "saved", nn.Sequential(st.Embedding(3, 2), nn.Linear(2, 1)))
+    for devices in (("meta", "cpu"), ("cpu", "meta")):
+        net = nn.Sequential(st.Embedding(3, 2, device=devices[0]), nn.Linear(2, 1, device=devices[1]))
+        with pytest.raises(InvalidValueError, match="weight' of the model is on the meta device"):
+            st.load_checkpoint(tmp_path / "saved", net)
