@@ -179,6 +179,13 @@ def test_padding_of_unsigned_ids() -> None:
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
+def test_rows_of_the_lookup_itself_stay() -> None:
+    module, vocabulary = made(2, evict=lambda ids, *_: ids)
+    module(ids(1, 2))
+    module(ids(1, 3))
+    assert vocabulary.ids().tolist() == [1, 3]
+
+
 def test_rows_wait_for_hooks_of_the_weight() -> None:
     """A gradient that has arrived, and is kept for the hooks at the end of its backward, is that of rows in use."""
     module, vocabulary = made(2, evict="lru")
