@@ -270,7 +270,7 @@ encoding/rounding.py: encoding
 checkpoint/load.py: checkpoint_fuzz
 - reader.check(bar.advance)
 + pass
-checkpoint/model.py: checkpoint_forms
+checkpoint/model.py: checkpoint_resume
 - counters[key] = handle.rows.state_dict()
 + pass
 checkpoint/optimizer.py: growing

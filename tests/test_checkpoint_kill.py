@@ -9,7 +9,7 @@ from forked import run_script
 from in_child import skip_where_torch_refuses
 
 # One process imports torch and starts no thread, then forks a child for each life of the training run. A life is ended by
-# SIGKILL: at a random line of the code that saves, or at a random time. Its table is in a file, grows, and takes rows from ids.
+# SIGKILL: at a random line of the code that saves, or at a random time. Its table is in a file, grows, and evicts ids.
 SCRIPT = r"""
 import os, random, sys, time
 from pathlib import Path

@@ -176,6 +176,13 @@ def test_padding_of_unsigned_ids() -> None:
     assert set(vocabulary.state_dict()["numbers"].tolist()) >= {-(2**63)}
 
 
+def test_what_is_set_counts_as_used() -> None:
+    module, vocabulary = made()
+    trained(module, sgd(module), 1, 2)
+    vocabulary.update([1], torch.ones(1, DIM))
+    assert vocabulary.state_dict()["last_use"][vocabulary.rows([1, 2])].tolist() == [1, 0]
+
+
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
