@@ -276,7 +276,7 @@ checkpoint/model.py: checkpoint_resume
 checkpoint/optimizer.py: growing
 - planes = own.stored(entries) if own is not None and isinstance(entries, dict) else {}
 + planes = {}
-checkpoint/save.py: forged_files
+checkpoint/save.py: checkpoint_fuzz checkpoint_resume
 - content["rng"] = encode(rng_states(), "rng", keep)
 + pass
 ngrams/gate.py: ngram_embedding

@@ -186,6 +186,14 @@ def test_what_is_set_counts_as_used() -> None:
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
+def test_a_step_makes_room_for_as_many_ids_as_came_lately() -> None:
+    module, vocabulary = made(4, evict="lru")
+    optimizer = sgd(module)
+    trained(module, optimizer, 1, 2)
+    trained(module, optimizer, 3, 4)
+    assert set(vocabulary.ids().tolist()) == {3, 4}
+
+
 def test_rows_of_the_lookup_itself_stay() -> None:
     module, vocabulary = made(2, evict=lambda ids, *_: ids)
     module(ids(1, 2))

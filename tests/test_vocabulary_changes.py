@@ -163,6 +163,21 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
+def test_rows_whose_gradient_comes_late_are_among_them() -> None:
+    embedding, optimizer = trained()
+    held = embedding(IDS[:1]).square().sum()
+    train(embedding, optimizer, IDS[1:2])
+    clock = embedding.vocabulary.clock
+    held.backward()
+    optimizer.step()
+    # That gradient is not cleared, and moves the rows again.
+    second = embedding.vocabulary.clock
+    embedding(IDS[2:3]).sum().backward()
+    optimizer.step()
+    for since in (clock, second):
+        assert IDS[0] in embedding.vocabulary.changed_since(since).ids
+
+
 def test_all_rows_when_idle_ones_have_moved() -> None:
     embedding, optimizer = trained(idle="exact")
     clock = embedding.vocabulary.clock
