@@ -31,6 +31,7 @@ def weight_of(module):
     return module.embedding.weight.detach().clone()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("combine", ["concat", "sum", "mean"])
 @pytest.mark.parametrize("head_scale", [False, True])
 @pytest.mark.parametrize("out_dim", [None, 7])
@@ -98,23 +99,20 @@ def test_layers_share_a_lookup():
     assert torch.equal(module(tokens), rows.transpose(2, 3).flatten(3))
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adamax, torch.optim.SGD])
-def test_trains_as_a_dense_embedding_does(optimizer):
+def test_trains_as_a_dense_embedding_does():
     torch.manual_seed(0)
     module = st.NgramEmbedding(make_hash(pad=49), 6, 8, gate=True, conv=2, head_scale=True, std=0.1).double()
     dense = st.to_dense(module)
     assert type(dense.embedding).__mro__[1] is not st.Embedding
-    opts = [optimizer(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (module, dense)]
+    opts = [torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1) for m in (module, dense)]
     for step in range(6):
         tokens, hidden = tokens_of(2, 9, seed=step), torch.randn(2, 9, 8, dtype=torch.float64)
         for m, opt in zip((module, dense), opts, strict=True):
             opt.zero_grad()
             (m(tokens, hidden) - 1).square().mean().backward()
             opt.step()
-    torch.testing.assert_close(
-        module.embedding.weight.detach(), dense.embedding.weight.detach(), rtol=1e-12, atol=1e-14
-    )
-    torch.testing.assert_close(module.value.weight, dense.value.weight, rtol=1e-12, atol=1e-14)
+    for ours, theirs in ((module.embedding, dense.embedding), (module.value, dense.value)):
+        torch.testing.assert_close(ours.weight.detach(), theirs.weight.detach(), rtol=1e-12, atol=1e-14)
 
 
 def test_padding_reads_zeros_and_is_not_trained():
@@ -157,13 +155,6 @@ def test_the_lookup_finds_what_was_read_ahead():
         assert len(open_tickets[handle]) == waiting
         module(batch, context=before)
         assert len(open_tickets[handle]) == waiting - 1
-
-
-def test_a_table_that_exists():
-    ngrams = make_hash(pad=49)
-    table = st.Embedding(ngrams.num_rows, 5, padding_idx=ngrams.padding_row)
-    module = st.NgramEmbedding(ngrams, 5, embedding=table)
-    assert module.embedding is table
 
 
 def test_copies_pickles_checkpoints_and_dtypes(tmp_path):
@@ -232,12 +223,8 @@ WRONG = {
     "gate needs out_dim": {"gate": True},
     "conv is 3 but follows the gate": {"conv": 3},
     "each layer projects its own part": {"layers": 2, "out_dim": 8},
-    "dim is 0": {"dim": 0},
-    "layers is 0": {"layers": 0},
     "unexpected keyword argument 'memori'": {"memori": "pinned"},
     "std is -0.1": {"std": -0.1},
-    "std is nan": {"std": math.nan},
-    "std is '1'": {"std": "1"},
     "padding_idx of embedding is 7 but the row of padding is None": {"embedding": st.Embedding(890, 4, padding_idx=7)},
     "embedding is a Table": {"embedding": st.Table(890, 4)},
     "embedding is a EmbeddingBag": {"embedding": st.EmbeddingBag(890, 4)},

@@ -168,6 +168,7 @@ def test_rows_whose_gradient_comes_late_are_among_them() -> None:
     held = embedding(IDS[:1]).square().sum()
     train(embedding, optimizer, IDS[1:2])
     clock = embedding.vocabulary.clock
+    optimizer.zero_grad()
     held.backward()
     optimizer.step()
     # That gradient is not cleared, and moves the rows again.
