@@ -293,7 +293,7 @@ def a_pickle(folder: Path) -> None:
 def bomb(folder: Path) -> None:
     """One tensor, named a thousand times."""
     name = next(iter(manifest(folder)["files"]["objects"]["tensors"]))
-    resign(folder, lambda c: c.update(extra=[{"$": "tensor", "v": name}] * 1000))
+    resign(folder, lambda c: c.update(extra=[c["extra"], *[{"$": "tensor", "v": name}] * 1000]))
 
 
 def vast(folder: Path) -> None:
