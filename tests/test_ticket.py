@@ -110,6 +110,8 @@ def test_ids_may_be_filled_anew():
     found = emb(ticket)
     assert torch.equal(found, emb.table.torch()[[4, 7]])
     assert found[1].tolist() == [0.0] * DIM
+    # It has served, and is ids now.
+    assert torch.equal(emb(ticket), found)
 
 
 # --- writes in between: others are in test_ticket_state_machine.py ------------------------------------------------------
