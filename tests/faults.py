@@ -373,7 +373,7 @@ vocabulary/capacity.py: vocabulary vocabulary_state
 + max(bytes_of(limit) // row_bytes, capacity)
 - return max(limit + reserved, num_rows)
 + return max(limit, num_rows)
-vocabulary/policies.py: vocabulary_hashing
+vocabulary/policies.py: vocabulary_index
 - self.sightings.halve()
 + pass
 - np.where(now - last_use > self.lifetime,
