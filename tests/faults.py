@@ -203,7 +203,7 @@ buffers.py: buffers
 - while self._free_bytes > min(self._peak_bytes, _KEEP_BYTES):
 + while self._free_bytes > _KEEP_BYTES:
 vocabulary/id_rows.py: vocabulary_index
-- compiled.touch(rows, now, self.last_use)
+- compiled_module(COMPILED).touch(rows, now, self.last_use, counts, float(decay), uses)
 + pass
 vocabulary/changes.py: vocabulary_changes
 - self.begins = at + 1

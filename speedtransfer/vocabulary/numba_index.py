@@ -141,20 +141,18 @@ def number(slots: Any, seed: Any, multiplier: Any, ids: Any, distinct: Any, coun
 
 
 @compile_function
-def touch(rows: Any, now: int, last_use: Any) -> None:
-    """Set the last use of all rows that are not negative."""
-    for j in range(len(rows)):
-        if rows[j] >= 0:
-            last_use[rows[j]] = now
+def touch(rows: Any, now: int, last_use: Any, counts: Any, decay: float, uses: float) -> None:
+    """Set the last use of all rows that are not negative; if uses are counted, let them decay and add `uses`.
 
-
-@compile_function
-def touch_and_count(rows: Any, now: int, last_use: Any, counts: Any, decay: float, uses: float) -> None:
-    """Also let the number of uses decay, by powers that do not depend on a C library, and add `uses` to it."""
+    The powers do not depend on a C library.
+    """
     for j in range(len(rows)):
         row = rows[j]
-        if row >= 0:
-            gap = now - last_use[row]
+        if row < 0:
+            continue
+        gap = now - last_use[row]
+        last_use[row] = now
+        if len(counts):
             if gap > 0:
                 kept, base = 1.0, decay
                 while gap:
@@ -164,4 +162,3 @@ def touch_and_count(rows: Any, now: int, last_use: Any, counts: Any, decay: floa
                     gap >>= 1
                 counts[row] = np.float32(counts[row] * kept)
             counts[row] += np.float32(uses)
-            last_use[row] = now
