@@ -1,4 +1,4 @@
-"""Files of strangers: damage, pipes, pickles, sizes; refused, and nothing else is done. Headers of safetensors files."""
+"""Files of strangers: damage, pipes, pickles, sizes; refused, and nothing else is done. Tables: test_tables_files.py."""
 
 from __future__ import annotations
 
@@ -14,16 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from test_checkpoint_fuzz import resign
 
 import speedtransfer as st
-from speedtransfer.dtypes import SAFETENSORS_DTYPES
 from speedtransfer.engines import calibration
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.planning.machine import machine_given
-from speedtransfer.safetensors_io import METADATA, check_entry, header_bytes, make_header, read_header
 from speedtransfer.speedtorch import files as speedtorch_files
 from speedtransfer.word2vec import Vectors, Vocabulary
 from speedtransfer.word2vec.checkpoints import Checkpoints
@@ -149,80 +146,6 @@ def test_json_of_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (tmp_path / "m.safetensors.index.json").write_bytes(b"[" * 100_000)
     with pytest.raises(StorageError, match=r"nested too deep|over 1000 values"):
         st.Table.open(tmp_path / "m.safetensors.index.json", key="x")
-
-
-@pytest.mark.parametrize("shape", ["(9223372036854775807, 0)", "(0, 9223372036854775807)"])
-def test_an_array_without_values_of_a_shape_that_none_has(shape: str, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((10, 0), dtype=np.float32))
-    data = (tmp_path / "x.npy").read_bytes().replace(b"(10, 0)", shape.encode())
-    (tmp_path / "x.npy").write_bytes(data)
-    with pytest.raises(StorageError):
-        st.Table.load(tmp_path / "x.npy")
-
-
-# --- headers of safetensors files, against the library of that name ---------------------------------------------------
-
-TENSORS = {name: torch.zeros(3, 2).to(dtype) for name, dtype in SAFETENSORS_DTYPES.items()}
-
-
-def read(path: Path) -> Any:
-    with open(path, "rb") as file:
-        return read_header(file, path)
-
-
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
-    values = {name: torch.randint(0, 100, (3, 2)).to(tensor.dtype) for name, tensor in TENSORS.items()}
-    header = make_header(((name, value.dtype, value.shape) for name, value in values.items()), {"made by": "us"})
-    content = header_bytes(header)
-    assert len(content) % 64 == 0
-    for value in values.values():
-        content += value.view(torch.uint8).numpy().tobytes()
-    (tmp_path / "ours").write_bytes(content)
-    with safe_open(tmp_path / "ours", "pt") as file:
-        assert file.metadata() == {"made by": "us"}
-        assert set(file.keys()) == set(values)
-        for name, value in values.items():
-            read_value = file.get_tensor(name)
-            assert read_value.dtype == value.dtype
-            assert torch.equal(read_value.view(torch.uint8), value.view(torch.uint8))
-
-
-def test_we_read_what_the_library_writes(tmp_path: Path) -> None:
-    save_file(TENSORS, tmp_path / "theirs", metadata={"made by": "them"})
-    header, begin = read(tmp_path / "theirs")
-    assert header.pop(METADATA) == {"made by": "them"}
-    assert set(header) == set(TENSORS)
-    ends = 0
-    for name, entry in header.items():
-        found = check_entry(entry)
-        assert (found.dtype, found.shape) == (TENSORS[name].dtype, (3, 2))
-        ends = max(ends, found.end)
-    assert begin + ends == (tmp_path / "theirs").stat().st_size
-
-
-@pytest.mark.parametrize("content", [b"", b"1234567", (9).to_bytes(8, "little") + b"{}", b"\xff" * 16])
-def test_a_header_longer_than_its_file(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "file").write_bytes(content)
-    with pytest.raises(StorageError, match=rf"file' is no .safetensors file or is truncated \({len(content)} bytes\)"):
-        read(tmp_path / "file")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"data_offsets": [0, 12]}, "does not match its bytes"),
-        ({"data_offsets": [-16, 0]}, "does not match its bytes"),
-        ({"shape": [True, 4]}, "does not match its bytes"),
-        ({"shape": [-2, -2]}, "does not match its bytes"),
-        ({"shape": [2**62, 0, 2**62], "data_offsets": [0, 0]}, "a shape that no tensor has"),
-        ({"shape": [1] * 63 + [2, 2]}, "a shape that no tensor has"),
-    ],
-)
-def test_an_entry_that_is_no_tensor(change: dict[str, Any], message: str) -> None:
-    entry = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
-    assert check_entry(entry) == (torch.float32, (2, 2), 0, 16)
-    with pytest.raises(ValueError, match=message):
-        check_entry({**entry, **change})
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
