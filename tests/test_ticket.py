@@ -136,6 +136,22 @@ def test_a_write_in_between_is_seen(write):
     assert write == "emb.double()" or (found[0] == 7).all()
 
 
+def test_rows_read_ahead_for_evaluation_take_the_steps_they_miss_meanwhile():
+    found = []
+    for ahead in (False, True):
+        emb, ids = make(idle="exact"), torch.tensor([4, 7])
+        optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1, weight_decay=0.5)
+        with torch.no_grad():
+            asked = settled(emb.prefetch(ids)) if ahead else ids
+        for row in (4, 9, 9):
+            optimizer.zero_grad()
+            emb(torch.tensor([row])).sum().backward()
+            optimizer.step()
+        with torch.no_grad():
+            found.append(emb(asked))
+    assert torch.equal(*found)
+
+
 def test_a_write_that_fails_halfway_is_seen(monkeypatch):
     emb, ids = make(), torch.tensor([4, 7])
     ticket = settled(emb.prefetch(ids))
