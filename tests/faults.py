@@ -203,7 +203,7 @@ buffers.py: buffers
 - while self._free_bytes > min(self._peak_bytes, _KEEP_BYTES):
 + while self._free_bytes > _KEEP_BYTES:
 vocabulary/id_rows.py: vocabulary_index
-- compiled.touch(rows, now, self.last_use)
+- compiled_module(COMPILED).touch(rows, now, self.last_use, counts, float(decay), uses)
 + pass
 vocabulary/changes.py: vocabulary_changes
 - self.begins = at + 1
@@ -270,13 +270,13 @@ encoding/rounding.py: encoding
 checkpoint/load.py: checkpoint_fuzz
 - reader.check(bar.advance)
 + pass
-checkpoint/model.py: checkpoint_forms
+checkpoint/model.py: checkpoint_resume
 - counters[key] = handle.rows.state_dict()
 + pass
 checkpoint/optimizer.py: growing
 - planes = own.stored(entries) if own is not None and isinstance(entries, dict) else {}
 + planes = {}
-checkpoint/save.py: forged_files
+checkpoint/save.py: checkpoint_fuzz checkpoint_resume
 - content["rng"] = encode(rng_states(), "rng", keep)
 + pass
 ngrams/gate.py: ngram_embedding
@@ -373,12 +373,8 @@ vocabulary/capacity.py: vocabulary vocabulary_state
 + max(bytes_of(limit) // row_bytes, capacity)
 - return max(limit + reserved, num_rows)
 + return max(limit, num_rows)
-vocabulary/policies.py: vocabulary_sightings
+vocabulary/policies.py: vocabulary_index
 - self.sightings.halve()
-+ pass
-- drawn.astype(np.float64) * 2.0**-53 < 1 - (1 - self._admit) ** counts
-+ drawn.astype(np.float64) * 2.0**-53 < self._admit
-- self.draws += 1
 + pass
 - np.where(now - last_use > self.lifetime,
 + np.where(now - last_use >= self.lifetime,

@@ -107,15 +107,9 @@ def round_trip(model: nn.Module, path: Path, value: Any) -> Any:
     return st.load_checkpoint(path, model)
 
 
-def name_of(value: Any) -> str:
-    """The beginning of its repr; of sets, whose order differs between processes, the type."""
-    text = type(value).__name__ if isinstance(value, set | frozenset) else repr(value)[:20]
-    return text.encode("ascii", "replace").decode()
-
-
-@pytest.mark.parametrize("value", PLAIN, ids=name_of)
-def test_plain_values_come_back_as_they_were(value: Any, model: nn.Module, tmp_path: Path) -> None:
-    assert same(value, round_trip(model, tmp_path, value))
+def test_plain_values_come_back_as_they_were(model: nn.Module, tmp_path: Path) -> None:
+    back = round_trip(model, tmp_path, PLAIN)
+    assert [a for a, b in zip(PLAIN, back, strict=True) if not same(a, b)] == []
     json.loads((tmp_path / "manifest.json").read_bytes(), parse_constant=pytest.fail)
 
 
@@ -258,28 +252,6 @@ def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> Non
     assert torch.equal(emb.table.torch(), start)
 
 
-def test_after_a_step_that_failed(tmp_path: Path) -> None:
-    run = Run(case_named("adam"))
-    run.epochs(1)
-    before = digest(run.optimizer.state_dict()["state"][0])
-
-    class StopError(Exception):
-        pass
-
-    def stop(*_: Any) -> None:
-        raise StopError
-
-    run.model(torch.zeros(4, 3, dtype=torch.long)).sum().backward()
-    hook = run.optimizer.register_step_pre_hook(stop)
-    with pytest.raises(StopError):
-        run.optimizer.step()
-    hook.remove()
-    run.save(tmp_path)
-    other = Run(case_named("adam"), 2)
-    other.load(tmp_path)
-    assert digest(other.optimizer.state_dict()["state"][0]) == before
-
-
 def test_a_numpy_generator_and_a_plain_sampler(model: nn.Module, tmp_path: Path) -> None:
     class Sampler:
         def __init__(self) -> None:
@@ -305,33 +277,26 @@ SCHEDULERS = {
     "lambda": lambda opt: lr.LambdaLR(opt, lambda step: 0.9**step),
     "multi-step": lambda opt: lr.MultiStepLR(opt, [1, 2, 2]),
     "one-cycle": lambda opt: lr.OneCycleLR(opt, 0.1, total_steps=20),
-    "cyclic": lambda opt: lr.CyclicLR(opt, 0.01, 0.1, step_size_up=2),
-    "cosine": lambda opt: lr.CosineAnnealingWarmRestarts(opt, 3),
     "sequential": lambda opt: lr.SequentialLR(opt, [lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)], [2]),
-    "chained": lambda opt: lr.ChainedScheduler([lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)]),
     "plateau": lambda opt: lr.ReduceLROnPlateau(opt, patience=0),
-    "polynomial": lambda opt: lr.PolynomialLR(opt, 9),
 }
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("tensor", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 # SequentialLR of torch 2.6 passes it to those that it is made of.
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
-def test_schedulers(name: str, tensor: bool, tmp_path: Path) -> None:
+def test_schedulers(name: str, tmp_path: Path) -> None:
     def make() -> tuple[Any, ...]:
-        torch.manual_seed(1)
         emb = st.Embedding(9, 3)
-        opt = torch.optim.SGD(emb.parameters(), lr=torch.tensor(0.1) if tensor else 0.1, momentum=0.9)
+        opt = torch.optim.SGD(emb.parameters(), lr=torch.tensor(0.1), momentum=0.9)
         return emb, opt, SCHEDULERS[name](opt)
 
     def train(emb: Any, opt: Any, scheduler: Any) -> list[float]:
         rates = []
         for _ in range(4):
+            opt.zero_grad()
             emb(torch.arange(5)).sum().backward()
             opt.step()
-            opt.zero_grad()
             scheduler.step(*([1.0] if name == "plateau" else []))
             rates.append(float(opt.param_groups[0]["lr"]))
         return rates
@@ -339,9 +304,8 @@ def test_schedulers(name: str, tensor: bool, tmp_path: Path) -> None:
     first, second = make(), make()
     train(*first)
     st.save_checkpoint(tmp_path, *first[:2], scheduler=first[2])
-    rates = train(*first)
     st.load_checkpoint(tmp_path, *second[:2], scheduler=second[2])
-    assert train(*second) == rates
+    assert train(*second) == train(*first)
     assert torch.equal(first[0].table.torch(), second[0].table.torch())
 
 

@@ -8,7 +8,6 @@ import pickle
 
 import numpy as np
 import pytest
-import scipy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
@@ -143,44 +142,6 @@ def test_rows_beyond_2_to_the_40():
         assert found.max() > 2**41
 
 
-@pytest.mark.parametrize("scheme", ["xor", "polynomial"])
-def test_rows_are_uniform(scheme):
-    """Different n-grams of words, whose numbers are small and skewed, fall on rows as if by chance."""
-    ngrams = st.NgramHash((2, 3), 4, 1009, vocab_size=50_000, scheme=scheme)
-    generator = torch.Generator().manual_seed(1)
-    tokens = (torch.rand(60_000, generator=generator) ** -1.2).long().clamp_(max=49_999)
-    rows = ngrams(tokens)
-    for order, head in ((2, 0), (2, 3), (3, 4), (3, 7)):
-        parts = torch.stack([tokens[order - 1 - back : len(tokens) - back] for back in range(order)], 1)
-        distinct, which = torch.unique(parts, dim=0, return_inverse=True)
-        place = torch.empty(len(distinct), dtype=torch.int64)
-        place[which] = torch.arange(len(parts))
-        counts = torch.bincount(rows[order - 1 :, head][place] - ngrams.offsets[head], minlength=ngrams.sizes[head])
-        expected = len(distinct) / ngrams.sizes[head]
-        chi_square = float(((counts - expected) ** 2 / expected).sum())
-        assert scipy.stats.chi2.sf(chi_square, ngrams.sizes[head] - 1) > 1e-4, (order, head)
-
-
-def test_documents_do_not_see_each_other():
-    ngrams = st.NgramHash((2, 3), 2, 1000, vocab_size=50, eos=0)
-    first, second = [4, 5, 6, 0], [7, 8, 9, 0]
-    together = ngrams(torch.tensor([first + second]))[0]
-    assert torch.equal(together[4:], ngrams(torch.tensor(second)))
-    # By the token that begins one, which a document that is cut does not have.
-    ngrams = st.NgramHash((2, 3), 2, 1000, vocab_size=50, bos=1)
-    together = ngrams(torch.tensor([[4, 5, 1, 7, 8]]))[0]
-    assert torch.equal(together[2:], ngrams(torch.tensor([1, 7, 8])))
-    assert not torch.equal(together[3], ngrams(torch.tensor([7]))[0])
-
-
-def test_padding_has_a_row_of_its_own_and_hides_nothing():
-    ngrams = st.NgramHash((2, 3), 2, 1000, vocab_size=50, pad=49)
-    assert ngrams.padding_row == sum(ngrams.sizes) == ngrams.num_rows - 1
-    left = ngrams(torch.tensor([[49, 49, 4, 5, 6]]))[0]
-    assert (left[:2] == ngrams.padding_row).all()
-    assert torch.equal(left[2:], ngrams(torch.tensor([4, 5, 6])))
-
-
 def test_shapes_dtypes_and_devices():
     ngrams = st.NgramHash((2, 4), 3, 100, vocab_size=300)
     tokens = torch.randint(0, 256, (2, 3, 5))
@@ -225,15 +186,9 @@ def test_statistics_count_what_a_dict_counts():
         shared = [sum(len(words) for words in rows.values() if len(words) > 1) / different for rows in by_row]
         assert found.collisions[order - 1] == pytest.approx(sum(shared) / 2)
     assert ngrams.statistics(tokens[:, :0]).rows_used == 0
-
-
-def test_statistics_leave_padding_out():
-    ngrams = st.NgramHash((1, 2), 2, 1000, vocab_size=50, pad=9)
-    found = ngrams.statistics(torch.tensor([[9, 1, 2, 9, 9, 3]]))
-    assert found.ngrams == (3, 3)
-    assert found.collisions == (0, 0)
-    assert found.lookups == 24
-    assert found.rows_used == 13
+    # Padding is left out.
+    padded = st.NgramHash((1, 2), 2, 1000, vocab_size=50, pad=9).statistics(torch.tensor([[9, 1, 2, 9, 9, 3]]))
+    assert (padded.ngrams, padded.collisions, padded.lookups, padded.rows_used) == ((3, 3), (0, 0), 24, 13)
 
 
 def test_transforms_of_torch_func():
@@ -256,12 +211,6 @@ def test_numbers_from_arrays():
     for kind in (torch.tensor, np.array):
         found = st.NgramHash(kind([2, 3]), 2, kind([100, 200]), vocab_size=50, eos=kind([3, 4]))
         assert torch.equal(found.get_extra_state(), expected.get_extra_state())
-    options = {"token_map": torch.arange(50), "layers": [1, 15], "layer": 1}
-    one = st.NgramHash.engram([100, 200], **options)
-    assert torch.equal(
-        st.NgramHash.engram([100, 200], **{**options, "token_map": list(range(50))}).get_extra_state(),
-        one.get_extra_state(),
-    )
 
 
 def test_state_dict_of_another_hash_is_refused():
@@ -286,15 +235,12 @@ def test_state_dict_of_another_hash_is_refused():
 
 WRONG = {
     "orders is (3, 2) but must be ascending": {"orders": (3, 2)},
-    "orders is (2, 2)": {"orders": (2, 2)},
-    "orders is 0 but must be at least 1": {"orders": (0, 2)},
     "orders is ()": {"orders": ()},
     "heads is 0": {"heads": 0},
     "did you mean 'polynomial'": {"scheme": "polynom"},
     "rows is None and sizes is None": {"rows": None},
     "sizes is [3], of which one": {"sizes": [3]},
     "rows is [5] but there are 2 orders": {"rows": [5]},
-    "sizes has 1 numbers but there are 2 heads of 2 orders": {"rows": None, "sizes": [3]},
     "eos is 50 but vocab_size is 50": {"eos": 50},
     "pad is -1": {"pad": -1},
     "token_map has shape (3,)": {"token_map": torch.arange(3)},
@@ -303,10 +249,8 @@ WRONG = {
     "exceeds 63 bits; pass smaller multipliers": {"multipliers": [3, 5, -(-(2**63) // 49)]},
     "rows of a head exceeds 63 bits": {"rows": None, "sizes": [2**57] * 4, "scheme": "polynomial"},
     "multipliers is given but": {"multipliers": [3, 5, 7], "scheme": "polynomial"},
-    "divisible_by is 0": {"divisible_by": 0},
     "rows is '5' (str) but must be an integer": {"rows": "5"},
     "multipliers is 5 but must be a sequence of numbers; pass (5,)": {"multipliers": 5},
-    "sizes is 3 but must be a sequence of numbers; pass (3,)": {"rows": None, "sizes": 3},
     "token_map is a str that makes no tensor": {"token_map": "abc"},
 }
 
@@ -320,7 +264,6 @@ def test_wrong_arguments(message):
 
 WRONG_CALLS = """
 ngrams(torch.tensor([[1, 2, 3], [4, 5, 50]])) -> RowIndexError: tokens\\[1, 2\\] is 50 but vocab_size is 50
-ngrams(torch.tensor([-100])) -> RowIndexError: tokens\\[0\\] is -100
 ngrams(torch.tensor([[1]]), torch.tensor([[77]])) -> RowIndexError: context\\[0, 0\\] is 77
 ngrams(torch.tensor([1.0])) -> InvalidTypeError: pass tokens.long\\(\\)
 ngrams([[1], [2, 3]]) -> InvalidTypeError: tokens is a list that makes no tensor \\(.*\\); pass a tensor of integers
@@ -328,8 +271,6 @@ ngrams(torch.tensor(1)) -> InvalidValueError: no dimensions
 ngrams(torch.tensor([[1]]), torch.tensor([[1], [2]])) -> InvalidValueError: the last tokens before each
 engram(100, layers=[1, 15], layer=1) -> InvalidValueError: a number for each order
 engram([100], layers=(1, 2), layer=3) -> InvalidValueError: layer is 3 but layers is
-engram([100], layers=1, layer=1) -> InvalidTypeError: layers is 1 but must be a sequence of numbers; pass \\(1,\\)
-st.NgramHash.longcat(9, -1.0) -> InvalidValueError: ratio is -1.0 but must be a number above 0; pass
 st.NgramHash.longcat(9, "x") -> InvalidValueError: ratio is 'x' but must be a number above 0; pass
 st.NgramHash((2, 3), 2, 2**50, vocab_size=1 << 17, scheme="polynomial") -> InvalidValueError: 63 bits; pass fewer rows, or
 meta_hash() -> InvalidValueError: make it with device="cpu"

@@ -190,6 +190,7 @@ BAD_ENTRIES = {
     "number as shape": ({"shape": 4}, "is no valid .safetensors"),
     "dtype of a list": ({"dtype": ["F32"]}, "is no valid .safetensors"),
     "huge shape without data": ({"shape": [2**70, 0], "data_offsets": [0, 0]}, "a shape that no tensor has"),
+    "65 dimensions": ({"shape": [1] * 63 + [2, 2]}, "a shape that no tensor has"),
 }
 for _name, (_change, _message) in BAD_ENTRIES.items():
     RUBBISH[f"entry with {_name}"] = (

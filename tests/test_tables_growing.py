@@ -245,7 +245,7 @@ import sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from killed_children import kill_at_line, run_child
+from in_child import kill_at_line, run_child
 import speedtransfer as st
 
 FILES = "longer_files.py", "mapped_file.py", "growing.py", "reserved.py"

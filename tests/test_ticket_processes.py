@@ -1,4 +1,7 @@
-"""Threads that read rows ahead are few, and end: with Python, in forked processes, and beside the workers of data loaders."""
+"""Threads that read rows ahead are few, and end: with Python, in forked processes, and beside the workers of data loaders.
+
+What they read takes memory while somebody waits for it, and no longer.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +21,8 @@ from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 from torch.utils.data import DataLoader, TensorDataset
 
 import speedtransfer as st
+from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
-from speedtransfer.nn.ahead import THREADS
 from speedtransfer.tables import stats
 
 ROWS, DIM = 500, 16
@@ -35,7 +41,7 @@ def test_there_are_no_more_threads_than_two(emb):
     modules = [st.Embedding(ROWS, DIM, memory="pageable", device="cpu") for _ in range(5)]
     kept = [module.prefetch(torch.arange(ROWS)) for _ in range(20) for module in [emb, *modules]]
     names = [thread.name for thread in threading.enumerate() if thread.name.startswith("speedtransfer-prefetch")]
-    assert 1 <= len(names) <= THREADS == 2
+    assert 1 <= len(names) <= ahead.THREADS == 2
     for ticket in kept:
         ticket._future.result(LIMIT_S)
 
@@ -125,7 +131,7 @@ def test_python_ends(end):
 def test_workers_that_are_forked_while_rows_are_read(persistent):
     """Each epoch forks them anew, unless they persist, while rows of another table are under way."""
     ends, ids = [], torch.randint(ROWS, (60, 3), generator=torch.Generator().manual_seed(0))
-    for ahead in (False, True):
+    for early in (False, True):
         torch.manual_seed(0)
         emb, other = (st.Embedding(ROWS, DIM, memory="pageable", device="cpu") for _ in range(2))
         optimizer = torch.optim.Adam(emb.parameters())
@@ -139,7 +145,7 @@ def test_workers_that_are_forked_while_rows_are_read(persistent):
             prefetch_factor=1,
             generator=shuffled,
         )
-        source = st.prefetch(loader, lambda batch: {emb: batch[0]}, depth=3) if ahead else loader  # noqa: B023
+        source = st.prefetch(loader, lambda batch: {emb: batch[0]}, depth=3) if early else loader  # noqa: B023
         for _ in range(3):
             kept = [other.prefetch(torch.arange(ROWS)) for _ in range(10)]
             for (batch,) in source:
@@ -148,7 +154,7 @@ def test_workers_that_are_forked_while_rows_are_read(persistent):
                 optimizer.zero_grad()
             del kept
         ends.append(emb.weight.detach().clone())
-        assert not tickets._open[emb._handle] if ahead else True
+        assert not tickets._open[emb._handle] if early else True
     assert torch.equal(*ends)
 
 
@@ -166,3 +172,126 @@ def test_a_loop_over_workers_may_be_left_and_begun_again(emb):
     assert seen == torch.arange(40)[:, None].tolist()
     gc.collect()
     assert not tickets._open[emb._handle]
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("steps", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_steps_with_tickets_do_not_gather_memory(steps, idle):
+    torch.manual_seed(0)
+    emb = st.Embedding(ROWS, DIM, memory="pageable", device="cpu", idle=idle)
+    optimizer = torch.optim.AdamW(emb.parameters())
+    table = emb.table
+
+    def train(count: int) -> None:
+        waiting = [emb.prefetch(torch.randint(ROWS, (64,))) for _ in range(3)]
+        for step in range(count):
+            waiting.append(emb.prefetch(torch.randint(ROWS, (64,))))
+            ticket = waiting.pop(0)
+            if step % 7 == 0:
+                continue
+            emb(ticket if step % 2 else ticket.ids).sum().backward()
+            if step % 5:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(100)
+    begin = live_tensors(), threading.active_count(), resident_bytes() if sys.platform == "linux" else 0
+    train(steps)
+    deadline = time.monotonic() + LIMIT_S
+    while (
+        table._logs and time.monotonic() < deadline
+    ):  # reads of the last tickets, which nobody has any more, are under way
+        time.sleep(0.01)
+    assert live_tensors() <= begin[0] + 20
+    assert threading.active_count() <= begin[1] + ahead.THREADS
+    assert not tickets._open[emb._handle]
+    assert len(table._logs) == 0
+    if sys.platform == "linux":
+        # The rows and state of all steps would be 120 MB and more, those of 400 steps 5.
+        assert resident_bytes() < begin[2] + (30 << 20)
+
+
+def test_a_ticket_nobody_uses_holds_back_little(emb):
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
+    kept = emb.prefetch(torch.tensor([4, 7]))
+    log = kept._future.result(LIMIT_S).log
+    most = 0
+    for step in range(1500):
+        emb(torch.tensor([step % ROWS])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        most = max(most, len(log._writes))
+    assert most <= 1024
+    assert not log._writes
+    assert torch.equal(emb(kept), emb.table.torch()[[4, 7]])
+
+
+def read_rows(ticket: tickets.Ticket) -> weakref.ref:
+    return weakref.ref(ticket._future.result(LIMIT_S).fetched["weight"])
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(emb, no_gc, used):
+    ticket = emb.prefetch(torch.arange(ROWS))
+    rows = read_rows(ticket)
+    assert rows() is not None
+    if used:
+        with torch.no_grad():
+            emb(ticket)
+    else:
+        del ticket
+    assert rows() is None
+
+
+def test_rows_are_free_as_soon_as_a_loop_is_left(emb):
+    seen: list[weakref.ref] = []
+    loop = iter(st.prefetch([torch.arange(ROWS)] * 5, lambda ids: {emb: ids}, depth=3))
+    next(loop)
+    seen += [read_rows(ticket) for ticket in tickets._open[emb._handle]]
+    assert len(seen) == 4
+    loop.close()
+    assert [rows() for rows in seen] == [None] * 4
+
+
+def test_rows_of_a_ticket_dropped_while_it_is_read_are_freed_by_the_thread(emb, held):
+    running, waiting = (emb.prefetch(torch.arange(ROWS)) for _ in range(2))
+    assert held.begun.wait(LIMIT_S)
+    futures = [running._future, waiting._future]
+    logs = weakref.WeakSet(emb.table._logs)
+    del running, waiting
+    held.set()
+    for future in futures:
+        if not future.cancelled():
+            future.result(LIMIT_S)
+    del futures, future
+    # The threads let go of what they have read once they have something else to do, or nothing.
+    for _ in range(2 * ahead.THREADS):
+        other = emb.prefetch(torch.tensor([1]))
+        other._future.result(LIMIT_S)
+    del other
+    gc.collect()
+    assert not logs
+
+
+def test_a_module_is_gone_with_its_table_though_tickets_were_made():
+    emb = st.Embedding(ROWS, DIM, memory="pageable", device="cpu")
+    emb(emb.prefetch(torch.tensor([1]))).sum().backward()
+    dropped = emb.prefetch(torch.tensor([2]))
+    dropped._future.result(LIMIT_S)
+    table, handle = weakref.ref(emb.table), weakref.ref(emb._handle)
+    del dropped, emb
+    gc.collect()
+    assert table() is None
+    assert handle() is None

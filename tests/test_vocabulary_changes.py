@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as some
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -26,12 +24,11 @@ MAKE: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def new(capacity: int = 6, storage_dtype: torch.dtype | None = None, **settings: Any) -> st.Embedding:
-    idle, padding_idx = settings.pop("idle", "lazy"), settings.pop("padding_idx", None)
-    vocabulary = st.Vocabulary(capacity=capacity, **{"max_capacity": 16, **settings})
-    return st.Embedding(
-        capacity, DIM, padding_idx=padding_idx, idle=idle, storage_dtype=storage_dtype, vocabulary=vocabulary
-    )
+def new(capacity: int = 6, **settings: Any) -> st.Embedding:
+    options = {name: settings.pop(name) for name in ("padding_idx", "storage_dtype") if name in settings}
+    idle = settings.pop("idle", "lazy")
+    vocabulary = st.Vocabulary(capacity, **{"max_capacity": 16, **settings})
+    return st.Embedding(capacity, DIM, idle=idle, vocabulary=vocabulary, **options)
 
 
 def read(embedding: st.Embedding, ids: Tensor = IDS) -> Tensor:
@@ -49,23 +46,15 @@ def check_equal(ours: st.Embedding, theirs: st.Embedding) -> None:
 
 
 class Trainer:
-    """A table in training, with the copies that follow it."""
+    """A table in training, with a copy of another seed and capacity that follows it."""
 
-    def __init__(self, optimizer: str, folder: Path, **settings: Any) -> None:
-        self.path = folder / "changes.safetensors"
+    def __init__(self, optimizer: str, path: Path, **settings: Any) -> None:
+        self.path = path
         self.embedding = new(seed=1, evict="lru", **settings)
         self.optimizer = MAKE[optimizer](self.embedding.parameters())
-        # One of another seed and capacity, and one that is stored as the original.
-        self.copies = [
-            new(
-                20,
-                max_capacity=None,
-                seed=5,
-                padding_idx=settings.get("padding_idx"),
-                unseen=settings.get("unseen", "initial"),
-            )
-        ]
-        self.clock = 0
+        alike = {name: settings[name] for name in ("padding_idx", "unseen", "storage_dtype") if name in settings}
+        self.copy = new(20, max_capacity=None, seed=5, **alike)
+        self.clock, self.num_complete = 0, 0
         self.held: Tensor | None = None
         self.saved: Any = None
 
@@ -111,50 +100,34 @@ class Trainer:
     def dump(self, at: list[int]) -> None:
         changes = self.embedding.vocabulary.changed_since(self.clock)
         changes.save(self.path)
-        for follower in self.copies:
-            follower.vocabulary.update(st.Changes.load(self.path))
-            check_equal(follower, self.embedding)
-        self.clock = changes.clock
+        self.copy.vocabulary.update(st.Changes.load(self.path))
+        check_equal(self.copy, self.embedding)
+        self.clock, self.num_complete = changes.clock, self.num_complete + changes.complete
 
 
-EVENTS = [
-    "step",
-    "step",
-    "step",
-    "accumulate",
-    "hold",
-    "forget",
-    "update",
-    "load",
-    "initialize",
-    "dump",
-    "dump",
-    "dump",
-]
+# Some come more often.
+EVENTS = ["step"] * 3 + ["accumulate", "hold", "forget", "update", "load", "initialize"] + ["dump"] * 4
 
 
 @pytest.mark.parametrize(
     "about",
     [
         {"optimizer": "adamw"},
+        {"optimizer": "adamw", "storage_dtype": torch.int8},
         {"optimizer": "adamw", "idle": "exact", "padding_idx": int(IDS[2])},
         {"optimizer": "sgd", "idle": "exact", "unseen": "row", "admit": 2},
-        {"optimizer": "adamw", "unseen": "zeros", "admit": 0.5},
+        {"optimizer": "adamw", "unseen": "zeros", "admit": 2},
     ],
     ids=str,
 )
-@settings(max_examples=4, deadline=None)
-@given(
-    some.lists(
-        some.tuples(some.sampled_from(EVENTS), some.lists(some.integers(0, 23), min_size=1, max_size=4)), max_size=12
-    )
-)
-def test_copies_that_follow_read_the_same(
-    tmp_path_factory: pytest.TempPathFactory, about: dict[str, Any], stream: list[tuple[str, list[int]]]
-) -> None:
-    trainer = Trainer(**about, folder=tmp_path_factory.mktemp("dumps"))
-    for event, at in [*stream, ("dump", [0])]:
-        getattr(trainer, event)(at)
+def test_copies_that_follow_read_the_same(tmp_path: Path, about: dict[str, Any]) -> None:
+    rng, dumps = random.Random(3), 0
+    for _ in range(4):
+        trainer = Trainer(**about, path=tmp_path / "changes.safetensors")
+        for event in [*rng.choices(EVENTS, k=40), "dump"]:
+            getattr(trainer, event)(rng.choices(range(24), k=rng.randint(1, 4)))
+            dumps += event == "dump"
+    assert trainer.num_complete < dumps / 4 / 2 or about.get("idle") == "exact"
 
 
 def trained(steps: int = 1, **settings: Any) -> tuple[st.Embedding, torch.optim.Optimizer]:
@@ -195,22 +168,13 @@ def test_rows_whose_gradient_comes_late_are_among_them() -> None:
     held = embedding(IDS[:1]).square().sum()
     train(embedding, optimizer, IDS[1:2])
     clock = embedding.vocabulary.clock
+    optimizer.zero_grad()
     held.backward()
     optimizer.step()
+    assert IDS[0] in embedding.vocabulary.changed_since(clock).ids
     # That gradient is not cleared, and moves the rows again.
-    second = embedding.vocabulary.clock
+    clock = embedding.vocabulary.clock
     embedding(IDS[2:3]).sum().backward()
-    optimizer.step()
-    for since in (clock, second):
-        assert IDS[0] in embedding.vocabulary.changed_since(since).ids
-
-
-def test_rows_that_a_step_changes_after_a_dump_by_the_time_of_the_wall() -> None:
-    embedding, optimizer = trained(evict=timedelta(days=1))
-    optimizer.zero_grad()
-    loss = embedding(IDS[:1]).square().sum()
-    clock = embedding.vocabulary.changed_since(0).clock
-    loss.backward()
     optimizer.step()
     assert IDS[0] in embedding.vocabulary.changed_since(clock).ids
 
@@ -257,7 +221,7 @@ def test_a_dump_that_is_missing_is_told() -> None:
         follower.vocabulary.update(last)
 
 
-def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it(tmp_path: Path) -> None:
+def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it() -> None:
     embedding, optimizer = trained(3)
     saved = copy.deepcopy((embedding.state_dict(), optimizer.state_dict()))
     clock, follower = embedding.vocabulary.clock, new(20, max_capacity=None)
@@ -271,8 +235,6 @@ def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it(tmp
         train(embedding, optimizer, IDS[step : step + 2])
     with pytest.raises(InvalidValueError, match="loaded a state"):
         follower.vocabulary.update(embedding.vocabulary.changed_since(clock + 1))
-    follower.vocabulary.update(embedding.vocabulary.changed_since(clock))
-    check_equal(follower, embedding)
 
 
 def test_more_evicted_ids_than_are_remembered() -> None:
@@ -282,22 +244,6 @@ def test_more_evicted_ids_than_are_remembered() -> None:
     assert not embedding.vocabulary.changed_since(clock).complete
     train(embedding, optimizer, IDS[9:14])
     assert embedding.vocabulary.changed_since(clock).complete
-
-
-@pytest.mark.parametrize("storage_dtype", [torch.bfloat16, torch.int8, torch.float8_e4m3fn])
-def test_copies_in_another_dtype(storage_dtype: torch.dtype) -> None:
-    embedding, optimizer = trained(2, storage_dtype=storage_dtype)
-    alike, exact = new(4, storage_dtype, max_capacity=30), new(4, max_capacity=30)
-    for changes in (embedding.vocabulary.changed_since(0), None):
-        if changes is None:
-            clock = embedding.vocabulary.clock
-            train(embedding, optimizer, IDS[3:7])
-            changes = embedding.vocabulary.changed_since(clock)
-        for follower in (alike, exact):
-            follower.vocabulary.update(changes)
-            known = embedding.vocabulary.export()[0]
-            assert torch.equal(read(follower, known), read(embedding, known))
-    check_equal(alike, embedding)
 
 
 def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
@@ -324,14 +270,11 @@ def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
         path.write_bytes(whole.replace(old, made))
         with pytest.raises(StorageError, match=r"Changes\.save"):
             st.Changes.load(path)
-    st.Table.from_array(torch.zeros(2, 2)).save(path)
-    with pytest.raises(StorageError, match=r"Changes\.save"):
-        st.Changes.load(path)
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
-    embedding, _ = trained(8)
-    changes = embedding.vocabulary.changed_since(0)
+    (large, _), (other, _) = trained(8), trained(5)
+    changes, fitting = (embedding.vocabulary.changed_since(0) for embedding in (large, other))
     small = new(6, max_capacity=8)
     small.vocabulary.update(IDS[:3], torch.ones(3, DIM))
     before = read(small)
@@ -344,31 +287,21 @@ def test_what_does_not_fit_changes_nothing() -> None:
         (changes._replace(evicted=[]), InvalidValueError, "must be a tensor"),
         (changes._replace(ids=torch.zeros_like(changes.ids)), InvalidValueError, "twice"),
     ]
-    for given_changes, kind, message in bad:
+    for given, kind, message in bad:
         with pytest.raises(kind, match=message):
-            small.vocabulary.update(given_changes)
+            small.vocabulary.update(given)
         assert torch.equal(read(small), before)
         assert set(small.vocabulary.ids().tolist()) == set(IDS[:3].tolist())
     # Rows of ids that go make room.
-    other, _ = trained(5)
-    fitting = other.vocabulary.changed_since(0)
     assert len(fitting.ids) == 8
     small.vocabulary.update(fitting)
 
 
-def test_a_plain_embedding_of_an_export() -> None:
-    embedding, _ = trained(4)
-    ids, rows = embedding.vocabulary.export()
+def test_exports() -> None:
+    one, other = trained(4)[0], trained(2)[0]
+    ids, rows = one.vocabulary.export()
     plain = nn.Embedding.from_pretrained(rows)
     wanted = ids[[2, 0, 5]]
-    assert torch.equal(plain(torch.searchsorted(ids, wanted)), read(embedding, wanted))
-
-
-def test_tables_are_merged() -> None:
-    one, other = trained(2)[0], trained(2)[0]
-    ids = torch.tensor([5, 6])
-    other.vocabulary.update(ids, torch.ones(2, DIM))
-    rows = other.vocabulary.export()
-    one.vocabulary.update(*rows)
-    assert torch.equal(read(one, rows[0]), rows[1])
-    assert len(one.vocabulary) == 7
+    assert torch.equal(plain(torch.searchsorted(ids, wanted)), read(one, wanted))
+    other.vocabulary.update(ids, rows)
+    assert torch.equal(read(other, ids), rows)

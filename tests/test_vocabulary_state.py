@@ -1,21 +1,24 @@
-"""State dicts and checkpoints of modules with a vocabulary: into another capacity, of plain embeddings, malformed; counts."""
+"""State dicts and checkpoints of modules with a vocabulary: into fewer rows, from plain embeddings, on the meta device.
+
+That training goes on with the same bits see test_vocabulary_state_machine.py.
+"""
 
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from optimizer_cases import BASE, OptimizerCase, case_named, some
+from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.errors import HostMemoryError, InvalidValueError, OptimizerError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.vocabulary.id_index import IdIndex
 
 DIM = 3
@@ -31,12 +34,10 @@ class Net(nn.Module):
 class Run:
     """A module with a vocabulary and its optimizer, trained with ids that follow from the number of the step."""
 
-    def __init__(
-        self, case: OptimizerCase, idle: str = "lazy", padding_idx: int | None = None, **settings: Any
-    ) -> None:
+    def __init__(self, optimizer: str = "adamw", padding_idx: int | None = None, **settings: Any) -> None:
         self.vocabulary = st.Vocabulary(**{"capacity": 4, "max_capacity": 14, "evict": "lru", "seed": 3} | settings)
-        self.net = Net(st.Embedding(4, DIM, padding_idx=padding_idx, idle=idle, vocabulary=self.vocabulary))
-        self.optimizer = case.make(self.net.parameters())
+        self.net = Net(st.Embedding(4, DIM, padding_idx=padding_idx, idle="lazy", vocabulary=self.vocabulary))
+        self.optimizer = case_named(optimizer).make(self.net.parameters())
 
     def train(self, *steps: int) -> None:
         for step in steps:
@@ -49,9 +50,9 @@ class Run:
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict()))
 
-    def load(self, saved: tuple[dict[str, Any], dict[str, Any]], model_first: bool = True) -> None:
-        for way in (0, 1) if model_first else (1, 0):
-            (self.net, self.optimizer)[way].load_state_dict(copy.deepcopy(saved[way]))
+    def load(self, saved: tuple[dict[str, Any], dict[str, Any]]) -> None:
+        self.net.load_state_dict(saved[0])
+        self.optimizer.load_state_dict(saved[1])
 
     def by_id(self) -> dict[str, Tensor]:
         """Return all that belongs to ids, in their order."""
@@ -71,41 +72,33 @@ class Run:
             assert torch.equal(value, theirs[name]), name
 
 
-@pytest.mark.sweep("case", "way", "idle")
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize(("way", "capacity"), [("model first", 4), ("optimizer first", 6), ("checkpoint", 14)])
-@pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_training_goes_on_with_the_same_bits(
-    case: OptimizerCase, way: str, capacity: int, idle: str, tmp_path: Path
-) -> None:
-    whole, again = Run(case, idle), Run(case, idle, capacity=capacity)
-    whole.train(*range(6))
+WAYS = ["model first", "optimizer first", "checkpoint"]
+
+
+def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Path) -> None:
+    """Save a model and an optimizer, and load them into others."""
     if way == "checkpoint":
-        st.save_checkpoint(tmp_path / "c", whole.net, whole.optimizer)
-        st.load_checkpoint(tmp_path / "c", again.net, again.optimizer)
-    else:
-        again.load(whole.save(), way == "model first")
-    for run in (whole, again):
-        run.train(*range(6, 11))
-    assert again.vocabulary.stats().evicted
-    again.check_equal(whole)
+        st.save_checkpoint(folder, *old)
+        st.load_checkpoint(folder, *new)
+        return
+    for number in (0, 1) if way == "model first" else (1, 0):
+        new[number].load_state_dict(copy.deepcopy(old[number].state_dict()))
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {"evict": "lfu", "half_life": 3.0},
-    {"evict": 3, "max_capacity": 40},
-    {"admit": 2, "capacity": 14},
-    {"admit": 0.4},
-    {"unseen": "row", "admit": 3},
-    {"evict": lambda ids, last_use, counts: counts, "admit": 2},
-]
-
-
-@pytest.mark.parametrize("settings", SETTINGS, ids=range(len(SETTINGS)))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"evict": "lfu", "half_life": 3.0},
+        {"evict": 3, "max_capacity": 40},
+        {"admit": 2, "capacity": 14},
+        {"evict": lambda ids, last_use, counts: counts, "unseen": "row", "admit": 2},
+    ],
+    ids=str,
+)
 def test_admission_and_eviction_go_on(settings: dict[str, Any]) -> None:
-    whole = Run(case_named("adamw"), **settings)
+    whole = Run(**settings)
     whole.train(*range(12))
-    again = Run(case_named("adamw"), **settings, **({} if "capacity" in settings else {"capacity": 9}))
+    again = Run(**settings, **({} if "capacity" in settings else {"capacity": 9}))
     # What it had before is forgotten.
     again.train(77, 78)
     again.load(whole.save())
@@ -116,30 +109,25 @@ def test_admission_and_eviction_go_on(settings: dict[str, Any]) -> None:
 
 def _forgetful(padding_idx: int | None = None) -> Run:
     """Return a run whose ids have the last ones of many rows."""
-    run = Run(case_named("adamw"), capacity=25, max_capacity=None, evict=None, padding_idx=padding_idx)
+    run = Run(capacity=25, max_capacity=None, evict=None, padding_idx=padding_idx)
     run.train(*range(6))
     run.optimizer.zero_grad()
     run.vocabulary.forget(run.vocabulary.ids()[:8])
     return run
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("padding_idx", [None, int(IDS[1])])
-@pytest.mark.parametrize("way", ["model first", "optimizer first", "checkpoint", "state saved before a step"])
+@pytest.mark.parametrize("way", [*WAYS, "state saved before a step"])
 def test_ids_that_do_not_fit_where_they_were_get_other_rows(way: str, padding_idx: int | None, tmp_path: Path) -> None:
     large = _forgetful(padding_idx)
-    small = Run(
-        case_named("adamw"), capacity=len(large.vocabulary) + 3, max_capacity=None, evict=None, padding_idx=padding_idx
-    )
+    few = {"max_capacity": None, "evict": None, "padding_idx": padding_idx}
+    small = Run(capacity=len(large.vocabulary) + 3, **few)
     small.train(99)
-    if way == "checkpoint":
-        st.save_checkpoint(tmp_path / "c", large.net, large.optimizer)
-        st.load_checkpoint(tmp_path / "c", small.net, small.optimizer)
-    else:
-        small.load(large.save(), way != "optimizer first")
+    carry_over(way, (large.net, large.optimizer), (small.net, small.optimizer), tmp_path / "c")
     if way == "state saved before a step":
-        st.save_checkpoint(tmp_path / "c", small.net, small.optimizer)
-        small = Run(case_named("adamw"), capacity=40, max_capacity=None, evict=None, padding_idx=padding_idx)
-        st.load_checkpoint(tmp_path / "c", small.net, small.optimizer)
+        before, small = small, Run(capacity=40, **few)
+        carry_over("checkpoint", (before.net, before.optimizer), (small.net, small.optimizer), tmp_path / "d")
     # New ids, and ids that go, before the next step: their rows have no state of others.
     for run in (large, small):
         gone = run.vocabulary.export()[0][:2]
@@ -156,7 +144,7 @@ def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both() -> None:
     large = _forgetful()
     before = large.by_id()
     weights = large.net.state_dict()
-    small = Run(case_named("adamw"), capacity=9, max_capacity=None)
+    small = Run(capacity=9, max_capacity=None)
     small.net.emb(large.vocabulary.ids()[-2:]).sum().backward()
     small.optimizer.step()
     small.optimizer.zero_grad()
@@ -187,7 +175,8 @@ def test_other_storage(options: dict[str, Any], tmp_path: Path) -> None:
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("way", ["model first", "optimizer first", "checkpoint"])
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("library", [nn, st], ids=["torch", "st"])
 @pytest.mark.parametrize("padding_idx", [None, 3])
 def test_a_plain_embedding_becomes_one_with_ids(
@@ -199,13 +188,7 @@ def test_a_plain_embedding_becomes_one_with_ids(
     ids = torch.arange(9)
     plain.emb(ids).square().sum().backward()
     optimizers[0].step()
-    if way == "checkpoint":
-        st.save_checkpoint(tmp_path / "c", plain, optimizers[0])
-        st.load_checkpoint(tmp_path / "c", ours, optimizers[1])
-    else:
-        for number in (0, 1) if way == "model first" else (1, 0):
-            saved = (plain, optimizers[0])[number].state_dict()
-            (ours, optimizers[1])[number].load_state_dict(copy.deepcopy(saved))
+    carry_over(way, (plain, optimizers[0]), (ours, optimizers[1]), tmp_path)
     for _ in range(2):
         assert torch.equal(ours.emb(ids), plain.emb(ids))
         for net, optimizer in zip((plain, ours), optimizers, strict=True):
@@ -216,7 +199,7 @@ def test_a_plain_embedding_becomes_one_with_ids(
 
 
 def test_the_other_way_round_is_refused(tmp_path: Path) -> None:
-    run = Run(case_named("adamw"))
+    run = Run()
     run.train(0)
     st.save_checkpoint(tmp_path / "c", run.net)
     for plain in (st.Embedding(5, DIM), nn.Embedding(5, DIM)):
@@ -227,7 +210,7 @@ def test_the_other_way_round_is_refused(tmp_path: Path) -> None:
 
 
 def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
-    large, small = _forgetful(), Run(case_named("adamw"), capacity=3, max_capacity=5)
+    large, small = _forgetful(), Run(capacity=3, max_capacity=5)
     small.train(7)
     before = small.by_id()
     st.save_checkpoint(tmp_path / "c", large.net, large.optimizer)
@@ -244,10 +227,9 @@ def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
         small.train(8)
 
 
-@pytest.mark.parametrize("capacity", [4, 9])
-def test_a_checkpoint_makes_one_index(capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_makes_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of millions of ids it takes seconds: the one by which the ids are checked is the one that the module gets."""
-    run, other = Run(case_named("adamw")), Run(case_named("adamw"), capacity=capacity)
+    run, other = Run(), Run(capacity=9)
     run.train(0, 1, 2)
     st.save_checkpoint(tmp_path, run.net, run.optimizer)
     made: list[int] = []
@@ -286,7 +268,7 @@ MALFORMED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
 @pytest.mark.parametrize("name", MALFORMED)
 def test_malformed_states(name: str) -> None:
     damage, message = MALFORMED[name]
-    run = Run(case_named("adamw"))
+    run = Run()
     run.train(0, 1)
     before, state = run.by_id(), copy.deepcopy(dict(run.net.emb.state_dict()))
     damage(state)
@@ -296,7 +278,7 @@ def test_malformed_states(name: str) -> None:
 
 
 def test_rows_of_another_width_and_padding_are_refused() -> None:
-    run = Run(case_named("adamw"))
+    run = Run()
     run.train(0)
     with pytest.raises(RuntimeError, match="size mismatch"):
         st.Embedding(20, DIM + 1, vocabulary=st.Vocabulary()).load_state_dict(run.net.emb.state_dict())
@@ -306,24 +288,28 @@ def test_rows_of_another_width_and_padding_are_refused() -> None:
     assert other.load_state_dict({}, strict=False).missing_keys == ["weight"]
 
 
-def test_clocks_of_steps_and_of_time() -> None:
-    steps, by_time = Run(case_named("adamw")), Run(case_named("adamw"), evict=timedelta(hours=1))
-    for run, other in ((steps, by_time), (by_time, steps)):
-        run.train(0, 1)
-        other.load(run.save())
-        other.train(2)
-        assert other.vocabulary.state_dict()["last_use"].max() <= other.vocabulary.clock
-    assert steps.vocabulary.clock < 10 < 10**12 < by_time.vocabulary.clock
+def test_a_state_with_a_clock_in_microseconds() -> None:
+    """As vocabularies saved it that evicted by wall time: its ids count as used now."""
+    run = Run()
+    run.train(0, 1)
+    before, state = run.by_id(), run.save()[0]
+    state["emb.vocabulary.last_use"][run.vocabulary.rows(before["ids"])] = 10**15
+    # The clock, and that it is one of time.
+    state["emb.vocabulary.numbers"][1:3] = torch.tensor([10**15, 1])
+    run.net.load_state_dict(state)
+    assert run.vocabulary.clock == 2
+    assert (run.by_id()["last_use"] == 2).all()
+    assert torch.equal(run.by_id()["rows"], before["rows"])
 
 
 def test_a_pending_gradient_of_ids_that_are_still_there_stays() -> None:
-    run = Run(case_named("sgd"))
+    run = Run("sgd")
     run.train(0)
     saved = run.save()
     assert run.net.emb.weight.grad is not None
     run.load(saved)
     assert run.net.emb.weight.grad is not None
-    run.net.load_state_dict(Run(case_named("sgd")).net.state_dict())
+    run.net.load_state_dict(Run("sgd").net.state_dict())
     assert run.net.emb.weight.grad is None
     assert len(run.vocabulary) == 0
 
@@ -358,3 +344,109 @@ def test_counts_of_training_and_evaluation() -> None:
     module.eval()(torch.tensor([5, 77]))
     assert vocabulary.stats().scalars()["vocabulary/unseen_rate"] == 0.5
     assert vocabulary.stats().admitted == 0
+
+
+# --- on the meta device: settings and no ids, until rows are given ----------------------------------------------------
+
+SEEN = torch.tensor([[7, -1, 2**60], [3, 7, 5]])
+
+
+def model(device: str = "cpu") -> nn.Module:
+    vocabulary = st.Vocabulary(seed=2, max_capacity=100, unseen="zeros")
+    emb = st.Embedding(4, 2, padding_idx=3, device=device, vocabulary=vocabulary)
+    return nn.Sequential(emb, nn.Linear(2, 2, device=device))
+
+
+def train(net: nn.Module) -> nn.Module:
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(SEEN + step).square().sum().backward()
+        optimizer.step()
+    return net
+
+
+def assert_same(net: nn.Module, other: nn.Module) -> None:
+    pairs = [
+        (*each[0].vocabulary.export(), *(param.detach() for param in each[1].parameters())) for each in (net, other)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(*pairs, strict=True))
+
+
+def checkpoint(net: nn.Module, other: nn.Module, folder: Path) -> None:
+    st.save_checkpoint(folder, net)
+    with pytest.raises(InvalidValueError, match=r"meta device, .*to_empty"):
+        st.load_checkpoint(folder, other)
+    st.load_checkpoint(folder, other.to_empty(device="cpu"))
+
+
+def assigned(net: nn.Module, other: nn.Module, folder: Path) -> None:
+    other.load_state_dict(copy.deepcopy(net.state_dict()), assign=True)
+
+
+def emptied(net: nn.Module, other: nn.Module, folder: Path) -> None:
+    other.to_empty(device="cpu").load_state_dict(net.state_dict())
+
+
+BORN: dict[str, Callable[[], nn.Module]] = {
+    "made there": lambda: model("meta"),
+    "moved there": lambda: train(model()).to("meta"),
+    "copied there": lambda: copy.deepcopy(model("meta")),
+    "pickled": lambda: pickle.loads(pickle.dumps(model("meta"))),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("born", BORN)
+@pytest.mark.parametrize("load", [checkpoint, assigned, emptied])
+def test_what_is_loaded_gives_it_rows(load: Any, born: str, tmp_path: Path) -> None:
+    net, other = train(model()), BORN[born]()
+    assert other[0].weight.is_meta
+    assert other[0].vocabulary.max_capacity == 100
+    load(net, other, tmp_path / "saved")
+    assert type(other[0].weight) is type(net[0].weight)
+    assert_same(net, other)
+    assert_same(train(net), train(other))
+    assert not other[0](torch.tensor([3])).any()
+
+
+def test_rows_that_are_assigned_are_those_of_the_ids_from_0_on() -> None:
+    emb = st.Embedding(9, 2, device="meta", vocabulary=st.Vocabulary())
+    emb.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
+    assert emb(torch.tensor([3, 0])).tolist() == [[6.0, 7.0], [0.0, 1.0]]
+    assert emb.vocabulary.ids().tolist() == [0, 1, 2, 3]
+
+
+def test_a_model_that_forgets_its_rows_keeps_settings_and_room() -> None:
+    net = train(model())
+    capacity, settings = net[0].vocabulary.capacity, net[0].vocabulary.__getstate__()
+    net.to("meta")
+    assert net[0].vocabulary.__getstate__() == settings
+    assert net[0].num_embeddings == capacity
+    net.to_empty(device="cpu")
+    assert (net[0].vocabulary.capacity, len(net[0].vocabulary)) == (capacity, 0)
+
+
+REFUSED: dict[str, Callable[[nn.Module], Any]] = {
+    "assign=True": lambda net: net.load_state_dict(train(model()).state_dict()),
+    "Missing": lambda net: net.load_state_dict({}, assign=True),
+    "no rows yet": lambda net: net[0].activate(torch.tensor([1])),
+    "no rows yet, or those": lambda net: net[0].vocabulary.export(),
+    "this module has a vocabulary": lambda net: setattr(net[0], "weight", st.Embedding(3, 2).weight),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_on_the_meta_device(what: str) -> None:
+    net = model("meta")
+    with pytest.raises((InvalidTypeError, InvalidValueError, RuntimeError), match=what):
+        REFUSED[what](net)
+    assert net[0].weight.is_meta
+
+
+def test_dense_parameters_there_are_refused_by_a_checkpoint_too(tmp_path: Path) -> None:
+    st.save_checkpoint(tmp_path / "saved", nn.Sequential(st.Embedding(3, 2), nn.Linear(2, 1)))
+    for devices in (("meta", "cpu"), ("cpu", "meta")):
+        net = nn.Sequential(st.Embedding(3, 2, device=devices[0]), nn.Linear(2, 1, device=devices[1]))
+        with pytest.raises(InvalidValueError, match="weight' of the model is on the meta device"):
+            st.load_checkpoint(tmp_path / "saved", net)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +54,7 @@ CONFIGS = some.fixed_dictionaries(
     {
         "kind": some.sampled_from(["Embedding", "Embedding", "sum", "mean", "max"]),
         "optimizer": some.sampled_from(sorted(OPTIMIZERS)),
-        "admit": some.sampled_from(["always", "always", 2, 0.5]),
+        "admit": some.sampled_from(["always", "always", 2]),
         "evict": some.sampled_from(["lru", "lru", "lfu", 2, even_ones, None]),
         "unseen": some.sampled_from(["initial", "zeros", "row"]),
         "max_capacity": some.sampled_from([None, 9]),
@@ -69,7 +70,7 @@ CONFIGS = some.fixed_dictionaries(
 BATCH = some.lists(some.sampled_from(range(len(IDS))), max_size=3).map(
     lambda at: [[one, one] if one % 3 == 0 else [one, at[0]] for one in at]
 )
-FORMS = some.sampled_from(["tensor", "list", "uint64", "ticket"])
+FORMS = some.sampled_from(["tensor", "list", "uint64", "ticket", "earlier ticket", "earlier ticket"])
 
 
 @dataclass
@@ -86,22 +87,8 @@ class VocabularyMachine(RuleBasedStateMachine):
     @initialize(config=CONFIGS, seed=some.integers(0, 99))
     def start(self, config: dict[str, Any], seed: int) -> None:
         self.folder, self.config = tempfile.TemporaryDirectory(), config
-        names = ("admit", "evict", "unseen", "max_capacity")
-        self.vocabulary = st.Vocabulary(
-            CAPACITY, **{n: config[n] for n in names}, initial=("uniform", -1, 1), seed=seed, on_evict=archive
-        )
-        about = {n: config[n] for n in ("idle", "max_norm", "scale_grad_by_freq", "storage_dtype")}
-        kind = st.EmbeddingBag if config["kind"] != "Embedding" else st.Embedding
-        about |= {"mode": config["kind"]} if kind is st.EmbeddingBag else {}
-        # What torch does with it in bags depends on the numbers of the rows.
-        about["scale_grad_by_freq"] &= kind is st.Embedding
-        about["sparse"] = config["optimizer"] == "SparseAdam"
-        own = dict(config["table"])
-        if "memory" in own:
-            own["path"] = Path(self.folder.name, "table.safetensors")
-        padded = None if config["padding_idx"] is None else PADDED
-        self.ours = kind(9, DIM, padding_idx=config["padding_idx"], vocabulary=self.vocabulary, **about, **own)
-        self.plain = kind(2 + 2 * len(IDS), DIM, padding_idx=padded, **about)
+        self.files, self.asked = 0, list[tuple[list[list[int]], Any]]()
+        self.make(CAPACITY, seed)
         self.set_plain(range(2 + 2 * len(IDS)), torch.zeros(2 + 2 * len(IDS), DIM))
         self.known: set[int] = set()
         # By id: sightings while it was unknown, and uses: the clock of the last one, and how many since it got its row.
@@ -113,6 +100,26 @@ class VocabularyMachine(RuleBasedStateMachine):
         evicted.clear()
         self.begin_to_train()
         self.forget_unknown()
+
+    def make(self, capacity: int, seed: int) -> None:
+        """Make both modules, with rows for `capacity` ids at first."""
+        config, self.files = self.config, self.files + 1
+        names = ("admit", "evict", "unseen", "max_capacity")
+        self.vocabulary = st.Vocabulary(
+            capacity, **{n: config[n] for n in names}, initial=("uniform", -1, 1), seed=seed, on_evict=archive
+        )
+        about = {n: config[n] for n in ("idle", "max_norm", "scale_grad_by_freq", "storage_dtype")}
+        kind = st.EmbeddingBag if config["kind"] != "Embedding" else st.Embedding
+        about |= {"mode": config["kind"]} if kind is st.EmbeddingBag else {}
+        # What torch does with it in bags depends on the numbers of the rows.
+        about["scale_grad_by_freq"] &= kind is st.Embedding
+        about["sparse"] = config["optimizer"] == "SparseAdam"
+        own = dict(config["table"])
+        if "memory" in own:
+            own["path"] = Path(self.folder.name, f"table{self.files}.safetensors")
+        padded = None if config["padding_idx"] is None else PADDED
+        self.ours = kind(9, DIM, padding_idx=config["padding_idx"], vocabulary=self.vocabulary, **about, **own)
+        self.plain = kind(2 + 2 * len(IDS), DIM, padding_idx=padded, **about)
 
     def begin_to_train(self) -> None:
         make = OPTIMIZERS[self.config["optimizer"]]
@@ -205,10 +212,8 @@ class VocabularyMachine(RuleBasedStateMachine):
         return set() if rule is None else ids
 
     def admitted(self, ids: list[int]) -> list[int]:
-        """Return the ids that a lookup in training admits, of those that are unknown; by chance: that it has admitted."""
+        """Return the ids that a lookup in training admits, of those that are unknown."""
         new = [id for id in dict.fromkeys(ids) if id not in self.known | self.padding]
-        if self.config["admit"] == 0.5:
-            return [id for id in new if id in self.vocabulary]
         for id in new:
             self.seen[id] = self.seen.get(id, 0) + ids.count(id)
         return [id for id in new if self.config["admit"] == "always" or self.seen[id] >= self.config["admit"]]
@@ -249,6 +254,21 @@ class VocabularyMachine(RuleBasedStateMachine):
         tensor = torch.tensor(ids, dtype=torch.int64).view(-1, 2)
         return self.ours.prefetch(tensor) if form == "ticket" and self.config["kind"] == "Embedding" else tensor
 
+    def asked_earlier(self, at: list[list[int]], form: str) -> tuple[list[list[int]], Any]:
+        """Return ids and what to look up: for some forms a ticket that was made a while ago, of other ids."""
+        if form == "earlier ticket" and self.asked:
+            return self.asked.pop(0)
+        ids = [[IDS[one] for one in pair] for pair in at]
+        return ids, self.as_form(ids, form)
+
+    @rule(batches=some.lists(BATCH, min_size=1, max_size=3))
+    def ask(self, batches: list[list[list[int]]]) -> None:
+        """Read rows ahead."""
+        if self.config["kind"] == "Embedding" and not self.asked:
+            for at in batches:
+                ids = [[IDS[one] for one in pair] for pair in at]
+                self.asked.append((ids, self.as_form(ids, "ticket")))
+
     def rows_of(self, ids: list[list[int]]) -> torch.Tensor:
         return torch.tensor([[self.row(id) for id in pair] for pair in ids], dtype=torch.int64).view(-1, 2)
 
@@ -260,18 +280,18 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     @rule(at=BATCH, form=FORMS)
     def train(self, at: list[list[int]], form: str) -> None:
-        ids = [[IDS[one] for one in pair] for pair in at]
+        ids, given = self.asked_earlier(at, form)
         flat = [id for pair in ids for id in pair]
         kept = self.kept() | set(flat)
         before = self.vocabulary.ids(), self.vocabulary.capacity
         try:
-            out = self.ours(self.as_form(ids, form))
+            out = self.ours(given)
         except HostMemoryError:
             new = self.admitted(flat)
             assert not evicted
             assert torch.equal(self.vocabulary.ids(), before[0])
             most = self.config["max_capacity"] or CAPACITY
-            assert self.config["admit"] == 0.5 or len(self.known) + len(new) - len(self.may_go(kept)) > most
+            assert len(self.known) + len(new) - len(self.may_go(kept)) > most
             return
         new = self.admitted(flat)
         self.check_evicted(kept, len(new))
@@ -283,13 +303,13 @@ class VocabularyMachine(RuleBasedStateMachine):
 
     @rule(at=BATCH, form=FORMS, way=some.sampled_from(["eval", "no_grad", "eval with gradients", "frozen"]))
     def evaluate(self, at: list[list[int]], form: str, way: str) -> None:
-        ids = [[IDS[one] for one in pair] for pair in at]
+        ids, given = self.asked_earlier(at, form)
         before = self.vocabulary.generation, self.vocabulary.state_dict()["last_use"].clone()
         self.ours.train("eval" not in way)
         for module in (self.ours, self.plain):
             module.requires_grad_(way != "frozen")
         with torch.set_grad_enabled(way in ("eval with gradients", "frozen")):
-            outs = self.ours(self.as_form(ids, form)), self.plain(self.rows_of(ids))
+            outs = self.ours(given), self.plain(self.rows_of(ids))
         for module in (self.ours, self.plain):
             module.requires_grad_(True)
         self.ours.train()
@@ -375,8 +395,29 @@ class VocabularyMachine(RuleBasedStateMachine):
     # --- others take the place of both --------------------------------------------------------------------------------
 
     def drop_gradients(self) -> None:
-        self.held = []
+        self.held, self.asked = [], []
         self.zero_grad(True)
+
+    @rule(
+        way=some.sampled_from(["model first", "optimizer first", "checkpoint"]), capacity=some.sampled_from([4, 6, 9])
+    )
+    def load(self, way: str, capacity: int) -> None:
+        """Go on with modules made anew, with another capacity, that load what these have saved."""
+        self.drop_gradients()
+        pairs = (self.ours, self.optimizers[0]), (self.plain, self.optimizers[1])
+        self.make(capacity if self.config["max_capacity"] else CAPACITY, 100)
+        self.begin_to_train()
+        for number, (module, optimizer) in enumerate(pairs):
+            made = (self.ours, self.plain)[number], self.optimizers[number]
+            if way == "checkpoint":
+                path, before = Path(self.folder.name, f"point{number}"), random.getstate()
+                st.save_checkpoint(path, module, optimizer, progress=False)
+                st.load_checkpoint(path, *made, progress=False)
+                # Loading sets it; what is drawn for this test must not repeat itself.
+                random.setstate(before)
+                continue
+            for old, new in list(zip((module, optimizer), made, strict=True))[:: 1 if way == "model first" else -1]:
+                new.load_state_dict(copy.deepcopy(old.state_dict()))
 
     @rule(way=some.sampled_from(["deepcopy", "pickle"]))
     def copies(self, way: str) -> None:

@@ -225,8 +225,8 @@ class RankIdOwners(IdOwners):
             error = raised
         # It may have grown.
         num_rows = self.handle.table.num_rows
-        told = self._exchange.agree(_POINT, [int(error is not None), vocabulary.draws, num_rows])
-        self.take_sizes(told[:, 2].tolist())
+        told = self._exchange.agree(_POINT, [int(error is not None), num_rows])
+        self.take_sizes(told[:, 1].tolist())
         try:
             if error is not None:
                 raise error
@@ -238,8 +238,6 @@ class RankIdOwners(IdOwners):
                 f"rank {int(told[:, 0].argmax())} could not give its ids rows (its own message says why), so no process "
                 "looked any up"
             )
-        # Whether to admit an id by chance is drawn alike in all, also by those that had none to draw for.
-        vocabulary.draws = int(told[:, 1].max())
         return rows
 
     def any_unknown(self, ids: np.ndarray) -> bool:  # noqa: D102

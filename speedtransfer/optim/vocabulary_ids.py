@@ -185,7 +185,7 @@ class VocabularyIds(IdSpace):
         # Ids that were not admitted are counted where they were looked up.
         goes_on = summed or handle.pending.grad is not None or handle.owners.has_left()
         missed = (self._num_missed if goes_on else 0) + (0 if lookup is None else lookup.missed)
-        late = self.vocabulary.by_time or not isinstance(lookup, Stamp) or lookup.clock != self.vocabulary.clock
+        late = not isinstance(lookup, Stamp) or lookup.clock != self.vocabulary.clock
         return self.own_gradient(ids, grad), (missed, late)
 
     def end_deposit(self, noted: tuple[int, bool]) -> None:  # noqa: D102

@@ -118,9 +118,8 @@ def _update(vocabulary: Room, wanted: np.ndarray, values: Tensor, changes: Chang
 def _write(vocabulary: Room, ids: np.ndarray, values: Tensor, gone: np.ndarray, changes: Changes | None) -> None:
     """Set the weights of ids (n,) to `values`, ``(n, dim)``; there is room, also in the rows `gone`, whose ids go."""
     live, _ = vocabulary._bound()
-    if changes is not None and not vocabulary._eviction.by_time:
-        # The clock of a copy is that of the changes, if it counts the same.
-        vocabulary._clock = max(vocabulary._clock, changes.clock)
+    if changes is not None:
+        vocabulary.clock = max(vocabulary.clock, changes.clock)
     vocabulary._take_from_ids(gone[live.last_use[gone] != FREE], archive=False)
     at = live.index.find(ids)
     new, old = np.flatnonzero(at < 0), np.flatnonzero(at >= 0)

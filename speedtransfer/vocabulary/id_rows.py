@@ -25,6 +25,7 @@ _WINDOW = 16
 _LEAST_WINDOW = 4096
 # Last use of a row without an id.
 FREE = -1
+_NO_COUNTS = np.empty(0, dtype=np.float32)
 
 
 class IdRows:
@@ -146,11 +147,8 @@ class IdRows:
             raise RowIndexError(
                 f"rows[{at}] is {rows[at]} but there are {len(self.last_use)} rows; pass rows of the table"
             )
-        compiled = compiled_module(COMPILED)
-        if self.counts is None:
-            compiled.touch(rows, now, self.last_use)
-        else:
-            compiled.touch_and_count(rows, now, self.last_use, self.counts, float(decay), uses)
+        counts = _NO_COUNTS if self.counts is None else self.counts
+        compiled_module(COMPILED).touch(rows, now, self.last_use, counts, float(decay), uses)
 
     def release(self, rows: np.ndarray) -> None:
         """Let `rows` (n,), distinct, have no id any more."""

@@ -16,7 +16,8 @@ from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
 
 _FORMAT = 1
-# What the tensor of numbers holds, in this order.
+# What the tensor of numbers holds, in this order. Saved states may have a clock in microseconds (`by_time`), and a number of
+# `draws`, which are of rules that are gone: both are written as 0.
 _NUMBERS = (
     "format",
     "clock",
@@ -88,7 +89,7 @@ class LoadPlan(NamedTuple):
 def pack_numbers(**numbers: int) -> Tensor:
     """Return the tensor of numbers of a state."""
     numbers = {"format": _FORMAT, **numbers}
-    bits = [numbers[name] & (2**64 - 1) for name in _NUMBERS]
+    bits = [numbers.get(name, 0) & (2**64 - 1) for name in _NUMBERS]
     return torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
 
 
@@ -164,9 +165,7 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
         wrong = f"sightings of {arrays['sightings'].dtype}"
     elif len(arrays["origin"]) != 2:
         wrong = f"an origin of {len(arrays['origin'])} numbers"
-    elif any(
-        numbers[name] < 0 for name in ("clock", "draws", "sightings_added", "hand", "admitted_now", "admitted_lately")
-    ):
+    elif any(numbers[name] < 0 for name in ("clock", "sightings_added", "hand", "admitted_now", "admitted_lately")):
         wrong = "negative numbers"
     if wrong:
         raise InvalidValueError(f"{about}: the state of the vocabulary has {wrong}; load what state_dict() returned")

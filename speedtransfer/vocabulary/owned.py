@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
@@ -78,7 +77,6 @@ class Owned:
     seed: int
     half_life: float
     deferred: bool
-    _clock: int
 
     @property
     def capacity(self) -> int:
@@ -91,13 +89,6 @@ class Owned:
         """Rows at the start of the table that are of no id."""
         return self._bound()[0].reserved
 
-    @property
-    def clock(self) -> int:
-        """Optimizer steps so far; of a vocabulary that evicts by wall time, microseconds since 1970. It never goes back."""
-        if self._eviction.by_time:
-            self._clock = max(self._clock, time.time_ns() // 1000)
-        return self._clock
-
     def reset_stats(self) -> None:
         """Count from zero."""
         if self._map is not None:
@@ -109,11 +100,6 @@ class Owned:
     def padding_idx(self) -> int | None:
         """The id of padding."""
         return None if self._padding is None else self._padding[0]
-
-    @property
-    def by_time(self) -> bool:
-        """Whether the clock is that of the wall."""
-        return self._eviction.by_time
 
     def copy(self) -> Self:
         """Return a vocabulary with these settings for another module."""
@@ -157,7 +143,8 @@ class Owned:
         self._live.rebuild()
         self._owner = weakref.ref(owner)
         self._admission = Admission(self.admit, self.seed, max(self.capacity, _LEAST_COUNTERS))
-        self._clock = 0
+        # Optimizer steps so far.
+        self.clock = 0
         # Grows whenever ids get rows or lose them; what it was at the last step; by row, what it was when that row changed.
         self.generation = self.generation_of_step = 0
         self._changed_at = np.zeros(rows.table.num_rows, dtype=np.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import math
 import numbers
 from collections.abc import Callable
@@ -12,22 +11,19 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
-from speedtransfer.vocabulary.mixing import mix64
 from speedtransfer.vocabulary.sightings import Sightings
 
 # Takes ids, last use and number of uses of some rows, (n,) arrays, and returns which may go (bool), or scores of which the
 # lowest go first.
 EvictFunction = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 
-Admit = Literal["always"] | int | float
-Evict = Literal["lru", "lfu"] | int | datetime.timedelta | EvictFunction | None
+Admit = Literal["always"] | int
+Evict = Literal["lru", "lfu"] | int | EvictFunction | None
 
 # Lines of counters of sightings, which rise to this at least, and are halved after so many for each counter of a line.
 _DEPTH = 4
 _LEAST_LIMIT = 255
 _SIGHTINGS_PER_COUNTER = 4
-# Microseconds: the unit of a clock of wall time.
-_MICROSECOND = datetime.timedelta(microseconds=1)
 
 
 class Admission:
@@ -38,7 +34,7 @@ class Admission:
     """
 
     def __init__(self, admit: Admit, seed: int, width: int, counters: np.ndarray | None = None) -> None:
-        self._admit, self._seed = admit, seed
+        self._admit = admit
         self.sightings: Sightings | None = None
         if isinstance(admit, int) and admit > 1:
             limit, depth = max(admit, _LEAST_LIMIT), _DEPTH
@@ -49,8 +45,6 @@ class Admission:
                 self.sightings.state[:] = np.minimum(counters, limit)
         # Sightings since the counts were halved last.
         self.added = 0
-        # Lookups with unknown ids so far: each draws anew.
-        self.draws = 0
 
     def choose(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return which of the `ids` (n,) int64, distinct, that were seen `counts` (n,) times more are admitted, (n,) bool."""
@@ -61,12 +55,6 @@ class Admission:
                 self.sightings.halve()
                 self.added = 0
             return np.asarray(self.sightings.add(ids, counts) >= self._admit)
-        if isinstance(self._admit, float):
-            self.draws += 1
-            key = mix64(np.array([self._seed & (2**64 - 1)], dtype=np.uint64) + np.uint64(self.draws))
-            drawn = mix64(ids.view(np.uint64) ^ key) >> np.uint64(11)
-            # One for each sighting: an id that occurs often in a batch is likelier to be admitted.
-            return drawn.astype(np.float64) * 2.0**-53 < 1 - (1 - self._admit) ** counts
         return np.ones(len(ids), dtype=bool)
 
 
@@ -76,11 +64,8 @@ class Eviction:
     def __init__(self, evict: Evict, half_life: float) -> None:
         self.rule = evict
         self.decay = 0.5 ** (1 / half_life)
-        self.by_time = isinstance(evict, datetime.timedelta)
-        # After so many ticks without a use a row goes.
+        # After so many steps without a use a row goes.
         self.lifetime = evict if isinstance(evict, int) else None
-        if isinstance(evict, datetime.timedelta):
-            self.lifetime = evict // _MICROSECOND
 
     @property
     def counts(self) -> bool:
@@ -113,17 +98,13 @@ def check_admit(admit: Any) -> Admit:
         if admit != "always":
             raise InvalidValueError(f"admit is {admit!r}, not one of its values{suggest(admit, ['always'])}")
         return "always"
-    if isinstance(admit, numbers.Real) and not isinstance(admit, bool):
-        if isinstance(admit, numbers.Integral):
-            if 1 <= int(admit) < 2**32:
-                return int(admit)
-        elif 0 < float(admit) <= 1:
-            return float(admit)
+    if isinstance(admit, bool) or not isinstance(admit, numbers.Integral):
+        raise InvalidTypeError(f"admit is {admit!r} but must be 'always' or an int (sightings); pass one of them")
+    if not 1 <= int(admit) < 2**32:
         raise InvalidValueError(
-            f"admit is {admit!r} but must be a number of sightings (an int from 1 to 2**32 - 1) or a probability (a float "
-            "above 0, at most 1.0); pass for instance 2 or 0.1"
+            f"admit is {admit!r} but must be from 1 to 2**32 - 1, a number of sightings; pass fewer"
         )
-    raise InvalidTypeError(f"admit is {admit!r} but must be 'always', an int or a float; pass one of them")
+    return int(admit)
 
 
 def check_evict(evict: Any) -> Evict:
@@ -134,14 +115,13 @@ def check_evict(evict: Any) -> Evict:
         if evict not in ("lru", "lfu"):
             raise InvalidValueError(f"evict is {evict!r}, not one of its values{suggest(evict, ['lru', 'lfu'])}")
         return "lru" if evict == "lru" else "lfu"
-    in_time, in_steps = isinstance(evict, datetime.timedelta), isinstance(evict, numbers.Integral)
-    if in_time or (in_steps and not isinstance(evict, bool)):
-        if not evict > (datetime.timedelta(0) if in_time else 0):
-            raise InvalidValueError(f"evict is {evict!r} but a time to live must be positive; pass a longer one")
-        return evict if in_time else int(evict)
-    raise InvalidTypeError(
-        f"evict is {evict!r} but must be None, 'lru', 'lfu', an int (steps), a timedelta or a callable; pass one of them"
-    )
+    if isinstance(evict, bool) or not isinstance(evict, numbers.Integral):
+        raise InvalidTypeError(
+            f"evict is {evict!r} but must be None, 'lru', 'lfu', an int (steps) or a callable; pass one of them"
+        )
+    if evict < 1:
+        raise InvalidValueError(f"evict is {evict!r} but a time to live must be positive; pass more steps")
+    return int(evict)
 
 
 def check_half_life(half_life: Any) -> float:

@@ -192,9 +192,6 @@ class Room(Owned):
             found = [self.noted_rows(noted) for noted in waiting]
             # Those used in this step stay, of whichever lookup.
             for noted, rows in zip(waiting, found, strict=True):
-                if self._eviction.by_time:
-                    # Whoever has asked for changes since must not miss what comes now.
-                    noted.clock = self.clock
                 live.touch(rows, noted.clock, self._eviction.decay)
             for noted, before in zip(waiting, found, strict=True):
                 new = np.flatnonzero(before < 0)
@@ -248,18 +245,15 @@ class Room(Owned):
     def _why_full(self, count: int, lack: int, in_use: np.ndarray | None) -> str:
         about = f"{self._bound()[1]}: {count} new ids need rows, but all {self.capacity} have ids"
         if self.evict is None:
-            return (
-                f"{about}, and evict is None; pass a larger max_capacity, or evict='lru' for rows of ids used long ago"
+            why = "evict is None; pass a larger max_capacity, or evict='lru' for rows of ids used long ago"
+        elif in_use is None:
+            why = "a gradient of all rows (a use of the whole weight) is to come or pending; step and zero_grad first"
+        else:
+            why = (
+                f"evict={self.evict!r} found {lack} rows too few to evict, as rows of batches whose optimizer step has not "
+                "run stay; pass a larger max_capacity, or call optimizer.step() and zero_grad() more often"
             )
-        if in_use is None:
-            return (
-                f"{about}, and a gradient of all rows (a use of the whole weight) is to come or pending; step and zero_grad "
-                "first"
-            )
-        return (
-            f"{about}, and evict={self.evict!r} found {lack} rows too few to evict, as rows of batches whose optimizer step "
-            "has not run stay; pass a larger max_capacity, or call optimizer.step() and zero_grad() more often"
-        )
+        return f"{about}, and {why}"
 
     def _take_from_ids(self, rows: np.ndarray, archive: bool = True) -> None:
         """Let `rows` (n,) have no id any more; with `archive` after `on_evict` got them."""
@@ -315,9 +309,7 @@ class Room(Owned):
         with self._bound()[1].rows.lock:
             if late is not None:
                 self._touch_late(late)
-            if not self._eviction.by_time:
-                self._clock += 1
-            self._bound()[0].index.go_on()
+            self.clock += 1
             self.generation_of_step = self.generation
             self._bound()[1].rows.placement, self._synced = None, None
 

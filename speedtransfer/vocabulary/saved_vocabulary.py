@@ -42,11 +42,9 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
     )
     state["numbers"] = pack_numbers(
         clock=vocabulary.clock,
-        by_time=vocabulary._eviction.by_time,
         seed=vocabulary.seed,
         reserved=live.reserved,
         padding=vocabulary._padding[0] if vocabulary._padding is not None else 0,
-        draws=vocabulary._admission.draws,
         sightings_added=vocabulary._admission.added,
         hand=live.hand,
         fresh=live.fresh,
@@ -196,13 +194,12 @@ def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarra
     vocabulary.seed, vocabulary.initial = numbers["seed"], saved.initial
     width = vocabulary._admission.sightings.width if vocabulary._admission.sightings is not None else 1
     vocabulary._admission = Admission(vocabulary.admit, vocabulary.seed, width, saved.sightings)
-    vocabulary._admission.draws, vocabulary._admission.added = numbers["draws"], numbers["sightings_added"]
+    vocabulary._admission.added = numbers["sightings_added"]
     vocabulary._admitted_now, vocabulary._admitted_lately = numbers["admitted_now"], numbers["admitted_lately"]
     vocabulary._synced = saved.origin
-    if bool(numbers["by_time"]) != vocabulary._eviction.by_time:
-        # The other clock counts something else.
+    if numbers["by_time"]:
         return np.full(len(sources), vocabulary.clock)
-    vocabulary._clock = max(vocabulary.clock, numbers["clock"]) if vocabulary._eviction.by_time else numbers["clock"]
+    vocabulary.clock = numbers["clock"]
     return saved.last_use[sources]
 
 

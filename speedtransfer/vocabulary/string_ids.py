@@ -96,17 +96,14 @@ def _flat(values: Any) -> tuple[list[Any], tuple[int, ...]]:
         return array.ravel().tolist(), array.shape
     shape: tuple[int, ...] = (len(values),)
     while values and any(isinstance(value, list) for value in values):
-        lengths = [len(value) if isinstance(value, list) else -1 for value in values]
-        if min(lengths) < 0:
+        lengths = {len(value) if isinstance(value, list) else -1 for value in values}
+        if len(lengths) > 1:
+            what = "a list beside a value" if min(lengths) < 0 else f"lists of {min(lengths)} and of {max(lengths)}"
             raise InvalidValueError(
-                "values has a list beside a value but must be as regular as a tensor; nest all alike"
+                f"values has {what} but must be as regular as a tensor; pad the lists, or hash them one after the other and "
+                "pass offsets"
             )
-        if min(lengths) != max(lengths):
-            raise InvalidValueError(
-                f"values has lists of {min(lengths)} and of {max(lengths)} but must be as regular as a tensor; pad the lists, "
-                "or hash them one after the other and pass offsets"
-            )
-        shape = (*shape, lengths[0])
+        shape = (*shape, lengths.pop())
         values = list(itertools.chain.from_iterable(values))
     return values, shape
 

@@ -37,13 +37,13 @@ class Vocabulary(Room):
         Ids that the table may grow to, by half each time: a number of ids; bytes of the table with all its planes ("48 GB");
         ``math.inf``, as the memory allows. By default it does not grow. Rows are not copied where the memory is "pageable"
         or "mmap".
-    admit : "always", int or float
+    admit : "always" or int
         When a new id gets a row: at once; after so many sightings, which are counted in a sketch that may count too many, and
-        that forgets half of them now and then; with this probability at each sighting.
-    evict : {"lru", "lfu"}, int, timedelta or callable, optional
+        that forgets half of them now and then.
+    evict : {"lru", "lfu"}, int or callable, optional
         Whose rows are taken where there are none left: the ids used longest ago; those used least, with counts that halve in
-        `half_life`; those not used for so many steps, or so long (also where rows are left). Or those that a function of ids,
-        last use and counts (arrays, of a part of the rows) says: it returns which may go (bool) or scores, the lowest first.
+        `half_life`; those not used for so many steps (also where rows are left). Or those that a function of ids, last use and
+        counts (arrays, of a part of the rows) says: it returns which may go (bool) or scores, the lowest first.
         None: none, and a table that is full raises. A step looks at a bounded number of rows, and takes the worst of them.
     unseen : {"initial", "zeros", "row"}
         What an id without a row reads: the value that it would begin with, zeros, or a row that all share, which is trained
@@ -55,7 +55,7 @@ class Vocabulary(Room):
     seed : int, optional
         By default ``torch.initial_seed()`` as it is now.
     half_life : float
-        Steps after which a count of uses has halved (microseconds if `evict` is a timedelta).
+        Steps after which a count of uses has halved.
     on_evict : callable, optional
         Called with ids, ``(n,)`` int64, and their weights, ``(n, dim)``, before their rows are taken. If it raises they stay.
     deferred : bool
@@ -131,15 +131,6 @@ class Vocabulary(Room):
             f"{type(self).__name__}({size}, max_capacity={self.max_capacity}, admit={self.admit!r}, evict={self.evict!r}, "
             f"unseen={self.unseen!r})"
         )
-
-    @property
-    def draws(self) -> int:
-        """Lookups so far for which it was drawn which new ids are admitted."""
-        return self._admission.draws
-
-    @draws.setter
-    def draws(self, draws: int) -> None:
-        self._admission.draws = draws
 
     def stats(self) -> VocabularyStats:
         """Return what it has done since it was made, or `reset_stats`."""

@@ -18,7 +18,7 @@ class VocabularyStats:
     lookups, unseen : int
         Ids looked up, and those of them that had no row.
     clock : int
-        Steps so far; of a vocabulary that evicts by time microseconds since 1970.
+        Optimizer steps so far.
     num_bytes : int
         Of the index and of the planes of ids and their use.
     """

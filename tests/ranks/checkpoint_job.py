@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from killed_children import kill_at_line
+from in_child import kill_at_line
 from optimizer_cases import case_named
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -20,7 +20,7 @@ SAVED, STEPS, PARTS = 5, 9, 6
 GROWS = Run(vocabulary={"max_capacity": 400, "admit": 2, "unseen": "row"}, module={"idle": "exact"}, capacity=6, ids=90)
 RUNS = {"exact": GROWS}
 RUNS["lazy"] = dataclasses.replace(
-    GROWS, vocabulary={"max_capacity": 400, "admit": 0.4, "unseen": "row", "evict": "lfu"}, module={"idle": "lazy"}
+    GROWS, vocabulary={"max_capacity": 400, "admit": 3, "unseen": "row", "evict": "lfu"}, module={"idle": "lazy"}
 )
 FULL = Run(vocabulary={"max_capacity": 400}, module={"idle": "exact"}, capacity=60, ids=90)
 

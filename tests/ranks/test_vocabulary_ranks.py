@@ -150,7 +150,7 @@ RUNS = {
     "exact": Run(module={"idle": "exact"}),
     "momentum, exact, sparse ids": Run(module={"idle": "exact"}, optimizer="sgd-momentum", ids=200, capacity=200),
     "sightings, a row for unseen ids": Run(vocabulary={"admit": 3, "unseen": "row"}),
-    "by chance, zeros for unseen ids": Run(vocabulary={"admit": 0.3, "unseen": "zeros"}),
+    "sightings, zeros for unseen ids": Run(vocabulary={"admit": 2, "unseen": "zeros"}),
     "bag": Run(vocabulary={"admit": 2}, bag=True),
     "max_norm": Run(module={"max_norm": 1.0}),
     "sparse gradients": Run(module={"sparse": True}, optimizer="sparse"),
@@ -167,7 +167,7 @@ RUNS = {
     "grows as the memory allows": Run(capacity=4, vocabulary={"max_capacity": "1 MB"}, ids=200),
     "time to live, one table": Run(vocabulary={"evict": 3}, ids=100, capacity=150),
 }
-BY_THREE = {"by chance, zeros for unseen ids", "used longest ago"}
+BY_THREE = {"sightings, zeros for unseen ids", "used longest ago"}
 # As others of the same kind.
 SLOW = {"time to live, one table", "grows as the memory allows", "no padding", "always", "records"}
 CASES = [
