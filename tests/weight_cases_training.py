@@ -774,6 +774,25 @@ emb.zero_grad()
 emb(index).sum().backward()
 [*found, held.clone(), held is emb.weight.grad]
 
+# A gradient that is kept and assigned again
+opt.zero_grad()
+loss().backward()
+held = emb.weight.grad
+step(5)
+emb.weight.grad = held
+loss(1).backward()
+held.clone(), held is emb.weight.grad
+
+# A row of a gradient of zeros, set
+opt.zero_grad()
+(loss() + emb.weight.square().sum()).backward()
+array = emb.weight.grad.numpy()
+opt.zero_grad(set_to_none=False)
+emb.weight.grad[30] = 0.5
+array[31] = 0.5
+loss().backward()
+emb.weight.grad.clone()
+
 # Frozen between forward and backward
 opt.zero_grad()
 value = emb(ids).sum() + emb.weight.pow(2).sum() + query.sum()
