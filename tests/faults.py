@@ -47,7 +47,7 @@ optim/merge.py: weight
 optim/param_guards.py: optim_param_guards
 - _refuse_copies(module, device_ids)
 + pass
-optim/pending.py: weight_programs
+optim/pending.py: weight
 - hooked=not handle.late_hooks)
 + hooked=handle.late_hooks)
 optim/probe/initial_values.py: optim_probe
