@@ -324,7 +324,7 @@ KINDS |= {
 
 
 class Act(NamedTuple):
-    """Something that is interrupted: what it does, to which kinds, what follows it, and what is done again where that raises."""
+    """Something that is interrupted: what it does, to which kinds, what follows it, and what is done again after an error."""
 
     do: Callable[[World], object]
     kinds: tuple[str, ...]
