@@ -952,6 +952,107 @@ with torch.no_grad():
     opt.step()
     frozen = emb.weight.clone()
 frozen
+
+# A penalty on the gradient of what was looked up
+out = emb(ids)
+(grad,) = torch.autograd.grad(out.pow(3).sum(), out, create_graph=True)
+(out.sum() + grad.square().sum()).backward()
+opt.step()
+
+# Lookups in vmap and grad of torch.func
+torch.func.vmap(lambda row: emb(row).square().sum())(ids).sum().backward()
+torch.func.grad(lambda x: (emb(ids) * x).sum())(torch.ones(6)).sum().backward()
+opt.step()
+
+# Padding gets no gradient that is differentiated
+padded = Embedding(40, 6, padding_idx=0)
+padded.weight.data.copy_(full)
+(grad,) = torch.autograd.grad((padded(ids) + 1).pow(3).sum(), padded.weight, create_graph=True)
+grad.pow(2).sum().backward()
+grad.detach().to_dense(), padded.weight.grad.to_dense()
+
+# Many gradients at once
+torch.autograd.grad(emb(index), emb.weight, torch.rand(5, 4, 6), is_grads_batched=True)[0]
+
+# A subclass with a parameter and a buffer
+class WithBias(Embedding):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.bias = nn.Parameter(torch.zeros(self.embedding_dim))
+        self.register_buffer("count", torch.zeros(()))
+    def forward(self, ids):
+        return super().forward(ids) + self.bias
+model.emb = emb = WithBias(40, 6)
+opt = make_opt(model.parameters())
+step()
+emb.count += 3
+other = WithBias(40, 6)
+other.load_state_dict(emb.state_dict())
+other.bias, other.count, other(ids), copy.deepcopy(emb)(ids), list(other.state_dict())
+
+# Hooks of state dicts
+calls = []
+emb.register_state_dict_post_hook(lambda module, state, prefix, meta: calls.append("saved"))
+emb.register_load_state_dict_pre_hook(lambda module, state, *rest: calls.append("loading"))
+emb.load_state_dict(emb.state_dict())
+calls
+
+# A hook that renames keys
+def rename(module, state, prefix, *rest):
+    state[prefix + "weight"] = state.pop(prefix + "vectors")
+emb.register_load_state_dict_pre_hook(rename)
+emb.load_state_dict({"vectors": full})
+emb.weight
+
+# Keys that are missing, unexpected, or of another shape
+state = dict(model.state_dict()) | {"emb.more": full, "emb.deeper.more": full, "items.weight": full[:, :2]}
+del state["emb.weight"]
+try:
+    model.load_state_dict(state)
+except RuntimeError as error:
+    said = str(error)
+del state["items.weight"]
+said, str(model.load_state_dict(state, strict=False)), emb.weight
+
+# Values of another dtype are converted
+emb.load_state_dict({"weight": full.half()})
+items.load_state_dict({"weight": full[:30].double()})
+emb.weight
+
+# With sparse=True gradients read as sparse
+sparse = Embedding(40, 6, sparse=True)
+sparse.weight.data.copy_(full)
+sparse(ids).square().sum().backward()
+grad = sparse.weight.grad
+one = grad.coalesce()
+seen = [grad.is_sparse, grad.layout, grad.shape, grad.sparse_dim(), grad.dense_dim(), one.is_coalesced(), one._nnz()]
+seen += [one.indices(), one._indices(), one.values(), one._values(), grad.to_dense(), grad.clone(), grad.detach(), grad * 0.5]
+seen += [-grad, torch.sparse.sum(grad), torch.sparse.sum(grad, dim=0), full + grad.to_dense(), copy.deepcopy(grad)]
+(by_weight,) = torch.autograd.grad(sparse(ids).sum() + sparse(index).square().sum(), sparse.weight)
+hook = sparse.weight.register_hook(lambda grad: seen.append(grad.is_sparse))
+sparse(index).sum().backward()
+hook.remove()
+[*seen, by_weight]
+
+# With sparse=True a gradient of the whole table is dense
+sparse, found = Embedding(40, 6, sparse=True), []
+for use in (lambda: sparse(ids).sum(), lambda: sparse.weight.pow(2).sum() * 0, lambda: sparse(index).sum()):
+    use().backward()
+    found += [sparse.weight.grad.is_sparse, sparse.weight.grad.to_dense()]
+sparse.zero_grad()
+sparse(index).sum().backward()
+[*found, sparse.weight.grad.is_sparse]
+
+# Sparse gradients that are assigned, and written to
+sparse = Embedding(40, 6, sparse=True)
+sparse.weight.data.copy_(full)
+own = torch.optim.SparseAdam(sparse.parameters(), lr=0.1)
+for change in (lambda grad: grad * 2, lambda grad: (grad._values().mul_(0.25), grad)[1]):
+    sparse.zero_grad()
+    sparse(ids).square().sum().backward()
+    sparse.weight.grad = change(sparse.weight.grad.coalesce())
+    own.step()
+sparse.weight.detach()
 """,
 )
 
