@@ -106,6 +106,17 @@ class Hashing(nn.Module):
         return self.rows(ids).double()
 
 
+class Scaled(nn.Embedding):
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * 2
+
+
+def replaced() -> nn.Module:
+    model = nn.Sequential(Scaled(50, 4, dtype=F64))
+    st.replace_embeddings(model, min_rows=0)
+    return model
+
+
 class Weighing(nn.Module):
     """Weights of the ids of bags that are learned."""
 
@@ -182,6 +193,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
         [(ids,) for ids in drawn(3000, 2000, 2500, high=5000)],
         True,
     ),
+    "replaced": (replaced, SMALL, True),
     "n-grams": (Hashing, SMALL, False),
     "layers": (lambda: st.PerLayerEmbedding(20, layers=2, dim=3, padding_idx=1, dtype=F64), TABLES, False),
     "norm": (lambda: st.Embedding(20, 4, padding_idx=2, max_norm=0.8, dtype=F64), TABLES, True),
