@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import numpy as np
 import pytest
 import torch
@@ -23,11 +21,6 @@ STANDARD = {
     "OptimizerError": RuntimeError,
     "ProcessGroupError": RuntimeError,
 }
-
-
-def test_every_exception_has_its_standard_one():
-    ours = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
-    assert ours == {*STANDARD, "SpeedtransferError"}
 
 
 @pytest.mark.parametrize(("name", "standard"), STANDARD.items())
@@ -53,11 +46,6 @@ def test_is_ours_and_the_standard_one(name, standard):
 )
 def test_suggest(name, expected):
     assert suggest(name, ["pinned", "pageable", "AdamW", "Adam"]) == expected
-
-
-def test_suggest_takes_any_iterable():
-    assert suggest("weigth", {"weight": 1, "exp_avg": 2}) == "; did you mean 'weight'?"
-    assert suggest("weigth", (name for name in ["weight"])) == "; did you mean 'weight'?"
 
 
 @pytest.mark.parametrize(
@@ -91,12 +79,6 @@ def test_check_size(value):
     size = check_size(value, "rows")
     assert size == 5
     assert type(size) is int
-
-
-def test_check_size_at_its_limits():
-    assert check_size(0, "rows") == 0
-    assert check_size(-3, "rows", minimum=-3) == -3
-    assert check_size(2**63 - 1, "rows") == 2**63 - 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from refusals import Refusal, check_refused, refusals
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, StorageError
+from speedtransfer.errors import InvalidTypeError
 
 META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
 SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
@@ -79,29 +79,6 @@ def test_wrong_arguments(refusal: Refusal) -> None:
 def test_no_model(function: Callable[[Any], Any]) -> None:
     with pytest.raises(InvalidTypeError, match=r"model is a list but must be an nn\.Module; pass the model itself"):
         function([nn.Embedding(3, 2)])
-
-
-def test_names_of_replace_embeddings() -> None:
-    model = nn.ModuleDict({name: nn.Embedding(5, 2) for name in ("users", "films", "tags")})
-    with pytest.raises(InvalidTypeError, match=r"names holds 0 \(int\), no pattern"):
-        st.replace_embeddings(model, names=[0], min_rows=1)
-    with pytest.raises(InvalidTypeError, match="names is 0 but must be a pattern, several or a function"):
-        st.replace_embeddings(model, names=0, min_rows=1)
-    # An iterator too is asked for every module, and not for the first one alone.
-    assert st.replace_embeddings(model, names=iter(["films", "users"]), min_rows=1) == ["users", "films"]
-    assert type(model["tags"]) is nn.Embedding
-
-
-def test_a_device_may_be_named_in_every_way() -> None:
-    for device in ("cpu", torch.device("cpu")):
-        assert st.Embedding(3, 2, device=device).weight.device.type == "cpu"
-    for device in ("meta", torch.device("meta")):
-        assert st.Embedding(3, 2, device=device).weight.is_meta
-
-
-def test_a_folder_without_tensors_does_not_have_many(tmp_path) -> None:
-    with pytest.raises(StorageError, match=r"has no \.safetensors files; check the path"):
-        st.Table.open(tmp_path)
 
 
 @pytest.mark.parametrize("arguments", [("1", 2.0), (None, 2.0), (1.0, "2"), (1.0, None)])

@@ -16,8 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from cases import saved
-from midway import elsewhere
+from cases import elsewhere, saved
 from torch import Tensor, nn
 from weight_cases_training import CASES
 from weight_world import DIM, ROWS, Setting, World, assert_equal, defaults, run_code, tensors
