@@ -152,14 +152,6 @@ def test_the_state_is_that_after_the_batches_taken(emb, taken):
     assert all(torch.equal(a, b) for a, b in zip(again, batches()[taken:], strict=True))
 
 
-def test_a_loader_without_state_stays_without(emb):
-    """Trainers ask for the state of every loader that has a `state_dict`, whatever that raises."""
-    ahead = st.prefetch(DataLoader(TensorDataset(IDS)), lambda batch: {emb: batch[0]})
-    assert not hasattr(ahead, "state_dict")
-    assert not hasattr(ahead, "load_state_dict")
-    assert hasattr(st.prefetch(Stateful(), lambda ids: {emb: ids}), "load_state_dict")
-
-
 class Wrapper:
     """Has the method, but the state of nothing, as Accelerate's loaders do."""
 
@@ -176,12 +168,6 @@ def test_a_wrapper_of_a_loader_without_state(emb):
     next(iter(ahead))
     with pytest.raises(AttributeError, match="no state within"):
         ahead.state_dict()
-
-
-def test_the_state_after_the_end_begins_anew(emb):
-    ahead = st.prefetch(Stateful(), lambda ids: {emb: ids})
-    assert len(list(ahead)) == 6
-    assert ahead.state_dict() == {"at": 0}
 
 
 def failing():
@@ -265,8 +251,3 @@ def test_an_iterator_may_be_taken_in_parts(emb):
             if number == 2:
                 break
     assert seen == list(range(10))
-
-
-def test_ids_without_a_module():
-    with pytest.raises(InvalidTypeError, match="must return pairs of a module and its ids"):
-        list(st.prefetch([torch.tensor([1])], lambda ids: ids))
