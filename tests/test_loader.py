@@ -162,7 +162,14 @@ class Wrapper:
         raise AttributeError("no state within")
 
 
-def test_a_wrapper_of_a_loader_without_state(emb):
+def test_loaders_without_state_stay_without(emb):
+    """Trainers ask for the state of every loader that has a `state_dict`, whatever that raises."""
+    plain = st.prefetch(DataLoader(TensorDataset(IDS)), lambda batch: {emb: batch[0]})
+    assert not hasattr(plain, "state_dict")
+    assert not hasattr(plain, "load_state_dict")
+    ahead = st.prefetch(Stateful(), lambda ids: {emb: ids})
+    assert len(list(ahead)) == 6
+    assert ahead.state_dict() == {"at": 0}
     ahead = st.prefetch(Wrapper(), lambda ids: {emb: ids})
     assert len(list(ahead)) == 6
     next(iter(ahead))
@@ -193,8 +200,8 @@ def test_wrong_arguments_are_refused(emb):
         InvalidTypeError, match=r"loader is 3 \(int\) but must be an iterable of batches; pass a DataLoader"
     ):
         st.prefetch(3, lambda ids: {emb: ids})
-    for pairs in ((emb, torch.tensor([1])), ["emb"], "ids"):
-        with pytest.raises(InvalidTypeError, match="in it but must return pairs of a module and its ids"):
+    for pairs in ((emb, torch.tensor([1])), ["emb"], "ids", torch.tensor([1])):
+        with pytest.raises(InvalidTypeError, match="must return pairs of a module and its ids"):
             list(st.prefetch([1], lambda batch, pairs=pairs: pairs))
     with pytest.raises(InvalidTypeError, match="no rows to read ahead"):
         list(st.prefetch([1], lambda batch: {torch.nn.Embedding(3, 3): batch}))
