@@ -218,25 +218,15 @@ w.index_copy_(0, index.abs(), rows)
 w.index_add_(0, index.abs(), rows, alpha=2)
 w.index_add_(0, index.abs(), rows)
 """.strip().splitlines()
-PLACES: dict[str, dict[str, Any]] = {
-    "exact": {},
-    "lazy": {"idle": "lazy"},
-    "cache": {"cache_rows": 8},
-    "bfloat16": {"storage_dtype": torch.bfloat16},
-}
+BEYOND = ["w[60]", "w[-61]", "w[torch.tensor([3, 60])]", "w.narrow(0, 59, 2)", "w.select(0, 60)", "w[7] = rows"]
 
 
-def trained(make: Any, kind: str) -> Any:
+def trained(make: Any, **options: Any) -> Any:
     torch.manual_seed(0)
-    emb = make(NUM, DIM)
-    if kind == "bfloat16":
-        with torch.no_grad():
-            emb.weight.copy_(emb.weight.bfloat16().float())
-    momentum = 0.0 if kind == "lazy" else 0.9
-    optimizer = torch.optim.SGD(emb.parameters(), lr=0.5 if kind == "bfloat16" else 0.1, momentum=momentum)
-    step(emb, optimizer, torch.arange(NUM))
-    for _ in range(2):
-        step(emb, optimizer, BATCH)
+    emb = make(NUM, DIM, **options)
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1, momentum=0.9)
+    for ids in (torch.arange(NUM), BATCH, BATCH):
+        step(emb, optimizer, ids)
     return emb, optimizer
 
 
@@ -253,74 +243,51 @@ def caught_up(emb: Any) -> list[int]:
     return (last == now).flatten().nonzero().flatten().tolist() if lag else []
 
 
-def assert_close(ours: Any, theirs: Any, kind: str, text: str) -> None:
-    # Stored rows are rounded, in training too.
-    tolerance = 0.05 if kind == "bfloat16" else 1e-5
-    torch.testing.assert_close(
-        ours, theirs, rtol=tolerance, atol=tolerance, msg=lambda why: f"{text}: {why}", check_dtype=False
-    )
-
-
-def both(kind: str) -> list[tuple[Any, Any]]:
-    return [trained(nn.Embedding, kind), trained(lambda *shape: st.Embedding(*shape, **PLACES[kind]), kind)]
-
-
-@pytest.mark.parametrize("kind", PLACES)
-def test_without_gradients(kind: str) -> None:
-    pairs, found = both(kind), list[Any]()
-    for text in [*READS, *WRITES]:
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 8}], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_rows_that_are_named(grad: bool, options: dict[str, Any]) -> None:
+    pairs: list[tuple[Any, Any]] = [trained(nn.Embedding), trained(st.Embedding, **options)]
+    for text in READS if grad else [*READS, *WRITES]:
+        found = []
+        for emb, optimizer in pairs:
+            with torch.set_grad_enabled(grad):
+                run = eval if text in READS else exec
+                parts = run(text, {**GIVEN, "w": emb.weight}) or []
+            assert not grad or all(part.requires_grad for part in parts)
+            if isinstance(emb, st.Embedding) and not options:
+                assert len(caught_up(emb)) <= len(BATCH) + 10, text
+            found.append([part.detach().clone() for part in parts])
+            step(emb, optimizer, BATCH, sum(part.pow(2).sum() for part in parts) if grad else 0.0)
+        found += [emb.state_dict()["weight"] for emb, _ in pairs]
+        torch.testing.assert_close(
+            found[1::2], found[::2], rtol=1e-5, atol=1e-5, msg=lambda why, text=text: f"{text}: {why}"
+        )
         for emb, optimizer in pairs:
             step(emb, optimizer, BATCH)
-            with torch.no_grad():
-                names = {**GIVEN, "w": emb.weight}
-                found.append([part.clone() for part in eval(text, names)] if text in READS else exec(text, names))
-            if isinstance(emb, st.Embedding) and kind == "exact":
-                assert len(caught_up(emb)) <= len(BATCH) + 10, text
-        theirs, ours = found[-2:]
-        assert_close(ours, theirs, kind, text)
-        for emb, optimizer in pairs:
-            step(emb, optimizer, torch.tensor([7, 5]))
-        assert_close(pairs[1][0].state_dict()["weight"], pairs[0][0].state_dict()["weight"], kind, text)
+    for text in BEYOND:
         for emb, _ in pairs:
-            # Rows that were left to rounding, from the same values again.
-            emb.load_state_dict({"weight": pairs[0][0].weight.detach()})
+            with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
+                exec(text, {**GIVEN, "w": emb.weight})
 
 
-@pytest.mark.parametrize("kind", ["exact", "cache"])
-def test_with_gradients(kind: str) -> None:
-    pairs = both(kind)
-    for text in READS:
-        for emb, optimizer in pairs:
-            read = eval(text, {**GIVEN, "w": emb.weight})
-            assert all(part.requires_grad for part in read)
-            step(emb, optimizer, BATCH, sum(part.pow(2).sum() for part in read))
-            if isinstance(emb, st.Embedding) and kind == "exact":
-                assert len(caught_up(emb)) <= len(BATCH) + 10, text
-        assert_close(pairs[1][0].state_dict()["weight"], pairs[0][0].state_dict()["weight"], kind, text)
-
-
-@pytest.mark.parametrize(
-    "text", ["w[60]", "w[-61]", "w[torch.tensor([3, 60])]", "w.narrow(0, 59, 2)", "w.select(0, 60)", "w[7] = rows"]
-)
-@pytest.mark.parametrize("kind", ["exact", "cache"])
-def test_what_torch_refuses(text: str, kind: str) -> None:
-    for make in (nn.Embedding, lambda *shape: st.Embedding(*shape, **PLACES[kind])):
-        emb, _ = trained(make, kind)
-        with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
-            exec(text, {**GIVEN, "w": emb.weight})
-
-
-def test_a_row_of_a_table_in_other_memory_is_written_back_alone() -> None:
-    """Where no tensor is over the table's memory: no copy of all rows is made."""
-    emb, _ = trained(lambda *shape: st.Embedding(*shape, cache_rows=8), "cache")
+def test_rows_in_other_memory_are_written_back_alone() -> None:
+    """Where no tensor is over the table's memory: no copy of all rows is made. Nor is a row of the batch read twice."""
+    emb, _ = trained(st.Embedding, cache_rows=8)
     emb.table.reset_stats()
     with torch.no_grad():
         emb.weight[9:11] = 3
         row = emb.weight[7]
         row.fill_(5.0)
-    stats = emb.table.stats()
-    assert stats.gathered_rows < 10
+    assert emb.table.stats().gathered_rows < 10
     assert emb.table[[7, 9, 10]].tolist() == [[5.0] * DIM, [3.0] * DIM, [3.0] * DIM]
+    for text in ("w[7]", "w[7] = 0", "w[7:9] = 0"):
+        emb, optimizer = trained(st.Embedding)
+        emb(BATCH).pow(2).sum().backward()
+        emb.table.reset_stats()
+        with torch.no_grad():
+            exec(text, {"w": emb.weight})
+        optimizer.step()
+        assert emb.table.stats().gathered_rows <= 2
 
 
 def test_a_row_of_one_feature() -> None:
@@ -340,26 +307,11 @@ def test_a_row_of_one_feature() -> None:
 @pytest.mark.parametrize("held", [False, True])
 def test_a_write_by_numpy_to_a_row_of_the_batch(held: bool) -> None:
     """No version tells of it; the step reads the row again."""
-    pairs = both("exact")
+    pairs = [trained(nn.Embedding), trained(st.Embedding)]
     for emb, optimizer in pairs:
-        with torch.no_grad():
-            row = emb.weight[2]
+        before = emb.weight.detach()[2]
         emb(BATCH).pow(2).sum().backward()
-        if not held:
-            with torch.no_grad():
-                row = emb.weight[2]
-        row.detach().numpy()[:] = 1.0
+        row = before if held else emb.weight.detach()[2]
+        row.numpy()[:] = 1.0
         optimizer.step()
-    assert_close(pairs[1][0].state_dict()["weight"], pairs[0][0].state_dict()["weight"], "exact", "row")
-
-
-@pytest.mark.parametrize("text", ["w[7]", "w[7] = 0", "w[7:9] = 0"])
-def test_rows_of_the_batch_are_read_once(text: str) -> None:
-    """Though another one is read or written between backward and step."""
-    emb, optimizer = trained(st.Embedding, "exact")
-    emb(BATCH).pow(2).sum().backward()
-    emb.table.reset_stats()
-    with torch.no_grad():
-        exec(text, {"w": emb.weight})
-    optimizer.step()
-    assert emb.table.stats().gathered_rows <= 2
+    torch.testing.assert_close(*(emb.state_dict()["weight"] for emb, _ in pairs))
