@@ -67,17 +67,6 @@ def test_first_values_are_those_of_torch_rounded(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", SMALL)
-def test_the_padding_row_is_zero_and_stays(dtype: torch.dtype) -> None:
-    emb = made(dtype, padding_idx=1)
-    assert not values(emb)[1].any()
-    train(emb, kind=torch.optim.SGD)
-    assert not values(emb)[1].any()
-    emb.reset_parameters()
-    assert not values(emb)[1].any()
-    assert values(emb)[0].any()
-
-
-@pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.dtype) -> None:
     weight = dense(40, 7).weight.detach().to(given)
@@ -257,12 +246,6 @@ def test_state_dicts_cross_over(dtype: torch.dtype) -> None:
     assert torch.equal(values(again), values(ours))
     assert again.table.dtype == dtype
     assert isinstance(again.weight, nn.Parameter)
-
-
-def test_numbers_that_float16_has_not_are_clamped() -> None:
-    emb = made(torch.float16)
-    emb.load_state_dict({"weight": torch.full((12, 6), 1e6)})
-    assert torch.equal(values(emb), torch.full((12, 6), 65504.0))
 
 
 # --- copies and conversions -------------------------------------------------------------------------------------------
