@@ -184,6 +184,19 @@ def test_gradgradcheck_through_the_active_rows(padding_idx: int | None, from_byt
     assert torch.autograd.gradgradcheck(look_up, rows)
 
 
+@pytest.mark.parametrize("padding_idx", [0, 2])
+def test_padding_gets_no_gradient_that_may_be_differentiated(padding_idx: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "SMALL_BYTES", 1)
+    found = []
+    for module in both(padding_idx=padding_idx):
+        loss = (module(torch.tensor([0, 2, 0, 1])) + 1).pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, module.weight, create_graph=True)
+        grad.pow(2).sum().backward()
+        found.append((grad.detach().to_dense(), module.weight.grad.to_dense()))
+    torch.testing.assert_close(*found)
+    assert not found[0][0][padding_idx].any()
+
+
 def test_backward_with_create_graph(request: pytest.FixtureRequest) -> None:
     ours, dense = both(dtype=torch.float64)
     # Torch warns of it once a process, and another test may have been the first.

@@ -1,4 +1,4 @@
-"""``speedtransfer.Embedding`` as a module: conversion, state dicts, what a table cannot serve, summaries, functions of torch."""
+"""``Embedding`` as a module: conversion, state dicts, what a table cannot serve, summaries, functions of torch."""
 
 from __future__ import annotations
 

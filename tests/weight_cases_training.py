@@ -743,13 +743,6 @@ torch.func.vmap(lambda row: emb(row).square().sum())(ids).sum().backward()
 torch.func.grad(lambda x: (emb(ids) * x).sum())(torch.ones(6)).sum().backward()
 opt.step()
 
-# Padding gets no gradient that is differentiated
-padded = Embedding(40, 6, padding_idx=0)
-padded.weight.data.copy_(full)
-(grad,) = torch.autograd.grad((padded(ids) + 1).pow(3).sum(), padded.weight, create_graph=True)
-grad.pow(2).sum().backward()
-grad.detach().to_dense(), padded.weight.grad.to_dense()
-
 # Many gradients at once
 torch.autograd.grad(emb(index), emb.weight, torch.rand(5, 4, 6), is_grads_batched=True)[0]
 
