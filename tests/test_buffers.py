@@ -151,6 +151,17 @@ def test_free_bytes_never_exceed_what_was_once_in_use(pool):
     assert 0 < pool.free_bytes <= 2.25 * peak
 
 
+def test_sizes_after_each_other_do_not_pile_up(pool):
+    for size in range(1 << 16, 1 << 21, 1 << 16):
+        del_me = empty(size)
+        del del_me
+    assert pool.free_bytes <= 1.2 * 4 * (1 << 21)
+    for i in range(40):
+        del_me = empty(int(LARGE * 1.2**i) if i < 12 else LARGE * 8)
+        del del_me
+    assert pool.free_bytes <= 1.2 * 4 * LARGE * 8
+
+
 def test_more_than_the_system_gives(monkeypatch):
     def refuses(num_bytes):
         raise OSError(12, "Cannot allocate memory")
