@@ -13,6 +13,7 @@ GRAD = parse(
     """
 emb.weight.grad.shape, emb.weight.grad.dtype, emb.weight.grad.device, emb.weight.grad.numel(), len(emb.weight.grad)
 emb.weight.grad.norm(), emb.weight.grad.norm(dim=1), torch.norm(emb.weight.grad, 1), emb.weight.grad.abs().max()
+(-emb.weight.grad.abs()).max(), emb.weight.grad.square().min()
 emb.weight.grad[3], emb.weight.grad[ids], emb.weight.grad[index], emb.weight.grad[mask], emb.weight.grad[2:9, 1]
 emb.weight.grad.sum(0), emb.weight.grad.mean(), emb.weight.grad.std(), (emb.weight.grad != 0).any(1).nonzero()
 emb.weight.grad.isnan().any(), torch.isfinite(emb.weight.grad).all(), bool((emb.weight.grad > 0).any())
@@ -598,12 +599,15 @@ held.clone(), held is emb.weight.grad
 # A row of a gradient of zeros, set
 opt.zero_grad()
 (loss() + emb.weight.square().sum()).backward()
-array = emb.weight.grad.numpy()
 opt.zero_grad(set_to_none=False)
 emb.weight.grad[30] = 0.5
+loss().backward()
+found = emb.weight.grad.clone()
+array = emb.weight.grad.numpy()
+opt.zero_grad(set_to_none=False)
 array[31] = 0.5
 loss().backward()
-emb.weight.grad.clone()
+found, emb.weight.grad.clone()
 
 # Frozen between forward and backward
 opt.zero_grad()
