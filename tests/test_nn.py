@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -264,12 +263,6 @@ def test_options_reach_the_table_and_others_are_refused(make: Callable[..., Any]
             make(**{name: "pageable"})
     with pytest.raises(ValueError, match="did you mean 'lazy'"):
         make(idle="lasy")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_signatures_have_the_options(kind: str) -> None:
-    for function in (getattr(speedtransfer, kind), getattr(speedtransfer, kind).from_pretrained):
-        assert {"idle", "storage_dtype", "scale_block"} <= inspect.signature(function).parameters.keys()
 
 
 @pytest.mark.parametrize(("rows", "dim"), [(0, 3), (5, 0), (0, 0)])
