@@ -59,6 +59,22 @@ def test_modules_and_rows(options) -> None:
     for name, value in model.state_dict().items():
         assert torch.equal(dense.state_dict()[name], value), name
     torch.testing.assert_close(dense(IDS), model(IDS))
+    # Nothing is shared: it trains alone, and what is frozen stays so.
+    before = copy.deepcopy(model.state_dict())
+    opt = torch.optim.SGD(dense.parameters(), lr=0.1)
+    dense(IDS).square().sum().backward()
+    opt.step()
+    assert not torch.equal(dense.words.weight, before["words.weight"])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    model.words.weight.requires_grad_(False)
+    there = to_dense(model, device="meta")
+    assert [param.requires_grad for param in there.parameters()] == [
+        param.requires_grad for param in model.parameters()
+    ]
+    assert {param.device.type for param in there.parameters()} == {"meta"}
+    assert type(to_dense(model.words)) is nn.Embedding
+    assert torch.equal(to_dense(model.head).weight, model.head.weight)
 
 
 def test_hooks_go_along_and_see_the_copy() -> None:
