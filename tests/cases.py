@@ -6,6 +6,8 @@ import contextlib
 import copy
 import io
 import pickle
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -91,3 +93,26 @@ def refused(error: type[Exception], words: str = ""):
         yield caught
     assert isinstance(caught.value, SpeedtransferError)
     one_line(caught)
+
+
+def elsewhere(use: Callable[[], Any]) -> Any:
+    """Return what `use` does in another thread, while this one waits."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(use).result(60)
+
+
+def midway(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:
+    """Make a step of an Adam, call `use` in the middle of it, and return what that returned; steps that it makes are whole."""
+    seen, begin = [], torch.optim.Adam._init_group
+
+    def begun(self: Any, *args: Any) -> Any:
+        found = begin(self, *args)
+        if self is optimizer and not seen:
+            seen.append(None)
+            seen.append(use())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.Adam, "_init_group", begun)
+        optimizer.step()
+    return seen[1]

@@ -22,9 +22,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import saved  # noqa: F401 - verbs use it
+from cases import elsewhere, saved  # noqa: F401 - verbs use them
 from in_child import in_child
-from midway import elsewhere  # noqa: F401 - verbs use it
 from ranks.run import Pool, RankError
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -47,7 +47,7 @@ optim/merge.py: weight
 optim/param_guards.py: optim_param_guards
 - _refuse_copies(module, device_ids)
 + pass
-optim/pending.py: weight_programs
+optim/pending.py: weight
 - hooked=not handle.late_hooks)
 + hooked=handle.late_hooks)
 optim/probe/initial_values.py: optim_probe
@@ -56,7 +56,7 @@ optim/probe/initial_values.py: optim_probe
 optim/probe/verdicts.py: optim_sparse
 - if difference(whole, training.whole(found, gradient_of_lookups), rtol) is not None:
 + if difference(whole, training.whole(found, gradient_of_lookups), rtol) is None:
-optim/row_gradient.py: nn_autograd
+optim/row_gradient.py: nn_in_place
 - _check_no_graph(func, args)
 + pass
 optim/shard_gradient.py: ranks/test_uses.py
@@ -129,10 +129,10 @@ nn/feature.py: nn_multi nn_multi_vocabulary
 nn/loader.py: loader
 - if any(ticket.is_changed() for ticket in tickets) or any(
 + if any(
-nn/lookup.py: nn_bag
+nn/lookup.py: nn
 - if offsets is not None and takes_last and
 + if offsets is None and takes_last and
-nn/lookup_ops.py: nn_compile nn_compile_kinds
+nn/lookup_ops.py: nn_compile
 - one.arrive(grad)
 + pass
 - if function is _lookup:
@@ -362,7 +362,7 @@ tables/reserved.py: tables_growing
 tables/row_cache.py: tables_cached
 - if counts is None:
 + if counts is not None:
-nn/lookup.py: nn_autograd
+nn/lookup.py: nn_in_place
 - if ctx.padding >= 0:
 + if ctx.padding > 0:
 nn/weight.py: weight_functions

@@ -1,12 +1,15 @@
-"""Every error is ours and the standard one; the helpers that make messages."""
+"""Every error is ours and the standard one; helpers that make messages; what people get wrong in their first hour."""
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from refusals import Refusal, check_refused, refusals
+from torch import nn
 
 import speedtransfer as st
 from speedtransfer import errors, word2vec
@@ -25,120 +28,61 @@ STANDARD = {
 }
 
 
-def test_every_exception_has_its_standard_one():
-    ours = {name for name, value in vars(errors).items() if inspect.isclass(value) and issubclass(value, Exception)}
-    assert ours == {*STANDARD, "SpeedtransferError"}
-
-
-@pytest.mark.parametrize(("name", "standard"), STANDARD.items())
-def test_is_ours_and_the_standard_one(name, standard):
-    error = getattr(errors, name)
-    for kind in (errors.SpeedtransferError, standard):
-        with pytest.raises(kind, match=r"^rows is -1; pass more$"):
-            raise error("rows is -1; pass more")
-    others = set(STANDARD.values()) - {standard}
-    assert not any(issubclass(error, other) for other in others)
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("pined", "; did you mean 'pinned'?"),
-        ("PINNED", "; did you mean 'pinned'?"),
-        ("pinned", "; did you mean 'pinned'?"),
-        ("adamw", "; did you mean 'AdamW' or 'Adam'?"),
-        ("xyz", "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"),
-        ("", "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"),
-    ],
-)
-def test_suggest(name, expected):
-    assert suggest(name, ["pinned", "pageable", "AdamW", "Adam"]) == expected
-
-
-def test_suggest_takes_any_iterable():
-    assert suggest("weigth", {"weight": 1, "exp_avg": 2}) == "; did you mean 'weight'?"
-    assert suggest("weigth", (name for name in ["weight"])) == "; did you mean 'weight'?"
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "expected"),
-    [
-        (0, "0 bytes"),
-        (1, "1 bytes"),
-        (999, "999 bytes"),
-        (999.4, "999 bytes"),
-        (1000, "1 kB"),
-        (1024, "1.02 kB"),
-        (123_456, "123 kB"),
-        (999_499, "999 kB"),
-        (999_500, "1 MB"),
-        (1_000_000, "1 MB"),
-        (2**30, "1.07 GB"),
-        (5_120_000_000, "5.12 GB"),
-        (999_499_999_999, "999 GB"),
-        (999_600_000_000, "1 TB"),
-        (40e12, "40 TB"),
-        (-1500, "-1.5 kB"),
-        (np.int64(2_000_000), "2 MB"),
-    ],
-)
-def test_format_bytes(num_bytes, expected):
-    assert format_bytes(num_bytes) == expected
-
-
-@pytest.mark.parametrize("value", [5, np.int8(5), np.uint64(5), torch.tensor(5), np.array(5)], ids=repr)
-def test_check_size(value):
-    size = check_size(value, "rows")
-    assert size == 5
-    assert type(size) is int
-
-
-def test_check_size_at_its_limits():
-    assert check_size(0, "rows") == 0
-    assert check_size(-3, "rows", minimum=-3) == -3
-    assert check_size(2**63 - 1, "rows") == 2**63 - 1
-
-
-@pytest.mark.parametrize(
-    ("value", "minimum", "message"),
-    [
-        (-1, 0, "rows is -1 but must be at least 0; pass 0 or more"),
-        (0, 1, "rows is 0 but must be at least 1; pass 1 or more"),
-        (2**63, 0, "rows is 9223372036854775808 but must be below 2**63; pass a smaller rows"),
-    ],
-)
-def test_check_size_out_of_range(value, minimum, message):
-    with pytest.raises(InvalidValueError) as error:
-        check_size(value, "rows", minimum)
-    assert str(error.value) == message
-
-
-@pytest.mark.parametrize("value", [True, False, 1.0, 1.5, "10", None, [1], 1j, torch.tensor(1.0)], ids=repr)
-def test_check_size_of_what_is_no_integer(value):
-    with pytest.raises(InvalidTypeError) as error:
-        check_size(value, "rows")
-    assert str(error.value) == f"rows is {value!r} ({type(value).__name__}) but must be an integer; pass int(rows)"
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
+@pytest.mark.parametrize("name", STANDARD)
+def test_is_ours_and_the_standard_one(name: str) -> None:
+    error, standard = getattr(errors, name), STANDARD[name]
+    assert issubclass(error, errors.SpeedtransferError)
+    assert [kind for kind in set(STANDARD.values()) if issubclass(error, kind)] == [standard]
+    for text, shown in (
         ("plain \u00e9 \u6f22 \u200c", "plain \u00e9 \u6f22 \u200c"),
         ("\x1b]0;owned\x07", r"\x1b]0;owned\x07"),
         ("a\nb\x9b", r"a\nb\x9b"),
         ("\u202eturned \ud800", r"\u202eturned \ud800"),
-    ],
-)
-def test_messages_show_what_a_terminal_would_carry_out(text, shown):
-    assert errors.printable(text) == shown
-    for name in STANDARD:
-        # Messages of several lines are put on one by whoever shows them.
-        assert str(getattr(errors, name)(text)) == shown.replace(r"\n", "\n")
-    assert str(UnknownWordError(text)) == shown.replace(r"\n", "\n")
+    ):
+        # What a terminal would carry out is shown. Messages of several lines are put on one by whoever shows them.
+        assert errors.printable(text) == shown
+        assert str(error(text)) == str(UnknownWordError(text)) == shown.replace(r"\n", "\n")
 
 
-def test_suggest_among_millions_is_soon_done():
+CHOICES = ["pinned", "pageable", "AdamW", "Adam"]
+SUGGESTED = {"pined": "'pinned'", "PINNED": "'pinned'", "pinned": "'pinned'", "adamw": "'AdamW' or 'Adam'"}
+
+
+def test_suggest() -> None:
+    for name, expected in SUGGESTED.items():
+        assert suggest(name, CHOICES) == f"; did you mean {expected}?"
+    for name in ("xyz", ""):
+        assert suggest(name, iter(CHOICES)) == "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"
+    # Soon done.
     assert "999970 more" in suggest("x", map(str, range(1_000_000)))
+
+
+SHOWN = {0: "0 bytes", 999.4: "999 bytes", 1000: "1 kB", 1024: "1.02 kB", 999_499: "999 kB", 999_500: "1 MB"}
+SHOWN |= {2**30: "1.07 GB", 999_499_999_999: "999 GB", 999_600_000_000: "1 TB", -1500: "-1.5 kB"}
+
+
+def test_format_bytes() -> None:
+    assert {num_bytes: format_bytes(num_bytes) for num_bytes in SHOWN} == SHOWN
+    assert format_bytes(np.int64(2_000_000)) == "2 MB"
+
+
+SIZES: list[tuple[Any, int, str]] = [
+    (-1, 0, "rows is -1 but must be at least 0; pass 0 or more"),
+    (0, 1, "rows is 0 but must be at least 1; pass 1 or more"),
+    (2**63, 0, "rows is 9223372036854775808 but must be below 2**63; pass a smaller rows"),
+    *((value, 0, f"rows is {value!r} ({type(value).__name__}) but must be an integer; pass int(rows)")
+      for value in (True, False, 1.0, 1.5, "10", None, [1], 1j, torch.tensor(1.0))),
+]  # fmt: skip
+
+
+def test_check_size() -> None:
+    for value in (5, np.int8(5), np.uint64(5), torch.tensor(5), np.array(5)):
+        assert check_size(value, "rows") == 5
+        assert type(check_size(value, "rows")) is int
+    for value, minimum, message in SIZES:
+        with pytest.raises((InvalidValueError, InvalidTypeError)) as error:
+            check_size(value, "rows", minimum)
+        assert str(error.value) == message
 
 
 @pytest.mark.parametrize("url", ["s3://bucket/run", "file:///tmp/run", "gs://bucket/table.npy"])
@@ -157,3 +101,113 @@ def test_a_url_is_no_path(url, tmp_path, monkeypatch):
         with pytest.raises(InvalidValueError, match="but must be a path of this machine"):
             call()
     assert list(tmp_path.iterdir()) == []
+
+
+# --- what people get wrong in their first hour raises by name, where it is done --------------------------------------------
+
+META = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+SPARSE = torch.eye(2, dtype=torch.int64).to_sparse()
+
+
+def with_vocabulary(ids: Any) -> Any:
+    """Look up in a table with a vocabulary."""
+    return st.Embedding(10, 4, vocabulary=st.Vocabulary())(ids)
+
+
+WRONG = r"""
+st.Embedding(-1, 3) -> ValueError: num_embeddings is -1 but must be at least 0
+st.Embedding(3, -1) -> ValueError: embedding_dim is -1
+st.Embedding(2.5, 3) -> TypeError: num_embeddings is 2.5
+st.Embedding(True, 3) -> TypeError: num_embeddings is True
+st.Embedding(4, 2, memory="pageble") -> ValueError: did you mean 'pageable'
+st.Embedding(4, 2, memory="pinned") -> RuntimeError: pinned
+st.Embedding(4, 2, memory="mmap") -> ValueError: path
+st.Embedding(4, 2, path="rows.npy") -> ValueError: mmap
+st.Embedding(4, 2, idle="lasy") -> ValueError: did you mean 'lazy'
+st.Embedding(4, 2, dtype=torch.complex64) -> TypeError: complex64
+st.Embedding(4, 2, _weight=torch.zeros(3, 2)) -> ValueError: shape \(3, 2\)
+st.Embedding(10, 4, device="gpu") -> InvalidValueError: device is 'gpu' but .* a CPU or CUDA device
+st.Embedding(10, 4, device=99) -> DeviceError: 'cuda:99'
+st.Embedding(10, 4, device=2**70) -> InvalidValueError: must be a CPU or CUDA device
+st.Embedding(10, 4, padding_idx=0.0) -> InvalidTypeError: padding_idx is 0\.0 \(float\) but must be an i
+st.EmbeddingBag(10, 4, padding_idx="0") -> InvalidTypeError: padding_idx is '0' \(str\)
+st.MultiEmbedding([3, 4], 4, padding_idx=["0", 1]) -> InvalidTypeError: padding_idx of feature '0' is '0'
+st.MultiEmbedding([3, 4], 4, padding_idx=0.5) -> InvalidTypeError: padding_idx of feature '0' is 0\.5
+st.MultiEmbedding(10, 4) -> InvalidTypeError: num_embeddings is 10 but must be several; pass one for each
+st.Embedding(3, 2, memory=None) -> InvalidValueError: memory is None, .*; choose from 'auto', 'pinned'
+st.Embedding(3, 2, memory="mmap", path=3) -> InvalidTypeError: path is a int but must be the path of a file
+st.Table(3, 2).save(None) -> InvalidTypeError: path is a NoneType but must be the path of a file
+st.Table(3, 2).init_("normal") -> InvalidTypeError: function is 'normal' but must take a chunk of rows
+st.Table(3, 2).add_plane(3) -> InvalidTypeError: name is 3 but planes are named by strings
+st.Table(3, 2).plane(["weight"]) -> InvalidValueError: no plane .*; did you mean 'weight'
+st.NgramHash(rows=10, orders="23") -> InvalidTypeError: orders is '23' \(str\) but must be a number or
+st.NgramHash(rows=10, eos="</s>") -> InvalidTypeError: eos is '</s>' \(str\) but must be an integer
+st.NgramHash(rows=10).statistics(META) -> InvalidTypeError: tokens is on the meta device
+st.Embedding(10, 4)(META) -> InvalidTypeError: index is on the meta device, which has no values
+with_vocabulary(META) -> InvalidTypeError: ids is on the meta device, which has no values
+with_vocabulary(SPARSE) -> InvalidTypeError: ids is a sparse tensor .*; pass ids\.to_dense\(\)
+st.EmbeddingBag(10, 4)(SPARSE) -> InvalidTypeError: index is a sparse tensor .*; pass index\.to_dense
+st.Changes.load(3) -> InvalidTypeError: path is a int but must be the path of a file
+st.equal_steps(3) -> InvalidTypeError: loader is 3 \(int\) but must be an iterable of batches
+st.plan((9, 4), storage_dtype=["x"]) -> InvalidValueError: storage_dtype is \['x'\]; choose from
+st.plan((9, 4), scale_block=[1]) -> InvalidTypeError: scale_block is \[1\] \(list\)
+st.plan((9, 4), idle=["exact"]) -> InvalidValueError: idle is \['exact'\]
+st.to_dense(st.Embedding(3, 2), device="gpu") -> InvalidValueError: device is 'gpu' but .* a CPU or CUDA
+st.to_dense(st.Embedding(3, 2), device=0.5) -> InvalidTypeError: device is 0.5 but must be a torch.device
+st.clip_grad_norm_(nn.Linear(2, 2), 1.0) -> InvalidTypeError: a Linear; pass its parameters\(\)
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
+def test_wrong_arguments(refusal: Refusal) -> None:
+    if "pinned" in refusal.call and torch.cuda.is_available():
+        pytest.skip("pinned memory works here")
+    check_refused(refusal, st=st, nn=nn, torch=torch, META=META, SPARSE=SPARSE, with_vocabulary=with_vocabulary)
+
+
+@pytest.mark.parametrize(
+    "function", [st.summary, st.to_dense, st.table_parameters, st.full_state_dict, st.replace_embeddings]
+)
+def test_no_model(function: Callable[[Any], Any]) -> None:
+    with pytest.raises(InvalidTypeError, match=r"model is a list but must be an nn\.Module; pass the model itself"):
+        function([nn.Embedding(3, 2)])
+
+
+@pytest.mark.parametrize("arguments", [("1", 2.0), (None, 2.0), (1.0, "2"), (1.0, None)])
+def test_clipping_refuses_what_torch_refuses(arguments: tuple) -> None:
+    parameters = list(nn.Linear(2, 2).parameters())
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    errors = []
+    for clip in (st.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        try:
+            clip(parameters, *arguments)
+        except (TypeError, ValueError) as error:
+            errors.append((type(error), str(error)))
+        else:
+            errors.append(None)
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize(
+    "fill",
+    [
+        lambda weight: nn.init.uniform_(weight, "0"),
+        lambda weight: nn.init.normal_(weight, 0.0, -1.0),
+        lambda weight: nn.init.constant_(weight, [1]),
+        lambda weight: nn.init.trunc_normal_(weight, a=3.0, b=1.0),
+        lambda weight: nn.init.xavier_uniform_(weight, "2"),
+        lambda weight: nn.init.kaiming_normal_(weight, mode="fan"),
+        lambda weight: weight.data.fill_("0"),
+        lambda weight: weight.data.copy_("3"),
+    ],
+)
+def test_arguments_of_torch_are_refused_by_torch(fill: Callable[[Any], Any]) -> None:
+    errors = []
+    for module in (nn.Embedding(5, 2), st.Embedding(5, 2)):
+        before = module.weight.detach().clone()
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            fill(module.weight)
+        errors.append((type(caught.value), str(caught.value)))
+        assert torch.equal(module.weight.detach(), before)
+    assert errors[0] == errors[1]

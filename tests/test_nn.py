@@ -1,106 +1,115 @@
-"""``speedtransfer.Embedding`` computes what ``nn.Embedding`` computes: output, gradient, first values, ids of any kind."""
+"""``Embedding`` and ``EmbeddingBag`` compute what those of torch.nn compute, and take ids and arguments of any kind."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from lazy_oracle import assert_alike, both, dense_grad
 from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.tables import Table
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-
-
-IDS = {
-    "1-D": torch.tensor([3, 3, 0, 11, 7]),
-    "2-D": torch.tensor([[1, 1, 2], [2, 0, 1]]),
-    "3-D": torch.arange(12).view(2, 3, 2) % 5,
-    "0-D": torch.tensor(4),
-    "empty": torch.empty(0, dtype=torch.int64),
-    "empty 2-D": torch.empty(3, 0, dtype=torch.int64),
-    "expanded": torch.tensor([[2], [9]]).expand(2, 4),
-    "transposed": torch.arange(6).view(2, 3).t(),
-    "int32": torch.tensor([5, 5, 1], dtype=torch.int32),
-    "all rows": torch.arange(12).flip(0),
+FLAT = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
+PAIRS = torch.tensor([[3, 1, 3], [0, 11, 7]])
+IDS: dict[str, tuple[Tensor, ...]] = {
+    "1-D": (torch.tensor([3, 3, 0, 11, 7]),),
+    "2-D": (torch.tensor([[1, 1, 2], [2, 0, 1]]),),
+    "3-D": (torch.arange(12).view(2, 3, 2) % 5,),
+    "0-D": (torch.tensor(4),),
+    "empty": (torch.empty(0, dtype=torch.int64),),
+    "empty 2-D": (torch.empty(3, 0, dtype=torch.int64),),
+    "expanded": (torch.tensor([[2], [9]]).expand(2, 4),),
+    "transposed": (torch.arange(6).view(2, 3).t(),),
+    "int32": (torch.tensor([5, 5, 1], dtype=torch.int32),),
+    "all rows": (torch.arange(12).flip(0),),
 }
-
-
-OPTIONS = [
-    *({"dtype": dtype} for dtype in FLOATS),
-    *({"padding_idx": row} for row in (0, 2, 11, -1, -12)),
-    *({"max_norm": 1.2, "norm_type": norm} for norm in (2.0, 1.0, 0.5, 3.0, float("inf"))),
-    *({"scale_grad_by_freq": True, "padding_idx": 1, "dtype": dtype} for dtype in FLOATS),
+BAGS: dict[str, tuple[Tensor, ...]] = {
+    "2-D": (PAIRS,),
+    "offsets": (FLAT, torch.tensor([0, 3, 5])),
+    "empty bags": (FLAT, torch.tensor([0, 0, 3, 3, 8])),
+    "no ids": (torch.empty(0, dtype=torch.int64), torch.tensor([0, 0])),
+    "padding": (torch.tensor([[3, 3], [3, 1]]),),
+    "no bags": (torch.empty(0, 3, dtype=torch.int64),),
+    "int32": (FLAT.int(), torch.tensor([0, 2], dtype=torch.int32)),
+    "int32 ids": (FLAT.int(), torch.tensor([0, 2])),
+    "int32 offsets": (FLAT, torch.tensor([0, 2], dtype=torch.int32)),
+}
+LAST = {f"to {at}": (FLAT, torch.tensor(at)) for at in ([0, 3, 3, 8], [0, 3, 3], [0, 3, 8], [0, 0, 8, 8])}
+ROWS = ["2-D", "empty bags", "no ids", "padding"]
+# A kind, options, and inputs of it.
+CASES: list[tuple[str, dict[str, Any], Any]] = [
+    *(("Embedding", {"dtype": dtype}, IDS) for dtype in FLOATS),
+    *(("Embedding", {"padding_idx": row}, IDS) for row in (0, 2, 11, -1, -12)),
+    *(("Embedding", {"max_norm": 1.2, "norm_type": norm}, IDS) for norm in (2.0, 1.0, 0.5, 3.0, float("inf"))),
+    *(("Embedding", {"scale_grad_by_freq": True, "padding_idx": 1, "dtype": dtype}, IDS) for dtype in FLOATS),
+    ("EmbeddingBag", {}, BAGS),
+    *(("EmbeddingBag", {"dtype": dtype}, ["empty bags"]) for dtype in FLOATS[1:]),
+    *(("EmbeddingBag", {"padding_idx": row}, ROWS) for row in (3, 0, -1, 5)),
+    ("EmbeddingBag", {"include_last_offset": True}, ["to [0, 3, 3, 8]"]),
+    # Without padding_idx torch reads a last offset short of the end another way, and its gradient is uninitialised memory.
+    *(("EmbeddingBag", {"include_last_offset": True, "padding_idx": row}, LAST) for row in (3, 5)),
+    ("EmbeddingBag", {"scale_grad_by_freq": True}, ["offsets"]),
+    *(("EmbeddingBag", {"max_norm": 1.0, "norm_type": norm}, ["offsets"]) for norm in (2.0, 1.0)),
 ]
 
 
-@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_as_torch(ids: Tensor, options: dict[str, Any]) -> None:
-    ours, dense = both(**options)
-    assert ours.padding_idx == dense.padding_idx
-    before = ours.table.torch().clone()
-    assert_alike(ours, dense, ids)
-    if "padding_idx" in options:
-        assert not dense_grad(ours)[options["padding_idx"]].any()
-    # Rows are shortened in the table, those that are looked up.
-    idle = torch.ones(12, dtype=torch.bool)
-    idle[ids.flatten()] = False
-    changed = (ours.table.torch() != before).any(1)
-    assert not changed[idle].any()
-    assert changed.any() or "max_norm" not in options or ids.numel() < 2
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            assert torch.equal(ours.eval()(ids), dense.eval()(ids))
-            assert torch.equal(ours.table.torch(), dense.weight)
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_rows_are_shortened_without_gradients_too(context: Any) -> None:
-    ours, dense = both(max_norm=0.5)
-    with context():
-        assert torch.equal(ours.eval()(IDS["2-D"]), dense.eval()(IDS["2-D"]))
-    assert torch.equal(ours.table.torch(), dense.weight)
-
-
-@pytest.mark.parametrize("padding_idx", [12, -13])
-def test_padding_idx_out_of_range(padding_idx: int) -> None:
-    with pytest.raises(AssertionError, match="padding_idx must be within num_embeddings"):
-        both(padding_idx=padding_idx)
+@pytest.mark.parametrize(("kind", "options", "names"), CASES, ids=[f"{kind} {options}" for kind, options, _ in CASES])
+def test_as_torch(kind: str, options: dict[str, Any], names: Any) -> None:
+    modes = ["sum", "mean", "max"][: 2 if "scale_grad_by_freq" in options else 3]
+    for mode in modes if kind == "EmbeddingBag" else [None]:
+        for name in names:
+            more = {"mode": mode} if mode else {}
+            ours, dense = both(kind=kind, **options, **more)
+            given = (IDS if kind == "Embedding" else BAGS | LAST)[name]
+            assert ours.padding_idx == dense.padding_idx
+            before = ours.table.torch().clone()
+            assert_alike(ours, dense, *given)
+            if ours.padding_idx is not None:
+                assert not dense_grad(ours)[ours.padding_idx].any()
+            # Rows are shortened in the table, those that are looked up.
+            idle = torch.ones(12, dtype=torch.bool)
+            idle[given[0].flatten().long()] = False
+            changed = (ours.table.torch() != before).any(1)
+            assert not changed[idle].any()
+            assert changed.any() or "max_norm" not in options or given[0].numel() < 2
+            for context in (torch.no_grad, torch.inference_mode):
+                with context():
+                    assert torch.equal(ours.eval()(*given), dense.eval()(*given))
+                    assert torch.equal(ours.table.torch(), dense.weight)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (16, 16), (200_003, 33)])  # the last: more than one chunk
+@pytest.mark.parametrize("shape", [(7, 3), (200_003, 33)])  # the last: more than one chunk
 def test_the_same_seed_draws_the_same_weights(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    ours, dense = both(*shape, padding_idx=0, dtype=dtype)
-    assert torch.equal(ours.table.torch(), dense.weight)
-    assert torch.equal(torch.rand(3), _after(dense, shape, dtype))
+    weights, after = [], []
+    for library in (speedtransfer, nn):
+        torch.manual_seed(2)
+        weights.append(library.Embedding(*shape, padding_idx=0, dtype=dtype).weight.detach())
+        after.append(torch.rand(3))
+    assert torch.equal(*weights)
+    assert torch.equal(*after)
 
 
-def _after(dense: nn.Embedding, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    torch.manual_seed(2)
-    nn.Embedding(*shape, padding_idx=0, dtype=dtype)
-    return torch.rand(3)
+# --- ids ----------------------------------------------------------------------------------------------------------------
 
 
-# --- ids --------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32])
-def test_ids_of_any_integer_dtype(dtype: torch.dtype) -> None:
+def test_ids_of_any_integer_dtype_or_none() -> None:
     ours, dense = both()
     ids = torch.tensor([[3, 1], [3, 0]])
-    assert torch.equal(ours(ids.to(dtype)), dense(ids))
-
-
-@pytest.mark.parametrize("ids", [[[3, 1], [3, 0]], np.array([[3, 1], [3, 0]], dtype=np.int16), ((3, 1), (3, 0))])
-def test_ids_as_list_tuple_or_array(ids: object) -> None:
-    ours, dense = both()
-    assert torch.equal(ours(ids), dense(torch.tensor([[3, 1], [3, 0]])))
+    others = [[[3, 1], [3, 0]], np.array([[3, 1], [3, 0]], dtype=np.int16), ((3, 1), (3, 0))]
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16, torch.uint32):
+        others.append(ids.to(dtype))
+    for given in others:
+        assert torch.equal(ours(given), dense(ids))
     assert ours(5).shape == (5,)
     assert ours([]).shape == (0, 5)
 
@@ -123,14 +132,218 @@ BAD_IDS = [
 @pytest.mark.parametrize("context", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(("ids", "error", "words"), BAD_IDS, ids=[f"{b[1].__name__}-{b[2]}" for b in BAD_IDS])
 def test_bad_ids_raise_before_anything_is_written(ids: object, error: type, words: str, context: Any) -> None:
-    # It writes whatever it looks up; the other reads a few ids without more ado.
-    for options in ({"max_norm": 0.1}, {"_freeze": True}):
-        emb = speedtransfer.Embedding(12, 5, **options)
+    # One writes whatever it looks up; another reads a few ids without more ado.
+    modules = [speedtransfer.Embedding(12, 5, max_norm=0.1), speedtransfer.Embedding(12, 5, _freeze=True)]
+    if isinstance(ids, Tensor) and ids.dim() == 2:
+        modules.append(speedtransfer.EmbeddingBag(12, 5, max_norm=0.1))
+    for emb in modules:
         before, version, stats = emb.table.torch().clone(), emb.table.version, emb.table.stats()
         with context(), pytest.raises(error, match=words) as caught:
             emb(ids)
-        assert isinstance(caught.value, IndexError | TypeError | ValueError)
         assert "\n" not in str(caught.value)
         assert torch.equal(emb.table.torch(), before)
         assert (emb.table.version, emb.table.stats()) == (version, stats)
         assert emb.weight.grad is None
+
+
+def test_every_dtype_of_a_table_checks_its_ids() -> None:
+    """The check of few ids is that of torch, which every kernel of it has to make."""
+    for dtype in (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        table = Table(50, 3, dtype=dtype, memory="pageable")
+        for bad in (50, -1):
+            with pytest.raises(RowIndexError, match=f"is {bad}"):
+                table.look_up(torch.tensor([0, bad]))
+        assert table.look_up(torch.tensor([[1]])).dtype == dtype
+
+
+def test_frozen_rows_are_counted_and_the_callers_to_write_to() -> None:
+    emb = speedtransfer.Embedding(50, 8, _freeze=True)
+    table, grid = emb.table.torch().clone(), torch.randint(0, 50, (6, 8))
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            for ids in (torch.tensor(7), torch.empty(0, 3).int(), grid.t(), grid[:, ::3], torch.randint(0, 50, (300,))):
+                found = emb(ids)
+                assert torch.equal(found, F.embedding(ids.long(), table))
+                assert found.is_contiguous()
+                assert not found._is_view()
+            emb(grid).zero_()
+            emb.table.reset_stats()
+            emb(torch.tensor([1, 1, 2]))
+    assert (emb.table.stats().gathered_rows, emb.table.stats().gathered_bytes) == (3, 3 * 8 * 4)
+    assert torch.equal(emb.table.torch(), table)
+
+
+# --- bags ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("frozen", ["nothing", "weights", "rows"])
+@pytest.mark.parametrize("name", ["2-D", "offsets"])
+def test_per_sample_weights(frozen: str, name: str) -> None:
+    ours, dense = both(kind="EmbeddingBag", mode="sum", padding_idx=1)
+    ids, *offsets = BAGS[name]
+    found = []
+    for module in (dense, ours):
+        module.requires_grad_(frozen != "rows")
+        weight = torch.rand(ids.shape, generator=torch.Generator().manual_seed(1)).requires_grad_(frozen != "weights")
+        out = module(ids, offsets[0] if offsets else None, weight)
+        try:
+            out.square().sum().backward()
+        except RuntimeError as error:
+            if module is dense and "INTERNAL ASSERT" in str(error):
+                pytest.skip("this torch cannot do it with its own nn.EmbeddingBag")
+            raise
+        found.append((out.detach(), weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    # Dot products of rows: how a BLAS sums one depends on the processor and on where the row lies in memory.
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-6, atol=1e-6)
+    if frozen == "rows":
+        assert ours.weight.grad is None
+    else:
+        assert torch.equal(dense_grad(ours), dense.weight.grad)
+
+
+BAD_BAGS: dict[str, tuple[Any, ...]] = {
+    "1-D without offsets": (FLAT,),
+    "2-D with offsets": (PAIRS, torch.tensor([0])),
+    "2-D bags of no ids": (torch.empty(3, 0, dtype=torch.int64),),
+    "3-D": (FLAT.view(2, 2, 2),),
+    "first offset not 0": (FLAT, torch.tensor([1, 2])),
+    "offset beyond the ids": (FLAT, torch.tensor([0, 100])),
+    "weights of another shape": (FLAT, torch.tensor([0]), torch.ones(5)),
+    "weights of another dtype": (FLAT, torch.tensor([0]), torch.ones(8).double()),
+    "weights with mean": (FLAT, torch.tensor([0]), torch.ones(8)),
+    "an unknown mode": (PAIRS,),
+}
+
+
+@pytest.mark.parametrize("name", BAD_BAGS)
+def test_bad_bags_raise_what_torch_raises(name: str) -> None:
+    mode = {"weights with mean": "mean", "an unknown mode": "median"}.get(name, "sum")
+    ours, dense = both(kind="EmbeddingBag", mode=mode)
+    with pytest.raises(Exception) as expected:  # noqa: PT011 - whatever torch raises
+        dense(*BAD_BAGS[name])
+    with pytest.raises(expected.type) as caught:
+        ours(*BAD_BAGS[name])
+    assert str(caught.value) == str(expected.value)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("offsets", [[0, -5, 7], [0, 10, 5], [0, 20, -20], [0, 2**40, 3], []])
+def test_offsets_that_are_none(offsets: list[int], mode: str) -> None:
+    """Torch's kernels address memory by them, and end the process where they name none."""
+    bag = speedtransfer.EmbeddingBag(30, 4, mode=mode, memory="pageable", device="cpu")
+    for call in (bag, functools.partial(F.embedding_bag, weight=bag.weight, mode=mode)):
+        with pytest.raises(InvalidValueError, match=r"offsets(\[\d\])? of "):
+            call(torch.arange(20), offsets=torch.tensor(offsets, dtype=torch.int64))
+    for padding in (None, 29):
+        bag = speedtransfer.EmbeddingBag(30, 4, padding_idx=padding, include_last_offset=True, memory="pageable")
+        with pytest.raises(RuntimeError, match="offsets"):
+            bag(torch.arange(20), torch.tensor([0, 21]))
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------------
+
+KINDS = ["Embedding", "EmbeddingBag"]
+MAKERS: list[Callable[..., Any]] = [
+    lambda **options: speedtransfer.Embedding(4, 2, **options),
+    lambda **options: speedtransfer.EmbeddingBag(4, 2, **options),
+    lambda **options: speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2), **options),
+    lambda **options: speedtransfer.EmbeddingBag.from_pretrained(torch.zeros(4, 2), **options),
+    lambda **options: speedtransfer.replace_embeddings(nn.Sequential(nn.Embedding(4, 2)), 0, **options),
+]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_options_reach_the_table_and_others_are_refused(make: Callable[..., Any]) -> None:
+    assert make(memory="pageable", idle="lazy", storage_dtype=torch.bfloat16, state_dtype=torch.uint8) is not None
+    for name, near in (("memroy", "memory"), ("storage_type", "storage_dtype")):
+        with pytest.raises(
+            TypeError, match=rf"\(\) got an unexpected keyword argument '{name}'; did you mean '{near}'"
+        ):
+            make(**{name: "pageable"})
+    with pytest.raises(ValueError, match="did you mean 'lazy'"):
+        make(idle="lasy")
+
+
+@pytest.mark.parametrize(("rows", "dim"), [(0, 3), (5, 0), (0, 0)])
+@pytest.mark.parametrize("stored", [None, torch.bfloat16, torch.int8, torch.float8_e5m2])
+def test_empty_tables(rows: int, dim: int, stored: torch.dtype | None) -> None:
+    ours = speedtransfer.Embedding(rows, dim, storage_dtype=stored, state_dtype=torch.uint8 if stored else None)
+    assert ours(torch.empty(0, dtype=torch.int64)).shape == (0, dim)
+    if rows:
+        opt = torch.optim.AdamW(ours.parameters())
+        ours(torch.tensor([1, 1])).sum().backward()
+        opt.step()
+        assert opt.state_dict()["state"][0]["exp_avg"].shape == (rows, dim)
+    assert ours.state_dict()["weight"].shape == (rows, dim)
+
+
+POSITIONAL = {
+    "Embedding": (6, 3, 1, 1.5, 1.0, True, True, torch.ones(6, 3), True, "cpu", torch.float32),
+    "EmbeddingBag": (6, 3, 1.5, 1.0, True, "sum", False, torch.ones(6, 3), True, 2, "cpu", torch.float32),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positional_arguments_are_those_of_torch(kind: str) -> None:
+    ours, dense = (getattr(library, kind)(*POSITIONAL[kind]) for library in (speedtransfer, nn))
+    for name in ("padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse", "mode", "include_last_offset"):
+        assert getattr(ours, name, None) == getattr(dense, name, None)
+    assert torch.equal(ours.table.torch(), dense.weight)
+    assert ours.weight.requires_grad is dense.weight.requires_grad is (kind == "EmbeddingBag")
+    assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
+    assert isinstance(ours, getattr(nn, kind))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_pretrained_uses_the_memory_it_is_given(kind: str) -> None:
+    given, options = torch.randn(6, 3), {"padding_idx": -2, "max_norm": 3.0, "norm_type": 1.0}
+    ours, dense = (getattr(library, kind).from_pretrained(given, **options) for library in (speedtransfer, nn))
+    assert ours.table.torch().data_ptr() == dense.weight.data_ptr() == given.data_ptr()
+    assert ours.weight.requires_grad is dense.weight.requires_grad is False
+    assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
+    ours = getattr(speedtransfer, kind).from_pretrained(given, freeze=False)
+    opt, before = torch.optim.SGD(ours.parameters(), lr=1.0), given.clone()
+    ours(torch.tensor([[2]])).sum().backward()
+    opt.step()
+    assert torch.equal(given[2], before[2] - 1)
+    assert torch.equal(getattr(speedtransfer, kind).from_pretrained(given, memory="device").table.torch(), given)
+    for shape in ((6,), (2, 3, 4), ()):
+        with pytest.raises(ValueError, match="must be 2-D"):
+            getattr(speedtransfer, kind).from_pretrained(torch.zeros(shape))
+
+
+def test_from_pretrained_of_integers() -> None:
+    for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        given = torch.arange(6, dtype=dtype).view(3, 2)
+        for freeze in (True, False):
+            out = speedtransfer.Embedding.from_pretrained(given, freeze=freeze)(torch.tensor([2, 0]))
+            assert torch.equal(out, given[[2, 0]])
+            assert not out.requires_grad
+
+
+# --- active rows --------------------------------------------------------------------------------------------------------
+
+
+def test_functional_over_active_rows() -> None:
+    """`activate` is what forward is made of: the same output with plain torch."""
+    ours, dense = both()
+    ids = torch.tensor([[7, 1], [7, 7]])
+    active = ours.activate(ids)
+    assert (active.ids.tolist(), active.inverse.tolist()) == ([1, 7], [[1, 0], [1, 1]])
+    assert torch.equal(F.embedding(active.inverse, active.rows), dense(ids))
+    F.embedding(active.inverse, active.rows).square().sum().backward()
+    dense(ids).square().sum().backward()
+    assert torch.equal(dense_grad(ours), dense.weight.grad)
+    ours.zero_grad()
+    for grad, words in (
+        (torch.zeros(3, 5), r"shape \(3, 5\) but there are \(2, 5\) active rows"),
+        (torch.zeros(2, 4), r"shape \(2, 4\)"),
+        (torch.zeros(2, 5, dtype=torch.float64), "float64"),
+    ):
+        with pytest.raises((ValueError, TypeError), match=words):
+            active.add_grad(grad)
+    assert ours.weight.grad is None
+    active.add_grad(torch.ones(2, 5))
+    active.add_grad(torch.ones(2, 5))
+    assert torch.equal(ours.weight.grad.rows, torch.full((2, 5), 2.0))

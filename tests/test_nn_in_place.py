@@ -1,7 +1,9 @@
-"""What a lookup returns may be changed in place, as torch's may: at every size, in every dtype, with and without gradients."""
+"""What a lookup returns: changed in place as torch's may be, at every size and in every dtype, and differentiated twice."""
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +11,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from cases import dtype_name
-from lazy_oracle import dense_grad
+from lazy_oracle import both, dense_grad
 from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer import buffers, jit
 from speedtransfer.engines import host
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.lookup import lookup
+from speedtransfer.nn.tracing import ONE_GRAPH
 
 DIM = 64
 ROW_BYTES = 4 * DIM
@@ -32,27 +37,21 @@ FORMS: dict[str, dict[str, Any]] = {
     "by frequency": {"scale_grad_by_freq": True},
     "padding": {"padding_idx": 0},
     "max_norm": {"max_norm": 5.0},
+    **{mode: {"mode": mode} for mode in ("sum", "mean", "max")},
 }
+IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-def pair(num: int, **options: Any) -> tuple[st.Embedding, nn.Embedding, Tensor]:
-    """Return an embedding, torch's with the same rows, and `num` ids: of every row, if there are enough."""
+def pair(num: int, **options: Any) -> tuple[Any, Any, Tensor]:
+    """Return a module, torch's with the same rows, and `num` ids or bags of three: of every row, if there are enough."""
     torch.manual_seed(0)
-    rows = min(num, 500)
-    ours = st.Embedding(rows, DIM, **options)
-    shared = {k: v for k, v in options.items() if k in ("padding_idx", "max_norm", "scale_grad_by_freq")}
-    dtype = options.get("dtype", torch.float32)
-    weight = ours.state_dict()["weight"].to(dtype, copy=True)
-    dense = nn.Embedding.from_pretrained(weight, freeze=False, **shared)
-    return ours, dense, torch.randperm(num) % rows
-
-
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
-def threads(request: pytest.FixtureRequest) -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    rows, kind = min(num, 500), "EmbeddingBag" if "mode" in options else "Embedding"
+    ours = getattr(st, kind)(rows, DIM, **options)
+    shared = {k: v for k, v in options.items() if k in ("padding_idx", "max_norm", "scale_grad_by_freq", "mode")}
+    weight = ours.state_dict()["weight"].to(options.get("dtype", torch.float32), copy=True)
+    dense = getattr(nn, kind).from_pretrained(weight, freeze=False, **shared)
+    ids = torch.randperm(num) % rows
+    return ours, dense, torch.stack([ids, ids.flip(0), ids], 1) if "mode" in options else ids
 
 
 def scaled(out: Tensor, scale: Tensor) -> Tensor:
@@ -84,9 +83,6 @@ def masked(out: Tensor, scale: Tensor) -> Tensor:
     return (out + scale).sum() + out.masked_fill_(out > 0, 0).sum()
 
 
-CHANGES = [scaled, grow, partly, by_a_view, dropped, masked]
-
-
 def compare(modules: tuple[nn.Module, nn.Module], use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     """Check that values, and the gradients of the rows and of a scale, are those of torch."""
     results = []
@@ -104,33 +100,25 @@ def compare(modules: tuple[nn.Module, nn.Module], use: Callable[[nn.Module, Tens
 
 
 @pytest.mark.parametrize("num", SIZES)
+@pytest.mark.parametrize("threads", [1, 2])
 def test_at_every_size(num: int, threads: int) -> None:
-    ours, dense, ids = pair(num)
-    compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours, dense, ids = pair(num)
+        compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.sweep(strength=2)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("change", [scaled, grow, partly, by_a_view, dropped, masked], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("num", [NEAR // 2 - 1, NEAR * 2 + 2])
 def test_every_form(form: str, change: Callable[[Tensor, Tensor], Tensor], num: int) -> None:
     ours, dense, ids = pair(num, **FORMS[form])
-    ids = ids[: num // 2 * 2].view(2, -1)
+    ids = ids if "mode" in FORMS[form] else ids[: num // 2 * 2].view(2, -1)
     compare((ours, dense), lambda module, scale: change(module(ids), scale))
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-@pytest.mark.parametrize("bags", [NEAR - 1, NEAR, NEAR + 1, 2 * jit.THREAD_BYTES // ROW_BYTES + 1])
-def test_bags(mode: str, bags: int) -> None:
-    torch.manual_seed(0)
-    ours = st.EmbeddingBag(50, DIM, mode=mode)
-    dense = nn.EmbeddingBag(50, DIM, mode=mode, _weight=ours.state_dict()["weight"].clone())
-    ids = torch.randint(50, (bags, 3))
-    compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
-    for module in (ours, dense):
-        module.zero_grad()
-    starts = torch.arange(0, 3 * bags, 3)
-    compare((ours, dense), lambda module, scale: partly(module(ids.view(-1), starts), scale))
 
 
 @pytest.mark.parametrize("num", [NEAR - 1, NEAR])
@@ -157,7 +145,7 @@ def test_second_gradients_after_a_change_in_place(num: int) -> None:
 
 
 @pytest.mark.parametrize("num", [NEAR - 1, NEAR])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [form for form, options in FORMS.items() if "mode" not in options])
 def test_rows_read_without_gradients(form: str, num: int) -> None:
     """What no_grad has made is an ordinary tensor, not a view, which autograd would refuse to change."""
     ours, dense, ids = pair(num, **FORMS[form])
@@ -175,3 +163,73 @@ def test_rows_read_without_gradients(form: str, num: int) -> None:
         rows.sum().backward()
         torch.testing.assert_close(scale.grad.double(), before.sum(), rtol=2e-2, atol=4.0)
     assert torch.equal(ours(ids), dense(ids)), "the table was changed"
+
+
+# --- differentiated twice -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("from_bytes", [1, buffers.SMALL_BYTES], ids=["large", "small"])
+@pytest.mark.parametrize("padding_idx", [None, 0, 3])
+def test_gradgradcheck_through_the_active_rows(padding_idx: int | None, from_bytes: int, monkeypatch: Any) -> None:
+    monkeypatch.setattr(buffers, "SMALL_BYTES", from_bytes)
+    active = st.Embedding(12, 5, padding_idx, dtype=torch.float64).activate(IDS)
+
+    def look_up(rows: torch.Tensor) -> torch.Tensor:
+        active.rows = rows
+        return lookup(active).sin()
+
+    rows = active.rows.detach().clone().requires_grad_()
+    if padding_idx is None:  # with it the gradient is another by definition
+        assert torch.autograd.gradcheck(look_up, rows)
+    assert torch.autograd.gradgradcheck(look_up, rows)
+
+
+@pytest.mark.parametrize("padding_idx", [0, 2])
+def test_padding_gets_no_gradient_that_may_be_differentiated(padding_idx: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "SMALL_BYTES", 1)
+    found = []
+    for module in both(padding_idx=padding_idx):
+        loss = (module(torch.tensor([0, 2, 0, 1])) + 1).pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, module.weight, create_graph=True)
+        grad.pow(2).sum().backward()
+        found.append((grad.detach().to_dense(), module.weight.grad.to_dense()))
+    torch.testing.assert_close(*found)
+    assert not found[0][0][padding_idx].any()
+
+
+def test_backward_with_create_graph(request: pytest.FixtureRequest) -> None:
+    ours, dense = both(dtype=torch.float64)
+    # Torch warns of it once a process, and another test may have been the first.
+    request.addfinalizer(functools.partial(torch.set_warn_always, False))
+    torch.set_warn_always(True)
+    with pytest.warns(UserWarning, match="create_graph=True"):
+        ours(IDS).pow(3).sum().backward(create_graph=True)
+    dense(IDS).pow(3).sum().backward()
+    grad = ours.weight.grad
+    assert not grad.requires_grad
+    # A penalty on it would train nothing, and nothing would say so.
+    for penalty in (torch.norm, torch.square, lambda given: 2 * given):
+        with pytest.raises(InvalidValueError, match=r"take torch\.autograd\.grad"):
+            penalty(grad)
+    assert torch.equal(dense_grad(ours).detach(), dense.weight.grad)
+    assert torch.equal(grad.detach().norm(), dense.weight.grad.norm())
+    torch.nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
+    ours.zero_grad()
+    ours(IDS).sum().backward()
+    ours.weight.grad.norm()
+
+
+@pytest.mark.skipif(ONE_GRAPH, reason="test_nn_compile.py has what there is no break in")
+@pytest.mark.parametrize("kind", ["Embedding", "EmbeddingBag"])
+def test_a_compiled_model_trains_the_same(kind: str) -> None:
+    """The lookup breaks the graph; what is around it is compiled."""
+    model = nn.Sequential(getattr(st, kind)(12, 5), nn.Linear(5, 1))
+    plain = copy.deepcopy(model)
+    for run, trained in ((torch.compile(model, backend="aot_eager"), model), (plain, plain)):
+        opt = torch.optim.AdamW(trained.parameters(), lr=0.1)
+        for shift in range(3):
+            opt.zero_grad()
+            run((IDS + shift) % 12).square().sum().backward()
+            opt.step()
+    assert torch.equal(model[0].table.torch(), plain[0].table.torch())
+    torch.compiler.reset()

@@ -1,86 +1,72 @@
-"""``speedtransfer.Embedding`` as a module: conversion, pickles, state dicts, uses that a table cannot serve."""
+"""``Embedding`` as a module: conversion, state dicts, what a table cannot serve, summaries, functions of torch."""
 
 from __future__ import annotations
 
-import copy
+from typing import Any
 
 import pytest
 import torch
-import torch.utils.checkpoint
-from cases import saved
+from cases import COPIES
+from forked import run_script
 from lazy_oracle import both
 from torch import nn
 
-import speedtransfer
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError
+from speedtransfer.optim import find_handle
 
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-# --- conversion -------------------------------------------------------------------------------------------------------
-
-
+@pytest.mark.parametrize("anew", [False, True])
 @pytest.mark.parametrize("how", ["half", "double", "bfloat16", "float"])
-def test_conversion_converts_the_table(how: str) -> None:
+def test_conversion_converts_the_table(how: str, anew: bool) -> None:
     ours, dense = both(dtype=torch.float64 if how == "float" else torch.float32)
     ours(IDS).sum().backward()  # a gradient pending goes
-    getattr(ours, how)()
-    getattr(dense, how)()
-    assert ours.weight.dtype == ours.table.dtype == dense.weight.dtype
-    assert ours.weight.grad is None
-    assert torch.equal(ours.table.torch(), dense.weight)
-    opt = torch.optim.SGD(ours.parameters(), lr=0.5)
-    dense_opt = torch.optim.SGD(dense.parameters(), lr=0.5)
-    for module in (ours, dense):
-        module(IDS).sum().backward()
-    opt.step()
-    dense_opt.step()
-    assert torch.equal(ours.table.torch(), dense.weight)
-
-
-def test_conversion_that_makes_new_parameters() -> None:
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    torch.__future__.set_overwrite_module_params_on_conversion(anew)
     try:
-        emb = speedtransfer.Embedding(12, 5).double()
+        getattr(ours, how)()
+        getattr(dense, how)()
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
-    assert emb.table.dtype == torch.float64
-    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
-    before = emb.table.torch().clone()
-    emb(torch.tensor([1])).sum().backward()
-    opt.step()
-    assert torch.equal(emb.table.torch()[1], before[1] - 1)
+    assert ours.weight.dtype == ours.table.dtype == dense.weight.dtype
+    assert ours.weight.grad is None
+    for module in (ours, dense):
+        opt = torch.optim.SGD(module.parameters(), lr=0.5)
+        module(IDS).sum().backward()
+        opt.step()
+    assert torch.equal(ours.table.torch(), dense.weight)
 
 
-# --- copies -----------------------------------------------------------------------------------------------------------
+def models() -> tuple[nn.Module, nn.Module]:
+    def make(library: Any) -> nn.Module:
+        words = nn.ModuleDict({"words": library.Embedding(12, 5)})
+        return nn.Sequential(words, library.EmbeddingBag(7, 3), nn.BatchNorm1d(3))
+
+    return make(st), make(nn)
 
 
-@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
-def test_pickle_by_torch_save(memory: str, tmp_path) -> None:
-    path = tmp_path / "rows.npy" if memory == "mmap" else None
-    model = nn.Sequential(speedtransfer.Embedding(12, 5, padding_idx=1, memory=memory, path=path), nn.Linear(5, 2))
-    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model(IDS).sum().backward()
-    opt.step()
-    model(IDS).sum().backward()  # a gradient pending is left behind, as torch leaves it
-    loaded = saved(model)
-    assert loaded[0].padding_idx == 1
-    assert loaded[0].weight.grad is None
-    assert torch.equal(loaded[0].weight, model[0].weight)
-    assert torch.equal(loaded[0].table.torch(), model[0].table.torch())
-    assert torch.equal(loaded(IDS), model(IDS))
-    before = model[0].table.torch().clone()
-    new = torch.optim.AdamW(loaded.parameters(), lr=0.1)
-    loaded(IDS).sum().backward()
-    new.step()
-    assert not torch.equal(loaded[0].table.torch()[3], before[3])
-    assert torch.equal(model[0].table.torch(), before)
+def test_state_dicts_cross_over() -> None:
+    ours, dense = models()
+    state = ours.state_dict()
+    assert list(state) == list(dense.state_dict())
+    assert state["1.weight"].data_ptr() == ours[1].table.torch().data_ptr()
+    ours.load_state_dict(dense.state_dict())
+    for key, value in dense.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value)
+    other_ours, other_dense = models()
+    other_dense.load_state_dict(ours.state_dict())
+    other_ours.load_state_dict(other_dense.state_dict(), strict=True, assign=True)
+    assert torch.equal(other_ours[0]["words"].table.torch(), dense[0]["words"].weight)
+    # assign=True copies too: the table keeps its memory, and the tensor that was loaded stays the caller's.
+    assert other_ours[1].table.torch().data_ptr() != other_dense[1].weight.data_ptr()
 
 
-# --- what a table cannot serve ----------------------------------------------------------------------------------------
+# --- what a table cannot serve ------------------------------------------------------------------------------------------
 
 
 def test_a_graph_that_saved_rows_cannot_be_used_after_a_step_wrote_them() -> None:
-    bag = speedtransfer.EmbeddingBag(12, 5, mode="sum")
+    bag = st.EmbeddingBag(12, 5, mode="sum")
     weights = torch.rand(IDS.shape, requires_grad=True)
     loss = bag(IDS, per_sample_weights=weights).pow(2).sum()
     loss.backward(retain_graph=True)
@@ -99,7 +85,7 @@ def test_one_memory_cannot_be_two_tables() -> None:
 
 
 def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
-    emb, head = speedtransfer.Embedding(12, 5), torch.nn.Linear(5, 1)
+    emb, head = st.Embedding(12, 5), torch.nn.Linear(5, 1)
     opt = torch.optim.SGD(head.parameters(), lr=0.1)
 
     def train(steps: int, clear: bool) -> None:
@@ -115,134 +101,216 @@ def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
     train(120, clear=False)
 
 
-def test_messages_name_the_module() -> None:
-    model = torch.nn.ModuleDict({"encoder": torch.nn.Sequential(torch.nn.Identity(), speedtransfer.Embedding(12, 5))})
+def test_messages_name_the_module(tmp_path: Any) -> None:
+    model = torch.nn.ModuleDict({"encoder": torch.nn.Sequential(torch.nn.Identity(), st.Embedding(12, 5))})
     with pytest.raises(ValueError, match=r"the gradient of encoder\.1\.weight is \(3, 5\)"):
         model["encoder"][1].weight.grad = torch.zeros(3, 5)
+    emb = st.Embedding(6, 3, memory="mmap", path=tmp_path / "rows.npy")
+    old, emb.weight = emb.weight, nn.Parameter(torch.rand(6, 3))
+    with pytest.raises(ValueError, match="until another was assigned in its place"):
+        old.sum()
+    with pytest.raises(TypeError, match="functional_call"):
+        nn.utils.parametrize.register_parametrization(st.Embedding(6, 3), "weight", nn.Identity()).activate([1])
 
 
-# --- state dicts, which cross over ------------------------------------------------------------------------------------
+# --- sparse gradients; the rest is among weight_cases.py ------------------------------------------------------------------
 
 
-def test_state_dict_holds_every_row_as_a_view() -> None:
-    ours, dense = both()
-    state = ours.state_dict()
-    assert list(state) == list(dense.state_dict()) == ["weight"]
-    assert torch.equal(state["weight"], dense.weight)
-    assert state["weight"].data_ptr() == ours.table.torch().data_ptr()
-    assert ours.state_dict(prefix="a.b.")["a.b.weight"].shape == (12, 5)
-    assert ours.state_dict(keep_vars=True)["weight"].shape == (12, 5)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_adds_up_as_torch_does(dtype: torch.dtype, mode: str) -> None:
+    """Where each addition rounds, the order of a sum shows."""
+    ours, theirs = both(10, 4, sparse=True, kind="EmbeddingBag", dtype=dtype, mode=mode)
+    ids = torch.randint(10, (40, 30), generator=torch.Generator().manual_seed(0))
+    grad = torch.rand(40, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for emb in (ours, theirs):
+        emb(ids).backward(grad)
+    assert torch.equal(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
 
 
-def models() -> tuple[nn.Module, nn.Module]:
-    def make(library: object) -> nn.Module:
-        return nn.Sequential(
-            nn.ModuleDict({"words": library.Embedding(12, 5)}),  # type: ignore[attr-defined]
-            library.EmbeddingBag(7, 3),  # type: ignore[attr-defined]
-            nn.BatchNorm1d(3),
-        )
-
-    return make(speedtransfer), make(nn)
-
-
-def test_state_dicts_cross_over_in_nested_models() -> None:
-    ours, dense = models()
-    assert list(ours.state_dict()) == list(dense.state_dict())
-    ours.load_state_dict(dense.state_dict())
-    for key, value in dense.state_dict().items():
-        assert torch.equal(ours.state_dict()[key], value)
-    other_ours, other_dense = models()
-    other_dense.load_state_dict(ours.state_dict())
-    other_ours.load_state_dict(other_dense.state_dict(), strict=True, assign=True)
-    assert torch.equal(other_ours[0]["words"].table.torch(), dense[0]["words"].weight)
-    assert torch.equal(other_ours[1].table.torch(), dense[1].weight)
-    # assign=True copies too: the table keeps its memory, and the tensor that was loaded stays the caller's.
-    assert other_ours[1].table.torch().data_ptr() != other_dense[1].weight.data_ptr()
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_the_weight_gets_sparse_gradients(copied: Any) -> None:
+    """By itself, in a function; an optimizer for sparse gradients trains it as that of torch."""
+    ours, theirs = both(10, 4, sparse=True, padding_idx=2, max_norm=3.0)
+    multi = st.MultiEmbedding({"a": 10}, 4, sparse=True)
+    multi["a"].weight.data.copy_(theirs.weight.data)
+    weights = [copied(module.weight) for module in (ours, theirs, multi["a"])]
+    for weight in weights:
+        optimizer = torch.optim.SparseAdam([weight], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            nn.functional.embedding(IDS % 10, weight, sparse=True).square().sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(weights[0], weights[1])
+    torch.testing.assert_close(weights[2], weights[1])
+    known = st.Embedding(10, 4, sparse=True, padding_idx=2, max_norm=3.0, vocabulary=st.Vocabulary())
+    handles = find_handle(known.weight), find_handle(copied(known.weight))
+    assert len({(each.sparse, each.renormalizes, each.padding_idx) for each in handles}) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_loading_another_dtype_converts_as_torch_does(dtype: torch.dtype) -> None:
-    ours, dense = both()
-    state = {"weight": torch.randn(12, 5).to(dtype)}
-    for module in (ours, dense):
-        module.load_state_dict(state)
-    assert ours.table.dtype == dense.weight.dtype == torch.float32
-    assert torch.equal(ours.table.torch(), dense.weight)
+# --- summary: the tables of a model, what they take and who trains them ---------------------------------------------------
+
+ROWS = torch.tensor([1, 2, 3])
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_missing_and_unexpected_keys(strict: bool) -> None:
-    def load(model: nn.Module, change: str) -> object:
-        state = dict(model.state_dict())
-        if change == "missing":
-            del state["0.words.weight"]
-        else:
-            state["0.words.more"] = torch.zeros(1)
-            state["0.words.deeper.more"] = torch.zeros(1)
-        try:
-            return model.load_state_dict(state, strict=strict)
-        except RuntimeError as error:
-            return str(error)
-
-    for change in ("missing", "unexpected"):
-        ours, dense = (load(model, change) for model in models())
-        assert str(ours) == str(dense)
-        assert ("0.words" in str(ours)) or not strict
+@pytest.fixture
+def model() -> nn.ModuleDict:
+    made = nn.ModuleDict({"users": st.Embedding(50, 4, idle="exact")})
+    made["bags"] = nn.Sequential(st.EmbeddingBag(20, 4, idle="lazy", storage_dtype=torch.bfloat16))
+    made["again"] = made["users"]
+    made["head"] = nn.Linear(4, 2)
+    return made
 
 
-@pytest.mark.parametrize("strict", [True, False])
-@pytest.mark.parametrize("shape", [(11, 5), (12, 4), (60,)])
-def test_size_mismatch(strict: bool, shape: tuple[int, ...]) -> None:
-    ours = nn.Sequential(speedtransfer.Embedding(12, 5))
-    before = ours[0].table.torch().clone()
-    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight: .*\[12, 5\]") as caught:
-        ours.load_state_dict({"0.weight": torch.zeros(shape)}, strict=strict)
-    assert str(torch.Size(shape)) in str(caught.value)
-    assert torch.equal(ours[0].table.torch(), before)
+def test_text_and_fields(model: nn.ModuleDict, tmp_path) -> None:
+    found = st.summary(model)
+    users, bags = found.tables
+    assert (users.rows, users.dim, users.dtype, users.idle) == (50, 4, torch.float32, "exact")
+    assert (bags.names, bags.dtype, bags.idle) == (("bags.0",), torch.bfloat16, "lazy")
+    assert (users.planes, users.num_bytes, bags.num_bytes) == (("weight",), 50 * 4 * 4, 20 * 4 * 2)
+    assert (found.num_bytes, found.other_parameters, found.other_bytes) == (800 + 160, 10, 40)
+    model["file"] = st.Embedding(10, 2, memory="mmap", path=tmp_path / "rows.npy")
+    text = str(st.summary(model, torch.optim.SGD(model["users"].parameters())))
+    title, _, *rows, total = text.splitlines()
+    assert title.split() == ["table", "rows", "dim", "dtype", "idle", "memory", "planes", "size", "optimizer"]
+    assert rows[0].startswith("users, again  50    4    float32   exact  ")
+    assert rows[0].endswith("800 bytes  SGD group 0")
+    assert "rows.npy" in rows[2]
+    assert total == "3 tables, 1.04 kB; 10 other parameters, 40 bytes"
+    assert str(st.summary(nn.Linear(2, 2))) == "0 tables, 0 bytes; 6 other parameters, 24 bytes"
+    assert st.summary(st.Embedding(3, 2)).tables[0].names == ("Embedding",)
 
 
-def test_hooks_of_state_dicts_run() -> None:
-    emb = speedtransfer.Embedding(4, 2)
-    calls = []
-    emb.register_state_dict_post_hook(lambda module, state, prefix, meta: calls.append("saved"))
-    emb.register_load_state_dict_pre_hook(lambda module, state, *rest: calls.append("loading"))
-    emb.load_state_dict(emb.state_dict())
-    assert calls == ["saved", "loading"]
+def test_owners(model: nn.ModuleDict) -> None:
+    users, bags = model["users"], model["bags"][0]
+    groups = [{"params": model["head"].parameters()}, {"params": [users.weight], "lr": 0.1}]
+    opt = torch.optim.AdamW(groups)
+    of_users, of_bags = st.summary(model, opt).tables
+    assert of_users.optimizer == "AdamW group 1"
+    assert of_bags.optimizer == "no optimizer has this table"
+    bags.weight.requires_grad_(False)
+    sgd = torch.optim.SGD([users.weight])
+    of_users, of_bags = st.summary(model, [opt, sgd]).tables
+    assert of_users.optimizer == "AdamW group 1 and SGD group 0"
+    assert of_bags.optimizer == "frozen"
 
 
-class WithBias(speedtransfer.Embedding):
-    """A subclass with a parameter and a buffer of its own."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
-        self.bias = nn.Parameter(torch.zeros(self.embedding_dim))
-        self.register_buffer("count", torch.zeros(()))
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input) + self.bias
-
-
-def test_a_subclass_keeps_what_it_adds() -> None:
-    emb, other = WithBias(4, 2), WithBias(4, 2)
-    opt = torch.optim.SGD(emb.parameters(), lr=1.0)
-    emb(torch.tensor([1, 2])).sum().backward()
+def test_without_an_optimizer_the_last_one_is_named(model: nn.ModuleDict) -> None:
+    opt = torch.optim.AdamW(model.parameters())
+    model["users"](ROWS).sum().backward()
     opt.step()
-    emb.count += 3
-    assert list(emb.state_dict()) == ["weight", "bias", "count"]
-    other.load_state_dict(emb.state_dict())
-    assert torch.equal(other.bias, torch.full((2,), -2.0))
-    assert other.count == 3
-    assert torch.equal(other.table.torch(), emb.table.torch())
-    assert list(dict(other.named_parameters())) == ["weight", "bias"]
-    assert torch.equal(copy.deepcopy(emb)(torch.tensor([1])), emb(torch.tensor([1])))
+    users, bags = st.summary(model).tables
+    assert (users.optimizer, bags.optimizer) == ("AdamW group 0", "")
+    assert set(users.planes) > {"weight", "exp_avg", "exp_avg_sq"}
+    assert users.num_bytes == model["users"].table.nbytes
 
 
-def test_a_hook_may_rename_keys() -> None:
-    emb = speedtransfer.Embedding(4, 2)
+class _Plain(torch.optim.Optimizer):
+    """One that nobody knows, with state for each row."""
 
-    def rename(module, state, prefix, *rest) -> None:
-        state[prefix + "weight"] = state.pop(prefix + "vectors")
+    def __init__(self, params) -> None:
+        super().__init__(params, {})
 
-    emb.register_load_state_dict_pre_hook(rename)
-    emb.load_state_dict({"vectors": torch.ones(4, 2)})
-    assert torch.equal(emb.table.torch(), torch.ones(4, 2))
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for param in self.param_groups[0]["params"]:
+            mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+            param.sub_(mean.lerp_(param.grad, 0.1))
+
+
+@pytest.mark.filterwarnings("ignore:it is not known what _Plain does")
+@pytest.mark.parametrize(
+    ("optimizer", "sparse", "idle"),
+    [
+        (torch.optim.AdamW, False, "exact"),
+        (torch.optim.SGD, False, "exact"),
+        (torch.optim.SGD, True, "exact"),
+        (torch.optim.SparseAdam, True, "lazy"),
+        (_Plain, False, "lazy"),
+    ],
+)
+def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
+    emb = st.Embedding(50, 4, sparse=sparse)
+    opt = optimizer(emb.parameters())
+    assert st.summary(emb, opt).tables[0].idle == "auto"
+    emb(ROWS).sum().backward()
+    opt.step()
+    before = emb.weight.detach().clone()
+    assert st.summary(emb, opt).tables[0].idle == idle
+    opt.zero_grad()
+    emb(ROWS + 10).sum().backward()
+    opt.step()
+    moved = (emb.weight.detach() != before).any(1)[ROWS]
+    assert moved.all() == moved.any() == (optimizer is torch.optim.AdamW)
+
+
+def test_it_reads_no_row(model: nn.ModuleDict) -> None:
+    opt = torch.optim.AdamW(model.parameters())
+    for ids in (ROWS, ROWS + 10):
+        opt.zero_grad()
+        model["users"](ids).sum().backward()
+        opt.step()
+    table = model["users"].table
+    before, version = table.stats(), table.version
+    str(st.summary(model, opt))
+    assert (table.stats(), table.version) == (before, version)
+
+
+@pytest.mark.parametrize("opt", ["adam", 3, [1]])
+def test_what_is_no_optimizer(opt) -> None:
+    with pytest.raises(InvalidTypeError, match="no optimizer"):
+        st.summary(nn.Linear(2, 2), opt)
+
+
+# --- functions of torch that are replaced while there are tables: put back as they were ------------------------------------
+
+PUT_BACK = """
+import gc
+import torch
+import speedtransfer as st
+from speedtransfer.nn import patches
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
+def now():
+    places = [(owner, name) for owner, name, _ in patches.PATCHES] + [(torch.optim.Adam, "step"), (torch.optim.SGD, "step")]
+    return [vars(owner)[name] for owner, name in places]
+def steps():
+    emb = st.Embedding(5, 2, _weight=torch.ones(5, 2))
+    opt = torch.optim.Adam(emb.parameters(), lr=0.5)
+    emb(torch.tensor([1])).sum().backward()
+    opt.step()
+    return [round(value, 5) for value in emb(torch.arange(5))[:, 0].tolist()]
+
+own, hooks = now(), len(_global_optimizer_pre_hooks)
+# An import replaces nothing.
+functions = [getattr(each, "__func__", each) for each in own]
+assert all(each.__module__.startswith("torch.") for each in functions), functions
+assert steps() == [1, 0.5, 1, 1, 1]
+try:
+    kept = st.Embedding(2, 2)
+    patches.uninstall()
+except st.errors.InvalidValueError as error:
+    assert "while there are tables" in str(error), error
+else:
+    raise AssertionError
+ours = now()
+assert not any(a is b for a, b in zip(own[:-1], ours, strict=False)), "something is not replaced"
+del kept
+gc.collect()
+theirs = torch.autograd.backward = lambda *args: None
+try:
+    patches.uninstall()
+except st.errors.InvalidValueError as error:
+    assert "torch.autograd.backward has been replaced by" in str(error), error
+torch.autograd.backward = ours[5]
+assert now() == ours
+patches.uninstall()
+assert now() == own and len(_global_optimizer_pre_hooks) == hooks
+assert steps() == [1, 0.5, 1, 1, 1]
+"""
+
+
+def test_all_functions_of_torch_are_put_back() -> None:
+    ran = run_script(PUT_BACK)
+    assert ran.returncode == 0, ran.stderr

@@ -1,7 +1,9 @@
-"""``MultiEmbedding`` against the list of ``nn.Embedding`` that it replaces: numbers, training, state dicts, errors."""
+"""``MultiEmbedding`` against the list of ``nn.Embedding`` that it replaces: numbers, training, tickets, the meta device."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
 
 SIZES, DIM, PADDING = [7, 60, 3, 21], 8, [None, 5, None, -1]
 NAMES = ["user", "item", "hour", "place"]
@@ -26,22 +29,16 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sparse-adam": lambda p: torch.optim.SparseAdam(p, lr=0.02),
 }
 # Optimizers with arguments of the modules.
-OPTIONS: list[tuple[str, dict[str, Any]]] = [
-    ("adam", {"max_norm": 1.0}),
-    ("adam", {"scale_grad_by_freq": True}),
-    ("adam", {"dtype": torch.float64}),
-    ("sparse-adam", {"sparse": True}),
-]
-MAKE: dict[str, Any] = {"padding_idx": PADDING}
+TRAINED: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in OPTIMIZERS if "sparse" not in name]
+TRAINED += [("adam", {"max_norm": 1.0}), ("adam", {"scale_grad_by_freq": True}), ("adam", {"dtype": torch.float64})]
+TRAINED += [("sparse-adam", {"sparse": True})]
 
 
 def multi(named: bool = False, seed: int = 0, **options: Any) -> st.MultiEmbedding:
     torch.manual_seed(seed)
-    options = {**MAKE, **options}
-    if not named:
-        return st.MultiEmbedding(SIZES, DIM, **options)
-    options["padding_idx"] = dict(zip(NAMES, PADDING, strict=True))
-    return st.MultiEmbedding(dict(zip(NAMES, SIZES, strict=True)), DIM, **options)
+    sizes: Any = dict(zip(NAMES, SIZES, strict=True)) if named else SIZES
+    padding: Any = dict(zip(NAMES, PADDING, strict=True)) if named else PADDING
+    return st.MultiEmbedding(sizes, DIM, padding_idx=padding, **options)
 
 
 def dense(named: bool = False, seed: int = 0, **options: Any) -> Any:
@@ -54,25 +51,18 @@ def columns(modules: Any, ids: Tensor) -> Tensor:
     return torch.stack([module(ids[..., i]) for i, module in enumerate(modules)], -2)
 
 
-def batches(steps: int, size: int = 12, seed: int = 1) -> Iterator[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def batches(steps: int, size: int = 12) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         yield (torch.rand(size, len(SIZES), generator=generator) ** 2 * torch.tensor(SIZES)).long()
 
 
-def loss_of(rows: Tensor) -> Tensor:
-    return (rows * torch.linspace(0.1, 1.5, rows.numel()).view(rows.shape)).square().mean() + rows.mean()
-
-
-def train(
-    modules: Any, forward: Callable[[Any, Tensor], Tensor], make: Any, clip: float | None = None, steps: int = 25
-) -> Any:
+def train(modules: Any, forward: Callable[[Any, Tensor], Tensor], make: Any, steps: int = 25) -> Any:
     optimizer = make(list(modules.parameters()))
     for ids in batches(steps):
         optimizer.zero_grad()
-        loss_of(forward(modules, ids)).backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(modules.parameters(), clip)
+        rows = forward(modules, ids)
+        ((rows * torch.linspace(0.1, 1.5, rows.numel()).view(rows.shape)).square().mean() + rows.mean()).backward()
         optimizer.step()
     return optimizer
 
@@ -89,351 +79,416 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one-by-one": columns,
 }
 
+# --- numbers ------------------------------------------------------------------------------------------------------------
 
-class TestNumbers:
-    @pytest.mark.parametrize("named", [False, True])
-    def test_first_values(self, named):
-        ours, theirs = multi(named), dense(named)
-        assert ours.state_dict().keys() == theirs.state_dict().keys()
-        for key, value in theirs.state_dict().items():
-            assert torch.equal(ours.state_dict()[key], value), key
 
-    def test_first_values_beyond_a_chunk(self):
-        sizes = [33, 300_001, 5]
-        torch.manual_seed(1)
-        ours = st.MultiEmbedding(sizes, 16)
-        torch.manual_seed(1)
-        assert all(
-            torch.equal(m.weight.detach(), nn.Embedding(n, 16).weight.detach())
-            for m, n in zip(ours, sizes, strict=True)
-        )
+@pytest.mark.parametrize("named", [False, True])
+def test_first_values_and_state_dicts_both_ways(named: bool) -> None:
+    ours, theirs = multi(named), dense(named)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for key, value in theirs.state_dict().items():
+        assert torch.equal(ours.state_dict()[key], value), key
+    again = nn.ModuleDict({"emb": multi(named, seed=2)})
+    assert str(again.load_state_dict(nn.ModuleDict({"emb": theirs}).state_dict())) == "<All keys matched successfully>"
+    other = dense(named, seed=1)
+    other.load_state_dict(again["emb"].state_dict())
+    assert all(torch.equal(other.state_dict()[key], value) for key, value in theirs.state_dict().items())
 
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
-    @pytest.mark.parametrize("form", FORMS)
-    def test_lookups(self, form, dtype):
-        ours, theirs, ids = multi(), dense(), next(batches(1))
-        expected = columns(theirs, ids)
+
+def test_first_values_beyond_a_chunk() -> None:
+    sizes = [33, 300_001, 5]
+    torch.manual_seed(1)
+    ours = st.MultiEmbedding(sizes, 16)
+    torch.manual_seed(1)
+    for module, size in zip(ours, sizes, strict=True):
+        assert torch.equal(module.weight.detach(), nn.Embedding(size, 16).weight.detach())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_lookups(form: str) -> None:
+    ours, theirs, ids = multi(), dense(), next(batches(1))
+    expected = columns(theirs, ids)
+    for dtype in (torch.int64, torch.int32, torch.uint8):
         assert torch.equal(FORMS[form](ours, ids.to(dtype)), expected)
         with torch.no_grad():
             assert torch.equal(FORMS[form](ours, ids.to(dtype)), expected)
 
-    def test_shapes(self):
-        ours, theirs = multi(), dense()
-        ids = torch.stack(list(batches(6))).view(2, 3, 12, 4)
-        assert torch.equal(ours(ids), columns(theirs, ids))
-        assert ours(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, DIM)
-        assert ours(torch.tensor([1, 2, 0, 3])).shape == (4, DIM)
-        parts = [torch.tensor([1, 2]), [[3, 4, 5]], torch.tensor(1), torch.zeros(0, 3, dtype=torch.int64)]
-        for one, part, module in zip(ours(parts), parts, theirs, strict=True):
-            assert torch.equal(one, module(torch.as_tensor(part)))
-        assert multi(named=True)({}) == {}
 
-    def test_names(self):
-        ours, theirs = multi(named=True), dense(named=True)
-        given = {"place": torch.tensor([20, 1]), "user": torch.tensor([[6]])}
-        found = ours(given)
-        assert list(found) == list(given)
-        assert all(torch.equal(found[name], theirs[name](ids)) for name, ids in given.items())
-
-    def test_parts_can_be_changed_in_place(self):
-        ours, theirs, ids = multi(), dense(), next(batches(1, size=600))
-        for part, module, column in zip(ours(list(ids.unbind(1))), theirs, ids.unbind(1), strict=True):
-            assert torch.equal(part.relu_(), module(column).relu_())
+def test_shapes_and_names() -> None:
+    ours, theirs = multi(), dense()
+    ids = torch.stack(list(batches(6))).view(2, 3, 12, 4)
+    assert torch.equal(ours(ids), columns(theirs, ids))
+    assert ours(torch.zeros(0, 4, dtype=torch.int64)).shape == (0, 4, DIM)
+    assert ours(torch.tensor([1, 2, 0, 3])).shape == (4, DIM)
+    parts = [torch.tensor([1, 2]), [[3, 4, 5]], torch.tensor(1), torch.zeros(0, 3, dtype=torch.int64)]
+    for one, part, module in zip(ours(parts), parts, theirs, strict=True):
+        assert torch.equal(one, module(torch.as_tensor(part)))
+    ours, theirs = multi(named=True), dense(named=True)
+    assert ours({}) == {}
+    given = {"place": torch.tensor([20, 1]), "user": torch.tensor([[6]])}
+    found = ours(given)
+    assert list(found) == list(given)
+    assert all(torch.equal(found[name], theirs[name](ids)) for name, ids in given.items())
+    ids = next(batches(1, size=600))
+    changed = zip(multi()(list(ids.unbind(1))), dense(), ids.unbind(1), strict=True)
+    assert all(torch.equal(part.relu_(), module(column).relu_()) for part, module, column in changed)
 
 
-class TestTraining:
-    @pytest.mark.sweep
-    @pytest.mark.parametrize("form", FORMS)
-    @pytest.mark.parametrize(
-        ("name", "options"), [*((name, {}) for name in OPTIMIZERS if "sparse" not in name), *OPTIONS], ids=str
-    )
-    def test_as_torch(self, name, options, form):
-        ours, theirs = multi(**options), dense(**options)
-        optimizer = train(ours, FORMS[form], OPTIMIZERS[name])
-        train(theirs, columns, OPTIMIZERS[name])
-        assert_same(ours, theirs)
-        assert [name for name, _ in ours.named_parameters()] == ["weight"]
-        assert len(optimizer.state_dict()["state"]) == 1
-
-    @pytest.mark.parametrize("name", ["adamw", "adagrad"])
-    def test_lazy_as_a_table_for_each(self, name):
-        torch.manual_seed(0)
-        each = nn.ModuleList(
-            [st.Embedding(n, DIM, padding_idx=p, idle="lazy") for n, p in zip(SIZES, PADDING, strict=True)]
-        )
-        ours = multi(idle="lazy")
-        train(ours, FORMS["columns"], OPTIMIZERS[name])
-        train(each, columns, OPTIMIZERS[name])
-        assert_same(ours, each, 1e-6)
-
-    def test_frozen(self):
-        ours = multi(_freeze=True)
-        assert not ours(next(batches(1))).requires_grad
-        assert not ours[0].weight.requires_grad
-        ours.requires_grad_(True)
-        assert ours(next(batches(1))).requires_grad
-        assert ours[0].weight.requires_grad
+@pytest.mark.sweep
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("name", "options"), TRAINED, ids=str)
+def test_training_as_torch(name: str, options: dict[str, Any], form: str) -> None:
+    ours, theirs = multi(**options), dense(**options)
+    optimizer = train(ours, FORMS[form], OPTIMIZERS[name])
+    train(theirs, columns, OPTIMIZERS[name])
+    assert_same(ours, theirs)
+    assert [name for name, _ in ours.named_parameters()] == ["weight"]
+    assert len(optimizer.state_dict()["state"]) == 1
 
 
-class TestOutOfRange:
-    @pytest.mark.parametrize("grad", [False, True])
-    @pytest.mark.parametrize(
-        ("ids", "message"),
-        [
-            (
-                torch.tensor([[0, 0, 0, 0], [0, 0, 3, 0]]),
-                r"index\[1, 2\] of feature '2' is 3 but it has 3 rows \(0 to 2\)",
-            ),
-            (torch.tensor([0, -1, 0, 0]), r"index\[1\] of feature '1' is -1"),
-            ([[0], [0], [[1, 7]], [99]], r"index\[0, 1\] of feature '2' is 7"),
-            ([0, 1, 2, 21], r"index of feature '3' is 21"),
-            ({"0": torch.tensor([7])}, r"index\[0\] of feature '0' is 7"),
-        ],
-    )
-    def test_names_the_feature(self, ids, message, grad):
-        ours = multi()
-        with torch.set_grad_enabled(grad), pytest.raises(st.errors.RowIndexError, match=message):
-            ours(ids)
-
-    def test_of_one_feature(self):
-        model = nn.ModuleDict({"emb": multi(named=True)})
-        with pytest.raises(IndexError, match=r"index\[1\] of feature 'emb.hour' is 3"):
-            model["emb"]["hour"](torch.tensor([0, 3]))
-
-    def test_where_nobody_can_look_it_is_no_row(self):
-        with torch.no_grad(), pytest.raises(IndexError):
-            torch.vmap(multi())(torch.tensor([[0, 0, 3, 0]]))
-
-    @pytest.mark.parametrize(
-        ("ids", "message"),
-        [
-            (torch.zeros(3, 5, dtype=torch.int64), r"\(3, 5\) but must be \(..., 4\)"),
-            (torch.tensor(3), "a column for each feature"),
-            ([torch.zeros(1, dtype=torch.int64)], "a list of 1 but there are 4 features"),
-            ({"usr": torch.zeros(1, dtype=torch.int64)}, "'usr', which is not a feature; did you mean 'user'"),
-        ],
-    )
-    def test_wrong_forms(self, ids, message):
-        with pytest.raises(ValueError, match=message):
-            multi(named=True)(ids)
-
-    def test_no_integers(self):
-        with pytest.raises(TypeError, match="rows are named by integers"):
-            multi()(torch.zeros(3, 4))
+@pytest.mark.parametrize("name", ["adamw", "adagrad"])
+def test_lazy_as_a_table_for_each(name: str) -> None:
+    torch.manual_seed(0)
+    parts = zip(SIZES, PADDING, strict=True)
+    each = nn.ModuleList([st.Embedding(n, DIM, padding_idx=p, idle="lazy") for n, p in parts])
+    ours = multi(idle="lazy")
+    train(ours, FORMS["columns"], OPTIMIZERS[name])
+    train(each, columns, OPTIMIZERS[name])
+    assert_same(ours, each, 1e-6)
 
 
-class TestContainer:
-    def test_list(self):
-        ours = multi()
-        assert len(ours) == 4
-        assert list(ours) == [ours[i] for i in range(4)]
-        assert ours[-1] is ours[3]
-        assert ours[1:3] == [ours[1], ours[2]]
-        assert [module.num_embeddings for module in ours] == SIZES
-        assert ours[0] in ours
-        with pytest.raises(IndexError):
-            ours[4]
-
-    def test_dict(self):
-        ours = multi(named=True)
-        assert list(ours) == list(ours.keys()) == NAMES
-        assert dict(ours.items())["hour"] is ours["hour"]
-        assert "hour" in ours
-        with pytest.raises(KeyError, match="did you mean 'hour'"):
-            ours["hours"]
-
-    def test_modules_are_embeddings(self):
-        ours, theirs = multi(), dense()
-        assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
-        assert all(isinstance(module, nn.Embedding) for module in ours)
-        assert [module.padding_idx for module in ours] == [module.padding_idx for module in theirs]
-        assert "(1): Feature(60, 8, padding_idx=5)" in repr(ours)
-        for module, like in zip(ours, theirs, strict=True):
-            assert torch.equal(module.weight.index_select(0, torch.tensor([2])), like.weight[2:3])
-
-    @pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-    def test_a_copy_of_the_weight_of_a_feature_is_apart(self, copied):
-        ours = multi()
-        before = ours[3].weight.detach().clone()
-        apart = copied(ours[3].weight)
-        assert torch.equal(apart, before)
-        apart.data.zero_()
-        assert torch.equal(ours[3].weight, before)
+# --- a module, and a container of modules ----------------------------------------------------------------------------------
 
 
-class TestStateDicts:
-    @pytest.mark.parametrize("named", [False, True])
-    def test_both_ways(self, named):
-        ours, theirs = (nn.ModuleDict({"emb": make(named, seed)}) for make, seed in ((multi, 0), (dense, 1)))
-        saved = {key: value.clone() for key, value in ours.state_dict().items()}
-        theirs.load_state_dict(saved)
-        again = nn.ModuleDict({"emb": multi(named, seed=2)})
-        assert str(again.load_state_dict(theirs.state_dict())) == "<All keys matched successfully>"
-        assert all(torch.equal(again.state_dict()[key], value) for key, value in saved.items())
-
-    def test_what_does_not_fit(self):
-        ours, before = multi(), multi().state_dict()
-        with pytest.raises(RuntimeError, match=r"size mismatch for 1\.weight"):
-            ours.load_state_dict({**before, "1.weight": torch.zeros(3, DIM)})
-        with pytest.raises(RuntimeError, match=r'Missing key.*"2\.weight"'):
-            ours.load_state_dict({key: value for key, value in before.items() if key != "2.weight"})
-        with pytest.raises(RuntimeError, match=r'Unexpected key.*"4\.weight"'):
-            ours.load_state_dict({**before, "4.weight": torch.zeros(3, DIM)})
-
-    def test_a_checkpoint_that_does_not_fit(self, tmp_path):
-        st.save_checkpoint(tmp_path / "run", nn.ModuleDict({"emb": multi()}))
-        with pytest.raises(ValueError, match=r"'emb.0.weight' is \(7, 0\)"):
-            st.load_checkpoint(tmp_path / "run", nn.ModuleDict({"emb": st.MultiEmbedding([60, 7, 3, 21], DIM)}))
-
-
-class TestFromModules:
-    @pytest.mark.parametrize("named", [False, True])
-    def test_of_torch(self, named):
-        theirs = dense(named)
-        state = torch.get_rng_state()
-        ours = st.MultiEmbedding.from_modules(theirs)
-        assert torch.equal(torch.get_rng_state(), state)
-        assert ours.named is named
-        assert repr(list(ours.values())).replace("Feature", "Embedding") == repr(
-            list(theirs.values() if named else theirs)
-        )
-        assert all(torch.equal(ours.state_dict()[key], value) for key, value in theirs.state_dict().items())
-        assert ours.weight.data_ptr() != next(theirs.parameters()).data_ptr()
-
-    def test_keeps_arguments(self):
-        made = st.MultiEmbedding.from_modules([nn.Embedding(3, 2, max_norm=1.0, dtype=torch.float64)], idle="lazy")
-        assert (made.max_norm, made.table.dtype, made.idle, made[0].max_norm) == (1.0, torch.float64, "lazy", 1.0)
-        frozen = st.MultiEmbedding.from_modules([nn.Embedding.from_pretrained(torch.ones(2, 2))] * 1)
-        assert not frozen.weight.requires_grad
-        ours = st.MultiEmbedding.from_modules(
-            [st.Embedding(3, 2, storage_dtype=torch.int8)], storage_dtype=torch.bfloat16
-        )
-        assert ours.table.dtype == torch.bfloat16
-
-    @pytest.mark.parametrize(
-        ("other", "message"),
-        [
-            (nn.Embedding(5, 3), "embedding_dim of '1' is 3 but that of '0' is 2"),
-            (nn.Embedding(5, 2, dtype=torch.float64), "dtype of '1' is torch.float64"),
-            (nn.Embedding(5, 2, max_norm=1.0), "max_norm of '1' is 1.0"),
-            (nn.Embedding(5, 2, sparse=True), "sparse of '1'"),
-            (nn.Embedding(5, 2, scale_grad_by_freq=True), "scale_grad_by_freq of '1'"),
-            (nn.Embedding.from_pretrained(torch.ones(3, 2)), "requires_grad of '1' is False"),
-        ],
-    )
-    def test_what_differs(self, other, message):
-        with pytest.raises(ValueError, match=message):
-            st.MultiEmbedding.from_modules([nn.Embedding(4, 2), other])
-
-    def test_what_cannot_be(self):
-        class Scaled(nn.Embedding):
-            def forward(self, input):
-                return super().forward(input) * 2
-
-        shared = nn.Embedding(3, 2)
-        for modules, error, message in (
-            ([nn.EmbeddingBag(3, 2)], TypeError, "'0' is a EmbeddingBag"),
-            ({"a": Scaled(3, 2)}, TypeError, "'a' is a Scaled, whose own way"),
-            ([shared, shared], ValueError, "share a weight"),
-            ([], ValueError, "no modules"),
-        ):
-            with pytest.raises(error, match=message):
-                st.MultiEmbedding.from_modules(modules)
+def test_container() -> None:
+    ours, named, theirs = multi(), multi(named=True), dense()
+    assert len(ours) == 4
+    assert list(ours) == [ours[i] for i in range(4)]
+    assert ours[-1] is ours[3]
+    assert ours[1:3] == [ours[1], ours[2]]
+    assert list(named) == list(named.keys()) == NAMES
+    assert dict(named.items())["hour"] is named["hour"]
+    assert "hour" in named
+    with pytest.raises(IndexError):
+        ours[4]
+    with pytest.raises(KeyError, match="did you mean 'hour'"):
+        named["hours"]
+    assert [name for name, _ in ours.named_modules()] == [name for name, _ in theirs.named_modules()]
+    assert all(isinstance(module, nn.Embedding) for module in ours)
+    assert [(m.num_embeddings, m.padding_idx) for m in ours] == [(m.num_embeddings, m.padding_idx) for m in theirs]
+    assert "(1): Feature(60, 8, padding_idx=5)" in repr(ours)
+    frozen = multi(_freeze=True)
+    for trains in (False, True):
+        assert frozen.requires_grad_(trains)(next(batches(1))).requires_grad is trains
+        assert frozen[0].weight.requires_grad is trains
+    found = st.summary(nn.ModuleDict({"emb": ours}))
+    assert [(table.names, table.rows) for table in found.tables] == [(("emb",), sum(SIZES))]
+    report = st.replace_embeddings(nn.ModuleDict({"emb": ours, "other": nn.Embedding(9, 2)}), 0, strict=True)
+    assert report == ["other"]
+    assert report.left == {}
 
 
-class TestModule:
-    def test_functional_call(self):
-        ours, ids, values = multi(), next(batches(1)), torch.randn(sum(SIZES), DIM)
-        for forward in (FORMS["columns"], FORMS["parts"], columns):
-            wrapper = _Model(ours, forward)
-            found = functional_call(wrapper, {"emb.weight": values}, (ids,))
-            assert torch.equal(found, columns([nn.Embedding.from_pretrained(v) for v in values.split(SIZES)], ids))
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_of_the_weight_of_a_feature_is_apart(copied: Any) -> None:
+    ours = multi()
+    before = ours[3].weight.detach().clone()
+    apart = copied(ours[3].weight)
+    assert torch.equal(apart, before)
+    apart.data.zero_()
+    assert torch.equal(ours[3].weight, before)
 
-    def test_replace_embeddings_leaves_it_alone(self):
-        model = nn.ModuleDict({"emb": multi(), "other": nn.Embedding(9, 2)})
-        report = st.replace_embeddings(model, 0, strict=True)
-        assert report == ["other"]
-        assert report.left == {}
 
-    def test_summary(self):
-        found = st.summary(nn.ModuleDict({"emb": multi()}))
-        assert [(table.names, table.rows) for table in found.tables] == [(("emb",), sum(SIZES))]
-        assert found.other_parameters == 0
-
-    @pytest.mark.parametrize("named", [False, True])
-    def test_to_dense(self, named):
-        model = nn.ModuleDict({"emb": multi(named), "head": nn.Linear(DIM, 1)})
-        ids, copied = next(batches(1)), st.to_dense(model)
-        assert type(copied["emb"]["user" if named else 0]) is nn.Embedding
-        assert list(copied.state_dict()) == list(model.state_dict())
-        assert len(list(copied.parameters())) == 6
-        given = dict(zip(NAMES, ids.unbind(1), strict=True)) if named else list(ids.unbind(1))
-        expected = model["emb"](given)
-        found = copied["emb"](given)
-        for key in expected if named else range(4):
-            assert torch.equal(found[key], expected[key])
-        exported = torch.export.export(copied["emb"], (ids,)).module()
-        assert torch.equal(exported(ids), model["emb"](ids))
-
-    def test_to_dense_of_a_subclass(self):
-        ours = _Sums(SIZES, DIM)
-        ids = next(batches(1))
-        assert torch.equal(st.to_dense(ours)(ids), ours(ids))
-
-    def test_freed_at_once(self, no_gc):
-        ours = multi()
-        train(ours, FORMS["columns"], OPTIMIZERS["adam"], steps=2)
-        ours[1].weight.detach()
-        table = weakref.ref(ours.table)
-        del ours
-        assert table() is None
-
-    def test_activate(self):
-        ours = multi()
-        active = ours.activate(torch.tensor([[1, 5, 0, 3], [1, 6, 0, 3]]))
-        assert active.ids.tolist() == [1, 7 + 5, 7 + 6, 67, 70 + 3]
-        active.add_grad(torch.ones_like(active.rows))
-
-    @pytest.mark.parametrize(
-        ("use", "message"),
-        [
-            (lambda m: m[1].requires_grad_(False), "frozen and trained as a whole"),
-            (lambda m: torch.optim.SGD(m[1].parameters()).step(), "no optimizer of its own"),
-            (lambda m: torch.optim.SGD([{"params": e.parameters()} for e in m]).step(), "no optimizer of its own"),
-            (lambda m: torch.autograd.grad(m[1](torch.tensor([1])).sum(), m[1].weight), "no gradient"),
-            (lambda m: m[1].double(), "moved as a whole"),
-            (lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(60, DIM))), "cannot be replaced; copy"),
-            (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(60, DIM))), "assign one of that shape"),
-            (
-                lambda m: setattr(m[3].weight, "data", torch.ones(2, DIM)),
-                r"is \(21, 8\) but the values assigned are \(2, 8\)",
-            ),
-            (lambda m: torch.jit.script(m), "to_dense"),
-            (lambda m: torch.jit.trace(m, next(batches(1))), "to_dense"),
-            (
-                lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=[1]),
-                r"features \['0'\] but num_embeddings of \['0', '1'\]",
-            ),
-            (lambda m: st.MultiEmbedding([3, -4], 2), "num_embeddings of feature '1' is -4"),
-            (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=3), "feature '0' must be within its 3 rows"),
-            (lambda m: st.MultiEmbedding([3, 4], 2, storage=3), "did you mean"),
-        ],
-    )
-    @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
-    def test_refused(self, use, message):
-        with pytest.raises((st.errors.SpeedtransferError, AssertionError), match=message):
-            use(multi())
+def test_functional_call() -> None:
+    ours, ids, values = multi(), next(batches(1)), torch.randn(sum(SIZES), DIM)
+    expected = columns([nn.Embedding.from_pretrained(part) for part in values.split(SIZES)], ids)
+    for forward in (FORMS["columns"], FORMS["parts"], columns):
+        found = functional_call(_Model(ours, forward), {"emb.weight": values}, (ids,))
+        assert torch.equal(found, expected)
 
 
 class _Model(nn.Module):
-    def __init__(self, emb: Any, forward: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, emb: Any, forward: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.emb, self.how = emb, forward
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Any:
         return self.how(self.emb, ids)
 
 
 class _Sums(st.MultiEmbedding):
     def forward(self, ids: Any) -> Tensor:
         return super().forward(ids).sum(-2)
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_to_dense(named: bool) -> None:
+    model = nn.ModuleDict({"emb": multi(named), "head": nn.Linear(DIM, 1)})
+    ids, copied = next(batches(1)), st.to_dense(model)
+    assert type(copied["emb"]["user" if named else 0]) is nn.Embedding
+    assert list(copied.state_dict()) == list(model.state_dict())
+    assert len(list(copied.parameters())) == 6
+    given = dict(zip(NAMES, ids.unbind(1), strict=True)) if named else list(ids.unbind(1))
+    expected, found = model["emb"](given), copied["emb"](given)
+    assert all(torch.equal(found[key], expected[key]) for key in (expected if named else range(4)))
+    exported = torch.export.export(copied["emb"], (ids,)).module()
+    assert torch.equal(exported(ids), model["emb"](ids))
+    sums = _Sums(SIZES, DIM)
+    assert torch.equal(st.to_dense(sums)(ids), sums(ids))
+
+
+def test_freed_at_once(no_gc: None) -> None:
+    ours = multi()
+    train(ours, FORMS["columns"], OPTIMIZERS["adam"], steps=2)
+    ours[1].weight.detach()
+    active = ours.activate(torch.tensor([[1, 5, 0, 3], [1, 6, 0, 3]]))
+    assert active.ids.tolist() == [1, 7 + 5, 7 + 6, 67, 70 + 3]
+    active.add_grad(torch.ones_like(active.rows))
+    table = weakref.ref(ours.table)
+    del ours, active
+    assert table() is None
+
+
+# --- from modules -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_from_modules_of_torch(named: bool) -> None:
+    theirs, state = dense(named), torch.get_rng_state()
+    ours = st.MultiEmbedding.from_modules(theirs)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert ours.named is named
+    shown = repr(list(ours.values())).replace("Feature", "Embedding")
+    assert shown == repr(list(theirs.values() if named else theirs))
+    assert all(torch.equal(ours.state_dict()[key], value) for key, value in theirs.state_dict().items())
+    assert ours.weight.data_ptr() != next(theirs.parameters()).data_ptr()
+
+
+def test_from_modules_keeps_arguments() -> None:
+    made = st.MultiEmbedding.from_modules([nn.Embedding(3, 2, max_norm=1.0, dtype=torch.float64)], idle="lazy")
+    assert (made.max_norm, made.table.dtype, made.idle, made[0].max_norm) == (1.0, torch.float64, "lazy", 1.0)
+    assert not st.MultiEmbedding.from_modules([nn.Embedding.from_pretrained(torch.ones(2, 2))]).weight.requires_grad
+    ours = [st.Embedding(3, 2, storage_dtype=torch.int8)]
+    assert st.MultiEmbedding.from_modules(ours, storage_dtype=torch.bfloat16).table.dtype == torch.bfloat16
+
+
+# --- refused ------------------------------------------------------------------------------------------------------------
+
+
+class _Scaled(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def load(m: Any, without: str = "", **entries: Tensor) -> None:
+    state = {**m.state_dict(), **{f"{name[1:]}.weight": value for name, value in entries.items()}}
+    m.load_state_dict({key: value for key, value in state.items() if key != without})
+
+
+def of_modules(*others: Any) -> Any:
+    return st.MultiEmbedding.from_modules([nn.Embedding(4, 2), *others])
+
+
+SHARED = nn.Embedding(4, 2)
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (
+        lambda m: m(torch.tensor([[0, 0, 0, 0], [0, 0, 3, 0]])),
+        r"index\[1, 2\] of feature '2' is 3 but it has 3 rows \(0 to 2\)",
+    ),
+    (lambda m: m(torch.tensor([0, -1, 0, 0])), r"index\[1\] of feature '1' is -1"),
+    (lambda m: m([[0], [0], [[1, 7]], [99]]), r"index\[0, 1\] of feature '2' is 7"),
+    (lambda m: m([0, 1, 2, 21]), r"index of feature '3' is 21"),
+    (lambda m: m({"0": torch.tensor([7])}), r"index\[0\] of feature '0' is 7"),
+    (lambda m: nn.ModuleDict({"emb": m})["emb"][2](torch.tensor([0, 3])), r"index\[1\] of feature 'emb.2' is 3"),
+    (lambda m: torch.vmap(m)(torch.tensor([[0, 0, 3, 0]])), "out of range"),
+    (lambda m: m(zeros(3, 5)), r"\(3, 5\) but must be \(..., 4\)"),
+    (lambda m: m(torch.tensor(3)), "a column for each feature"),
+    (lambda m: m([zeros(1)]), "a list of 1 but there are 4 features"),
+    (lambda m: multi(named=True)({"usr": zeros(1)}), "'usr', which is not a feature; did you mean 'user'"),
+    (lambda m: m(torch.zeros(3, 4)), "rows are named by integers"),
+    (lambda m: load(m, _1=torch.zeros(3, DIM)), r"size mismatch for 1\.weight"),
+    (lambda m: load(m, without="2.weight"), r'Missing key.*"2\.weight"'),
+    (lambda m: load(m, _4=torch.zeros(3, DIM)), r'Unexpected key.*"4\.weight"'),
+    (lambda m: of_modules(nn.Embedding(5, 3)), "embedding_dim of '1' is 3 but that of '0' is 2"),
+    (lambda m: of_modules(nn.Embedding(5, 2, dtype=torch.float64)), "dtype of '1' is torch.float64"),
+    (lambda m: of_modules(nn.Embedding(5, 2, max_norm=1.0)), "max_norm of '1' is 1.0"),
+    (lambda m: of_modules(nn.Embedding(5, 2, sparse=True)), "sparse of '1'"),
+    (lambda m: of_modules(nn.Embedding(5, 2, scale_grad_by_freq=True)), "scale_grad_by_freq of '1'"),
+    (lambda m: of_modules(nn.Embedding.from_pretrained(torch.ones(3, 2))), "requires_grad of '1' is False"),
+    (lambda m: of_modules(nn.EmbeddingBag(3, 2)), "'1' is a EmbeddingBag"),
+    (lambda m: st.MultiEmbedding.from_modules({"a": _Scaled(3, 2)}), "'a' is a _Scaled, whose own way"),
+    (lambda m: of_modules(SHARED, SHARED), "share a weight"),
+    (lambda m: st.MultiEmbedding.from_modules([]), "no modules"),
+    (lambda m: m[1].requires_grad_(False), "frozen and trained as a whole"),
+    (lambda m: torch.optim.SGD(m[1].parameters()).step(), "no optimizer of its own"),
+    (lambda m: torch.optim.SGD([{"params": e.parameters()} for e in m]).step(), "no optimizer of its own"),
+    (lambda m: torch.autograd.grad(m[1](torch.tensor([1])).sum(), m[1].weight), "no gradient"),
+    (lambda m: m[1].double(), "moved as a whole"),
+    (lambda m: setattr(m[1], "weight", nn.Parameter(torch.zeros(60, DIM))), "cannot be replaced; copy"),
+    (lambda m: setattr(m, "weight", nn.Parameter(torch.zeros(60, DIM))), "assign one of that shape"),
+    (lambda m: setattr(m[3].weight, "data", torch.ones(2, DIM)), r"is \(21, 8\) but the values assigned are \(2, 8\)"),
+    (lambda m: torch.jit.script(m), "to_dense"),
+    (lambda m: torch.jit.trace(m, next(batches(1))), "to_dense"),
+    (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=[1]), r"features \['0'\] but num_embeddings of \['0', '1'\]"),
+    (lambda m: st.MultiEmbedding([3, -4], 2), "num_embeddings of feature '1' is -4"),
+    (lambda m: st.MultiEmbedding([3, 4], 2, padding_idx=3), "feature '0' must be within its 3 rows"),
+    (lambda m: st.MultiEmbedding([3, 4], 2, storage=3), "did you mean"),
+]
+
+
+@pytest.mark.parametrize(("use", "message"), REFUSED, ids=[message for _, message in REFUSED])
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_refused(use: Callable[[Any], Any], message: str, tmp_path: Any) -> None:
+    for grad in (True, False) if "index" in message else (True,):
+        errors = (st.errors.SpeedtransferError, AssertionError, RuntimeError, IndexError)
+        with torch.set_grad_enabled(grad), pytest.raises(errors, match=message) as caught:
+            use(multi())
+        assert not message.startswith("index") or isinstance(caught.value, RowIndexError)
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path: Any) -> None:
+    st.save_checkpoint(tmp_path / "run", nn.ModuleDict({"emb": multi()}))
+    with pytest.raises(ValueError, match=r"'emb.0.weight' is \(7, 0\)"):
+        st.load_checkpoint(tmp_path / "run", nn.ModuleDict({"emb": st.MultiEmbedding([60, 7, 3, 21], DIM)}))
+
+
+# --- tickets in the place of ids ------------------------------------------------------------------------------------------
+
+# What is called, with ids in this form.
+TICKETS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
+    "columns": (lambda m: m, lambda ids: ids),
+    "list": (lambda m: m, lambda ids: [ids[:3, 0].view(3, 1), *ids.unbind(1)[1:]]),
+    "names": (lambda m: m, lambda ids: {"3": ids[:, 3], "0": ids[:2, 0]}),
+    "one feature": (lambda m: m[1], lambda ids: ids[:, 1].view(4, 3)),
+}
+
+
+def leaves(rows: Any) -> list[Tensor]:
+    return torch.utils._pytree.tree_leaves(rows)
+
+
+def with_tickets(form: str, ahead: bool, **options: Any) -> tuple[list[Tensor], st.MultiEmbedding]:
+    """Train with tickets, or with ids, and return what was seen."""
+    emb, (part, given) = multi(**options), TICKETS[form]
+    opt, module, seen = torch.optim.Adam(emb.parameters(), lr=0.1), part(emb), []
+    for ids in map(given, batches(6)):
+        early = module.prefetch(ids) if ahead else ids
+        # Rows that are written meanwhile are read again.
+        opt.step()
+        opt.zero_grad()
+        rows = leaves(module(early))
+        seen += [each.detach().clone() for each in rows]
+        sum((each * torch.arange(DIM)).square().sum() for each in rows).backward()
+        with torch.no_grad():
+            seen += leaves(module(module.prefetch(ids) if ahead else ids))
+    return [*seen, emb.weight.detach().clone()], emb
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}], ids=str)
+@pytest.mark.parametrize("form", TICKETS)
+def test_tickets_give_the_rows_of_the_ids(form: str, options: dict[str, Any]) -> None:
+    without, _ = with_tickets(form, False, **options)
+    found, emb = with_tickets(form, True, **options)
+    assert all(torch.equal(a, b) for a, b in zip(without, found, strict=True))
+    part, given = TICKETS[form]
+    ids = given(next(batches(1)))
+    rows = part(emb)(part(emb).prefetch(ids))
+    assert type(rows) is type(part(emb)(ids))
+    assert not isinstance(ids, dict) or list(rows) == list(ids)
+
+
+def test_what_tickets_serve() -> None:
+    emb, ids, weight = multi(), next(batches(1)), torch.randn(sum(SIZES), DIM)
+    active, wanted = emb.activate(emb.prefetch(ids)), emb.activate(ids)
+    assert torch.equal(active.ids, wanted.ids)
+    assert torch.equal(active.rows[active.inverse], wanted.rows[wanted.inverse])
+    rows, wanted = (functional_call(emb, {"weight": weight}, (given,)) for given in (emb.prefetch(ids), ids))
+    assert torch.equal(rows, wanted)
+    with torch.no_grad():
+        ticket = emb.prefetch(ids)
+        emb(ids)
+    assert not ticket.is_waiting
+    prefetching = _Model(emb, lambda emb, ids: emb[0].prefetch(ids[:, 0]))
+    with pytest.raises(InvalidTypeError, match="leave prefetch out"):
+        functional_call(prefetching, {"emb.weight": weight}, (ids,))
+    for made, used in ((emb[0], emb), (emb, emb[0]), (emb[1], emb[0])):
+        ticket = made.prefetch(ids if made is emb else ids[:, 2])
+        with pytest.raises(InvalidValueError, match="pass it to the module whose prefetch"):
+            used(ticket)
+    with pytest.raises(InvalidValueError, match="made for"):
+        multi()(emb.prefetch(ids))
+
+
+# --- the meta device: no rows until it is given some ----------------------------------------------------------------------
+
+
+def there(**options: Any) -> st.MultiEmbedding:
+    return multi(device="meta", **options)
+
+
+@pytest.mark.parametrize("born", [there, lambda: multi().to("meta"), lambda: copy.deepcopy(there())])
+@pytest.mark.parametrize("assign", [False, True])
+def test_what_is_loaded_gives_it_rows(born: Callable[[], Any], assign: bool) -> None:
+    ours, theirs, ids = born(), dense(), next(batches(1))
+    assert ours.weight.is_meta
+    shapes = {name: rows.shape for name, rows in ours.state_dict().items()}
+    assert shapes == {name: rows.shape for name, rows in theirs.state_dict().items()}
+    assert ours(ids.to("meta")).shape == (12, 4, DIM)
+    assert ours[0](ids[:, 0].to("meta")).shape == (12, DIM)
+    if not assign:
+        with pytest.warns(UserWarning, match="no-op"):
+            ours.load_state_dict(theirs.state_dict())
+        assert ours.weight.is_meta
+        ours.to_empty(device="cpu")
+    ours.load_state_dict(theirs.state_dict(), assign=assign)
+    train(ours, columns, OPTIMIZERS["adam"], steps=2)
+    train(theirs, columns, OPTIMIZERS["adam"], steps=2)
+    assert_same(ours, theirs)
+
+
+def test_what_gives_it_rows_beside_a_state_dict() -> None:
+    assert (
+        pickle.loads(pickle.dumps(there(storage_dtype=torch.bfloat16))).to_empty(device="cpu").table.dtype
+        == torch.bfloat16
+    )
+    ours = there().to_empty(device="cpu")
+    torch.manual_seed(0)
+    ours.reset_parameters()
+    assert_same(ours, dense())
+    ours = there()
+    ours.weight = nn.Parameter(torch.arange(91.0 * DIM).view(91, DIM))
+    assert ours[1](torch.tensor([1])).tolist() == [list(range(8 * DIM, 9 * DIM))]
+    with pytest.raises(InvalidValueError, match="assign one of that shape"):
+        there().weight = nn.Parameter(torch.zeros(8, DIM))
+    with pytest.raises(InvalidValueError, match="the weight of another"):
+        there().weight = ours.weight
+    with pytest.raises(InvalidTypeError, match="meta device"):
+        there(vocabulary=st.Vocabulary())[0](torch.tensor([1]))
+    known = there(vocabulary=st.Vocabulary(seed=1)).to_empty(device="cpu")
+    found, other = known(next(batches(1))), there(vocabulary=st.Vocabulary(seed=1))
+    other.load_state_dict(known.state_dict(), assign=True)
+    assert torch.equal(other.eval()(next(batches(1))), found)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("1.weight"),
+        lambda state: state.update({"1.weight": torch.zeros(3, DIM)}),
+        lambda state: state.update({"1.weight": torch.zeros(60, DIM, dtype=torch.float64)}),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*no-op")
+def test_rows_that_one_table_cannot_have_are_refused(change: Callable[[Any], Any]) -> None:
+    ours, state = there(), dict(dense().state_dict())
+    change(state)
+    with pytest.raises(RuntimeError, match="give those of all"):
+        ours.load_state_dict(state, assign=True, strict=False)
+    assert ours.weight.is_meta
+    uses = (ours.activate, ours.prefetch, lambda ids: ours.table, lambda ids: ours[0].prefetch(ids[:, 0]))
+    for use in uses:
+        with pytest.raises(InvalidValueError, match=r"meta device .*to_empty"):
+            use(next(batches(1)))

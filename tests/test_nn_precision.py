@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import COPIES
 from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import InvalidTypeError
-from speedtransfer.optim import find_handle
 
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 SMALL = (torch.bfloat16, torch.float16, torch.int8, *FLOAT8)
@@ -69,17 +67,6 @@ def test_first_values_are_those_of_torch_rounded(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", SMALL)
-def test_the_padding_row_is_zero_and_stays(dtype: torch.dtype) -> None:
-    emb = made(dtype, padding_idx=1)
-    assert not values(emb)[1].any()
-    train(emb, kind=torch.optim.SGD)
-    assert not values(emb)[1].any()
-    emb.reset_parameters()
-    assert not values(emb)[1].any()
-    assert values(emb)[0].any()
-
-
-@pytest.mark.parametrize("dtype", SMALL)
 @pytest.mark.parametrize("given", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.dtype) -> None:
     weight = dense(40, 7).weight.detach().to(given)
@@ -94,24 +81,6 @@ def test_from_pretrained_rounds_to_the_nearest(dtype: torch.dtype, given: torch.
         speedtransfer.replace_embeddings(model, min_rows=0, storage_dtype=dtype, state_dtype=torch.uint8)
         assert torch.equal(values(model[0]), values(emb))
         assert f"storage_dtype={dtype}, state_dtype=torch.uint8" in repr(model)
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-def test_other_defaults_change_nothing(dtype: torch.dtype) -> None:
-    expected = values(made(dtype))
-    torch.set_default_dtype(torch.float64)
-    try:
-        emb = made(dtype, dtype=torch.float32, state_dtype=torch.uint8)
-        assert torch.equal(values(emb), expected.float())
-        train(emb)
-        with torch.inference_mode():
-            assert torch.equal(emb(IDS), values(emb)[IDS].float())
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.inference_mode():
-        emb = made(dtype, state_dtype=torch.uint8)
-        assert torch.equal(emb(IDS), expected[IDS])
-    train(emb)
 
 
 # --- dtypes -----------------------------------------------------------------------------------------------------------
@@ -132,14 +101,6 @@ def test_rows_are_float32_and_the_table_is_not(dtype: torch.dtype) -> None:
     assert emb.activate(IDS).rows.dtype == torch.float32
     emb(IDS).sum().backward()
     assert emb.weight.dtype == emb.weight.grad.dtype == torch.float32
-
-
-def test_float32_named_is_as_ever() -> None:
-    emb, plain = made(torch.float32, state_dtype=torch.float32), made(None)
-    train(emb)
-    train(plain)
-    assert emb.table.planes == plain.table.planes
-    assert torch.equal(values(emb), values(plain))
 
 
 WRONG = r"""
@@ -262,19 +223,6 @@ def test_pretrained_integers_have_no_values_to_store() -> None:
         speedtransfer.Embedding.from_pretrained(torch.zeros(4, 2, dtype=torch.int8), storage_dtype=torch.int8)
 
 
-@pytest.mark.parametrize("dtype", SMALL)
-@pytest.mark.parametrize("shape", [(0, 3), (5, 0)])
-def test_empty_tables(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    emb = speedtransfer.Embedding(*shape, storage_dtype=dtype, state_dtype=torch.uint8)
-    assert emb(torch.empty(0, dtype=torch.int64)).shape == (0, shape[1])
-    if shape[0]:
-        opt = torch.optim.AdamW(emb.parameters())
-        emb(torch.tensor([1, 1])).sum().backward()
-        opt.step()
-        assert opt.state_dict()["state"][0]["exp_avg"].shape == shape
-    assert values(emb).shape == shape
-
-
 # --- state dicts of modules -------------------------------------------------------------------------------------------
 
 
@@ -300,28 +248,7 @@ def test_state_dicts_cross_over(dtype: torch.dtype) -> None:
     assert isinstance(again.weight, nn.Parameter)
 
 
-def test_numbers_that_float16_has_not_are_clamped() -> None:
-    emb = made(torch.float16)
-    emb.load_state_dict({"weight": torch.full((12, 6), 1e6)})
-    assert torch.equal(values(emb), torch.full((12, 6), 65504.0))
-
-
 # --- copies and conversions -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", SMALL)
-@pytest.mark.parametrize("how", COPIES)
-def test_copies(dtype: torch.dtype, how: str) -> None:
-    emb = made(dtype, state_dtype=torch.uint8)
-    train(emb)
-    other = COPIES[how](emb)
-    assert other.table.dtype == dtype
-    assert torch.equal(values(other), values(emb))
-    for module in (emb, other):  # both go on alike, rounding included
-        train(module)
-    assert torch.equal(values(other), values(emb))
-    assert other.table.planes == emb.table.planes
 
 
 @pytest.mark.parametrize("dtype", SMALL)
@@ -406,21 +333,3 @@ def test_bytes_held_and_moved_are_those_of_the_small_form(
     assert emb.table.nbytes == 100 * (weight_bytes + state_bytes)
     stats = emb.table.stats()
     assert stats.gathered_bytes == stats.scattered_bytes == 3 * (weight_bytes + state_bytes)
-
-
-def test_what_is_not_as_wide_as_the_rows_stays_as_it_is() -> None:
-    emb = made(torch.int8, state_dtype=torch.uint8)
-    store = find_handle(emb.weight).rows
-    for name, tail, dtype in (("a", (), torch.float32), ("b", (1,), torch.float32), ("c", (6,), torch.int32)):
-        store.add(name, tail, dtype, 3.0)
-        assert store.encoding(name) == "plain"
-        assert list(store.parts(name)) == [""]
-        assert (store.whole(name) == 3).all()
-    store.add("d", (6,), torch.float32, 0.3)
-    assert store.encoding("d") == "float8-block6"
-    torch.testing.assert_close(store.whole("d"), torch.full((12, 6), 0.3), rtol=1e-5, atol=0)
-    store.add("e", (6,), torch.float32, None)
-    torch.testing.assert_close(store.whole("e"), store.whole("weight"), rtol=0.07, atol=1e-3)
-    store.drop("d")
-    assert "d" not in store.table.planes
-    assert "d.scale" not in store.table.planes

@@ -1,4 +1,4 @@
-"""A weight that is put into a table module from outside: seen by every use, as ``torch.nn.Embedding`` sees it."""
+"""A weight that is put into a table module from outside, also on the meta device: seen as ``torch.nn.Embedding`` sees it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
     [("embedding", "register"), ("embedding", "assign"), *((k, p) for k in MAKE for p in ("dict", "of another"))],
 )
 @pytest.mark.parametrize("born", ["meta", "trained"])
-def test_every_use_sees_it(kind: str, put: str, born: str) -> None:
+def test_every_use_sees_it(kind: str, put: str, born: str, tmp_path: Any) -> None:
     for name, then in THEN.items():
         results = []
         for make in MAKE[kind]:
@@ -124,6 +124,11 @@ def test_every_use_sees_it(kind: str, put: str, born: str) -> None:
             model = then(model)
             results.append((model(IDS).detach(), trained(model)))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+    saved, other = nn.Sequential(MAKE[kind][1](20, 4, device="cpu")), nn.Sequential(MAKE[kind][1](20, 4, device="cpu"))
+    PUT[put](saved[0], nn.Parameter(ROWS.clone()))
+    st.save_checkpoint(tmp_path, saved)
+    st.load_checkpoint(tmp_path, other)
+    assert torch.equal(other[0].weight, ROWS)
 
 
 @pytest.mark.parametrize("kind", MAKE)
@@ -140,35 +145,22 @@ def test_what_needs_the_table_says_how_it_gets_the_rows(kind: str) -> None:
         assert module.activate(IDS).rows.shape == (5, 4)
 
 
-@pytest.mark.parametrize("put", ["dict", "register"])
-def test_a_checkpoint_has_it(put: str, tmp_path) -> None:
-    for kind in ("embedding", "bag"):
-        model = nn.Sequential(MAKE[kind][1](20, 4))
-        PUT[put](model[0], nn.Parameter(ROWS.clone()))
-        st.save_checkpoint(tmp_path / kind, model)
-        other = nn.Sequential(MAKE[kind][1](20, 4))
-        st.load_checkpoint(tmp_path / kind, other)
-        assert torch.equal(other[0].weight, ROWS)
-
-
 @pytest.mark.parametrize("put", PUT)
-@pytest.mark.parametrize(
-    "then", ["to", "deepcopy", "pickle", "torch.save", "average", "repr", "summary", "to_dense", "assign"]
-)
-def test_features_see_it(put: str, then: str) -> None:
+def test_features_see_it(put: str) -> None:
     ids = torch.tensor([[1, 7], [5, 0]])
-    model: nn.Module = nn.Sequential(st.MultiEmbedding([12, 8], 4))
-    PUT[put](model[0], nn.Parameter(ROWS.clone()))
-    if put == "of another" and then == "assign":
-        # Which has no features.
-        with pytest.raises(InvalidValueError, match="features"):
-            THEN[then](model)
-        return
-    model = THEN[then](model)
-    expected = ROWS[ids + torch.tensor([0, 12])]
-    assert torch.equal(model[0][1](ids[:, 1]), expected[:, 1])
-    assert torch.equal(model(ids), expected)
-    assert torch.equal(torch.cat(list(model.state_dict().values())), ROWS)
+    for then in ("to", *COPIES, "average", "repr", "summary", "to_dense", "assign"):
+        model: nn.Module = nn.Sequential(st.MultiEmbedding([12, 8], 4))
+        PUT[put](model[0], nn.Parameter(ROWS.clone()))
+        if put == "of another" and then == "assign":
+            # Which has no features.
+            with pytest.raises(InvalidValueError, match="features"):
+                THEN[then](model)
+            continue
+        model = THEN[then](model)
+        expected = ROWS[ids + torch.tensor([0, 12])]
+        assert torch.equal(model[0][1](ids[:, 1]), expected[:, 1])
+        assert torch.equal(model(ids), expected)
+        assert torch.equal(torch.cat(list(model.state_dict().values())), ROWS)
 
 
 # A parameter of a class with rules of its own, as geoopt's.
@@ -177,12 +169,13 @@ class OnManifold(nn.Parameter):
 
 
 def test_a_parameter_of_another_class_is_refused() -> None:
-    def state() -> dict[str, Any]:
-        return {"weight": OnManifold(torch.ones(9, 2))}
-
-    def assign(module: Any) -> None:
-        module.weight = OnManifold(torch.ones(9, 2))
-
+    made = OnManifold(torch.ones(9, 2))
+    ways: list[Callable[[Any], Any]] = [
+        lambda module: setattr(module, "weight", made),
+        lambda module: module.register_parameter("weight", made),
+        lambda module: module.load_state_dict(dict.fromkeys(module.state_dict(), made), assign=True),
+        lambda module: type(module).from_pretrained(made),
+    ]
     for module in (
         st.Embedding(9, 2),
         st.EmbeddingBag(9, 2),
@@ -190,35 +183,31 @@ def test_a_parameter_of_another_class_is_refused() -> None:
         st.MultiEmbedding([9], 2),
     ):
         before = module.weight
-        ways: list[Callable[[], Any]] = [
-            lambda module=module: assign(module),
-            lambda module=module: module.register_parameter("weight", OnManifold(torch.ones(9, 2))),
-            lambda module=module: module.load_state_dict(
-                {("0." if isinstance(module, st.MultiEmbedding) else "") + "weight": state()["weight"]}, assign=True
-            ),
-        ]
-        for way in ways:
+        for way in ways if hasattr(module, "from_pretrained") else ways[:3]:
             with pytest.raises(InvalidTypeError, match="cannot become a OnManifold"):
-                way()
+                way(module)
         assert module.weight is before
-    with pytest.raises(InvalidTypeError, match="cannot become a OnManifold"):
-        st.Embedding.from_pretrained(state()["weight"])
     with pytest.raises(InvalidTypeError, match="cannot become a UninitializedParameter"):
         st.Embedding(9, 2).weight = nn.UninitializedParameter()
-    dense = nn.Embedding(9, 2)
-    dense.weight = OnManifold(torch.ones(9, 2))
+    dense, emb = nn.Embedding(9, 2), st.Embedding(9, 2)
+    dense.weight = made
     with pytest.raises(InvalidTypeError, match="weight of '0' is a OnManifold"):
         st.MultiEmbedding.from_modules([dense])
-    emb = st.Embedding(9, 2)
-    emb.load_state_dict(state())
+    emb.load_state_dict({"weight": made})
     # Without a table, as torch.nn has it.
-    emb._parameters["weight"] = OnManifold(torch.ones(9, 2))
+    emb._parameters["weight"] = made
     assert type(emb.weight) is type(copy.deepcopy(emb).weight) is OnManifold
+
+
+# --- the meta device ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("first", ["meta", "cpu"])
 def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first: str) -> None:
     one, other = st.Embedding(9, 2, device=first), st.Embedding(9, 2, device="meta")
+    assert repr(other) == repr(nn.Embedding(9, 2, device="meta"))
+    with pytest.raises(InvalidValueError, match="is on the meta device and has no rows yet"):
+        other.activate(torch.tensor([1]))
     if first == "meta":
         one.weight = nn.Parameter(torch.ones(9, 2))
     other.weight = one.weight
@@ -230,12 +219,6 @@ def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first
     assert torch.equal((before - other.weight).detach().sum(1), torch.tensor([0.0, 2.0, 2.0, *[0.0] * 6]))
 
 
-def test_a_module_on_the_meta_device_prints() -> None:
-    assert repr(st.Embedding(9, 2, device="meta")) == repr(nn.Embedding(9, 2, device="meta"))
-    with pytest.raises(InvalidValueError, match="is on the meta device and has no rows yet"):
-        st.Embedding(9, 2, device="meta").activate(torch.tensor([1]))
-
-
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8": {"storage_dtype": torch.int8},
@@ -245,6 +228,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["embedding", "bag"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_to_the_meta_device_and_back(kind: str, options: str) -> None:

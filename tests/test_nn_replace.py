@@ -1,4 +1,4 @@
-"""``replace_embeddings`` puts tables into a model that exists, which then trains as before."""
+"""``replace_embeddings`` puts tables into a model that exists, which then trains, or is served, as before."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from cases import COPIES
-from torch import nn
+from torch import Tensor, nn
 
 import speedtransfer
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.replace import Replaced
 
 
@@ -21,35 +22,29 @@ def replace_embeddings(model: nn.Module, min_rows: int = 0, **options: Any) -> R
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(4)
         self.words = nn.Embedding(41, 16, padding_idx=0, scale_grad_by_freq=True)
         self.same_words = self.words
         self.parts = nn.ModuleList([nn.EmbeddingBag(29, 16, mode="sum"), nn.Embedding(5, 16)])
-        self.head = nn.Linear(16, 1)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        rows = self.words(ids).sum(1) + self.same_words(ids[:, :1]).squeeze(1) + self.parts[0](ids % 29)
-        return self.head(rows + self.parts[1](ids[:, 0] % 5)).square().mean()
 
 
-def batches(steps: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [(torch.rand(8, 3, generator=generator) ** 2 * 40).long() for _ in range(steps)]
-
-
-def test_names_modules_and_arguments() -> None:
-    model = Model().eval()
-    assert replace_embeddings(model) == ["words", "same_words", "parts.0", "parts.1"]
-    assert isinstance(model.words, speedtransfer.Embedding)
-    assert model.same_words is model.words
-    assert isinstance(model.parts[0], speedtransfer.EmbeddingBag)
-    assert model.words.padding_idx == 0
-    assert model.words.scale_grad_by_freq
-    assert model.parts[0].mode == "sum"
-    assert not model.words.training
-    assert model.words.weight.requires_grad
+def test_names_modules_and_flags() -> None:
+    model = Model()
+    model.words.weight.requires_grad_(False)
+    model.words.eval()
+    assert replace_embeddings(model, min_rows=29) == ["words", "same_words", "parts.0"]
+    assert type(model.parts[1]) is nn.Embedding
+    assert replace_embeddings(model) == ["parts.1"]
     assert replace_embeddings(model) == []  # nothing is left to swap
+    assert isinstance(model.words, speedtransfer.Embedding)
+    assert isinstance(model.parts[0], speedtransfer.EmbeddingBag)
+    assert model.same_words is model.words
+    assert not model.words.weight.requires_grad
+    assert not model.words.training
+    assert model.parts[0].training
     assert list(model.state_dict()) == list(Model().state_dict())
+    for itself in (nn.Embedding(4, 2), nn.EmbeddingBag(4, 2)):
+        assert replace_embeddings(itself) == [""]
+        assert itself.table.num_rows == 4
 
 
 def test_every_argument_is_kept() -> None:
@@ -68,23 +63,6 @@ def test_every_argument_is_kept() -> None:
     assert bag.weight is weights[1]
 
 
-def test_min_rows_leaves_small_ones_alone() -> None:
-    model = Model()
-    assert replace_embeddings(model, min_rows=29) == ["words", "same_words", "parts.0"]
-    assert type(model.parts[1]) is nn.Embedding
-    assert replace_embeddings(model, min_rows=0) == ["parts.1"]
-
-
-def test_frozen_and_training_flags() -> None:
-    model = Model()
-    model.words.weight.requires_grad_(False)
-    model.words.eval()
-    replace_embeddings(model)
-    assert not model.words.weight.requires_grad
-    assert not model.words.training
-    assert model.parts[0].training
-
-
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +72,7 @@ class Tied(nn.Module):
         self.words.register_forward_hook(lambda module, args, output: output + 1)
         self.penalised = [self.words.weight]  # a list made in __init__, as DeepCTR-Torch's
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         logits = self.out(self.words(ids))
         return logits.logsumexp(-1).mean() + 1e-3 * sum(weight.square().sum() for weight in self.penalised)
 
@@ -102,7 +80,7 @@ class Tied(nn.Module):
 class Scaled(nn.Embedding):
     """A subclass with code of its own, as Gemma's."""
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return super().forward(ids) * 2
 
 
@@ -114,14 +92,15 @@ def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(wh
     opts = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (ours, dense)]
     if when.endswith("optimizer"):
         replace_embeddings(ours, idle="exact")
-    for step, ids in enumerate(batches(12)):
+    draw = torch.Generator().manual_seed(1)
+    for step in range(12):
+        ids = (torch.rand(8, 3, generator=draw) ** 2 * 31).long()
         if step == 5:
-            report = replace_embeddings(ours, idle="exact")
-            assert report == (["words"] if when.endswith("steps") else [])
+            assert replace_embeddings(ours, idle="exact") == (["words"] if when.endswith("steps") else [])
         losses = []
         for model, opt in zip((ours, dense), opts, strict=True):
             opt.zero_grad()
-            losses.append(model(ids % 31))
+            losses.append(model(ids))
             losses[-1].backward()
             opt.step()
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
@@ -138,16 +117,17 @@ def test_a_replaced_subclass_is_copied_and_pickled() -> None:
     for other in (copied(model) for copied in COPIES.values()):
         assert type(other["words"]) is type(model["words"])
         assert other["out"].weight is other["words"].weight is not model["words"].weight
-        assert torch.equal(other["words"](torch.tensor([3])), model["words"](torch.tensor([3])))
         other["words"].weight.data[3] = 0
         assert not other["words"](torch.tensor([3])).any()
         assert model["words"](torch.tensor([3])).any()
+    first, second = nn.Embedding(9, 4), nn.Embedding(9, 4)
+    second.weight = first.weight
+    replace_embeddings(nn.ModuleList([first, second]))
+    assert first.table is second.table
+    assert first.weight is second.weight
 
 
-def test_a_model_that_is_itself_an_embedding() -> None:
-    for model in (nn.Embedding(4, 2), nn.EmbeddingBag(4, 2)):
-        assert replace_embeddings(model) == [""]
-        assert model.table.num_rows == 4
+# --- what is left, and why ----------------------------------------------------------------------------------------------
 
 
 def test_the_report_says_what_was_left_and_why() -> None:
@@ -170,28 +150,40 @@ def test_the_report_says_what_was_left_and_why() -> None:
     assert "no nn.Embedding" in str(replace_embeddings(nn.Linear(2, 2)))
 
 
-@pytest.mark.parametrize("names", ["parts.*", ["parts.0", "parts.1"], lambda name, module: module.num_embeddings < 40])
+@pytest.mark.parametrize(
+    "names",
+    ["parts.*", ["parts.0", "parts.1"], iter(["parts.1", "parts.0"]), lambda name, module: module.num_embeddings < 40],
+)
 def test_names(names: Any) -> None:
-    model = Model()
-    report = replace_embeddings(model, names=names)
+    report = replace_embeddings(Model(), names=names)
     assert report == ["parts.0", "parts.1"]
     assert "not among the names" in report.left["words"]
 
 
-def test_two_modules_that_share_a_weight_share_a_table() -> None:
-    first, second = nn.Embedding(9, 4), nn.Embedding(9, 4)
-    second.weight = first.weight
-    replace_embeddings(nn.ModuleList([first, second]))
-    assert first.table is second.table
-    assert first.weight is second.weight
+def test_bad_arguments() -> None:
+    for options, error, words in (
+        ({"min_rows": -1}, InvalidValueError, "min_rows is -1"),
+        ({"min_bytes": -1}, InvalidValueError, "min_bytes is -1"),
+        ({"names": [0]}, InvalidTypeError, r"names holds 0 \(int\), no pattern"),
+        ({"names": 0}, InvalidTypeError, "names is 0 but must be a pattern, several or a function"),
+    ):
+        with pytest.raises(error, match=words):
+            replace_embeddings(Model(), **options)
 
 
-def test_bad_min_rows() -> None:
-    with pytest.raises(ValueError, match="min_rows is -1"):
-        replace_embeddings(Model(), min_rows=-1)
+def test_embeddings_by_bytes() -> None:
+    model = nn.ModuleDict({"words": nn.Embedding(100, 8), "layers": nn.Embedding(100, 64)})
+    model["halves"] = nn.Embedding(100, 64).bfloat16()
+    report = replace_embeddings(model, min_bytes=100 * 64 * 4)
+    assert report == ["layers"]
+    assert report.left["words"] == "its weight has 3,200 bytes, fewer than min_bytes=25,600"
+    assert "12,800 bytes" in report.left["halves"]
+    waiting = nn.Embedding(100, 64, device="meta")
+    assert replace_embeddings(waiting, min_bytes=25_601) == []
+    assert replace_embeddings(waiting, min_bytes=25_600) == [""]
 
 
-def test_a_failure_half_way_leaves_the_model_whole(tmp_path) -> None:
+def test_a_failure_half_way_leaves_the_model_whole(tmp_path: Any) -> None:
     model = nn.ModuleDict({"a": nn.Embedding(9, 3), "b": nn.Embedding(9, 3)})
     with pytest.raises(OSError, match="exists"):
         replace_embeddings(model, memory="mmap", path=tmp_path / "rows.npy")  # one file for two tables
@@ -222,3 +214,68 @@ def test_a_dtype_that_is_not_stored_in_another_is_left() -> None:
         report = replace_embeddings(model, **options)
         assert list(report.left) == left
         assert "which storage_dtype and state_dtype are not for" in report.left["whole"]
+
+
+# --- language models ----------------------------------------------------------------------------------------------------
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding with a forward and a buffer of its own, as those of Gemma."""
+
+    def __init__(self, rows: int, dim: int, padding_idx: int, scale: float) -> None:
+        super().__init__(rows, dim, padding_idx)
+        self.register_buffer("scale", torch.tensor(scale), persistent=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+
+class PerLayerModel(nn.Module):
+    """A model of the shape of Gemma 3n: embeddings for every layer from one lookup, and a tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = ScaledEmbedding(200, 16, 0, 4.0)
+        self.per_layer = ScaledEmbedding(200, 3 * 16, 0, 2.0)
+        self.lm_head = nn.Linear(16, 200, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+
+    @torch.no_grad()
+    def generate(self, tokens: Tensor) -> Tensor:
+        """Return the tokens ``(batch, 8)`` that follow those of a batch, ``(batch,)``."""
+        found, state = [], 0
+        for _ in range(8):
+            x = self.embed_tokens(tokens) + state
+            for layer in self.per_layer(tokens).unflatten(-1, (3, 16)).unbind(-2):
+                x = x + (x * layer).tanh()
+            state, tokens = x.tanh(), self.lm_head(x).argmax(1)
+            found.append(tokens)
+        return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"memory": "pageable"}, {"cache_rows": 20}], ids=str)
+def test_one_line_serves_a_model_from_a_table(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = PerLayerModel().eval()
+    dense = copy.deepcopy(model).to(dtype)
+    report = replace_embeddings(model, names="per_layer", **options)
+    assert report == ["per_layer"]
+    assert report.left == {"embed_tokens": "not among the names asked for"}
+    assert not report.notes
+    assert isinstance(model.per_layer, ScaledEmbedding)
+    model = model.to("cpu").to(dtype)
+    prompts = torch.randint(1, 200, (5,))
+    expected = dense.generate(prompts)
+    assert torch.equal(model.generate(prompts), expected)
+    assert [*model.state_dict()] == [*dense.state_dict()]
+    # As large models are loaded: without values first.
+    with torch.device("meta"):
+        made = PerLayerModel()
+    assert replace_embeddings(made, names="per_layer") == ["per_layer"]
+    made.to_empty(device="cpu").load_state_dict(dense.state_dict())
+    made = made.to(dtype).eval()
+    for name in ("embed_tokens", "per_layer"):
+        getattr(made, name).scale.copy_(getattr(dense, name).scale)
+    with torch.inference_mode():
+        assert torch.equal(made.generate(prompts), expected)

@@ -22,27 +22,20 @@ OPERATORS = ("nn.functional.embedding", "nn.functional.embedding_bag")
 
 # Imports of more than a second, which those processes of the tests need not that run none of these.
 @functools.cache
-def databases() -> tuple[list[Any], list[dict[str, Any]], list[Any]]:
-    """Return the modules, the cases of ``common_nn``, and the operators."""
+def databases() -> tuple[list[Any], list[Any]]:
+    """Return the modules and the operators."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what torch's test modules import is not our business
-        from torch.testing._internal import common_nn
         from torch.testing._internal.common_methods_invocations import op_db
         from torch.testing._internal.common_modules import module_db
-
-        # A function in recent torch, a list before.
-        new = getattr(common_nn, "get_new_module_tests", lambda: common_nn.new_module_tests)()
-    named = [test for test in new if test.get("module_name", test.get("fullname", "")).startswith("Embedding")]
-    modules = [info for info in module_db if info.module_cls in OURS]
-    return modules, named, [info for info in op_db if info.name in OPERATORS]
-
-
-def test_the_cases_are_there() -> None:
-    """A torch that renames its databases must not make this file pass for want of cases."""
-    modules, named, operators = databases()
+    modules, operators = (
+        [info for info in module_db if info.module_cls in OURS],
+        [i for i in op_db if i.name in OPERATORS],
+    )
+    # A torch that renames its databases must not make this file pass for want of cases.
     assert [info.module_cls for info in modules] == [nn.Embedding]
-    assert len(named) >= 9
     assert {info.name for info in operators} == set(OPERATORS)
+    return modules, operators
 
 
 def twin(theirs: nn.Module) -> nn.Module:
@@ -88,15 +81,6 @@ def test_module_error_inputs() -> None:
             call()
 
 
-def test_new_module_tests() -> None:
-    for test in databases()[1]:
-        print(test.get("fullname", f"{test.get('module_name')}-{test.get('desc')}"))  # shown if it fails
-        torch.manual_seed(0)
-        constructor = test.get("constructor") or getattr(nn, test["module_name"])
-        theirs = constructor(*test.get("constructor_args", ()))
-        assert_alike(twin(theirs), theirs, test["input_fn"]())
-
-
 def _modules_of(info: Any, sample: Any) -> tuple[nn.Module, nn.Module, tuple[Any, ...], dict[str, Any]]:
     """Turn a call of the functional form into our module and theirs, with the arguments of forward."""
     kwargs = dict(sample.kwargs)
@@ -110,7 +94,7 @@ def _modules_of(info: Any, sample: Any) -> tuple[nn.Module, nn.Module, tuple[Any
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operator_samples(name: str, dtype: torch.dtype) -> None:
-    for info in (info for info in databases()[2] if info.name == name):
+    for info in (info for info in databases()[1] if info.name == name):
         samples = list(info.sample_inputs("cpu", dtype, requires_grad=True))
         assert samples
         for sample in samples:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ import torch
 from sweeps import cover
 from weight_cases import Case
 from weight_cases_training import CASES as ALL
+from weight_programs import SETTINGS as PROGRAM_SETTINGS
+from weight_programs import STATEMENTS, ProgramWorld, draw, run, shrink
 from weight_world import COPIES, EXACT, LAZY, REPLACED, Setting, World, assert_equal
 
 from speedtransfer.errors import SpeedtransferError
@@ -115,3 +119,75 @@ def test_torch_twice() -> None:
 def test_torch_twice_in_every_case() -> None:
     for case in ALL:
         torch_twice(case)
+
+
+# --- random programs, see weight_programs.py --------------------------------------------------------------------------------
+
+
+def check_program(seed: int) -> None:
+    """Run the program of a seed; show what is left of it without the statements that do not matter."""
+    setting, watch = PROGRAM_SETTINGS[seed % len(PROGRAM_SETTINGS)], seed // len(PROGRAM_SETTINGS) % 2 == 0
+    program = draw(seed)
+    outcome = run(program, setting, watch)
+    if outcome.kind == "differs":
+        program = shrink(program[: outcome.at + 1], setting, watch, "differs")
+        outcome = run(program, setting, watch)
+        pytest.fail(f"seed {seed}, {setting}, watch={watch}:\n" + "\n".join(program) + f"\n-> {outcome.text}")
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_programs(part: int) -> None:
+    for seed in range(part, 2 * len(PROGRAM_SETTINGS), 4):
+        check_program(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_many_programs(part: int) -> None:
+    for seed in range(part, 2000, 20):
+        check_program(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", PROGRAM_SETTINGS, ids=str)
+def test_every_statement(setting: Setting) -> None:
+    """Each statement once after training, and training after it."""
+    around = ["step(1)"] * 2
+    for statement in STATEMENTS:
+        for watch in (False, True):
+            program = [
+                *around,
+                "backward(loss(2))",
+                statement.replace("{k}", "3"),
+                "backward(loss(4))",
+                "opt.step()",
+                *around,
+            ]
+            outcome = run(program, setting, watch)
+            assert outcome.kind != "differs", (statement, watch, outcome.at, outcome.text)
+
+
+def test_programs_that_differ_are_told() -> None:
+    """The comparison sees a step that one of the two does not take, and shortens the program to what shows it."""
+    missed = "opt.step() if type(emb) is nn.Embedding else None"
+    program = ["backward(loss(1))", "out = emb(draw(2))", missed, "emb.weight.sum()"]
+    assert run(program, PROGRAM_SETTINGS[0], True).kind == "differs"
+    assert shrink(program, PROGRAM_SETTINGS[0], True, "differs") == ["backward(loss(1))", missed]
+
+
+def test_tables_are_freed_at_once(no_gc: None) -> None:
+    """No cycle keeps a table until the next garbage collection, whatever was done with it."""
+    kept = []
+    for number, statement in enumerate(STATEMENTS):
+        if "create_graph" in statement:  # a cycle of torch
+            continue
+        world = ProgramWorld(PROGRAM_SETTINGS[0], True)
+        for code in ("step(1)", "backward(loss(2))", statement, *["step(3)"] * (number % 2)):
+            with contextlib.suppress(Exception):
+                world.run_statement(code.replace("{k}", "1"), 0)
+        table = weakref.ref(world.names["emb"].table)
+        for names in (world.names, world._names, world._values):
+            names.clear()
+        if table() is not None:
+            kept.append(statement)
+    assert not kept

@@ -1,4 +1,7 @@
-"""Every method of a tensor that takes simple arguments, called on the weight of a table and on a parameter of torch."""
+"""Every method of a tensor that takes simple arguments, on the weight of a table and on a parameter of torch; and single rows.
+
+Rows that are named are read and written with the same numbers, and no other row is caught up.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from weight_world import assert_equal
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.rows import LAST_STEP
 
 VALUES = (torch.arange(24.0).reshape(6, 4) - 9) / 8  # bfloat16 holds them
 IDS, ROWS = torch.tensor([1, 4]), torch.full((2, 4), 0.75)
@@ -155,24 +159,159 @@ def test_a_function_that_writes_though_its_name_does_not_say_so(rows: slice, kin
     assert not torch.equal(dense, VALUES)
 
 
-def test_what_cannot_be_told_is_not_taken_for_rows() -> None:
+def test_data_is_no_memory_and_keeps_its_values() -> None:
     """``other.data = weight.data`` takes the memory itself, of which there is none: NaN, and not zeros."""
     emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, storage_dtype=torch.bfloat16)
-    other = nn.Parameter(torch.zeros(6, 4))
-    other.data = emb.weight.data
+    other, data = nn.Parameter(torch.zeros(6, 4)), emb.weight.data
+    other.data = data
     assert other.isnan().all()
-
-
-def test_data_keeps_its_values_where_the_table_gets_others() -> None:
-    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, storage_dtype=torch.bfloat16)
-    data = emb.weight.data
+    # Where the table gets others.
     emb.weight.data = torch.ones(8, 4)
     assert torch.equal(data.clone(), VALUES)
     assert torch.equal(emb.weight, torch.ones(8, 4))
-
-
-def test_a_copied_weight_is_that_weight() -> None:
-    emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False)
-    assert torch.equal(copy.copy(emb.weight), VALUES)
+    assert torch.equal(copy.copy(emb.weight), torch.ones(8, 4))
     both = copy.deepcopy([emb, emb.weight])
     assert both[0].weight is both[1]
+
+
+# --- rows that are named ------------------------------------------------------------------------------------------------
+
+NUM, DIM = 60, 4
+BATCH = torch.tensor([1, 2, 3])
+FEW = torch.arange(NUM) % 40 == 7
+GIVEN = {"torch": torch, "np": np, "index": torch.tensor([7, 9, -1]), "mask": FEW, "rows": torch.ones(3, DIM)}
+GIVEN |= {"two": torch.tensor([[7, 8], [7, 0]]), "row": torch.tensor(7), "column": torch.tensor([0, 2, 1])}
+READS = """
+w[7], w[-1], w[7, 2], w[7, 1:3], w[7, ...], w[7, None], w[7][2]
+w[7:9], w[-2:], w[4:20:5], w[7:9, 1], w[7:9, :2], w[7:9][1]
+w[index], w[two], w[[7, 8]], w[index, 1:], w[index, column], w[two, 1], w[mask], w[mask, 1]
+w[row], w[np.int64(7)], w[np.array([7, 8])]
+w.select(0, 7), w.select(-2, -3), w.select(dim=0, index=7), torch.select(w, 0, 7)
+w.narrow(0, 7, 2), torch.narrow(w, 0, 7, 2)
+w.index_select(0, index.abs()), torch.index_select(w, dim=0, index=index.abs())
+""".strip().splitlines()
+WRITES = """
+w[7] = 0
+w[-1] = rows[0]
+w[7, 2] = 1.5
+w[7][2] = 1.5
+w[7].zero_()
+w[7:9] = 2
+w[7:9, 1] = 2
+w[7:9].mul_(2)
+w[4:20:5] += 1
+w[index] = rows
+w[index, 1:] = 3
+w[index, column] = 3
+w[two] = 0
+w[mask] = 0
+w[mask, 1] = 5
+w[row] = 4
+w[np.int64(7)] = 4
+w[[7, 8]] *= 2
+w[7] = w[8]
+w.select(0, 7).add_(1)
+w.narrow(0, 7, 2).add_(1)
+w[7:9][0].copy_(rows[0])
+w.index_fill_(0, index.abs(), 2.0)
+w.index_copy_(0, index.abs(), rows)
+w.index_add_(0, index.abs(), rows, alpha=2)
+w.index_add_(0, index.abs(), rows)
+""".strip().splitlines()
+BEYOND = ["w[60]", "w[-61]", "w[torch.tensor([3, 60])]", "w.narrow(0, 59, 2)", "w.select(0, 60)", "w[7] = rows"]
+
+
+def trained(make: Any, **options: Any) -> Any:
+    torch.manual_seed(0)
+    emb = make(NUM, DIM, **options)
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1, momentum=0.9)
+    for ids in (torch.arange(NUM), BATCH, BATCH):
+        step(emb, optimizer, ids)
+    return emb, optimizer
+
+
+def step(emb: Any, optimizer: Any, ids: torch.Tensor, loss: Any = 0.0) -> None:
+    (emb(ids).pow(2).sum() + loss).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def caught_up(emb: Any) -> list[int]:
+    """Return the rows that have missed no step."""
+    last, lag = emb.table.stored(LAST_STEP), emb._handle.rows.lag
+    now = lag.last_steps(len(last), last.device, None, torch.arange(len(last)))
+    return (last == now).flatten().nonzero().flatten().tolist() if lag else []
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 8}], ids=str)
+@pytest.mark.parametrize("grad", [False, True])
+def test_rows_that_are_named(grad: bool, options: dict[str, Any]) -> None:
+    pairs: list[tuple[Any, Any]] = [trained(nn.Embedding), trained(st.Embedding, **options)]
+    for text in READS if grad else [*READS, *WRITES]:
+        found = []
+        for emb, optimizer in pairs:
+            with torch.set_grad_enabled(grad):
+                run = eval if text in READS else exec
+                parts = run(text, {**GIVEN, "w": emb.weight}) or []
+            assert not grad or all(part.requires_grad for part in parts)
+            if isinstance(emb, st.Embedding) and not options:
+                assert len(caught_up(emb)) <= len(BATCH) + 10, text
+            found.append([part.detach().clone() for part in parts])
+            step(emb, optimizer, BATCH, sum(part.pow(2).sum() for part in parts) if grad else 0.0)
+        found += [emb.state_dict()["weight"] for emb, _ in pairs]
+        torch.testing.assert_close(
+            found[1::2], found[::2], rtol=1e-5, atol=1e-5, msg=lambda why, text=text: f"{text}: {why}"
+        )
+        for emb, optimizer in pairs:
+            step(emb, optimizer, BATCH)
+    for text in BEYOND:
+        for emb, _ in pairs:
+            with torch.no_grad(), pytest.raises((IndexError, RuntimeError)):
+                exec(text, {**GIVEN, "w": emb.weight})
+
+
+def test_rows_in_other_memory_are_written_back_alone() -> None:
+    """Where no tensor is over the table's memory: no copy of all rows is made. Nor is a row of the batch read twice."""
+    emb, _ = trained(st.Embedding, cache_rows=8)
+    emb.table.reset_stats()
+    with torch.no_grad():
+        emb.weight[9:11] = 3
+        row = emb.weight[7]
+        row.fill_(5.0)
+    assert emb.table.stats().gathered_rows < 10
+    assert emb.table[[7, 9, 10]].tolist() == [[5.0] * DIM, [3.0] * DIM, [3.0] * DIM]
+    for text in ("w[7]", "w[7] = 0", "w[7:9] = 0"):
+        emb, optimizer = trained(st.Embedding)
+        emb(BATCH).pow(2).sum().backward()
+        emb.table.reset_stats()
+        with torch.no_grad():
+            exec(text, {"w": emb.weight})
+        optimizer.step()
+        assert emb.table.stats().gathered_rows <= 2
+
+
+def test_a_row_of_one_feature() -> None:
+    emb = st.MultiEmbedding({"a": 40, "b": NUM}, DIM)
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1, momentum=0.9)
+    for ids in (torch.arange(NUM), BATCH, BATCH):
+        optimizer.zero_grad()
+        emb({"b": ids})["b"].sum().backward()
+        optimizer.step()
+    with torch.no_grad():
+        emb["b"].weight[7] = 1.0
+    # Those of the feature that no step was of have missed none.
+    assert caught_up(emb) == [*range(40), 41, 42, 43, 47]
+    assert emb["b"].weight[7].tolist() == [1.0] * DIM
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_a_write_by_numpy_to_a_row_of_the_batch(held: bool) -> None:
+    """No version tells of it; the step reads the row again."""
+    pairs = [trained(nn.Embedding), trained(st.Embedding)]
+    for emb, optimizer in pairs:
+        before = emb.weight.detach()[2]
+        emb(BATCH).pow(2).sum().backward()
+        row = before if held else emb.weight.detach()[2]
+        row.numpy()[:] = 1.0
+        optimizer.step()
+    torch.testing.assert_close(*(emb.state_dict()["weight"] for emb, _ in pairs))

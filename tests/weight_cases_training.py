@@ -13,6 +13,7 @@ GRAD = parse(
     """
 emb.weight.grad.shape, emb.weight.grad.dtype, emb.weight.grad.device, emb.weight.grad.numel(), len(emb.weight.grad)
 emb.weight.grad.norm(), emb.weight.grad.norm(dim=1), torch.norm(emb.weight.grad, 1), emb.weight.grad.abs().max()
+(-emb.weight.grad.abs()).max(), emb.weight.grad.square().min()
 emb.weight.grad[3], emb.weight.grad[ids], emb.weight.grad[index], emb.weight.grad[mask], emb.weight.grad[2:9, 1]
 emb.weight.grad.sum(0), emb.weight.grad.mean(), emb.weight.grad.std(), (emb.weight.grad != 0).any(1).nonzero()
 emb.weight.grad.isnan().any(), torch.isfinite(emb.weight.grad).all(), bool((emb.weight.grad > 0).any())
@@ -62,16 +63,8 @@ frozen = torch.tensor([0, 3, 9])
 emb.weight.grad.data[frozen] = 0
 emb.weight.grad.index_fill_(0, frozen, 0)
 
-# Every gradient scaled
-for p in model.parameters():
-    p.grad /= 2
-
 # Every gradient by torch._foreach
 torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
-
-# Gradient noise
-for p in model.parameters():
-    p.grad += 0.01 * torch.ones_like(p.grad)
 
 # Keep a gradient, zero it, put it back
 saved = [p.grad.clone() for p in model.parameters()]
@@ -125,16 +118,6 @@ step()
 opt = make_opt(model.parameters())
 emb.weight
 
-# from_numpy into a new parameter
-emb.weight = nn.Parameter(torch.from_numpy(full.numpy().copy()))
-opt = make_opt(model.parameters())
-
-# A new parameter, frozen
-emb.weight = nn.Parameter(full.clone(), requires_grad=False)
-opt = make_opt([p for p in model.parameters() if p.requires_grad])
-step()
-emb.weight
-
 # More rows by a new parameter
 emb.weight = nn.Parameter(torch.cat([emb.weight.data, rows]))
 emb.num_embeddings = len(emb.weight)
@@ -145,13 +128,6 @@ emb(torch.tensor([40, 43])), emb.weight.shape
 emb.weight.data = torch.cat([emb.weight.data, rows])
 opt = make_opt(model.parameters())
 emb(torch.tensor([40, 43])), emb.weight.shape
-
-# More rows in a new module
-bigger = Embedding(44, 6)
-bigger.weight.data[:40] = emb.weight.data
-model.emb = emb = bigger
-opt = make_opt(model.parameters())
-emb.weight[:40]
 
 # Copy into another module
 twin = Embedding(40, 6)
@@ -173,12 +149,6 @@ model.twin = twin
 (twin(ids).sum() + loss()).backward()
 opt.step()
 twin.weight is emb.weight, len(list(model.parameters())), twin(ids), emb(ids)
-
-# Share a module
-model.again = model.emb
-(model.again(ids).sum() + loss()).backward()
-opt.step()
-len(list(model.parameters())), model.again.weight
 
 # lm_head.weight = emb.weight
 lm_head = nn.Linear(6, 40, bias=False)
@@ -209,12 +179,6 @@ emb.weight.requires_grad = True
 step()
 emb.weight
 
-# Freeze the model
-for p in model.parameters():
-    p.requires_grad = p is query
-step()
-[p.requires_grad for p in model.parameters()]
-
 # Penalty on a frozen table
 emb.requires_grad_(False)
 (emb.weight.pow(2).sum() + loss()).backward()
@@ -223,23 +187,6 @@ emb.weight.grad
 # Parameter groups
 opt = make_opt([{"params": [emb.weight], "lr": 0.02}, {"params": [items.weight, query]}])
 step()
-
-# Parameter groups by name
-decay = [p for name, p in model.named_parameters() if "emb" in name]
-rest = [p for name, p in model.named_parameters() if "emb" not in name]
-opt = make_opt([{"params": decay, "lr": 0.02}, {"params": rest}])
-step()
-
-# Parameter groups by dimension
-opt = make_opt([{"params": [p for p in model.parameters() if p.ndim >= 2]}])
-step()
-len(opt.param_groups[0]["params"])
-
-# Parameters as a set
-ids_of = {id(p) for p in emb.parameters()}
-opt = make_opt([p for p in model.parameters() if id(p) not in ids_of] + list({emb.weight}))
-step()
-emb.weight in {emb.weight: 1}
 
 # Add a parameter group
 opt = make_opt([query, items.weight])
@@ -266,14 +213,6 @@ model.emb = emb = Scaled(40, 6, padding_idx=1)
 opt = make_opt(model.parameters())
 emb.weight
 
-# A subclass with zeros
-class Zero(Embedding):
-    def reset_parameters(self):
-        self.weight.data.zero_()
-model.emb = emb = Zero(40, 6)
-opt = make_opt(model.parameters())
-emb.weight
-
 # A subclass with its own forward
 class Scaled(Embedding):
     def forward(self, ids):
@@ -289,27 +228,8 @@ class ByHand(Embedding):
 model.emb = emb = ByHand(40, 6, padding_idx=0)
 opt = make_opt(model.parameters())
 
-# Weights in __init__ of a model
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.emb = Embedding(40, 6)
-        self.items = Embedding(30, 6, padding_idx=0)
-        nn.init.xavier_uniform_(self.emb.weight)
-        self.items.weight.data.uniform_(-0.05, 0.05)
-        self.items.weight.data[0] = 0
-        self.query = nn.Parameter(torch.zeros(3, 6))
-model = Model()
-emb, items, query = model.emb, model.items, model.query
-opt = make_opt(model.parameters())
-
 # from_pretrained
 model.emb = emb = Embedding.from_pretrained(full.clone(), freeze=False)
-opt = make_opt(model.parameters())
-emb.weight
-
-# _weight
-model.emb = emb = Embedding(40, 6, _weight=full.clone())
 opt = make_opt(model.parameters())
 emb.weight
 
@@ -367,23 +287,11 @@ file.seek(0)
 emb.weight.data.zero_()
 model.load_state_dict(torch.load(file))
 
-# torch.save of the weight
-file = io.BytesIO()
-torch.save(emb.weight.data, file)
-file.seek(0)
-torch.load(file)
-
 # torch.save and torch.load of a module
 file = io.BytesIO()
 torch.save(emb, file)
 file.seek(0)
 torch.load(file, weights_only=False).weight
-
-# np.save
-file = io.BytesIO()
-np.save(file, emb.weight.detach().numpy())
-file.seek(0)
-np.load(file)
 
 # State of the optimizer
 opt.state[emb.weight] if emb.weight in opt.state else None
@@ -450,16 +358,6 @@ for _ in range(3):
     (loss() + sum(0.1 * w.square().sum() for _, w in penalised)).backward()
     opt.step()
 
-# A weight kept in a variable
-w = emb.weight
-step()
-w, (query @ w.T).sum()
-
-# A sequence of weights
-weights = nn.ParameterList([emb.weight, items.weight])
-step()
-weights[0], sum(w.numel() for w in weights)
-
 # A buffer of gradients, filled after it is assigned
 opt.zero_grad()
 buffer = torch.zeros(40, 6)
@@ -501,29 +399,11 @@ TRAIN = parse(
 emb.weight.register_hook(lambda grad: grad * mask[:, None])
 step()
 
-# A hook that clips
-emb.weight.register_hook(lambda grad: grad.clamp(-0.05, 0.05))
-step()
-
 # A hook that looks
 seen = []
 handle = emb.weight.register_hook(lambda grad: seen.append(grad.clone()))
 step()
 handle.remove()
-step()
-seen
-
-# A hook that changes the gradient in place
-def zero_rows(grad):
-    grad = grad.clone()
-    grad[:5] = 0
-    return grad
-emb.weight.register_hook(zero_rows)
-step()
-
-# A hook after the gradient is there
-seen = []
-emb.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.norm()))
 step()
 seen
 
@@ -584,16 +464,6 @@ for _ in range(3):
         p.data = p.data - 0.1 * p.grad
         p.grad = None
 
-# SGD with momentum by hand
-velocity = {p: torch.zeros_like(p) for p in model.parameters()}
-for _ in range(3):
-    model.zero_grad()
-    loss().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            velocity[p].mul_(0.9).add_(p.grad)
-            p.sub_(velocity[p], alpha=0.1)
-
 # Adam by hand
 mean = [torch.zeros_like(p) for p in model.parameters()]
 square = [torch.zeros_like(p) for p in model.parameters()]
@@ -618,23 +488,6 @@ class Plain(torch.optim.Optimizer):
 opt = Plain(model.parameters(), 0.1)
 step()
 
-# SAM
-for _ in range(3):
-    opt.zero_grad()
-    loss().backward()
-    moved = {}
-    with torch.no_grad():
-        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-        for p in model.parameters():
-            moved[p] = 0.05 * p.grad / norm
-            p.add_(moved[p])
-    opt.zero_grad()
-    loss().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.sub_(moved[p])
-    opt.step()
-
 # SAM with the old weights kept
 for _ in range(3):
     opt.zero_grad()
@@ -658,14 +511,6 @@ for _ in range(2):
             s.add_(p - s, alpha=0.5)
             p.copy_(s)
 
-# EMA of parameters
-shadow = {name: p.data.clone() for name, p in model.named_parameters()}
-for _ in range(3):
-    step()
-    for name, p in model.named_parameters():
-        shadow[name] = 0.9 * shadow[name] + 0.1 * p.data
-shadow
-
 # EMA of a deep copy
 average = copy.deepcopy(model)
 for _ in range(3):
@@ -674,14 +519,6 @@ for _ in range(3):
         for a, p in zip(average.parameters(), model.parameters()):
             a.mul_(0.9).add_(p, alpha=0.1)
 average.emb.weight, average.emb(ids)
-
-# EMA of the state dict
-average = {name: value.clone() for name, value in model.state_dict().items()}
-for _ in range(3):
-    step()
-    for name, value in model.state_dict().items():
-        average[name].lerp_(value, 0.1)
-average
 
 # EMA put in for evaluation, and the weights put back
 shadow = {name: p.data.clone() * 0.5 for name, p in model.named_parameters()}
@@ -701,14 +538,6 @@ for _ in range(3):
     average.update_parameters(model)
 average.module.emb.weight, list(average.state_dict().values())[1]
 
-# AveragedModel with EMA
-ema = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
-average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=ema)
-for _ in range(3):
-    step()
-    average.update_parameters(model)
-average.module.emb(ids)
-
 # A target network
 target = copy.deepcopy(model).requires_grad_(False)
 for _ in range(3):
@@ -716,12 +545,6 @@ for _ in range(3):
     for t, p in zip(target.parameters(), model.parameters()):
         t.data.copy_(0.9 * t.data + 0.1 * p.data)
 target.emb.weight, target.emb(ids)
-
-# A target network by state dict
-target = copy.deepcopy(model)
-step()
-target.load_state_dict(model.state_dict())
-target.emb.weight
 
 # Renormalise after each step (TransE)
 for _ in range(3):
@@ -733,16 +556,6 @@ for _ in range(3):
     step()
     with torch.no_grad():
         emb.weight.div_(emb.weight.norm(dim=-1, keepdim=True))
-
-# Clamp after each step
-for _ in range(3):
-    step()
-    emb.weight.data.clamp_(-0.5, 0.5)
-
-# Zero a row after each step
-for _ in range(3):
-    step()
-    emb.weight.data[0].zero_()
 
 # Hooks see the gradient of all uses once: a clipped sum is no sum of clipped parts, and a step in a hook is one
 seen, own = [], make_opt([emb.weight])
@@ -774,6 +587,28 @@ emb.zero_grad()
 emb(index).sum().backward()
 [*found, held.clone(), held is emb.weight.grad]
 
+# A gradient that is kept and assigned again
+opt.zero_grad()
+loss().backward()
+held = emb.weight.grad
+step(5)
+emb.weight.grad = held
+loss(1).backward()
+held.clone(), held is emb.weight.grad
+
+# A row of a gradient of zeros, set
+opt.zero_grad()
+(loss() + emb.weight.square().sum()).backward()
+opt.zero_grad(set_to_none=False)
+emb.weight.grad[30] = 0.5
+loss().backward()
+found = emb.weight.grad.clone()
+array = emb.weight.grad.numpy()
+opt.zero_grad(set_to_none=False)
+array[31] = 0.5
+loss().backward()
+found, emb.weight.grad.clone()
+
 # Frozen between forward and backward
 opt.zero_grad()
 value = emb(ids).sum() + emb.weight.pow(2).sum() + query.sum()
@@ -781,12 +616,6 @@ emb.requires_grad_(False)
 value.backward()
 emb.requires_grad_(True)
 emb.weight.grad is None
-
-# A penalty over model.parameters() in a loop
-for _ in range(3):
-    opt.zero_grad()
-    (loss() + 0.01 * sum(p.square().sum() for p in model.parameters())).backward()
-    opt.step()
 
 # The whole table in a loop
 for _ in range(3):
@@ -847,12 +676,6 @@ opt.zero_grad()
 opt.step()
 first.detach(), second.detach()
 
-# Two lookups in one product
-opt.zero_grad()
-(emb(ids[0]) * emb(ids[1])).sum().backward()
-opt.step()
-emb.weight.grad
-
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
     out = emb(ids)
@@ -864,11 +687,6 @@ kept = out.detach().clone()
 (out.sum() + loss()).backward()
 opt.step()
 torch.equal(out, kept)
-
-# A loss that is discarded
-emb(ids).sum()
-loss()
-step()
 
 # A backward whose gradient is discarded
 (100 * loss()).backward()
@@ -897,22 +715,6 @@ for _ in range(3):
     step()
     scheduler.step()
 
-# Logging in a loop
-logged = []
-for _ in range(3):
-    opt.zero_grad()
-    loss().backward()
-    logged.append((emb.weight.norm().item(), emb.weight.grad.norm().item(), emb.weight.grad.abs().mean().item()))
-    opt.step()
-    logged.append([(name, p.mean().item()) for name, p in model.named_parameters()])
-logged
-
-# Early stopping: keep the best and go back
-best = copy.deepcopy(model.state_dict())
-step()
-model.load_state_dict(best)
-emb.weight
-
 # Gradients of the table by finite differences
 step()
 before = loss().item()
@@ -933,6 +735,100 @@ with torch.no_grad():
     opt.step()
     frozen = emb.weight.clone()
 frozen
+
+# A penalty on the gradient of what was looked up
+out = emb(ids)
+(grad,) = torch.autograd.grad(out.pow(3).sum(), out, create_graph=True)
+(out.sum() + grad.square().sum()).backward()
+opt.step()
+
+# Lookups in vmap and grad of torch.func
+torch.func.vmap(lambda row: emb(row).square().sum())(ids).sum().backward()
+torch.func.grad(lambda x: (emb(ids) * x).sum())(torch.ones(6)).sum().backward()
+opt.step()
+
+# Many gradients at once
+torch.autograd.grad(emb(index), emb.weight, torch.rand(5, 4, 6), is_grads_batched=True)[0]
+
+# A subclass with a parameter and a buffer
+class WithBias(Embedding):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.bias = nn.Parameter(torch.zeros(self.embedding_dim))
+        self.register_buffer("count", torch.zeros(()))
+    def forward(self, ids):
+        return super().forward(ids) + self.bias
+model.emb = emb = WithBias(40, 6)
+opt = make_opt(model.parameters())
+step()
+emb.count += 3
+other = WithBias(40, 6)
+other.load_state_dict(emb.state_dict())
+other.bias, other.count, other(ids), copy.deepcopy(emb)(ids), list(other.state_dict())
+
+# Hooks of state dicts
+calls = []
+emb.register_state_dict_post_hook(lambda module, state, prefix, meta: calls.append("saved"))
+emb.register_load_state_dict_pre_hook(lambda module, state, *rest: calls.append("loading"))
+emb.load_state_dict(emb.state_dict())
+calls
+
+# A hook that renames keys
+def rename(module, state, prefix, *rest):
+    state[prefix + "weight"] = state.pop(prefix + "vectors")
+emb.register_load_state_dict_pre_hook(rename)
+emb.load_state_dict({"vectors": full})
+emb.weight
+
+# Keys that are missing, unexpected, or of another shape
+state = dict(model.state_dict()) | {"emb.more": full, "emb.deeper.more": full, "items.weight": full[:, :2]}
+del state["emb.weight"]
+try:
+    model.load_state_dict(state)
+except RuntimeError as error:
+    said = str(error)
+del state["items.weight"]
+said, str(model.load_state_dict(state, strict=False)), emb.weight
+
+# Values of another dtype are converted
+emb.load_state_dict({"weight": full.half()})
+items.load_state_dict({"weight": full[:30].double()})
+emb.weight
+
+# With sparse=True gradients read as sparse
+sparse = Embedding(40, 6, sparse=True)
+sparse.weight.data.copy_(full)
+sparse(ids).square().sum().backward()
+grad = sparse.weight.grad
+one = grad.coalesce()
+seen = [grad.is_sparse, grad.layout, grad.shape, grad.sparse_dim(), grad.dense_dim(), one.is_coalesced(), one._nnz()]
+seen += [one.indices(), one._indices(), one.values(), one._values(), grad.to_dense(), grad.clone(), grad.detach(), grad * 0.5]
+seen += [-grad, torch.sparse.sum(grad), torch.sparse.sum(grad, dim=0), full + grad.to_dense(), copy.deepcopy(grad)]
+(by_weight,) = torch.autograd.grad(sparse(ids).sum() + sparse(index).square().sum(), sparse.weight)
+hook = sparse.weight.register_hook(lambda grad: seen.append(grad.is_sparse))
+sparse(index).sum().backward()
+hook.remove()
+[*seen, by_weight]
+
+# With sparse=True a gradient of the whole table is dense
+sparse, found = Embedding(40, 6, sparse=True), []
+for use in (lambda: sparse(ids).sum(), lambda: sparse.weight.pow(2).sum() * 0, lambda: sparse(index).sum()):
+    use().backward()
+    found += [sparse.weight.grad.is_sparse, sparse.weight.grad.to_dense().clone()]
+sparse.zero_grad()
+sparse(index).sum().backward()
+[*found, sparse.weight.grad.is_sparse]
+
+# Sparse gradients that are assigned, and written to
+sparse = Embedding(40, 6, sparse=True)
+sparse.weight.data.copy_(full)
+own = torch.optim.SparseAdam(sparse.parameters(), lr=0.1)
+for change in (lambda grad: grad * 2, lambda grad: (grad._values().mul_(0.25), grad)[1]):
+    sparse.zero_grad()
+    sparse(ids).square().sum().backward()
+    sparse.weight.grad = change(sparse.weight.grad.coalesce())
+    own.step()
+sparse.weight.detach()
 """,
 )
 

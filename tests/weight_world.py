@@ -260,6 +260,7 @@ def assert_equal(ours: Any, expected: Any, tolerance: float, what: str) -> None:
     if isinstance(expected, Tensor):
         assert ours.requires_grad == expected.requires_grad, f"{what}: requires_grad is {ours.requires_grad}"
         assert ours.is_sparse == expected.is_sparse, f"{what}: layout is {ours.layout}"
+        ours, expected = (it.detach().to_dense() if expected.is_sparse else it for it in (ours, expected))
     if isinstance(expected, Tensor | np.ndarray | float):
         torch.testing.assert_close(
             ours, expected, rtol=tolerance, atol=tolerance, equal_nan=True, msg=lambda text: f"{what}: {text}"

@@ -163,26 +163,7 @@ class CopiedRows(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        copies: list[tuple[CopiedRows, int, Tensor]] = []
-
-        def plain(tensor: CopiedRows) -> Tensor:
-            with as_tensor():
-                copies.append((tensor, tensor._version, tensor.as_subclass(Tensor)))
-                return copies[-1][2]
-
-        args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs or {}))
-        for tensor, _, values in copies:
-            table = tensor.source[0].table
-            if not table.writable and _writes_to(values, func, args, kwargs):
-                table.check_writable()
-        result = func(*args, **kwargs)
-        with as_tensor():
-            for tensor, version, values in copies:
-                if tensor._version != version or _writes_to(values, func, args, kwargs):
-                    tensor.write_back()
-        if isinstance(result, np.ndarray):
-            result.flags.writeable = False
-        return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _, _ in copies]), result)
+        return _call_with_copies(func, args, kwargs or {})
 
     def write_back(self) -> None:
         """Write the copy to the table, unless the table has changed since it was made."""
@@ -194,6 +175,31 @@ class CopiedRows(Tensor):
             )
         handle.store(values)
         self.source = handle, values, handle.table.version
+
+
+@uncompiled
+def _call_with_copies(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call `func` with the copies of rows among its arguments as ordinary tensors, and write back what it changes."""
+    copies: list[tuple[CopiedRows, int, Tensor]] = []
+
+    def plain(tensor: CopiedRows) -> Tensor:
+        with as_tensor():
+            copies.append((tensor, tensor._version, tensor.as_subclass(Tensor)))
+            return copies[-1][2]
+
+    args, kwargs = tree_map_only(CopiedRows, plain, (args, kwargs))
+    for tensor, _, values in copies:
+        table = tensor.source[0].table
+        if not table.writable and _writes_to(values, func, args, kwargs):
+            table.check_writable()
+    result = func(*args, **kwargs)
+    with as_tensor():
+        for tensor, version, values in copies:
+            if tensor._version != version or _writes_to(values, func, args, kwargs):
+                tensor.write_back()
+    if isinstance(result, np.ndarray):
+        result.flags.writeable = False
+    return tree_map_only(Tensor, lambda view: _writing_back(view, [c.source for c, _, _ in copies]), result)
 
 
 def _writing_back(tensor: Any, sources: list[tuple[Any, Tensor, int]]) -> Any:

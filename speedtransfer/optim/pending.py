@@ -49,8 +49,9 @@ class PendingGradient:
         self.grad: Tensor | None = None
         # What is known of the active rows.
         self.known = NOTHING
-        # The version of `grad` when it was made zero.
+        # The version of `grad` when it was made zero; whether there are views of its memory, whose writes do not change that.
         self.zeroed_at = -1
+        self._viewed = False
         # The active rows, (n, dim), as read at version `version` of the table, and their state by plane, if read along.
         # None: the step reads them.
         self.active: Tensor | None = None
@@ -194,7 +195,7 @@ class PendingGradient:
         shown = None if self._shown is None else self._shown_gradient()
         if self.ids is None:
             self.ids, self.grad, self.known, self.grad_version, self.zeroed_at = ids, grad, known, grad._version, -1
-            self.active, self.state_rows, self.version = rows, state_rows or {}, version
+            self.active, self.state_rows, self.version, self._viewed = rows, state_rows or {}, version, False
         else:
             assert self.grad is not None
             table, pending = handle.table, (self.ids, self.grad, self.known)
@@ -333,8 +334,9 @@ class PendingGradient:
         # One that was shown before zero_grad, or a copy of one that has become dense since, is not the gradient any more.
         if self.grad is None or before.untyped_storage().data_ptr() != self.grad.untyped_storage().data_ptr():
             return
-        if how == "zeroed":
-            self.zeroed_at = self.grad._version
+        if how in ("zeroed", "viewed"):
+            self._viewed = self._viewed or how == "viewed"
+            self.zeroed_at = -1 if self._viewed else self.grad._version
             return
         if self.capture is not None:
             # Replays go on writing to it as it is.
@@ -375,6 +377,9 @@ class PendingGradient:
             self.used_whole = not grad.is_sparse
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             self.set_gradient(*rows_of(handle, grad))
+            # One that was shown before, and kept, goes on showing the gradient.
+            if isinstance(grad, RowGradient) and isinstance(grad._changed, functools.partial):
+                self._shown = weakref.ref(grad) if grad._changed.args[0]() is self else self._shown
             if handle.features is not None:
                 assert self.ids is not None
                 handle.features.assign(handle.named_rows(self.ids), again)

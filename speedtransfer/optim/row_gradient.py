@@ -80,7 +80,7 @@ class RowGradient(Tensor):
         """Return the gradient of `num_rows` rows.
 
         `changed` is called with the rows before, the new ids and rows, and how they have changed: "dense", "trimmed", without
-        padding, or "zeroed", in place.
+        padding, "zeroed", in place, or "viewed", by what writes to their memory without a word.
         """
         shape = (num_rows, *rows.shape[1:])
         made = Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
@@ -169,6 +169,12 @@ class RowGradient(Tensor):
             self._tell(before, "dense")
         return self.rows
 
+    def view_dense(self) -> Tensor:
+        """Make every row active, and return the dense values to be viewed: writes to a view do not count as writes here."""
+        rows = self.make_dense()
+        self._tell(rows, "viewed")
+        return rows
+
     # Functions that read memory and do not reach the dispatcher.
 
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -177,7 +183,7 @@ class RowGradient(Tensor):
 
     def numpy(self, **kwargs: Any) -> Any:
         """Return the dense values as an array: a copy, or over `rows` if every row is active."""
-        return self.dense().numpy(**kwargs)
+        return (self.view_dense() if self.is_full() else self.dense()).numpy(**kwargs)
 
     def tolist(self) -> Any:
         """Return the dense values as nested lists."""
@@ -185,10 +191,10 @@ class RowGradient(Tensor):
 
     def data_ptr(self) -> int:
         """Return the address of the dense values, which makes the gradient dense."""
-        return self.make_dense().data_ptr()
+        return self.view_dense().data_ptr()
 
     def __array__(self, dtype: Any = None) -> Any:
-        return self.dense().__array__(dtype)
+        return (self.view_dense() if self.is_full() else self.dense()).__array__(dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return memo.setdefault(id(self), self.coo().clone() if self.sparse else self.to_dense())
@@ -367,17 +373,19 @@ def _densely(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     dense: dict[int, RowGradient] = {}
     written: list[RowGradient] = []
 
-    def values(grad: RowGradient, for_good: bool) -> Tensor:
-        made = grad.make_dense() if for_good else grad.dense()
+    def values(grad: RowGradient, info: Any) -> Tensor:
+        if info is None or not (info.is_write or aliased):
+            made = grad.dense()
+        else:
+            made = grad.make_dense() if info.is_write else grad.view_dense()
         dense[id(made)] = grad
         return made
 
     def filled(argument: Any, value: Any) -> Any:
         info = argument.alias_info
-        for_good = info is not None and (info.is_write or aliased)
         if info is not None and info.is_write:
             written.extend(item for item in tree_leaves(value) if isinstance(item, RowGradient))
-        return tree_map_only(RowGradient, lambda grad: values(grad, for_good), value)
+        return tree_map_only(RowGradient, lambda grad: values(grad, info), value)
 
     by_name = {argument.name: argument for argument in schema}
     new_args = [filled(argument, value) for argument, value in zip(schema, args, strict=False)]
