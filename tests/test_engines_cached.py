@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from cached_engines import Twice, cached
+from engine_cases import Twice, cached
 from test_engines import OnCpu
 
 from speedtransfer.engines import (

@@ -100,29 +100,6 @@ def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert table.plane("m").eq(0.5).all()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses")
-def test_few_addresses() -> None:
-    """As with ``ulimit -v``, the table has its rows and grows by copies."""
-    script = """
-import resource, torch, speedtransfer as st
-size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), size + (1 << 30)))
-table = st.Table(5, 4, memory="pageable", device="cpu", max_rows=2**40)
-table.torch().fill_(1)
-table.grow(1000)
-assert table.torch().sum() == 20
-try:
-    table.grow(1 << 27)
-except st.errors.HostMemoryError as error:
-    assert "which the system refused" in str(error), error
-else:
-    raise AssertionError
-assert table.torch().sum() == 20 and len(table) == 1000
-"""
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
-
-
 # --- files --------------------------------------------------------------------------------------------------------------
 
 

@@ -19,8 +19,8 @@ from opened_cases import cuts_of, write_file, write_parts
 from refusals import check_refused, refusals
 from safetensors import safe_open
 from safetensors.torch import save_file
-from table_cases.convert import ConvertCases
 from table_cases.gather import GatherCases
+from table_cases.scatter import ConvertCases
 
 import speedtransfer as st
 from speedtransfer import safetensors_io

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from cached_engines import Twice, cached
+from engine_cases import Twice, cached
 
 from gpu.on_device import OnDevice
 from gpu.tools import FEW_SWEEPS, SWEEPS, store_in, wrong_dims

@@ -54,15 +54,6 @@ class TestRefused:
         said(error, 1 << 46)
         assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
 
-    def test_beyond_the_memory_of_the_machine(self, device):
-        for memory in ("pinned", "pageable"):
-            with pytest.raises(HostMemoryError) as error:
-                st.Table(10**12, 128, memory=memory, device=device)
-            message = one_line(error)
-            for part in ("plane 'weight' of 1000000000000 x 128 torch.float32", "asks for 512 TB", "this machine has "):
-                assert part in message
-            assert "pass memory='mmap'" in message
-
     def test_a_plane_of_optimizer_state(self, device, monkeypatch):
         emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
         opt = torch.optim.Adam(emb.parameters(), lr=0.1)
@@ -104,15 +95,6 @@ class TestRefused:
         no_page_locking.undo()
         table.scatter([1, 2], rows * 2)
         assert table.gather(index)[:, 0].tolist() == [1, 2, 2] + [1] * 997
-
-    def test_a_gpu_that_is_full(self, device):
-        num_bytes = 10**12 * 128 * 4
-        with pytest.raises(HostMemoryError) as error:
-            st.Table(10**12, 128, memory="device", device=device)
-        message = one_line(error)
-        assert f"plane 'weight' asks for {format_bytes(num_bytes)} of {device} (CUDA out of memory" in message
-        assert "); pass memory='pinned', 'pageable' or 'mmap'" in message
-        assert not st.Table(10, 4, memory="device", device=device).gather([9]).any()
 
     def test_a_share_of_the_gpu(self, device):
         before = allocated_bytes()
@@ -300,40 +282,3 @@ class TestNothingIsLost:
         assert after[3] == before[3]
         assert resident_bytes() - resident < 32 << 20
         assert not plane.any()
-
-    @pytest.mark.parametrize("memory", ["pinned", "pageable"])
-    def test_calls_of_a_table(self, device, memory, monkeypatch):
-        table, allocations = st.Table(1000, 16, memory=memory, device=device), []
-        index = torch.arange(1000, device=device)
-        runtime = load_cupy().cuda.runtime
-        allocate = runtime.hostAlloc
-
-        def call(number):
-            table.scatter(index, table.gather(index) + 1, check=number % 2 == 0)
-
-        for number in range(100):
-            call(number)
-        monkeypatch.setattr(runtime, "hostAlloc", lambda *args: [allocations.append(args), allocate(*args)][1])
-        before, resident = allocated_bytes(), resident_bytes()
-        for number in range(CALLS // 2):
-            call(number)
-        table.wait()
-        assert allocations == []
-        assert allocated_bytes() == before
-        assert resident_bytes() - resident < 32 << 20
-        assert table.torch().eq(100 + CALLS // 2).all()
-
-    def test_tables(self, device):
-        """Made, used and dropped: their engines, events and page-locked memory go with them."""
-
-        def once():
-            table = st.Table(1000, 64, memory="pinned", device=device)
-            table.scatter([1, 2], table.gather([1, 2]) + 1)
-
-        for _ in range(20):
-            once()
-        before, resident = allocated_bytes(), resident_bytes()
-        for _ in range(200):
-            once()
-        assert allocated_bytes() == before
-        assert resident_bytes() - resident < 32 << 20

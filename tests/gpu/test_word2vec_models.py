@@ -38,20 +38,6 @@ def train(block, device, memory, **options):
     return [model.word_vectors(), model.output.table.torch(), result.loss, result.num_pairs, pairs, *unseen]
 
 
-@pytest.mark.parametrize("blocks_on", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
-@pytest.mark.parametrize("buckets", [0, 100])
-@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
-def test_steps_are_those_of_the_host(kind, buckets, memory, blocks_on):
-    block = draw_block()
-    expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
-    tensors = (block.words, block.before, block.after, block.negatives)
-    moved = Block(*(tensor.to(blocks_on) for tensor in tensors), block.num_corpus_words, block.window)
-    got = train(moved, "cuda", memory, model=kind, buckets=buckets)
-    for ours, host in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)  # hundreds of additions, in another order
-
-
 KINDS = [("skipgram", 0), ("cbow", 0), ("skipgram", 100), ("cbow", 100)]
 
 
@@ -81,21 +67,30 @@ def test_steps_need_no_operation_that_torch_calls_nondeterministic(kind, buckets
 
 
 @pytest.mark.parametrize(("kind", "buckets"), KINDS)
-@pytest.mark.parametrize("kernel", [True, False])
-def test_a_kernel_does_it_and_torch_where_it_does_not_suit(kernel, kind, buckets, monkeypatch):
+@pytest.mark.parametrize(
+    ("memory", "kernel"), [("pinned", True), ("pageable", True), ("device", True), ("device", False)]
+)
+def test_steps_are_those_of_the_host(memory, kernel, kind, buckets, monkeypatch):
+    """By a kernel, and by torch where that does not suit; of words on the host, and on the device."""
     block = draw_block()
     expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
-    train(block, "cuda", "device", model=kind, buckets=buckets)  # tries the kernel out
+    train(block, "cuda", memory, model=kind, buckets=buckets)  # tries the kernel out
     used = []
     for name, way in (("kernel", "train_by_kernel"), ("torch", "train_in_torch")):
         right = getattr(spans, way)
         monkeypatch.setattr(spans, way, lambda *given, right=right, name=name: (used.append(name), right(*given))[1])
     if not kernel:
         monkeypatch.setattr(spans, "fits_kernel", lambda rows, places, cbow: False)
-    got = train(block, "cuda", "device", model=kind, buckets=buckets)
-    assert {*used} == {"kernel" if kernel else "torch"}
-    for ours, host in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)
+    tensors = (block.words, block.before, block.after, block.negatives)
+    moved = Block(*(tensor.to("cuda") for tensor in tensors), block.num_corpus_words, block.window)
+    for given in (block, moved):
+        used.clear()
+        got = train(given, "cuda", memory, model=kind, buckets=buckets)
+        assert {*used} == {"kernel" if kernel else "torch"}
+        for ours, host in zip(got, expected, strict=True):
+            torch.testing.assert_close(
+                ours.cpu(), host, rtol=3e-4, atol=5e-5
+            )  # hundreds of additions, in another order
 
 
 @pytest.mark.sanitizer
