@@ -137,18 +137,6 @@ class TestChoice:
             engine.gather(planes[:1], index, rows[:1])
         assert used == [("host", "gather"), *[("reference", "scatter"), ("reference", "gather")] * 2]
 
-    def test_tables_of_another_size(self):
-        points = [
-            (Point(d, 512, 1000, {"host": 1.0, "reference": 1.0, best: 0.5}, size))
-            for size, best in ((256 << 20, "host"), (16 << 30, "reference"))
-            for d in ("gather", "scatter")
-        ]
-        remember(CPU, Calibration(machine_of(CPU), points))
-        engine = self.engine()
-        assert [engine.choose("gather", 512, 1000, 10**e) for e in (6, 8, 9, 10, 11)] == ["host"] * 3 + [
-            "reference"
-        ] * 2
-
     def test_a_new_measurement_counts_at_once(self):
         engine = self.engine()
         for fastest in ("reference", "host", "reference"):
@@ -177,11 +165,6 @@ class TestCalibration:
         assert load(CPU) is None
         assert "cannot be read" in caplog.text
         assert "run `speedtransfer calibrate`" in caplog.text
-
-    def test_other_versions_do_not_count(self, monkeypatch):
-        made(POINTS).save()
-        monkeypatch.setattr(calibration, "__version__", "9.9")
-        assert load(CPU) is None
 
     def test_measures_every_call_and_engine(self):
         plane, seen = torch.zeros(1 << 20, dtype=torch.uint8), []
@@ -219,14 +202,6 @@ class TestCalibration:
         timing.calibrate({"host": HostEngine()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert ("4.0 times as long as at best; measure again by `speedtransfer calibrate`" in caplog.text) == (slow > 0)
 
-    def test_a_file_without_sizes_is_of_the_smallest(self):
-        path = made(POINTS).save()
-        data = json.loads(path.read_text())
-        for point in data["points"]:
-            del point["plane_bytes"]
-        path.write_text(json.dumps(data))
-        assert load(CPU) == made(POINTS)
-
     def test_no_home(self, monkeypatch):
         def no_home():
             raise RuntimeError("Could not determine home directory.")
@@ -235,15 +210,6 @@ class TestCalibration:
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr("pathlib.Path.home", no_home)
         assert load(CPU) is None
-
-    def test_draws_nothing_from_the_generator_of_the_user(self):
-        torch.manual_seed(0)
-        expected = torch.rand(3)
-        torch.manual_seed(0)
-        plane = torch.zeros(1 << 16, dtype=torch.uint8)
-        with torch.device("meta"):  # whatever the default device is
-            timing.calibrate({"reference": ReferenceEngine()}, CPU, plane, (16,), (100,))
-        assert torch.equal(torch.rand(3), expected)
 
 
 class TestEngineOfATable:

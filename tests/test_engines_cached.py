@@ -107,38 +107,6 @@ def test_rows_are_read_once_and_written_when_somebody_waits():
     assert inner.gathered[3:] == [[25]]
 
 
-def test_planes_are_kept_by_themselves():
-    inner, planes = Counting(), [torch.zeros(30, 2), torch.zeros(30, 3), torch.zeros(30, 1, dtype=torch.int32)]
-    engine = cached(10, inner=inner)
-    write(engine, planes[:1], [20, 21], 5)
-    first, second, third = read(engine, planes, [20, 22, 1])
-    assert first.tolist() == [[5, 5], [0, 0], [0, 0]]  # the plane has not got them yet, and is read for the others
-    assert not second.any()
-    assert not third.any()
-    assert inner.gathered == [[20, 22, 1]]
-    write(engine, planes[1:2], [20, 22], 6)
-    write(engine, planes[:1], [22], 8)
-    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [20])] == [5, 6, 0]
-    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [22])] == [8, 6, 0]
-    engine.wait()
-    assert planes[0][20:23].tolist() == [[5, 5], [5, 5], [8, 8]]
-    assert planes[1][20:23, 0].tolist() == [6, 0, 6]
-
-
-def test_inference_mode_and_autograd():
-    plane, engine = torch.zeros(30, 2), cached(20, "lfu")
-    with torch.inference_mode():
-        for _ in range(3):
-            read(engine, [plane], [1, 2])
-        write(engine, [plane], [1], 3.0)
-    for _ in range(5):
-        assert read(engine, [plane], [1, 7])[0].tolist() == [[3, 3], [0, 0]]
-    engine.scatter([plane], torch.tensor([7]), [torch.ones(1, 2, requires_grad=True)])
-    engine.wait()
-    assert plane[[1, 7]].tolist() == [[3, 3], [1, 1]]
-    assert not plane.requires_grad
-
-
 # --- who else writes ----------------------------------------------------------------------------------------------------
 
 
@@ -215,35 +183,6 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
     assert plane[25].eq(3).all()
 
 
-def test_threads_that_read_while_one_trains():
-    plane, engine, failed = torch.zeros(30, 1), cached(5, "lfu"), []
-    stop = threading.Event()
-
-    def look(seed):
-        generator, last = torch.Generator().manual_seed(seed), torch.zeros(30)
-        while not stop.is_set():
-            ids = torch.randint(30, (7,), generator=generator)
-            rows = torch.empty(7, 1)
-            engine.gather([plane], ids, [rows])
-            if not (rows[:, 0] >= last[ids]).all():
-                failed.append(rows)
-            last[ids] = rows[:, 0].maximum(last[ids])
-
-    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for step in range(1, 150):
-        write(engine, [plane], [(step + i * 3) % 30 for i in range(5)], float(step))
-        if step % 40 == 0:
-            engine.wait()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    engine.wait()
-    assert plane.max() == 149
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_sees_the_rows_and_writes_none_back(tmp_path):
     shared = torch.from_file(str(tmp_path / "rows"), shared=True, size=60).view(30, 2)
@@ -313,17 +252,6 @@ def test_no_memory_for_slots(monkeypatch, policy):
     write(engine, [more], list(range(30)), 1)
     assert engine.capacity == 0
     assert more.eq(1).all()
-
-
-def test_no_memory_for_the_rows_themselves():
-    class Full(HostEngine):
-        def gather(self, *args, **kwargs):
-            raise torch.OutOfMemoryError("out of memory")
-
-    engine = cached(8, inner=Full("cpu"))
-    with pytest.raises(torch.OutOfMemoryError):
-        read(engine, [torch.zeros(30, 2)], [1])
-    assert engine.capacity == 0
 
 
 def test_counts():

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 
 import numba
 import numpy as np
@@ -95,26 +94,6 @@ def test_large_calls_use_the_compiled_copies():
     assert compiled.gather_streaming_lines.signatures
 
 
-def test_calls_of_several_threads(always_compiled):
-    content = any_bits((997, 128), torch.uint8)
-    wrong = []
-
-    def work(seed):
-        generator = torch.Generator().manual_seed(seed)
-        for _ in range(50):
-            index, out = torch.randint(997, (300,), generator=generator), torch.empty(300, 128, dtype=torch.uint8)
-            host.gather_rows([content], index, [out])
-            if not torch.equal(out, content[index]):
-                wrong.append(seed)
-
-    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
 def _gather_in_a_child(content, index, answer):
     out = torch.empty(len(index), content.shape[1], dtype=content.dtype)
     host.gather_rows([content], index, [out])
@@ -150,18 +129,6 @@ def test_an_error_in_a_thread_is_raised_after_all_have_stopped(always_compiled, 
     with pytest.raises(RuntimeError, match="no memory there"):
         host.gather_rows([torch.zeros(9, 8)], torch.arange(9), [torch.zeros(9, 8)])
     assert sorted(running) == [0, 3, 6]
-
-
-def test_a_system_without_threads_left(always_compiled, monkeypatch):
-    class Full:
-        def submit(self, *arguments):
-            raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    monkeypatch.setattr(jit, "_pool", lambda threads: Full())
-    content, index, out = any_bits((90, 64), torch.uint8), torch.randperm(90), torch.zeros(90, 64, dtype=torch.uint8)
-    host.gather_rows([content], index, [out])
-    assert torch.equal(out, content[index])
 
 
 def test_a_numba_that_does_not_work_is_told_before_anything_is_written(monkeypatch):

@@ -21,7 +21,6 @@ from table_cases.base import TableOfRecords
 import speedtransfer as st
 from speedtransfer.cuda import cuda_status
 from speedtransfer.errors import (
-    HostMemoryError,
     RowIndexError,
     StorageError,
 )
@@ -222,6 +221,50 @@ new("missing/table.npy") -> StorageError: No such file or directory.*; choose a
 new("/proc/table.npy")
 -> StorageError: (No such file or directory|Permission denied|Operation not permitted|has 0 bytes free).*; choose a
 new("a.npy", dtype=torch.bfloat16) -> InvalidTypeError: torch.bfloat16 has no .npy form .*; use a path that ends in .safe
+Table(-1, 4) -> InvalidValueError: num_rows is -1 but must be at least 0
+Table(4, True) -> InvalidTypeError: dim is True \(bool\) but must be an integer
+Table(2**63, 4) -> InvalidValueError: num_rows is 9223372036854775808 but must be below 2\*\*63
+Table(4, 4, torch.bool) -> InvalidTypeError: dtype is torch.bool but a table holds one of torch's bfloat16, float16,
+Table(4, 4, "float32") -> InvalidTypeError: dtype is 'float32' but a table holds
+Table(5, 4, max_rows=4) -> InvalidValueError: max_rows is 4 but the table has 5 rows; pass a larger max_rows
+Table.from_array(np.zeros(3)) -> InvalidValueError: array has shape \(3,\) but a table is 2-D
+Table.from_array([[1.0], [1.0, 2.0]]) -> InvalidValueError: array is a ragged sequence
+Table.from_array(np.zeros((3, 2), bool)) -> InvalidTypeError: array has dtype bool
+Table.from_array(torch.zeros(3, 2) > 1) -> InvalidTypeError: dtype is torch.bool
+Table.from_array(torch.eye(3).to_sparse()) -> InvalidTypeError: array has layout torch.sparse_coo
+"""
+# `table` has ten rows of four, and a plane "m" of one. None of these changes it.
+REFUSED_CALLS = r"""
+table.add_plane("weight") -> InvalidValueError: plane 'weight' exists
+table.add_plane("n", -1) -> InvalidValueError: width is -1 but must be at least 0
+table.add_plane("n", dtype=torch.bool) -> InvalidTypeError: dtype is torch.bool
+table.add_plane("n", fill=torch.ones(1, 4)) -> InvalidValueError: fill has shape \(1, 4\) but the plane is \(10, 4\)
+table.add_plane("n", fill="a") -> InvalidTypeError: fill is a str
+table.add_plane("n", dtype=torch.int32, fill=1.5) -> InvalidValueError: fill is 1.5 but the plane holds torch.int32
+table.add_plane(3) -> InvalidTypeError: name is 3 but planes are named by strings
+table.drop_plane("weight") -> InvalidValueError: plane 'weight' is the table itself
+table.drop_plane("n") -> InvalidValueError: the table has no plane 'n'; choose from 'weight', 'm'
+table.plane("weigth") -> InvalidValueError: the table has no plane 'weigth'; did you mean 'weight'\?
+table.gather([0], ["weight", "n"]) -> InvalidValueError: the table has no plane 'n'
+table.gather([1], 3) -> InvalidValueError: the table has no plane 3
+table.gather([1], dtype=["float16"]) -> InvalidTypeError: dtype is \['float16'\]
+table.gather([1, 2], out=torch.zeros(2, 3)) -> InvalidValueError: out has shape \(2, 3\) but index and table ask for \(2, 4\);
+table.gather([1], out=torch.zeros(1, 4).double()) -> InvalidTypeError: out has dtype torch.float64 but the plane holds torch.f
+table.gather([1], out=torch.zeros(1, 4, device="meta")) -> InvalidValueError: out is on meta but the table computes on cpu;
+table.gather([1], out=np.zeros((1, 4))) -> InvalidTypeError: out is a ndarray but must be a tensor;
+table.gather([1], ["weight"], out=torch.zeros(1, 4)) -> InvalidValueError: out is one tensor but planes is \['weight'\];
+table.scatter([1, 2], torch.zeros(2, 3)) -> InvalidValueError: has shape \(2, 3\) but index and table ask for \(2, 4\); reshape
+table.scatter([1], torch.zeros(4)) -> InvalidValueError: has shape \(4,\) but index and table ask for \(1, 4\); reshape it
+table.scatter([1], torch.zeros(1, 4).double()) -> InvalidTypeError: torch.float64 but .* torch.float32
+table.scatter([1], np.zeros((1, 4), np.complex64)) -> InvalidTypeError: complex64 but .* floats or integers
+table.scatter([1], torch.zeros(1, 4, device="meta")) -> InvalidValueError: on meta but the table computes on cpu
+table.scatter([1], [[1.0, 2.0], [3.0]]) -> InvalidValueError: ragged
+table.scatter([1], {"wieght": torch.zeros(1, 4)}) -> InvalidValueError: no plane 'wieght'; did you mean 'weight'
+table.__setitem__(0, 1.0) -> InvalidValueError: has shape \(\) but index and table ask for \(4,\)
+table.init_(lambda chunk: torch.zeros(3)) -> InvalidValueError: returned shape \(3,\) for a chunk of \(10, 4\)
+table.save(folder / "table.txt") -> InvalidValueError: ends in '.txt' but a table is .npy or .safetensors; rename it
+table.save(folder / "missing" / "table.npy") -> StorageError: cannot write .* \(No such file or directory\); choose a folder
+table.save(folder / "folder.npy") -> StorageError: cannot write .* \(Is a directory\);
 """
 WITHOUT_CUDA = """
 Table(4, 4, memory="pinned") -> DeviceError: memory='pinned' needs CUDA, but
@@ -236,25 +279,23 @@ def test_refused(tmp_path):
         return st.Table(num_rows, dim, memory="mmap", path=tmp_path / name, device="cpu", **options)
 
     for refusal in refusals(REFUSED) + ([] if cuda_status().available else refusals(WITHOUT_CUDA)):
-        assert "; " in check_refused(refusal, Table=st.Table, new=new, torch=torch)
+        assert "; " in check_refused(refusal, Table=st.Table, new=new, torch=torch, np=np)
         assert list(tmp_path.iterdir()) == []
+
+
+def test_refused_calls(tmp_path):
+    table = st.Table.from_array(torch.arange(40.0).view(10, 4), "pageable", device="cpu")
+    table.add_plane("m", 1, fill=3)
+    (tmp_path / "folder.npy").mkdir()
+    for refusal in refusals(REFUSED_CALLS):
+        assert "; " in check_refused(refusal, table=table, torch=torch, np=np, folder=tmp_path)
+        assert table.planes == ("weight", "m")
+        assert table.torch().flatten().tolist() == list(range(40))
+    assert [path.name for path in tmp_path.iterdir()] == ["folder.npy"]
 
 
 class TestMemory:
     """Which memory a name means."""
-
-    def test_auto_without_cuda_is_pageable(self, monkeypatch):
-        status = type("Status", (), {"available": False, "reason": "this machine has no NVIDIA driver; install one"})
-        monkeypatch.setattr("speedtransfer.tables.saving.cuda_status", lambda: status)
-        assert st.Table(4, 4, device="cpu").memory == "pageable"
-
-    def test_more_than_the_system_gives(self, monkeypatch):
-        def refuses(num_bytes):
-            raise OSError(12, "Cannot allocate memory")
-
-        monkeypatch.setattr("speedtransfer.buffers.anonymous", refuses)
-        with refused(HostMemoryError, r"asks for 1.6 kB, which the system refused \(Cannot allocate"):
-            st.Table(100, 4, memory="pageable", device="cpu")
 
     @pytest.mark.skipif(sys.platform == "win32", reason="counts pages with resource")
     def test_memory_is_taken_by_rows_that_are_written(self):

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.tables import files, shared_caches
+from speedtransfer.tables import shared_caches
 
 MEMORIES = ["pageable", "mmap"]
 
@@ -74,15 +74,6 @@ def test_safetensors_and_we_read_what_the_other_writes(tmp_path, dtype, shape):
     assert_same_bits(loaded["weight"], values)
     with safe_open(tmp_path / "b.safetensors", "np") as file:
         assert file.get_slice("weight").get_shape() == list(shape)
-
-
-@pytest.mark.parametrize("suffix", [".npy", ".safetensors"])
-def test_rows_begin_at_a_multiple_of_64_bytes(tmp_path, suffix):
-    path = tmp_path / f"table{suffix}"
-    st.Table(3, 5, memory="mmap", path=path, device="cpu")
-    offset = files.read_header(path)[2]
-    assert offset % 64 == 0
-    assert path.stat().st_size == offset + 60
 
 
 def test_saved_files_can_be_read_by_whom_new_files_can(tmp_path):
@@ -192,22 +183,6 @@ def test_rubbish(tmp_path):
 
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
-    ("array", "standard", "message"),
-    [
-        (np.asfortranarray(np.ones((3, 2))), ValueError, "is in Fortran order but rows must be contiguous; save a C-"),
-        (np.ones(3), ValueError, r"holds an array of shape \(3,\) but a table is 2-D; "),
-        (np.ones((3, 2), dtype=">f4"), TypeError, "holds >f4 but a table holds floats or integers; "),
-    ],
-    ids=lambda value: "" if isinstance(value, type | str) else f"{value.dtype}-{value.ndim}d",
-)
-def test_arrays_that_are_no_table(tmp_path, array, standard, message, memory):
-    np.save(tmp_path / "a.npy", array)
-    with refused(standard, message):
-        load(tmp_path / "a.npy", memory)
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(
     ("name", "standard", "message"),
     [
         ("missing.npy", OSError, r"cannot read .* \(No such file or directory\); check the path"),
@@ -233,18 +208,6 @@ def test_file_that_cannot_be_mapped(tmp_path, suffix, monkeypatch):
     monkeypatch.setattr(np, "memmap", refuses)
     with refused(StorageError, r"cannot map .* \(Permission denied\); "):
         load(path, "mmap", writable=True)
-
-
-def test_misaligned_rows_are_read_right(tmp_path):
-    values = numbers((2, 2), torch.float32)
-    header = {
-        "weight": {**ENTRY, "data_offsets": [3, 19]},
-        "pad": {"dtype": "U8", "shape": [3], "data_offsets": [0, 3]},
-    }
-    content = safetensors_bytes(header, b"abc" + values.numpy().tobytes())
-    (tmp_path / "a.safetensors").write_bytes(content)
-    for memory in MEMORIES:
-        assert_same_bits(load(tmp_path / "a.safetensors", memory).gather([1, 0]), values[[1, 0]])
 
 
 # --- fuzz -------------------------------------------------------------------------------------------------------------

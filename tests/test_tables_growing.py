@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -64,20 +63,6 @@ def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPa
     views.fill_(2)
     assert table.gather([0, 5, 499_999], "large").sum(1).tolist() == [2000, 0, 0]
     assert copy.deepcopy(table.torch()[:3]).untyped_storage().nbytes() == table.stored("weight").nbytes
-
-
-@pytest.mark.parametrize("kind", ["pageable", "rows"])
-def test_the_system_refuses_addresses(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    def refuse(num_bytes: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr("speedtransfer.tables.memories.Reserved", refuse)
-    table = filled(layout="rows" if kind == "rows" else "planes")
-    before = table.torch()
-    table.grow(9)
-    assert table.torch()[:5].equal(before)
-    assert table.plane("m").eq(0.5).all()
-    assert table.torch().data_ptr() != before.data_ptr()
 
 
 def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,18 +187,6 @@ def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypa
     table.grow(1000)
     assert read(path)[0].eq(7).all()
     assert table.plane("m").eq(0.5).all()
-
-
-def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = filled(tmp_path / "table.npy")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2000))
-    before = (tmp_path / "table.npy").read_bytes()
-    with refused(StorageError, r"1000 rows, 5 so far, ask for 27.9 kB more but .* has 2 kB free; free"):
-        table.grow(1000)
-    assert (tmp_path / "table.npy").read_bytes() == before
-    table.grow(50)
-    assert read(tmp_path / "table.npy").shape == (50, 4)
 
 
 # One process imports torch and forks a child for each line of the code that makes files longer, which kills the child there.

@@ -56,12 +56,6 @@ def test_planes_added_together_share_one_allocation(tmp_path, memory):
     assert planes["exp_avg"].eq(0.5).all()
 
 
-def test_by_default_each_plane_is_an_array():
-    table = made("planes")
-    assert table.layout == st.Table(1, 1, device="cpu").layout == "planes"
-    assert all(plane.is_contiguous() for plane in table.add_planes(SEVERAL).values())
-
-
 def test_a_layout_that_is_none(tmp_path):
     table = made().fill_(1)
     table.save(tmp_path / "t.npy")
@@ -147,20 +141,6 @@ def trained():
         opt.step()
         opt.zero_grad()
     return emb, opt
-
-
-def test_a_dense_fused_optimizer_gets_contiguous_state():
-    emb, opt = trained()
-    dense = nn.Embedding.from_pretrained(emb.state_dict()["weight"].clone(), freeze=False)
-    other = torch.optim.AdamW(dense.parameters(), lr=0.05, fused=True)
-    # It takes tensors of the right dtype as they are, and does not look at strides.
-    other.load_state_dict(copy.deepcopy(opt.state_dict()))
-    for _ in range(2):
-        for module, optimizer in ((emb, opt), (dense, other)):
-            module.weight.square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same_bits(dense.weight.detach(), emb.state_dict()["weight"])
 
 
 def test_views_of_the_optimizer_are_the_table():

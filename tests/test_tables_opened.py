@@ -186,15 +186,11 @@ def test_npy_files_are_parts_too(tmp_path):
 # `one` is the first file, `shard` a tensor there, `folder` that of all.
 WRONG = r"""
 open(5) -> InvalidTypeError: parts is a int but must be a path, or a list
-open({"a": 1}) -> InvalidTypeError: parts is a dict but must be a path
-open([(one, None)]) -> InvalidTypeError: which is neither a path nor a \(file, key\) pair
 open((one, shard)) -> StorageError: 'model.shard_0.weight' is not a file; .* pass a list: \[\('.*', 'model.sh
 open([]) -> InvalidValueError: parts is empty but a table is in one file or more; pass their paths
 open(one, 5) -> InvalidTypeError: key is a int but must be the name of a tensor; pass a str
 open([(one, shard)], shard) -> InvalidValueError: but parts has .* pairs; pass one of the two
 open(folder) -> InvalidValueError: has many tensors; pass key
-open(folder / "none.safetensors") -> StorageError: cannot read .* \(No such file or directory\); check the path
-open(one, "model.shard_1.weight") -> InvalidValueError: has no tensor .*; did you mean 'model.shard_
 open(one, "model.chard_{}.weight") -> InvalidValueError: no tensor is called .*; did you mean 'model.shard_
 open(index, "m{}{}") -> InvalidValueError: more than once; pass a list
 open(folder / "gap.safetensors", "x.{}") -> InvalidValueError: key 'x.\{\}' matches 'x.0' and 'x.00'; pass
@@ -202,9 +198,7 @@ open(folder / "two" / "a.safetensors", "x.{}") -> InvalidValueError: up to numbe
 open(folder / "two", "x.{}") -> InvalidValueError: tensor 'x.0' is in .*a.safetensors' and in .*b.safetensors'; pass
 open(folder / "no.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
 open(others, "v") -> InvalidValueError: shape \(5,\) but a table is 2-D; reshape it
-open(others, "b") -> InvalidTypeError: is BOOL but a table holds floats or integers; convert
 open([(one, shard), (others, "w")]) -> InvalidTypeError: holds torch.float32 but .* holds torch.bfloat16; pass tensors of one
-open([(one, shard), (others, "n")]) -> InvalidValueError: has rows of 7 values but .* of 6; pass tensors of one table
 open(one, shard, writable="yes") -> InvalidValueError: writable is 'yes' but must be False, True or 'shared'; pass
 open(files, "model.shard_{}.weight", writable=True)
 -> InvalidValueError: writable is True but rows in 12 tensors are only read; copy them into one file first
@@ -221,8 +215,7 @@ def names(published):
     for name in ("a", "b"):
         save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
     save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
-    others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
-    others["b"] = torch.ones(3, 4, dtype=torch.bool)
+    others = {"w": torch.zeros(4, 6), "v": torch.zeros(5)}
     save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
     return {
@@ -287,11 +280,8 @@ def state_of(folder):
 
 WRITES = {
     "scatter": lambda table: table.scatter([1], torch.zeros(1, 16)),
-    "setitem": lambda table: table.__setitem__([1, 2], torch.zeros(2, 16)),
     "write": lambda table: table.write(torch.tensor([1]), {"weight": torch.zeros(1, 16)}),
     "fill_": lambda table: table.fill_(1),
-    "zero_": lambda table: table.zero_(),
-    "uniform_": lambda table: table.uniform_(),
     "normal_": lambda table: table.normal_(),
     "init_": lambda table: table.init_(lambda chunk: chunk.zero_()),
     "add_plane": lambda table: table.add_plane("m"),
@@ -301,32 +291,25 @@ WEIGHT_WRITES = {
     "fill_": lambda weight: weight.fill_(0),
     "data": lambda weight: weight.data.zero_(),
     "detach": lambda weight: weight.detach().zero_(),
-    "copy_": lambda weight: weight.copy_(torch.zeros(300, 16)),
     "view": lambda weight: weight[3].zero_(),
     "view of data": lambda weight: weight.data[3:5].mul_(2),
     "setitem": lambda weight: weight.__setitem__(4, 1.0),
-    "iadd": lambda weight: weight.__iadd__(1),
-    "init": torch.nn.init.normal_,
     "init by name": lambda weight: torch.nn.init.constant_(tensor=weight, val=1.0),
     "foreach": lambda weight: torch._foreach_mul_([torch.ones(300, 16), weight.data], 2.0),
-    "foreach of detached": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
     "out": lambda weight: torch.add(torch.ones(300, 16), 1, out=weight.data),
     "set data": lambda weight: setattr(weight, "data", torch.zeros(300, 16)),
     "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
-    "requires_grad_": lambda weight: weight.requires_grad_(),
 }
 
 
 MODULE_WRITES = {
     "train": lambda table, emb: st.Embedding.from_pretrained(table, freeze=False),
-    "train a bag": lambda table, emb: st.EmbeddingBag.from_pretrained(table, freeze=False),
     "max_norm": lambda table, emb: st.Embedding.from_pretrained(table, max_norm=1.0),
     "requires_grad_": lambda table, emb: torch.nn.Sequential(emb).requires_grad_(),
     "reset": lambda table, emb: emb.reset_parameters(),
     "assign": lambda table, emb: setattr(emb, "weight", torch.nn.Parameter(torch.zeros(300, 16))),
     "half": lambda table, emb: emb.half(),
     "load": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}),
-    "assign state": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}, assign=True),
 }
 
 
@@ -359,18 +342,7 @@ def test_what_is_refused_copies_no_rows_first(tmp_path, monkeypatch):
     table = st.Table.open(write_parts(tmp_path, numbers((300, 16), torch.bfloat16)), device="cpu")
     emb = st.Embedding.from_pretrained(table)
     monkeypatch.setattr("speedtransfer.tables.parts.Parts.rows", lambda *args: pytest.fail("rows are copied"))
-    for name in (
-        "fill_",
-        "data",
-        "detach",
-        "setitem",
-        "iadd",
-        "init",
-        "init by name",
-        "foreach",
-        "out",
-        "requires_grad",
-    ):
+    for name in ("fill_", "data", "detach", "setitem", "init by name", "foreach", "out", "requires_grad"):
         with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
             WEIGHT_WRITES[name](emb.weight)
     with pytest.raises(InvalidTypeError, match="NumPy has no bfloat16"):
@@ -394,14 +366,12 @@ def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
 # --- modules ---------------------------------------------------------------------------------------------------------------
 
 
-def test_module_of_an_opened_table(opened, tmp_path):
+def test_module_of_an_opened_table(opened):
     table, values, _ = opened
     emb, dense = (
         st.Embedding.from_pretrained(table, padding_idx=3),
         torch.nn.Embedding.from_pretrained(values, padding_idx=3),
     )
-    assert emb.table is table
-    assert emb.padding_idx == 3
     ids = torch.randint(300, (5, 70), generator=torch.Generator().manual_seed(3))
     assert_same_bits(emb(ids), dense(ids))
     with torch.inference_mode():
@@ -412,11 +382,11 @@ def test_module_of_an_opened_table(opened, tmp_path):
     assert torch.equal(torch.ones(2, 16) @ emb.weight.T, torch.ones(2, 16) @ values.T)
     assert emb.load_state_dict(emb.state_dict()).missing_keys == []
     assert_same_bits(copy.deepcopy(emb)(ids), dense(ids))
-    assert copy.deepcopy(emb).table.writable is False
-    torch.save(emb, tmp_path / "emb.pt")
-    again = torch.load(tmp_path / "emb.pt", weights_only=False)
+    again = pickle.loads(pickle.dumps(emb))
     assert_same_bits(again(ids), dense(ids))
     assert again.table.memory == "pageable"
+    with torch.no_grad(), pytest.raises(IndexError, match="is 300 but the table has 300 rows"):
+        emb(torch.tensor([3, 300]))
     assert_same_bits(st.to_dense(emb).weight.detach(), values)
     for mode in ("sum", "mean", "max"):
         ours, theirs = (
@@ -424,18 +394,6 @@ def test_module_of_an_opened_table(opened, tmp_path):
             for kind, rows in ((st.EmbeddingBag, table), (torch.nn.EmbeddingBag, values))
         )
         assert_same_bits(ours(ids), theirs(ids))
-
-
-def test_lookups_that_are_served(opened):
-    """A few ids without gradients."""
-    table, values, _ = opened
-    emb = st.Embedding.from_pretrained(table)
-    for ids in (torch.tensor([299]), torch.tensor([[0, 7], [7, 150]]), torch.zeros(0, dtype=torch.int64)):
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert_same_bits(emb(ids), values[ids])
-    with torch.no_grad(), pytest.raises(IndexError, match="is 300 but the table has 300 rows"):
-        emb(torch.tensor([3, 300]))
 
 
 def test_checkpoints(opened, tmp_path):
@@ -453,8 +411,6 @@ def test_checkpoints(opened, tmp_path):
         st.load_checkpoint(tmp_path / "other", emb)
     with pytest.raises(RuntimeError, match="row 211 of what is to be loaded is another one; leave its key out"):
         emb.load_state_dict(dense.state_dict())
-    nans = values.clone()
-    assert emb.load_state_dict({"weight": nans}).missing_keys == []
     assert state_of(folder) == before
 
 
@@ -553,54 +509,41 @@ def test_rows_are_asked_for_ahead(tmp_path, monkeypatch):
 # --- many and large files --------------------------------------------------------------------------------------------------
 
 LARGE = """
-import resource, sys, os
+import os, resource, sys
 import torch, speedtransfer as st
 from pathlib import Path
-ids = torch.tensor([0, 1_250_011, 1_250_012, 50_000_479])
 st.Table(4, 4, memory="pageable", device="cpu").gather([1])
-class Calls:
-    count = 0
-def count(event, args):
-    Calls.count += event in ("open", "mmap.__new__")
-sys.addaudithook(count)
+calls = []
+sys.addaudithook(lambda event, args: calls.append(event) if event in ("open", "mmap.__new__") else None)
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-before, Calls.count = resident(), 0
+before = resident()
+calls.clear()
 table = st.Table.open(sys.argv[1], "m.shard_{}.weight", device="cpu")
-grown, calls = resident() - before, Calls.count
-files = len(os.listdir("/proc/self/fd"))
-print(len(table), table.nbytes, grown, calls, files)
-print(table.gather(ids)[:, 0].tolist())
-print((resident() - before) < 60_000_000)
+# The header of each file, and its map; none of them stays open. A few are of the limits of memory.
+assert len(calls) < 100 and resident() - before < 50_000_000
+assert len(os.listdir("/proc/self/fd")) < 40
+assert (len(table), table.nbytes) == (50_000_480, 50_000_480 * 400)
+assert table.gather([0, 1_250_011, 1_250_012, 50_000_479])[:, 0].tolist() == [2.0, 2.5, 3.0, 41.5]
+assert resident() - before < 60_000_000
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
-    rows, count = 1_250_012, 40
-    for number in range(count):
+    rows = 1_250_012
+    for number in range(40):
         tensors = [("other", torch.float32, (number,)), (f"m.shard_{number}.weight", torch.bfloat16, (rows, 200))]
         header = safetensors_io.header_bytes(safetensors_io.make_header(tensors))
         with open(tmp_path / f"model-{number:05d}.safetensors", "wb") as file:
             file.write(header)
             file.truncate(len(header) + 4 * number + rows * 400)
-            if number in (0, 1, 39):
-                for row in (0, rows - 1):
-                    file.seek(len(header) + 4 * number + row * 400)
-                    file.write(
-                        torch.full((1,), number + 2.0 + (row > 0) / 2, dtype=torch.bfloat16).view(torch.uint8).numpy()
-                    )
+            for row in (0, rows - 1):
+                file.seek(len(header) + 4 * number + row * 400)
+                value = torch.tensor([number + 2.0 + (row > 0) / 2], dtype=torch.bfloat16)
+                file.write(value.view(torch.uint8).numpy().tobytes())
     result = run_script(LARGE, str(tmp_path))
     assert result.returncode == 0, result.stderr
-    first, values, small = result.stdout.splitlines()
-    num_rows, num_bytes, grown, calls, files = map(int, first.split())
-    assert (num_rows, num_bytes) == (rows * count, rows * count * 400)
-    assert grown < 50_000_000
-    # The header of each file, and its map; none of them stays open. A few are of the limits of memory.
-    assert calls < 2 * count + 20
-    assert files < count
-    assert values == "[2.0, 2.5, 3.0, 41.5]"
-    assert small == "True"
 
 
 def test_a_map_that_the_system_refuses(opened, monkeypatch):

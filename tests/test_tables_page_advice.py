@@ -64,16 +64,6 @@ def test_large_planes_only(tmp_path, monkeypatch, parts, told):
     assert at_random(st.Table.load(tmp_path / "t.safetensors", "mmap", "cpu").torch()) == told
 
 
-@linux
-@pytest.mark.parametrize("lacking", ["system", "memory"])
-def test_not_told_where_nobody_knows(tmp_path, monkeypatch, all_large, lacking):
-    if lacking == "system":
-        monkeypatch.setattr(advice, "_CAN_ADVISE", False)
-    else:
-        monkeypatch.setattr(advice, "physical_bytes", lambda: 0)
-    assert not at_random(st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu").torch())
-
-
 def test_a_plane_that_is_dropped_is_forgotten(tmp_path, all_large):
     gc.collect()  # what other tests left
     before = len(advice._at_random)
@@ -116,16 +106,6 @@ def test_passes_read_ahead(tmp_path, all_large, name):
     faults, result = disk_faults(lambda: PASSES[name](table, tmp_path))
     assert faults < 200  # page by page 1100 of them, where the file was evicted
     assert_same_bits(result, values)
-
-
-def test_rows_of_a_large_file(tmp_path, all_large):
-    values, order = numbers((ROWS, DIM), torch.float32), torch.randperm(ROWS)
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.safetensors", device="cpu")
-    table.scatter(order, values)
-    for index in (order[:1000], torch.arange(ROWS - 300, ROWS), torch.arange(7, 7 + 256), torch.arange(255), 5):
-        expected = torch.empty_like(values)
-        expected[order] = values
-        assert_same_bits(table.gather(index), expected[index])
 
 
 @pytest.fixture

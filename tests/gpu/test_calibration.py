@@ -122,16 +122,6 @@ class TestChosen:
 
         check_same(train(device, before=before), train(device, "device"))
 
-    def test_engines_set_by_hand_during_training(self, device):
-        def before(step, table):
-            table.engine = ("staged", "mapped", "auto")[step % 3]
-
-        def between(step, table):
-            if step % 5 == 4:
-                table.engine = "mapped"
-
-        check_same(train(device, before=before, between=between), train(device, "device"))
-
 
 class TestInFlight:
     """One engine still moves rows when another is chosen for the next call."""

@@ -9,7 +9,7 @@ import torch
 from cases import same_values
 from engine_cases import FLOATS
 
-from gpu.tools import ENGINES, PINNED_ENGINES, WAYS, pinned, store_in
+from gpu.tools import ENGINES, WAYS, store_in
 from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
@@ -69,14 +69,6 @@ def check_conversion(engine, device, store, stored, dense, width, step=1):
 @pytest.mark.parametrize(("memory", "name"), [*WAYS, ("mmap", "staged")])
 def test_hard_values(device, tmp_path, memory, name, stored, dense):
     check_conversion(ENGINES[name](device), device, store_in(memory, device, tmp_path), stored, dense, 24)
-
-
-@pytest.mark.parametrize(("stored", "dense"), PAIRS)
-@pytest.mark.parametrize("name", PINNED_ENGINES)
-def test_odd_widths(device, name, stored, dense):
-    engine = ENGINES[name](device)
-    for width in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 129, 256, 257, 1000):
-        check_conversion(engine, device, pinned, stored, dense, width, step=101)
 
 
 @pytest.mark.parametrize(("stored", "dense"), PAIRS)

@@ -127,24 +127,6 @@ class TestWhenItIsSaid:
         engine.wait()
         assert plane.cpu()[:, 0].tolist() == [1, 1, 1, 1, 5, 1, 1, 1, 1, 5]
 
-    def test_again_and_again(self, engine, device, store):
-        plane, rows = store(torch.ones(10, 3)), torch.zeros(100, 3, device=device)
-        for place in range(100):
-            index = torch.full((100,), 3, device=device)
-            index[place:] = 10 + place
-            engine.gather([plane], index, [rows], check=True)
-            with pytest.raises(RowIndexError, match=rf"^index\[{place}\]{LATE} is {10 + place} "):
-                engine.wait()
-
-    def test_engines_do_not_hear_of_each_other(self, device, store):
-        one, two, plane = MappedEngine(device), MappedEngine(device), store(torch.ones(10, 3))
-        one.gather([plane], torch.tensor([10], device=device), [torch.ones(1, 3, device=device)], check=True)
-        torch.cuda.synchronize()
-        two.gather([plane], torch.tensor([9], device=device), [torch.ones(1, 3, device=device)], check=True)
-        two.wait()
-        with pytest.raises(RowIndexError):
-            one.wait()
-
 
 class TestOfATable:
     def test_it_goes_on_working(self, device, memory):

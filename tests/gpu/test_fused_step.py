@@ -194,30 +194,3 @@ def test_one_launch(name, device, fused):
     assert len(launches) == 1, launches
     assert "step_rows" in launches[0]
     assert not [call for call in calls if call.startswith(("wait", "copy"))]
-
-
-def test_auto_goes_on_with_other_engines(device, fused):
-    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")
-    engine = emb.table._engine
-    optimizer = SGD(emb.parameters(), 1.0)
-    ids = torch.arange(NUM_ROWS, device=device)
-
-    def step():
-        emb(ids).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    start = emb.table.torch().clone()
-    step()
-    step()
-    assert len(fused) == 1
-    engine.choose = lambda *args: "staged"
-    step()
-    assert len(fused) == 1
-    engine.choose = lambda *args: "mapped"
-    # The other one may still be busy until something is scattered.
-    step()
-    assert len(fused) == 1
-    step()
-    assert len(fused) == 2
-    torch.testing.assert_close(emb.table.torch(), start - 5)

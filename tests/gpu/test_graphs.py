@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import DeviceError
 
 ROWS, DIM, IDS, WARM = 41, 8, 12, 3
@@ -273,25 +272,6 @@ class TestAfterReplays:
             training.steps(batches(), step)
         check_close(pair[1].result(), pair[0].result())
 
-    def test_a_replay_between_backward_and_step(self, pair):
-        plain, graphed = pair
-        for training, replay in ((plain, plain.step), (graphed, graphed.graph.replay)):
-            training.opt.zero_grad(set_to_none=True)
-            training.ids.copy_(batches()[4])
-            training.backward()
-            # Its own gradient is in the way of a step, not of a replay.
-            kept = training.emb.weight.grad
-            if training is plain:
-                replay()
-                plain.opt.zero_grad(set_to_none=True)
-                plain.emb.weight.grad = kept
-            else:
-                replay()
-            for param in training.linear.parameters():
-                param.grad = None
-            training.opt.step()
-        torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
-
     def test_rows_are_there_when_the_host_looks(self, pair):
         plain, graphed = pair
         for _ in range(3):
@@ -307,18 +287,6 @@ class TestAfterReplays:
         plain.step()
         torch.testing.assert_close(state, plain.opt.state_dict()["state"][0]["exp_avg"], rtol=1e-5, atol=1e-5)
 
-    def test_a_look_at_the_gradient_leaves_it_to_replays(self, pair):
-        plain, graphed = pair
-        for ids in batches():
-            plain.steps([ids])
-            graphed.steps([ids], graphed.graph.replay)
-            torch.testing.assert_close(
-                graphed.emb.weight.grad.to_dense(), plain.emb.weight.grad.to_dense(), rtol=1e-5, atol=1e-5
-            )
-            assert (graphed.emb.weight.grad != 0).any()
-        with pytest.raises(DeviceError, match=r"writes at each replay, and it cannot become dense.*to_dense"):
-            graphed.emb.weight.grad.add_(torch.ones(ROWS, DIM, device=graphed.ids.device))
-
     def test_another_backward(self, pair):
         _, graphed = pair
         with pytest.raises(
@@ -326,14 +294,6 @@ class TestAfterReplays:
         ):
             graphed.backward()
         graphed.step()
-
-    def test_another_engine(self, pair):
-        plain, graphed = pair
-        graphed.table.engine = MappedEngine(graphed.ids.device)
-        gc.collect()
-        plain.steps(batches())
-        graphed.steps(batches(), graphed.graph.replay)
-        check_close(graphed.result(), plain.result())
 
     def test_auto_stays_with_mapped(self, device, monkeypatch):
         plain, graphed = Training(device), Training(device)
@@ -397,16 +357,6 @@ class TestRefused:
         assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
         torch.testing.assert_close(graphed.table.torch().float(), plain.table.torch().float(), rtol=1e-5, atol=1e-5)
 
-    def test_a_staged_engine(self, device):
-        graphed = Training(device)
-        graphed.table.engine = "staged"
-        graphed.warm_up()
-        with refused("whose rows the host moves .*table.engine = 'mapped'"):
-            graphed.step()
-        graphed.table.engine = "mapped"
-        graphed.step()
-        graphed.capture()
-
     def test_the_first_step(self, device):
         graphed = Training(device)
         with refused("the first step of this AdamW for .*a few steps like it before the capture"):
@@ -422,13 +372,6 @@ class TestRefused:
         with refused(r"has a gradient from before the capture .*zero_grad\(set_to_none=True\)"):
             graphed.backward()
         graphed.steps(batches())
-
-    def test_a_gradient_of_another_graph(self, device):
-        graphed, second = Training(device), torch.cuda.CUDAGraph()
-        graphed.warm_up()
-        graphed.capture(graphed.backward)
-        with pytest.raises(DeviceError, match="to which no other can be added"), torch.cuda.graph(second):
-            graphed.backward()
 
     @pytest.mark.skipif("FAKE_KERNELS" in os.environ, reason="sparse tensors are not emulated")
     def test_a_sparse_step(self, device):

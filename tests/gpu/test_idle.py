@@ -31,22 +31,6 @@ def ours(memory, device, folder, **options):
     return embedding_in(memory, folder, device, ROWS, DIM, **{"idle": "exact", **options})
 
 
-def test_rows_and_history_follow_to_another_device(device, tmp_path):
-    found = []
-    for other in ("cpu", device):
-        module = ours("pageable", "cpu", tmp_path)
-        optimizer = case_named("adamw").make(module.parameters())
-        for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, 60, size=8)):
-            if number == 30:
-                module.to(other)
-            where = module.weight.device
-            optimizer.zero_grad()
-            squared_loss(module(ids.to(where)), target.to(where)).backward()
-            optimizer.step()
-        found.append(module.table.torch())
-    torch.testing.assert_close(*found, rtol=0, atol=5e-5)
-
-
 @pytest.mark.parametrize("memory", ["pinned", "device"])
 def test_rows_looked_at_by_ids_on_the_host(memory, device, tmp_path, monkeypatch):
     """They catch up on the device, and the record of their steps is written from there: engines take no other rows."""

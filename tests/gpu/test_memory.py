@@ -47,13 +47,6 @@ class TestRefused:
         no_page_locking.undo()
         assert not st.Table(1000, 128, memory="pinned", device=device).gather([999]).any()
 
-    def test_beyond_what_cuda_can_lock(self, device, monkeypatch):
-        monkeypatch.setattr("speedtransfer.tables.memories.physical_bytes", lambda: 1 << 62)
-        with pytest.raises(HostMemoryError) as error:
-            st.Table(1 << 38, 64, memory="pinned", device=device)
-        said(error, 1 << 46)
-        assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
-
     def test_a_plane_of_optimizer_state(self, device, monkeypatch):
         emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
         opt = torch.optim.Adam(emb.parameters(), lr=0.1)
@@ -155,16 +148,6 @@ class TestGivenBack:
         assert rows.eq(3).all()
         assert other.gather([7]).eq(4).all()
 
-    def test_page_locked_memory_of_an_engine(self, device):
-        engine, plane = StagedEngine(device, num_buffers=3), torch.zeros(1000, 64)
-        for _ in range(4):
-            engine.gather([plane], torch.arange(1000, device=device), [torch.zeros(1000, 64, device=device)])
-        pointers = [next(engine._ring)._memory.data_ptr() for _ in range(3)]
-        assert len(set(pointers)) == 3
-        assert all(is_page_locked(pointer) for pointer in pointers)
-        del engine
-        assert not any(is_page_locked(pointer) for pointer in pointers)
-
     @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap", "device"])
     def test_memory_of_the_device(self, device, tmp_path, memory):
         before = allocated_bytes()
@@ -181,23 +164,6 @@ class TestGivenBack:
             table.wait()
             del table, rows, index
             assert allocated_bytes() == before
-
-    def test_an_embedding_and_its_optimizer(self, device):
-        def train():
-            emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
-            opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-            for _ in range(3):
-                opt.zero_grad()
-                emb(torch.randint(1000, (50,)).to(device)).sum().backward()
-                opt.step()
-            return [emb.table.plane(name).data_ptr() for name in emb.table.planes]
-
-        train()
-        before = allocated_bytes()
-        pointers = train()
-        assert allocated_bytes() == before
-        assert len(pointers) == 3
-        assert not any(is_page_locked(pointer) for pointer in pointers)
 
 
 FORKED = """

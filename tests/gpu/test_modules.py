@@ -88,22 +88,6 @@ def test_the_host_does_not_wait(device, monkeypatch, forward, padding):
         step(ids)
 
 
-@pytest.mark.parametrize("memory", ["pinned", "device"])
-def test_weights_of_features(device, tmp_path, memory):
-    ours = multi(device, memory, tmp_path)
-    weight = ours[2].weight
-    assert weight.device == device
-    # Made with gradients enabled, written without: as the functions of nn.init do.
-    nn.init.constant_(weight, 0.5)
-    ours[1].weight.data[3] = 2
-    weight.data.mul_(2)
-    assert ours[2](torch.arange(3, device=device)).eq(1).all()
-    assert ours[1].weight[3].eq(2).all()
-    (ours[2].weight.sum() * 3).backward()
-    assert ours.weight.grad.to_dense().sum().item() == 3 * 3 * DIM
-    assert torch.equal(ours.state_dict()["2.weight"].cpu(), torch.ones(3, DIM))
-
-
 def looked_up(ours, module, ids):
     """Look `ids` up; faults of CUDA kernels are reported when they are waited for, at the latest."""
     with torch.no_grad():

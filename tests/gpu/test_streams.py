@@ -100,23 +100,6 @@ class TestNothingElse:
         check_same([ours, theirs], [table.torch(), table.torch()])
 
     @pytest.mark.parametrize("memory", MEMORIES)
-    def test_another_table(self, device, tmp_path, memory):
-        one, two = (table_in(memory, tmp_path, 1000, 64, device).fill_(value) for value in (1, 2))
-        mine, other, index = torch.cuda.Stream(), torch.cuda.Stream(), torch.arange(1000, device=device)
-        for warm in WARM:
-            torch.cuda.synchronize()
-            held = None if warm else hold(other)
-            if memory in NO_HOST:
-                with torch.cuda.stream(other):
-                    one.scatter(index, one.gather(index, check=False), check=False)
-            with torch.cuda.stream(mine):
-                rows = two.gather(index)
-                two.scatter(index, rows * 2, check=False)
-                two.wait()
-            assert held is None or not held.query()
-        assert two.torch().eq(2 * 2 ** len(WARM)).all()
-
-    @pytest.mark.parametrize("memory", MEMORIES)
     def test_a_whole_training_step(self, device, tmp_path, memory):
         kwargs = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
         emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device, **kwargs)
@@ -153,33 +136,6 @@ class TestTheHost:
                 rows = table.gather(given)
         mine.synchronize()
         check_same([rows], [table.torch().cpu()[index]])
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_several_planes_converted(self, device, memory):
-        table, mine = st.Table(1000, 64, torch.float16, memory=memory, device=device).normal_(), torch.cuda.Stream()
-        table.add_plane("m", 3, torch.bfloat16, fill=1)
-        index = torch.arange(500, device=device)
-        with torch.cuda.stream(mine):
-            for warm in WARM:
-                torch.cuda.synchronize()
-                with contextlib.nullcontext() if warm else not_waiting(mine):
-                    rows = table.gather(index, ["weight", "m"], dtype=torch.float32)
-                    table._engine.scatter([table._planes[name] for name in rows], index, list(rows.values()))
-        table.wait()
-        check_same([rows["weight"]], [table.torch()[:500].float()])
-
-    def test_many_calls(self, device):
-        table, mine = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
-        index = torch.arange(1000, device=device)
-        torch.cuda.synchronize()  # another stream made the index
-        with torch.cuda.stream(mine):
-            for _ in range(3):
-                table.scatter(index, table.gather(index) + 1, check=False)
-            torch.cuda.synchronize()
-            with not_waiting(mine):
-                for _ in range(50):  # the device takes about a thousand launches in advance
-                    table.scatter(index, table.gather(index) + 1, check=False)
-        assert table.torch().eq(53).all()
 
     def test_staged_copies_run_on(self, device):
         """The host gathers and is done: its copies need not be, and are in order."""

@@ -17,7 +17,6 @@ from table_cases.values import CopyCases
 from test_tables_opened import ReadOnly
 
 import speedtransfer as st
-from gpu.tools import table_in
 from speedtransfer.engines import engine_names
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 
@@ -265,31 +264,6 @@ class TestPinnedThroughACache(Made, TableContract):
         stats = table.stats()
         assert stats.cache_hits + stats.cache_misses == stats.gathered_rows == 6
         assert stats.cache_hit_bytes + stats.cache_miss_bytes == stats.gathered_bytes == 96
-
-
-def test_every_memory_and_engine_gives_the_same_bits(device, tmp_path):
-    def filled(memory, engine):
-        table = table_in(memory, tmp_path, 500, 33, device)
-        table.engine = engine
-        table.normal_(generator=torch.Generator().manual_seed(1))
-        table.add_plane("m", 5, torch.bfloat16, fill=0.5)
-        return table
-
-    memories = ("pinned", "pageable", "mmap", "device")
-    tables = [filled(memory, engine) for memory in memories for engine in engine_names(memory, device)]
-    assert len(tables) == 7
-    generator = torch.Generator().manual_seed(0)
-    for step in range(30):
-        index = torch.randperm(500, generator=generator)[:77]
-        index = index.to(device) if step % 2 else index
-        gathered = [table.gather(index, ["weight", "m"]) for table in tables]
-        for rows in gathered[1:]:
-            for name in ("weight", "m"):
-                assert_same_bits(rows[name], gathered[0][name])
-        for table, rows in zip(tables, gathered, strict=True):
-            table.scatter(index, {"weight": rows["weight"] * 0.9 + 0.1, "m": rows["m"] * 1.1})
-    for table in tables[1:]:
-        assert_same_bits(table.torch(), tables[0].torch())
 
 
 # --- rows read in place from published files --------------------------------------------------------------------------

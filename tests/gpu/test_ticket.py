@@ -9,7 +9,7 @@ from gpu.tools import (
     no_garbage,  # noqa: F401 - a fixture
     synchronizing,
 )
-from speedtransfer.errors import DeviceError, RowIndexError
+from speedtransfer.errors import RowIndexError
 from speedtransfer.rows import Rows
 
 MEMORIES = ["pinned", "pageable", "mmap"]
@@ -161,18 +161,3 @@ def test_what_was_written_behind_is_seen(device, tmp_path, memory):
         named.fill_(0)
         assert read().unique().tolist() == [number]
     assert emb(ticket)[10:14].unique().tolist() == [number]
-
-
-def test_rows_on_the_device_are_not_read_ahead(device, tmp_path):
-    emb = module(device, "device", tmp_path)
-    ids = torch.arange(5, device=device)
-    ticket = emb.prefetch(ids)
-    assert not ticket.is_waiting
-    assert torch.equal(emb(ticket), emb.table.torch()[:5])
-
-
-def test_not_in_a_capture(device, tmp_path, monkeypatch):
-    emb = module(device, "pinned", tmp_path, idle="lazy")
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(DeviceError, match=r"prefetch\(\) cannot be captured"):
-        emb.prefetch(torch.arange(5, device=device))

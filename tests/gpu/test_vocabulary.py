@@ -139,20 +139,6 @@ def test_several_lookups_before_a_step(device, lookups):
     torch.testing.assert_close(there[2], rows, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("deferred", [False, True])
-def test_a_device_without_the_memory_leaves_it_to_the_host(device, monkeypatch, deferred):
-    monkeypatch.setattr(device_map, "_SHARE", 1 << 60)
-    found = []
-    for where in ("cpu", device):
-        module = module_on(where, "pageable" if where == "cpu" else "pinned", deferred=deferred)
-        opt = torch.optim.SGD(module.parameters(), lr=0.1)
-        for step in range(4):
-            train(module, opt, ids_of(step).to(where))
-        with torch.no_grad():
-            found.append((module(ids_of(9).to(where)).cpu(), module.vocabulary.ids()))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
-
-
 def test_statistics_are_those_of_the_host(device):
     module = module_on(device).eval()
     module.vocabulary.update(torch.arange(4), torch.zeros(4, 4))

@@ -74,23 +74,6 @@ class FileCases(TableCases):
         assert path.read_bytes() == b"old"
         assert sorted(p.name for p in self.folder.iterdir()) == files_before
 
-    @pytest.mark.parametrize(
-        ("name", "standard", "message"),
-        [
-            ("table.txt", ValueError, r"ends in '.txt' but a table is .npy or .safetensors; rename it"),
-            ("missing/table.npy", OSError, r"cannot write .* \(No such file or directory\); choose a folder"),
-            ("folder.npy", OSError, r"cannot write .* \(Is a directory\); "),
-        ],
-    )
-    def test_save_to_a_bad_path(self, name, standard, message):
-        (self.folder / "file").write_text("x")
-        (self.folder / "folder.npy").mkdir()
-        table = self.numbered()
-        before = sorted(p.name for p in self.folder.iterdir())
-        with refused(standard, message):
-            table.save(self.folder / name)
-        assert sorted(p.name for p in self.folder.iterdir()) == before
-
 
 # Width, dtype and fill.
 PLANES = {"m": (4, torch.float32, 0.5), "step": (1, torch.int32, 3), "flag": (5, torch.uint8, 0)}

@@ -202,18 +202,3 @@ class GatherCases(TableCases):
             pytest.skip("a view of these rows is on the host")
         assert table.gather([2, 1, 0], out=table.torch()[1:4])[:, 0].tolist() == [2, 1, 0]
         assert self.rows_of(table)[:5, 0].tolist() == [0, 2, 1, 0, 4]
-
-    def test_out_of_the_wrong_kind(self):
-        table = self.numbered()
-        for shape in ((2, 3), (3, 4), (2, 4, 1), (8,), (1, 2, 4)):
-            with pytest.raises(InvalidValueError) as error:
-                table.gather([1, 2], out=torch.zeros(shape, device=table.device))
-            assert one_line(error).startswith(f"out has shape {shape} but index and table ask for (2, 4); ")
-        with pytest.raises(InvalidTypeError, match=r"out has dtype torch.float64 but the plane holds torch.float32; "):
-            table.gather([1], out=torch.zeros(1, 4, dtype=torch.float64, device=table.device))
-        with pytest.raises(InvalidValueError, match=f"out is on meta but the table computes on {table.device}; "):
-            table.gather([1], out=torch.zeros(1, 4, device="meta"))
-        with pytest.raises(InvalidTypeError, match="out is a ndarray but must be a tensor; "):
-            table.gather([1], out=np.zeros((1, 4), dtype=np.float32))
-        with pytest.raises(InvalidValueError, match=r"out is one tensor but planes is \['weight'\]; "):
-            table.gather([1], ["weight"], out=torch.zeros(1, 4, device=table.device))

@@ -85,19 +85,6 @@ class ValueCases(TableCases):
         self.assert_unchanged(table, result)
         assert not table.torch().requires_grad
 
-    def test_init_in_place_without_a_result(self, monkeypatch):
-        monkeypatch.setattr(fill, "CHUNK_BYTES", 1)
-        table, shapes = self.make(50, 3, dtype=torch.int16), []
-
-        def function(chunk):
-            assert chunk.device.type == "cpu"
-            chunk.copy_(sum(shapes) + torch.arange(len(chunk))[:, None].expand(chunk.shape))
-            shapes.append(len(chunk))
-
-        table.init_(function)
-        assert shapes == [16, 16, 18]
-        assert self.rows_of(table).tolist() == [[i, i, i] for i in range(50)]
-
     # --- from_array ---------------------------------------------------------------------------------------------------
 
     def test_from_array_of_a_tensor(self, dtype):
@@ -129,23 +116,6 @@ class ValueCases(TableCases):
         assert table.torch().is_contiguous()
         np.testing.assert_array_equal(self.rows_of(table).numpy(), values)
         table.scatter([0], torch.zeros(1, 3, dtype=torch.float64, device=table.device))
-
-    @pytest.mark.parametrize(
-        ("array", "standard", "message"),
-        [
-            (np.zeros(3), ValueError, r"array has shape \(3,\) but a table is 2-D"),
-            (1.0, ValueError, r"array has shape \(\) but a table is 2-D"),
-            ([[1.0], [1.0, 2.0]], ValueError, "array is a ragged sequence"),
-            (np.zeros((3, 2), dtype=bool), TypeError, "array has dtype bool"),
-            (torch.zeros(3, 2, dtype=torch.bool), TypeError, "dtype is torch.bool"),
-            (torch.eye(3).to_sparse(), TypeError, "array has layout torch.sparse_coo"),
-        ],
-        ids=lambda value: "" if isinstance(value, type | str) else f"{value}".split("\n")[0][:30],
-    )
-    def test_from_array_of_what_is_no_table(self, array, standard, message):
-        with refused(standard, message):
-            self.from_array(array)
-        assert list(self.folder.iterdir()) == [], "a failure leaves nothing behind"
 
 
 class CopyCases(TableCases):
