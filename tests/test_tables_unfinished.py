@@ -16,7 +16,7 @@ import speedtransfer as st
 from speedtransfer.engines import HostEngine
 from speedtransfer.engines.behind import Behind
 from speedtransfer.errors import OptimizerError
-from speedtransfer.tables import loading, overlay
+from speedtransfer.tables import loading
 from speedtransfer.tables.write_back import _places
 from speedtransfer.tables.write_log import Write, WriteLog
 
@@ -107,36 +107,6 @@ def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
 
 
 ROWS, DIM = 30, 3
-
-
-def some_ids(generator, most):
-    count = int(torch.randint(most + 1, (), generator=generator))
-    return torch.randperm(ROWS, generator=generator)[:count]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_overlay(seed):
-    generator = torch.Generator().manual_seed(seed)
-    planes = {name: torch.randn(ROWS, DIM, generator=generator) for name in ("weight", "exp_avg")}
-    ids = some_ids(generator, 20).sort().values
-    fetched = {name: plane[ids] for name, plane in planes.items()}
-    writes = []
-    for _ in range(int(torch.randint(5, (), generator=generator))):
-        named = some_ids(generator, 12)
-        which = ["weight", "exp_avg"][: int(torch.randint(1, 3, (), generator=generator))]
-        rows = {name: torch.randn(len(named), DIM, generator=generator) for name in which}
-        for name, part in rows.items():
-            planes[name][named] = part
-        kept = bool(torch.randint(2, (), generator=generator))
-        writes.append(Write(named, rows if kept else None))
-    again = overlay(fetched, ids, writes, ROWS)
-    unknown = [write.ids for write in writes if write.rows is None]
-    assert (again is None) == (not unknown)
-    wanted = torch.isin(ids, torch.cat(unknown)) if unknown else torch.zeros(len(ids), dtype=torch.bool)
-    assert again is None or torch.equal(again, wanted)
-    for name, plane in planes.items():
-        fetched[name][wanted] = plane[ids[wanted]]
-        assert torch.equal(fetched[name], plane[ids])
 
 
 def test_padding_is_no_row():

@@ -152,37 +152,3 @@ class TestInFlight:
         side.synchronize()
         assert out.eq(1).all()
         assert table.torch().eq(5).all()
-
-    @pytest.mark.parametrize("direction", ["gather", "scatter"])
-    def test_what_is_waited_for(self, device, monkeypatch, direction):
-        """Only what the next engine's host must not be ahead of: no wait at all where rows are moved by the device."""
-        waits, synchronize = [], torch.cuda.Event.synchronize
-        table = st.Table(1000, 64, memory="pinned", device=device)
-        index, rows, side = torch.arange(1000), torch.zeros(1000, 64, device=device), torch.cuda.Stream()
-        call = {
-            "gather": lambda: table.gather(index, check=False),
-            "scatter": lambda: table.scatter(index, rows, check=False),
-        }[direction]
-        for _ in range(9):
-            for name in NAMES:
-                choose(device, name, name)
-                table.gather(index, check=False)
-                table.scatter(index, rows, check=False)
-        torch.cuda.synchronize()
-        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: [waits.append(event), synchronize(event)][1])
-        choose(device, "mapped", "mapped")
-        with torch.cuda.stream(side):
-            held = hold(side)
-            table.gather(index, check=False)
-            call()
-            assert waits == []
-            choose(device, "staged", "staged")
-            table.gather(index, check=False)
-            # The host reads rows beside the gather of before, and waits for a scatter.
-            assert len(waits) == (direction == "scatter")
-            assert held.query() == (direction == "scatter")
-            waits.clear()
-            choose(device, "mapped", "mapped")
-            call()
-            assert waits == []
-        torch.cuda.synchronize()

@@ -1,16 +1,13 @@
 """Device numbers: what one device can show of them, and two devices where there are two."""
 
-import types
-
 import pytest
 import torch
 from cases import one_line
 
 import speedtransfer as st
 from gpu.tools import ENGINES, check_same, hold, pinned, store_in, table_in
-from speedtransfer.cuda import launch
 from speedtransfer.engines import MappedEngine
-from speedtransfer.errors import DeviceError, InvalidValueError
+from speedtransfer.errors import DeviceError
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
 
@@ -39,19 +36,6 @@ class TestOneDevice:
             st.Table(4, 2).to(f"cuda:{count}")
         assert list(tmp_path.iterdir()) == []
 
-    def test_launches_among_several(self, device, monkeypatch):
-        """With more than one device a launch makes its own current, for torch and for CuPy."""
-        status = types.SimpleNamespace(available=True, reason="", devices=(torch.cuda.get_device_name(device),) * 2)
-        entered, enter = [], launch.on_device
-        monkeypatch.setattr(launch, "cuda_status", lambda: status)
-        monkeypatch.setattr(launch, "on_device", lambda index: [entered.append(index), enter(index)][1])
-        engine, plane = MappedEngine(device), pinned(torch.arange(20.0).view(10, 2))
-        rows = torch.zeros(2, 2, device=device)
-        entered.clear()
-        engine.gather([plane], torch.tensor([9, 0], device=device), [rows])
-        assert set(entered) == {device.index}
-        assert rows.tolist() == [[18, 19], [0, 1]]
-
 
 @pytest.fixture
 def other():
@@ -76,13 +60,6 @@ class TestTwoDevices:
             content[index] *= 2
             check_same([table.torch()], [content])
             assert torch.cuda.current_device() == 0
-
-    @pytest.mark.parametrize("memory", MEMORIES)
-    def test_rows_of_the_wrong_one(self, other, tmp_path, memory):
-        table = table_in(memory, tmp_path, 10, 4, other)
-        with pytest.raises(InvalidValueError, match=r"is on cuda:0 but the table computes on cuda:1; pass it \.to"):
-            table.scatter([1], torch.ones(1, 4, device="cuda:0"))
-        assert not table.torch().any()
 
     @pytest.mark.parametrize("name", ENGINES)
     def test_order_between_its_streams(self, other, tmp_path, name):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from engine_cases import EngineCases, PaddingCases, Twice, cached
 
-from gpu.tools import FEW_SWEEPS, SWEEPS, store_in, wrong_dims
-from speedtransfer.cuda import pinned_empty
+from gpu.tools import store_in
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine, make_engine
 from speedtransfer.errors import DeviceError, InvalidValueError
 
@@ -220,24 +219,6 @@ class TestManyStaged:
         engine.scatter([plane], index.to(device), [rows + 1])
         content[index] += 1
         assert torch.equal(plane, content)
-
-
-@pytest.mark.parametrize(
-    ("memory", "engine", "sweep"),
-    [
-        *(("pinned", MappedEngine, sweep) for sweep in SWEEPS),
-        *(("device", MappedEngine, sweep) for sweep in SWEEPS),
-        *(("pinned", StagedEngine, sweep) for sweep in FEW_SWEEPS),
-        *(("pageable", StagedEngine, sweep) for sweep in FEW_SWEEPS),
-        *(("device", ReferenceEngine, sweep) for sweep in FEW_SWEEPS),
-    ],
-    ids=lambda value: getattr(value, "name", str(value)),
-)
-def test_every_dim(device, memory, engine, sweep):
-    """1 to 257, float32 and bytes, as they come and where nothing is aligned."""
-    room = torch.zeros(1 << 16, dtype=torch.uint8, device=device if memory == "device" else "cpu")
-    planes = pinned_empty(1 << 16, device) if memory == "pinned" else room
-    assert wrong_dims(engine(device), device, planes, *sweep) == []
 
 
 class TestMadeByHand:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer as st
-from gpu.tools import embedding_in, synchronizing
+from gpu.tools import embedding_in
 
 ROWS, DIM = 60, 16
 
@@ -118,38 +118,6 @@ def test_steps_that_a_scaler_skips_on_the_device(case, memory, trusted, device, 
             modules[0].table.torch()  # writes rows that have caught up
     ours_here = modules[0].cpu().table.torch()  # the CPU cannot ask the device about the last step
     torch.testing.assert_close(ours_here, modules[1].weight.detach().cpu(), rtol=0, atol=2e-4)
-
-
-FORMS = {
-    "adamw": (torch.optim.AdamW, {"foreach": True}, {}),
-    "adamw-fused": (torch.optim.AdamW, {"fused": True}, {}),
-    "adam-coupled": (torch.optim.Adam, {"weight_decay": 0.1}, {}),
-    "adamax": (torch.optim.Adamax, {}, {}),
-    "asgd-capturable": (torch.optim.ASGD, {"capturable": True}, {}),
-    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.9}, {}),
-    "half": (torch.optim.AdamW, {}, {"dtype": torch.bfloat16}),
-    "int8": (torch.optim.AdamW, {"fused": True}, {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
-    "float8": (torch.optim.AdamW, {}, {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8}),
-}
-
-
-# With others than fused ones GradScaler itself waits.
-SCALED = [(name, True) for name, (_, kwargs, _) in FORMS.items() if "fused" in kwargs]
-
-
-@pytest.mark.parametrize(("name", "scaled"), [*((name, False) for name in FORMS), *SCALED])
-def test_the_host_does_not_wait(name, scaled, device, tmp_path):
-    kind, kwargs, options = FORMS[name]
-    module = ours("pinned", device, tmp_path, **options)
-    optimizer = kind(module.parameters(), lr=0.01, **kwargs)
-    scaler = torch.amp.GradScaler(device.type, enabled=scaled, init_scale=4.0)
-    batches = [torch.randint(ROWS, (20,), device=device) for _ in range(6)]
-    for number, ids in enumerate(batches):
-        with synchronizing("error" if number > 3 else "default"):
-            optimizer.zero_grad()
-            scaler.scale(module(ids).float().square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
 
 
 def test_an_evaluation_in_inference_mode_comes_first(device, tmp_path):

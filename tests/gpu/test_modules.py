@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import speedtransfer as st
-from gpu.tools import embedding_in, synchronizing
+from gpu.tools import embedding_in
 from speedtransfer.engines import mapped
 from speedtransfer.errors import RowIndexError
 
@@ -69,25 +69,6 @@ def test_launches_of_a_step_are_those_of_one_table(device, monkeypatch, forward,
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("padding", [None, 2])
-@pytest.mark.parametrize("forward", [together, in_parts])
-def test_the_host_does_not_wait(device, monkeypatch, forward, padding):
-    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "mapped")
-    modules = multi(device, idle="lazy", padding_idx=padding)
-    optimizer = torch.optim.AdamW(modules.parameters(), fused=True)
-
-    def step(ids):
-        optimizer.zero_grad()
-        forward(modules, ids).square().sum().backward()
-        optimizer.step()
-
-    *warm, ids = batches(4, device)
-    for each in warm:
-        step(each)
-    with synchronizing("error"):
-        step(ids)
-
-
 def looked_up(ours, module, ids):
     """Look `ids` up; faults of CUDA kernels are reported when they are waited for, at the latest."""
     with torch.no_grad():
@@ -109,17 +90,6 @@ def test_ids_out_of_range_of_features(device):
         with pytest.raises(RowIndexError, match=rf"index\[4, {feature}\] of feature '{feature}' is {value}"):
             ours(ids.cpu())
     assert ours(good).shape == (5, 4, DIM)
-
-
-def test_features_are_moved(device):
-    ours, ids = multi("cpu", "pageable"), next(batches(1, "cpu"))
-    expected = ours(ids).detach()
-    ours.to(device)
-    assert torch.equal(ours(ids.to(device)).detach().cpu(), expected)
-    parts = list(ids.unbind(1))
-    parts[1] = parts[1].to(device)
-    assert all(torch.equal(rows.cpu(), expected[:, i]) for i, rows in enumerate(ours(parts)))
-    assert torch.equal(ours.cpu()(ids).detach(), expected)
 
 
 # --- n-grams ----------------------------------------------------------------------------------------------------------

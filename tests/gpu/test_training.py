@@ -358,18 +358,6 @@ def padded_pair(device, module=st.Embedding, **options):
     return ours, dense
 
 
-def test_padding_in_functional_bags_of_the_weight(device):
-    ours, dense = padded_pair(device)
-    ids, offsets = torch.tensor([1, 3, 2, 3, 3, 5], device=device), torch.tensor([0, 3], device=device)
-    outs = [
-        nn.functional.embedding_bag(ids, module.weight, offsets, mode="sum", padding_idx=3) for module in (ours, dense)
-    ]
-    torch.testing.assert_close(*outs)
-    for out in outs:
-        out.sum().backward()
-    torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
-
-
 def test_padding_moved_between_backward_and_step(device):
     ours, dense = padded_pair(device)
     for module in (ours, dense):
