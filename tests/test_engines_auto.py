@@ -1,7 +1,6 @@
 """Choice by measurement with the CPU in the part of the device, and the engine of a table."""
 
 import itertools
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -145,27 +144,6 @@ class TestChoice:
 
 
 class TestCalibration:
-    @pytest.mark.parametrize(
-        "damage",
-        [
-            lambda data: data.pop("points"),
-            lambda data: data.update(points=[{"direction": "gather"}]),
-            lambda data: data["points"][0]["seconds"].update(host=-1.0),
-            lambda data: data["points"][0]["seconds"].update(host="soon"),
-            lambda data: data.update(copy_bytes_per_s=None),
-            *("", "[]", "{", "\0\0"),
-        ],
-    )
-    def test_a_damaged_or_foreign_file_is_left_out_with_a_warning(self, damage, caplog):
-        path = made(POINTS).save()
-        data = json.loads(path.read_text())
-        if callable(damage):
-            damage(data)
-        path.write_text(json.dumps(data) if callable(damage) else damage)
-        assert load(CPU) is None
-        assert "cannot be read" in caplog.text
-        assert "run `speedtransfer calibrate`" in caplog.text
-
     def test_measures_every_call_and_engine(self):
         plane, seen = torch.zeros(1 << 20, dtype=torch.uint8), []
         engines = {"host": HostEngine(), "reference": ReferenceEngine()}

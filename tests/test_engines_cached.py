@@ -16,10 +16,8 @@ from speedtransfer.engines import (
     HostEngine,
     LfuPolicy,
     ReferenceEngine,
-    StaticPolicy,
     cache_slots,
     faults_left,
-    hottest_rows,
 )
 from speedtransfer.engines.cache_policy import NO_ROW, auto_capacity
 from speedtransfer.errors import InvalidValueError
@@ -276,17 +274,6 @@ def test_counts():
 # --- policies -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_hottest():
-    counts = torch.tensor([1.0, 5.0, 5.0, 0.0, 9.0])
-    assert hottest_rows(counts, 3, CPU).tolist() == [4, 1, 2]
-    policy = StaticPolicy(hottest_rows(counts, 4, CPU))
-    assert policy.choose(4).tolist() == [0, 1, 2, 4]
-    assert policy.choose(2).tolist() == [1, 4]
-    assert policy.choose(0).tolist() == []
-    assert StaticPolicy(torch.tensor([3, 1])).choose(4).tolist() == [1, 3, NO_ROW, NO_ROW]
-    assert not policy.saw(torch.tensor([3]))
-
-
 def seen(policy, *ids):
     return policy.saw(torch.tensor(ids))
 
@@ -307,15 +294,6 @@ def test_the_rows_used_most():
     assert [seen(policy, 1) for _ in range(4)] == [False, False, False, True]
     assert policy.choose(2).tolist() == [1, 8]
     assert [seen(policy, 2) for _ in range(4)] == [False, False, False, True]  # no further apart than `every`
-
-
-def test_what_is_long_ago_counts_less():
-    policy = LfuPolicy(CPU, every=1, decay=0.5)
-    seen(policy, *[7] * 8)
-    assert policy.choose(1).tolist() == [7]
-    for expected in (7, 4, 4):
-        seen(policy, 4, 4, 4)
-        assert policy.choose(1).tolist() == [expected]
 
 
 def test_rows_used_about_equally_often_do_not_take_turns():

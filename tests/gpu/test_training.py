@@ -57,7 +57,7 @@ def vocabulary(**about: Any) -> dict[str, Any]:
 
 HOST = ("pinned", "pageable", "mmap")
 LAZY = ("adamw", "adamw-fused", "adam-foreach", "adamax", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam")
-CASES = {name: Case({"idle": "lazy"}, name) for name in LAZY}
+CASES = {name: Case({"idle": "lazy"}, name, memories=("pageable", "device")) for name in LAZY}
 CASES |= {
     "exact": Case({"idle": "exact", "padding_idx": 3}),
     "max_norm": Case({"idle": "lazy", "max_norm": 1.2}),
