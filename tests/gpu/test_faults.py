@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from engine_cases import any_bits
 
 import speedtransfer as st
 from gpu.tools import check_same, hold, store_in
@@ -47,27 +46,6 @@ class TestWhatIsSaid:
             check_same([rows], [expected])
             engine.wait()  # said once
 
-    def test_a_row_is_zeros_in_every_plane_and_dtype(self, engine, device, store):
-        contents = [
-            any_bits((9, 8), torch.float32),
-            any_bits((9, 1), torch.int32),
-            any_bits((9, 5), torch.uint8),
-            torch.randn(9, 16).half(),
-            torch.randn(9, 7).bfloat16(),
-        ]
-        planes = [store(content) for content in contents]
-        wanted = [torch.float32, torch.int32, torch.uint8, torch.float32, torch.float16]
-        rows = [
-            torch.ones(3, content.shape[1], dtype=dtype, device=device)
-            for content, dtype in zip(contents, wanted, strict=True)
-        ]
-        engine.gather(planes, torch.tensor([8, 9, 0], device=device), rows, check=True)
-        with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is 9 but the table has 9 rows"):
-            engine.wait()
-        expected = [content[[8, 0, 0]].to(dtype) for content, dtype in zip(contents, wanted, strict=True)]
-        check_same(rows, [row.index_fill(0, torch.tensor([1]), 0) for row in expected])
-        check_same(planes, contents)
-
     def test_of_two_gathers_the_earlier(self, engine, device, store):
         plane, rows = store(torch.ones(10, 3)), torch.ones(2, 3, device=device)
         first, second = torch.tensor([[4, 11], [12, 4]], device=device)
@@ -99,33 +77,6 @@ class TestWhenItIsSaid:
             engine.gather([plane], good, [rows], check=True)
         engine.wait()
         assert rows.eq(1).all()
-
-    @pytest.mark.parametrize("call", ["gather", "scatter", "wait"])
-    def test_on_another_stream(self, engine, device, store, call):
-        plane, rows = store(torch.ones(10, 3)), torch.full((2, 3), 5.0, device=device)
-        bad, good = torch.tensor([-4, 3], device=device), torch.tensor([4, 9], device=device)
-        one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(one):
-            hold(one, 50)
-            engine.gather([plane], bad, [torch.ones(2, 3, device=device)], check=True)
-        if call != "wait":
-            one.synchronize()
-        then = {
-            "gather": lambda: engine.gather([plane], good, [rows]),
-            "scatter": lambda: engine.scatter([plane], good, [rows]),
-            "wait": engine.wait,
-        }[call]
-        with (
-            torch.cuda.stream(two),
-            pytest.raises(RowIndexError, match=rf"^index\[0\]{LATE} is -4 but rows count from 0"),
-        ):
-            then()
-        assert plane.eq(1).all()  # what raised did nothing else
-        with torch.cuda.stream(two):
-            engine.scatter([plane], good, [rows])
-        engine.wait()
-        assert plane.cpu()[:, 0].tolist() == [1, 1, 1, 1, 5, 1, 1, 1, 1, 5]
 
 
 class TestOfATable:

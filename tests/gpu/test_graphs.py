@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import os
 import warnings
 
 import pytest
@@ -185,24 +184,6 @@ class TestReplays:
         second.replay()
         check_close(graphed.result(), plain.result())
 
-    def test_several_tables_and_several_graphs(self, device):
-        class Two(nn.ModuleList):
-            def __init__(self, *shape, **options):
-                super().__init__(st.Embedding(*shape, **options) for _ in range(2))
-
-        def forward(tables, ids):
-            return tables[0](ids) * tables[1](ids.flip(0))
-
-        plain, graphed = warm_pair(device, make=Two, forward=forward)
-        graphs = [graphed.graph, torch.cuda.CUDAGraph()]
-        for graph in graphs:
-            graphed.capture(graph=graph)
-        plain.steps(batches())
-        for number, ids in enumerate(batches()):
-            graphed.steps([ids], graphs[number % 2].replay)
-        for one, other in zip(graphed.emb, plain.emb, strict=True):
-            torch.testing.assert_close(one.table.torch(), other.table.torch(), rtol=1e-5, atol=1e-5)
-
     @pytest.mark.parametrize("between", ["two backwards", "clipping"])
     def test_what_is_done_before_the_step(self, device, between):
         plain, graphed = Training(device), Training(device)
@@ -255,14 +236,6 @@ class TestAfterReplays:
         graphed.steps(batches()[:2], graphed.graph.replay)
         return plain, graphed
 
-    def test_a_step_without_the_graph(self, pair):
-        plain, graphed = pair
-        assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
-        check_close(graphed.result(), plain.result())
-        graphed.steps(batches()[:3], graphed.graph.replay)
-        plain.steps(batches()[:3])
-        torch.testing.assert_close(graphed.table.torch(), plain.table.torch(), rtol=1e-5, atol=1e-5)
-
     def test_writes_to_the_weight(self, pair):
         for training in pair:
             with torch.no_grad():
@@ -286,14 +259,6 @@ class TestAfterReplays:
         state = graphed.opt.state_dict()["state"][0]["exp_avg"].clone()
         plain.step()
         torch.testing.assert_close(state, plain.opt.state_dict()["state"][0]["exp_avg"], rtol=1e-5, atol=1e-5)
-
-    def test_another_backward(self, pair):
-        _, graphed = pair
-        with pytest.raises(
-            DeviceError, match=r"writes at each replay, to which no other can be added.*set_to_none=True"
-        ):
-            graphed.backward()
-        graphed.step()
 
     def test_auto_stays_with_mapped(self, device, monkeypatch):
         plain, graphed = Training(device), Training(device)
@@ -357,13 +322,6 @@ class TestRefused:
         assert graphed.steps(batches()) == pytest.approx(plain.steps(batches()), rel=1e-5)
         torch.testing.assert_close(graphed.table.torch().float(), plain.table.torch().float(), rtol=1e-5, atol=1e-5)
 
-    def test_the_first_step(self, device):
-        graphed = Training(device)
-        with refused("the first step of this AdamW for .*a few steps like it before the capture"):
-            graphed.step()
-        graphed.steps(batches())
-        graphed.capture()
-
     def test_a_step_alone(self, device):
         graphed = Training(device)
         graphed.warm_up()
@@ -372,17 +330,6 @@ class TestRefused:
         with refused(r"has a gradient from before the capture .*zero_grad\(set_to_none=True\)"):
             graphed.backward()
         graphed.steps(batches())
-
-    @pytest.mark.skipif("FAKE_KERNELS" in os.environ, reason="sparse tensors are not emulated")
-    def test_a_sparse_step(self, device):
-        graphed = Training(device, sparse=True, optimizer=lambda params: torch.optim.SparseAdam(params[:1]))
-        graphed.warm_up()
-        with refused("a step with the sparse gradient of weight"):
-            graphed.step()
-        graphed.capture(graphed.backward)
-        graphed.steps(batches()[:1], graphed.graph.replay)
-        with pytest.raises(DeviceError, match=r"made by a CUDA graph, .*make the embedding with sparse=False"):
-            graphed.opt.step()
 
     @pytest.mark.parametrize("where", ["forward", "backward", "wait", "step"])
     def test_an_error_of_somebody_else(self, device, where):

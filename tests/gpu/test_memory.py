@@ -2,8 +2,6 @@
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -46,31 +44,6 @@ class TestRefused:
         assert "use memory='pageable'" in said(error, 1000 * 128 * 4)
         no_page_locking.undo()
         assert not st.Table(1000, 128, memory="pinned", device=device).gather([999]).any()
-
-    def test_a_plane_of_optimizer_state(self, device, monkeypatch):
-        emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
-        opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-        before = emb.table.torch().clone()
-        emb(torch.arange(5, device=device)).sum().backward()
-        runtime = load_cupy().cuda.runtime
-        allocate, sizes = runtime.hostAlloc, []
-
-        def second_is_refused(num_bytes, flags):
-            sizes.append(num_bytes)
-            if len(sizes) == 2:
-                raise runtime.CUDARuntimeError(2)
-            return allocate(num_bytes, flags)
-
-        monkeypatch.setattr(runtime, "hostAlloc", second_is_refused)
-        with pytest.raises(HostMemoryError) as error:
-            opt.step()
-        monkeypatch.undo()
-        said(error, 1000 * 16 * 4)
-        assert emb.table.planes == ("weight",)
-        assert torch.equal(emb.table.torch(), before)
-        opt.step()  # as if nothing had been
-        assert emb.table.planes == ("weight", "exp_avg", "exp_avg_sq")
-        assert not torch.equal(emb.table.torch(), before)
 
     @pytest.mark.parametrize("memory", ["pageable", "mmap"])
     def test_a_staging_buffer(self, device, tmp_path, memory, no_page_locking):
@@ -145,38 +118,6 @@ class TestGivenBack:
             table.wait()
             del table, rows, index
             assert allocated_bytes() == before
-
-
-FORKED = """
-import os, torch
-import speedtransfer as st
-
-table = st.Table(100, 8, memory="pinned", device="cpu").fill_(1)
-table.gather([1, 2])
-child = os.fork()
-if child == 0:
-    status = 0
-    for write in (lambda: table.scatter([1], torch.zeros(1, 8)), table.zero_, lambda: table.__setitem__(2, torch.zeros(8))):
-        try:
-            write()
-        except st.errors.DeviceError as error:
-            assert "of the process that this one was forked from, and a write here would change them there" in str(error)
-        else:
-            status = 1
-    assert table.gather([3]).eq(1).all() and table.numpy()[4].sum() == 8
-    os._exit(status)
-assert os.waitpid(child, 0)[1] == 0
-assert table.torch().eq(1).all()
-table.scatter([1], torch.zeros(1, 8))
-assert table.torch()[1].eq(0).all()
-print("done")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_does_not_write_to_the_table_of_its_parent():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
 CALLS = 10_000

@@ -123,23 +123,3 @@ def test_a_token_out_of_range_is_no_row():
 
     with pytest.raises(st.errors.RowIndexError, match="-1"):
         look_up()
-
-
-@pytest.mark.parametrize("memory", ["pinned", "pageable"])
-def test_the_lookup_of_n_grams_finds_what_was_read_ahead(memory):
-    torch.manual_seed(0)
-    ngrams = st.NgramHash(heads=2, rows=100, vocab_size=VOCAB, eos=0)
-    module = st.NgramEmbedding(ngrams, 4, 8, std=1.0, memory=memory, device="cuda")
-    tokens = torch.randint(0, VOCAB, (2, 9), device="cuda")
-    expected = module(tokens)
-    ticket = module.prefetch(tokens)
-    assert ticket.is_waiting
-    assert torch.equal(module(tokens), expected)
-    assert not ticket.is_waiting
-    # Tokens that were changed since are other tokens.
-    ticket = module.prefetch(tokens)
-    tokens += 1
-    tokens %= VOCAB
-    assert torch.equal(module(tokens), module(tokens.clone()))
-    if memory == "pinned":
-        assert ticket.is_waiting

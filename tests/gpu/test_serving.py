@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import RowIndexError
 from speedtransfer.nn import lookup_ops
 from speedtransfer.nn.tracing import ONE_GRAPH
 
@@ -64,21 +63,6 @@ def test_few_ids_are_one_launch(device):
             launches = [str(call) for call in calls if "launch" in str(call)]
             assert len(launches) == 1, launches
             assert "gather_rows" in launches[0]
-
-
-@pytest.mark.parametrize("memory", ["pinned", "device"])
-def test_a_row_out_of_range_is_told_by_the_next_call(device, memory):
-    emb, values = frozen(device, memory=memory)
-    with torch.no_grad():
-        found = emb(torch.tensor([3, ROWS, 5], device=device))
-        torch.cuda.synchronize()
-        with pytest.raises(RowIndexError, match=f"is {ROWS}"):
-            emb(torch.tensor([1], device=device))
-        assert torch.equal(found.cpu(), torch.stack([values[3], torch.zeros(DIM), values[5]]))
-        # On the host they are seen at once.
-        with pytest.raises(RowIndexError, match=r"index\[1\] is -1"):
-            emb(torch.tensor([1, -1]))
-        assert torch.equal(emb(torch.tensor([1], device=device)).cpu()[0], values[1])
 
 
 @pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")

@@ -112,33 +112,6 @@ def test_deferred_training_waits_for_the_ids_alone(device, memory, about, kind, 
     assert (module.vocabulary.stats().evicted > evicted) == ("evict" in about)
 
 
-@pytest.mark.parametrize("lookups", [1, 3])
-def test_several_lookups_before_a_step(device, lookups):
-    found = []
-    for where in ("cpu", device):
-        module = module_on(
-            where, "pageable" if where == "cpu" else "pinned", deferred=True, evict="lru", capacity=50, max_capacity=50
-        )
-        opt = torch.optim.AdamW(module.parameters(), lr=0.1)
-        outs = []
-        for step in range(12):
-            total = 0.0
-            for part in range(lookups):
-                out = module(ids_of(step + part).to(where))
-                outs.append(out.detach().cpu())
-                total = total + (out - 1).square().sum()
-            total.backward()
-            opt.step()
-            opt.zero_grad()
-        found.append((torch.stack(outs), *module.vocabulary.export(), module.vocabulary.stats()))
-    (outs, ids, rows, stats), there = found
-    assert stats.evicted
-    assert torch.equal(there[1], ids)
-    assert there[3] == stats
-    torch.testing.assert_close(there[0], outs, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(there[2], rows, rtol=1e-4, atol=1e-5)
-
-
 def test_statistics_are_those_of_the_host(device):
     module = module_on(device).eval()
     module.vocabulary.update(torch.arange(4), torch.zeros(4, 4))

@@ -221,51 +221,6 @@ class TestWaits:
 
 # --- training by all of it ----------------------------------------------------------------------------------------------
 
-USES = {
-    "penalty and rows": lambda module, ids: module(ids).square().sum() + 0.1 * module.weight.square().sum(),
-    "tied head": lambda module, ids: F.cross_entropy(module(ids) @ module.weight.T, ids),
-    "rows by an index": lambda module, ids: module.weight[ids].square().sum(),
-    "a slice": lambda module, ids: module.weight[2:9].square().sum(),
-}
-
-
-class TestGradients:
-    @pytest.mark.parametrize("name", USES)
-    def test_of_rows_in_every_form(self, pair, device, name):
-        emb, dense = pair
-        optimizers = [torch.optim.SGD(module.parameters(), lr=0.01) for module in pair]
-        ids = torch.tensor([3, 3, 0, 49], device=device)
-        for module, optimizer in zip(pair, optimizers, strict=True):
-            USES[name](module, ids).backward()
-            optimizer.step()
-        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            rows_of(emb), dense.weight.detach().cpu(), rtol=1e-5, atol=tolerance(emb, 1.0), msg=lambda m: f"{name}: {m}"
-        )
-
-    @pytest.mark.parametrize("foreach", [None, True, False])
-    def test_clipping(self, device, tmp_path, foreach):
-        pair = pair_of("pinned", None, device, tmp_path)
-        optimizers = [torch.optim.AdamW(module.parameters(), lr=0.1) for module in pair]
-        ids = torch.tensor([7, 7, 2], device=device)
-        for _ in range(3):
-            norms = []
-            for module, optimizer in zip(pair, optimizers, strict=True):
-                optimizer.zero_grad()
-                module(ids).square().sum().backward()
-                norms.append(nn.utils.clip_grad_norm_(module.parameters(), 0.5, foreach=foreach))
-                optimizer.step()
-            torch.testing.assert_close(norms[0], norms[1])
-        torch.testing.assert_close(rows_of(pair[0]), rows_of(pair[1]), rtol=1e-5, atol=1e-5)
-
-    def test_of_a_host_index_and_one_there_together(self, device, tmp_path):
-        emb, dense = pair_of("pinned", None, device, tmp_path)
-        for module in (emb, dense):
-            module(torch.tensor([1, 2], device=device)).sum().backward()
-        emb(torch.tensor([2, 9])).sum().backward()
-        dense(torch.tensor([2, 9], device=device)).sum().backward()
-        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad)
-
 
 class TestModels:
     @pytest.mark.parametrize("options", [{}, {"memory": "device"}, {"storage_dtype": torch.bfloat16}], ids=str)
@@ -310,10 +265,3 @@ class TestModels:
                 opt.step()
             results.append(rows_of(emb))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
-
-    def test_a_gradient_of_another_device_or_dtype(self, pair, device):
-        for module in pair:
-            with pytest.raises((TypeError, RuntimeError)):
-                module.weight.grad = torch.zeros(ROWS, DIM)
-            with pytest.raises((TypeError, RuntimeError)):
-                module.weight.grad = torch.zeros(ROWS, DIM, device=device, dtype=torch.float64)

@@ -229,14 +229,6 @@ class CopyCases(TableCases):
             assert each.version > before
             assert not each.gather([0, 2]).any()
 
-    def test_works_inside_inference_mode(self):
-        table = self.numbered()
-        with torch.inference_mode():
-            rows = table.gather([1, 2])
-            table.scatter([1, 2], rows * 2)
-        table.scatter([3], rows[:1])
-        assert table.gather([1, 2, 3])[:, 0].tolist() == [2, 4, 1]
-
     def test_works_with_another_default_dtype_and_device(self):
         torch.set_default_dtype(torch.float64)
         try:
