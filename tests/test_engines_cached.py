@@ -105,6 +105,22 @@ def test_rows_are_read_once_and_written_when_somebody_waits():
     assert inner.gathered[3:] == [[25]]
 
 
+def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
+    inner, plane = Counting(), torch.zeros(30, 2)
+    engine = cached(2, "lfu", inner)
+    read(engine, [plane], [4, 9])  # chosen now
+    write(engine, [plane], [4, 9], 1.0)
+    assert inner.scattered == []
+    for _ in range(3):
+        read(engine, [plane], [9, 12, 12, 12])
+    assert engine.slots._map[0].tolist() == [9, 12]
+    assert inner.scattered == [[4]]
+    assert plane[[4, 9]].tolist() == [[1, 1], [0, 0]]
+    assert read(engine, [plane], [4, 9, 12])[0].tolist() == [[1, 1], [1, 1], [0, 0]]
+    engine.wait()
+    assert plane[[4, 9, 12]].tolist() == [[1, 1], [1, 1], [0, 0]]
+
+
 # --- who else writes ----------------------------------------------------------------------------------------------------
 
 

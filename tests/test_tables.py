@@ -244,7 +244,7 @@ table.drop_plane("weight") -> InvalidValueError: plane 'weight' is the table its
 table.drop_plane("n") -> InvalidValueError: the table has no plane 'n'; choose from 'weight', 'm'
 table.plane("weigth") -> InvalidValueError: the table has no plane 'weigth'; did you mean 'weight'\?
 table.gather([0], ["weight", "n"]) -> InvalidValueError: the table has no plane 'n'
-table.gather([1], 3) -> InvalidValueError: the table has no plane 3
+table.gather([1], ["weight", ["weight"]]) -> InvalidValueError: the table has no plane \['weight'\]
 table.gather([1], dtype=["float16"]) -> InvalidTypeError: dtype is \['float16'\]
 table.gather([1, 2], out=torch.zeros(2, 3)) -> InvalidValueError: out has shape \(2, 3\) but index and table ask for \(2, 4\);
 table.gather([1], out=torch.zeros(1, 4).double()) -> InvalidTypeError: out has dtype torch.float64 but the plane holds torch.f

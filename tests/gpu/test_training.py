@@ -67,7 +67,7 @@ CASES |= {
     "cache for good": Case({"idle": "lazy", "cache_rows": 9, "cache_counts": -torch.arange(NUM_ROWS)}, memories=HOST),
     "float64": Case({"dtype": torch.float64, "idle": "lazy"}, apart=1e-9),
     "half": Case({"dtype": torch.bfloat16, "idle": "lazy"}, apart=0.05),
-    "float16": Case({"dtype": torch.float16, "idle": "lazy"}, apart=0.05),
+    "float16": Case({"dtype": torch.float16, "idle": "lazy"}, "sgd-momentum", apart=0.05),
     "int8": stored(torch.int8),
     "bfloat16": stored(torch.bfloat16),
     "float8": stored(torch.float8_e4m3fn, scale_block=4),
