@@ -105,6 +105,24 @@ def test_rows_are_read_once_and_written_when_somebody_waits():
     assert inner.gathered[3:] == [[25]]
 
 
+def test_planes_are_kept_by_themselves():
+    inner, planes = Counting(), [torch.zeros(30, 2), torch.zeros(30, 3), torch.zeros(30, 1, dtype=torch.int32)]
+    engine = cached(10, inner=inner)
+    write(engine, planes[:1], [20, 21], 5)
+    first, second, third = read(engine, planes, [20, 22, 1])
+    assert first.tolist() == [[5, 5], [0, 0], [0, 0]]  # the plane has not got them yet, and is read for the others
+    assert not second.any()
+    assert not third.any()
+    assert inner.gathered == [[20, 22, 1]]
+    write(engine, planes[1:2], [20, 22], 6)
+    write(engine, planes[:1], [22], 8)
+    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [20])] == [5, 6, 0]
+    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [22])] == [8, 6, 0]
+    engine.wait()
+    assert planes[0][20:23].tolist() == [[5, 5], [5, 5], [8, 8]]
+    assert planes[1][20:23, 0].tolist() == [6, 0, 6]
+
+
 def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
     inner, plane = Counting(), torch.zeros(30, 2)
     engine = cached(2, "lfu", inner)
