@@ -9,7 +9,7 @@ from cpu_kernels import as_engine_kernels
 from engine_cases import EngineCases, PaddingCases
 
 from speedtransfer.engines import MappedEngine, ReferenceEngine, StagedEngine
-from speedtransfer.errors import DeviceError, RowIndexError
+from speedtransfer.errors import DeviceError, InvalidValueError, RowIndexError
 
 
 class OnCpu(EngineCases):
@@ -102,6 +102,10 @@ class TestStagedLogic(PaddingCases, OnCpu):
         waits = [buffer._event.synchronize_calls for buffer in buffers]
         assert sum(records) == 6
         assert all(wait >= record - 1 for wait, record in zip(waits, records, strict=True))
+
+    def test_one_buffer_is_not_enough(self, cpu_as_cuda):
+        with pytest.raises(InvalidValueError, match="num_buffers is 1 but one is filled while another crosses"):
+            StagedEngine("cpu", num_buffers=1)
 
     def test_it_is_not_captured(self, engine, monkeypatch):
         plane, index, rows = torch.zeros(9, 8), torch.arange(9), [torch.ones(9, 8)]
