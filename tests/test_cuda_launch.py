@@ -112,6 +112,23 @@ class TestLaunch:
         assert launch.load_kernel("a.cu", "a", torch.device("cuda", 0), wanted).ptr == 1
         assert attributes == {8: after}
 
+    def test_streams_of_cupy(self, cupy):
+        class CupyStream:
+            @classmethod
+            def from_external(cls, handle):
+                stream = cls()
+                stream.version, stream.ptr = handle.__cuda_stream__()
+                return stream
+
+        cupy.Stream = CupyStream
+        stream = streams.cupy_stream(5, 0)
+        assert (stream.version, stream.ptr) == (0, 5)
+        assert streams.cupy_stream(5, 0) is stream
+        streams.cupy_stream.cache_clear()
+        del CupyStream.from_external
+        cupy.ExternalStream = lambda pointer, index: ("external", pointer, index)
+        assert streams.cupy_stream(5, 0) == ("external", 5, 0)
+
 
 class TestBinaries:
     """Kernels are compiled once a machine, without flush-to-zero."""
@@ -138,6 +155,12 @@ class TestBinaries:
         assert launch._binary("source", "a.cu") == launch._binary("source", "a.cu") == b"the binary"
         assert compiled == [("-std=c++17",)]
         launch._binary("another", "a.cu")
+        assert len(compiled) == 2
+
+    def test_where_nothing_can_be_kept(self, compiled, monkeypatch, tmp_path):
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
+        assert launch._binary("source", "a.cu") == launch._binary("source", "a.cu") == b"the binary"
         assert len(compiled) == 2
 
 
@@ -248,6 +271,14 @@ class TestPinnedEmpty:
         assert runtime.calls == ["unregister"] * 2
         with pytest.raises(HostMemoryError, match=r"cannot page-lock .* \(1152921504606846976 bytes\)"):
             pinned_empty(1 << 60)  # the system has not so many addresses
+
+    def test_exact_size_portable_and_mapped(self, runtime):
+        block = pinned_empty(199)
+        assert (block.shape, block.dtype, block.device.type) == ((199,), torch.uint8, "cpu")
+        assert runtime.flags == [3]
+        assert block.data_ptr() in runtime.blocks
+        block.fill_(7)
+        assert runtime.blocks[block.data_ptr()].tolist() == [7] * 199
 
 
 @pytest.mark.parametrize(

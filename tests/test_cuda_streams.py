@@ -123,6 +123,14 @@ class TestStreamOrder:
         thread.join(10)
         assert entered.is_set()
 
+    def test_one_stream_needs_no_waits(self, on):
+        order, stream = StreamOrder(torch.device("cpu")), Stream(1)
+        on(stream)
+        for queueing in (order.writing, order.reading, order.reading, order.writing, order.writing):
+            with queueing():
+                pass
+        assert stream.waits == []
+
 
 class TestCapture:
     """The current stream is being captured in a CUDA graph, as far as torch says."""

@@ -142,6 +142,18 @@ class TestChoice:
             remember(CPU, made([("gather", 16, 10, {"host": 2.0, "reference": 2.0, fastest: 1.0})]))
             assert engine.choose("gather", 16, 10) == fastest
 
+    def test_tables_of_another_size(self):
+        points = [
+            (Point(d, 512, 1000, {"host": 1.0, "reference": 1.0, best: 0.5}, size))
+            for size, best in ((256 << 20, "host"), (16 << 30, "reference"))
+            for d in ("gather", "scatter")
+        ]
+        remember(CPU, Calibration(machine_of(CPU), points))
+        engine = self.engine()
+        assert [engine.choose("gather", 512, 1000, 10**e) for e in (6, 8, 9, 10, 11)] == ["host"] * 3 + [
+            "reference"
+        ] * 2
+
 
 class TestCalibration:
     def test_measures_every_call_and_engine(self):
@@ -187,6 +199,11 @@ class TestCalibration:
         monkeypatch.delenv("SPEEDTRANSFER_CACHE")
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         monkeypatch.setattr("pathlib.Path.home", no_home)
+        assert load(CPU) is None
+
+    def test_other_versions_do_not_count(self, monkeypatch):
+        made(POINTS).save()
+        monkeypatch.setattr(calibration, "__version__", "9.9")
         assert load(CPU) is None
 
 

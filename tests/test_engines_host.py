@@ -16,6 +16,7 @@ from test_engines import OnCpu
 
 from speedtransfer import jit
 from speedtransfer.engines import HostEngine, host
+from speedtransfer.errors import RowIndexError
 
 
 @pytest.fixture
@@ -158,6 +159,18 @@ atexit.register(lambda: print(float(table.gather(index).sum())))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == (["False", "6400000.0"], "")
+
+
+@pytest.mark.parametrize("width", [5, 16])
+@pytest.mark.parametrize("bad", [-1, 20, 1 << 40])
+def test_an_index_that_was_changed_after_it_was_checked(always_compiled, width, bad):
+    """The copies address nothing outside of the plane, and nothing is written."""
+    plane, index = torch.zeros(20, width), torch.tensor([1, bad, 3])
+    with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
+        host.gather_rows([plane], index, [torch.zeros(3, width)])
+    with pytest.raises(RowIndexError, match=rf"index\[1\] is {bad} but"):
+        host.scatter_rows([plane], index, [torch.ones(3, width)])
+    assert not plane.any()
 
 
 @pytest.mark.parametrize("name", ["gather", "gather_streaming_lines", "scatter", "scatter_streaming_lines"])

@@ -111,6 +111,19 @@ def test_published_sizes_need_no_memory():
     assert table_size(2**40, 1, None).total_bytes == 2**42
 
 
+def test_nothing_outside_changes():
+    torch.manual_seed(5)
+    wanted = torch.rand(3)
+    torch.manual_seed(5)
+    with torch.inference_mode():
+        size = table_size(ROWS, 8)
+    assert torch.equal(torch.rand(3), wanted)
+    assert size.total_bytes == ROWS * (3 * 32 + 4)
+    if torch.__version__ >= "2.13":  # torch's own optimizers counted their steps on the default device
+        with torch.device("meta"):
+            assert table_size(ROWS, 8) == size
+
+
 def test_what_cannot_be_is_refused():
     with pytest.raises(InvalidValueError, match="rows is 0"):
         table_size(0, 8)
