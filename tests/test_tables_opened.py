@@ -199,6 +199,7 @@ open(folder / "two", "x.{}") -> InvalidValueError: tensor 'x.0' is in .*a.safete
 open(folder / "no.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
 open(others, "v") -> InvalidValueError: shape \(5,\) but a table is 2-D; reshape it
 open([(one, shard), (others, "w")]) -> InvalidTypeError: holds torch.float32 but .* holds torch.bfloat16; pass tensors of one
+open([(one, shard), (others, "n")]) -> InvalidValueError: has rows of 7 values but .* of 6; pass tensors of one table
 open(one, shard, writable="yes") -> InvalidValueError: writable is 'yes' but must be False, True or 'shared'; pass
 open(files, "model.shard_{}.weight", writable=True)
 -> InvalidValueError: writable is True but rows in 12 tensors are only read; copy them into one file first
@@ -215,7 +216,7 @@ def names(published):
     for name in ("a", "b"):
         save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
     save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
-    others = {"w": torch.zeros(4, 6), "v": torch.zeros(5)}
+    others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
     save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
     return {
