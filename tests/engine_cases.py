@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases import TABLE_DTYPES, assert_same_bits, bits, same_values
 
+from speedtransfer.engines import CachedEngine, HostEngine, LfuPolicy, StaticPolicy
 from speedtransfer.errors import RowIndexError
 
 DTYPES = [*TABLE_DTYPES, torch.uint16, torch.bool, torch.complex64, torch.complex128]
@@ -297,3 +298,26 @@ class PaddingCases:
         engine.wait()
         assert torch.equal(plane.cpu(), torch.cat([content[:3000] + 1, content[3000:]]))
         engine.gather([store(torch.zeros(0, 3))], index[:4].zero_().to(device), [rows[:4, :3].contiguous()])
+
+
+# --- caches around engines ----------------------------------------------------------------------------------------------
+
+
+def cached(capacity, policy="static", inner=None, planes=None, kind=CachedEngine, device="cpu", **options):
+    """Return a cache of the last rows of planes of 30, or of those gathered last."""
+    device = torch.device(device)
+    if policy == "static":
+        chosen = StaticPolicy(torch.arange(max(capacity, 30) - 1, -1, -1, device=device)[:capacity])
+    else:
+        chosen = LfuPolicy(device, every=1)
+    return kind(inner or HostEngine("cpu"), chosen, capacity, planes, **options)
+
+
+class Twice(CachedEngine):
+    """Gathers everything twice, so that the second time rows come from the cache."""
+
+    def gather(self, planes, index, rows, check=False, unsorted=False):
+        super().gather(planes, index, rows, check, unsorted)
+        for out in rows:
+            out.view(torch.uint8).fill_(1)
+        super().gather(planes, index, rows, check, unsorted)

@@ -169,7 +169,7 @@ tables/longer_files.py: growing
 tables/memories.py: tables
 - if num_bytes == 0:
 + if num_bytes < 0:
-tables/opening.py: tables_shared_caches
+tables/opening.py: tables_files
 - check_not_shared(only.path, writable)
 + pass
 tables/opening.py: tables_opened

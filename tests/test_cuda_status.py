@@ -17,30 +17,6 @@ without_cuda = pytest.mark.skipif(cuda.cuda_status().available, reason="there is
 
 
 class TestStatus:
-    def test_says_what_is_missing_or_nothing(self):
-        status = cuda.cuda_status()
-        assert status.available == (status.reason == "")
-        assert "\n" not in status.reason
-        if not status.available:
-            assert "; " in status.reason  # what is missing; what to do
-        else:
-            assert status.devices
-            assert status.driver
-            assert status.cupy
-            assert status.torch_cuda
-
-    def test_is_looked_up_once(self):
-        assert cuda.cuda_status() is cuda.cuda_status()
-
-    def test_no_driver(self):
-        reason, devices = cuda._missing(None, None)
-        assert reason.startswith("this machine has no NVIDIA driver; ")
-        assert devices == ()
-
-    def test_torch_without_cuda(self, monkeypatch):
-        monkeypatch.setattr(torch.version, "cuda", None)
-        assert "is built without CUDA; install" in cuda._missing("13.0", "14.2")[0]
-
     @pytest.mark.parametrize(
         ("driver", "expected"),
         [("12.2", "the driver supports 12.2 only; update"), ("13.0", "the driver shows no device")],
@@ -69,15 +45,6 @@ class TestStatus:
         reason, devices = cuda._missing(driver, None)
         assert reason == f"CuPy is not installed; pip install 'cupy-{extra}[ctk]'"
         assert devices == ("A Device",)
-
-    def test_cupy_that_does_not_work(self, monkeypatch, torch_with_cuda):
-        def fail():
-            raise ImportError("libcudart.so.12: cannot open\nmore lines")
-
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-        monkeypatch.setattr(cuda, "load_cupy", fail)
-        reason, _ = cuda._missing("13.0", "13.6")
-        assert "CuPy 13.6 does not work with this driver (CUDA 13.0): libcudart.so.12: cannot open; " in reason
 
     @pytest.fixture
     def cupy(self, monkeypatch, torch_with_cuda):
@@ -132,6 +99,19 @@ class TestStatus:
         status = cuda.cuda_status.__wrapped__()
         assert not status.available
         assert "OSError: the disk is on fire" in status.reason
+
+    def test_torch_without_cuda(self, monkeypatch):
+        monkeypatch.setattr(torch.version, "cuda", None)
+        assert "is built without CUDA; install" in cuda._missing("13.0", "14.2")[0]
+
+    def test_cupy_that_does_not_work(self, monkeypatch, torch_with_cuda):
+        def fail():
+            raise ImportError("libcudart.so.12: cannot open\nmore lines")
+
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+        monkeypatch.setattr(cuda, "load_cupy", fail)
+        reason, _ = cuda._missing("13.0", "13.6")
+        assert "CuPy 13.6 does not work with this driver (CUDA 13.0): libcudart.so.12: cannot open; " in reason
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from cached_engines import Twice, cached
+from engine_cases import Twice, cached
 from test_engines import OnCpu
 
 from speedtransfer.engines import (
@@ -16,14 +16,11 @@ from speedtransfer.engines import (
     HostEngine,
     LfuPolicy,
     ReferenceEngine,
-    StaticPolicy,
     cache_slots,
     faults_left,
-    hottest_rows,
 )
 from speedtransfer.engines.cache_policy import NO_ROW, auto_capacity
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.tables import Table
 
 CPU = torch.device("cpu")
 
@@ -142,56 +139,17 @@ def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
     assert plane[[4, 9, 12]].tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
-@pytest.mark.parametrize("dense", [torch.bfloat16, torch.float32])
-def test_converted_rows_are_never_kept(dense):
-    plane = torch.randn(30, 8)
-    stored, engine = plane.clone(), cached(30)
-    write(engine, [plane], [3], 1 / 3)
-    for _ in range(2):
-        rows = torch.zeros(2, 8, dtype=dense)
-        engine.gather([plane], torch.tensor([3, 5]), [rows])
-        assert torch.equal(rows, torch.stack([torch.full((8,), 1 / 3), stored[5]]).to(dense))
-    engine.scatter([plane], torch.tensor([6]), [rows[:1]])
-    engine.wait()
-    stored[3], stored[6] = 1 / 3, rows[0].float()
-    assert torch.equal(plane, stored)
-
-
-def test_inference_mode_and_autograd():
-    plane, engine = torch.zeros(30, 2), cached(20, "lfu")
-    with torch.inference_mode():
-        for _ in range(3):
-            read(engine, [plane], [1, 2])
-        write(engine, [plane], [1], 3.0)
-    for _ in range(5):
-        assert read(engine, [plane], [1, 7])[0].tolist() == [[3, 3], [0, 0]]
-    engine.scatter([plane], torch.tensor([7]), [torch.ones(1, 2, requires_grad=True)])
-    engine.wait()
-    assert plane[[1, 7]].tolist() == [[3, 3], [1, 1]]
-    assert not plane.requires_grad
-
-
 # --- who else writes ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_a_write_to_a_plane_is_noticed(mode):
-    plane, engine = torch.zeros(30, 2), cached(10)
-    read(engine, [plane], [25, 26])
-    with mode():
-        plane[5:].view(-1)[40:42] = 9
-    assert read(engine, [plane], [25, 26])[0].tolist() == [[9, 9], [0, 0]]
 
 
 def test_a_write_to_a_plane_that_lacks_rows():
     plane, engine = torch.zeros(30, 2), cached(10)
     write(engine, [plane], [25], 1)
     plane[26] = 2
-    message = "a view of the table was written to while its cache held 1 newer rows.*call table.wait\\(\\) before"
+    message = r"a view of the table was written to while its cache held 1 newer rows.*call table.wait\(\) before"
     for call in (lambda: read(engine, [plane], [25]), lambda: write(engine, [plane], [1], 0), engine.wait):
-        with pytest.raises(InvalidValueError, match=message) as error:
+        with pytest.raises(InvalidValueError, match=message):
             call()
-        assert "\n" not in str(error.value)
         assert plane[25:27].tolist() == [[1, 1], [2, 2]]
         assert read(engine, [plane], [25, 26])[0].tolist() == [[1, 1], [2, 2]]  # as if nothing had been
         write(engine, [plane], [25], 1)
@@ -218,20 +176,6 @@ def test_a_thread_that_reads_ahead_reports_to_nobody():
     with pytest.raises(InvalidValueError, match="its cache held 1 newer rows"):
         read(engine, [plane], [25])
     assert read(engine, [plane], [25, 26])[0][:, 0].tolist() == [1, 2]
-
-
-def test_planes_that_share_a_version():
-    record = torch.zeros(30, 4)
-    planes, engine = [record[:, :2], record[:, 2:]], cached(10)
-    for value in range(5):
-        write(engine, planes[:1], [3, 22], value)
-        write(engine, planes[1:], [4, 22], value)
-        assert read(engine, planes, [3, 22])[0].eq(value).all()
-        read(engine, planes[1:], [4, 5, 23])
-        if value % 2:
-            engine.wait(writes_only=True)
-    engine.wait()
-    assert record[[3, 4, 22]].tolist() == [[4, 4, 0, 0], [0, 0, 4, 4], [4, 4, 4, 4]]
 
 
 @pytest.mark.parametrize("what", ["scatter", "wait", "plane", "shrink", "leave"])
@@ -269,35 +213,6 @@ def test_rows_that_were_read_while_they_changed_are_not_kept(what):
     assert read(engine, [plane], [25, 26])[0].tolist() == [[3, 3], [0, 0]]
     engine.wait()
     assert plane[25].eq(3).all()
-
-
-def test_threads_that_read_while_one_trains():
-    plane, engine, failed = torch.zeros(30, 1), cached(5, "lfu"), []
-    stop = threading.Event()
-
-    def look(seed):
-        generator, last = torch.Generator().manual_seed(seed), torch.zeros(30)
-        while not stop.is_set():
-            ids = torch.randint(30, (7,), generator=generator)
-            rows = torch.empty(7, 1)
-            engine.gather([plane], ids, [rows])
-            if not (rows[:, 0] >= last[ids]).all():
-                failed.append(rows)
-            last[ids] = rows[:, 0].maximum(last[ids])
-
-    threads = [threading.Thread(target=look, args=(seed,)) for seed in range(2)]
-    for thread in threads:
-        thread.start()
-    for step in range(1, 150):
-        write(engine, [plane], [(step + i * 3) % 30 for i in range(5)], float(step))
-        if step % 40 == 0:
-            engine.wait()
-    stop.set()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    engine.wait()
-    assert plane.max() == 149
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -371,17 +286,6 @@ def test_no_memory_for_slots(monkeypatch, policy):
     assert more.eq(1).all()
 
 
-def test_no_memory_for_the_rows_themselves():
-    class Full(HostEngine):
-        def gather(self, *args, **kwargs):
-            raise torch.OutOfMemoryError("out of memory")
-
-    engine = cached(8, inner=Full("cpu"))
-    with pytest.raises(torch.OutOfMemoryError):
-        read(engine, [torch.zeros(30, 2)], [1])
-    assert engine.capacity == 0
-
-
 def test_counts():
     planes, engine = [torch.zeros(30, 2), torch.zeros(30, 3, dtype=torch.int8), torch.zeros(30, 0)], cached(10)
     ids = [20, 20, 5, 29]
@@ -404,19 +308,13 @@ def test_counts():
 # --- policies -----------------------------------------------------------------------------------------------------------
 
 
-def test_the_hottest():
-    counts = torch.tensor([1.0, 5.0, 5.0, 0.0, 9.0])
-    assert hottest_rows(counts, 3, CPU).tolist() == [4, 1, 2]
-    policy = StaticPolicy(hottest_rows(counts, 4, CPU))
-    assert policy.choose(4).tolist() == [0, 1, 2, 4]
-    assert policy.choose(2).tolist() == [1, 4]
-    assert policy.choose(0).tolist() == []
-    assert StaticPolicy(torch.tensor([3, 1])).choose(4).tolist() == [1, 3, NO_ROW, NO_ROW]
-    assert not policy.saw(torch.tensor([3]))
-
-
 def seen(policy, *ids):
     return policy.saw(torch.tensor(ids))
+
+
+def test_auto_capacity(monkeypatch):
+    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "4800")
+    assert auto_capacity(10, CPU) == 10  # a sixteenth, of three planes
 
 
 def test_the_rows_used_most():
@@ -462,18 +360,3 @@ def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     assert policy._ids.tolist() == list(range(40))
     policy.choose(2)
     assert len(policy._counts) == 8
-
-
-def test_auto_capacity(monkeypatch):
-    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "4800")
-    assert auto_capacity(10, CPU) == 10  # a sixteenth, of three planes
-    assert auto_capacity(0, CPU) == 300
-
-
-def test_a_write_of_no_rows_is_no_write():
-    table = Table(8, 2, memory="pageable", device="cpu", cache_rows=4)
-    table.gather([1])
-    table.gather([1])
-    table[[1]] = torch.ones(1, 2)
-    table[[]] = torch.ones(0, 2)
-    assert table.gather([1]).tolist() == [[1.0, 1.0]]

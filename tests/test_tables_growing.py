@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,29 +97,6 @@ def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     table.grow(7)
     assert table.plane("m").eq(0.5).all()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits of addresses")
-def test_few_addresses() -> None:
-    """As with ``ulimit -v``, the table has its rows and grows by copies."""
-    script = """
-import resource, torch, speedtransfer as st
-size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (size + (1 << 30), size + (1 << 30)))
-table = st.Table(5, 4, memory="pageable", device="cpu", max_rows=2**40)
-table.torch().fill_(1)
-table.grow(1000)
-assert table.torch().sum() == 20
-try:
-    table.grow(1 << 27)
-except st.errors.HostMemoryError as error:
-    assert "which the system refused" in str(error), error
-else:
-    raise AssertionError
-assert table.torch().sum() == 20 and len(table) == 1000
-"""
-    done = run_script(script)
-    assert done.returncode == 0, done.stderr
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
@@ -225,18 +201,6 @@ def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypa
     table.grow(1000)
     assert read(path)[0].eq(7).all()
     assert table.plane("m").eq(0.5).all()
-
-
-def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = filled(tmp_path / "table.npy")
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=2000))
-    before = (tmp_path / "table.npy").read_bytes()
-    with refused(StorageError, r"1000 rows, 5 so far, ask for 27.9 kB more but .* has 2 kB free; free"):
-        table.grow(1000)
-    assert (tmp_path / "table.npy").read_bytes() == before
-    table.grow(50)
-    assert read(tmp_path / "table.npy").shape == (50, 4)
 
 
 # One process imports torch and forks a child for each line of the code that makes files longer, which kills the child there.

@@ -1,14 +1,12 @@
-"""layout="rows": planes that are added together lie in one record a row; nothing else is different."""
+"""layout="rows": planes that are added together lie in one record a row; that training is the same: test_tables_cached.py."""
 
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
 from cases import assert_same_bits, numbers, refused
-from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer as st
@@ -56,12 +54,6 @@ def test_planes_added_together_share_one_allocation(tmp_path, memory):
     assert table.add_plane("alone").is_contiguous()
     table.drop_plane("half")
     assert planes["exp_avg"].eq(0.5).all()
-
-
-def test_by_default_each_plane_is_an_array():
-    table = made("planes")
-    assert table.layout == st.Table(1, 1, device="cpu").layout == "planes"
-    assert all(plane.is_contiguous() for plane in table.add_planes(SEVERAL).values())
 
 
 def test_a_layout_that_is_none(tmp_path):
@@ -138,117 +130,27 @@ def test_no_memory_for_them_leaves_the_table_whole(layout, monkeypatch):
 
 # --- training ---------------------------------------------------------------------------------------------------------
 
-CASES = [
-    ("adamw", {"fused": True}, {}),
-    ("adamw", {"foreach": True}, {"idle": "lazy"}),
-    ("adam-amsgrad", {}, {}),
-    ("sgd-momentum", {"fused": True}, {}),
-    ("adamax", {}, {"memory": "mmap"}),
-    ("nadam", {}, {"state_dtype": torch.bfloat16}),
-    ("adamw", {}, {"state_dtype": torch.uint8, "storage_dtype": torch.int8, "memory": "mmap"}),
-    ("adam", {}, {"idle": "lazy", "memory": "device"}),
-]
 
-
-class Trained:
-    """An embedding of one layout after some steps, some of which have a dense gradient."""
-
-    def __init__(self, layout, case, overrides, options, folder):
-        path = folder / f"{layout}.npy" if options.get("memory") == "mmap" else None
-        torch.manual_seed(0)
-        self.emb = st.Embedding(300, 16, path=path, device="cpu", layout=layout, **options)
-        self.opt = case_named(case).make(self.emb.parameters(), **overrides)
-        self.generator = torch.Generator().manual_seed(1)
-
-    def step(self, whole=False):
-        ids = torch.randint(0, 300, (64,), generator=self.generator)
-        (self.emb.weight if whole else self.emb(ids)).square().sum().backward()
-        self.opt.step()
-        self.opt.zero_grad()
-
-    def train(self):
-        for number in range(8):
-            self.step(whole=number in (3, 4))
-        return self
-
-    def state(self):
-        return self.opt.state_dict()["state"][0]
-
-    def assert_same(self, other):
-        assert_same_bits(self.emb.state_dict()["weight"], other.emb.state_dict()["weight"])
-        assert self.state().keys() == other.state().keys()
-        for name, value in self.state().items():
-            assert_same_bits(value, other.state()[name])
-            assert value.is_contiguous()
-
-
-@pytest.fixture(params=CASES, ids=lambda case: "-".join([case[0], *case[1], *map(str, case[2].values())]))
-def trained(request, tmp_path):
-    return [Trained(layout, *request.param, tmp_path).train() for layout in ("planes", "rows")]
-
-
-def test_training_gives_the_same_bits(trained):
-    planes, rows = trained
-    rows.assert_same(planes)
-    stored = [rows.emb.table.stored(name) for name in rows.emb.table.planes if name not in ("weight", LAST_STEP)]
-    assert len(stored) < 2 or any(not plane.is_contiguous() for plane in stored)
-    assert "layout='rows'" in repr(rows.emb)
-
-
-def test_state_moves_between_layouts(trained, tmp_path):
-    planes, rows = trained
-    saved = io.BytesIO()
-    # All rows catch up here, so those of both must.
-    torch.save([side.opt.state_dict() for side in trained][1], saved)
-    saved.seek(0)
-    planes.step(), rows.step()
-    rows.assert_same(planes)
-    for side in trained:
-        saved.seek(0)
-        side.opt.load_state_dict(torch.load(saved))
-        side.step()
-    rows.assert_same(planes)
-    rows.step()
-    st.save_checkpoint(tmp_path / "checkpoint", rows.emb, rows.opt)
-    st.load_checkpoint(tmp_path / "checkpoint", planes.emb, planes.opt)
-    planes.generator.set_state(rows.generator.get_state())
-    planes.step(), rows.step()
-    rows.assert_same(planes)
-    assert rows.emb.table.layout == copy.deepcopy(rows.emb).table.layout == "rows"
-
-
-def test_a_dense_fused_optimizer_gets_contiguous_state():
-    ours = Trained("rows", "adamw", {"fused": True}, {}, None).train()
-    dense = nn.Embedding.from_pretrained(ours.emb.state_dict()["weight"].clone(), freeze=False)
-    opt = case_named("adamw").make(dense.parameters(), fused=True)
-    # It takes tensors of the right dtype as they are, and does not look at strides.
-    opt.load_state_dict(copy.deepcopy(ours.opt.state_dict()))
-    for _ in range(2):
-        dense.weight.square().sum().backward()
+def trained():
+    """Return an embedding and its optimizer after some steps."""
+    torch.manual_seed(0)
+    emb = st.Embedding(300, 16, device="cpu", layout="rows")
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.05, fused=True)
+    for step in range(4):
+        emb((torch.arange(64) * 7 + step) % 300).square().sum().backward()
         opt.step()
         opt.zero_grad()
-        ours.step(whole=True)
-    assert_same_bits(dense.weight.detach(), ours.emb.state_dict()["weight"])
+    return emb, opt
 
 
 def test_views_of_the_optimizer_are_the_table():
-    ours = Trained("rows", "adamw", {}, {}, None).train()
-    table, state = ours.emb.table, ours.opt.state[ours.emb.weight]
+    emb, opt = trained()
+    table, state = emb.table, opt.state[emb.weight]
     for name in ("exp_avg", "exp_avg_sq"):
+        assert not table.stored(name).is_contiguous()
         assert state[name].data_ptr() == table.plane(name).data_ptr()
         state[name][7] = 3
         assert table.gather(7, name).eq(3).all()
     assert table.torch().is_contiguous()
-    assert ours.emb.weight.view(-1).shape == (4800,)
-
-
-def test_planes_that_come_later():
-    sides = [Trained(layout, "adam", {}, {"idle": "lazy"}, None).train() for layout in ("planes", "rows")]
-    views = [side.opt.state[side.emb.weight]["exp_avg"] for side in sides]
-    for side, view in zip(sides, views, strict=True):
-        side.opt.param_groups[0]["amsgrad"] = True
-        side.opt.state[side.emb.weight]["max_exp_avg_sq"] = torch.zeros(300, 16)
-        side.step()
-        assert "max_exp_avg_sq" in side.emb.table.planes
-        assert side.opt.state[side.emb.weight]["exp_avg"] is view
-    sides[1].assert_same(sides[0])
+    assert emb.weight.view(-1).shape == (4800,)
+    assert "layout='rows'" in repr(emb)

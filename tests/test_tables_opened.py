@@ -19,8 +19,8 @@ from opened_cases import cuts_of, write_file, write_parts
 from refusals import check_refused, refusals
 from safetensors import safe_open
 from safetensors.torch import save_file
-from table_cases.convert import ConvertCases
 from table_cases.gather import GatherCases
+from table_cases.scatter import ConvertCases
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
@@ -66,21 +66,17 @@ class ReadOnly(GatherCases, ConvertCases):
     test_index_out_of_range = test_table_without_rows = test_table_without_columns = None
     test_out_inside_the_table = test_several_planes = None
 
-    @pytest.mark.parametrize("index", [[], torch.zeros(0, 3, dtype=torch.int32), np.zeros((2, 0), np.int8)], ids=str)
-    def test_no_index(self, index):
-        assert self.numbered().gather(index).shape == (*np.shape(index), 4)
+    def test_awkward_shapes(self):
+        for shape in ((0, 3), (5, 0), (0, 0), (1, 1)):
+            table = self.filled(torch.ones(shape))
+            assert (len(table), table.dim, table.nbytes) == (*shape, 4 * shape[0] * shape[1])
+            assert table.gather(range(len(table))).shape == table.torch().shape == shape
+        assert table.gather(torch.zeros(0, 3, dtype=torch.int32)).shape == (0, 3, 1)
 
-    @pytest.mark.parametrize("shape", [(0, 3), (5, 0), (0, 0), (1, 1)], ids=str)
-    def test_awkward_shapes(self, shape):
-        table = self.filled(torch.ones(shape))
-        assert (len(table), table.dim, table.nbytes) == (*shape, 4 * shape[0] * shape[1])
-        assert table.gather(range(len(table))).shape == shape
-        assert table.torch().shape == shape
-
-    @pytest.mark.parametrize(("index", "first"), [([3, 10], 10), ([-1], -1), ([0, 99, -5], 99)])
-    def test_rows_out_of_range(self, index, first):
-        with refused(IndexError, rf"is {first} "):
-            self.numbered().gather(index)
+    def test_rows_out_of_range(self):
+        for index, first in (([3, 10], 10), ([-1], -1), ([0, 99, -5], 99)):
+            with refused(IndexError, rf"is {first} "):
+                self.numbered().gather(index)
 
     def test_rows_of_every_part(self, dtype):
         values = numbers((401, 5), dtype)
@@ -103,11 +99,6 @@ class TestParts(ReadOnly):
 
 
 @pytest.mark.sweep
-class TestManyParts(ReadOnly):
-    parts = 30
-
-
-@pytest.mark.sweep
 class TestMisalignedParts(ReadOnly):
     """Values begin at any byte, in each file at another one."""
 
@@ -119,28 +110,13 @@ class TestPartsThroughACache(ReadOnly):
     options = {"cache_rows": 3}
 
 
-@pytest.mark.sweep
-class TestPartsByTorch(ReadOnly):
-    @pytest.fixture(autouse=True)
-    def _by_torch(self, monkeypatch):
-        monkeypatch.setattr("speedtransfer.engines.host._move", lambda *rows: False)
-
-
 class TestOneTensor(ReadOnly):
     def filled(self, values, **kwargs):
         path = self.new_path(".safetensors")
         return st.Table.open(write_file(path, {"weight": values, "other": torch.zeros(3)}), device=self.device)
 
 
-@pytest.mark.sweep
-class TestOneMisalignedTensor(ReadOnly):
-    def filled(self, values, **kwargs):
-        return st.Table.open(write_file(self.new_path(".safetensors"), {"weight": values}, 5), device=self.device)
-
-
-@pytest.mark.parametrize(
-    "sizes", [(5, 5, 5, 2), (5, 5, 5), (5, 3, 5, 5), (5, 0, 5, 4), (5, 5, 7), (1, 1, 1), (2, 9)], ids=str
-)
+@pytest.mark.parametrize("sizes", [(5, 5, 5, 2), (5, 3, 5, 5), (5, 0, 5, 4), (5, 5, 7), (2, 9)], ids=str)
 @pytest.mark.parametrize("pads", [(0,), (0, 5, 3)], ids=["aligned", "misaligned"])
 def test_however_the_rows_are_split(tmp_path, sizes, pads):
     values = numbers((sum(sizes), 3), torch.float32)
@@ -210,38 +186,23 @@ def test_npy_files_are_parts_too(tmp_path):
 # `one` is the first file, `shard` a tensor there, `folder` that of all.
 WRONG = r"""
 open(5) -> InvalidTypeError: parts is a int but must be a path, or a list
-open({"a": 1}) -> InvalidTypeError: parts is a dict but must be a path
-open([one, 5]) -> InvalidTypeError: parts has 5, which is neither a path nor a \(file, key\) pair; pass
-open([(one, shard, 1)]) -> InvalidTypeError: which is neither a path nor a \(file, key\) pair
-open([(one, None)]) -> InvalidTypeError: which is neither a path nor a \(file, key\) pair
 open((one, shard)) -> StorageError: 'model.shard_0.weight' is not a file; .* pass a list: \[\('.*', 'model.sh
 open([]) -> InvalidValueError: parts is empty but a table is in one file or more; pass their paths
 open(one, 5) -> InvalidTypeError: key is a int but must be the name of a tensor; pass a str
 open([(one, shard)], shard) -> InvalidValueError: but parts has .* pairs; pass one of the two
 open(folder) -> InvalidValueError: has many tensors; pass key
-open(folder / "few", "w") -> StorageError: has no .safetensors files; check the path
-open(folder / "none.safetensors") -> StorageError: cannot read .* \(No such file or directory\); check the path
-open(folder / "none", "w") -> StorageError: cannot read .*; check the path
-open(one, "model.shard_1.weight") -> InvalidValueError: has no tensor .*; did you mean 'model.shard_
 open(one, "model.chard_{}.weight") -> InvalidValueError: no tensor is called .*; did you mean 'model.shard_
-open(index, "norm") -> InvalidValueError: no tensor is called 'norm';
 open(index, "m{}{}") -> InvalidValueError: more than once; pass a list
 open(folder / "gap.safetensors", "x.{}") -> InvalidValueError: key 'x.\{\}' matches 'x.0' and 'x.00'; pass
 open(folder / "two" / "a.safetensors", "x.{}") -> InvalidValueError: up to number 2 but none with number 1; download
 open(folder / "two", "x.{}") -> InvalidValueError: tensor 'x.0' is in .*a.safetensors' and in .*b.safetensors'; pass
 open(folder / "no.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
-open(folder / "bad.safetensors.index.json", "w") -> StorageError: is no index of safetensors files .*; download
 open(others, "v") -> InvalidValueError: shape \(5,\) but a table is 2-D; reshape it
-open(others, "b") -> InvalidTypeError: is BOOL but a table holds floats or integers; convert
 open([(one, shard), (others, "w")]) -> InvalidTypeError: holds torch.float32 but .* holds torch.bfloat16; pass tensors of one
 open([(one, shard), (others, "n")]) -> InvalidValueError: has rows of 7 values but .* of 6; pass tensors of one table
 open(one, shard, writable="yes") -> InvalidValueError: writable is 'yes' but must be False, True or 'shared'; pass
-open(one, shard, writable=1.5) -> InvalidTypeError: writable is 1.5 but must be False, True or 'shared'; pass
 open(files, "model.shard_{}.weight", writable=True)
 -> InvalidValueError: writable is True but rows in 12 tensors are only read; copy them into one file first
-open(one, shard, cache_rows="all") -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number
-open(one, shard, cache_counts=torch.ones(1)) -> InvalidValueError: cache_counts is given but cache_rows is None
-open(one, shard, device="cpux") -> InvalidValueError: device is 'cpux' but
 open(one, shard, scale_key="model.norm.0") -> InvalidTypeError: scales are for rows of float8
 """
 
@@ -251,16 +212,13 @@ def names(published):
     """What the calls of WRONG use: files beside those that are published, and some of these."""
     folder = published[0]
     two, none = torch.zeros(2, 3), folder / "two"
-    (folder / "few").mkdir()
     none.mkdir()
     for name in ("a", "b"):
         save_file({"x.0": two, "x.2": two.clone()}, none / f"{name}.safetensors")
     save_file({"x.0": two, "x.3": two.clone(), "x.00": torch.zeros(1, 3)}, folder / "gap.safetensors")
     others = {"w": torch.zeros(4, 6), "n": torch.zeros(4, 7).bfloat16(), "v": torch.zeros(5)}
-    others["b"] = torch.ones(3, 4, dtype=torch.bool)
     save_file(others, folder / "w.safetensors")
     (folder / "no.safetensors.index.json").write_text('{"weight_map": 3}')
-    (folder / "bad.safetensors.index.json").write_text("{")
     return {
         "folder": folder,
         "files": sorted(folder.glob("model*.safetensors")),
@@ -271,12 +229,9 @@ def names(published):
     }
 
 
-@pytest.mark.parametrize("refusal", refusals(WRONG), ids=str)
-def test_wrong_arguments(names, refusal):
-    def opened(*args, **kwargs):
-        return st.Table.open(*args, **{"device": "cpu", **kwargs})
-
-    assert "; " in check_refused(refusal, open=opened, torch=torch, **names)
+def test_wrong_arguments(names):
+    for refusal in refusals(WRONG):
+        assert "; " in check_refused(refusal, open=st.Table.open, torch=torch, **names)
 
 
 def test_what_comes_from_a_device_is_checked_where_rows_are_read(tmp_path):
@@ -291,15 +246,15 @@ def test_what_comes_from_a_device_is_checked_where_rows_are_read(tmp_path):
     assert not rows.any()
 
 
-@pytest.mark.parametrize("size", [0, 7, 30, -1, -2000])
-def test_truncated_files(published, size):
+def test_truncated_files(published):
     folder, _ = published
     path = folder / "model-00003-of-00005.safetensors"
     content = path.read_bytes()
-    path.write_bytes(content[:size])
-    with pytest.raises(StorageError, match=r"truncated|no valid") as error:
-        st.Table.open(folder, "model.shard_{}.weight", device="cpu")
-    assert path.name in one_line(error)
+    for size in (0, 30, -1):
+        path.write_bytes(content[:size])
+        with pytest.raises(StorageError, match=r"truncated|no valid") as error:
+            st.Table.open(folder, "model.shard_{}.weight", device="cpu")
+        assert path.name in one_line(error)
 
 
 # --- never written ---------------------------------------------------------------------------------------------------------
@@ -326,11 +281,8 @@ def state_of(folder):
 
 WRITES = {
     "scatter": lambda table: table.scatter([1], torch.zeros(1, 16)),
-    "setitem": lambda table: table.__setitem__([1, 2], torch.zeros(2, 16)),
     "write": lambda table: table.write(torch.tensor([1]), {"weight": torch.zeros(1, 16)}),
     "fill_": lambda table: table.fill_(1),
-    "zero_": lambda table: table.zero_(),
-    "uniform_": lambda table: table.uniform_(),
     "normal_": lambda table: table.normal_(),
     "init_": lambda table: table.init_(lambda chunk: chunk.zero_()),
     "add_plane": lambda table: table.add_plane("m"),
@@ -340,41 +292,49 @@ WEIGHT_WRITES = {
     "fill_": lambda weight: weight.fill_(0),
     "data": lambda weight: weight.data.zero_(),
     "detach": lambda weight: weight.detach().zero_(),
-    "copy_": lambda weight: weight.copy_(torch.zeros(300, 16)),
     "view": lambda weight: weight[3].zero_(),
     "view of data": lambda weight: weight.data[3:5].mul_(2),
     "setitem": lambda weight: weight.__setitem__(4, 1.0),
-    "iadd": lambda weight: weight.__iadd__(1),
-    "init": torch.nn.init.normal_,
     "init by name": lambda weight: torch.nn.init.constant_(tensor=weight, val=1.0),
     "foreach": lambda weight: torch._foreach_mul_([torch.ones(300, 16), weight.data], 2.0),
-    "foreach of detached": lambda weight: torch._foreach_add_([weight.detach()], 1.0),
     "out": lambda weight: torch.add(torch.ones(300, 16), 1, out=weight.data),
     "set data": lambda weight: setattr(weight, "data", torch.zeros(300, 16)),
     "requires_grad": lambda weight: setattr(weight, "requires_grad", True),
-    "requires_grad_": lambda weight: weight.requires_grad_(),
 }
 
 
-@pytest.mark.parametrize("name", WRITES)
-def test_writes_to_a_table_raise(opened, name):
+MODULE_WRITES = {
+    "train": lambda table, emb: st.Embedding.from_pretrained(table, freeze=False),
+    "max_norm": lambda table, emb: st.Embedding.from_pretrained(table, max_norm=1.0),
+    "requires_grad_": lambda table, emb: torch.nn.Sequential(emb).requires_grad_(),
+    "reset": lambda table, emb: emb.reset_parameters(),
+    "assign": lambda table, emb: setattr(emb, "weight", torch.nn.Parameter(torch.zeros(300, 16))),
+    "half": lambda table, emb: emb.half(),
+    "load": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}),
+}
+
+
+def test_writes_raise(opened):
     table, values, folder = opened
     before = state_of(folder)
-    with refused(StorageError, r"read in place from .* and cannot be changed; .*copy"):
-        WRITES[name](table)
-    assert_same_bits(table.torch(), values)
-    assert table.planes == ("weight",)
-    assert state_of(folder) == before
-
-
-@pytest.mark.parametrize("name", WEIGHT_WRITES)
-def test_writes_to_a_weight_raise(opened, name):
-    table, values, folder = opened
-    emb, before = st.Embedding.from_pretrained(table), state_of(folder)
-    with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
-        WEIGHT_WRITES[name](emb.weight)
-    assert_same_bits(table.torch(), values)
-    assert not emb.weight.requires_grad
+    for name, write in WRITES.items():
+        with refused(StorageError, r"read in place from .* and cannot be changed; .*copy"):
+            write(table)
+        assert_same_bits(table.torch(), values)
+        assert table.planes == ("weight",), name
+    for path in folder.iterdir():
+        with pytest.raises(StorageError, match="is the table's own file, which is read in place; choose another"):
+            table.save(path)
+    emb = st.Embedding.from_pretrained(table)
+    for name, write in WEIGHT_WRITES.items():
+        with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
+            write(emb.weight)
+        assert_same_bits(table.torch(), values)
+        assert not emb.weight.requires_grad, name
+    for write in MODULE_WRITES.values():
+        with pytest.raises((StorageError, InvalidValueError, RuntimeError), match=r"; .*(copy|copies)"):
+            write(table, emb)
+        assert_same_bits(emb(torch.arange(300)), values)
     assert state_of(folder) == before
 
 
@@ -383,45 +343,11 @@ def test_what_is_refused_copies_no_rows_first(tmp_path, monkeypatch):
     table = st.Table.open(write_parts(tmp_path, numbers((300, 16), torch.bfloat16)), device="cpu")
     emb = st.Embedding.from_pretrained(table)
     monkeypatch.setattr("speedtransfer.tables.parts.Parts.rows", lambda *args: pytest.fail("rows are copied"))
-    for name in (
-        "fill_",
-        "data",
-        "detach",
-        "setitem",
-        "iadd",
-        "init",
-        "init by name",
-        "foreach",
-        "out",
-        "requires_grad",
-    ):
+    for name in ("fill_", "data", "detach", "setitem", "init by name", "foreach", "out", "requires_grad"):
         with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
             WEIGHT_WRITES[name](emb.weight)
     with pytest.raises(InvalidTypeError, match="NumPy has no bfloat16"):
         table.numpy()
-
-
-MODULE_WRITES = {
-    "train": lambda table, emb: st.Embedding.from_pretrained(table, freeze=False),
-    "train a bag": lambda table, emb: st.EmbeddingBag.from_pretrained(table, freeze=False),
-    "max_norm": lambda table, emb: st.Embedding.from_pretrained(table, max_norm=1.0),
-    "requires_grad_": lambda table, emb: torch.nn.Sequential(emb).requires_grad_(),
-    "reset": lambda table, emb: emb.reset_parameters(),
-    "assign": lambda table, emb: setattr(emb, "weight", torch.nn.Parameter(torch.zeros(300, 16))),
-    "half": lambda table, emb: emb.half(),
-    "load": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}),
-    "assign state": lambda table, emb: emb.load_state_dict({"weight": torch.zeros(300, 16)}, assign=True),
-}
-
-
-@pytest.mark.parametrize("name", MODULE_WRITES)
-def test_what_would_change_a_module_raises(opened, name):
-    table, values, folder = opened
-    emb, before = st.Embedding.from_pretrained(table), state_of(folder)
-    with pytest.raises((StorageError, InvalidValueError, RuntimeError), match=r"; .*(copy|copies)"):
-        MODULE_WRITES[name](table, emb)
-    assert_same_bits(emb(torch.arange(300)), values)
-    assert state_of(folder) == before
 
 
 def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
@@ -441,14 +367,12 @@ def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
 # --- modules ---------------------------------------------------------------------------------------------------------------
 
 
-def test_module_of_an_opened_table(opened, tmp_path):
+def test_module_of_an_opened_table(opened):
     table, values, _ = opened
     emb, dense = (
         st.Embedding.from_pretrained(table, padding_idx=3),
         torch.nn.Embedding.from_pretrained(values, padding_idx=3),
     )
-    assert emb.table is table
-    assert emb.padding_idx == 3
     ids = torch.randint(300, (5, 70), generator=torch.Generator().manual_seed(3))
     assert_same_bits(emb(ids), dense(ids))
     with torch.inference_mode():
@@ -459,11 +383,11 @@ def test_module_of_an_opened_table(opened, tmp_path):
     assert torch.equal(torch.ones(2, 16) @ emb.weight.T, torch.ones(2, 16) @ values.T)
     assert emb.load_state_dict(emb.state_dict()).missing_keys == []
     assert_same_bits(copy.deepcopy(emb)(ids), dense(ids))
-    assert copy.deepcopy(emb).table.writable is False
-    torch.save(emb, tmp_path / "emb.pt")
-    again = torch.load(tmp_path / "emb.pt", weights_only=False)
+    again = pickle.loads(pickle.dumps(emb))
     assert_same_bits(again(ids), dense(ids))
     assert again.table.memory == "pageable"
+    with torch.no_grad(), pytest.raises(IndexError, match="is 300 but the table has 300 rows"):
+        emb(torch.tensor([3, 300]))
     assert_same_bits(st.to_dense(emb).weight.detach(), values)
     for mode in ("sum", "mean", "max"):
         ours, theirs = (
@@ -471,22 +395,6 @@ def test_module_of_an_opened_table(opened, tmp_path):
             for kind, rows in ((st.EmbeddingBag, table), (torch.nn.EmbeddingBag, values))
         )
         assert_same_bits(ours(ids), theirs(ids))
-
-
-def test_lookups_that_are_served(opened):
-    """A few ids without gradients, as they are and compiled."""
-    table, values, _ = opened
-    emb = st.Embedding.from_pretrained(table)
-    # Before torch 2.13 a lookup breaks the graph.
-    compiled = torch.compile(emb, fullgraph=torch.__version__ >= "2.13", backend="aot_eager")
-    for ids in (torch.tensor([299]), torch.tensor([[0, 7], [7, 150]]), torch.zeros(0, dtype=torch.int64)):
-        for mode in (torch.no_grad, torch.inference_mode):
-            with mode():
-                assert_same_bits(emb(ids), values[ids])
-                assert_same_bits(compiled(ids), values[ids])
-    for module in (emb, compiled):
-        with torch.no_grad(), pytest.raises(IndexError, match="is 300 but the table has 300 rows"):
-            module(torch.tensor([3, 300]))
 
 
 def test_checkpoints(opened, tmp_path):
@@ -504,42 +412,32 @@ def test_checkpoints(opened, tmp_path):
         st.load_checkpoint(tmp_path / "other", emb)
     with pytest.raises(RuntimeError, match="row 211 of what is to be loaded is another one; leave its key out"):
         emb.load_state_dict(dense.state_dict())
-    nans = values.clone()
-    assert emb.load_state_dict({"weight": nans}).missing_keys == []
     assert state_of(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "stored", "computed"),
-    [
-        ({"memory": "pageable"}, torch.float32, torch.float32),
-        ({"memory": "device"}, torch.float32, torch.float32),
-        ({"storage_dtype": torch.bfloat16}, torch.bfloat16, torch.float32),
-        ({"memory": "pageable", "storage_dtype": torch.int8}, torch.int8, torch.float32),
-        ({"memory": "pageable", "dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16),
-        ({"path": "copy.safetensors", "memory": "mmap"}, torch.float32, torch.float32),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
-def test_copies_of_an_opened_table_train(opened, tmp_path, options, stored, computed, kind):
+def test_copies_of_an_opened_table_train(opened, tmp_path):
     table, values, folder = opened
     before = state_of(folder)
-    if "path" in options:
-        options = {**options, "path": tmp_path / options["path"]}
-    emb = kind.from_pretrained(table, freeze=False, **options)
-    assert (emb.table.dtype, emb.weight.dtype, emb.weight.requires_grad) == (stored, computed, True)
-    error = (emb.weight.detach() - values).abs().amax()
-    assert error <= (0 if stored == torch.float32 else 0.05)
-    optimizer = torch.optim.SGD(emb.parameters(), lr=1.0)
-    emb(torch.tensor([[3, 299]])).sum().backward()
-    optimizer.step()
-    assert (emb.weight.detach() - values)[[3, 299]].abs().amin() > 0.3
+    for options, stored, computed, kind in (
+        ({"memory": "device"}, torch.float32, torch.float32, st.Embedding),
+        ({"storage_dtype": torch.bfloat16}, torch.bfloat16, torch.float32, st.EmbeddingBag),
+        ({"memory": "pageable", "storage_dtype": torch.int8}, torch.int8, torch.float32, st.Embedding),
+        ({"memory": "pageable", "dtype": torch.bfloat16}, torch.bfloat16, torch.bfloat16, st.Embedding),
+        ({"path": tmp_path / "copy.safetensors", "memory": "mmap"}, torch.float32, torch.float32, st.EmbeddingBag),
+    ):
+        emb = kind.from_pretrained(table, freeze=False, **options)
+        assert (emb.table.dtype, emb.weight.dtype, emb.weight.requires_grad) == (stored, computed, True)
+        error = (emb.weight.detach() - values).abs().amax()
+        assert error <= (0 if stored == torch.float32 else 0.05)
+        optimizer = torch.optim.SGD(emb.parameters(), lr=1.0)
+        emb(torch.tensor([[3, 299]])).sum().backward()
+        optimizer.step()
+        assert (emb.weight.detach() - values)[[3, 299]].abs().amin() > 0.3
     assert_same_bits(table.torch(), values)
     assert state_of(folder) == before
 
 
-def test_a_writable_table_is_trained_in_place(tmp_path):
+def test_a_writable_table_is_trained_in_place():
     table = st.Table.from_array(torch.zeros(20, 4), "pageable", device="cpu")
     emb = st.Embedding.from_pretrained(table, freeze=False)
     emb(torch.tensor([3])).sum().backward()
@@ -551,26 +449,19 @@ def test_a_writable_table_is_trained_in_place(tmp_path):
 
 WRONG_COPIES = r"""
 make(table, cache_rows=5) -> InvalidValueError: cache_rows is 5 but the rows are those of a table that exists; pass it
-make(table, layout="rows") -> InvalidValueError: layout is 'rows' but the rows are those of a table that exists
 make(table, dtype=torch.float16) -> InvalidTypeError: dtype is torch.float16 but the table holds torch.float32; convert
 make(table, memory="pageable", storage_dtype=torch.int8, dtype=torch.float16) -> InvalidTypeError: leave one of
-make(table, memory="mmap", path="here.txt") -> InvalidValueError: rename it
-make(table, memory="nowhere") -> InvalidValueError: memory is 'nowhere', not one of its values
 make(table, process_group=5) -> InvalidTypeError: but a table was given; pass a tensor
 make(table, comm_dtype=torch.int8) -> InvalidValueError: comm_dtype are for tables of several processes
-make(table, state_dtype=torch.int8) -> InvalidTypeError: state_dtype is torch.int8 but must be
 make("a.safetensors") -> InvalidTypeError: is the path 'a.safetensors' but must be a tensor or a table; pass st.Table.open
-make(Path("a.safetensors")) -> InvalidTypeError: is the path
-make([[1.0]]) -> InvalidTypeError: embeddings is a list but must be a tensor or a table; pass one
 make(torch.zeros(2, 2), dtype=torch.float16)
 -> InvalidTypeError: dtype is torch.float16 but embeddings are torch.float32; pass
 """
 
 
-@pytest.mark.parametrize("refusal", refusals(WRONG_COPIES), ids=str)
-def test_wrong_arguments_of_from_pretrained(opened, refusal):
-    names = {"make": st.Embedding.from_pretrained, "table": opened[0], "torch": torch, "Path": Path}
-    assert "; " in check_refused(refusal, **names)
+def test_wrong_arguments_of_from_pretrained(opened):
+    for refusal in refusals(WRONG_COPIES):
+        assert "; " in check_refused(refusal, make=st.Embedding.from_pretrained, table=opened[0], torch=torch)
 
 
 # --- all rows at once ------------------------------------------------------------------------------------------------------
@@ -590,13 +481,6 @@ def test_all_rows_that_do_not_fit(tmp_path, monkeypatch):
     st.load_checkpoint(tmp_path / "run", emb)
     monkeypatch.undo()
     assert_same_bits(st.Table.load(tmp_path / "copy.safetensors", device="cpu").torch(), values)
-
-
-def test_the_own_files_are_not_saved_over(opened):
-    table, _, folder = opened
-    for path in folder.iterdir():
-        with pytest.raises(StorageError, match="is the table's own file, which is read in place; choose another"):
-            table.save(path)
 
 
 def test_a_copy_after_the_files_have_changed_has_the_rows_that_were_opened(opened):
@@ -626,54 +510,41 @@ def test_rows_are_asked_for_ahead(tmp_path, monkeypatch):
 # --- many and large files --------------------------------------------------------------------------------------------------
 
 LARGE = """
-import resource, sys, os
+import os, resource, sys
 import torch, speedtransfer as st
 from pathlib import Path
-ids = torch.tensor([0, 1_250_011, 1_250_012, 50_000_479])
 st.Table(4, 4, memory="pageable", device="cpu").gather([1])
-class Calls:
-    count = 0
-def count(event, args):
-    Calls.count += event in ("open", "mmap.__new__")
-sys.addaudithook(count)
+calls = []
+sys.addaudithook(lambda event, args: calls.append(event) if event in ("open", "mmap.__new__") else None)
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-before, Calls.count = resident(), 0
+before = resident()
+calls.clear()
 table = st.Table.open(sys.argv[1], "m.shard_{}.weight", device="cpu")
-grown, calls = resident() - before, Calls.count
-files = len(os.listdir("/proc/self/fd"))
-print(len(table), table.nbytes, grown, calls, files)
-print(table.gather(ids)[:, 0].tolist())
-print((resident() - before) < 60_000_000)
+# The header of each file, and its map; none of them stays open. A few are of the limits of memory.
+assert len(calls) < 100 and resident() - before < 50_000_000
+assert len(os.listdir("/proc/self/fd")) < 40
+assert (len(table), table.nbytes) == (50_000_480, 50_000_480 * 400)
+assert table.gather([0, 1_250_011, 1_250_012, 50_000_479])[:, 0].tolist() == [2.0, 2.5, 3.0, 41.5]
+assert resident() - before < 60_000_000
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
-    rows, count = 1_250_012, 40
-    for number in range(count):
+    rows = 1_250_012
+    for number in range(40):
         tensors = [("other", torch.float32, (number,)), (f"m.shard_{number}.weight", torch.bfloat16, (rows, 200))]
         header = safetensors_io.header_bytes(safetensors_io.make_header(tensors))
         with open(tmp_path / f"model-{number:05d}.safetensors", "wb") as file:
             file.write(header)
             file.truncate(len(header) + 4 * number + rows * 400)
-            if number in (0, 1, 39):
-                for row in (0, rows - 1):
-                    file.seek(len(header) + 4 * number + row * 400)
-                    file.write(
-                        torch.full((1,), number + 2.0 + (row > 0) / 2, dtype=torch.bfloat16).view(torch.uint8).numpy()
-                    )
+            for row in (0, rows - 1):
+                file.seek(len(header) + 4 * number + row * 400)
+                value = torch.tensor([number + 2.0 + (row > 0) / 2], dtype=torch.bfloat16)
+                file.write(value.view(torch.uint8).numpy().tobytes())
     result = run_script(LARGE, str(tmp_path))
     assert result.returncode == 0, result.stderr
-    first, values, small = result.stdout.splitlines()
-    num_rows, num_bytes, grown, calls, files = map(int, first.split())
-    assert (num_rows, num_bytes) == (rows * count, rows * count * 400)
-    assert grown < 50_000_000
-    # The header of each file, and its map; none of them stays open. A few are of the limits of memory.
-    assert calls < 2 * count + 20
-    assert files < count
-    assert values == "[2.0, 2.5, 3.0, 41.5]"
-    assert small == "True"
 
 
 def test_a_map_that_the_system_refuses(opened, monkeypatch):

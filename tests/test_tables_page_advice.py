@@ -7,10 +7,8 @@ import mmap
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from cases import assert_same_bits, numbers
@@ -76,14 +74,6 @@ def test_not_told_where_nobody_knows(tmp_path, monkeypatch, all_large, lacking):
     assert not at_random(st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu").torch())
 
 
-def test_other_memories_are_left_alone(tmp_path, all_large):
-    before = len(advice._at_random)
-    st.Table(ROWS, DIM, memory="pageable", device="cpu").fill_(1).save(tmp_path / "t.npy")
-    table = st.Table.load(tmp_path / "t.npy", "pageable", "cpu")
-    assert table.torch().eq(1).all()
-    assert len(advice._at_random) == before
-
-
 def test_a_plane_that_is_dropped_is_forgotten(tmp_path, all_large):
     gc.collect()  # what other tests left
     before = len(advice._at_random)
@@ -128,16 +118,6 @@ def test_passes_read_ahead(tmp_path, all_large, name):
     assert_same_bits(result, values)
 
 
-def test_rows_of_a_large_file(tmp_path, all_large):
-    values, order = numbers((ROWS, DIM), torch.float32), torch.randperm(ROWS)
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.safetensors", device="cpu")
-    table.scatter(order, values)
-    for index in (order[:1000], torch.arange(ROWS - 300, ROWS), torch.arange(7, 7 + 256), torch.arange(255), 5):
-        expected = torch.empty_like(values)
-        expected[order] = values
-        assert_same_bits(table.gather(index), expected[index])
-
-
 @pytest.fixture
 def asked(monkeypatch):
     """Return the ranges that the system is asked to read, as (first, last) page of a map."""
@@ -175,23 +155,6 @@ def test_rows_that_are_on_the_disk_are_read_at_once(tmp_path, all_large, asked, 
 
 
 @linux
-def test_pages_are_asked_for(tmp_path, all_large):
-    table = evicted(tmp_path / "t.npy", numbers((ROWS, DIM), torch.float32))
-    start, rows = advice.map_of(table.torch())[1], torch.arange(0, ROWS, 1000)
-    # Far beyond a piece, and a single page.
-    begins, ends = np.array([0, 900 * mmap.PAGESIZE]), np.array([300 * mmap.PAGESIZE, 901 * mmap.PAGESIZE])
-    advice._advise_all(advice.map_of(table.torch())[0], start, begins, ends)
-    for _ in range(1000):
-        # The disk takes its time.
-        if advice._in_memory(start, [0, 150, 299, 900]):
-            break
-        time.sleep(0.01)
-    else:
-        pytest.fail("pages were not read")
-    assert_same_bits(table.gather(rows), numbers((ROWS, DIM), torch.float32)[rows])
-
-
-@linux
 def test_rows_in_memory_are_not_asked_for(tmp_path, all_large, asked):
     table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu", layout="rows")
     table.add_planes({"a": (DIM, None, 1.0), "b": (DIM, None, 1.0)})
@@ -219,21 +182,3 @@ def test_no_more_is_asked_for_than_memory_holds(tmp_path, all_large, asked, monk
     monkeypatch.setattr(advice, "physical_bytes", lambda: 80 * mmap.PAGESIZE)
     assert not table.gather(torch.arange(0, ROWS, 256)).any()
     assert len(asked) == 10
-
-
-@pytest.mark.parametrize("bad", [-1, ROWS, 2**62, -(2**62)])
-def test_rows_that_do_not_exist(tmp_path, all_large, bad):
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu")
-    index = torch.cat([SPREAD, torch.tensor([bad])])
-    for call in (table.gather, lambda index: table.scatter(index, torch.ones(2001, DIM))):
-        with pytest.raises(IndexError, match=rf"index\[2000\] is {bad} "):
-            call(index)
-    assert not table.torch().any()
-
-
-@linux
-def test_nothing_is_asked_where_the_system_cannot_tell(tmp_path, all_large, asked, monkeypatch):
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu")
-    monkeypatch.setattr(advice.ctypes, "CDLL", lambda name: object())
-    assert not table.gather(SPREAD).any()
-    assert asked == []

@@ -1,7 +1,12 @@
-"""Writes that others meet: half of one that an interrupt has left, and those made after the rows were read."""
+"""Writes that others meet: half of one that an interrupt has left, those made after rows were read, those of a thread."""
 
 from __future__ import annotations
 
+import functools
+import os
+import threading
+import time
+import weakref
 from typing import Any
 
 import pytest
@@ -9,8 +14,9 @@ import torch
 
 import speedtransfer as st
 from speedtransfer.engines import HostEngine
+from speedtransfer.engines.behind import Behind
 from speedtransfer.errors import OptimizerError
-from speedtransfer.tables import loading, overlay
+from speedtransfer.tables import loading
 from speedtransfer.tables.write_back import _places
 from speedtransfer.tables.write_log import Write, WriteLog
 
@@ -103,36 +109,6 @@ def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
 ROWS, DIM = 30, 3
 
 
-def some_ids(generator, most):
-    count = int(torch.randint(most + 1, (), generator=generator))
-    return torch.randperm(ROWS, generator=generator)[:count]
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_overlay(seed):
-    generator = torch.Generator().manual_seed(seed)
-    planes = {name: torch.randn(ROWS, DIM, generator=generator) for name in ("weight", "exp_avg")}
-    ids = some_ids(generator, 20).sort().values
-    fetched = {name: plane[ids] for name, plane in planes.items()}
-    writes = []
-    for _ in range(int(torch.randint(5, (), generator=generator))):
-        named = some_ids(generator, 12)
-        which = ["weight", "exp_avg"][: int(torch.randint(1, 3, (), generator=generator))]
-        rows = {name: torch.randn(len(named), DIM, generator=generator) for name in which}
-        for name, part in rows.items():
-            planes[name][named] = part
-        kept = bool(torch.randint(2, (), generator=generator))
-        writes.append(Write(named, rows if kept else None))
-    again = overlay(fetched, ids, writes, ROWS)
-    unknown = [write.ids for write in writes if write.rows is None]
-    assert (again is None) == (not unknown)
-    wanted = torch.isin(ids, torch.cat(unknown)) if unknown else torch.zeros(len(ids), dtype=torch.bool)
-    assert again is None or torch.equal(again, wanted)
-    for name, plane in planes.items():
-        fetched[name][wanted] = plane[ids[wanted]]
-        assert torch.equal(fetched[name], plane[ids])
-
-
 def test_padding_is_no_row():
     ids, among = torch.tensor([2, 5, ROWS, ROWS]), torch.tensor([ROWS, 5, ROWS, 1])
     places, found = _places(ids, among, ROWS)
@@ -149,3 +125,74 @@ def test_a_log_keeps_the_values_of_the_last_writes_only():
     writes = log.written({"weight": plane}, 20)
     assert [write.ids.item() for write in writes] == list(range(20))
     assert [write.rows is not None for write in writes] == [False] * 12 + [True] * 8
+
+
+# --- writes that a thread makes -----------------------------------------------------------------------------------------
+
+
+def test_the_next_write_waits_for_the_last():
+    behind, done = Behind(), []
+    for number in range(50):
+        behind.begin(lambda number=number: done.append(number))
+    behind.finish()
+    assert done == list(range(50))
+
+
+def test_what_failed_is_made_again():
+    behind, calls = Behind(), []
+
+    def write():
+        calls.append(threading.current_thread())
+        if len(calls) < 3:
+            raise OSError("no room")
+
+    behind.begin(write)
+    with pytest.raises(OSError, match="no room"):
+        behind.finish()
+    behind.finish()
+    assert len(calls) == 3
+    assert calls[0] is not calls[1] is threading.current_thread()
+    behind.finish()
+    assert len(calls) == 3
+
+
+def test_a_failed_write_is_not_forgotten_by_the_next():
+    behind, done = Behind(), []
+
+    def fail():
+        raise OSError("no room")
+
+    behind.begin(fail)
+    with pytest.raises(OSError, match="no room"):
+        behind.begin(lambda: done.append(1))
+    assert not done
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_has_what_was_written():
+    behind, memory, go = Behind(), bytearray(1), threading.Event()
+
+    def write():
+        go.wait(10)
+        memory[0] = 7
+
+    behind.begin(write)
+    threading.Timer(0.05, go.set).start()
+    child = os.fork()
+    if child == 0:
+        behind.begin(lambda: None)
+        behind.finish()
+        os._exit(memory[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_nothing_is_kept_once_it_is_written():
+    behind, held = Behind(), {1}
+    reference = weakref.ref(held)
+    behind.begin(functools.partial(len, held))
+    del held
+    behind._future.result(10)
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert reference() is None

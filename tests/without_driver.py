@@ -44,10 +44,8 @@ def train(make: Any, optimizer: Any, **options: Any) -> Any:
 
 def in_python(folder: Path) -> None:
     """Train, save and look up, on the CPU."""
-    for make, theirs in ((st.Embedding, torch.nn.Embedding), (st.EmbeddingBag, torch.nn.EmbeddingBag)):
-        for optimizer in (torch.optim.SGD, torch.optim.Adam):
-            (found, _), (expected, _) = train(make, optimizer), train(theirs, optimizer)
-            torch.testing.assert_close(found.weight.detach(), expected.weight.detach())
+    (found, _), (expected, _) = train(st.Embedding, torch.optim.Adam), train(torch.nn.Embedding, torch.optim.Adam)
+    torch.testing.assert_close(found.weight.detach(), expected.weight.detach())
     for options in ({"idle": "lazy"}, {"memory": "mmap", "path": folder / "rows.npy"}, {"storage_dtype": torch.int8}):
         train(st.Embedding, torch.optim.AdamW, **options)
     module, opt = train(st.Embedding, torch.optim.Adam, vocabulary=st.Vocabulary())

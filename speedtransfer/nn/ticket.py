@@ -122,7 +122,8 @@ class Ticket:
     @property
     def ids(self) -> Tensor:
         """The rows that they had, ``(n,)`` int64, for the current stream."""
-        if self._asked is not None:
+        # The host finds rows of its own memory for ids of a vocabulary on the device.
+        if self._asked is not None and self._ids.is_cuda:
             use([self._ids], self._asked)
         return self._ids
 

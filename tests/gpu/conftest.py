@@ -16,7 +16,7 @@ from gpu import emulated
 from speedtransfer.cuda import cuda_status
 from speedtransfer.engines import calibration
 
-pytest.register_assert_rewrite("gpu.on_device", "gpu.tools")
+pytest.register_assert_rewrite("gpu.tools")
 
 HERE = Path(__file__).parent
 

@@ -1,4 +1,4 @@
-"""Choice by measurement on a CUDA device: whatever is chosen, the results are the same bits, in order."""
+"""What is measured on a CUDA device, and the choice by it: whatever is chosen, the results are the same bits, in order."""
 
 import itertools
 
@@ -19,6 +19,7 @@ from speedtransfer.engines.calibration import (
 )
 from speedtransfer.engines.timing import NUM_ROWS, ROW_BYTES
 from speedtransfer.errors import HostMemoryError
+from speedtransfer.planning.this_machine import this_machine
 
 NAMES = ("mapped", "staged")
 
@@ -56,15 +57,10 @@ class TestMeasured:
             assert 1 <= point.num_rows <= max(NUM_ROWS)
         assert measured.copy_bytes_per_s > 1e9
 
-    def test_it_is_found_again(self, measured, device, cache):
+    def test_a_table_takes_the_fastest(self, measured, device, cache):
         assert load(device) is None
         assert measured.save().parent == cache
-        assert load(device) == measured
-        assert load(device).machine["device"] == torch.cuda.get_device_name(device)
-
-    def test_a_table_takes_the_fastest(self, measured, device):
-        measured.save()
-        assert known(device) == measured
+        assert load(device) == known(device) == measured
         table = st.Table(1 << 20, 128, memory="pinned", device=device)
         by_call = {}
         for point in measured.points:
@@ -73,6 +69,17 @@ class TestMeasured:
             pair = [table._engine.choose(direction, row_bytes, num_rows) for direction in ("gather", "scatter")]
             total = seconds["gather"][pair[0]] + seconds["scatter"][pair[1]]
             assert total <= min(seconds["gather"][name] + seconds["scatter"][name] for name in NAMES)
+
+    def test_a_plan_finds_free_memory_and_rates(self, device):
+        before = torch.cuda.memory_allocated(device)
+        machine = this_machine(rates=["device", "link"])
+        assert machine.device == torch.cuda.get_device_name(device)
+        assert machine.devices == torch.cuda.device_count()
+        assert 0 < machine.device_bytes <= torch.cuda.mem_get_info(device)[1]
+        for name in ("device_bytes_per_s", "link_up_bytes_per_s", "link_down_bytes_per_s"):
+            assert getattr(machine, name) > 0, machine.notes
+            assert machine.sources[name].startswith("measured")
+        assert torch.cuda.memory_allocated(device) == before
 
     def test_no_memory_for_the_larger_planes(self, device, monkeypatch, caplog):
         allocate, sizes = auto.pinned_empty, []
@@ -107,29 +114,13 @@ def train(device, memory="pinned", before=lambda step, table: None, between=lamb
 
 
 class TestChosen:
-    @pytest.mark.parametrize(("gather", "scatter"), [*itertools.product(NAMES, NAMES)], ids="-".join)
-    def test_training_is_the_same_bits(self, device, gather, scatter):
-        expected = train(device, "device")
-        choose(device, gather, scatter)
-        engine = st.Table(3000, 64, memory="pinned", device=device)._engine
-        assert (engine.choose("gather", 256, 500), engine.choose("scatter", 256, 500)) == (gather, scatter)
-        check_same(train(device), expected)
-
     def test_another_choice_at_every_step(self, device):
-        expected = train(device, "device")
-        check_same(
-            train(device, before=lambda step, _: choose(device, NAMES[step // 2 % 2], NAMES[step % 2])), expected
-        )
-
-    def test_engines_set_by_hand_during_training(self, device):
         def before(step, table):
-            table.engine = ("staged", "mapped", "auto")[step % 3]
+            pair = NAMES[step // 2 % 2], NAMES[step % 2]
+            choose(device, *pair)
+            assert tuple(table._engine.choose(direction, 256, 500) for direction in ("gather", "scatter")) == pair
 
-        def between(step, table):
-            if step % 5 == 4:
-                table.engine = "mapped"
-
-        check_same(train(device, before=before, between=between), train(device, "device"))
+        check_same(train(device, before=before), train(device, "device"))
 
 
 class TestInFlight:
@@ -161,50 +152,3 @@ class TestInFlight:
         side.synchronize()
         assert out.eq(1).all()
         assert table.torch().eq(5).all()
-
-    @pytest.mark.parametrize("then", ["staged", "auto"])
-    def test_by_hand(self, device, then):
-        table, side = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
-        index, rows = torch.arange(1000, device=device), torch.zeros(1000, 64, device=device)
-        table.engine = "mapped"
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            hold(side, 50)
-            rows.fill_(5)
-            table.scatter(index, rows, check=False)
-        table.engine = then
-        assert table.gather(index).eq(5).all()
-
-    @pytest.mark.parametrize("direction", ["gather", "scatter"])
-    def test_what_is_waited_for(self, device, monkeypatch, direction):
-        """Only what the next engine's host must not be ahead of: no wait at all where rows are moved by the device."""
-        waits, synchronize = [], torch.cuda.Event.synchronize
-        table = st.Table(1000, 64, memory="pinned", device=device)
-        index, rows, side = torch.arange(1000), torch.zeros(1000, 64, device=device), torch.cuda.Stream()
-        call = {
-            "gather": lambda: table.gather(index, check=False),
-            "scatter": lambda: table.scatter(index, rows, check=False),
-        }[direction]
-        for _ in range(9):
-            for name in NAMES:
-                choose(device, name, name)
-                table.gather(index, check=False)
-                table.scatter(index, rows, check=False)
-        torch.cuda.synchronize()
-        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: [waits.append(event), synchronize(event)][1])
-        choose(device, "mapped", "mapped")
-        with torch.cuda.stream(side):
-            held = hold(side)
-            table.gather(index, check=False)
-            call()
-            assert waits == []
-            choose(device, "staged", "staged")
-            table.gather(index, check=False)
-            # The host reads rows beside the gather of before, and waits for a scatter.
-            assert len(waits) == (direction == "scatter")
-            assert held.query() == (direction == "scatter")
-            waits.clear()
-            choose(device, "mapped", "mapped")
-            call()
-            assert waits == []
-        torch.cuda.synchronize()

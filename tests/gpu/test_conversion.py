@@ -1,14 +1,20 @@
-"""Rows converted on the way: every half there is, and float32 chosen to be hard, by every engine, in both directions."""
+"""Rows converted on the way, by every engine: every half there is, float32 chosen to be hard; and the bits of small forms."""
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
-from cases import bits, same_values
+from cases import same_values
 from engine_cases import FLOATS
 
-from gpu.tools import ENGINES, PINNED_ENGINES, WAYS, pinned, store_in
+from gpu.tools import ENGINES, WAYS, store_in
+from speedtransfer.dtypes import SCALE_DTYPES
+from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
+from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.float8 import BlocksFloat8
+from speedtransfer.encoding.rounding import Keys, write_key
 from speedtransfer.engines import MappedEngine
 
 PAIRS = [
@@ -59,26 +65,10 @@ def check_conversion(engine, device, store, stored, dense, width, step=1):
     same_values(plane, expected)
 
 
-def test_values_are_hard():
-    values = hard_values(torch.float32)
-    back = values.half().float()
-    assert values.isnan().any()
-    assert (back != values).float().mean() > 0.3
-    assert len(set(bits(all_halves(torch.float16).view(torch.int16)).view(np.int16).tolist())) == 65536
-
-
 @pytest.mark.parametrize(("stored", "dense"), PAIRS)
 @pytest.mark.parametrize(("memory", "name"), [*WAYS, ("mmap", "staged")])
 def test_hard_values(device, tmp_path, memory, name, stored, dense):
     check_conversion(ENGINES[name](device), device, store_in(memory, device, tmp_path), stored, dense, 24)
-
-
-@pytest.mark.parametrize(("stored", "dense"), PAIRS)
-@pytest.mark.parametrize("name", PINNED_ENGINES)
-def test_odd_widths(device, name, stored, dense):
-    engine = ENGINES[name](device)
-    for width in (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 64, 100, 129, 256, 257, 1000):
-        check_conversion(engine, device, pinned, stored, dense, width, step=101)
 
 
 @pytest.mark.parametrize(("stored", "dense"), PAIRS)
@@ -104,3 +94,39 @@ def test_misaligned_and_strided(device, tmp_path, memory, stored, dense):
         engine.scatter([plane], torch.tensor([40, 0, 7, 8, 9, 33, 2, 1, 20], device=device), [on_device])
         engine.wait()
         same_values(there, whole)  # and the gaps as they were
+
+
+# --- small forms: the bits of the CPU -----------------------------------------------------------------------------------
+
+CODECS = [Cast(100, torch.bfloat16), Cast(100, torch.float16), RowInt8(100), Blocks8(100), Blocks8(300)]
+FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+CODECS += [BlocksFloat8(width, dtype, blocks) for dtype in FLOAT8 for width, blocks in ((100, 1), (96, 3), (131, 2))]
+CODECS += [BlocksFloat8(96, dtype, 3, scale) for dtype in FLOAT8 for scale in SCALE_DTYPES[1:]]
+
+
+def ints(part):
+    return part.cpu().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[part.element_size()])
+
+
+@pytest.mark.parametrize("trusted", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.name)
+def test_codecs_give_the_bits_of_the_cpu(codec, trusted, device, monkeypatch):
+    if not trusted:
+        monkeypatch.setattr("speedtransfer.encoding.cuda_codecs.is_trusted", lambda *_: False)
+    width = codec.parts[""].width
+    values = torch.randn(500, width, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 38, 500)[:, None]
+    values[::3] = values[::3].abs()
+    values[5], values[6, 0] = 0.0, math.inf
+    ids = torch.randperm(500)
+    found = []
+    for where in (torch.device("cpu"), torch.device(device)):
+        keys = Keys(write_key(7, 3, "weight"), ids.to(where))
+        found.append(encode_rows(codec, values.to(where), keys))
+        found.append(encode_rows(codec, values.to(where), None))
+    for here, there in zip(found[:2], found[2:], strict=True):
+        for suffix, part in here.items():
+            wide = part.is_floating_point() and part.element_size() > 1
+            known = ~part.isnan() if wide else torch.ones(part.shape, dtype=torch.bool)
+            assert torch.equal(ints(part)[known], ints(there[suffix])[known])
+        decoded = decode_rows(codec, here), decode_rows(codec, there).cpu()
+        torch.testing.assert_close(*decoded, rtol=0, atol=0, equal_nan=True)

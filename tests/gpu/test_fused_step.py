@@ -84,26 +84,17 @@ def test_another_rounding_than_the_kernels(fused_by_torch, device, fused, monkey
     assert fused == []
 
 
-@pytest.mark.parametrize("dim", [16, 7])
-@pytest.mark.parametrize("memory", ["pinned", "device"])
+@pytest.mark.parametrize(
+    ("memory", "dim", "layout"), [("pinned", 16, "planes"), ("pinned", 7, "rows"), ("device", 7, "planes")]
+)
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_training_as_the_ordinary_way(make, memory, dim, device, fused, monkeypatch):
-    found = train(memory, device, make, dim, padding_idx=0)
+def test_a_training_as_the_ordinary_way(make, memory, dim, layout, device, fused, monkeypatch):
+    found = train(memory, device, make, dim, padding_idx=0, layout=layout)
     # The first step makes the state.
     assert len(fused) == 11
     monkeypatch.setenv(SWITCH, "0")
     expected = train(memory, device, make, dim, padding_idx=0)
     assert len(fused) == 11
-    assert_same(found[0], expected[0])
-    assert_counted(found[1], expected[1])
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_planes_side_by_side(name, device, fused, monkeypatch):
-    found = train("pinned", device, OPTIMIZERS[name], layout="rows")
-    assert len(fused) == 11
-    monkeypatch.setenv(SWITCH, "0")
-    expected = train("pinned", device, OPTIMIZERS[name], layout="planes")
     assert_same(found[0], expected[0])
     assert_counted(found[1], expected[1])
 
@@ -128,14 +119,17 @@ def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("memory", "engine"), [("pageable", None), ("pinned", "staged"), ("device", "reference")])
-def test_where_kernels_do_not_reach(memory, engine, device, fused):
-    train(memory, device, OPTIMIZERS["adam"], engine=engine)
-    assert fused == []
-
-
-def test_a_capturable_optimizer(device, fused):
-    train("pinned", device, lambda params: Adam(params, 0.01, capturable=True))
+@pytest.mark.parametrize(
+    ("memory", "engine", "options"),
+    [
+        ("pageable", None, {}),
+        ("pinned", "staged", {}),
+        ("device", "reference", {}),
+        ("pinned", None, {"capturable": True}),
+    ],
+)
+def test_where_kernels_do_not_reach(memory, engine, options, device, fused):
+    train(memory, device, lambda params: Adam(params, 0.01, **options), engine=engine)
     assert fused == []
 
 
@@ -200,30 +194,3 @@ def test_one_launch(name, device, fused):
     assert len(launches) == 1, launches
     assert "step_rows" in launches[0]
     assert not [call for call in calls if call.startswith(("wait", "copy"))]
-
-
-def test_auto_goes_on_with_other_engines(device, fused):
-    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")
-    engine = emb.table._engine
-    optimizer = SGD(emb.parameters(), 1.0)
-    ids = torch.arange(NUM_ROWS, device=device)
-
-    def step():
-        emb(ids).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    start = emb.table.torch().clone()
-    step()
-    step()
-    assert len(fused) == 1
-    engine.choose = lambda *args: "staged"
-    step()
-    assert len(fused) == 1
-    engine.choose = lambda *args: "mapped"
-    # The other one may still be busy until something is scattered.
-    step()
-    assert len(fused) == 1
-    step()
-    assert len(fused) == 2
-    torch.testing.assert_close(emb.table.torch(), start - 5)

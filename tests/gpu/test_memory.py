@@ -1,9 +1,7 @@
-"""Memory that is not there, that is given back, and that ten thousand calls do not lose."""
+"""Memory that is not there, that is given back, and that ten thousand calls do not lose; and caches of hot rows."""
 
 import gc
 import os
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -11,11 +9,11 @@ import torch
 from cases import one_line
 
 import speedtransfer as st
-from gpu.tools import allocated_bytes, is_page_locked, pinned, resident_bytes, table_in
+from gpu.tools import allocated_bytes, is_page_locked, pinned, resident_bytes, synchronizing, table_in
 from speedtransfer.cuda import streams as cuda_streams
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
-from speedtransfer.errors import HostMemoryError, format_bytes
+from speedtransfer.errors import DeviceError, HostMemoryError, format_bytes
 
 
 @pytest.fixture
@@ -47,47 +45,6 @@ class TestRefused:
         no_page_locking.undo()
         assert not st.Table(1000, 128, memory="pinned", device=device).gather([999]).any()
 
-    def test_beyond_what_cuda_can_lock(self, device, monkeypatch):
-        monkeypatch.setattr("speedtransfer.tables.memories.physical_bytes", lambda: 1 << 62)
-        with pytest.raises(HostMemoryError) as error:
-            st.Table(1 << 38, 64, memory="pinned", device=device)
-        said(error, 1 << 46)
-        assert torch.ones(3, device=device).sum() == 3  # CUDA is none the worse
-
-    def test_beyond_the_memory_of_the_machine(self, device):
-        for memory in ("pinned", "pageable"):
-            with pytest.raises(HostMemoryError) as error:
-                st.Table(10**12, 128, memory=memory, device=device)
-            message = one_line(error)
-            for part in ("plane 'weight' of 1000000000000 x 128 torch.float32", "asks for 512 TB", "this machine has "):
-                assert part in message
-            assert "pass memory='mmap'" in message
-
-    def test_a_plane_of_optimizer_state(self, device, monkeypatch):
-        emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
-        opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-        before = emb.table.torch().clone()
-        emb(torch.arange(5, device=device)).sum().backward()
-        runtime = load_cupy().cuda.runtime
-        allocate, sizes = runtime.hostAlloc, []
-
-        def second_is_refused(num_bytes, flags):
-            sizes.append(num_bytes)
-            if len(sizes) == 2:
-                raise runtime.CUDARuntimeError(2)
-            return allocate(num_bytes, flags)
-
-        monkeypatch.setattr(runtime, "hostAlloc", second_is_refused)
-        with pytest.raises(HostMemoryError) as error:
-            opt.step()
-        monkeypatch.undo()
-        said(error, 1000 * 16 * 4)
-        assert emb.table.planes == ("weight",)
-        assert torch.equal(emb.table.torch(), before)
-        opt.step()  # as if nothing had been
-        assert emb.table.planes == ("weight", "exp_avg", "exp_avg_sq")
-        assert not torch.equal(emb.table.torch(), before)
-
     @pytest.mark.parametrize("memory", ["pageable", "mmap"])
     def test_a_staging_buffer(self, device, tmp_path, memory, no_page_locking):
         table = table_in(memory, tmp_path, 1000, 128, device).fill_(1)
@@ -104,34 +61,6 @@ class TestRefused:
         no_page_locking.undo()
         table.scatter([1, 2], rows * 2)
         assert table.gather(index)[:, 0].tolist() == [1, 2, 2] + [1] * 997
-
-    def test_a_gpu_that_is_full(self, device):
-        num_bytes = 10**12 * 128 * 4
-        with pytest.raises(HostMemoryError) as error:
-            st.Table(10**12, 128, memory="device", device=device)
-        message = one_line(error)
-        assert f"plane 'weight' asks for {format_bytes(num_bytes)} of {device} (CUDA out of memory" in message
-        assert "); pass memory='pinned', 'pageable' or 'mmap'" in message
-        assert not st.Table(10, 4, memory="device", device=device).gather([9]).any()
-
-    def test_a_share_of_the_gpu(self, device):
-        before = allocated_bytes()
-        torch.cuda.empty_cache()
-        torch.cuda.set_per_process_memory_fraction(0.02, device)
-        try:
-            total = torch.cuda.get_device_properties(device).total_memory
-            with pytest.raises(HostMemoryError, match=f"asks for {format_bytes(total // 1024 * 1024)} of {device}"):
-                st.Table(total // 1024, 256, memory="device", device=device)
-            table = st.Table(10**5, 64, memory="device", device=device)  # there is room for this
-            emb = st.Embedding(10**6, 64, idle="lazy", memory="pinned", device=device)
-            opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-            emb(torch.arange(1000, device=device)).sum().backward()
-            opt.step()
-            assert not table.gather([5]).any()
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, device)
-        del table, emb, opt
-        assert allocated_bytes() == before
 
 
 class TestGivenBack:
@@ -173,16 +102,6 @@ class TestGivenBack:
         assert rows.eq(3).all()
         assert other.gather([7]).eq(4).all()
 
-    def test_page_locked_memory_of_an_engine(self, device):
-        engine, plane = StagedEngine(device, num_buffers=3), torch.zeros(1000, 64)
-        for _ in range(4):
-            engine.gather([plane], torch.arange(1000, device=device), [torch.zeros(1000, 64, device=device)])
-        pointers = [next(engine._ring)._memory.data_ptr() for _ in range(3)]
-        assert len(set(pointers)) == 3
-        assert all(is_page_locked(pointer) for pointer in pointers)
-        del engine
-        assert not any(is_page_locked(pointer) for pointer in pointers)
-
     @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap", "device"])
     def test_memory_of_the_device(self, device, tmp_path, memory):
         before = allocated_bytes()
@@ -199,55 +118,6 @@ class TestGivenBack:
             table.wait()
             del table, rows, index
             assert allocated_bytes() == before
-
-    def test_an_embedding_and_its_optimizer(self, device):
-        def train():
-            emb = st.Embedding(1000, 16, idle="lazy", memory="pinned", device=device)
-            opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-            for _ in range(3):
-                opt.zero_grad()
-                emb(torch.randint(1000, (50,)).to(device)).sum().backward()
-                opt.step()
-            return [emb.table.plane(name).data_ptr() for name in emb.table.planes]
-
-        train()
-        before = allocated_bytes()
-        pointers = train()
-        assert allocated_bytes() == before
-        assert len(pointers) == 3
-        assert not any(is_page_locked(pointer) for pointer in pointers)
-
-
-FORKED = """
-import os, torch
-import speedtransfer as st
-
-table = st.Table(100, 8, memory="pinned", device="cpu").fill_(1)
-table.gather([1, 2])
-child = os.fork()
-if child == 0:
-    status = 0
-    for write in (lambda: table.scatter([1], torch.zeros(1, 8)), table.zero_, lambda: table.__setitem__(2, torch.zeros(8))):
-        try:
-            write()
-        except st.errors.DeviceError as error:
-            assert "of the process that this one was forked from, and a write here would change them there" in str(error)
-        else:
-            status = 1
-    assert table.gather([3]).eq(1).all() and table.numpy()[4].sum() == 8
-    os._exit(status)
-assert os.waitpid(child, 0)[1] == 0
-assert table.torch().eq(1).all()
-table.scatter([1], torch.zeros(1, 8))
-assert table.torch()[1].eq(0).all()
-print("done")
-"""
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
-def test_a_forked_process_does_not_write_to_the_table_of_its_parent():
-    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr[-2000:]
 
 
 CALLS = 10_000
@@ -301,39 +171,69 @@ class TestNothingIsLost:
         assert resident_bytes() - resident < 32 << 20
         assert not plane.any()
 
-    @pytest.mark.parametrize("memory", ["pinned", "pageable"])
-    def test_calls_of_a_table(self, device, memory, monkeypatch):
-        table, allocations = st.Table(1000, 16, memory=memory, device=device), []
-        index = torch.arange(1000, device=device)
-        runtime = load_cupy().cuda.runtime
-        allocate = runtime.hostAlloc
 
-        def call(number):
-            table.scatter(index, table.gather(index) + 1, check=number % 2 == 0)
+# --- caches of hot rows -------------------------------------------------------------------------------------------------
 
-        for number in range(100):
-            call(number)
-        monkeypatch.setattr(runtime, "hostAlloc", lambda *args: [allocations.append(args), allocate(*args)][1])
-        before, resident = allocated_bytes(), resident_bytes()
-        for number in range(CALLS // 2):
-            call(number)
-        table.wait()
-        assert allocations == []
-        assert allocated_bytes() == before
-        assert resident_bytes() - resident < 32 << 20
-        assert table.torch().eq(100 + CALLS // 2).all()
 
-    def test_tables(self, device):
-        """Made, used and dropped: their engines, events and page-locked memory go with them."""
+def test_the_host_does_not_wait_for_a_cache(device):
+    table = st.Table(1000, 8, memory="pinned", device=device, cache_rows=50, cache_counts=torch.arange(1000))
+    table.engine = "mapped"
+    index = torch.arange(900, 1000, device=device)
+    for _ in range(3):
+        table.scatter(index, table.gather(index), check=False)
+    with synchronizing("error"):
+        for _ in range(3):
+            table.scatter(index, table.gather(index) + 1, check=False)
+    assert table.torch()[900:].eq(3).all()
+    assert table.stats().cache_hits == 250  # of the first gather none
 
-        def once():
-            table = st.Table(1000, 64, memory="pinned", device=device)
-            table.scatter([1, 2], table.gather([1, 2]) + 1)
 
-        for _ in range(20):
-            once()
-        before, resident = allocated_bytes(), resident_bytes()
-        for _ in range(200):
-            once()
-        assert allocated_bytes() == before
-        assert resident_bytes() - resident < 32 << 20
+def test_a_cache_on_several_streams(device):
+    table = st.Table(2000, 64, memory="pinned", device=device, cache_rows=300)
+    index, expected = torch.arange(0, 2000, 3, device=device), 0
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    torch.cuda.synchronize()
+    for turn in range(30):
+        with torch.cuda.stream(streams[turn % 3]):
+            rows = table.gather(index)
+            table.scatter(index, rows + 1)
+        expected += 1
+        with torch.cuda.stream(streams[(turn + 1) % 3]):
+            seen = table.gather(index)
+        streams[(turn + 1) % 3].synchronize()
+        assert seen.eq(expected).all()
+    assert table.torch()[::3].eq(expected).all()
+
+
+def test_memory_of_a_cache_is_given_back(device):
+    table = st.Table(100_000, 64, memory="pinned", device=device, cache_rows=50_000, cache_counts=torch.arange(100_000))
+    index = torch.arange(60_000, 60_100, device=device)
+    before = allocated_bytes()
+    table.scatter(index, torch.ones(100, 64, device=device))
+    assert allocated_bytes() - before >= 50_000 * 64 * 4
+    table.shrink_cache()
+    assert allocated_bytes() - before < 1 << 20
+    assert table.torch()[60_000:60_100].eq(1).all()
+
+
+def test_the_size_of_a_cache(device):
+    table = st.Table(1000, 8, memory="pinned", device=device, cache_rows="auto")
+    assert table.cache_rows == 1000
+    assert "cache_rows=1000" in repr(table)
+    table.gather([3])
+    table.to("cpu").to(device)
+    assert table.gather([3]).eq(0).all()
+    assert table.stats().cache_misses == 2
+
+
+@pytest.mark.skipif("FAKE_KERNELS" in os.environ, reason="captures are not emulated")
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_cache_in_a_graph(device):
+    emb = st.Embedding(100, 8, memory="pinned", device=device, cache_rows=10)
+    ids = torch.arange(10, device=device)
+    with torch.no_grad():
+        emb(ids)
+        torch.cuda.synchronize()
+        with pytest.raises(DeviceError, match="cache_rows"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            emb(ids)
+        assert torch.equal(emb(ids), emb.weight[:10])

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import RowIndexError
 from speedtransfer.nn import lookup_ops
 from speedtransfer.nn.tracing import ONE_GRAPH
 
@@ -66,44 +65,6 @@ def test_few_ids_are_one_launch(device):
             assert "gather_rows" in launches[0]
 
 
-@pytest.mark.parametrize("memory", ["pinned", "device"])
-def test_a_row_out_of_range_is_told_by_the_next_call(device, memory):
-    emb, values = frozen(device, memory=memory)
-    with torch.no_grad():
-        found = emb(torch.tensor([3, ROWS, 5], device=device))
-        torch.cuda.synchronize()
-        with pytest.raises(RowIndexError, match=f"is {ROWS}"):
-            emb(torch.tensor([1], device=device))
-        assert torch.equal(found.cpu(), torch.stack([values[3], torch.zeros(DIM), values[5]]))
-        # On the host they are seen at once.
-        with pytest.raises(RowIndexError, match=r"index\[1\] is -1"):
-            emb(torch.tensor([1, -1]))
-        assert torch.equal(emb(torch.tensor([1], device=device)).cpu()[0], values[1])
-
-
-def test_many_ids_cross_the_bus_once_each(device):
-    emb, values = frozen(device, memory="pinned")
-    ids = torch.zeros(5000, dtype=torch.int64, device=device)
-    with torch.no_grad():
-        found = emb(ids)
-    assert torch.equal(found.cpu(), values[:1].expand(5000, DIM))
-    assert emb.table.stats().gathered_rows == 1
-
-
-def test_trained_rows_that_idle(device):
-    emb = st.Embedding(40, 4, dtype=torch.float64, memory="pinned", idle="exact", device=device)
-    dense = nn.Embedding.from_pretrained(emb.weight.detach().cpu().clone(), freeze=False)
-    opts = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (emb, dense)]
-    for step in range(3):
-        for each, opt in zip((emb, dense), opts, strict=True):
-            opt.zero_grad()
-            each(torch.tensor([step])).sum().backward()
-            opt.step()
-    ids = torch.tensor([0, 1, 39])
-    with torch.no_grad():
-        torch.testing.assert_close(emb(ids.to(device)).cpu(), dense(ids), rtol=1e-11, atol=1e-12)
-
-
 @pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
 @pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
 def test_the_operators(device, memory):
@@ -157,23 +118,3 @@ def test_a_compiled_model(device, memory):
             opt.step()
     assert torch.equal(model[0].table.torch().cpu(), plain[0].table.torch().cpu())
     torch.compiler.reset()
-
-
-def test_lookups_in_a_graph_that_is_captured(device):
-    graph, ids = torch.cuda.CUDAGraph(), torch.zeros(8, dtype=torch.int64, device=device)
-    emb, values = frozen(device, memory="pinned")
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(side):
-        emb(ids)
-    torch.cuda.current_stream().wait_stream(side)
-    try:
-        with torch.no_grad(), torch.cuda.graph(graph):
-            found = emb(ids)
-    except Exception as error:
-        pytest.skip(f"this device captures no CUDA graphs: {str(error).splitlines()[0]}")
-    for seed in range(3):
-        batch = torch.randint(0, ROWS, (8,), generator=torch.Generator().manual_seed(seed))
-        ids.copy_(batch)
-        graph.replay()
-        assert torch.equal(found.cpu(), values[batch])

@@ -5,12 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from speedtorch_cases import KINDS, batch, train
+from speedtorch_cases import KINDS, train
 from torch import nn
 
 import speedtransfer.speedtorch as SpeedTorch
 from gpu.tools import hold
-from speedtransfer.errors import InvalidTypeError
 
 
 @pytest.fixture(autouse=True)
@@ -67,18 +66,6 @@ def test_data_as_cupy_shows_them(pinned, device):
     matrix.insertData(np.array([7, 8], dtype=np.uint32), ([1, 1], [2, 2]))
     assert matrix.CUPYCom.dtype == np.uint32
     assert int(matrix.CUPYCom[1, 2]) == 8
-
-
-def test_nothing_of_cupy_is_changed(device):
-    import cupy
-
-    before = cupy.cuda.get_allocator()
-    weights = SpeedTorch.ModelFactory(nn.Embedding(1, 4, device=device), 100, 4, CPUPinn=True)
-    weights.uniformDistributionInit(-1, 1)
-    weights.saveCupy("rows.npy")
-    weights.loadCupy("rows.npy")
-    assert cupy.cuda.get_allocator() == before
-    assert np.array_equal(cupy.load("rows.npy").get(), weights.getNumpyVersion())
 
 
 def test_page_locked_rows_are_waited_for_once_a_view_is_out(device):
@@ -139,54 +126,3 @@ def test_arrays_of_cupy_come_when_they_are_filled(device):
     gadget.insertData(cupy.asarray(array)[::-1, ::-1], slice(None))
     assert np.array_equal(gadget.getNumpyVersion(), array[::-1, ::-1])
     assert np.array_equal(gadget.getData(cupy.arange(6)[::-1]).cpu().numpy(), array[:, ::-1])
-
-
-@pytest.mark.parametrize("pinned", [False, True])
-@pytest.mark.parametrize("dtype", ["uint16", "uint32", "uint64", "bool", "float32"])
-def test_any_index_on_the_device(pinned, dtype, device):
-    import cupy
-
-    array = (np.arange(24) % 5).astype(dtype).reshape(6, 4)
-    gadget = SpeedTorch.DataGadget(array, CPUPinn=pinned)
-    gadget.gadgetInit()
-    mask = array[:, 1].astype(bool)
-    for index, same in (
-        (Ellipsis, Ellipsis),
-        ((slice(0, 4), slice(1, None, 2)), (slice(0, 4), slice(1, None, 2))),
-        (([0, 5, 5], [1, 2, 2]), ([0, 5, 5], [1, 2, 2])),
-        (mask, mask),
-        (cupy.asarray(mask), mask),
-        (torch.from_numpy(mask).to(device), mask),
-        ((cupy.asarray([3, 0]), 1), ([3, 0], 1)),
-    ):
-        found = gadget.getData(index)
-        assert found.device == device
-        assert np.array_equal(found.cpu().numpy(), array[same])
-        gadget.insertData(found, index)
-        assert np.array_equal(gadget.getNumpyVersion(), array)
-    with pytest.raises(InvalidTypeError, match=r"torch\.stack"):
-        gadget.getData([torch.tensor(1, device=device)])
-
-
-def test_masks_and_dtypes_of_factories_on_the_device(device):
-    variable = nn.Embedding(1, 4, device=device)
-    weights = SpeedTorch.ModelFactory(variable, 6, 4)
-    weights.customInit(lambda rows: torch.arange(24.0).view(6, 4))
-    weights.beforeForwardPass(torch.arange(6, device=device) > 3)
-    assert variable.weight[:, 0].tolist() == [16, 20]
-    with pytest.raises(InvalidTypeError, match=r"index\.bool"):
-        weights.beforeForwardPass(torch.tensor([0, 1, 1, 0, 0, 0], dtype=torch.uint8, device=device))
-
-
-def test_a_factory_under_a_default_device(device):
-    model = nn.ModuleDict({"table": nn.Embedding(1, 4, device=device)})
-    optimizer = torch.optim.Adam(model.parameters())
-    with torch.device(device):
-        weights = SpeedTorch.ModelFactory(model["table"], 5, 4)
-        state = SpeedTorch.OptimizerFactory(optimizer, 5, 4, model, "table")
-        weights.zerosInit()
-        state.optInit()
-        for _ in range(2):
-            with batch([weights, state], optimizer, [1, 2]):
-                model["table"](torch.arange(2)).sum().backward()
-    assert weights.getNumpyVersion()[1, 0] < 0

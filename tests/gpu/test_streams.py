@@ -100,23 +100,6 @@ class TestNothingElse:
         check_same([ours, theirs], [table.torch(), table.torch()])
 
     @pytest.mark.parametrize("memory", MEMORIES)
-    def test_another_table(self, device, tmp_path, memory):
-        one, two = (table_in(memory, tmp_path, 1000, 64, device).fill_(value) for value in (1, 2))
-        mine, other, index = torch.cuda.Stream(), torch.cuda.Stream(), torch.arange(1000, device=device)
-        for warm in WARM:
-            torch.cuda.synchronize()
-            held = None if warm else hold(other)
-            if memory in NO_HOST:
-                with torch.cuda.stream(other):
-                    one.scatter(index, one.gather(index, check=False), check=False)
-            with torch.cuda.stream(mine):
-                rows = two.gather(index)
-                two.scatter(index, rows * 2, check=False)
-                two.wait()
-            assert held is None or not held.query()
-        assert two.torch().eq(2 * 2 ** len(WARM)).all()
-
-    @pytest.mark.parametrize("memory", MEMORIES)
     def test_a_whole_training_step(self, device, tmp_path, memory):
         kwargs = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
         emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device, **kwargs)
@@ -153,57 +136,6 @@ class TestTheHost:
                 rows = table.gather(given)
         mine.synchronize()
         check_same([rows], [table.torch().cpu()[index]])
-
-    @pytest.mark.parametrize("index_dtype", [torch.int32, torch.uint8, torch.int16])
-    def test_gather_by_other_integers(self, device, index_dtype):
-        table, mine = st.Table(256, 64, memory="pinned", device=device).normal_(), torch.cuda.Stream()
-        index = torch.randint(256, (500,)).to(index_dtype)
-        given = index.to(device).view(50, 10)
-        with torch.cuda.stream(mine):
-            table.gather(given)
-            torch.cuda.synchronize()
-            with not_waiting(mine):
-                rows = table.gather(given)
-        mine.synchronize()
-        check_same([rows.view(500, 64)], [table.torch()[index.long()]])
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_several_planes_converted(self, device, memory):
-        table, mine = st.Table(1000, 64, torch.float16, memory=memory, device=device).normal_(), torch.cuda.Stream()
-        table.add_plane("m", 3, torch.bfloat16, fill=1)
-        index = torch.arange(500, device=device)
-        with torch.cuda.stream(mine):
-            for warm in WARM:
-                torch.cuda.synchronize()
-                with contextlib.nullcontext() if warm else not_waiting(mine):
-                    rows = table.gather(index, ["weight", "m"], dtype=torch.float32)
-                    table._engine.scatter([table._planes[name] for name in rows], index, list(rows.values()))
-        table.wait()
-        check_same([rows["weight"]], [table.torch()[:500].float()])
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_unchecked_scatter(self, device, memory):
-        table, mine = st.Table(1000, 64, memory=memory, device=device), torch.cuda.Stream()
-        index, rows = torch.randperm(1000).to(device), torch.ones(1000, 64, device=device)
-        with torch.cuda.stream(mine):
-            table.scatter(index, rows, check=False)
-            torch.cuda.synchronize()
-            with not_waiting(mine):
-                table.scatter(index, rows * 2, check=False)
-        assert table.torch().eq(2).all()
-
-    def test_many_calls(self, device):
-        table, mine = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
-        index = torch.arange(1000, device=device)
-        torch.cuda.synchronize()  # another stream made the index
-        with torch.cuda.stream(mine):
-            for _ in range(3):
-                table.scatter(index, table.gather(index) + 1, check=False)
-            torch.cuda.synchronize()
-            with not_waiting(mine):
-                for _ in range(50):  # the device takes about a thousand launches in advance
-                    table.scatter(index, table.gather(index) + 1, check=False)
-        assert table.torch().eq(53).all()
 
     def test_staged_copies_run_on(self, device):
         """The host gathers and is done: its copies need not be, and are in order."""
@@ -285,37 +217,6 @@ class TestTorchsOwnWaits:
                 out = table.gather(index, out=rows)
                 table.scatter(index, out, check=False)
                 table.scatter(host_index, both, check=False)
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_none_of_cupy(self, device, memory, monkeypatch):
-        table = st.Table(1000, 64, memory=memory, device=device)
-        index = torch.arange(500, device=device)
-        table.scatter(index, table.gather(index), check=False)
-
-        def waits(*args):
-            pytest.fail("CuPy was asked to wait, or to allocate")
-
-        runtime = load_cupy().cuda.runtime
-        for name in ("deviceSynchronize", "hostAlloc", "freeHost"):
-            monkeypatch.setattr(runtime, name, waits)
-        table.scatter(index, table.gather(index), check=False)
-        monkeypatch.undo()
-        table.wait()
-
-
-def test_the_default_stream_and_others_in_order(device):
-    """torch's default stream has no number: it must not be taken for none."""
-    engine, plane = MappedEngine(device), pinned(torch.zeros(100, 4))
-    index, side = torch.arange(100, device=device), torch.cuda.Stream()
-    rows, out = torch.zeros(100, 4, device=device), torch.zeros(100, 4, device=device)
-    for step in range(5):
-        hold(torch.cuda.default_stream(), 10)
-        rows.fill_(step + 1)
-        engine.scatter([plane], index, [rows])
-        with torch.cuda.stream(side):
-            engine.gather([plane], index, [out])
-        side.synchronize()
-        assert out.eq(step + 1).all()
 
 
 def test_a_stream_of_another_library(device):

@@ -1,4 +1,4 @@
-"""The table contract for every memory, with a CUDA device to compute on."""
+"""The table contract for every memory, files that are read in place, and caches, with a CUDA device to compute on."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import numpy as np
 import pytest
 import torch
 from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, numbers, one_line
+from opened_cases import write_parts
+from safetensors.torch import save_file
+from table_cases import TableContract
 from table_cases.base import TableOfRecords
-from table_cases.convert import ConvertCases
-from table_cases.copies import CopyCases
 from table_cases.files import FileCases
 from table_cases.gather import GatherCases
-from table_cases.scatter import ScatterCases
-from table_contract import TableContract
+from table_cases.scatter import ConvertCases, ScatterCases
+from table_cases.values import CopyCases
+from test_tables_opened import ReadOnly
 
 import speedtransfer as st
-from gpu.tools import table_in
-from speedtransfer.engines import MappedEngine, StagedEngine, engine_names
+from speedtransfer.engines import engine_names
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 
 
@@ -150,14 +151,6 @@ class CupyViews:
 class TestPinned(CupyViews, OnCuda):
     memory = "pinned"
 
-    def test_one_made_by_hand(self):
-        table = self.numbered()
-        before = self.rows_of(table)
-        for engine in (MappedEngine(self.device, max_blocks=1, threads=64), StagedEngine(self.device, buffer_bytes=64)):
-            table.engine = engine
-            assert table.engine == engine.name
-            self.assert_unchanged(table, before)
-
     def test_auto_is_pinned(self):
         assert st.Table(4, 4).memory == "pinned"
 
@@ -171,18 +164,16 @@ class TestPinned(CupyViews, OnCuda):
         assert table.gather([0, 1]).tolist() == [[0, 0], [1, 1]]
 
 
-class NoCupyView:
+class TestPageable(OnCuda):
+    memory = "pageable"
+
     def test_no_cupy_view(self):
-        with pytest.raises(InvalidValueError, match=rf"CUDA cannot address memory='{self.memory}'; use ") as error:
+        with pytest.raises(InvalidValueError, match=r"CUDA cannot address memory='pageable'; use ") as error:
             self.make(4, 4).cupy()
         one_line(error)
 
 
-class TestPageable(NoCupyView, OnCuda):
-    memory = "pageable"
-
-
-class TestMmap(NoCupyView, OnCuda):
+class TestMmap(OnCuda):
     memory, persistent = "mmap", True
 
 
@@ -235,11 +226,6 @@ class Records(Made, GatherCases, ScatterCases, ConvertCases, CopyCases):
 
     kind = TableOfRecords
 
-    def test_added_planes_are_strided(self):
-        plane = self.make(7, 4).add_plane("exp_avg", fill=2)
-        assert plane.eq(2).all()
-        assert plane.stride() == (8, 1)
-
 
 class TestPinnedRecords(Records):
     memory = "pinned"
@@ -249,50 +235,80 @@ class TestDeviceRecords(Records):
     memory, host = "device", False
 
 
-@pytest.mark.parametrize("memory", ["pinned", "device", "pageable", "mmap"])
-@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.uint8}], ids=["float", "uint8"])
-def test_training_gives_the_same_bits_in_every_layout(device, tmp_path, memory, options):
-    sides = []
-    for layout in ("planes", "rows"):
-        torch.manual_seed(0)
-        path = tmp_path / f"{layout}.npy" if memory == "mmap" else None
-        emb = st.Embedding(300, 16, memory=memory, path=path, device=device, layout=layout, idle="lazy", **options)
-        opt = torch.optim.AdamW(emb.parameters(), fused=True)
-        generator = torch.Generator().manual_seed(1)
-        for _ in range(4):
-            emb(torch.randint(0, 300, (64,), generator=generator).to(device)).square().sum().backward()
-            opt.step()
-            opt.zero_grad()
-        sides.append((emb, opt))
-    (planes, _), (rows, _) = sides
-    assert planes.table.planes == rows.table.planes
-    for name in planes.table.planes:
-        assert_same_bits(planes.table.plane(name).cpu(), rows.table.plane(name).cpu())
-    assert not rows.table.plane("exp_avg").is_contiguous()
-    states = [opt.state_dict()["state"][0] for _, opt in sides]
-    assert all(states[1][name].is_contiguous() for name in ("exp_avg", "exp_avg_sq"))
+class TestOpened(ReadOnly):
+    """Rows of files, at any byte, that the host moves."""
+
+    pads = (1, 6)
 
 
-def test_every_memory_and_engine_gives_the_same_bits(device, tmp_path):
-    def filled(memory, engine):
-        table = table_in(memory, tmp_path, 500, 33, device)
-        table.engine = engine
-        table.normal_(generator=torch.Generator().manual_seed(1))
-        table.add_plane("m", 5, torch.bfloat16, fill=0.5)
-        return table
+class TestOpenedThroughACache(ReadOnly):
+    options = {"cache_rows": 20}
 
-    memories = ("pinned", "pageable", "mmap", "device")
-    tables = [filled(memory, engine) for memory in memories for engine in engine_names(memory, device)]
-    assert len(tables) == 7
-    generator = torch.Generator().manual_seed(0)
-    for step in range(30):
-        index = torch.randperm(500, generator=generator)[:77]
-        index = index.to(device) if step % 2 else index
-        gathered = [table.gather(index, ["weight", "m"]) for table in tables]
-        for rows in gathered[1:]:
-            for name in ("weight", "m"):
-                assert_same_bits(rows[name], gathered[0][name])
-        for table, rows in zip(tables, gathered, strict=True):
-            table.scatter(index, {"weight": rows["weight"] * 0.9 + 0.1, "m": rows["m"] * 1.1})
-    for table in tables[1:]:
-        assert_same_bits(table.torch(), tables[0].torch())
+
+class TestPinnedThroughACache(Made, TableContract):
+    memory = "pinned"
+
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
+        return super().make(num_rows, dim, dtype, cache_rows=3, **kwargs)
+
+    def from_array(self, array, **kwargs):
+        return super().from_array(array, cache_rows=3, **kwargs)
+
+    def load(self, path, **kwargs):
+        return super().load(path, cache_rows=3, **kwargs)
+
+    def test_stats(self):
+        table = self.make(10, 4)
+        table.gather([[1, 2], [2, 9]])
+        table.gather(torch.tensor([9, 3], device=self.device))
+        stats = table.stats()
+        assert stats.cache_hits + stats.cache_misses == stats.gathered_rows == 6
+        assert stats.cache_hit_bytes + stats.cache_miss_bytes == stats.gathered_bytes == 96
+
+
+# --- rows read in place from published files --------------------------------------------------------------------------
+
+IDS = torch.randint(301, (40, 30), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(params=["parts", "one"])
+def opened(request, tmp_path, device):
+    values = numbers((301, 12), torch.float32)
+    if request.param == "one":
+        save_file({"weight": values}, tmp_path / "a.safetensors")
+        return tmp_path / "a.safetensors", values
+    return write_parts(tmp_path, values, pads=(1, 6)), values
+
+
+def test_modules_of_opened_tables(opened, device):
+    parts, values = opened
+    emb, dense = st.Embedding.from_pretrained(st.Table.open(parts, device=device)), values.to(device)
+    ids = IDS.to(device)
+    assert_same_bits(emb(ids), dense[ids])
+    with torch.no_grad():
+        assert_same_bits(emb(ids), dense[ids])
+        assert_same_bits(emb(emb.prefetch(IDS)), dense[ids])
+    assert_same_bits(emb.weight.detach().clone(), dense)
+    with torch.no_grad(), pytest.raises(OSError, match="read in place"):
+        emb.weight.zero_()
+    with pytest.raises(OSError, match="read in place"):
+        emb.requires_grad_()
+    bag = st.EmbeddingBag.from_pretrained(emb.table, mode="max")
+    assert_same_bits(bag(ids), torch.nn.EmbeddingBag.from_pretrained(dense, mode="max")(ids))
+    moved = st.Embedding.from_pretrained(st.Table.open(parts, device="cpu")).to(device)
+    assert_same_bits(moved(ids), dense[ids])
+    assert_same_bits(moved.cpu()(IDS), values[IDS])
+
+
+def test_opened_float8_with_scales(tmp_path, device):
+    codes = numbers((301, 16), torch.float32).to(torch.float8_e4m3fn)
+    scales = torch.randint(118, 134, (301, 4), dtype=torch.uint8).view(torch.float8_e8m0fnu)
+    for number, part in enumerate(torch.arange(301).split(100)):
+        tensors = {f"w.{number}": codes[part[0] : part[-1] + 1], f"s.{number}": scales[part[0] : part[-1] + 1]}
+        save_file(tensors, tmp_path / f"{number}.safetensors")
+    expected = codes.float() * scales.float().repeat_interleave(4, 1)
+    table = st.Table.open(tmp_path, "w.{}", scale_key="s.{}", device=device)
+    for dtype in (None, torch.bfloat16):
+        emb = st.Embedding.from_pretrained(table, dtype=dtype)
+        assert_same_bits(emb(IDS.to(device)), expected[IDS].to(dtype or torch.float32))
+    assert_same_bits(emb.float().weight.detach().clone(), expected)

@@ -1,11 +1,15 @@
-"""The drop-in on a CUDA device: every memory trains to the same bits, and as ``nn.Embedding`` does, idle rows apart."""
+"""Training on a CUDA device: every kind of table to the same bits in every memory, and as on the host, which equals torch."""
 
-import copy
+from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from checkpoint_cases import digest
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss
 from optimizer_cases import case_named
+from reading_ahead import at_once, by_loader, by_ticket
 from test_training_loops import run
 from torch import nn
 from training_loops import PROGRAMS
@@ -15,9 +19,132 @@ from gpu.tools import check_same, embedding_in
 from speedtransfer.optim import find_handle
 
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
-NAMES = ["adamw", "adamw-fused", "adam-foreach", "adamax", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam"]
 NUM_ROWS, DIM = 41, 16
-TOLERANCE = 1e-5  # sums in another order
+
+
+# --- every kind of table ----------------------------------------------------------------------------------------------
+
+
+def ngrams(_: int, dim: int, **options: Any) -> Any:
+    return st.NgramEmbedding(st.NgramHash(heads=2, rows=100, vocab_size=NUM_ROWS, eos=0), dim, combine="sum", **options)
+
+
+def features(num_rows: int, dim: int, **options: Any) -> Any:
+    return st.MultiEmbedding([num_rows, 300, num_rows, 7 * num_rows, num_rows, 60], dim, **options)
+
+
+class Case(NamedTuple):
+    """How a module is made and trained.
+
+    `apart`: how far results may be from those of the host, where sums have another order; None: rounding to few bits, which
+    that may change by a step.
+    """
+
+    options: dict[str, Any] = {}
+    optimizer: str = "adamw"
+    kind: Any = st.Embedding
+    apart: float | None = 1e-4
+    memories: tuple[str, ...] = tuple(MEMORIES)
+
+
+def stored(dtype: torch.dtype, **options: Any) -> Case:
+    return Case({"idle": "lazy", "storage_dtype": dtype, "state_dtype": torch.uint8, **options}, apart=None)
+
+
+def vocabulary(**about: Any) -> dict[str, Any]:
+    return {"vocabulary": {"capacity": 8, "max_capacity": 20, "evict": "lru", "seed": 3, **about}}
+
+
+HOST = ("pinned", "pageable", "mmap")
+LAZY = ("adamw", "adamw-fused", "adam-foreach", "adamax", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam")
+CASES = {name: Case({"idle": "lazy"}, name, memories=("pageable", "device")) for name in LAZY}
+CASES |= {
+    "exact": Case({"idle": "exact", "padding_idx": 3}),
+    "max_norm": Case({"idle": "lazy", "max_norm": 1.2}),
+    "by frequency": Case({"idle": "lazy", "scale_grad_by_freq": True}),
+    "records": Case({"idle": "exact", "layout": "rows"}, "adamw-fused"),
+    "cache": Case({"idle": "exact", "cache_rows": 9}, memories=HOST),
+    "cache for good": Case({"idle": "lazy", "cache_rows": 9, "cache_counts": -torch.arange(NUM_ROWS)}, memories=HOST),
+    "float64": Case({"dtype": torch.float64, "idle": "lazy"}, apart=1e-9),
+    "half": Case({"dtype": torch.bfloat16, "idle": "lazy"}, apart=0.05),
+    "float16": Case({"dtype": torch.float16, "idle": "lazy"}, "sgd-momentum", apart=0.05),
+    "int8": stored(torch.int8),
+    "bfloat16": stored(torch.bfloat16),
+    "float8": stored(torch.float8_e4m3fn, scale_block=4),
+    "int8 in a cache": stored(torch.int8, cache_rows=9)._replace(memories=HOST),
+    "bags": Case({"mode": "sum", "padding_idx": 3}, kind=st.EmbeddingBag),
+    "bags of means": Case({"mode": "mean", "idle": "lazy"}, "sgd-momentum", st.EmbeddingBag),
+    "bags of maxima": Case({"mode": "max"}, kind=st.EmbeddingBag),
+    "features": Case({"padding_idx": 1}, kind=features),
+    "n-grams": Case({"std": 1.0}, kind=ngrams, memories=("pinned", "pageable")),
+    "vocabulary": Case(vocabulary()),
+    "vocabulary, lazy": Case({"idle": "lazy", **vocabulary(unseen="row", admit=2)}),
+    "vocabulary, zeros": Case({"padding_idx": 0, **vocabulary(unseen="zeros", admit=2)}),
+    "vocabulary of bags": Case({"mode": "mean", **vocabulary(admit=3)}, kind=st.EmbeddingBag),
+    "vocabulary, deferred": Case({"idle": "exact", **vocabulary(deferred=True, unseen="row", admit=2)}),
+    "vocabulary of bags, deferred": Case({"mode": "max", **vocabulary(deferred=True)}, kind=st.EmbeddingBag),
+    "vocabulary, deferred, of int8": stored(torch.int8, **vocabulary(deferred=True)),
+    "vocabulary in a cache": Case({"cache_rows": 4, **vocabulary()}, memories=HOST),
+}
+
+
+def trained(case: Case, memory: str, folder: Any, device: Any, ids_on: Any = "cpu", ahead: Any = at_once) -> Any:
+    """Return what training leaves, as tensors of the host by name."""
+    options, about = dict(case.options), case.options.get("vocabulary")
+    if about is not None:
+        options["vocabulary"] = st.Vocabulary(**about)
+    module = embedding_in(memory, folder, device, NUM_ROWS, DIM, kind=case.kind, **options)
+    optimizer = case_named(case.optimizer).make(module.parameters())
+    draw, outs = torch.Generator().manual_seed(1), []
+    batches = [(torch.rand(8, 6, generator=draw) ** 3 * NUM_ROWS).long() for _ in range(8)]
+    if about is not None:
+        batches = [(ids // 2 + step) * -(2**58) for step, ids in enumerate(batches)]
+    for _, given in ahead(module, [ids.to(ids_on) for ids in batches]):
+        optimizer.zero_grad()
+        out = module(given)
+        (out.float() - 1).square().mean().backward()
+        optimizer.step()
+        outs.append(out.detach().cpu())
+    found = dict(enumerate(outs))
+    state = optimizer.state_dict()["state"].get(0, {})
+    found |= {name: torch.as_tensor(value).cpu() for name, value in state.items()}
+    if about is None:
+        return found | {name: value.cpu() for name, value in module.state_dict().items()}
+    ids, rows = module.vocabulary.export()
+    # In the order of ids: that of rows need not be the same.
+    return {**dict(enumerate(outs)), "ids": ids.sort().values, "rows": rows[ids.argsort()].cpu()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_memory_to_the_same_bits_and_as_on_the_host(device, tmp_path, name):
+    case = CASES[name]
+    on_host = trained(case, "pageable", tmp_path, "cpu")
+    expected = trained(case, "pinned", tmp_path, device, device)
+    assert expected.keys() == on_host.keys()
+    for key, value in on_host.items():
+        if key == "ids":
+            assert torch.equal(expected[key], value)
+        elif case.apart is not None:
+            rtol = 1e-4 if case.apart < 0.05 else 0.05
+            torch.testing.assert_close(
+                expected[key], value, rtol=rtol, atol=case.apart, msg=lambda m, k=key: f"{k}: {m}"
+            )
+    for memory in case.memories:
+        ways = (at_once, at_once) if memory == "device" else (by_ticket, by_loader)
+        for ids_on, ahead in zip(("cpu", device), ways, strict=True):
+            found = trained(case, memory, tmp_path, device, ids_on, ahead)
+            for key, value in expected.items():
+                what = memory, ids_on, ahead.__name__, key
+                if case.kind is st.EmbeddingBag:
+                    # Whose gradients are summed in another order where the host knows the ids.
+                    torch.testing.assert_close(
+                        found[key], value, rtol=1e-4, atol=1e-4, msg=lambda m, w=what: f"{w}: {m}"
+                    )
+                else:
+                    assert torch.equal(found[key], value), what
+
+
+# --- a module of rows beside nn.Embedding -----------------------------------------------------------------------------
 
 
 def embedding(memory, folder, device, num_rows=NUM_ROWS, dim=DIM, **kwargs):
@@ -36,335 +163,232 @@ def planes_of(emb, opt):
     return {"": weight.cpu().clone(), **{key: torch.as_tensor(value).cpu().clone() for key, value in state.items()}}
 
 
-def assert_close(ours, expected, tolerance=TOLERANCE):
+def assert_close(ours, expected, tolerance=1e-5):
     assert set(ours) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def train(module, make, batches, ids_device="cpu", device="cpu"):
-    """Return what `planes_of` does after training; ``nn.Embedding`` trains lazily."""
-    opt = make(list(module.parameters()))
-    loop = opt if hasattr(module, "table") else LazyOracle(opt, module)
-    for ids, target in batches:
-        loop.zero_grad()
-        squared_loss(module(ids.to(ids_device)), target.to(device)).backward()
-        loop.step()
-    return planes_of(module, opt)
+IDS = [
+    torch.tensor([3, 3, 0, 11, 7]),
+    torch.arange(12).view(2, 3, 2) % 5,
+    torch.tensor(4),
+    torch.empty(3, 0, dtype=torch.int64),
+    torch.tensor([[2], [9]]).expand(2, 4),
+    torch.tensor([5, 5, 1], dtype=torch.int32),
+]
 
 
-class TestTraining:
-    @pytest.mark.parametrize("name", NAMES)
-    def test_every_memory_to_the_same_bits_and_as_torch(self, device, tmp_path, name):
-        make, batches = case_named(name).make, skewed_batches(NUM_ROWS, DIM, 12)
-        results = {
-            (memory, where): train(embedding(memory, tmp_path, device), make, batches, where, device)
-            for memory in MEMORIES
-            for where in ("cpu", device)
-        }
-        expected = results["device", device]
-        for planes in results.values():
-            assert set(planes) == set(expected)
-            check_same(planes.values(), [expected[key] for key in planes])
-        dense = dense_embedding(device)
-        assert_close(expected, train(dense, make, batches, device, device))
-        never = NUM_ROWS - 1
-        assert torch.equal(expected[""][never], dense.weight[never].cpu())
-
-    @pytest.mark.parametrize("name", ["adamw", "adamax"])
-    def test_as_on_the_cpu(self, device, tmp_path, name):
-        make, batches = case_named(name).make, skewed_batches(NUM_ROWS, DIM, 12)
-        on_cpu = train(embedding("pageable", tmp_path, "cpu"), make, batches)
-        on_cuda = train(embedding("pinned", tmp_path, device), make, batches, device, device)
-        assert_close(on_cuda, on_cpu, 1e-4)
-
-    def test_first_values_are_those_of_torch(self, device, tmp_path):
-        expected = dense_embedding("cpu", padding_idx=2).weight.detach()
-        for memory in MEMORIES:
-            check_same([embedding(memory, tmp_path, device, padding_idx=2).table.torch()], [expected])
-
-    @pytest.mark.parametrize("memory", ["pinned", "device"])
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-    def test_other_dtypes(self, device, tmp_path, memory, dtype):
-        make = lambda params: torch.optim.Adam(params, lr=0.05, eps=1e-4)  # noqa: E731
-        batches = skewed_batches(NUM_ROWS, 64, 6, dtype=dtype)
-        ours = train(embedding(memory, tmp_path, device, dim=64, dtype=dtype), make, batches, device, device)
-        expected = train(dense_embedding(device, dim=64, dtype=dtype), make, batches, device, device)
-        assert_close(ours, expected, 1e-9 if dtype == torch.float64 else 0.05)
-
-    def test_a_large_batch_of_few_rows(self, device, tmp_path):
-        """Gradients of thousands of ids a row: another kernel of torch's backward, and one of ours in every lane."""
-        emb, dense = embedding("pinned", tmp_path, device, 5000, 48), dense_embedding(device, 5000, 48)
-        ids = torch.randint(5000, (64, 1000), generator=torch.Generator().manual_seed(0)) % 777 * 6
-        weight = torch.randn(48, generator=torch.Generator().manual_seed(1)).to(device)
-        for module in (emb, dense):
-            (module(ids.to(device)) * weight).sum().backward()
-        find_handle(emb.weight).pending.trim()
-        assert torch.equal(find_handle(emb.weight).pending.ids.cpu(), ids.unique())
-        assert emb.weight.grad.shape == (5000, 48)
-        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad, rtol=1e-4, atol=1e-3)
-
-
-class TestForward:
-    IDS = [
-        torch.tensor([3, 3, 0, 11, 7]),
-        torch.arange(12).view(2, 3, 2) % 5,
-        torch.tensor(4),
-        torch.empty(3, 0, dtype=torch.int64),
-        torch.tensor([[2], [9]]).expand(2, 4),
-        torch.tensor([5, 5, 1], dtype=torch.int32),
-    ]
-
-    @pytest.mark.parametrize("memory", MEMORIES)
-    @pytest.mark.parametrize("mode", ["train", "eval", "no_grad"])
-    @pytest.mark.parametrize(
-        "options", [{}, {"padding_idx": 3}, {"max_norm": 1.2}, {"scale_grad_by_freq": True}], ids=str
-    )
-    def test_output_gradient_and_table(self, device, tmp_path, memory, mode, options):
-        for where in ("cpu", device):
-            for ids in self.IDS:
-                ours = embedding(memory, tmp_path, device, 12, 5, **options)
-                dense = dense_embedding("cpu", 12, 5, **options)
-                ours.train(mode == "train")
-                with torch.set_grad_enabled(mode != "no_grad"):
-                    out, expected = ours(ids.to(where)), dense(ids)
-                assert out.device == device
-                torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
-                torch.testing.assert_close(ours.table.torch().cpu(), dense.weight.detach(), rtol=1e-6, atol=1e-6)
-                if mode == "no_grad":
-                    continue
-                weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
-                (out * weight.to(device)).sum().backward()
-                (expected * weight).sum().backward()
-                assert ours.weight.grad.device == device
-                torch.testing.assert_close(ours.weight.grad.cpu().to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-5)
-
-    @pytest.mark.parametrize("memory", MEMORIES)
-    @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-    @pytest.mark.parametrize("padding_idx", [None, 3])
-    def test_bags(self, device, tmp_path, memory, mode, padding_idx):
-        flat = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
-        inputs = [
-            (torch.tensor([[3, 1, 3], [0, 11, 7]]),),
-            (flat, torch.tensor([0, 3, 5])),
-            (flat, torch.tensor([0, 0, 3, 3, 8])),
-            (flat.int(), torch.tensor([0, 2], dtype=torch.int32)),
-        ]
-        if mode == "sum":
-            inputs.append((flat, torch.tensor([0, 3, 5]), torch.arange(8.0)))
-        for place, arguments in enumerate(inputs):
-            kwargs = {"path": tmp_path / f"bag{place}.npy"} if memory == "mmap" else {}
-            torch.manual_seed(2)
-            ours = st.EmbeddingBag(12, 5, mode=mode, padding_idx=padding_idx, memory=memory, device=device, **kwargs)
-            torch.manual_seed(2)
-            dense = nn.EmbeddingBag(12, 5, mode=mode, padding_idx=padding_idx)
-            out, expected = ours(*(argument.to(device) for argument in arguments)), dense(*arguments)
-            torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
-            opt, oracle = torch.optim.AdamW([ours.weight], lr=0.1), torch.optim.AdamW([dense.weight], lr=0.1)
-            lazy = LazyOracle(oracle, dense)
-            lazy.zero_grad()
-            out, expected = ours(*(argument.to(device) for argument in arguments)), dense(*arguments)
-            out.square().sum().backward()
-            expected.square().sum().backward()
-            opt.step()
-            lazy.step()
-            touched = arguments[0].flatten().unique().long()  # one that is only padding is active, with no gradient
-            torch.testing.assert_close(
-                ours.table.torch().cpu()[touched], dense.weight.detach()[touched], rtol=1e-5, atol=1e-5
+@pytest.mark.parametrize("memory", ["pinned", "pageable"])
+@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"max_norm": 1.2}, {"scale_grad_by_freq": True}], ids=str)
+def test_ids_of_every_shape(device, tmp_path, memory, options):
+    for where in ("cpu", device):
+        for ids in IDS:
+            ours, dense = (
+                embedding(memory, tmp_path, device, 12, 5, **options),
+                dense_embedding("cpu", 12, 5, **options),
             )
+            out, expected = ours(ids.to(where)), dense(ids)
+            assert out.device == device
+            torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(ours.table.torch().cpu(), dense.weight.detach(), rtol=1e-6, atol=1e-6)
+            weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
+            (out * weight.to(device)).sum().backward()
+            (expected * weight).sum().backward()
+            torch.testing.assert_close(ours.weight.grad.cpu().to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-5)
 
 
-class TestLoops:
-    @pytest.mark.sweep
-    @pytest.mark.parametrize("memory", MEMORIES)
-    @pytest.mark.parametrize("program", PROGRAMS, ids=str)
-    def test_as_on_the_host(self, device, tmp_path, program, memory):
-        make = case_named("adamw").make
-        emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
-        opt, oracle = make([emb.weight]), LazyOracle(make([dense.weight]), dense)
-        batches = [(ids.to(device), target.to(device)) for ids, target in skewed_batches(NUM_ROWS, DIM, 24)]
-        seen = run(program, emb, opt, batches), run(program, dense, oracle.optimizer, batches, oracle)
-        torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
-        assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer))
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_by_offsets(device, mode):
+    flat = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
+    inputs = [(flat, torch.tensor([0, 0, 3, 3, 8])), (flat.int(), torch.tensor([0, 2], dtype=torch.int32))]
+    if mode == "sum":
+        inputs.append((flat, torch.tensor([0, 3, 5]), torch.arange(8.0)))
+    for arguments in inputs:
+        ours = st.EmbeddingBag(12, 5, mode=mode, padding_idx=3, memory="pinned", device=device)
+        dense = nn.EmbeddingBag(12, 5, mode=mode, padding_idx=3, _weight=ours.table.torch().clone())
+        out, expected = ours(*(argument.to(device) for argument in arguments)), dense(*arguments)
+        torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
+        out.square().sum().backward()
+        expected.square().sum().backward()
+        torch.testing.assert_close(ours.weight.grad.cpu().to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-5)
 
-    def test_a_whole_model_under_autocast_with_a_scaler(self, device, tmp_path):
-        """Steps with an infinite gradient are skipped, and count for nothing."""
-        results = []
-        for memory in [*MEMORIES, "dense"]:
-            emb = dense_embedding(device) if memory == "dense" else embedding(memory, tmp_path, device)
-            torch.manual_seed(4)
-            head = nn.Linear(DIM, DIM).to(device)
-            opt = torch.optim.AdamW([emb.weight, *head.parameters()], lr=0.01)
-            oracle = LazyOracle(opt, emb) if memory == "dense" else opt
-            scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=5)
-            for step, (ids, target) in enumerate(skewed_batches(NUM_ROWS, DIM, 12)):
-                oracle.zero_grad()
-                with torch.autocast(device.type, dtype=torch.float16):
-                    out = head(emb(ids.to(device)))
-                loss = squared_loss(out.float(), target.to(device)) * (float("inf") if step in (0, 4, 5) else 1.0)
-                scaler.scale(loss).backward()
-                scaler.unscale_(opt)
-                nn.utils.clip_grad_norm_([emb.weight, *head.parameters()], 5.0)
-                if memory == "dense":
-                    oracle.step(lambda scaler=scaler, opt=opt: scaler.step(opt))
-                else:
-                    scaler.step(opt)
-                scaler.update()
-            assert scaler.get_scale() < 1024.0
-            results.append(planes_of(emb, opt))
-            assert float(results[-1]["step"]) == 9
-        for planes in results[1:-1]:
-            check_same(planes.values(), [results[0][name] for name in planes])
-        assert_close(results[0], results[-1], 1e-3)
 
-    @pytest.mark.parametrize("memory", ["pinned", "device"])
-    def test_a_fused_optimizer_with_a_scaler(self, device, tmp_path, memory):
-        """It skips on the device: nobody asks the host."""
-        emb = embedding(memory, tmp_path, device)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.1, fused=True)
-        scaler = torch.amp.GradScaler(device.type, init_scale=64.0)
-        for step in range(4):
-            before = emb.table.torch().cpu().clone()
-            opt.zero_grad()
-            scaler.scale(
-                emb(torch.tensor([1, 5], device=device)).sum() * (float("inf") if step in (0, 2) else 1)
-            ).backward()
-            scaler.step(opt)
+def test_a_large_batch_of_few_rows(device, tmp_path):
+    """Gradients of thousands of ids a row: another kernel of torch's backward, and one of ours in every lane."""
+    emb, dense = embedding("pinned", tmp_path, device, 5000, 48), dense_embedding(device, 5000, 48)
+    ids = torch.randint(5000, (64, 1000), generator=torch.Generator().manual_seed(0)) % 777 * 6
+    weight = torch.randn(48, generator=torch.Generator().manual_seed(1)).to(device)
+    for module in (emb, dense):
+        (module(ids.to(device)) * weight).sum().backward()
+    find_handle(emb.weight).pending.trim()
+    assert torch.equal(find_handle(emb.weight).pending.ids.cpu(), ids.unique())
+    torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad, rtol=1e-4, atol=1e-3)
+
+
+# --- loops ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_loops(device, tmp_path, program, memory):
+    make = case_named("adamw").make
+    emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
+    opt, oracle = make([emb.weight]), LazyOracle(make([dense.weight]), dense)
+    batches = [(ids.to(device), target.to(device)) for ids, target in skewed_batches(NUM_ROWS, DIM, 24)]
+    seen = run(program, emb, opt, batches), run(program, dense, oracle.optimizer, batches, oracle)
+    torch.testing.assert_close(*seen, rtol=1e-4, atol=1e-4)
+    assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer))
+
+
+def test_a_whole_model_under_autocast_with_a_scaler(device, tmp_path):
+    """Steps with an infinite gradient are skipped, and count for nothing."""
+    results = []
+    for memory in [*MEMORIES, "dense"]:
+        emb = dense_embedding(device) if memory == "dense" else embedding(memory, tmp_path, device)
+        torch.manual_seed(4)
+        head = nn.Linear(DIM, DIM).to(device)
+        opt = torch.optim.AdamW([emb.weight, *head.parameters()], lr=0.01)
+        oracle = LazyOracle(opt, emb) if memory == "dense" else opt
+        scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, growth_interval=5)
+        for step, (ids, target) in enumerate(skewed_batches(NUM_ROWS, DIM, 12)):
+            oracle.zero_grad()
+            with torch.autocast(device.type, dtype=torch.float16):
+                out = head(emb(ids.to(device)))
+            loss = squared_loss(out.float(), target.to(device)) * (float("inf") if step in (0, 4, 5) else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_([emb.weight, *head.parameters()], 5.0)
+            if memory == "dense":
+                oracle.step(lambda scaler=scaler, opt=opt: scaler.step(opt))
+            else:
+                scaler.step(opt)
             scaler.update()
-            assert torch.equal(emb.table.torch().cpu(), before) == (step in (0, 2))
-        assert float(opt.state[emb.weight]["step"]) == 2
+        results.append(planes_of(emb, opt))
+        assert float(results[-1]["step"]) == 9
+    for planes in results[1:-1]:
+        check_same(planes.values(), [results[0][name] for name in planes])
+    assert_close(results[0], results[-1], 1e-3)
 
-    @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap"])
-    def test_to_the_cpu_and_back(self, device, tmp_path, memory):
-        """The rows stay where they are, their state with them."""
-        emb, batches = embedding(memory, tmp_path, device), skewed_batches(NUM_ROWS, DIM, 9)
-        expected = train(embedding("pageable", tmp_path, "cpu"), case_named("adamw").make, batches)
+
+@pytest.mark.parametrize("memory", ["pinned", "mmap", "device"])
+def test_to_the_cpu_and_back(device, tmp_path, memory):
+    """Rows of the host stay where they are, their state with them."""
+    found = []
+    for places in (("cpu",), ("cpu", device)):
+        emb = embedding("pageable" if len(places) == 1 else memory, tmp_path, places[-1])
         opt = case_named("adamw").make([emb.weight])
         pointer = emb.table.torch().data_ptr()
-        for step, (ids, target) in enumerate(batches):
-            where = ("cpu", device)[step // 3 % 2 == 0]
+        for step, (ids, target) in enumerate(skewed_batches(NUM_ROWS, DIM, 9)):
+            where = places[step // 3 % len(places)]
             emb.to(where)
             assert emb.table.device == torch.device(where)
             opt.zero_grad()
             squared_loss(emb(ids.to(where)), target.to(where)).backward()
             opt.step()
-        assert emb.table.torch().data_ptr() == pointer
-        assert_close(planes_of(emb, opt), expected, 1e-4)
-
-    def test_device_memory_to_the_cpu_and_back(self, device, tmp_path):
-        emb = embedding("device", tmp_path, device)
-        before = emb.table.torch().clone()
-        emb.cpu()
-        assert emb.table.torch().device.type == "cpu"
-        assert emb(torch.tensor([3])).device.type == "cpu"
-        emb.to(device)
-        check_same([emb.table.torch()], [before])
-
-    @pytest.mark.parametrize("memory", MEMORIES)
-    def test_checkpoints_go_both_ways(self, device, tmp_path, memory):
-        make, batches = case_named("adamw").make, skewed_batches(NUM_ROWS, DIM, 8)
-        emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
-        opt, oracle = make([emb.weight]), LazyOracle(make([dense.weight]), dense)
-
-        def step(ids, target):
-            for optimizer, module in ((opt, emb), (oracle, dense)):
-                optimizer.zero_grad()
-                squared_loss(module(ids.to(device)), target.to(device)).backward()
-                optimizer.step()
-
-        for batch in batches[:3]:
-            step(*batch)
-        saved = copy.deepcopy((dense.state_dict(), oracle.optimizer.state_dict()))
-        for batch in batches[3:5]:
-            step(*batch)
-        emb.load_state_dict(saved[0])
-        opt.load_state_dict(saved[1])
-        for ids, target in batches[3:]:
-            opt.zero_grad()
-            squared_loss(emb(ids.to(device)), target.to(device)).backward()
-            opt.step()
-        for ids, target in batches[5:]:
-            oracle.zero_grad()
-            squared_loss(dense(ids.to(device)), target.to(device)).backward()
-            oracle.step()
-        assert_close(planes_of(emb, opt), planes_of(dense, oracle.optimizer))
-        dense.load_state_dict(emb.state_dict())
-        oracle.optimizer.load_state_dict(opt.state_dict())
-        assert_close(planes_of(dense, oracle.optimizer), planes_of(emb, opt), 0.0)
-
-    def test_one_model_of_every_memory_on_two_streams(self, device, tmp_path):
-        """Forward and backward on a stream of their own, the step on the default one, as some loops have it."""
-        embs = [embedding(memory, tmp_path, device) for memory in MEMORIES]
-        opt = torch.optim.AdamW([emb.weight for emb in embs], lr=0.05)
-        side = torch.cuda.Stream()
-        for ids, target in skewed_batches(NUM_ROWS, DIM, 8):
-            opt.zero_grad()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for emb in embs:
-                    squared_loss(emb(ids.to(device)), target.to(device)).backward()
-            torch.cuda.current_stream().wait_stream(side)
-            opt.step()
-        first = planes_of(embs[0], opt)
-        for emb in embs[1:]:
-            check_same(planes_of(emb, opt).values(), list(first.values()))
+        assert memory == "device" or emb.table.torch().data_ptr() == pointer
+        found.append(planes_of(emb, opt))
+    assert_close(*found, 1e-4)
 
 
-def test_autograd_grad(device, tmp_path):
-    """Ids repeat: what pads the unique rows is in no gradient."""
-    ids = torch.tensor([3, 5, 3, NUM_ROWS - 1], device=device)
-    found = []
-    for module in (embedding("pinned", tmp_path, device), dense_embedding(device)):
-        rows = module(ids)
-        found.append(torch.autograd.grad(rows.pow(2).sum(), module.weight)[0].cpu())
-    torch.testing.assert_close(*found)
+def test_one_model_of_every_memory_on_two_streams(device, tmp_path):
+    """Forward and backward on a stream of their own, the step on the default one, as some loops have it."""
+    embs = [embedding(memory, tmp_path, device) for memory in MEMORIES]
+    opt = torch.optim.AdamW([emb.weight for emb in embs], lr=0.05)
+    side = torch.cuda.Stream()
+    for ids, target in skewed_batches(NUM_ROWS, DIM, 8):
+        opt.zero_grad()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for emb in embs:
+                squared_loss(emb(ids.to(device)), target.to(device)).backward()
+        torch.cuda.current_stream().wait_stream(side)
+        opt.step()
+    first = planes_of(embs[0], opt)
+    for emb in embs[1:]:
+        check_same(planes_of(emb, opt).values(), list(first.values()))
 
 
-class TestPadding:
-    """What the host does not know of a batch must not show."""
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
-    def pair(self, device, module=st.Embedding, **options):
-        torch.manual_seed(3)
-        ours = module(10, 4, memory="pinned", device=device, idle="lazy", **options)
-        dense = getattr(nn, module.__name__)(10, 4, **options).to(device)
-        with torch.no_grad():
-            dense.weight.copy_(ours.weight)
-        return ours, dense
 
-    def test_functional_bags_of_the_weight(self, device):
-        ours, dense = self.pair(device)
-        ids, offsets = torch.tensor([1, 3, 2, 3, 3, 5], device=device), torch.tensor([0, 3], device=device)
-        outs = [
-            torch.nn.functional.embedding_bag(ids, module.weight, offsets, mode="sum", padding_idx=3)
-            for module in (ours, dense)
-        ]
-        torch.testing.assert_close(*outs)
-        for out in outs:
-            out.sum().backward()
-        torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
+def model_on(device, memory, seed):
+    torch.manual_seed(seed)
+    emb = st.Embedding(3000, 20, device=device, memory=memory, idle="lazy")
+    model = nn.Sequential(emb, nn.Linear(20, 3, device=device))
+    return model, torch.optim.Adam(model.parameters(), lr=0.1)
 
-    def test_moved_between_backward_and_step(self, device):
-        ours, dense = self.pair(device)
-        for module in (ours, dense):
-            module(torch.tensor([1, 1, 2], device=device)).sum().backward()
-            module.cpu()
-            torch.optim.SGD(module.parameters(), lr=0.1).step()
-        torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
-        torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
 
-    def test_the_gradient_of_a_gradient(self, device):
-        ids = torch.tensor([1, 1, 2, 7], device=device)
-        for options in ({}, {"padding_idx": 2}, {"scale_grad_by_freq": True}):
-            pair = self.pair(device, **options)
-            for module in pair:
-                (grad,) = torch.autograd.grad(module(ids).tanh().sum(), module.weight, create_graph=True)
-                (grad**2).sum().backward()
-            torch.testing.assert_close(pair[0].weight.grad.to_dense(), pair[1].weight.grad)
+def train_on_random_rows(model, opt, device):
+    for _ in range(3):
+        opt.zero_grad()
+        model(torch.randint(0, 3000, (64,), device=device)).square().sum().backward()
+        opt.step()
 
-    def test_an_old_gradient_that_is_read_does_not_become_the_new_one(self, device):
-        ours, _ = self.pair(device)
-        ours(torch.tensor([1, 1, 2], device=device)).sum().backward()
-        old, ours.weight.grad = ours.weight.grad, None
-        ours(torch.tensor([5, 6, 6], device=device)).sum().backward()
-        repr(old)
-        assert ours.weight.grad.to_dense()[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0]
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
+def test_checkpoints(memory, device, tmp_path):
+    """They go to the host and back to the bit, and training goes on from them with the generator of the device."""
+
+    def bits(model, opt):
+        return digest([dict(model.state_dict()), opt.state_dict()])
+
+    there = model_on(device, memory, 0)
+    train_on_random_rows(*there, device)
+    st.save_checkpoint(tmp_path / "cuda", *there)
+    expected = bits(*there)
+    host, back = model_on("cpu", "pageable", 1), model_on(device, memory, 2)
+    st.load_checkpoint(tmp_path / "cuda", *host)
+    assert bits(*host) == expected
+    st.save_checkpoint(tmp_path / "host", *host)
+    st.load_checkpoint(tmp_path / "host", *back)
+    assert bits(*back) == expected
+    st.load_checkpoint(tmp_path / "cuda", *there)
+    train_on_random_rows(*there, device)
+    torch.cuda.manual_seed(9)
+    st.load_checkpoint(tmp_path / "cuda", *back)
+    train_on_random_rows(*back, device)
+    for a, b in zip(there[0].state_dict().values(), back[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # sums on a GPU come in any order
+
+
+# --- what pads the unique rows of a batch must not show ---------------------------------------------------------------
+
+
+def padded_pair(device, module=st.Embedding, **options):
+    torch.manual_seed(3)
+    ours = module(10, 4, memory="pinned", device=device, idle="lazy", **options)
+    dense = getattr(nn, module.__name__)(10, 4, **options).to(device)
+    with torch.no_grad():
+        dense.weight.copy_(ours.weight)
+    return ours, dense
+
+
+def test_padding_moved_between_backward_and_step(device):
+    ours, dense = padded_pair(device)
+    for module in (ours, dense):
+        module(torch.tensor([1, 1, 2], device=device)).sum().backward()
+        module.cpu()
+        torch.optim.SGD(module.parameters(), lr=0.1).step()
+    torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
+    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+
+
+def test_padding_in_the_gradient_of_a_gradient(device):
+    ids = torch.tensor([1, 1, 2, 7], device=device)
+    for options in ({}, {"padding_idx": 2}, {"scale_grad_by_freq": True}):
+        pair = padded_pair(device, **options)
+        for module in pair:
+            (grad,) = torch.autograd.grad(module(ids).tanh().sum(), module.weight, create_graph=True)
+            (grad**2).sum().backward()
+        torch.testing.assert_close(pair[0].weight.grad.to_dense(), pair[1].weight.grad)
+
+
+def test_an_old_gradient_that_is_read_does_not_become_the_new_one(device):
+    ours, _ = padded_pair(device)
+    ours(torch.tensor([1, 1, 2], device=device)).sum().backward()
+    old, ours.weight.grad = ours.weight.grad, None
+    ours(torch.tensor([5, 6, 6], device=device)).sum().backward()
+    repr(old)
+    assert ours.weight.grad.to_dense()[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0]

@@ -1,77 +1,242 @@
-"""Vocabularies on a device: the rows, the ids and the training of the CPU."""
+"""Ids on a device find their rows there: the rows that the host would find, without a wait. Training: test_training.py."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from reading_ahead import at_once, by_loader, by_ticket
 
 import speedtransfer as st
+from gpu.test_waits import recorded
+from gpu.tools import synchronizing
+from speedtransfer.vocabulary import device_map
 
 pytestmark = pytest.mark.gpu
-MEMORIES = ["pinned", "pageable", "mmap", "device"]
+MEMORIES = ["pinned", "device"]
 
 
-def trained(device: str, ids_on: str, tmp_path: Any, memory: str = "pageable", **options: Any) -> Any:
-    """Return losses, ids, rows and statistics of a run in which ids come, return and go."""
-    path = {"path": tmp_path / f"{device}-{ids_on}.npy"} if memory == "mmap" else {}
+def module_on(device: Any, memory: str = "pinned", kind: Any = st.Embedding, **about: Any) -> Any:
+    options = {
+        name: about.pop(name) for name in ("mode", "storage_dtype", "dtype", "padding_idx", "idle") if name in about
+    }
     torch.manual_seed(0)
-    kind = options.pop("kind", st.Embedding)
-    vocabulary = st.Vocabulary(8, 20, evict="lru", seed=3, **options.pop("about", {}))
-    module = kind(8, 4, vocabulary=vocabulary, memory=memory, device=device, **path, **options)
-    opt = torch.optim.AdamW(module.parameters(), lr=0.1)
-    draw, losses = torch.Generator().manual_seed(1), []
+    about = {"capacity": 60, "max_capacity": 400, **about}
+    vocabulary = st.Vocabulary(seed=3, **about)
+    return kind(8, 4, vocabulary=vocabulary, memory=memory, device=device, **options)
+
+
+def ids_of(step: int, count: int = 24) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(3 * step, 3 * step + 30, (count,), generator=draw) * -(2**58)
+
+
+def train(module: Any, opt: Any, ids: torch.Tensor) -> None:
+    module(ids).square().sum().backward()
+    opt.step()
+    opt.zero_grad()
+
+
+@contextlib.contextmanager
+def waits() -> Iterator[list[str]]:
+    """Give a list that has every wait of the host afterwards: torch's, and where the GPU is emulated those of events too."""
+    found: list[str] = []
+    with synchronizing("warn") as of_torch, recorded() as others:
+        yield found
+    found += [*of_torch, *others]
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])
+def test_evaluation_follows_training_without_a_wait(device, memory, unseen):
+    """Ids come, and go, are forgotten and set; before each lookup the device learns of it."""
+    module = module_on(device, memory, unseen=unseen, admit=2, evict="lru", capacity=50, max_capacity=50)
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    vocabulary = module.vocabulary
     for step in range(30):
-        ids = torch.randint(step, step + 12, (2, 4), generator=draw) * -(2**59)
-        opt.zero_grad()
-        loss = (module(ids.to(ids_on)) - 1).square().mean()
+        train(module, opt, ids_of(step))
+        if step % 7 == 3:
+            vocabulary.forget(ids_of(step, 3))
+            vocabulary.update(torch.tensor([step, -step - 1]), torch.full((2, 4), float(step)))
+        ids = torch.cat([ids_of(step + 1), torch.tensor([step, -5, 2**63 - 1])]).view(3, 9)
+        there = ids.to(device)
+        with torch.no_grad():
+            if step == 0:
+                module(there)
+            with waits() as found:
+                out = module(there)
+            assert torch.equal(out.cpu(), module(ids).cpu())
+        assert not found
+    assert module.vocabulary._map.nbytes > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("initial", [("normal", 1.0, 0.1), ("uniform", -1.0, 0.0), 0.3], ids=str)
+def test_unseen_ids_read_the_bits_of_the_host(device, dtype, initial):
+    module = module_on(device, dtype=dtype, initial=initial).eval()
+    ids = ids_of(0)
+    wanted = module.vocabulary.initial_values(ids.numpy(), 4, dtype)
+    assert torch.equal(module(ids.to(device)).cpu(), wanted)
+    assert torch.equal(module(ids).cpu(), wanted)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize(
+    "about", [{}, {"evict": "lru", "capacity": 45, "max_capacity": 45}, {"unseen": "row", "admit": 2}], ids=str
+)
+@pytest.mark.parametrize(("kind", "idle"), [(st.Embedding, "lazy"), (st.Embedding, "exact"), (st.EmbeddingBag, "lazy")])
+def test_deferred_training_waits_for_the_ids_alone(device, memory, about, kind, idle):
+    module = module_on(device, memory, kind, deferred=True, idle=idle, **about)
+    opt = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=True)
+    batches = [ids_of(step).to(device).view(4, 6) for step in range(14)]
+    for ids in batches[:8]:
+        train(module, opt, ids)
+    torch.cuda.synchronize()
+    evicted = module.vocabulary.stats().evicted
+    for ids in batches[8:]:
+        capacity = module.vocabulary.capacity
+        with waits() as before:
+            module(ids).square().sum().backward()
+        with waits() as found:
+            opt.step()
+        with waits() as after:
+            opt.zero_grad()
+        assert not before
+        assert not after
+        # A table that grows makes the host wait.
+        assert len(found) <= 1 or module.vocabulary.capacity > capacity, found
+    assert (module.vocabulary.stats().evicted > evicted) == ("evict" in about)
+
+
+def test_statistics_are_those_of_the_host(device):
+    module = module_on(device).eval()
+    module.vocabulary.update(torch.arange(4), torch.zeros(4, 4))
+    for _ in range(3):
+        module(torch.arange(10, device=device))
+    stats = module.vocabulary.stats()
+    assert (stats.lookups, stats.unseen) == (30, 18)
+    module.vocabulary.reset_stats()
+    module(torch.arange(3, 5, device=device))
+    stats = module.vocabulary.stats()
+    assert (stats.lookups, stats.unseen) == (2, 1)
+
+
+def test_streams(device):
+    """A lookup on one stream sees what was admitted on another, and a table made anew is not written to while one reads it."""
+    module, streams = module_on(device), [torch.cuda.Stream() for _ in range(3)]
+    known = 0
+    for step in range(40):
+        stream = streams[step % 3]
+        with torch.no_grad(), torch.cuda.stream(stream):
+            ids = torch.arange(known + 9, device=device)
+            out = module(ids)
+        module.vocabulary.update(torch.arange(known, known + 8), torch.full((8, 4), 1000.0 + step))
+        wanted = torch.arange(1000, 1000 + step).repeat_interleave(8)
+        stream.synchronize()
+        assert out[:known, 0].tolist() == wanted.tolist()
+        assert out[known:].abs().max() < 100
+        known += 8
+
+
+def test_a_stream_sees_what_another_one_was_told(device):
+    module = module_on(device)
+    ids, streams = torch.arange(8, device=device), [torch.cuda.Stream() for _ in range(2)]
+    with torch.no_grad():
+        module(ids)
+        for step in range(4):
+            module.vocabulary.update(torch.arange(8) + 8 * step, torch.full((8, 4), 1000.0 + step))
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[0]):
+                module(ids)
+            with torch.cuda.stream(streams[1]):
+                out = module(ids + 8 * step)
+                # The wait is for this stream alone.
+                assert out.cpu()[:, 0].tolist() == [1000.0 + step] * 8
+
+
+def test_a_state_that_is_loaded_and_a_move(device):
+    module, ids = module_on(device), torch.arange(32, device=device)
+    module(ids[:30])
+    with torch.no_grad():
+        expected = module(ids)
+        state = {name: value.clone() for name, value in module.vocabulary.state_dict().items()}
+        module.vocabulary.forget(torch.arange(10))
+        module.vocabulary.update(torch.arange(50, 60), torch.zeros(10, 4))
+        module(ids)
+        module.vocabulary.load_state_dict(state)
+        # The ids that were forgotten have their rows again, which are those of others now.
+        assert torch.equal(module(ids)[10:], expected[10:])
+        assert torch.equal(module(ids).cpu(), module(ids.cpu()).cpu())
+        expected, there = module(ids).cpu(), copy.deepcopy(module).cpu()
+        assert torch.equal(there(ids.cpu()), expected)
+        assert torch.equal(there.cuda()(ids).cpu(), expected)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("share", [None, 1 << 60], ids=["fits", "too large"])
+def test_reading_ahead_changes_no_bits(device, monkeypatch, deferred, share):
+    """Rows read ahead are those of the ids at the lookup: some come, go and are trained meanwhile, and the table grows."""
+    if share is not None:
+        monkeypatch.setattr(device_map, "_SHARE", share)
+    found = []
+    for ahead in (at_once, by_ticket, by_loader):
+        module = module_on(device, deferred=deferred, idle="exact", capacity=20, max_capacity=45, evict="lru")
+        opt = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=True)
+        outs = []
+        batches = [ids_of(step).to(device).view(4, 6) for step in range(12)]
+        for ids, given in ahead(module, batches):
+            out = module(given)
+            outs.append(out.detach().cpu())
+            opt.zero_grad()
+            (out - 1).square().sum().backward()
+            opt.step()
+            with torch.no_grad():
+                outs.append(module(ids).cpu())
+        module.table.wait()
+        found.append((torch.stack(outs), *module.vocabulary.export()))
+        assert module.vocabulary.stats().evicted
+    for other in found[1:]:
+        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_a_lookup_by_a_ticket_waits_for_the_ids_of_the_ticket_alone(device, deferred):
+    module = module_on(device, deferred=deferred, idle="lazy", capacity=45, max_capacity=45, evict="lru")
+    opt = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=True)
+    batches = [ids_of(step).to(device) for step in range(14)]
+    for ids in batches[:8]:
+        ticket = module.prefetch(ids)
+        train(module, opt, ticket)
+    torch.cuda.synchronize()
+    for ids in batches[8:]:
+        with waits() as before:
+            ticket = module.prefetch(ids)
+        with waits() as found:
+            loss = module(ticket).square().sum()
+        assert not before
+        assert len(found) <= (not deferred), found
         loss.backward()
         opt.step()
-        losses.append(loss.detach().cpu())
-    with torch.no_grad():
-        losses.append(module(torch.tensor([[5, 7]], device=ids_on)).sum().cpu())
-    return torch.stack(losses), *vocabulary.export(), vocabulary.stats()
+        opt.zero_grad()
 
 
-@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_training_is_that_of_the_cpu(memory, idle, ids_on, tmp_path):
-    losses, ids, rows, stats = trained("cpu", "cpu", tmp_path, idle=idle)
-    found, found_ids, found_rows, found_stats = trained("cuda", ids_on, tmp_path, memory, idle=idle)
-    assert torch.equal(found_ids, ids)
-    assert found_stats == stats
-    torch.testing.assert_close(found, losses, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(found_rows, rows, rtol=1e-4, atol=1e-5)
+def test_a_buffer_that_is_filled_anew_is_noticed(device):
+    module, batch = module_on(device), torch.arange(3, device=device)
+
+    def refilled() -> Any:
+        for start in range(4):
+            batch.copy_(torch.arange(start, start + 3, device=device))
+            yield batch
+
+    with pytest.raises(st.errors.InvalidValueError, match="copies"):
+        list(map(module, st.prefetch(refilled(), lambda ids: {module: ids})))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"about": {"unseen": "row", "admit": 2}},
-        {"about": {"unseen": "zeros", "admit": 2}, "padding_idx": 0},
-        {"about": {"admit": 3}, "kind": st.EmbeddingBag, "mode": "mean"},
-        {"cache_rows": 4},
-        {"storage_dtype": torch.bfloat16},
-        {"about": {"deferred": True}},
-        {"about": {"deferred": True, "unseen": "row", "admit": 2}, "idle": "exact"},
-        {"about": {"deferred": True, "admit": 2}, "kind": st.EmbeddingBag, "mode": "sum", "padding_idx": 0},
-        {"about": {"deferred": True}, "kind": st.EmbeddingBag, "mode": "max", "storage_dtype": torch.bfloat16},
-        {"about": {"deferred": True}, "storage_dtype": torch.int8, "state_dtype": torch.uint8},
-    ],
-    ids=str,
-)
-def test_forms(options, tmp_path):
-    losses, ids, rows, stats = trained("cpu", "cpu", tmp_path, **{**options, "about": dict(options.get("about", {}))})
-    found = trained("cuda", "cuda", tmp_path, "pinned", **{**options, "about": dict(options.get("about", {}))})
-    assert torch.equal(found[1], ids)
-    assert found[3] == stats
-    torch.testing.assert_close(found[0], losses, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found[2], rows, rtol=1e-3, atol=1e-4)
-
-
-def test_moving_the_module_keeps_its_ids(tmp_path):
+def test_moving_the_module_keeps_its_ids():
     torch.manual_seed(0)
     module = st.Embedding(8, 4, vocabulary=st.Vocabulary(max_capacity=50))
     ids = torch.tensor([3, -7, 2**40])

@@ -93,7 +93,3 @@ def check_the_host_is_done_first(step):
         step()
         assert not held.query(), "it was waited for"
     mine.synchronize()
-
-
-def test_the_list_has_forms_only():
-    assert set(STAGED) <= set(FORMS)

@@ -1,5 +1,6 @@
-"""``emb.weight`` on a CUDA device: the whole table, wherever its rows live, reads and writes as that of ``nn.Embedding``."""
+"""``emb.weight`` on a CUDA device reads and writes as that of ``nn.Embedding``; what it costs of memory, and waits."""
 
+import gc
 import re
 from dataclasses import replace
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_weight import CASES, compare
+from torch import nn
 from weight_world import EXACT, LAZY
 
-from gpu.tools import hold
-from gpu.weight_pairs import DIM, ROWS, check_rows, pair, stored, tolerance  # noqa: F401 - fixtures
+import speedtransfer as st
+from gpu.tools import embedding_in, hold, synchronizing
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.nn.weight import TableWeight
 
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -40,16 +44,58 @@ def test_as_torch(kind, name):
     compare(case, kind, torch.float64, moment, True)
 
 
+ROWS, DIM = 50, 8
+MEMORIES = ["pinned", "pageable", "mmap", "device"]
+STORED = [
+    *((memory, None) for memory in MEMORIES),
+    *(
+        (memory, dtype)
+        for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
+        for memory in ("pinned", "device")
+    ),
+]
+
+
+def pair_of(memory, dtype, device, folder, **options):
+    emb = embedding_in(memory, folder, device, ROWS, DIM, storage_dtype=dtype, **options)
+    return emb, nn.Embedding.from_pretrained(rows_of(emb).to(emb.weight.device), freeze=False)
+
+
+def rows_of(emb):
+    """Return all rows on the CPU, not by way of the weight."""
+    return emb.state_dict()["weight"].detach().cpu().float().clone()
+
+
+def tolerance(emb, update=0.0):
+    """Return how far a value may be off once `update` at most was added to it and it was stored."""
+    dtype = emb._handle.rows.storage_dtype if isinstance(emb, st.Embedding) else None
+    steps = {None: 1e-6, torch.bfloat16: 2.0**-7, torch.int8: 2.0 / 127, torch.float8_e4m3fn: 2.0**-3}
+    return steps[dtype] * (float(rows_of(emb).abs().max()) + update)
+
+
+def check_rows(emb, dense):
+    torch.testing.assert_close(rows_of(emb), dense.weight.detach().cpu(), rtol=1e-5, atol=tolerance(emb))
+
+
+@pytest.fixture(params=STORED, ids=lambda stored: f"{stored[0]}-{stored[1] or 'float32'}".replace("torch.", ""))
+def stored(request):
+    """A memory, and the form in which rows are stored there."""
+    return request.param
+
+
+@pytest.fixture
+def pair(stored, device, tmp_path):
+    """An embedding with a table, and ``nn.Embedding`` with the same rows."""
+    return pair_of(*stored, device, tmp_path, idle="lazy")
+
+
 # Rows in every form, and tensors of the host beside those of the device.
 READS = {
     "norms of rows": lambda w: torch.linalg.norm(w, dim=1),
-    "a row": lambda w: w[3],
-    "every other column": lambda w: w[:, ::2],
     "rows by an index there": lambda w: w[torch.tensor([4, 0, -1, 4], device=w.device)],
     "rows by an index of the host": lambda w: w[torch.tensor([4, 0, -1])],
     "all scores": lambda w: torch.ones(3, DIM, device=w.device) @ w.T,
     "embedding_bag": lambda w: F.embedding_bag(torch.tensor([[1, 2], [2, 2]], device=w.device), w, mode="sum"),
-    "double": lambda w: w.double(),
 }
 
 
@@ -61,25 +107,13 @@ def test_reads(pair, name):
     torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-6, atol=1e-5)
 
 
-def test_what_it_tells_of_itself(pair, device):
-    weight, other = (module.weight for module in pair)
-    for ask in ("device", "shape", "dtype", "is_cuda", "is_leaf", "requires_grad", "nbytes"):
-        assert getattr(weight, ask) == getattr(other, ask), ask
-    assert weight.to(device) is weight
-    assert weight.cuda() is weight
-    assert weight.cpu().device.type == "cpu"
-
-
 WRITES = {
     "data.mul_": lambda w: w.data.mul_(0.5),
-    "a row of data": lambda w: w.data.__setitem__(7, 0.25),
     "a part of a row of data": lambda w: w.data[3][2:4].fill_(0.5),
     "rows of data by an index": lambda w: w.data.__setitem__(
         torch.tensor([1, 4], device=w.device), torch.ones(2, DIM, device=w.device)
     ),
-    "a slice of data from the host": lambda w: w.data[2:5].copy_(torch.ones(3, DIM)),
     "data from the host": lambda w: w.data.copy_(torch.arange(ROWS * DIM).view(ROWS, DIM) / 400),
-    "data of itself": lambda w: setattr(w, "data", w.data * 2),
     "without gradients": lambda w: torch.no_grad()(w.mul_)(0.9),
 }
 
@@ -109,13 +143,125 @@ def test_a_read_waits_for_a_step_that_is_on_its_way(pair, device):
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(emb, 1.0))
 
 
-def test_a_write_is_seen_on_another_stream_once_waited_for(pair, device):
-    emb, _ = pair
-    side = torch.cuda.Stream()
-    ids = torch.arange(ROWS, device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        hold(side, 20)
-        emb.weight.data.fill_(0.5)
-    torch.cuda.current_stream().wait_stream(side)
-    torch.testing.assert_close(emb(ids), torch.full((ROWS, DIM), 0.5, device=device), rtol=0, atol=1e-3)
+class TestMemory:
+    def test_construction_of_adagrad_takes_none_on_the_device(self, device):
+        """Neither does the first step, which fills its plane of state in chunks."""
+        emb = st.Embedding(500_000, 64, memory="pinned", device=device)
+        torch.cuda.synchronize()
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        opt = torch.optim.Adagrad(emb.parameters(), lr=0.1, initial_accumulator_value=0.5)
+        assert torch.cuda.memory_allocated() - before < 1 << 16
+        torch.cuda.reset_peak_memory_stats()
+        emb(torch.tensor([3, 3, 9], device=device)).sum().backward()
+        opt.step()
+        assert torch.cuda.max_memory_allocated() - before < emb.weight.nbytes / 2
+        sums = opt.state_dict()["state"][0]["sum"]
+        assert sums[[0, 3, 9], 0].tolist() == [0.5, 4.5, 1.5]
+
+    def test_a_table_that_does_not_fit_as_a_whole(self, device, monkeypatch):
+        emb = st.Embedding(1000, 64, memory="pinned", device=device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1) / total, device)
+        try:
+            big = st.Embedding(200_000, 64, memory="pinned", device=device)
+            with pytest.raises(
+                InvalidValueError, match=r"200000 rows do not fit on cuda:0; use the rows that are needed"
+            ):
+                big.weight.norm()
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+        assert emb.weight.norm() > 0
+
+
+class TestWaits:
+    """What makes the host wait for the device, in a loop that is warm."""
+
+    @staticmethod
+    def waits(memory, device, loop):
+        emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device)
+        head = nn.Linear(16, 16, device=device)
+        opt = torch.optim.AdamW([*emb.parameters(), *head.parameters()], lr=0.1)
+        scaler = torch.amp.GradScaler(device.type)
+        ids = torch.randint(1000, (64, 10)).to(device)
+        for _ in range(3):
+            loop(emb, head, opt, scaler, ids)
+        torch.cuda.synchronize()
+        with synchronizing("warn") as found:
+            loop(emb, head, opt, scaler, ids)
+        return found
+
+    @pytest.mark.parametrize("memory", ["pinned", "device"])
+    def test_none_more_with_clipping(self, device, memory):
+        def loop(emb, head, opt, scaler, ids):
+            opt.zero_grad()
+            head(emb(ids)).sum().backward()
+            nn.utils.clip_grad_norm_([*emb.parameters(), *head.parameters()], 1.0)
+            nn.utils.clip_grad_value_([*emb.parameters(), *head.parameters()], 1.0)
+            opt.step()
+
+        assert len(self.waits(memory, device, loop)) <= 1
+
+    @pytest.mark.parametrize("memory", ["pinned", "device"])
+    def test_that_of_a_scaler(self, device, memory):
+        """It looks whether a gradient was infinite."""
+
+        def loop(emb, head, opt, scaler, ids):
+            opt.zero_grad()
+            scaler.scale(head(emb(ids)).sum()).backward()
+            scaler.unscale_(opt)
+            nn.utils.clip_grad_norm_([*emb.parameters(), *head.parameters()], 1.0)
+            scaler.step(opt)
+            scaler.update()
+
+        assert len(self.waits(memory, device, loop)) <= 2
+
+
+# --- training by all of it ----------------------------------------------------------------------------------------------
+
+
+class TestModels:
+    @pytest.mark.parametrize("options", [{}, {"memory": "device"}, {"storage_dtype": torch.bfloat16}], ids=str)
+    def test_replaced_once_on_the_device(self, device, options):
+        models = []
+        for replaced in (True, False):
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, ROWS)).to(device)
+            model[2].weight = model[0].weight
+            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+            weight = model[0].weight
+            if replaced:
+                assert st.replace_embeddings(model, min_rows=1, **options) == ["0"]
+                assert model[0].weight is weight is model[2].weight is opt.param_groups[0]["params"][0]
+                assert isinstance(weight, TableWeight)
+                assert model[0].table.memory == options.get("memory", "pinned")
+                assert model[0].table.device == weight.device == device
+            for step in range(3):
+                ids = (torch.arange(6, device=device) * 7 + step) % ROWS
+                opt.zero_grad()
+                F.cross_entropy(model(ids), ids).backward()
+                opt.step()
+            models.append(model)
+        atol = tolerance(models[0][0], 0.1) if options.get("storage_dtype") else 1e-5
+        torch.testing.assert_close(rows_of(models[0][0]), rows_of(models[1][0]), rtol=1e-5, atol=atol)
+
+    @pytest.mark.parametrize("memory", ["auto", "pageable", "device"])
+    def test_there_and_back(self, device, memory):
+        """A model made on the host, moved in the midst of training, and back: its weight stays the same object."""
+        results = []
+        for make in (lambda *size: st.Embedding(*size, memory=memory, idle="exact", device="cpu"), nn.Embedding):
+            torch.manual_seed(1)
+            emb = make(ROWS, DIM)
+            weight, opt = emb.weight, torch.optim.SGD(emb.parameters(), lr=0.1)
+            for step, move in enumerate(("cpu", device, device, "cpu", "cpu")):
+                ids = (torch.arange(6) * 7 + step) % ROWS
+                opt.zero_grad()
+                (emb(ids.to(weight.device)).square().sum() + emb.weight.square().sum()).backward()
+                emb.to(move)
+                assert emb.weight is weight
+                assert weight.device == weight.data.device == weight.grad.device == torch.device(move)
+                opt.step()
+            results.append(rows_of(emb))
+        torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)

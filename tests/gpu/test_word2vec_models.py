@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 import torch
 
 from gpu.tools import synchronizing
-from speedtransfer.errors import RowIndexError
 from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec, spans
 from speedtransfer.word2vec.progress import TrainingProgress
 
@@ -38,20 +35,6 @@ def train(block, device, memory, **options):
     return [model.word_vectors(), model.output.table.torch(), result.loss, result.num_pairs, pairs, *unseen]
 
 
-@pytest.mark.parametrize("blocks_on", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
-@pytest.mark.parametrize("buckets", [0, 100])
-@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
-def test_steps_are_those_of_the_host(kind, buckets, memory, blocks_on):
-    block = draw_block()
-    expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
-    tensors = (block.words, block.before, block.after, block.negatives)
-    moved = Block(*(tensor.to(blocks_on) for tensor in tensors), block.num_corpus_words, block.window)
-    got = train(moved, "cuda", memory, model=kind, buckets=buckets)
-    for ours, host in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)  # hundreds of additions, in another order
-
-
 KINDS = [("skipgram", 0), ("cbow", 0), ("skipgram", 100), ("cbow", 100)]
 
 
@@ -65,37 +48,30 @@ def test_steps_repeat_bit_for_bit(kind, buckets):
 
 
 @pytest.mark.parametrize(("kind", "buckets"), KINDS)
-def test_steps_need_no_operation_that_torch_calls_nondeterministic(kind, buckets):
-    model = Word2Vec(WORDS, 12, device="cuda", memory="device", model=kind, buckets=buckets)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            model.deposit_gradients(draw_block())
-            optimizer.step()
-    finally:
-        torch.use_deterministic_algorithms(False)
-    # Products are the same from run to run unless streams share a handle, and none of ours do.
-    assert not [text for text in (str(w.message) for w in caught) if "determin" in text and "CUBLAS" not in text]
-
-
-@pytest.mark.parametrize(("kind", "buckets"), KINDS)
-@pytest.mark.parametrize("kernel", [True, False])
-def test_a_kernel_does_it_and_torch_where_it_does_not_suit(kernel, kind, buckets, monkeypatch):
+@pytest.mark.parametrize(
+    ("memory", "kernel"), [("pinned", True), ("pageable", True), ("device", True), ("device", False)]
+)
+def test_steps_are_those_of_the_host(memory, kernel, kind, buckets, monkeypatch):
+    """By a kernel, and by torch where that does not suit; of words on the host, and on the device."""
     block = draw_block()
     expected = train(block, "cpu", "pageable", model=kind, buckets=buckets)
-    train(block, "cuda", "device", model=kind, buckets=buckets)  # tries the kernel out
+    train(block, "cuda", memory, model=kind, buckets=buckets)  # tries the kernel out
     used = []
     for name, way in (("kernel", "train_by_kernel"), ("torch", "train_in_torch")):
         right = getattr(spans, way)
         monkeypatch.setattr(spans, way, lambda *given, right=right, name=name: (used.append(name), right(*given))[1])
     if not kernel:
         monkeypatch.setattr(spans, "fits_kernel", lambda rows, places, cbow: False)
-    got = train(block, "cuda", "device", model=kind, buckets=buckets)
-    assert {*used} == {"kernel" if kernel else "torch"}
-    for ours, host in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours.cpu(), host, rtol=3e-4, atol=5e-5)
+    tensors = (block.words, block.before, block.after, block.negatives)
+    moved = Block(*(tensor.to("cuda") for tensor in tensors), block.num_corpus_words, block.window)
+    for given in (block, moved):
+        used.clear()
+        got = train(given, "cuda", memory, model=kind, buckets=buckets)
+        assert {*used} == {"kernel" if kernel else "torch"}
+        for ours, host in zip(got, expected, strict=True):
+            torch.testing.assert_close(
+                ours.cpu(), host, rtol=3e-4, atol=5e-5
+            )  # hundreds of additions, in another order
 
 
 @pytest.mark.sanitizer
@@ -137,10 +113,3 @@ def test_steps_of_a_trainer_wait_for_the_loss_alone(kind, buckets, memory):
         with synchronizing("warn") as of_torch:
             trainer.train_step()
         assert len(of_torch) == waits, of_torch
-
-
-def test_a_word_out_of_range_is_found_before_the_device_is_asked():
-    model = Word2Vec(10, 12, device="cuda")
-    for use in (model.prepare, model.deposit_gradients):
-        with pytest.raises(RowIndexError, match="10"):
-            use(draw_block())

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: page-locked tensors, work that holds a stream back, every dim in one go."""
+"""What the tests of this folder share: page-locked tensors, work that holds a stream back."""
 
 from __future__ import annotations
 
@@ -159,49 +159,6 @@ def is_page_locked(pointer: int) -> bool:
     from speedtransfer.cuda.status import load_cupy
 
     return int(load_cupy().cuda.runtime.pointerGetAttributes(pointer).type) == 1  # cudaMemoryTypeHost
-
-
-# --- every dim ----------------------------------------------------------------------------------------------------------
-
-
-def wrong_dims(
-    engine: Any, device: torch.device, memory: Tensor, dtype: torch.dtype, shift: int = 0, gap: int = 0
-) -> list[str]:
-    """Return the dims of 1 to 257 at which rows are gathered or scattered otherwise than NumPy does it.
-
-    `memory` is where the planes are put, as uint8; they start `shift` elements into it, with `gap` elements between rows.
-    """
-    wrong, num_rows, item = [], 37, dtype.itemsize
-    generator = np.random.default_rng(0)
-    random = torch.from_numpy(generator.integers(0, 256, 1 << 17, dtype=np.uint8))
-    picks, places = (
-        torch.from_numpy(ids) for ids in (generator.integers(0, num_rows, 50), generator.permutation(num_rows))
-    )
-    places = places[:23]
-    picks_there, places_there = picks.to(device), places.to(device)
-    for dim in range(1, 258):
-        row, start, stride = dim * item, shift * item, (dim + gap) * item
-        size = start + num_rows * stride
-        content = random[dim : dim + size].clone()
-        new = random[2 * dim : 2 * dim + 23 * row].view(23, row)
-        flat = memory[:size].copy_(content)
-        plane = flat.view(dtype).as_strided((num_rows, dim), (dim + gap, 1), shift)
-        expected = content[start:].view(num_rows, stride)[:, :row]
-        rows = torch.full((50, row), 165, dtype=torch.uint8, device=device).view(dtype)
-        engine.gather([plane], picks_there, [rows])
-        if not torch.equal(rows.view(torch.uint8).cpu(), expected[picks]):
-            wrong.append(f"gather of {dim}")
-        engine.scatter([plane], places_there, [new.clone().view(dtype).to(device)])
-        engine.wait()
-        expected[places] = new  # the gaps and the other rows stay
-        if not torch.equal(flat.cpu(), content):
-            wrong.append(f"scatter of {dim}")
-    return wrong
-
-
-LAYOUTS = [(0, 0), (3, 5), (1, 0), (4, 4)]  # shift and gap: aligned, misaligned and strided, misaligned, strided
-SWEEPS = [(dtype, *layout) for layout in LAYOUTS for dtype in (torch.float32, torch.uint8)]
-FEW_SWEEPS = SWEEPS[:4]  # for engines without a kernel of their own
 
 
 def check_same(tensors: Iterable[Tensor], expected: Sequence[Tensor]) -> None:

@@ -23,16 +23,12 @@ ROWS_3_0_3 = {
     "list": [3, 0, 3],
     "tuple": (3, 0, 3),
     "array": np.array([3, 0, 3]),
-    "array of uint64": np.array([3, 0, 3], dtype=np.uint64),
     "array of uint8": np.array([3, 0, 3], dtype=np.uint8),
     "big-endian array": np.array([3, 0, 3], dtype=">i4"),
-    "strided array": np.array([3, 9, 0, 9, 3])[::2],
     "reversed array": np.array([3, 0, 3])[::-1],
-    "read-only array": np.frombuffer(np.array([3, 0, 3]).tobytes(), dtype=np.int64),
     "array scalars": [np.int32(3), np.uint64(0), np.int8(3)],
     "tensor": torch.tensor([3, 0, 3]),
     "strided tensor": torch.tensor([3, 9, 0, 9, 3])[::2],
-    "expanded tensor": torch.tensor([[3, 0, 3], [9, 9, 9]]).t()[:, 0],
     "list of tensors": [torch.tensor(3), torch.tensor(0), torch.tensor(3)],
 }
 ROW_2 = (2, np.int64(2), np.array(2), torch.tensor(2), np.uint64(2))
@@ -41,40 +37,26 @@ INDEXES = [*((index, [3, 0, 3]) for index in ROWS_3_0_3.values()), *((index, 2) 
 INDEXES += [(index, [[1, 2], [3, 4]]) for index in ROWS_1_TO_4]
 NO_INTEGERS = {
     "float": 1.0,
-    "list of floats": [1.0, 2.0],
     "float tensor": torch.tensor([1.0]),
-    "empty float tensor": torch.tensor([]),
-    "half tensor": torch.tensor([1.0], dtype=torch.float16),
     "float array": np.array([1.0]),
     "bool": True,
-    "list of bools": [True, False],
     "mask": torch.tensor([True, False]),
     "array mask": np.array([True, False]),
     "string": "3",
-    "strings": ["3"],
     "None": None,
-    "complex": 1j,
     "set": {1, 2},
-    "ellipsis": ...,
 }
 # (index, what the message says of the first bad value) for a table of 10 rows
 OUT_OF_RANGE = {
     "one too far": (10, "index is 10 but the table has 10 rows (0 to 9)"),
     "negative": (-1, "index is -1 but rows count from 0"),
-    "second of a list": ([0, 10], "index[1] is 10 but the table has 10 rows (0 to 9)"),
     "first of two": ([3, 1000, -5], "index[1] is 1000 but the table has 10 rows"),
-    "negative comes first": ([3, -5, 1000], "index[1] is -5 but rows count from 0"),
     "nested": ([[0, 1], [2, 77]], "index[1, 1] is 77 but"),
     "three dimensions": (torch.arange(12).reshape(2, 3, 2), "index[1, 2, 0] is 10 but"),
-    "int8": (torch.tensor([1, -128], dtype=torch.int8), "index[1] is -128 but"),
     "uint8": (torch.tensor([255], dtype=torch.uint8), "index[0] is 255 but"),
-    "int32 limit": (np.array([2**31 - 1], dtype=np.int32), "index[0] is 2147483647 but"),
-    "beyond int32": ([2**32], "index[0] is 4294967296 but"),
     "int64 limit": (torch.tensor([-(2**63)]), "index[0] is -9223372036854775808 but"),
-    "uint64 array": (np.array([1, 2**64 - 1], dtype=np.uint64), "index[1] is 18446744073709551615 but"),
     "uint64 tensor": (torch.tensor([1, 2**63 + 7], dtype=torch.uint64), "index[1] is 9223372036854775815 but"),
     "beyond 64 bits": ([1, 2**70], "index[1] is 1180591620717411303424 but"),
-    "below 64 bits": ([-(2**70)], "index[0] is -1180591620717411303424 but"),
     "NumPy would make floats": ([2**63, -1], "index[0] is 9223372036854775808 but"),
 }
 
@@ -159,18 +141,6 @@ class GatherCases(TableCases):
         with refused(InvalidValueError, "index is a ragged sequence"):
             table.gather([[1, 2], [3]])
 
-    def test_names_and_dtypes_of_another_type(self):
-        table = self.numbered()
-        for planes in (3, ["weight", ["weight"]]):
-            with pytest.raises(InvalidValueError, match=r"no plane .*; (choose from|did you mean) 'weight'"):
-                table.gather([1], planes)
-        with pytest.raises(InvalidTypeError, match=r"dtype is \['float16'\]"):
-            table.gather([1], dtype=["float16"])
-
-    def test_ragged_index(self):
-        with refused(InvalidValueError, "index is a ragged sequence"):
-            self.numbered().gather([[1, 2], [3]])
-
     def test_index_out_of_range(self):
         table = self.numbered()
         table.add_plane("m", 2, fill=7)
@@ -195,15 +165,6 @@ class GatherCases(TableCases):
         assert table.stats() == stats
         self.assert_unchanged(table, weight)
         self.assert_unchanged(table, m, "m")
-
-    def test_out_of_range_far_into_a_large_index(self):
-        table = self.numbered(1000, 2)
-        before = self.rows_of(table)
-        index = torch.arange(1000)
-        index[[700, 900]] = torch.tensor([1000, -1])
-        with pytest.raises(RowIndexError, match=r"index\[700\] is 1000 but the table has 1000 rows \(0 to 999\)"):
-            table.scatter(index, torch.zeros(1000, 2, device=table.device))
-        self.assert_unchanged(table, before)
 
     def test_table_without_rows(self):
         table = self.make(0, 4)
@@ -235,31 +196,9 @@ class GatherCases(TableCases):
         assert table.gather([[1, 2], [3, 4]], out=out)[..., 0].tolist() == [[1, 2], [3, 4]]
         assert table.gather([], out=whole[:0, :3]).shape == (0, 3)
 
-    def test_out_that_requires_grad(self):
-        table = self.numbered()
-        out = torch.zeros(1, 4, device=table.device, requires_grad=True)
-        table.gather([3], out=out)
-        assert out.is_leaf
-        assert out.tolist() == [[3, 3.25, 3.5, 3.75]]
-
     def test_out_inside_the_table(self):
         table = self.numbered()
         if table.torch().device != table.device:
             pytest.skip("a view of these rows is on the host")
         assert table.gather([2, 1, 0], out=table.torch()[1:4])[:, 0].tolist() == [2, 1, 0]
         assert self.rows_of(table)[:5, 0].tolist() == [0, 2, 1, 0, 4]
-
-    def test_out_of_the_wrong_kind(self):
-        table = self.numbered()
-        for shape in ((2, 3), (3, 4), (2, 4, 1), (8,), (1, 2, 4)):
-            with pytest.raises(InvalidValueError) as error:
-                table.gather([1, 2], out=torch.zeros(shape, device=table.device))
-            assert one_line(error).startswith(f"out has shape {shape} but index and table ask for (2, 4); ")
-        with pytest.raises(InvalidTypeError, match=r"out has dtype torch.float64 but the plane holds torch.float32; "):
-            table.gather([1], out=torch.zeros(1, 4, dtype=torch.float64, device=table.device))
-        with pytest.raises(InvalidValueError, match=f"out is on meta but the table computes on {table.device}; "):
-            table.gather([1], out=torch.zeros(1, 4, device="meta"))
-        with pytest.raises(InvalidTypeError, match="out is a ndarray but must be a tensor; "):
-            table.gather([1], out=np.zeros((1, 4), dtype=np.float32))
-        with pytest.raises(InvalidValueError, match=r"out is one tensor but planes is \['weight'\]; "):
-            table.gather([1], ["weight"], out=torch.zeros(1, 4, device=table.device))

@@ -1,4 +1,4 @@
-"""``MultiEmbedding`` on a CUDA device: launches, waits, the numbers of ``nn.ModuleList``, ids that are out of range."""
+"""Features and n-grams on a CUDA device: launches, waits, ids that are out of range. Their training: test_training.py."""
 
 import contextlib
 
@@ -7,25 +7,16 @@ import torch
 from torch import nn
 
 import speedtransfer as st
-from gpu.tools import embedding_in, synchronizing
+from gpu.tools import embedding_in
 from speedtransfer.engines import mapped
 from speedtransfer.errors import RowIndexError
 
-MEMORIES = ["pinned", "pageable", "mmap", "device"]
 SIZES, DIM = [7, 600, 3, 210], 16
+VOCAB = 50
 
 
 def multi(device, memory="pinned", folder=None, **options):
     return embedding_in(memory, folder, device, SIZES, DIM, kind=st.MultiEmbedding, **options)
-
-
-def dense(device, **options):
-    torch.manual_seed(3)
-    return nn.ModuleList([nn.Embedding(n, DIM, **options) for n in SIZES]).to(device)
-
-
-def columns(modules, ids):
-    return torch.stack([module(ids[:, i]) for i, module in enumerate(modules)], 1)
 
 
 def together(modules, ids):
@@ -78,52 +69,6 @@ def test_launches_of_a_step_are_those_of_one_table(device, monkeypatch, forward,
     assert counts[0] == counts[1] > 0
 
 
-@pytest.mark.parametrize("padding", [None, 2])
-@pytest.mark.parametrize("forward", [together, in_parts])
-def test_the_host_does_not_wait(device, monkeypatch, forward, padding):
-    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "mapped")
-    modules = multi(device, idle="lazy", padding_idx=padding)
-    optimizer = torch.optim.AdamW(modules.parameters(), fused=True)
-
-    def step(ids):
-        optimizer.zero_grad()
-        forward(modules, ids).square().sum().backward()
-        optimizer.step()
-
-    *warm, ids = batches(4, device)
-    for each in warm:
-        step(each)
-    with synchronizing("error"):
-        step(ids)
-
-
-@pytest.mark.parametrize("forward", [together, in_parts, columns])
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_trained_as_torch(device, tmp_path, memory, forward):
-    ours, theirs = multi(device, memory, tmp_path, padding_idx=1), dense(device, padding_idx=1)
-    given = list(batches(12, device))
-    train(ours, forward, given)
-    train(theirs, columns, given)
-    for one, other in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(one.weight.detach(), other.weight.detach(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_weights_of_features(device, tmp_path, memory):
-    ours = multi(device, memory, tmp_path)
-    weight = ours[2].weight
-    assert weight.device == device
-    # Made with gradients enabled, written without: as the functions of nn.init do.
-    nn.init.constant_(weight, 0.5)
-    ours[1].weight.data[3] = 2
-    weight.data.mul_(2)
-    assert ours[2](torch.arange(3, device=device)).eq(1).all()
-    assert ours[1].weight[3].eq(2).all()
-    (ours[2].weight.sum() * 3).backward()
-    assert ours.weight.grad.to_dense().sum().item() == 3 * 3 * DIM
-    assert torch.equal(ours.state_dict()["2.weight"].cpu(), torch.ones(3, DIM))
-
-
 def looked_up(ours, module, ids):
     """Look `ids` up; faults of CUDA kernels are reported when they are waited for, at the latest."""
     with torch.no_grad():
@@ -131,7 +76,7 @@ def looked_up(ours, module, ids):
     ours.table.wait()
 
 
-def test_ids_out_of_range(device):
+def test_ids_out_of_range_of_features(device):
     ours = multi(device)
     good = torch.zeros(5, len(SIZES), dtype=torch.int64, device=device)
     for feature, value in ((0, 7), (1, -1), (3, 210), (2, 2**62)):
@@ -147,12 +92,34 @@ def test_ids_out_of_range(device):
     assert ours(good).shape == (5, 4, DIM)
 
 
-def test_moved(device):
-    ours, ids = multi("cpu", "pageable"), next(batches(1, "cpu"))
-    expected = ours(ids).detach()
-    ours.to(device)
-    assert torch.equal(ours(ids.to(device)).detach().cpu(), expected)
-    parts = list(ids.unbind(1))
-    parts[1] = parts[1].to(device)
-    assert all(torch.equal(rows.cpu(), expected[:, i]) for i, rows in enumerate(ours(parts)))
-    assert torch.equal(ours.cpu()(ids).detach(), expected)
+# --- n-grams ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["xor", "polynomial"])
+def test_rows_of_n_grams_are_those_of_the_cpu(scheme):
+    token_map = torch.arange(VOCAB) % 31
+    for options in ({}, {"eos": (0, 3)}, {"bos": 1, "pad": 49}, {"token_map": token_map}):
+        ngrams = st.NgramHash((1, 2, 4), 2, 2**33, vocab_size=VOCAB, scheme=scheme, **options)
+        tokens, context = torch.randint(0, VOCAB, (3, 20)), torch.randint(0, VOCAB, (3, 2))
+        expected = ngrams(tokens, context)
+        found = ngrams.cuda()(tokens.cuda(), context.cuda())
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), expected)
+        # The module's own device is of no account.
+        assert torch.equal(ngrams.cpu()(tokens.cuda(), context.cuda()).cpu(), expected)
+
+
+def test_a_token_out_of_range_is_no_row():
+    ngrams = st.NgramHash(heads=2, rows=100, vocab_size=VOCAB).cuda()
+    rows = ngrams(torch.tensor([1, VOCAB, -1, 2], device="cuda")).cpu()
+    assert (rows[1:3] == -1).all()
+    assert (rows[[0, 3]] >= 0).all()
+    module = st.NgramEmbedding(ngrams, 4, std=1.0, device="cuda")
+    wrong = torch.tensor([[1, VOCAB, 2]], device="cuda")
+
+    def look_up() -> None:
+        module(wrong)
+        module.embedding.table.wait()
+
+    with pytest.raises(st.errors.RowIndexError, match="-1"):
+        look_up()
