@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from exact_pair import COUPLED
 from lazy_oracle import squared_loss
-from optimizer_cases import BASE, OptimizerCase, some
+from optimizer_cases import BASE, COUPLED, OptimizerCase, some
 from reading_ahead import at_once, by_loader, by_ticket
 from torch import Tensor
 
