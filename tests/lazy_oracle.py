@@ -118,7 +118,12 @@ def assert_same_weights(ours: nn.Module, dense: nn.Module, tolerance: float = 0.
 
 
 def assert_same_state(
-    ours: Optimizer, our_module: nn.Module, dense: Optimizer, dense_module: Any, tolerance: float = 0.0, scaled: bool = False
+    ours: Optimizer,
+    our_module: nn.Module,
+    dense: Optimizer,
+    dense_module: Any,
+    tolerance: float = 0.0,
+    scaled: bool = False,
 ) -> None:
     """Compare full planes, shared scalars and the names of both; `scaled`: the tolerance is a share of the largest value."""
     state, expected = ours.state.get(our_module.weight, {}), dense.state.get(dense_module.weight, {})

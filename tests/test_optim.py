@@ -21,7 +21,9 @@ from speedtransfer.optim.probe import probe_optimizer
 def test_thirty_skewed_steps_equal_the_oracle(case: OptimizerCase) -> None:
     twins = Twins(case.make)
     # From a rate of zero, then down and up.
-    rate = twins.schedulers(lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(step / 6, 1.0) * (1 - step % 9 / 10)))
+    rate = twins.schedulers(
+        lambda opt: lr_scheduler.LambdaLR(opt, lambda step: min(step / 6, 1.0) * (1 - step % 9 / 10))
+    )
     twins.train(twins.batches(30), *rate)
     twins.assert_same()
     assert set(twins.opt.state[twins.ours.weight]) == {*case.planes, *case.shared}

@@ -292,7 +292,12 @@ def test_lazy_by_name_says_nothing() -> None:
 def test_one_table_and_two_optimizers_in_turn() -> None:
     """A table is exact with the one and lazy with the other, and has no plane where idle rows stay as they are."""
     module = st.Embedding(12, 5)
-    for kind, planes in ((torch.optim.SGD, 0), (torch.optim.AdamW, 1), (torch.optim.Adagrad, 0), (torch.optim.AdamW, 1)):
+    for kind, planes in (
+        (torch.optim.SGD, 0),
+        (torch.optim.AdamW, 1),
+        (torch.optim.Adagrad, 0),
+        (torch.optim.AdamW, 1),
+    ):
         train(module, kind(module.parameters(), lr=0.1))
         assert ("idle.last_step" in module.table.planes) == planes
     with pytest.warns(UserWarning, match="OfSomebody"):

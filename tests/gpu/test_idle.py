@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named
 from lazy_oracle import skewed_batches, squared_loss
+from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named
 from torch import nn
 from torch.optim import lr_scheduler
 
