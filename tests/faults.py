@@ -38,7 +38,7 @@ FAULTS = r"""
 optim/graph.py: optim_graph
 - return values if use[4] else values.detach()
 + return values.detach()
-optim/leaves.py: optim_styles
+optim/leaves.py: optim
 - _collect(value.items() if isinstance(value, dict) else enumerate(value),
 + _collect(enumerate(value),
 optim/merge.py: weight

@@ -29,8 +29,10 @@ def probe(
     opt = make([param])
     if lr is not None:
         opt.param_groups[0]["lr"] = lr
+    made = len(opt.state)
     found = probe_optimizer(opt, opt.param_groups[0], param)
     assert torch.equal(param, torch.ones_like(param))
+    assert len(opt.state) == made
     return found
 
 
