@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy_oracle import LAZY, LazyOracle, Twins, squared_loss
+from lazy_oracle import LAZY, Twins, squared_loss
 from optimizer_cases import BASE, OptimizerCase, case_named, some
 from torch import Tensor, nn
 
@@ -29,19 +30,14 @@ FORMS = (
     (torch.float8_e5m2, torch.bfloat16),
 )
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
-    "adam-amsgrad": lambda p: torch.optim.Adam(p, lr=0.02, amsgrad=True),
-    "adamax": lambda p: torch.optim.Adamax(p, lr=0.05),
-    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "adamw": functools.partial(torch.optim.AdamW, lr=0.02),
+    "adam-amsgrad": functools.partial(torch.optim.Adam, lr=0.02, amsgrad=True),
+    "adamax": functools.partial(torch.optim.Adamax, lr=0.05),
+    "sgd-momentum": functools.partial(torch.optim.SGD, lr=0.5, momentum=0.9),
+    "adagrad": functools.partial(torch.optim.Adagrad, lr=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01),
 }
 ROWS, DIM = 60, 32
-
-
-def factorisation(library: Any, **options: Any) -> tuple[nn.Module, nn.Module]:
-    torch.manual_seed(5)
-    return library.Embedding(ROWS, DIM, **options), library.Embedding(ROWS, DIM, **options)
 
 
 def task() -> Tensor:
@@ -51,8 +47,12 @@ def task() -> Tensor:
     return left @ right.T + 0.3 * torch.randn(ROWS, ROWS, generator=generator)
 
 
-def factorise(modules: tuple[nn.Module, nn.Module], optimizer: torch.optim.Optimizer, steps: int = 150) -> float:
+@functools.cache
+def factorised(name: str, steps: int = 150, **options: Any) -> float:
     """Return the loss after `steps`, over all pairs."""
+    torch.manual_seed(5)
+    modules = [LAZY.Embedding(ROWS, DIM, **options) for _ in range(2)]
+    optimizer = OPTIMIZERS[name]([m.weight for m in modules])
     wanted, generator = task(), torch.Generator().manual_seed(2)
     for _ in range(steps):
         i, j = (torch.randint(ROWS, (128,), generator=generator) for _ in range(2))
@@ -64,20 +64,6 @@ def factorise(modules: tuple[nn.Module, nn.Module], optimizer: torch.optim.Optim
         return float(F.mse_loss(modules[0](every) @ modules[1](every).T / DIM**0.5, wanted))
 
 
-@pytest.fixture(scope="module")
-def reached() -> Callable[[str], float]:
-    """The loss that float32 rows reach, by optimizer."""
-    found: dict[str, float] = {}
-
-    def loss(name: str) -> float:
-        if name not in found:
-            modules = factorisation(LAZY)
-            found[name] = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
-        return found[name]
-
-    return loss
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
@@ -87,55 +73,12 @@ def reached() -> Callable[[str], float]:
         for form in FORMS
     ],
 )
-def test_training_ends_near_float32(
-    name: str, storage: torch.dtype, state: torch.dtype | None, reached: Callable[[str], float]
-) -> None:
-    modules = factorisation(LAZY, storage_dtype=storage, state_dtype=state)
-    start = factorise(modules, torch.optim.SGD([m.weight for m in modules], lr=0.0), 0)
-    loss = factorise(modules, OPTIMIZERS[name]([m.weight for m in modules]))
-    assert reached(name) < 0.6 * start
+def test_training_ends_near_float32(name: str, storage: torch.dtype, state: torch.dtype | None) -> None:
+    start, reached = factorised(name, 0, storage_dtype=storage), factorised(name)
+    assert reached < 0.6 * start
     # Two bits of significand: each write moves a value by up to a quarter of it.
     lost = 0.3 if storage == torch.float8_e5m2 else 0.05
-    assert loss < reached(name) * (1 + lost) + 0.005 * start
-
-
-def recommended(**options: Any) -> float:
-    """Return the loss of the last 40 of 400 steps of a small recommender; labels are drawn from the sum of rows' scores."""
-    torch.manual_seed(3)
-    rows, generator = LAZY.Embedding(2000, 48, **options), torch.Generator().manual_seed(4)
-    model = nn.Sequential(rows, nn.Flatten(), nn.Linear(3 * 48, 32), nn.ReLU(), nn.Linear(32, 1))
-    optimizer, scores, losses = (
-        torch.optim.AdamW(model.parameters(), lr=0.005),
-        torch.randn(2000, generator=generator),
-        [],
-    )
-    for _ in range(400):
-        ids = (torch.rand(256, 3, generator=generator) ** 3 * 2000).long()
-        labels = torch.bernoulli(torch.sigmoid(2 * scores[ids].sum(1)), generator=generator)
-        loss = F.binary_cross_entropy_with_logits(model(ids)[:, 0], labels)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert sum(losses[-40:]) < 0.8 * sum(losses[:40])
-    return sum(losses[-40:]) / 40
-
-
-@pytest.fixture(scope="module")
-def of_float32() -> float:
-    return recommended()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "block"), [(torch.float8_e4m3fn, None), (torch.float8_e4m3fn, 8), (torch.float8_e5m2, None)]
-)
-@pytest.mark.parametrize("state", [None, torch.uint8])
-def test_400_steps_with_float8_rows_end_within_5_percent_of_float32(
-    dtype: torch.dtype, block: int | None, state: torch.dtype | None, of_float32: float
-) -> None:
-    found = recommended(storage_dtype=dtype, state_dtype=state, scale_block=block)
-    assert found == pytest.approx(of_float32, rel=0.05)
+    assert factorised(name, storage_dtype=storage, state_dtype=state) < reached * (1 + lost) + 0.005 * start
 
 
 # --- what rounding to the nearest cannot do ---------------------------------------------------------------------------
@@ -305,42 +248,30 @@ def test_nothing_decoded_is_kept() -> None:
 # --- autocast ---------------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    def __init__(self, library: Any, **options: Any) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.rows, self.out = library.Embedding(41, 16, **options), nn.Linear(16, 16)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        rows = self.rows(ids)
-        assert rows.dtype == torch.float32  # as torch.nn: a lookup is not autocast
-        return self.out(rows)
-
-
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("scaled", [False, True], ids=["plain", "scaled"])
 @pytest.mark.parametrize("name", ["sgd-momentum", "adamw", "adamw-fused"])
 def test_autocast_is_that_of_torch(dtype: torch.dtype, scaled: bool, name: str) -> None:
-    case = case_named(name)
-    ours, dense = Model(LAZY), Model(nn)
-    opt, oracle_opt = case.make(ours.parameters()), case.make(dense.parameters())
-    oracle = LazyOracle(oracle_opt, dense.rows)
+    twins = Twins(case_named(name).make)
+    torch.manual_seed(3)
+    head = nn.Linear(16, 16).requires_grad_(False)
     scalers = [torch.amp.GradScaler("cpu", init_scale=256.0, growth_interval=4, enabled=scaled) for _ in range(2)]
-    for step, (ids, target) in enumerate(Twins(case.make).batches(12)):
-        opt.zero_grad()
-        oracle.zero_grad()
-        for scaler, model in zip(scalers, (ours, dense), strict=True):
+    for step, (ids, target) in enumerate(twins.batches(12)):
+        twins.zero_grad()
+        for scaler, module in zip(scalers, twins.modules, strict=True):
             with torch.autocast("cpu", dtype):
-                out = model(ids)
+                rows = module(ids)
+                assert rows.dtype == torch.float32  # as torch.nn: a lookup is not autocast
+                out = head(rows)
                 assert out.dtype == dtype
             factor = float("inf") if scaled and step == 5 else 1.0
             scaler.scale(squared_loss(out.float(), target) / ids.numel() * factor).backward()
-        scalers[0].step(opt)
-        oracle.step(lambda: scalers[1].step(oracle_opt))
+        scalers[0].step(twins.opt)
+        twins.oracle.step(lambda: scalers[1].step(twins.dense_opt))
         for scaler in scalers:
             scaler.update()
-    torch.testing.assert_close(ours.rows.table.torch(), dense.rows.weight.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.out.weight, dense.out.weight, rtol=1e-5, atol=1e-5)
+    twins.assert_same(1e-5)
 
 
 def test_small_steps_of_idle_rows_in_half_precision() -> None:
