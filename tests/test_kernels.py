@@ -12,8 +12,7 @@ import nvrtc
 import pytest
 import torch
 from cases import same_values
-from cpu_kernels import cpu_kernels, pack
-from kernel_checks import CHECKS, MOVING
+from cpu_kernels import CHECKS, MOVING, cpu_kernels, pack
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
 from speedtransfer.engines.mapped import _MOVES, MAX_PLANES, pack_plane
