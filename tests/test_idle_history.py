@@ -8,11 +8,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from exact_pair import CASES, warmup_and_cosine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interrupt import Interrupt
-from optimizer_cases import OptimizerCase
+from optimizer_cases import ALL, OptimizerCase, warmup_and_cosine
 
 from speedtransfer.idle import History, IdleStep, Rule, quadrature, rule_for
 from speedtransfer.idle import sums as sums_module
@@ -225,7 +224,6 @@ ALWAYS = {
     "adamax",
 }
 ALWAYS |= {"nadam-decoupled", "radam", "rmsprop-momentum", "rmsprop-centered", "adadelta", "adagrad", "rprop", "asgd"}
-assert {case.name for case in CASES} >= ALWAYS
 
 
 @pytest.mark.sweep
@@ -233,7 +231,7 @@ assert {case.name for case in CASES} >= ALWAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in CASES],
+    [pytest.param(case, marks=() if case.name in ALWAYS else pytest.mark.slow) for case in ALL],
     ids=str,
 )
 def test_compiled_steps_equal_those_of_python(
@@ -352,9 +350,7 @@ def test_hyperparameters_on_a_device_are_read_once() -> None:
     assert scalars.read("lr", 0.125) == 0.125
 
 
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.kind in (torch.optim.ASGD, torch.optim.NAdam)], ids=str
-)
+@pytest.mark.parametrize("case", [case for case in ALL if case.kind in (torch.optim.ASGD, torch.optim.NAdam)], ids=str)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_what_steps_make_of_numbers_is_known_without_reading(case: OptimizerCase, foreach: bool) -> None:
     """Of torch's own optimizers: the numbers that they keep are those that the host computes."""
