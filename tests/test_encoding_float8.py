@@ -56,6 +56,7 @@ def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> di
     return {"": codes.view(dtype), SCALE: scales.float().to(scale_dtype).contiguous()}
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("blocks", [1, 2, 8, 256])

@@ -90,6 +90,7 @@ def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Te
     return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +154,7 @@ def launch(rule: Rule, history: History | Replay, rows: dict[str, Tensor], last:
         kernels.launch("take_missed", 2, 32, packed)
 
 
+@pytest.mark.sweep("made", "case")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize(

@@ -117,6 +117,7 @@ def on_weight(emb: Any, see: Callable[[Any], None]) -> Any:
     return emb.weight.register_hook(lambda grad: see(total(grad)))
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("loss_of", [lambda emb: emb(IDS).square().sum() + emb(MORE).sum(), mixed])
 @pytest.mark.parametrize("watch", [multi_all, multi_any, prehook, accumulated, on_weight])

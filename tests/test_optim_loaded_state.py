@@ -253,6 +253,7 @@ def outcome(make: Any, saver: Any, case: str, folder: Path | None) -> tuple[Tens
     return module.weight.detach().clone(), optimizer.state_dict()["state"][0]
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("case", LOADED)
 @pytest.mark.parametrize("way", ["dense", "ours", "checkpoint"])
 def test_loaded_state(case: str, way: str, tmp_path: Path) -> None:

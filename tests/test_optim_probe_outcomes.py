@@ -198,7 +198,7 @@ def test_failures_are_not_remembered_and_what_is_known_stays_small(monkeypatch: 
     monkeypatch.setattr(outcomes, "_LIMIT", 2)
     for rate in (0.1, 0.2, 0.3, 0.4):
         # State that begins with the rate is tried for each.
-        found = probe(lambda p, rate=rate: torch.optim.Rprop([p], lr=rate))
+        found = probe(lambda p, rate=rate: torch.optim.Rprop([p], lr=rate), dim=int(rate * 10))
         assert found["step_size"].initial == pytest.approx(rate)
     assert 0 < len(outcomes._known) <= 2
 
