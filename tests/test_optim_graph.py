@@ -168,6 +168,16 @@ def test_autograd_grad_by_the_weight_and_by_its_edge(create_graph: bool) -> None
         torch.testing.assert_close(ours.to_dense(), dense, rtol=1e-12, atol=1e-12)
 
 
+def test_backward_to_the_weight_alone() -> None:
+    for kind in (nn.Embedding, st.Embedding):
+        emb, scale = made(kind), nn.Parameter(torch.ones(4, dtype=torch.float64))
+        # An older torch takes no dict.
+        inputs: Any = [emb.weight] if torch.__version__ < "2.13" else {"words": emb.weight}
+        (emb(IDS) * scale).sum().backward(inputs=inputs)
+        assert scale.grad is None
+        assert total(emb.weight.grad) == 16
+
+
 def test_the_weight_of_a_feature_in_a_function() -> None:
     grads = []
     for module in (
