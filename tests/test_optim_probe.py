@@ -87,6 +87,8 @@ def test_starts() -> None:
     """Zero where that does as well, as zero pages take no memory; from the rate and hyperparameters of the first step."""
     adamax = probe(lambda params: torch.optim.Adamax(params, eps=1e-3))
     assert adamax["exp_inf"].initial == 0  # which it leaves on a row without gradient
+    adagrad = probe(lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.5), lr=0.0)
+    assert adagrad["sum"].initial == 0.5  # a schedule may start from a rate of zero
     assert probe(torch.optim.Rprop, lr=0.0)["step_size"].initial == 0  # lifted to its smallest at the first touch
 
 
