@@ -23,6 +23,18 @@ from torch import Tensor
 from speedtransfer.cuda import ARGUMENT_AT
 from speedtransfer.engines.mapped import Argument, pack_plane
 
+# What compares the kernels of a source with torch before they are trusted: small calls of each.
+CHECKS = {
+    "catch_up.cu": ("speedtransfer.idle.missed:_check_kernel", "speedtransfer.idle.replay:_check_kernel"),
+    "codecs.cu": ("speedtransfer.encoding.cuda_codecs:_check",),
+    "ids.cu": ("speedtransfer.vocabulary.device_map:_are_right",),
+    "step.cu": ("speedtransfer.optim.fused_step:_check",),
+    "sums.cu": ("speedtransfer.tables.padded:_check_sums",),
+    "unique.cu": ("speedtransfer.tables.padded:_check_unique",),
+    "word2vec.cu": ("speedtransfer.word2vec.gradients:_check_kernel",),
+}
+MOVING = ("convert.cu", "rows.cu")  # tests of their own
+
 SHIM = Path(__file__).parent / "shim"
 COMPILER = shutil.which("g++")
 FLAGS = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]

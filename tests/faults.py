@@ -38,7 +38,7 @@ FAULTS = r"""
 optim/graph.py: optim_graph
 - return values if use[4] else values.detach()
 + return values.detach()
-optim/leaves.py: optim_styles
+optim/leaves.py: optim
 - _collect(value.items() if isinstance(value, dict) else enumerate(value),
 + _collect(enumerate(value),
 optim/merge.py: weight
@@ -74,7 +74,7 @@ optim/pending.py: nn_module
 idle/history.py: optim_loaded_state
 - self.rule.bound(rows, self._first)
 + pass
-idle/lag.py: optim_idle_flow
+idle/lag.py: optim_idle
 - return length >= _MAX_STEPS or length >= _MAX_OPEN <= history.horizon
 + return length >= _MAX_STEPS
 idle/lag.py: training_loops
@@ -104,13 +104,13 @@ idle/rule.py: idle_history
 idle/rules.py: optim_idle
 - IdleStep(mix=(1 - lr * (decay + momentum * added), -lr
 + IdleStep(mix=(1 - lr * decay, -lr
-idle/rules.py: rows_reset
+idle/rules.py: rows
 - mix = (1.0, -lr * momentum, 0.0, momentum) if momentum else IDENTITY
 + mix = IDENTITY
 idle/rules.py: optim_loaded_state
 - torch.maximum(largest, rows["exp_avg_sq"] * first.factors[1], out=largest)
 + pass
-idle/rules.py: optim_idle_auto
+idle/rules.py: optim_idle
 - if idle == "exact" or type(optimizer) in RULES:
 + if type(optimizer) in RULES:
 idle/rules.py: idle_history
@@ -193,7 +193,7 @@ tables/sources.py: tables_opened_float8
 tables/unfinished.py: tables_unfinished
 - if changes or table in refused:
 + if changes:
-rows.py: rows_reset
+rows.py: rows
 - if mark is None or mark == self.lag.mark:
 + if mark is None:
 encoded_planes.py: optim_precision

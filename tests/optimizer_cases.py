@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch.optim import Optimizer
+from torch.optim import Optimizer, lr_scheduler
 
 
 @dataclass(frozen=True)
 class OptimizerCase:
-    """One optimizer with its hyperparameters.
+    """One optimizer with its hyperparameters, the implementation (`foreach`, `fused`) among them.
 
-    Attributes
-    ----------
-    name : str
-        The test id.
-    kind : type
-        The optimizer class.
-    kwargs : dict
-        Its hyperparameters, the implementation (`foreach`, `fused`) among them.
-    planes : tuple of str
-        State that has one row per row of the weight.
-    shared : tuple of str
-        State that the whole table shares.
+    `planes` is the state that has one row per row of the weight, `shared` that of the whole table.
     """
 
     name: str
@@ -42,68 +32,97 @@ class OptimizerCase:
         return self.name
 
 
-_optim = torch.optim
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-_MOMENTUM = ("momentum_buffer",)
-_NADAM = ("step", "mu_product")
-_ASGD = ("step", "eta", "mu")
+_PLANES = {
+    "SGD": "momentum_buffer",
+    "Adam": "exp_avg exp_avg_sq max_exp_avg_sq",
+    "AdamW": "exp_avg exp_avg_sq max_exp_avg_sq",
+    "Adamax": "exp_avg exp_inf",
+    "NAdam": "exp_avg exp_avg_sq",
+    "RAdam": "exp_avg exp_avg_sq",
+    "RMSprop": "square_avg momentum_buffer grad_avg",
+    "Adadelta": "square_avg acc_delta",
+    "Adagrad": "sum",
+    "Rprop": "prev step_size",
+    "ASGD": "ax",
+}
+_SHARED = {"SGD": (), "NAdam": ("step", "mu_product"), "ASGD": ("step", "eta", "mu")}
+_OPTIONAL = {"momentum_buffer": "momentum", "max_exp_avg_sq": "amsgrad", "grad_avg": "centered"}
+
+
+def _case(name: str, kind: str, **kwargs: Any) -> OptimizerCase:
+    planes = [plane for plane in _PLANES[kind].split() if plane not in _OPTIONAL or kwargs.get(_OPTIONAL[plane])]
+    return OptimizerCase(name, getattr(torch.optim, kind), kwargs, tuple(planes), _SHARED.get(kind, ("step",)))
+
 
 # The learning rates are large enough that thirty steps move every weight visibly.
 BASE: tuple[OptimizerCase, ...] = (
-    OptimizerCase("sgd", _optim.SGD, {"lr": 0.1}, (), ()),
-    OptimizerCase("sgd-momentum", _optim.SGD, {"lr": 0.05, "momentum": 0.9}, _MOMENTUM, ()),
-    OptimizerCase("sgd-nesterov", _optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True}, _MOMENTUM, ()),
-    OptimizerCase("sgd-dampening", _optim.SGD, {"lr": 0.1, "momentum": 0.8, "dampening": 0.3}, _MOMENTUM, ()),
-    OptimizerCase("sgd-weight-decay", _optim.SGD, {"lr": 0.1, "weight_decay": 0.1}, (), ()),
-    OptimizerCase(
-        "sgd-momentum-weight-decay", _optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.1}, _MOMENTUM, ()
-    ),
-    OptimizerCase("sgd-maximize", _optim.SGD, {"lr": 0.05, "momentum": 0.5, "maximize": True}, _MOMENTUM, ()),
-    OptimizerCase("adam", _optim.Adam, {"lr": 0.05}, _MOMENTS),
-    OptimizerCase("adam-amsgrad", _optim.Adam, {"lr": 0.05, "amsgrad": True}, (*_MOMENTS, "max_exp_avg_sq")),
-    OptimizerCase("adam-weight-decay", _optim.Adam, {"lr": 0.05, "weight_decay": 0.1}, _MOMENTS),
-    OptimizerCase("adamw", _optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}, _MOMENTS),
-    OptimizerCase(
-        "adamw-amsgrad", _optim.AdamW, {"lr": 0.05, "amsgrad": True, "maximize": True}, (*_MOMENTS, "max_exp_avg_sq")
-    ),
-    OptimizerCase("adamax", _optim.Adamax, {"lr": 0.05, "weight_decay": 0.01}, ("exp_avg", "exp_inf")),
-    OptimizerCase("nadam", _optim.NAdam, {"lr": 0.05}, _MOMENTS, _NADAM),
-    OptimizerCase(
-        "nadam-decoupled",
-        _optim.NAdam,
-        {"lr": 0.05, "weight_decay": 0.1, "decoupled_weight_decay": True},
-        _MOMENTS,
-        _NADAM,
-    ),
-    OptimizerCase("radam", _optim.RAdam, {"lr": 0.05, "betas": (0.9, 0.99)}, _MOMENTS),
-    OptimizerCase(
-        "radam-decoupled", _optim.RAdam, {"lr": 0.05, "weight_decay": 0.1, "decoupled_weight_decay": True}, _MOMENTS
-    ),
-    OptimizerCase("rmsprop", _optim.RMSprop, {"lr": 0.02}, ("square_avg",)),
-    OptimizerCase("rmsprop-momentum", _optim.RMSprop, {"lr": 0.02, "momentum": 0.9}, ("square_avg", "momentum_buffer")),
-    OptimizerCase(
-        "rmsprop-centered",
-        _optim.RMSprop,
-        {"lr": 0.02, "centered": True, "momentum": 0.5},
-        ("square_avg", "grad_avg", "momentum_buffer"),
-    ),
-    OptimizerCase("adadelta", _optim.Adadelta, {"lr": 1.0}, ("square_avg", "acc_delta")),
-    OptimizerCase("adagrad", _optim.Adagrad, {"lr": 0.1, "lr_decay": 0.01}, ("sum",)),
-    OptimizerCase("adagrad-initial", _optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.3}, ("sum",)),
-    OptimizerCase("rprop", _optim.Rprop, {"lr": 0.03}, ("prev", "step_size")),
-    OptimizerCase("asgd", _optim.ASGD, {"lr": 0.05, "t0": 10, "lambd": 0.01}, ("ax",), _ASGD),
+    _case("sgd", "SGD", lr=0.1),
+    _case("sgd-momentum", "SGD", lr=0.05, momentum=0.9),
+    _case("sgd-nesterov", "SGD", lr=0.05, momentum=0.9, nesterov=True),
+    _case("sgd-dampening", "SGD", lr=0.1, momentum=0.8, dampening=0.3),
+    _case("sgd-weight-decay", "SGD", lr=0.1, weight_decay=0.1),
+    _case("sgd-momentum-weight-decay", "SGD", lr=0.05, momentum=0.9, weight_decay=0.1),
+    _case("sgd-maximize", "SGD", lr=0.05, momentum=0.5, maximize=True),
+    _case("adam", "Adam", lr=0.05),
+    _case("adam-amsgrad", "Adam", lr=0.05, amsgrad=True),
+    _case("adam-weight-decay", "Adam", lr=0.05, weight_decay=0.1),
+    _case("adamw", "AdamW", lr=0.05, weight_decay=0.1),
+    _case("adamw-amsgrad", "AdamW", lr=0.05, amsgrad=True, maximize=True),
+    _case("adamax", "Adamax", lr=0.05, weight_decay=0.01),
+    _case("nadam", "NAdam", lr=0.05),
+    _case("nadam-decoupled", "NAdam", lr=0.05, weight_decay=0.1, decoupled_weight_decay=True),
+    _case("radam", "RAdam", lr=0.05, betas=(0.9, 0.99)),
+    _case("radam-decoupled", "RAdam", lr=0.05, weight_decay=0.1, decoupled_weight_decay=True),
+    _case("rmsprop", "RMSprop", lr=0.02),
+    _case("rmsprop-momentum", "RMSprop", lr=0.02, momentum=0.9),
+    _case("rmsprop-centered", "RMSprop", lr=0.02, centered=True, momentum=0.5),
+    _case("adadelta", "Adadelta", lr=1.0),
+    _case("adagrad", "Adagrad", lr=0.1, lr_decay=0.01),
+    _case("adagrad-initial", "Adagrad", lr=0.1, initial_accumulator_value=0.3),
+    _case("rprop", "Rprop", lr=0.03),
+    _case("asgd", "ASGD", lr=0.05, t0=10, lambd=0.01),
+)
+# Other hyperparameters, which matter to what idle rows miss.
+EXTRA = (
+    _case("adamax-plain", "Adamax", lr=0.05),
+    _case("adam-large-eps", "Adam", lr=0.05, eps=1e-2),
+    _case("adam-fast-second", "Adam", lr=0.02, betas=(0.9, 0.9)),
+    _case("adamw-slow-first", "AdamW", lr=0.02, betas=(0.98, 0.999), weight_decay=0.1),
+    _case("adam-no-first", "Adam", lr=0.02, betas=(0.0, 0.99)),
+    _case("asgd-weight-decay", "ASGD", lr=0.05, t0=10, lambd=0.01, weight_decay=0.05),
+    _case("sgd-nesterov-weight-decay", "SGD", lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.05),
+)
+ALL = (*BASE, *EXTRA)
+_DECAY = {"lr": 0.02, "weight_decay": 0.05}
+# Optimizers that add the decay of the weights to the gradient and adapt to that: rows take their steps one by one.
+COUPLED = (
+    _case("adam-coupled", "Adam", **_DECAY),
+    _case("adam-coupled-small", "Adam", lr=0.01, weight_decay=1e-5),
+    _case("amsgrad-coupled", "Adam", **_DECAY, amsgrad=True, maximize=True),
+    _case("adamax-coupled", "Adamax", **_DECAY),
+    _case("nadam-coupled", "NAdam", **_DECAY),
+    _case("radam-coupled", "RAdam", **_DECAY, betas=(0.9, 0.99)),
+    _case("rmsprop-coupled", "RMSprop", **_DECAY),
+    _case("rmsprop-coupled-momentum", "RMSprop", lr=0.002, weight_decay=0.05, momentum=0.9),
+    _case("rmsprop-coupled-centered", "RMSprop", lr=0.002, weight_decay=0.05, centered=True, momentum=0.5, eps=1e-3),
+    _case("adadelta-coupled", "Adadelta", lr=1.0, weight_decay=0.05),
+    _case("adagrad-coupled", "Adagrad", lr=0.1, weight_decay=0.05, lr_decay=0.01, maximize=True),
 )
 
-FUSED_ON_CPU = (_optim.SGD, _optim.Adam, _optim.AdamW, _optim.Adagrad)
+FUSED_ON_CPU = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad)
 
 
-def _variant(case: OptimizerCase, suffix: str, **kwargs: Any) -> OptimizerCase:
-    return OptimizerCase(f"{case.name}-{suffix}", case.kind, {**case.kwargs, **kwargs}, case.planes, case.shared)
+def variants(cases: Iterable[OptimizerCase], suffix: str, **kwargs: Any) -> tuple[OptimizerCase, ...]:
+    """Return cases with an implementation, ``loop``, ``foreach`` or ``fused``, those that have it on the CPU."""
+    return tuple(
+        OptimizerCase(f"{case.name}-{suffix}", case.kind, {**case.kwargs, **kwargs}, case.planes, case.shared)
+        for case in cases
+        if suffix != "fused" or case.kind in FUSED_ON_CPU
+    )
 
 
-LOOP = tuple(_variant(case, "loop", foreach=False) for case in BASE)
-FOREACH = tuple(_variant(case, "foreach", foreach=True) for case in BASE)
-FUSED = tuple(_variant(case, "fused", fused=True) for case in BASE if case.kind in FUSED_ON_CPU)
+LOOP, FOREACH = variants(BASE, "loop", foreach=False), variants(BASE, "foreach", foreach=True)
+FUSED = variants(BASE, "fused", fused=True)
 CASES: tuple[OptimizerCase, ...] = LOOP + FOREACH + FUSED
 # Each optimizer in one implementation or another, and those that are fused in that one as well.
 ONCE = (*LOOP[::2], *FOREACH[1::2], *FUSED)
@@ -120,31 +139,25 @@ def some(cases: Iterable[OptimizerCase], quick: Iterable[Any] = _SOME) -> list[A
     return [pytest.param(case, marks=() if case.name in names else pytest.mark.slow) for case in cases]
 
 
-@dataclass(frozen=True)
-class RefusedCase:
-    """An optimizer that cannot train rows apart from their table, and words of the reason given."""
-
-    name: str
-    kind: type[Optimizer]
-    kwargs: dict[str, Any]
-    reason: str
-
-    def __str__(self) -> str:
-        return self.name
-
-
-REFUSED: tuple[RefusedCase, ...] = tuple(
-    RefusedCase(name, getattr(_optim, kind), {"lr": lr}, reason)
+# Optimizers that cannot train rows apart from their table, and words of the reason given.
+REFUSED: tuple[tuple[OptimizerCase, str], ...] = tuple(
+    (OptimizerCase(name, getattr(torch.optim, kind), {"lr": lr}), reason)
     for name, kind, lr, reason in (
         ("adafactor", "Adafactor", 0.01, "is not row by row"),
         ("muon", "Muon", 0.01, "is not row by row"),  # from torch 2.9 on
         ("lbfgs", "LBFGS", 0.1, "evaluates the loss several times"),
         ("sparse-adam", "SparseAdam", 0.01, "takes only sparse gradients"),
     )
-    if hasattr(_optim, kind)
+    if hasattr(torch.optim, kind)
 )
 
 
 def case_named(name: str) -> OptimizerCase:
     """Return the case called `name`."""
-    return next(case for case in (*BASE, *CASES) if case.name == name)
+    return next(case for case in (*ALL, *COUPLED, *CASES) if case.name == name)
+
+
+def warmup_and_cosine(optimizer: Optimizer) -> lr_scheduler.LRScheduler:
+    return lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(1.0, (step + 1) / 40) * (0.55 + 0.45 * math.cos(math.pi * step / 400))
+    )

@@ -39,18 +39,6 @@ class Factored(RowOptimizer):
         p.sub_(g / (torch.outer(rows, columns) / (rows.mean() + 1e-9) + 1e-9).sqrt(), alpha=group["lr"])
 
 
-class Shampoo(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        left = state.setdefault("left", torch.eye(p.shape[0]))
-        left += g @ g.T
-        p.sub_(torch.linalg.solve(left, g), alpha=group["lr"])
-
-
-class QuantileClip(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        p.sub_(g.clamp(-(limit := float(g.abs().quantile(0.9))), limit), alpha=group["lr"])
-
-
 class ByLargest(RowOptimizer):
     def update(self, p, g, state, group) -> None:
         p.sub_(g / g.abs().max().clamp(min=1), alpha=group["lr"])
@@ -215,8 +203,6 @@ REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     Lamb: ROW_BY_ROW,
     Lars: ROW_BY_ROW,
     Factored: ROW_BY_ROW,
-    Shampoo: r"its state 'left' is \(6, 6\) for 6 rows and \(5, 5\) for 5, not one entry a row",
-    QuantileClip: ROW_BY_ROW,
     ByLargest: ROW_BY_ROW,
     FaintNorm: ROW_BY_ROW,
     FirstNorm: ROW_BY_ROW,

@@ -14,6 +14,8 @@ sweep of all writes docs/optimizer_sweep.json, which docs/optimizers.md shows.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import functools
 import importlib
 import importlib.metadata
@@ -29,12 +31,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweep_pair import STEPS, TOLERANCE, DenseError, Make, run
-from torch import nn
+from lazy_oracle import LazyOracle, skewed_batches, squared_loss, tensors_in
+from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim.probe.trial import words
+from speedtransfer.optim.probe.trial import FirstStates, words
+
+ROWS, DIM, STEPS, LOOK_EVERY = 60, 8, 300, 25
+# Of the longest way that a weight went, and of a state's largest value. Rounding grows with the steps, the more where signs
+# and quotients of small numbers decide.
+TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3}
+# State that starts as a copy of the weights, and is first set to memory that holds anything.
+COPIES = ("slow_buffer",)
+Make = Callable[[nn.Module], Optimizer]
 
 PACKAGES = {
     "pytorch-optimizer": "pytorch_optimizer",
@@ -74,6 +85,150 @@ def _gsam(kind: type[Any], model: nn.Module) -> Any:
     base = SGD(model.parameters(), lr=1e-2)
     rates = package.LinearScheduler(base, t_max=STEPS, max_lr=1e-2, min_lr=1e-3)
     return kind(model.parameters(), base, model, package.ProportionScheduler(rates, max_lr=1e-2, min_lr=1e-3))
+
+
+# --- an embedding of ours and that of torch, trained alike by an optimizer that nobody here knows -----------------------
+
+
+class SweepOracle(LazyOracle):
+    """Learns what an untouched row starts from by what the optimizer first sets: of one without a gradient."""
+
+    def __init__(self, optimizer: Optimizer, module: nn.Module) -> None:
+        super().__init__(optimizer, module)
+        holder = optimizer
+        while isinstance(getattr(type(holder), "state", None), property):  # that of the optimizer which it wraps
+            holder = holder.optimizer
+        holder.state = FirstStates(holder.state)
+
+    def _start(self, module: nn.Module, key: str, value: Tensor, weight: Tensor) -> Tensor:
+        first = tensors_in(getattr(self.optimizer.state[module.weight], "first", {}))
+        made = weight if key in COPIES else first.get(key)
+        return made if made is not None and made.shape == value.shape else torch.zeros_like(value)
+
+
+class Side:
+    """A module of a library and its optimizer; `whole`: torch's idle rows move too."""
+
+    def __init__(self, library: Any, make: Make, dtype: torch.dtype, whole: bool, states: Any = None) -> None:
+        torch.manual_seed(3)
+        idle = {} if library is nn else {"idle": "exact" if whole else "lazy"}
+        self.module = library.Embedding(ROWS, DIM, dtype=dtype, **idle)
+        if states is not None:
+            self.module.load_state_dict(states[0])
+        self.opt = make(self.module)
+        if states is not None:
+            self.opt.load_state_dict(states[1])
+        if hasattr(self.opt, "train"):
+            self.opt.train()
+        self.oracle = SweepOracle(self.opt, self.module) if library is nn and not whole else None
+
+    def states(self) -> tuple[Any, Any]:
+        return copy.deepcopy(self.module.state_dict()), copy.deepcopy(self.opt.state_dict())
+
+    def step(self, ids: Tensor, target: Tensor, style: str) -> None:
+        def loss() -> Tensor:
+            value = squared_loss(self.module(ids), target)
+            value.backward(create_graph=style == "create_graph")
+            return value
+
+        (self.oracle or self.opt).zero_grad()
+        number = float(loss().detach())
+        closure = {"closure": loss, "loss": lambda: number}.get(style)
+        step = self.opt.step if closure is None else lambda: self.opt.step(closure)
+        self.oracle.step(step) if self.oracle else step()
+
+    @property
+    def weight(self) -> Tensor:
+        table = getattr(self.module, "table", None)
+        return self.module.weight.detach() if table is None else table.torch()
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        return self.opt.state.get(self.module.weight, {})
+
+
+def run(make: Make, dtype: torch.dtype, style: str, whole: bool = False) -> str | None:
+    """Return how ours and the oracle differ; None: they do not.
+
+    Raises
+    ------
+    OptimizerError
+        Ours refuses.
+    DenseError
+        The optimizer fails on ``nn.Embedding``.
+    """
+    with _dense_errors():
+        dense = Side(nn, make, dtype, whole)
+    ours = Side(speedtransfer, make, dtype, whole)
+    start = dense.weight.clone()
+    for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, STEPS, size=12, dtype=dtype)):
+        with _dense_errors():
+            dense.step(ids, target, style)
+        ours.step(ids, target, style)
+        if not dense.weight.isfinite().all():
+            raise DenseError("its weights become infinite or NaN", final=True)
+        if number % LOOK_EVERY == LOOK_EVERY - 1 or number == 0:
+            what = difference(ours, dense, start, TOLERANCE[dtype])
+            if what is not None:
+                return f"{what} at step {number + 1}"
+        if number == STEPS // 2:
+            # Each goes on from the state dicts of the other.
+            with _dense_errors():
+                theirs = dense.states()
+                dense.opt.load_state_dict(copy.deepcopy(theirs[1]))  # or it cannot load at all
+            mine = ours.states()
+            ours, dense = Side(speedtransfer, make, dtype, whole, theirs), Side(nn, make, dtype, whole, mine)
+    if torch.equal(dense.weight, start):
+        raise DenseError("it moves no weight", final=True)
+    return None
+
+
+class DenseError(Exception):
+    """The optimizer fails on nn.Embedding; `final`: however its step is called."""
+
+    def __init__(self, reason: str, final: bool = False) -> None:
+        super().__init__(reason)
+        self.final = final
+
+
+@contextlib.contextmanager
+def _dense_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise DenseError(words(error)) from error
+
+
+def difference(ours: Side, dense: Side, start: Tensor, tolerance: float) -> str | None:
+    """Return what differs: the weights, or a tensor of state; containers, names, shapes and dtypes too."""
+    mine, theirs = tensors_in(ours.state), tensors_in(dense.state)
+    if mine.keys() != theirs.keys():
+        return f"the names of state ({', '.join(sorted(mine.keys() ^ theirs.keys()))})"
+    pairs = {"weights": (ours.weight, dense.weight, dense.weight - start)}
+    pairs |= {f"state {name!r}": (mine[name], value, value) for name, value in theirs.items()}
+    for what, (value, expected, ways) in pairs.items():
+        largest = float(ways.double().abs().nan_to_num(0, 0, 0).max()) if ways.numel() else 0.0
+        try:
+            torch.testing.assert_close(
+                value.double(), expected.double(), rtol=0, atol=tolerance * largest, equal_nan=True
+            )
+        except AssertionError:
+            return what
+    return None if _outline(ours.state) == _outline(dense.state) else "what holds the state"
+
+
+def _outline(value: Any) -> Any:
+    """Return containers and numbers without the tensors in them."""
+    if isinstance(value, dict):
+        return {key: _outline(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_outline, value))
+    if isinstance(value, Tensor) or callable(value):
+        return isinstance(value, Tensor)
+    return f"{value:.5g}" if isinstance(value, float) else value
+
+
+# --- every class of the packages -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

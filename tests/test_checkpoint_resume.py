@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import Run, seed_all
-from lazy_oracle import LazyOracle, Twins
+from lazy_oracle import Twins
 from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from safetensors.torch import load_file
 from test_checkpoint_fuzz import resign
@@ -84,16 +84,12 @@ def test_checkpoints_cross_over_and_training_continues_equal(case: OptimizerCase
     batches = twins.batches(20)
     twins.train(batches[:steps])
     st.save_checkpoint(tmp_path / "ours", twins.ours, twins.opt)
-    st.save_checkpoint(tmp_path / "dense", twins.dense, twins.oracle.optimizer)
+    st.save_checkpoint(tmp_path / "dense", twins.dense, twins.dense_opt)
     twins.assert_same()  # Adagrad has made its first state when it was saved before a step
-    twins.ours, twins.dense = (
-        st.Embedding(twins.num_rows, twins.dim, idle="lazy"),
-        nn.Embedding(twins.num_rows, twins.dim),
-    )
-    twins.opt, dense_opt = case.make([twins.ours.weight], lr=0.5), case.make([twins.dense.weight], lr=0.5)
-    twins.oracle = LazyOracle(dense_opt, twins.dense)
+    twins.make = lambda params: case.make(params, lr=0.5)
+    twins.use(st.Embedding(twins.num_rows, twins.dim, idle="lazy"), nn.Embedding(twins.num_rows, twins.dim))
     st.load_checkpoint(tmp_path / "dense", twins.ours, twins.opt)
-    st.load_checkpoint(tmp_path / "ours", twins.dense, dense_opt)
+    st.load_checkpoint(tmp_path / "ours", twins.dense, twins.dense_opt)
     if steps:
         twins.assert_same()
     twins.train(batches[steps:])

@@ -52,9 +52,11 @@ def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> di
         scales = 2.0 ** scales.log2().floor()
     else:
         scales[::3] *= -1
+    scales[1] = math.nan
     return {"": codes.view(dtype), SCALE: scales.float().to(scale_dtype).contiguous()}
 
 
+@pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
 @pytest.mark.parametrize("blocks", [1, 2, 8, 256])
@@ -71,14 +73,6 @@ def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dty
     for found in (codec.decode(parts, torch.empty(40, 256)), decode_rows(codec, parts), from_kernel):
         assert torch.equal(found.isnan(), ~known)
         assert torch.equal(found.view(torch.int32)[known], expected[known])
-
-
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_a_scale_that_is_lost_makes_its_block_nan(dtype: torch.dtype) -> None:
-    for scale_dtype in SCALE_DTYPES:
-        parts = {"": torch.zeros(1, 6).to(dtype), SCALE: torch.tensor([[1.0, math.nan, 2.0]]).to(scale_dtype)}
-        found = codec_of_planes(6, dtype, 3, scale_dtype).decode(parts, torch.empty(1, 6))
-        assert found.isnan().tolist() == [[False, False, True, True, False, False]]
 
 
 # --- encode -----------------------------------------------------------------------------------------------------------
@@ -103,17 +97,6 @@ def test_to_the_nearest_is_the_cast_of_torch(dtype: torch.dtype, width: int, blo
         assert some.double().mean() > 0.7
         assert (share[some] >= 1 - 2.0**-23).all()
         assert (share[some] < 1 + 2.0**-19).all()
-
-
-@pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-def test_products_of_scales_and_codes_are_exact(dtype: torch.dtype) -> None:
-    """Also of the smallest: else a stored row would not survive."""
-    values = normal(400, 8) * torch.logspace(-45, 38, 400)[:, None]
-    scale = encode_rows(codec_for(8, torch.float32, dtype), values, None)[SCALE]
-    number = every_number(dtype)
-    exact = scale.double() * number
-    assert torch.equal((scale * number.float()).double(), exact)
-    assert float(exact[exact > 0].min()) >= 2.0**-126  # no processor flushes it to zero
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
@@ -196,18 +179,11 @@ def test_rounds_to_one_of_two_neighbours_with_the_right_mean(dtype: torch.dtype,
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize("writes", [None, 0])
-def test_zeros_keep_their_sign_and_nothing_is_beyond_the_largest(dtype: torch.dtype, writes: int | None) -> None:
-    keys = None if writes is None else keys_for(1, writes)
+def test_zeros_keep_their_sign(dtype: torch.dtype, writes: int | None) -> None:
     codec = codec_for(4, torch.float32, dtype)
-    parts = encode_rows(codec, torch.tensor([[0.0, -0.0, 0.0, -0.0]]), keys)
+    parts = encode_rows(codec, torch.tensor([[0.0, -0.0, 0.0, -0.0]]), None if writes is None else keys_for(1, writes))
     assert codes_of(parts).tolist() == [[0, 128, 0, 128]]
-    decoded = decode_rows(codec, parts)
-    assert decoded.signbit().tolist() == [[False, True, False, True]]
-    top = torch.finfo(torch.float32).max
-    for row in ([top, -top, 1.0, 0.0], [2.0**-149, -(2.0**-149), 0.0, 0.0], [2.0**-126, 2.0**-127, 0.0, -1e-40]):
-        decoded = decode_rows(codec, encode_rows(codec, torch.tensor([row]), keys))
-        assert decoded.isfinite().all()
-        assert (decoded.abs().amax() <= max(row)).all()
+    assert decode_rows(codec, parts).signbit().tolist() == [[False, True, False, True]]
 
 
 # --- which codec ------------------------------------------------------------------------------------------------------
@@ -235,20 +211,18 @@ def test_names_say_all_that_a_checkpoint_must_know() -> None:
             codec_named(name, 300)
 
 
-def test_codecs_of_planes_that_exist() -> None:
-    codec = codec_of_planes(256, torch.float8_e4m3fn, 8, torch.bfloat16)
-    assert codec.parts == {"": (256, torch.float8_e4m3fn), SCALE: (8, torch.bfloat16)}
-    assert codec.name == "float8_e4m3fn-block32-bfloat16"
-    with pytest.raises(InvalidValueError, match=r"rows of 300 columns have 7 scales each, but .* evenly"):
-        codec_of_planes(300, torch.float8_e4m3fn, 7, torch.float32)
-    with pytest.raises(InvalidValueError, match="0 scales"):
-        codec_of_planes(300, torch.float8_e4m3fn, 0, torch.float32)
-    with pytest.raises(
-        InvalidTypeError, match=r"codes of rows are torch.int8 but must be one of torch.float8_e4m3fn, "
-    ):
-        codec_of_planes(300, torch.int8, 1, torch.float32)
-    with pytest.raises(InvalidTypeError, match=r"scales of rows are torch.float16 but must be one of torch.float32, "):
-        codec_of_planes(300, torch.float8_e5m2, 1, torch.float16)
+@pytest.mark.parametrize(
+    ("dtype", "blocks", "scales", "error", "message"),
+    [
+        (torch.float8_e4m3fn, 7, torch.float32, InvalidValueError, r"300 columns have 7 scales each, but .* evenly"),
+        (torch.float8_e4m3fn, 0, torch.float32, InvalidValueError, "0 scales"),
+        (torch.int8, 1, torch.float32, InvalidTypeError, "codes of rows are torch.int8 but must be one of"),
+        (torch.float8_e5m2, 1, torch.float16, InvalidTypeError, "scales of rows are torch.float16 but must be one of"),
+    ],
+)
+def test_planes_that_are_none(dtype, blocks, scales, error, message) -> None:
+    with pytest.raises(error, match=message):
+        codec_of_planes(300, dtype, blocks, scales)
 
 
 def test_a_torch_without_scales_of_8_bits() -> None:
@@ -259,9 +233,6 @@ def test_a_torch_without_scales_of_8_bits() -> None:
         "    del torch.float8_e8m0fnu\n"
         "import speedtransfer as st\n"
         "from speedtransfer.encoding.float8 import SCALE_DTYPES, codec_of_planes\n"
-        "emb = st.Embedding(5, 4, storage_dtype=torch.float8_e4m3fn)\n"
-        "emb(torch.tensor([1])).sum().backward()\n"
-        "emb.table.add_plane('beside', 2, torch.float8_e5m2, 0.5)\n"
         "print(SCALE_DTYPES, codec_of_planes(4, torch.float8_e4m3fn, 2, torch.bfloat16).name)\n"
     )
     result = run_script(code)

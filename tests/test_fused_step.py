@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator
@@ -38,9 +39,7 @@ OPTIMIZERS: dict[str, Make] = {
     "adam-no-betas": lambda params: Adam(params, 0.01, betas=(0.0, 0.0), eps=0.1),
     "adam-half": lambda params: Adam(params, 0.01, betas=(0.5, 0.5)),
     "adamw": lambda params: AdamW(params, 0.01),
-    "adamw-decay": lambda params: AdamW(
-        params, 0.01, betas=(0.95, 0.97), weight_decay=0.3, amsgrad=True, maximize=True
-    ),
+    "adamw-decay": lambda params: AdamW(params, 0.01, (0.95, 0.97), weight_decay=0.3, amsgrad=True, maximize=True),
 }
 LAUNCHES = [(1, 1), (2, 32), (3, 7), (5, 64)]
 NUM_ROWS = 23
@@ -91,46 +90,45 @@ def state_of(optimizer: Optimizer, param: Any) -> dict[str, Any]:
 
 
 @fuses
+@pytest.mark.sweep("name")
 @pytest.mark.parametrize("width", [1, 4, 7, 64])
-@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-class TestKernel:
-    """The kernel against torch, from any values of weights and state."""
-
-    def test_many_steps(self, make: Make, width: int, launches: list[Any], exact_roots: None) -> None:
-        torch.manual_seed(width)
-        dense = nn.Parameter(torch.randn(NUM_ROWS, width))
-        optimizer = make([dense])
-        schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
-        planes: dict[str, Tensor] = {}
-        # Rows further apart than they are wide, and not where lanes of 16 bytes could be moved.
-        stored = torch.full((NUM_ROWS, width + 3), 7.0)
-        weight = stored[:, 1 : width + 1]
-        weight.copy_(dense.detach())
-        for number in range(40):
-            dense.grad = torch.randn(NUM_ROWS, width) * 10.0 ** torch.randint(-12, 4, (NUM_ROWS, 1))
-            if number == 0:
-                optimizer.step()
-                weight.copy_(dense.detach())
-                planes = {name: v.clone() for name, v in state_of(optimizer, dense).items() if v.dim()}
-            else:
-                (group,) = optimizer.param_groups
-                plan = fused_step._PLANS[type(optimizer)](group, optimizer.state[dense], dict.fromkeys(planes, ""))
-                assert plan is not None
-                ids = torch.tensor([*torch.randperm(NUM_ROWS), NUM_ROWS, NUM_ROWS, -1])
-                exists = ids.clamp(0, NUM_ROWS - 1)
-                rows, grad = weight[exists], dense.grad[exists]
-                padding = rows[NUM_ROWS:].clone()
-                fused_step._queue(plan, ids, grad, rows, weight, list(planes.values()))
-                optimizer.step()
-                assert torch.equal(bits(rows[:NUM_ROWS]), bits(weight[ids[:NUM_ROWS]]))
-                assert torch.equal(rows[NUM_ROWS:], padding)
-            schedule.step()
-            assert torch.equal(bits(weight), bits(dense)), number
-            for name, plane in planes.items():
-                assert torch.equal(bits(plane), bits(optimizer.state[dense][name])), (number, name)
-        assert (stored[:, 0] == 7).all()
-        assert (stored[:, width + 1 :] == 7).all()
-        assert len(launches) == 39
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_kernel_against_torch(name: str, width: int, launches: list[Any], exact_roots: None) -> None:
+    """From any values of weights and state."""
+    torch.manual_seed(width)
+    dense = nn.Parameter(torch.randn(NUM_ROWS, width))
+    optimizer = OPTIMIZERS[name]([dense])
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
+    planes: dict[str, Tensor] = {}
+    # Rows further apart than they are wide, and not where lanes of 16 bytes could be moved.
+    stored = torch.full((NUM_ROWS, width + 3), 7.0)
+    weight = stored[:, 1 : width + 1]
+    weight.copy_(dense.detach())
+    for number in range(40):
+        dense.grad = torch.randn(NUM_ROWS, width) * 10.0 ** torch.randint(-12, 4, (NUM_ROWS, 1))
+        if number == 0:
+            optimizer.step()
+            weight.copy_(dense.detach())
+            planes = {key: v.clone() for key, v in state_of(optimizer, dense).items() if v.dim()}
+        else:
+            (group,) = optimizer.param_groups
+            plan = fused_step._PLANS[type(optimizer)](group, optimizer.state[dense], dict.fromkeys(planes, ""))
+            assert plan is not None
+            ids = torch.tensor([*torch.randperm(NUM_ROWS), NUM_ROWS, NUM_ROWS, -1])
+            exists = ids.clamp(0, NUM_ROWS - 1)
+            rows, grad = weight[exists], dense.grad[exists]
+            padding = rows[NUM_ROWS:].clone()
+            fused_step._queue(plan, ids, grad, rows, weight, list(planes.values()))
+            optimizer.step()
+            assert torch.equal(bits(rows[:NUM_ROWS]), bits(weight[ids[:NUM_ROWS]]))
+            assert torch.equal(rows[NUM_ROWS:], padding)
+        schedule.step()
+        assert torch.equal(bits(weight), bits(dense)), number
+        for key, plane in planes.items():
+            assert torch.equal(bits(plane), bits(optimizer.state[dense][key])), (number, key)
+    assert (stored[:, 0] == 7).all()
+    assert (stored[:, width + 1 :] == 7).all()
+    assert len(launches) == 39
 
 
 # --- whole trainings ----------------------------------------------------------------------------------------------------
@@ -248,120 +246,101 @@ class Subclass(Adam):
     """May do anything."""
 
 
-def closure_step(emb: Any, optimizer: Optimizer, ids: Tensor, target: Tensor) -> Tensor:
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (emb(ids) - target).square().sum()
-        loss.backward()
-        return loss
+ORDINARY: dict[str, Make] = {
+    "subclass": lambda params: Subclass(params, 0.01),
+    "adamax": lambda params: torch.optim.Adamax(params, 0.01),
+    "lr-tensor": lambda params: Adam(params, torch.tensor(0.01)),
+    "lr-numpy": lambda params: Adam(params, np.float64(0.01)),
+    "capturable": lambda params: Adam(params, 0.01, capturable=True),
+    "differentiable": lambda params: Adam(params, 0.01, differentiable=True, foreach=False),
+    "too-large": lambda params: SGD(params, 0.1, weight_decay=1e39),
+}
 
-    return optimizer.step(closure)
+
+@pytest.mark.parametrize("make", ORDINARY.values(), ids=ORDINARY)
+def test_optimizers_of_the_ordinary_way(make: Make, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def outcome() -> Any:
+        try:
+            return everything(*train(make))
+        except RuntimeError as error:
+            return {"error": str(error)}
+
+    same_ordinarily(outcome, monkeypatch)
+    assert switched_on == []
 
 
-class TestOrdinaryWay:
-    """What the kernel does not do, or what would look at the rows meanwhile: the same numbers, and no launch."""
+OTHER_TABLES: list[Any] = [{"idle": "exact"}, {"dtype": torch.float64}]
+OTHER_TABLES += [{"state_dtype": torch.bfloat16}, {"storage_dtype": torch.bfloat16}]
 
-    @pytest.mark.parametrize(
-        "make",
-        [
-            lambda params: Subclass(params, 0.01),
-            lambda params: torch.optim.Adamax(params, 0.01),
-            lambda params: Adam(params, torch.tensor(0.01)),
-            lambda params: Adam(params, np.float64(0.01)),
-            lambda params: Adam(params, 0.01, capturable=True),
-            lambda params: Adam(params, 0.01, differentiable=True, foreach=False),
-            lambda params: SGD(params, 0.1, weight_decay=1e39),
-        ],
-        ids=["subclass", "adamax", "lr-tensor", "lr-numpy", "capturable", "differentiable", "too-large"],
-    )
-    def test_of_optimizers(self, make: Make, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        def outcome() -> Any:
-            try:
-                return everything(*train(make))
-            except RuntimeError as error:
-                return {"error": str(error)}
 
-        same_ordinarily(outcome, monkeypatch)
-        assert switched_on == []
+@pytest.mark.parametrize("options", OTHER_TABLES, ids=str)
+def test_tables_of_the_ordinary_way(options: Any, switched_on: list[Any]) -> None:
+    train(OPTIMIZERS["adam"], embedding(**options))
+    assert switched_on == []
 
-    @pytest.mark.parametrize(
-        "options",
-        [
-            {"idle": "exact"},
-            {"dtype": torch.float64},
-            {"state_dtype": torch.bfloat16},
-            {"storage_dtype": torch.bfloat16},
-        ],
-        ids=["exact", "float64", "state_dtype", "storage_dtype"],
-    )
-    def test_of_tables(self, options: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        train(OPTIMIZERS["adam"], embedding(**options))
-        assert switched_on == []
 
-    def test_a_hook_before_the_step_sees_the_gradient(self, switched_on: list[Any]) -> None:
-        seen = []
+WHAT = [
+    "switched off",
+    "captured",
+    "the kernel is wrong",
+    "a hook of all",
+    "a hook",
+    "a step of somebody else",
+    "a scaler",
+]
 
-        def once(emb: Any, optimizer: Optimizer) -> None:
+
+@pytest.mark.parametrize("what", WHAT)
+def test_what_keeps_it_from_the_kernel(what: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would look at the rows meanwhile, too."""
+    seen: list[Any] = []
+    each: Callable[..., Any] = lambda *args: None  # noqa: E731
+    before = Adam.step
+    hook = register_optimizer_step_pre_hook(lambda *args: seen.append(1)) if what == "a hook of all" else None
+    if what == "switched off":
+        monkeypatch.setenv(SWITCH, "0")
+    elif what == "captured":
+        monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
+    elif what == "the kernel is wrong":
+        monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
+    elif what == "a hook":
+
+        def each(emb: Any, optimizer: Optimizer) -> None:
             if not seen:
                 optimizer.register_step_pre_hook(lambda *args: seen.append(emb.weight.grad is not None))
 
-        train(OPTIMIZERS["adam"], each=once)
-        assert seen == [True] * 12
-        assert switched_on == []
+    elif what == "a step of somebody else":
+        wrapped = functools.wraps(before)(lambda *args: (seen.append(1), before(*args))[1])
+        monkeypatch.setattr(Adam, "step", wrapped)
+    elif what == "a scaler":
 
-    @pytest.mark.parametrize("name", ["switched off", "captured", "the kernel is wrong", "a hook of all optimizers"])
-    def test_what_keeps_it_from_the_kernel(
-        self, name: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        hook = register_optimizer_step_pre_hook(lambda *args: None) if name.startswith("a hook") else None
-        if name == "switched off":
-            monkeypatch.setenv(SWITCH, "0")
-        elif name == "captured":
-            monkeypatch.setattr(fused_step, "is_capturing", lambda: True)
-        elif name == "the kernel is wrong":
-            monkeypatch.setattr(fused_step, "is_trusted", lambda *args: False)
-        try:
-            train(OPTIMIZERS["adam"])
-        finally:
-            if hook is not None:
-                hook.remove()
-        assert switched_on == []
+        def each(emb: Any, optimizer: Any) -> None:
+            if optimizer.state:  # the first step makes it, and is no kernel's
+                optimizer.found_inf = torch.zeros(())  # which hands over its scale
 
-    def test_a_step_of_somebody_else(self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        before, calls = Adam.step, []
+    try:
+        with pytest.raises((AssertionError, RuntimeError)) if what == "a scaler" else contextlib.nullcontext():
+            train(OPTIMIZERS["adam"], each=each)
+    finally:
+        if hook is not None:
+            hook.remove()
+    assert switched_on == []
+    assert len(seen) == 12 * (what.startswith("a hook") or what == "a step of somebody else")
+    assert all(seen)
 
-        @functools.wraps(before)
-        def step(*args: Any) -> Any:
-            calls.append(args)
-            return before(*args)
 
-        monkeypatch.setattr(Adam, "step", step)
-        train(OPTIMIZERS["adam"])
-        assert len(calls) == 12
-        assert switched_on == []
+def test_a_hyperparameter_switched_off_and_on(switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run() -> dict[str, Any]:
+        number = iter(range(99))
 
-    def test_a_scaler_that_hands_over_its_scale(self, switched_on: list[Any]) -> None:
-        def unscaled(emb: Any, optimizer: Any) -> None:
-            optimizer.found_inf = torch.zeros(())
+        def change(emb: Any, optimizer: Optimizer) -> None:
+            optimizer.param_groups[0]["momentum"] = 0.0 if 4 <= next(number) < 8 else 0.9
 
-        with pytest.raises((AssertionError, RuntimeError)):
-            train(OPTIMIZERS["adam"], each=unscaled)
-        assert switched_on == []
+        return everything(*train(OPTIMIZERS["sgd-momentum"], each=change))
 
-    def test_a_hyperparameter_switched_off_and_on(
-        self, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def run() -> dict[str, Any]:
-            number = iter(range(99))
-
-            def change(emb: Any, optimizer: Optimizer) -> None:
-                optimizer.param_groups[0]["momentum"] = 0.0 if 4 <= next(number) < 8 else 0.9
-
-            return everything(*train(OPTIMIZERS["sgd-momentum"], each=change))
-
-        same_ordinarily(run, monkeypatch)
-        # Neither the first step nor those whose state is not the planes.
-        assert 0 < len(switched_on) < 11
+    same_ordinarily(run, monkeypatch)
+    # Neither the first step nor those whose state is not the planes.
+    assert 0 < len(switched_on) < 11
 
 
 @pytest.mark.usefixtures("launches")
@@ -402,7 +381,14 @@ def test_closures(switched_on: list[Any], exact_roots: None, monkeypatch: pytest
         emb = embedding()
         optimizer = OPTIMIZERS["adamw"](emb.parameters())
         for ids, target in batches():
-            closure_step(emb, optimizer, ids, target)
+
+            def closure(ids: Tensor = ids, target: Tensor = target) -> Tensor:
+                optimizer.zero_grad()
+                loss = (emb(ids) - target).square().sum()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
         found = everything(emb, optimizer)
         # The ordinary way also reads the rows of the gradient that the closure clears.
         del found["counted"]
@@ -436,29 +422,25 @@ def test_schedules_other_parameters_and_hooks_after_a_step(
     assert len(switched_on) == 11
 
 
-class TestErrors:
-    """A step that fails leaves the table, the state and the gradient as they were, and can be made again."""
+@pytest.mark.parametrize("error", [DeviceError, ValueError])
+def test_a_step_that_fails(error: type[Exception], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It leaves the table, the state and the gradient as they were, and can be made again."""
 
-    def no_launch(self, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> type[Exception]:
-        def raises(*args: Any) -> None:
-            raise DeviceError("no launch")
+    def no_launch(*args: Any) -> None:
+        raise DeviceError("no launch")
 
-        patch.setattr(fused_step, "launch_over", raises)
-        return DeviceError
-
-    def bad_betas(self, optimizer: Optimizer, patch: pytest.MonkeyPatch) -> type[Exception]:
-        patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
-        return ValueError
-
-    @pytest.mark.parametrize("breaks", [no_launch, bad_betas])
-    def test_of(self, breaks: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-        emb, optimizer = train(OPTIMIZERS["adam"])
-        optimizer.zero_grad()
-        emb(torch.tensor([1, 5, 5])).square().sum().backward()
-        before = copy.deepcopy(everything(emb, optimizer))
-        with monkeypatch.context() as patch, pytest.raises(breaks(self, optimizer, patch)):
+    emb, optimizer = train(OPTIMIZERS["adam"])
+    optimizer.zero_grad()
+    emb(torch.tensor([1, 5, 5])).square().sum().backward()
+    before = copy.deepcopy(everything(emb, optimizer))
+    with monkeypatch.context() as patch:
+        if error is DeviceError:
+            patch.setattr(fused_step, "launch_over", no_launch)
+        else:
+            patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
+        with pytest.raises(error):
             optimizer.step()
-        same(everything(emb, optimizer), before)
-        optimizer.step()
-        assert len(switched_on) == 12
-        assert float(optimizer.state[emb.weight]["step"]) == 13
+    same(everything(emb, optimizer), before)
+    optimizer.step()
+    assert len(switched_on) == 12
+    assert float(optimizer.state[emb.weight]["step"]) == 13

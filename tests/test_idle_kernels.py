@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
-from exact_pair import CASES, COUPLED
-from optimizer_cases import KINDS, OptimizerCase, some
+from optimizer_cases import ALL, COUPLED, KINDS, OptimizerCase, some
 from torch import Tensor
 
 from speedtransfer.idle import History, Replay, Rule, cuda_catch_up, rule_for
@@ -49,7 +48,7 @@ def copied(rows: dict[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", some(CASES, [*KINDS, "adamax-plain", "radam", "adadelta"]), ids=str)
+@pytest.mark.parametrize("case", some(ALL, [*KINDS, "adamax-plain", "radam", "adadelta"]), ids=str)
 def test_missed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, steps, rows = trained(case, dtype, 70, dim=7)
     if rule.coupled or None in steps:
@@ -91,6 +90,7 @@ def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Te
     return (((x if rule.floor else x.sqrt()) < valid_from) & (m != 0)).any(dim=1).numpy()
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +123,7 @@ def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: py
                 torch.testing.assert_close(found[name], values, rtol=10 * CLOSE[dtype], atol=10 * CLOSE[dtype])
 
 
-@pytest.mark.parametrize("case", [CASES[10], COUPLED[0]], ids=str)
+@pytest.mark.parametrize("case", [ALL[10], COUPLED[0]], ids=str)
 def test_rows_that_exist_in_no_table(case: OptimizerCase) -> None:
     """They are zeros that were never touched, at the end of a batch that was padded."""
     rule, steps, rows = trained(case, torch.float32, 5, dim=4)
@@ -154,11 +154,12 @@ def launch(rule: Rule, history: History | Replay, rows: dict[str, Tensor], last:
         kernels.launch("take_missed", 2, 32, packed)
 
 
+@pytest.mark.sweep("made", "case")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("made", [True, False])
 @pytest.mark.parametrize(
     "case",
-    [case for case in CASES if case.kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax)] + [COUPLED[0]],
+    [case for case in ALL if case.kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adamax)] + [COUPLED[0]],
     ids=str,
 )
 def test_a_step_of_which_only_the_device_knows_whether_it_was_made(

@@ -12,8 +12,7 @@ import nvrtc
 import pytest
 import torch
 from cases import same_values
-from cpu_kernels import cpu_kernels, pack
-from kernel_checks import CHECKS, MOVING
+from cpu_kernels import CHECKS, MOVING, cpu_kernels, pack
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
 from speedtransfer.engines.mapped import _MOVES, MAX_PLANES, pack_plane
@@ -139,16 +138,10 @@ class TestRows:
         room = ctypes.sizeof(pack([plane], index, [rows])) - ARGUMENT_AT
         assert _MOVES[-1].size == kernels.move_bytes <= room
 
-    @pytest.mark.parametrize("element_bytes", [1, 2, 4, 8])
-    def test_dims(self, kernels, element_bytes):
-        for dim in [*range(1, 41), 64, 100, 128, 300, 4096 // element_bytes]:
-            check(kernels, [dim * element_bytes])
-
     @pytest.mark.parametrize("launch", LAUNCHES)
-    def test_launch_sizes(self, kernels, launch):
-        for width in (1, 12, 16, 48, 512, 528, 1040, 3000):
-            for backwards in (False, True):
-                check(kernels, [width], launch=launch, backwards=backwards)
+    def test_dims_and_launch_sizes(self, kernels, launch):
+        for number, width in enumerate([*range(1, 81), 100, 128, 300, 512, 528, 1040, 3000, 4096]):
+            check(kernels, [width], launch=launch, backwards=bool(number % 2))
 
     def test_rows_by_the_number_of_teams(self, kernels):  # the last rows of a pass over several
         for num_index in range(1, NUM_ROWS + 1):
@@ -174,8 +167,7 @@ class TestRows:
         check(kernels, [512, 512, 512, 4], launch=(3, 64))
         check(kernels, [1, 2, 3, 1024, 7], paddings=[0, 5, 16], offsets=[0, 1, 2, 4])
         check(kernels, [8 * (1 + i) for i in range(MAX_PLANES)])
-
-    def test_nothing_to_move(self, kernels):
+        # Nothing to move.
         check(kernels, [8, 0], num_index=0)
         check(kernels, [0, 8, 0])
 
@@ -229,17 +221,16 @@ class TestFaults:
                 self.gather(kernels, index, fault, kind=kind, backwards=backwards)
                 assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
 
-    @pytest.mark.parametrize("width", [1, 3, 4, 128, 129, 1000])
+    @pytest.mark.parametrize("width", [0, 1, 3, 4, 128, 129, 1000])
     def test_zeros_in_rows_of_every_kind(self, kernels, width):
         index = torch.tensor([3, -1, 5, NUM_ROWS, *range(20), 2**60])
         fault = np.zeros(5, dtype=np.int64)
-        self.gather(kernels, index, fault, [width, 4])
+        self.gather(kernels, index, fault, [width, 4] if width else [0])
         assert fault.tolist() == [1, 1, -1, NUM_ROWS, 1]
-
-    def test_no_fault(self, kernels):
-        fault = np.zeros(5, dtype=np.int64)
-        self.gather(kernels, torch.tensor([0, NUM_ROWS - 1, 4, 4]), fault)
+        fault[:] = 0
+        self.gather(kernels, torch.tensor([0, NUM_ROWS - 1, 4, 4]), fault, [width])
         assert not fault.any()
+        self.gather(kernels, torch.tensor([1, *BAD, 2]), None, [width])  # unchecked
 
     def test_one_is_reported_until_it_is_cleared(self, kernels):
         fault = np.zeros(5, dtype=np.int64)
@@ -256,14 +247,6 @@ class TestFaults:
         index, named = torch.tensor([1, 4, NUM_ROWS]), torch.tensor([4, 1, 4, 1, *BAD])
         kernels.launch(f"gather_{kind}", 1, 2, pack([plane], index, [rows], fault, named=named))
         assert fault.tolist() == [1, 4, BAD[0], NUM_ROWS, 1]
-
-    def test_unchecked_reports_nothing_and_touches_nothing(self, kernels):
-        self.gather(kernels, torch.tensor([1, *BAD, 2]), None)
-
-    def test_planes_without_columns(self, kernels):
-        fault = np.zeros(5, dtype=np.int64)
-        self.gather(kernels, torch.tensor([1, 99]), fault, [0])
-        assert fault.tolist() == [1, 1, 99, NUM_ROWS, 1]
 
     @pytest.mark.parametrize("width", [1, 3, 40, 1000])
     def test_scattered_nowhere(self, kernels, width):
@@ -379,21 +362,25 @@ class TestConvert:
 
 class TestPackPlane:
     @pytest.mark.parametrize(
-        ("dim", "offset", "lane_bytes"),
-        [(4, 0, 16), (8, 0, 16), (2, 0, 8), (6, 0, 8), (1, 0, 4), (33, 0, 4), (4, 1, 4), (4, 2, 8)],
+        ("dim", "offset", "stride", "lane_bytes"),
+        [
+            (4, 0, 4, 16),
+            (2, 0, 2, 8),
+            (6, 0, 6, 8),
+            (1, 0, 1, 4),
+            (33, 0, 33, 4),
+            (4, 1, 4, 4),
+            (4, 2, 4, 8),
+            (4, 0, 5, 4),
+        ],
     )
-    def test_widest_lane_that_divides_everything(self, dim, offset, lane_bytes):
-        memory = torch.zeros(1000)
-        aligned = -memory.data_ptr() % 16 // 4
-        plane = memory[aligned + offset :][: 5 * dim].view(5, dim)
-        rows = torch.zeros(1000)
+    def test_widest_lane_that_divides_everything(self, dim, offset, stride, lane_bytes):
+        memory, rows = torch.zeros(1000), torch.zeros(1000)
+        plane = memory[-memory.data_ptr() % 16 // 4 + offset :][: 5 * stride].view(5, stride)[:, :dim]
         rows = rows[-rows.data_ptr() % 16 // 4 :][:dim].view(1, dim)
         words = pack_plane(plane, rows)
-        assert words == (plane.data_ptr(), rows.data_ptr(), dim * 4, dim * 4 // lane_bytes, lane_bytes, 0, 0)
-
-    def test_an_odd_stride_narrows_the_lane(self):
-        plane = torch.zeros(5, 5)[:, :4]
-        assert pack_plane(plane, torch.zeros(1, 4))[2:5] == (20, 4, 4)
+        assert words[:2] == (plane.data_ptr(), rows.data_ptr())
+        assert words[2:5] == (stride * 4, dim * 4 // lane_bytes, lane_bytes)
 
     @pytest.mark.parametrize(
         ("stored", "dense", "dim", "lane_bytes"),

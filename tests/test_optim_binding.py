@@ -12,7 +12,7 @@ import speedtransfer as st
 from speedtransfer.errors import InvalidValueError
 
 
-def run(way: str, kind: Any, sparse: bool, hooks: bool, **options: Any) -> tuple[torch.Tensor, list]:
+def run(kind: Any, way: str = "dense", sparse: bool = False, hooks: bool = False, **options: Any) -> tuple[Any, list]:
     torch.manual_seed(0)
     model, seen = nn.Sequential(kind(50, 4, sparse=sparse), nn.Linear(4, 1)).double(), []
     opt = torch.optim.SGD(model.parameters(), lr=0.1) if sparse else torch.optim.Adam(model.parameters(), lr=0.1)
@@ -40,28 +40,22 @@ def run(way: str, kind: Any, sparse: bool, hooks: bool, **options: Any) -> tuple
     return model[0].weight.detach().clone(), seen
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("how", [{}, {"sparse": True}, {"hooks": True}], ids=str)
+def test_the_gradient_of_a_forward_before_the_table(kind: Any, how: dict[str, Any]) -> None:
+    (expected, seen), (found, ours) = run(kind, **how), run(kind, "replaced", **how)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours, seen)
+
+
 @pytest.mark.parametrize(
-    ("way", "kind", "options"),
-    [
-        ("replaced", nn.Embedding, {}),
-        ("replaced", nn.EmbeddingBag, {}),
-        ("replaced", nn.EmbeddingBag, {"sparse": True}),
-        ("replaced", nn.Embedding, {"sparse": True}),
-        ("replaced", nn.Embedding, {"hooks": True}),
-        ("replaced", nn.EmbeddingBag, {"hooks": True}),
-        ("replaced", nn.Embedding, {"cache_rows": 7}),
-        ("replaced", nn.Embedding, {"layout": "rows"}),
-        ("replaced", nn.Embedding, {"idle": "lazy"}),
-        ("assigned", nn.Embedding, {}),
-    ],
+    "options", [{"cache_rows": 7}, {"layout": "rows"}, {"idle": "lazy"}, {"way": "assigned"}], ids=str
 )
-def test_the_gradient_of_a_forward_before_the_table(way: str, kind: Any, options: dict[str, Any]) -> None:
-    how = {key: options.get(key, False) for key in ("sparse", "hooks")}
-    (expected, seen), (found, ours) = run("dense", kind, **how), run(way, kind, **{**how, **options})
+def test_of_other_tables(options: dict[str, Any]) -> None:
+    expected, found = run(nn.Embedding)[0], run(nn.Embedding, **{"way": "replaced", **options})[0]
     # Lazy rows that the last step does not touch stay.
     rows = torch.arange(6) * 2 if "idle" in options else torch.arange(50)
     torch.testing.assert_close(found[rows], expected[rows], rtol=0, atol=1e-9)
-    torch.testing.assert_close(ours, seen)
 
 
 def test_rows_in_another_order_cannot_take_it() -> None:
@@ -79,29 +73,3 @@ def test_a_gradient_of_rows_by_number_keeps_a_vocabulary_away() -> None:
     assert "has a gradient" in report.left["0"]
     assert type(model[0]) is nn.Embedding
     assert model[0].weight.grad is not None
-
-
-@pytest.mark.parametrize("idle", ["exact", "lazy"])
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
-def test_an_optimizer_goes_on_with_the_weight_before(kind, idle):
-    def trained(emb):
-        opt = kind(emb.parameters(), lr=0.1, **({"momentum": 0.9} if kind is torch.optim.SGD else {}))
-        for ids in ([1, 2], [2, 3], [1, 2, 3]):
-            opt.zero_grad()
-            emb(torch.tensor(ids)).square().sum().backward()
-            opt.step()
-        before = emb.weight
-        opt.zero_grad()
-        emb(torch.tensor([1, 2, 3])).square().sum().backward()
-        emb.weight = nn.Parameter(torch.ones(10, 4))
-        opt.step()
-        return before.detach()[1:4], emb.weight.detach()
-
-    torch.manual_seed(0)
-    rows = torch.randn(10, 4)
-    # Idle rows have missed no step when the weight is replaced, but for row 3 in the first and row 1 in the second.
-    found = trained(st.Embedding(10, 4, _weight=rows.clone(), idle=idle))
-    expected = trained(nn.Embedding(10, 4, _weight=rows.clone()))
-    if idle == "exact" or kind is torch.optim.Adagrad:
-        torch.testing.assert_close(found, expected)
-    assert torch.equal(found[1], torch.ones(10, 4))

@@ -18,26 +18,18 @@ import speedtransfer
 from speedtransfer.optim import hooks
 
 ROWS, DIM, STEPS = 41, 6, 8
-Look = Callable[[], None]
+Look = Callable[[], object]
 
 
 class Run:
-    """A model with one embedding, its optimizer, and what was seen of its weight.
-
-    Parameters
-    ----------
-    idle : str
-        Of our embedding; ``"torch"`` for that of torch.
-    optimizer : str
-        A name of `optimizer_cases`.
-    """
+    """A model with one embedding of ours, or of torch (``idle="torch"``), its optimizer, and what was seen of its weight."""
 
     def __init__(self, idle: str, optimizer: str) -> None:
         torch.manual_seed(3)
-        emb = nn.Embedding(ROWS, DIM, dtype=torch.float64)
-        self.emb: Any = emb
+        self.emb: Any = nn.Embedding(ROWS, DIM, dtype=torch.float64)
         if idle != "torch":
-            self.emb = speedtransfer.Embedding.from_pretrained(emb.weight.detach().clone(), freeze=False, idle=idle)
+            rows = self.emb.weight.detach().clone()
+            self.emb = speedtransfer.Embedding.from_pretrained(rows, freeze=False, idle=idle)
         self.model = nn.ModuleDict({"emb": self.emb, "lin": nn.Linear(DIM, DIM, dtype=torch.float64)})
         self.opt = case_named(optimizer).make(self.model.parameters())
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.opt, self._factor)
@@ -47,9 +39,9 @@ class Run:
         (weight,) = self.emb.parameters()
         self.opt._optimizer_step_code = lambda: self.stepped.append(len(weight))  # type: ignore[method-assign]
         # What tests do at some moments.
-        self.in_factor: Look = _nothing
-        self.in_loss: Callable[[Tensor], None] = lambda out: None
-        self.after_backward: Look = _nothing
+        self.in_factor: Look = lambda: None
+        self.in_loss: Callable[[Tensor], object] = lambda out: None
+        self.after_backward: Look = lambda: None
         self.uses_closure = False
         self.handles: list[Any] = []
 
@@ -57,19 +49,6 @@ class Run:
         if epoch:
             self.in_factor()
         return 0.9**epoch
-
-    def look(self) -> None:
-        """Read the weight, as the module has it and as the optimizer does."""
-        for weight in (self.emb.weight, self.opt.param_groups[0]["params"][0]):
-            assert weight.shape == (ROWS, DIM)
-            self.seen.append(weight.detach().norm())
-        self.seen.append(self.emb.weight.pow(2).sum().detach())
-
-    def write(self) -> None:
-        """Change the weight in place."""
-        with torch.no_grad():
-            self.opt.param_groups[0]["params"][0].clamp_(-0.7, 0.7)
-            self.emb.weight.mul_(0.99)
 
     def _backward(self, ids: Tensor, target: Tensor) -> Tensor:
         self.opt.zero_grad()
@@ -81,7 +60,6 @@ class Run:
         return loss
 
     def train(self, steps: int = STEPS, seed: int = 0) -> None:
-        """Make steps."""
         for ids, target in skewed_batches(ROWS, DIM, steps, seed, size=8, dtype=torch.float64):
             if self.uses_closure:
                 self.opt.step(lambda ids=ids, target=target: self._backward(ids, target))
@@ -93,26 +71,46 @@ class Run:
             self.handles.pop().remove()
 
 
-def _nothing() -> None:
-    pass
+# --- what code does with the weight -------------------------------------------------------------------------------------
+
+
+def look(run: Run) -> None:
+    """Read the weight, as the module has it and as the optimizer does."""
+    for weight in (run.emb.weight, run.opt.param_groups[0]["params"][0]):
+        assert weight.shape == (ROWS, DIM)
+        run.seen.append(weight.detach().norm())
+    run.seen.append(run.emb.weight.pow(2).sum().detach())
+
+
+def write(run: Run) -> None:
+    with torch.no_grad():
+        run.opt.param_groups[0]["params"][0].clamp_(-0.7, 0.7)
+        run.emb.weight.mul_(0.99)
+
+
+def copies(run: Run) -> None:
+    run.seen.append(run.model.state_dict()["emb.weight"].norm())
+    run.opt.state_dict()
+    run.seen.append(copy.deepcopy(run.model)["emb"].weight.detach().norm())
+    copy.deepcopy(run.opt)
+    torch.save(run.model, io.BytesIO())
+
+
+# --- when it does it ----------------------------------------------------------------------------------------------------
 
 
 def before_step(run: Run, act: Look) -> None:
     run.opt.register_step_pre_hook(lambda *_: act())
 
 
-def before_step_late(run: Run, act: Look) -> None:
-    # Ours is there now.
-    run.train(1, seed=1)
-    before_step(run, act)
-
-
 def after_step(run: Run, act: Look) -> None:
     run.opt.register_step_post_hook(lambda *_: act())
 
 
-def after_step_late(run: Run, act: Look) -> None:
+def around_step_late(run: Run, act: Look) -> None:
+    # Ours is there now.
     run.train(1, seed=1)
+    before_step(run, act)
     after_step(run, act)
 
 
@@ -126,7 +124,7 @@ def in_closure(run: Run, act: Look) -> None:
     run.after_backward = act
 
 
-def before_step_with_closure(run: Run, act: Look) -> None:
+def around_step_with_closure(run: Run, act: Look) -> None:
     run.uses_closure = True
     before_step(run, act)
     after_step(run, act)
@@ -142,19 +140,6 @@ def in_hooks_of_all_optimizers(run: Run, act: Look) -> None:
         run.handles.append(register(lambda opt, *_: act() if opt is run.opt else None))
 
 
-MOMENTS = [
-    in_hooks_of_all_optimizers,
-    before_step,
-    before_step_late,
-    after_step,
-    after_step_late,
-    after_backward,
-    in_closure,
-    before_step_with_closure,
-    in_scheduler,
-]
-
-
 def in_gradient_hook(run: Run, act: Look) -> None:
     run.emb.weight.register_hook(lambda grad: act())
 
@@ -167,42 +152,30 @@ def in_output_hook(run: Run, act: Look) -> None:
     run.in_loss = lambda out: out.register_hook(lambda grad: act())
 
 
-IN_BACKWARD = [in_gradient_hook, after_accumulating, in_output_hook]
-
-
-def clip(run: Run) -> None:
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-
-
-def save(run: Run) -> None:
-    run.seen.append(run.model.state_dict()["emb.weight"].norm())
-    run.opt.state_dict()
-
-
-def duplicate(run: Run) -> None:
-    run.seen.append(copy.deepcopy(run.model)["emb"].weight.detach().norm())
-    copy.deepcopy(run.opt)
-
-
-def pickle_model(run: Run) -> None:
-    torch.save(run.model, io.BytesIO())
-
-
+MOMENTS = [in_hooks_of_all_optimizers, before_step, after_step, around_step_late, after_backward]
+MOMENTS += [in_closure, around_step_with_closure, in_scheduler]
+READS = [(moment, look) for moment in [*MOMENTS, in_gradient_hook, after_accumulating, in_output_hook]]
+COPIES = [(moment, copies) for moment in (before_step, after_step, after_backward, in_closure)]
 OPTIMIZERS = ["adam", "adamw", "sgd-momentum", "adagrad"]
 
 
-def assert_same(one: Run, two: Run, tolerance: float = 0.0) -> None:
-    options = {"rtol": tolerance, "atol": tolerance}
-    torch.testing.assert_close(one.emb.weight.detach(), two.emb.weight.detach(), **options)
-    torch.testing.assert_close(one.model["lin"].weight, two.model["lin"].weight, **options)
+def assert_same(one: Run, two: Run, tolerance: float) -> None:
+    for name in ("emb", "lin"):
+        weights = [run.model[name].weight.detach() for run in (one, two)]
+        torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance)
 
 
-def compare(moment: Callable[[Run, Look], None], act: Callable[[Run], None], idle: str, optimizer: str) -> None:
-    """Train with `act` at `moment`, with nothing then, and with torch: the same, by the rows of the batches alone."""
+@pytest.mark.sweep("when", "idle", strength=2)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+@pytest.mark.parametrize("when", READS + COPIES, ids=lambda when: "-".join(part.__name__ for part in when))
+def test_a_look_at_the_weight_changes_nothing(when: Any, idle: str, optimizer: str) -> None:
+    """Neither numbers nor that steps are made with the rows of the batches alone; what is seen is that of torch."""
+    moment, act = when
     ours, never, dense = Run(idle, optimizer), Run(idle, optimizer), Run("torch", optimizer)
     for run in (ours, dense):
         moment(run, lambda run=run: act(run))
-    moment(never, _nothing)
+    moment(never, lambda: None)
     for run in (ours, never, dense):
         run.train()
     assert ours.stepped == never.stepped
@@ -213,38 +186,25 @@ def compare(moment: Callable[[Run, Look], None], act: Callable[[Run], None], idl
         torch.testing.assert_close(ours.seen, dense.seen)
 
 
-@pytest.mark.sweep("moment", "idle", strength=2)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("idle", ["exact", "lazy"])
-@pytest.mark.parametrize("moment", [*MOMENTS, *IN_BACKWARD])
-def test_a_look_at_the_weight_changes_nothing(moment: Any, idle: str, optimizer: str) -> None:
-    compare(moment, Run.look, idle, optimizer)
-
-
-@pytest.mark.sweep(strength=2)
-@pytest.mark.parametrize("idle", ["exact", "lazy"])
-@pytest.mark.parametrize("moment", [before_step, after_step, after_backward, in_closure])
-@pytest.mark.parametrize("act", [save, duplicate, pickle_model])
-def test_a_copy_of_the_weight_changes_nothing(act: Any, moment: Any, idle: str) -> None:
-    compare(moment, act, idle, "adamw")
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_what_hooks_write_is_trained_on(moment: Any, optimizer: str) -> None:
     runs = Run("exact", optimizer), Run("torch", optimizer)
     for run in runs:
-        moment(run, run.write)
+        moment(run, lambda run=run: write(run))
         run.train()
     assert_same(*runs, 1e-9)
 
 
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
 def test_gradients_clipped_in_a_hook_before_the_step(idle: str) -> None:
+    def clip(run: Run) -> None:
+        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+
     hooked, plain, dense = Run(idle, "adamw"), Run(idle, "adamw"), Run("torch", "adamw")
     for run in (hooked, dense):
-        for act in (Run.look, clip, Run.look):
+        for act in (look, clip, look):
             before_step(run, lambda run=run, act=act: act(run))
     plain.after_backward = lambda: clip(plain)
     for run in (hooked, plain, dense):
@@ -339,25 +299,16 @@ def test_a_write_in_a_step_within_a_step(where: str) -> None:
 
 
 def test_a_step_within_a_step_that_fails(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
-    runs = decaying
-    batches = runs.batches(6)
-    runs.train(batches[:3])
-    before = runs.ours.table.torch().clone()
-    runs.zero_grad()
-    runs.backward(*batches[3])
+    batches = decaying.batches(6)
+    decaying.train(batches[:3])
+    before, multiply = decaying.ours.table.torch().clone(), Decaying._multiply
+    decaying.zero_grad()
+    decaying.backward(*batches[3])
     with monkeypatch.context() as patched:
-        patched.setattr(Decaying, "_multiply", _failing(Decaying._multiply))
-        with pytest.raises(KeyboardInterrupt):
-            runs.opt.step()
-    assert torch.equal(runs.ours.table.torch(), before)
-    runs.train(batches[3:])
-    runs.assert_same()
-
-
-def _failing(multiply: Callable[[Any, float], None]) -> Callable[[Any, float], None]:
-    def fail(opt: Any, factor: float) -> None:
-        multiply(opt, factor)
-        if factor > 1:
-            raise KeyboardInterrupt
-
-    return fail
+        # After the inner step.
+        patched.setattr(Decaying, "_multiply", lambda opt, factor: multiply(opt, factor) if factor < 1 else [].pop())
+        with pytest.raises(IndexError):
+            decaying.opt.step()
+    assert torch.equal(decaying.ours.table.torch(), before)
+    decaying.train(batches[3:])
+    decaying.assert_same()

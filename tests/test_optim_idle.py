@@ -1,51 +1,52 @@
-"""idle="exact" against dense training by torch itself: every optimizer and hyperparameter."""
+"""idle="exact" against dense training by torch itself, by every optimizer; and what idle="auto", the default, chooses."""
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from exact_pair import CASES, COUPLED, Exact, warmup_and_cosine
-from lazy_oracle import squared_loss
-from optimizer_cases import BASE, FUSED, FUSED_ON_CPU, OptimizerCase, case_named, some
+from lazy_oracle import LazyOracle, assert_same, exact, skewed_batches, squared_loss
+from optimizer_cases import ALL, COUPLED, FUSED, OptimizerCase, case_named, some, variants, warmup_and_cosine
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import speedtransfer as st
 from speedtransfer.errors import OptimizerError
 from speedtransfer.idle import History, Replay
 from speedtransfer.optim import find_handle
+from speedtransfer.rows import Rows
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("steps", [60, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_equals_dense_training(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:
-    pair = Exact(case, dtype)
+    pair = exact(case, dtype)
     pair.train(pair.batches(steps), *pair.schedulers(warmup_and_cosine))
     pair.assert_same()
 
 
-HOW: dict[str, dict[str, Any]] = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-VARIANTS = [
-    OptimizerCase(f"{case.name}-{how}", case.kind, {**case.kwargs, **kwargs})
-    for case in COUPLED
-    for how, kwargs in HOW.items()
-    if how != "fused" or case.kind in FUSED_ON_CPU
-]
+COUPLED_VARIANTS = variants(COUPLED, "loop", foreach=False) + variants(COUPLED, "foreach", foreach=True)
+COUPLED_VARIANTS += variants(COUPLED, "fused", fused=True)
 
 
-@pytest.mark.parametrize("case", some([*FUSED, *VARIANTS]), ids=str)
+@pytest.mark.parametrize("case", some([*FUSED, *COUPLED_VARIANTS]), ids=str)
 def test_implementations(case: OptimizerCase) -> None:
-    pair = Exact(case)
-    pair.train(pair.batches(100), *pair.schedulers(warmup_and_cosine))
+    pair = exact(case)
+    pair.train(pair.batches(60), *pair.schedulers(warmup_and_cosine))
     pair.assert_same()
 
 
 TOLERANCE = {torch.float32: 5e-6, torch.float64: 1e-9}
 
 
-def history_of(pair: Exact) -> Any:
-    return find_handle(pair.ours.weight).rows.lag._history
+def rows_of(module: Any) -> Any:
+    return find_handle(module.weight).rows
 
 
 @pytest.mark.sweep
@@ -53,7 +54,7 @@ def history_of(pair: Exact) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
 @pytest.mark.parametrize("case", [*COUPLED, case_named("adamw")], ids=str)
 def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype: torch.dtype, steps: int) -> None:
-    pair = Exact(case, dtype)
+    pair = exact(case, dtype)
     schedulers, everything = pair.schedulers(warmup_and_cosine), torch.arange(60)
     for number, batch in enumerate(pair.batches(steps)):
         pair.train([batch], *schedulers)
@@ -63,24 +64,13 @@ def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype:
             torch.testing.assert_close(ours, dense, rtol=0, atol=TOLERANCE[dtype])
         if number % 83 == 30:  # rows are brought up to date in the table too; the rest stays behind
             assert torch.equal(pair.ours.table[[58, 3]], pair.ours(torch.tensor([58, 3])))
-    assert isinstance(history_of(pair), Replay if case in COUPLED else History)
+    assert isinstance(rows_of(pair.ours).lag._history, Replay if case in COUPLED else History)
     pair.assert_same(TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("case", some([*BASE, *COUPLED]), ids=str)
-def test_state_dicts_go_both_ways(case: OptimizerCase) -> None:
-    pair, fresh = Exact(case, torch.float64), Exact(case, torch.float64)
-    pair.train(pair.batches(40))
-    for to, source in ((0, 1), (1, 0)):
-        fresh.modules[to].load_state_dict(pair.modules[source].state_dict())
-        fresh.optimizers[to].load_state_dict(pair.optimizers[source].state_dict())
-    fresh.train(pair.batches(40, seed=1))
-    fresh.assert_same(1e-9)
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
-    pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": weight_decay}))
+    pair = exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": weight_decay}))
     pair.train(pair.batches(10))
     before = pair.ours.table.torch().clone()
     pair.opt.param_groups[0]["amsgrad"] = True
@@ -92,14 +82,277 @@ def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
 
 
 def test_half_precision_rows() -> None:
-    pair = Exact(OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3}), torch.float16)
+    case = OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3})
+    pair = exact(case, torch.float16)
     pair.train(pair.batches(40))
     pair.assert_same(5e-3)
+    assert pair.ours.table.torch().isfinite().all(), "also of rows that nothing touched"
 
 
 @pytest.mark.parametrize("options", [{"storage_dtype": torch.bfloat16}, {"state_dtype": torch.uint8}], ids=str)
 def test_rows_stored_in_a_small_form(options: dict[str, Any]) -> None:
-    pair = Exact(COUPLED[0], **options)
+    pair = exact(COUPLED[0], **options)
     pair.train(pair.batches(100))
     weight, expected = pair.ours.table.torch().float(), pair.dense.weight.detach()
     assert float((weight - expected).abs().mean()) < 0.05 * float((expected - pair.start).abs().mean())
+
+
+# --- how a loop may go --------------------------------------------------------------------------------------------------
+
+
+def test_tables_of_one_optimizer() -> None:
+    """Of two groups, some without a gradient in some steps: tables that make the same steps share what is known of them."""
+    found, draw = [], torch.Generator()
+    for kind in (nn.Embedding, lambda *shape: st.Embedding(*shape, idle="exact")):
+        torch.manual_seed(0)
+        draw.manual_seed(1)
+        own = nn.ModuleList(kind(30, 4) for _ in range(6))
+        groups = [{"params": own[:4].parameters()}, {"params": own[4:].parameters(), "lr": 0.002}]
+        optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
+        for step in range(60):
+            ids = torch.randint(0, 30, (6, 5), generator=draw)
+            missing = (2,) if step % 7 == 3 else (1, 3, 5) if step == 40 else ()
+            optimizer.zero_grad()
+            sum(own[n](ids[n]).square().sum() for n in range(6) if n not in missing).backward()
+            optimizer.step()
+            if step == 30:
+                own[0](torch.arange(30)), own[1].weight.sum()
+        found.append(torch.cat([table.weight.detach() for table in own]))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+
+
+def test_reading_changes_nothing() -> None:
+    """Forward without a step leaves the table as it is stored, so that results do not depend on evaluation."""
+    pair, other = exact(case_named("adamw")), exact(case_named("adamw"))
+    for batch in pair.batches(40):
+        pair.train([batch])
+        other.train([batch])
+        other.ours.eval()(torch.arange(60))
+        other.ours.train()(torch.arange(60))
+    assert torch.equal(pair.ours.table.torch(), other.ours.table.torch())
+
+
+def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Path) -> None:
+    def saved(table: st.Table) -> torch.Tensor:
+        table.save(tmp_path / "table.npy")
+        return st.Table.load(tmp_path / "table.npy").torch()
+
+    pair = exact(case_named("adamw"))
+    pair.train(pair.batches(30))
+    for view in (st.Table.torch, lambda table: torch.from_numpy(table.numpy()), torch.from_dlpack, saved):
+        torch.testing.assert_close(view(pair.ours.table), pair.dense.weight.detach(), rtol=0, atol=2e-5)
+        pair.train(pair.batches(5, seed=1))
+
+
+@pytest.mark.parametrize("foreach", [True, False])
+def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
+    """Below one, lists of tensors change without a trace: the number of steps is read, not foretold."""
+    pair = exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.1, "foreach": foreach}))
+    with FlopCounterMode(display=False):
+        pair.train(pair.batches(40))
+    pair.assert_same()
+
+
+@pytest.mark.parametrize(
+    ("case", "limit", "most"),
+    [
+        *((case_named(name), "_MAX_STEPS", 16) for name in ("adamw", "sgd-momentum-weight-decay", "nadam")),
+        *((case_named(name), "_MAX_REPLAYED", 16) for name in ("adam-coupled", "rmsprop-coupled-momentum")),
+        # A slow momentum, of whose steps many are open.
+        (OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}), "_MAX_OPEN", 30),
+    ],
+    ids=str,
+)
+def test_what_is_remembered_stays_short(
+    case: OptimizerCase, limit: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"speedtransfer.idle.lag.{limit}", most)
+    pair = exact(case)
+    pair.train(pair.batches(130), *pair.schedulers(warmup_and_cosine))
+    assert rows_of(pair.ours).lag._history.length < most
+    pair.assert_same()
+
+
+def test_an_optimizer_without_state_lets_rows_miss_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, catch_up = [], Rows.catch_up
+    monkeypatch.setattr(Rows, "catch_up", lambda self, ids=None: (ids is None and whole.append(1), catch_up(self, ids)))
+    emb = st.Embedding(100, 4)
+    train(emb, torch.optim.SGD(emb.parameters(), lr=0.1, weight_decay=0.01), steps=10)
+    assert not whole
+
+
+def test_the_history_of_a_small_table_is_small() -> None:
+    """All rows are caught up at less cost than that of remembering what they have missed."""
+    pair = exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.01}), num_rows=20, dim=4, size=4)
+    pair.train(pair.batches(400))
+    history = rows_of(pair.ours).lag._history
+    assert history.length < 300
+    assert history.sums.table.nbytes < 100_000
+    pair.assert_same(1e-4)
+
+
+# --- what outlives what -------------------------------------------------------------------------------------------------
+
+
+def left(keep: list[Any], **options: Any) -> Any:
+    """Return an embedding most of whose rows have missed steps."""
+    torch.manual_seed(0)
+    emb = st.Embedding(12, 4, idle="exact", **options)
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.1, weight_decay=0.2)
+    for step in range(5):
+        opt.zero_grad()
+        emb(torch.tensor([step, 2 * step])).sum().backward()
+        opt.step()
+    keep.append(opt)
+    return emb
+
+
+@pytest.mark.parametrize("optimizer_too", [True, False])
+@pytest.mark.parametrize(
+    "options", [{}, {"storage_dtype": torch.int8}, {"state_dtype": torch.uint8}, {"memory": "device"}], ids=str
+)
+def test_the_rows_of_a_table_that_is_left(options: dict[str, Any], optimizer_too: bool) -> None:
+    keep: list[Any] = []
+    table, whole = left(keep, **options).table, left([], **options).table.torch().clone()
+    if not optimizer_too:
+        keep.clear()
+    if options.get("storage_dtype") is None:
+        assert torch.equal(table[[3, 7]], whole[[3, 7]])
+        table[[5]] = torch.ones(1, 4)
+        whole[5] = 1
+    assert torch.equal(table.torch(), whole)
+    assert torch.equal(table.torch(), whole), "the steps are applied once"
+
+
+def test_memory_is_freed_without_the_garbage_collector(no_gc: None) -> None:
+    keep: list[Any] = []
+    table = left(keep).table
+    alive = weakref.ref(table)
+    keep.clear()
+    table.torch()
+    del table
+    assert alive() is None
+    emb = left(keep)
+    keep.clear()
+    # What waits for the end of the handle holds no table that the handle has left.
+    before = weakref.ref(emb.table)
+    emb.double()
+    assert before() is None
+    alive = weakref.ref(emb.table)
+    del emb
+    assert alive() is None
+
+
+# --- idle="auto" --------------------------------------------------------------------------------------------------------
+
+
+class OfSomebody(torch.optim.SGD):
+    """What it does to idle rows nobody has said."""
+
+
+def train(module: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    for ids, target in skewed_batches(12, module.embedding_dim, steps):
+        optimizer.zero_grad()
+        squared_loss(module(ids), target).backward()
+        optimizer.step()
+
+
+def test_an_unknown_optimizer_is_lazy_with_one_warning() -> None:
+    torch.manual_seed(1)
+    modules = [st.Embedding(12, 5) for _ in range(3)]
+    dense = [nn.Embedding.from_pretrained(m.table.torch().clone(), freeze=False) for m in modules]
+    optimizer = OfSomebody([m.weight for m in modules], lr=0.1, momentum=0.9)
+    oracle = LazyOracle(torch.optim.SGD([m.weight for m in dense], lr=0.1, momentum=0.9), *dense)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for ids, target in skewed_batches(12, 5, 6):
+            optimizer.zero_grad()
+            oracle.zero_grad()
+            for module in (*modules, *dense):
+                squared_loss(module(ids), target).backward()
+            optimizer.step()
+            oracle.step()
+    (warning,) = caught  # for three tables and six steps
+    assert "OfSomebody" in str(warning.message)
+    assert "idle='lazy'" in str(warning.message)
+    assert Path(warning.filename) == Path(__file__)  # where the step was made
+    for ours, reference in zip(modules, dense, strict=True):
+        assert ours.idle == "auto"
+        assert_same(optimizer, ours, oracle, reference)
+
+
+def test_lazy_by_name_says_nothing() -> None:
+    module = st.Embedding(12, 5, idle="lazy")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(module, OfSomebody(module.parameters(), lr=0.1))
+    assert rows_of(module).lag is None
+
+
+def test_one_table_and_two_optimizers_in_turn() -> None:
+    """A table is exact with the one and lazy with the other, and has no plane where idle rows stay as they are."""
+    module = st.Embedding(12, 5)
+    for kind, planes in (
+        (torch.optim.SGD, 0),
+        (torch.optim.AdamW, 1),
+        (torch.optim.Adagrad, 0),
+        (torch.optim.AdamW, 1),
+    ):
+        train(module, kind(module.parameters(), lr=0.1))
+        assert ("idle.last_step" in module.table.planes) == planes
+    with pytest.warns(UserWarning, match="OfSomebody"):
+        train(module, OfSomebody(module.parameters(), lr=0.1, momentum=0.9))
+    assert rows_of(module).lag is None
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("saved", ["lazy", "exact", "auto"])
+@pytest.mark.parametrize("loaded", ["lazy", "exact", "auto"])
+def test_checkpoints_do_not_say_how_rows_idle(saved: str, loaded: str, tmp_path: Path) -> None:
+    """It is a matter of the module that they are loaded into."""
+    first, second = (exact(case_named("adamw"), idle=idle) for idle in (saved, loaded))
+    train(first.ours, first.opt)
+    st.save_checkpoint(tmp_path / "saved", first.ours, first.opt)
+    st.load_checkpoint(tmp_path / "saved", second.ours, second.opt)
+    assert second.ours.idle == loaded
+    assert torch.equal(first.ours.table.torch(), second.ours.table.torch())
+    assert (rows_of(second.ours).lag is None) == (loaded == "lazy")
+
+
+def test_a_checkpoint_of_an_unknown_optimizer_warns_when_it_is_loaded(tmp_path: Path) -> None:
+    lazy, auto = st.Embedding(12, 5, idle="lazy"), st.Embedding(12, 5)
+    first, second = (OfSomebody(m.parameters(), lr=0.1, momentum=0.9) for m in (lazy, auto))
+    train(lazy, first)
+    st.save_checkpoint(tmp_path / "saved", lazy, first)
+    with pytest.warns(UserWarning, match="OfSomebody"):
+        st.load_checkpoint(tmp_path / "saved", auto, second)
+    train(auto, second)
+
+
+class Signs(torch.optim.Optimizer):
+    """Not known, and leaves rows without a gradient alone unless there is decay."""
+
+    def __init__(self, params: Any, lr: float = 0.1, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(param.grad.sign(), alpha=group["lr"])
+
+
+@pytest.mark.parametrize("idle", ["auto", "exact"])
+def test_an_unknown_optimizer_that_leaves_idle_rows_alone_needs_no_rule(idle: str) -> None:
+    pair = exact(OptimizerCase("signs", Signs), idle=idle)
+    pair.train(pair.batches(6))
+    pair.assert_same(0.0)
+    pair.opt.param_groups[0]["weight_decay"] = 0.1  # from now on it does not
+    pair.ours(torch.arange(5)).square().sum().backward()
+    if idle == "auto":
+        with pytest.warns(UserWarning, match="not known what Signs does"):
+            pair.opt.step()
+    else:
+        with pytest.raises(OptimizerError, match="does not know what Signs does"):
+            pair.opt.step()

@@ -1,13 +1,19 @@
-"""The probe: what an optimizer keeps for a row, what it starts from, and whether its update is row by row."""
+"""The probe: what an optimizer keeps for a row, what it starts from, whether its update is row by row; refusals by name."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from interrupt import Interrupt
+from lazy_oracle import Twins
 from optimizer_cases import BASE, FUSED, REFUSED, OptimizerCase, case_named, some
+from refused_styles import REFUSED_STYLES
+from third_party import RowOptimizer
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -16,26 +22,29 @@ from speedtransfer.errors import OptimizerError
 from speedtransfer.optim import PlaneSpec, find_handle, probe_optimizer
 
 
-def spec_of(case: OptimizerCase, dim: int = 3, dtype: torch.dtype = torch.float32, **overrides) -> dict[str, PlaneSpec]:
+def probe(
+    make: Callable[..., Any], dim: int = 3, dtype: torch.dtype = torch.float32, lr: Any = None
+) -> dict[str, PlaneSpec]:
     param = nn.Parameter(torch.ones(4, dim, dtype=dtype))
-    opt = case.make([param], **overrides)
-    return probe_optimizer(opt, opt.param_groups[0], param)
+    opt = make([param])
+    if lr is not None:
+        opt.param_groups[0]["lr"] = lr
+    made = len(opt.state)
+    found = probe_optimizer(opt, opt.param_groups[0], param)
+    assert torch.equal(param, torch.ones_like(param))
+    assert len(opt.state) == made
+    return found
 
 
-STARTS = {
-    ("adagrad-initial", "sum"): 0.3,
-    ("rprop", "step_size"): 0.03,
-    ("asgd", "ax"): None,
-}
+STARTS = {("adagrad-initial", "sum"): 0.3, ("rprop", "step_size"): 0.03, ("asgd", "ax"): None}
 
 
 @pytest.mark.parametrize("case", BASE, ids=str)
 def test_planes_and_their_starts(case: OptimizerCase) -> None:
-    specs = spec_of(case)
+    specs = probe(case.make)
     assert set(specs) == set(case.planes)
     for name, spec in specs.items():
-        assert spec.tail == (3,)
-        assert spec.dtype == torch.float32
+        assert (spec.tail, spec.dtype) == ((3,), torch.float32)
         start = STARTS.get((case.name, name), 0.0)
         assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-6))
 
@@ -44,26 +53,27 @@ def test_planes_and_their_starts(case: OptimizerCase) -> None:
 @pytest.mark.parametrize("dim", [1, 5, 64])
 def test_dtypes_and_widths(dtype: torch.dtype, dim: int) -> None:
     for name in ("adamw", "sgd-momentum", "rprop", "adagrad"):
-        specs = spec_of(case_named(name), dim, dtype)
-        assert {spec.tail for spec in specs.values()} == {(dim,)}
-        assert {spec.dtype for spec in specs.values()} == {dtype}
+        assert {(spec.tail, spec.dtype) for spec in probe(case_named(name).make, dim, dtype).values()} == {
+            ((dim,), dtype)
+        }
+    # Steps too small for the precision of the table are no reason to refuse.
+    if dtype.itemsize == 2:
+        adadelta = probe(lambda params: torch.optim.Adadelta(params, lr=1e-3, eps=1e-4), dim, dtype)
+        assert set(adadelta) == {"square_avg", "acc_delta"}
 
 
 @pytest.mark.parametrize("case", some([*BASE, *FUSED]), ids=str)
 def test_a_learning_rate_of_zero_hides_nothing(case: OptimizerCase) -> None:
-    param = nn.Parameter(torch.ones(4, 3))
-    opt = case.make([param])
-    opt.param_groups[0]["lr"] = 0.0
-    assert set(probe_optimizer(opt, opt.param_groups[0], param)) == set(case.planes)
+    assert set(probe(case.make, lr=0.0)) == set(case.planes)
 
 
 @pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw-fused", "rmsprop", "nadam"])
 def test_a_learning_rate_in_a_tensor(name: str) -> None:
     case = case_named(name)
-    lr = torch.tensor(0.05)
-    assert set(spec_of(case, lr=lr)) == set(case.planes)
-    assert set(spec_of(case, lr=torch.tensor(0.0))) == set(case.planes)
-    assert lr == 0.05
+    for rate in (0.05, 0.0):
+        lr = torch.tensor(rate)
+        assert set(probe(lambda params, lr=lr: case.make(params, lr=lr))) == set(case.planes)
+        assert lr == rate
 
 
 def test_hyperparameters_of_the_group_count() -> None:
@@ -73,12 +83,19 @@ def test_hyperparameters_of_the_group_count() -> None:
     assert names == [{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}]
 
 
+def test_starts() -> None:
+    """Zero where that does as well, as zero pages take no memory; from the rate and hyperparameters of the first step."""
+    adamax = probe(lambda params: torch.optim.Adamax(params, eps=1e-3))
+    assert adamax["exp_inf"].initial == 0  # which it leaves on a row without gradient
+    adagrad = probe(lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.5), lr=0.0)
+    assert adagrad["sum"].initial == 0.5  # a schedule may start from a rate of zero
+    assert probe(torch.optim.Rprop, lr=0.0)["step_size"].initial == 0  # lifted to its smallest at the first touch
+
+
 @pytest.mark.parametrize("flag", ["capturable", "differentiable"])
 def test_flags_that_cannot_work_here_say_so(flag: str) -> None:
     """`capturable` needs a GPU and `differentiable` a parameter inside autograd: torch refuses both for a dense leaf."""
-    dense = nn.Embedding(9, 4)
-    emb = speedtransfer.Embedding(9, 4)
-    for module, error in ((dense, Exception), (emb, OptimizerError)):
+    for module, error in ((nn.Embedding(9, 4), Exception), (speedtransfer.Embedding(9, 4), OptimizerError)):
         opt = torch.optim.Adam(module.parameters(), **{flag: True})
         module(torch.tensor([1])).sum().backward()
         with pytest.raises(error, match=r"capturable|leaf Variable"):
@@ -88,7 +105,6 @@ def test_flags_that_cannot_work_here_say_so(flag: str) -> None:
 def test_handles_are_found_by_parameter_and_die_with_it(no_gc: None) -> None:
     emb = speedtransfer.Embedding(4, 2)
     weight = emb.weight
-    assert find_handle(weight) is not None
     assert find_handle(nn.Parameter(torch.zeros(4, 2))) is None
     table = weakref.ref(emb.table)
     del emb
@@ -99,49 +115,11 @@ def test_handles_are_found_by_parameter_and_die_with_it(no_gc: None) -> None:
 
 def test_trials_do_not_fire_the_hooks_of_others() -> None:
     speedtransfer.Embedding(4, 3)  # from now on steps are guarded
-    seen = []
+    seen: list[Any] = []
     hook = register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append(opt))
-    param = torch.nn.Parameter(torch.empty(0, 3))
-    opt = torch.optim.AdamW([param])
-    probe_optimizer(opt, opt.param_groups[0], param)
+    probe(torch.optim.AdamW)
     hook.remove()
     assert seen == []
-
-
-@pytest.mark.parametrize("kind", [case.kind for case in REFUSED if case.name in ("adafactor", "muon")])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
-def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr) -> None:
-    param = torch.nn.Parameter(torch.empty(0, 16, dtype=dtype))
-    opt = kind([param], lr=1e-2)
-    opt.param_groups[0]["lr"] = lr
-    with pytest.raises(OptimizerError, match="not row by row"):
-        probe_optimizer(opt, opt.param_groups[0], param)
-
-
-def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
-    class Around(torch.optim.Optimizer):
-        def __init__(self, base):
-            self.base = base
-            super().__init__(base.param_groups, {})
-
-        def step(self, closure=None):
-            self.base.step()
-
-    dense = torch.nn.Parameter(torch.zeros(3))
-    dense.grad = torch.ones(3)
-    param = torch.nn.Parameter(torch.empty(0, 3))
-    opt = Around(torch.optim.SGD([dense, param], lr=1.0))
-    with pytest.raises(OptimizerError, match="Around wraps SGD"):
-        probe_optimizer(opt, opt.param_groups[0], param)
-    assert not dense.any()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_steps_too_small_for_the_precision_of_the_table_are_no_reason_to_refuse(dtype: torch.dtype) -> None:
-    param = torch.nn.Parameter(torch.empty(0, 16, dtype=dtype))
-    opt = torch.optim.Adadelta([param], lr=1e-3, eps=1e-4)
-    assert set(probe_optimizer(opt, opt.param_groups[0], param)) == {"square_avg", "acc_delta"}
 
 
 def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_draws() -> None:
@@ -150,27 +128,9 @@ def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_
             torch.rand(3)
             return super().step(closure)
 
-    param = nn.Parameter(torch.ones(4, 3))
-    opt = Draws([param], lr=0.1, momentum=0.9)
     state = torch.get_rng_state()
-    assert set(probe_optimizer(opt, opt.param_groups[0], param)) == {"momentum_buffer"}
+    assert set(probe(lambda params: Draws(params, lr=0.1, momentum=0.9))) == {"momentum_buffer"}
     assert torch.equal(torch.get_rng_state(), state)
-    assert not opt.state
-    assert torch.equal(param, torch.ones(4, 3))
-
-
-def test_starts() -> None:
-    """Zero where that does as well, as zero pages take no memory; from the rate and hyperparameters of the first step."""
-    param = nn.Parameter(torch.empty(0, 3))
-
-    def start(kind: type[torch.optim.Optimizer], name: str, lr: float | None = None, **options: float) -> object:
-        opt = kind([param], **options)
-        opt.param_groups[0]["lr"] = opt.param_groups[0]["lr"] if lr is None else lr
-        return probe_optimizer(opt, opt.param_groups[0], param)[name].initial
-
-    assert start(torch.optim.Adamax, "exp_inf", eps=1e-3) == 0  # which it leaves on a row without gradient
-    assert start(torch.optim.Adagrad, "sum", initial_accumulator_value=0.5) == 0.5
-    assert start(torch.optim.Rprop, "step_size", lr=0.0) == 0  # lifted to its smallest at the first touch
 
 
 @pytest.mark.parametrize("sparse", [True, False])
@@ -218,3 +178,127 @@ def test_a_lack_of_memory_is_no_verdict(at: int) -> None:
     emb(torch.tensor([1, 2])).sum().backward()
     assert Interrupt(at, MemoryError, "by_rows").during(optimizer.step)
     optimizer.step()
+
+
+# --- what would train rows otherwise than dense torch is refused: by name, with the reason, and in time -----------------
+
+
+@pytest.mark.parametrize("kind", [case.kind for case, _ in REFUSED if case.name in ("adafactor", "muon")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
+def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr) -> None:
+    with pytest.raises(OptimizerError, match="not row by row"):
+        probe(kind, 16, dtype, lr)
+
+
+def test_an_optimizer_around_another_is_refused_before_any_trial() -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, params):
+            self.base = torch.optim.SGD([dense, *params], lr=1.0)
+            super().__init__(self.base.param_groups, {})
+
+        def step(self, closure=None):
+            self.base.step()
+
+    dense = nn.Parameter(torch.zeros(3))
+    dense.grad = torch.ones(3)
+    with pytest.raises(OptimizerError, match="Around wraps SGD"):
+        probe(Around)
+    assert not dense.any()
+
+
+WIDTHS, SCALES = (16, 6, 5, 2), (1e-3, 1.0, 30.0)
+
+
+@pytest.mark.parametrize("kind", REFUSED_STYLES, ids=lambda kind: kind.__name__)
+def test_refused_at_the_first_step(kind: type[RowOptimizer]) -> None:
+    number = list(REFUSED_STYLES).index(kind)
+    check_refused(kind, WIDTHS[number % 4], SCALES[number % 3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFUSED_STYLES, ids=lambda kind: kind.__name__)
+def test_refused_at_any_width_and_scale(kind: type[RowOptimizer]) -> None:
+    for dim, scale in itertools.product(WIDTHS, SCALES):
+        check_refused(kind, dim, scale)
+
+
+def check_refused(kind: type[RowOptimizer], dim: int, scale: float) -> None:
+    emb = speedtransfer.Embedding(9, dim)
+    before = emb.table.torch().clone()
+    opt = kind(emb.parameters())
+    (scale * emb(torch.tensor([1, 2])).square()).sum().backward()
+    with pytest.raises(OptimizerError, match=REFUSED_STYLES[kind]) as caught:
+        opt.step()
+    message = str(caught.value)
+    assert message.startswith(kind.__name__)
+    assert "use " in message
+    assert "\n" not in message
+    assert torch.equal(emb.table.torch(), before)
+    assert emb.table.planes == ("weight",)
+    assert not opt.state
+
+
+class Late(RowOptimizer):
+    """Averages from a step on that no trial reaches."""
+
+    def update(self, p, g, state, group) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(g, alpha=group["lr"])
+        if state["step"] > 40:
+            state.setdefault("average", p.clone()).lerp_(p, 0.1)
+
+
+class Widens(RowOptimizer):
+    """Computes its state in double precision from its 41st step on."""
+
+    def update(self, p, g, state, group) -> None:
+        state["step"] = state.get("step", 0) + 1
+        m = state.get("m", torch.zeros_like(p))
+        state["m"] = m.lerp(g.to(m.dtype), 0.1) if state["step"] <= 40 else m.double()
+        p.sub_(state["m"].to(p.dtype), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Late, "Late made state 'average' that it did not make in a trial of 24 steps"),
+        (Widens, r"state 'm' became \(\d+, 16\) torch.float64 for \d+ rows but its plane"),
+    ],
+)
+def test_state_that_changes_later_than_any_trial_is_refused_when_it_does(kind: Any, message: str) -> None:
+    twins = Twins(kind)
+    batches = twins.batches(41)
+    twins.train(batches[:40])
+    twins.assert_same()
+    before = twins.ours.table.torch().clone()
+    for _ in range(2):  # and again: the row of the step is not lost in silence
+        with pytest.raises(OptimizerError, match=message):
+            twins.train(batches[40:])
+        assert torch.equal(twins.ours.table.torch(), before)
+
+
+class Global(RowOptimizer):
+    """Walks over its parameters by an attribute, and takes the model, so that a trial must copy it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.everything = list(model.parameters())
+        super().__init__(model.parameters())
+
+    def step(self, closure=None):
+        with torch.no_grad():
+            for p in self.everything:
+                if p.grad is not None:
+                    p.sub_(p.grad)
+
+
+def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
+    model = nn.ModuleList([speedtransfer.Embedding(9, 4), nn.Linear(4, 1)])
+    opt = Global(model)
+    before = [p.detach().clone() for p in model[1].parameters()]
+    model[1](model[0](torch.tensor([1, 2]))).sum().backward()
+    grads = [p.grad for p in model.parameters()]
+    with pytest.raises(OptimizerError, match="a trial moved no row"):
+        opt.step()
+    assert all(torch.equal(p, q) for p, q in zip(model[1].parameters(), before, strict=True))
+    assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
 
 class RowOptimizer(Optimizer):
@@ -75,11 +75,6 @@ class AdaBound(RowOptimizer):
         state["v"].mul_(0.99).addcmul_(g, g, value=0.01)
         low, high = 0.1 * (1 - 1 / (0.01 * group["count"] + 1)), 0.1 * (1 + 1 / (0.01 * group["count"]))
         p.sub_((group["lr"] / (state["v"].sqrt() + 1e-8)).clamp_(low, high) * state["m"])
-
-
-class SignSGD(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        p.sub_(g.sign(), alpha=group["lr"])
 
 
 class Lookahead(RowOptimizer):
@@ -228,7 +223,6 @@ STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "adabelief": (AdaBelief, {"exp_avg", "exp_avg_var"}),
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
-    "sign": (SignSGD, set()),
     "lookahead": (Lookahead, {"slow"}),
     "decayed average": (functools.partial(Decayed, pull=0.4), {"slow"}),
     "buffers": (Buffers, {"buffers.0", "buffers.1", "pair.0", "more.sum"}),
@@ -322,6 +316,17 @@ class SingleSparse(RowOptimizer):
         RowWiseAdagrad.update(self, p, g, state, group)
 
 
+# Name -> optimizer, and what its steps get.
+TAKERS: dict[str, tuple[Callable[..., Optimizer], str]] = {
+    "sparse-adam": (functools.partial(SparseAdam, lr=0.05), "sparse"),
+    "sparse-adam-maximize": (functools.partial(SparseAdam, lr=0.01, maximize=True), "sparse"),
+    "row-wise": (RowWiseAdagrad, "sparse"),
+    "row-wise-initial": (functools.partial(RowWiseAdagrad, initial=0.3), "sparse"),
+    "decays-named": (DecaysNamed, "sparse"),
+    "descends": (Descends, "either"),
+    "sgd": (functools.partial(SGD, lr=0.1), "either"),
+    "adagrad": (functools.partial(Adagrad, lr=0.1, initial_accumulator_value=0.2), "either"),
+}
 # Optimizer -> words of the reason for which it cannot train a table made with sparse=True.
 REFUSED_SPARSE: dict[type[RowOptimizer], str] = {
     Uncoalesced: "tells the lookups of one row in a batch apart",

@@ -3,7 +3,8 @@
 A paragraph is a program, and the comment on top its title. A line ``# rounding: NUMBER`` says that sums are made in another
 order; ``# dense`` marks what torch cannot do with sparse gradients. Names: `module` and its optimizer `opt`; `zero_grad` and
 `step`, which takes what makes the step if that is not `opt.step`; `loss` of ids and target, `batches` of these, by threes in
-`threes`; `device` has the tensors; `train` makes ordinary steps; `put` writes rows; what goes into `seen` is compared, too.
+`threes`; `device` has the tensors; `train` makes ordinary steps, `fail` one that fails; `put` writes rows; what goes into
+`seen` is compared, too.
 """
 
 from __future__ import annotations
@@ -185,6 +186,23 @@ for empty in (opt.state.clear, lambda: setattr(opt, "state", collections.default
     train(batches[4:8])
 opt.load_state_dict(fresh)
 train(batches[8:12])
+
+# steps that fail, the first one too
+for number, batch in enumerate(batches[:12]):
+    zero_grad()
+    loss(*batch).backward()
+    if number in (0, 4, 8):
+        fail()
+    if number != 8:
+        step()
+fail()
+
+# hyperparameters edited
+# dense
+for number, batch in enumerate(batches):
+    train([batch])
+    edits = {"lr": 0.02, "weight_decay": 0.1} if number == 4 else {"momentum": 0.8, "eps": 1e-3}
+    opt.param_groups[0].update({name: edits[name] for name in edits if number in (4, 9) and name in opt.param_groups[0]})
 
 # the norm of gradients clipped
 # rounding: 1e-5

@@ -179,6 +179,13 @@ emb.weight.requires_grad = True
 step()
 emb.weight
 
+# Frozen by detach_, and thawed
+found = emb.weight.detach_() is emb.weight, emb.weight.requires_grad, emb(ids).requires_grad
+emb.weight.mul_(0.5)
+emb.weight.requires_grad_()
+step()
+found
+
 # Penalty on a frozen table
 emb.requires_grad_(False)
 (emb.weight.pow(2).sum() + loss()).backward()
@@ -378,6 +385,16 @@ for shift in range(3):
     flat.mul_(0.5)
     opt.step()
 flat
+
+# The weight before goes on with its optimizer
+# refused (copies): the rows are those of the weight in its place
+opt.zero_grad()
+emb(ids).sum().backward()
+before = emb.weight
+emb.weight = nn.Parameter(torch.ones(40, 6))
+opt.step()
+opt = make_opt(model.parameters())
+before.detach()[ids], emb.weight
 
 # The weight before keeps its gradient
 # refused (copies): the rows are those of the weight in its place

@@ -8,8 +8,8 @@ import pkgutil
 
 import pytest
 import torch
+from cpu_kernels import CHECKS
 from engine_cases import any_bits
-from kernel_checks import CHECKS
 
 from gpu.tools import check_same, pinned
 from speedtransfer.engines import MappedEngine

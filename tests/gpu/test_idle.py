@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-from exact_pair import CASES, COUPLED
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import OptimizerCase, case_named
+from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -56,8 +55,8 @@ def without_kernels(monkeypatch):
         monkeypatch.setattr(f"speedtransfer.idle.{module}.is_trusted", lambda *_: False)
 
 
-WITH_KERNELS = [pytest.param(case, True, id=str(case)) for case in (*CASES, *COUPLED)]
-WITH_TORCH = [pytest.param(case, False, id=f"{case}-torch") for case in (CASES[5], CASES[7], CASES[12], COUPLED[0])]
+WITH_KERNELS = [pytest.param(case, True, id=str(case)) for case in (*ALL, *COUPLED)]
+WITH_TORCH = [pytest.param(case, False, id=f"{case}-torch") for case in (ALL[5], ALL[7], ALL[12], COUPLED[0])]
 
 
 @pytest.mark.parametrize(("case", "trusted"), WITH_KERNELS + WITH_TORCH)

@@ -231,7 +231,8 @@ def test_a_large_batch_of_few_rows(device, tmp_path):
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+# Where a kernel makes the step, one that torch has ended with an error has not been counted.
+@pytest.mark.parametrize("program", [program for program in PROGRAMS if "fail()" not in program.code], ids=str)
 def test_loops(device, tmp_path, program, memory):
     make = case_named("adamw").make
     emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
