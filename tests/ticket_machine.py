@@ -1,0 +1,369 @@
+"""Any sequence of calls on a module whose rows are read ahead gives, to the bit, what it gives on a twin without.
+
+Reads are held back before, in the middle of and after what they read, so that writes come in between.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+import tempfile
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from cases import assert_same_bits
+from hypothesis import assume
+from hypothesis import strategies as some
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidValueError, SpeedtransferError
+from speedtransfer.nn import ahead
+from speedtransfer.nn import ticket as tickets
+from speedtransfer.rows import Rows
+from speedtransfer.tables import NOTHING, Known
+
+ROWS, DIM = 12, 4
+LIMIT_S = 60  # that nothing here ever takes
+
+# --- reads that are held back -----------------------------------------------------------------------------------------
+
+_here = threading.local()  # of a thread that reads ahead: its gate
+_read, _fetch = ahead._read, Rows.fetch
+
+
+class Gate:
+    """Holds one read back at a `moment`, until it is opened."""
+
+    def __init__(self, ids: torch.Tensor, moment: str) -> None:
+        self.ids, self.moment = ids, moment
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def read(self, *work: Any) -> ahead.Ahead:
+        """Take the place of `_read` in the thread."""
+        _here.gate = self
+        try:
+            return _read(*work)
+        finally:
+            _here.gate = None
+            self.reached.set()
+
+    def hold(self, moment: str) -> None:
+        if moment == self.moment:
+            self.reached.set()
+            assert self.opened.wait(LIMIT_S)
+
+
+def held_fetch(rows: Rows, ids: torch.Tensor, planes: Any = None, known: Known = NOTHING) -> dict[str, torch.Tensor]:
+    gate = getattr(_here, "gate", None)
+    if gate is None:
+        return _fetch(rows, ids, planes, known)
+    gate.hold("before")
+    middle = len(ids) // 2 if gate.moment == "middle" else 0
+    first = _fetch(rows, ids[:middle], planes)
+    gate.hold("middle")
+    rest = _fetch(rows, ids[middle:], planes)
+    gate.hold("after")
+    return {name: torch.cat([first[name], part]) for name, part in rest.items()} if middle else rest
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
+    "Adamax": lambda parameters: torch.optim.Adamax(parameters, lr=0.1),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
+    "SparseAdam": lambda parameters: torch.optim.SparseAdam(parameters, lr=0.1),
+}
+PRECISIONS = [(None, None), (None, torch.bfloat16), (torch.bfloat16, None), (torch.int8, torch.uint8)]
+PRECISIONS += [(torch.float8_e4m3fn, torch.uint8)]
+CONFIGS = some.fixed_dictionaries(
+    {
+        "memory": some.sampled_from(["pageable", "mmap"]),
+        "precision": some.sampled_from([PRECISIONS[0], *PRECISIONS]),
+        "idle": some.sampled_from(["lazy", "exact"]),
+        "optimizer": some.sampled_from(sorted(OPTIMIZERS)),
+        "padding_idx": some.sampled_from([None, None, 3]),
+        "max_norm": some.sampled_from([None, None, 1.0]),
+        "layout": some.sampled_from(["planes", "rows"]),
+        # How many rows, and whether they are the same for good.
+        "cache": some.sampled_from([None, None, (2, False), (7, False), (5, True)]),
+        "kind": some.sampled_from([st.Embedding, st.Embedding, st.EmbeddingBag]),
+    }
+)
+IDS = some.lists(some.integers(0, ROWS - 1), max_size=6).map(lambda ids: torch.tensor(ids, dtype=torch.int64)[:, None])
+ROW = some.integers(0, ROWS - 1)
+MOMENTS, PLACES = some.sampled_from(["free", "before", "middle", "after"]), some.sampled_from([0, 0, -1, 1, 2])
+
+
+@dataclass
+class Side:
+    """A module with its optimizer, losses that are not yet backward, and what was saved of both."""
+
+    emb: Any
+    optimizer: Any
+    losses: list[Any]
+    saved: Any = None
+
+
+# --- writes, as (side, row) -------------------------------------------------------------------------------------------
+
+
+def by_scatter(side: Side, row: int) -> None:
+    side.emb.table.scatter([row], torch.full((1, DIM), -1.0).to(side.emb.table.dtype))
+
+
+@torch.no_grad()
+def to_the_weight(side: Side, row: int) -> None:
+    side.emb.weight[row] *= 0.5
+
+
+def to_weight_data(side: Side, row: int) -> None:
+    # Of encoded rows it is a copy.
+    if side.emb._handle.rows.plain:
+        side.emb.weight.data[row].fill_(0.25)
+
+
+def to_the_view(side: Side, row: int) -> None:
+    side.emb.table.torch()[row].fill_(1)
+
+
+def to_the_state(side: Side, row: int) -> None:
+    for values in side.optimizer.state.get(side.emb.weight, {}).values():
+        # A state of 8 bits is shown by a placeholder.
+        if type(values) is torch.Tensor and values.dim() == 2:
+            values[row].mul_(0.5)
+
+
+def to_the_array(side: Side, row: int) -> None:
+    side.emb.table.numpy()[row] = 1
+
+
+def of_the_table(side: Side, row: int) -> None:
+    side.emb.table.fill_(0.5)
+
+
+def of_all_rows(side: Side, row: int) -> None:
+    torch.manual_seed(row)
+    side.emb.reset_parameters()
+
+
+WRITES = (
+    by_scatter,
+    to_the_weight,
+    to_weight_data,
+    to_the_view,
+    to_the_array,
+    to_the_state,
+    of_the_table,
+    of_all_rows,
+)
+
+
+class TicketMachine(RuleBasedStateMachine):
+    """Two sides: one by ids alone, the other with tickets."""
+
+    @initialize(config=CONFIGS, seed=some.integers(0, 99))
+    def start(self, config, seed):
+        self.folder, self.sides, self.config = tempfile.TemporaryDirectory(), [], config
+        self.waiting: list[tuple[torch.Tensor, tickets.Ticket]] = []
+        self.gates: list[Gate] = []
+        sparse = config["optimizer"] == "SparseAdam"
+        options = {name: config[name] for name in ("memory", "idle", "padding_idx", "max_norm", "layout")}
+        options |= dict(zip(("storage_dtype", "state_dtype"), config["precision"], strict=True))
+        if config["cache"] is not None:
+            rows, for_good = config["cache"]
+            options |= {"cache_rows": rows, "cache_counts": torch.arange(ROWS) % 5 if for_good else None}
+        for name in "-ab":
+            path = Path(self.folder.name, f"{name}.npy") if config["memory"] == "mmap" else None
+            torch.manual_seed(seed)
+            try:
+                emb = config["kind"](ROWS, DIM, sparse=sparse, device="cpu", path=path, **options)
+            except SpeedtransferError:
+                assume(False)
+            self.sides.append(Side(emb, OPTIMIZERS[config["optimizer"]](emb.parameters()), []))
+        # The first step of a kind probes the optimizer, and reads rows anew: with max_norm, encoded ones are other bits then.
+        first = self.sides.pop(0)
+        first.emb(torch.tensor([[1]])).sum().backward()
+        first.optimizer.step()
+
+    def teardown(self):
+        if not hasattr(self, "sides"):
+            return
+        for gate in self.gates:
+            gate.opened.set()
+        if len(self.sides) == 2:
+            assert torch.equal(*(side.emb.weight.detach().clone().nan_to_num() for side in self.sides))
+        self.sides.clear()
+        self.waiting.clear()
+        self.folder.cleanup()
+
+    def both(self, call: Callable[[Side], Any], *others: Callable[[Side], Any]) -> Any:
+        """Do the same on both sides, or `others` on the second; if it raises, it must do so on both."""
+        results = []
+        for side, done in zip(self.sides, (call, *(others or (call,))), strict=True):
+            try:
+                results.append(done(side))
+            except SpeedtransferError as error:
+                results.append(type(error))
+        if isinstance(results[0], torch.Tensor) and isinstance(results[1], torch.Tensor):
+            assert_same_bits(*results)
+        else:
+            assert [value for value in results if isinstance(value, type)] in ([], [results[0]] * 2)
+        return results[0]
+
+    @invariant()
+    def planes_are_the_same_to_the_bit(self):
+        if len(getattr(self, "sides", ())) == 2:
+            ours, theirs = (side.emb.table for side in self.sides)
+            assert ours.planes == theirs.planes
+            for name in ours.planes:
+                # In a cache there are newer rows than in a plane, which stay there.
+                every = [table.gather(range(ROWS), name, catch_up=False) for table in (ours, theirs)]
+                assert_same_bits(*every)
+
+    @rule(ids=IDS, moment=MOMENTS, training=some.booleans())
+    def ask(self, ids, moment, training):
+        if len(self.waiting) == 6:
+            self.drop(0)
+        gate = Gate(ids, moment)
+        with mock.patch.object(ahead, "_read", gate.read), torch.set_grad_enabled(training):
+            self.waiting.append((ids, self.sides[1].emb.prefetch(ids)))
+        self.gates.append(gate)
+        if sum(one.moment != "free" for one in self.gates[:-1]) < ahead.THREADS:
+            # Held where it should be, or done: then what comes next comes after it.
+            assert gate.reached.wait(LIMIT_S)
+
+    @rule(place=PLACES)
+    def drop(self, place):
+        if self.waiting:
+            self.let_go(self.waiting.pop(place % len(self.waiting))[0])
+
+    @rule(count=some.integers(1, 3))
+    def let_some_go(self, count):
+        for gate in self.gates[:count]:
+            gate.opened.set()
+        del self.gates[:count]
+
+    def let_go(self, ids: torch.Tensor) -> None:
+        """Open the gates of reads of `ids`, and of those before them, which the threads have begun with."""
+        last = max((place for place, gate in enumerate(self.gates) if torch.equal(gate.ids, ids)), default=-1)
+        self.let_some_go(last + 1)
+
+    def look_up(self, ids: torch.Tensor, ticket: Any, training: bool) -> None:
+        """Look up on both sides; with `training` the losses are kept."""
+        self.let_go(ids)
+        if ticket is not None and ticket._handle is not self.sides[1].emb._handle:
+            with pytest.raises(InvalidValueError, match="made for"):
+                self.sides[1].emb(ticket)
+            ticket = None
+
+        def found(side: Side, asked: Any) -> torch.Tensor:
+            with torch.set_grad_enabled(training):
+                rows = side.emb(asked)
+            if training:
+                side.losses.append((rows**2).sum())
+            return rows.detach().clone()
+
+        self.both(lambda side: found(side, ids), lambda side: found(side, ids if ticket is None else ticket))
+
+    @rule(batches=some.lists(some.tuples(IDS, MOMENTS), min_size=1, max_size=4), depth=some.integers(0, 3))
+    def loop(self, batches, depth):
+        """Train as a loop does, with some batches ahead."""
+        for ids, moment in batches:
+            self.ask(ids, moment, True)
+            if len(self.waiting) > depth:
+                self.use(0, True, True)
+                self.step_and_begin_anew()
+
+    @rule(place=PLACES, by_ids=some.booleans(), training=some.booleans())
+    def use(self, place, by_ids, training):
+        if self.waiting:
+            ids, ticket = self.waiting.pop(place % len(self.waiting))
+            self.look_up(ids, None if by_ids else ticket, training)
+
+    @rule(place=PLACES, training=some.booleans())
+    def use_and_keep(self, place, training):
+        """A ticket that has served gets another lookup."""
+        if self.waiting:
+            self.look_up(*self.waiting[place % len(self.waiting)], training)
+
+    @rule(ids=IDS, training=some.booleans())
+    def ids_nobody_asked_for(self, ids, training):
+        self.look_up(ids, None, training)
+
+    def backward(self) -> None:
+        def backwards(side: Side) -> None:
+            losses, side.losses = side.losses, []
+            for loss in losses:
+                loss.backward()
+
+        self.both(backwards)
+
+    @rule()
+    def step(self):
+        self.backward()
+        self.both(lambda side: side.optimizer.step())
+
+    @rule()
+    def step_and_begin_anew(self):
+        self.step()
+        self.both(lambda side: side.optimizer.zero_grad())
+
+    # --- rows, state and whole modules change while rows are being read
+
+    @rule(write=some.sampled_from([*WRITES[:2], *WRITES]), row=ROW)
+    def write(self, write, row):
+        self.both(lambda side: write(side, row))
+
+    @rule(lr=some.sampled_from([0.01, 0.3]))
+    def change_learning_rate(self, lr):
+        for side in self.sides:
+            side.optimizer.param_groups[0]["lr"] = lr
+
+    @rule(what=some.sampled_from(["state dict", "module alone", "optimizer", "checkpoint", "copy", "pickle"]))
+    def put_in_place(self, what):
+        """Load what was taken before, or take it; or go on with something new in the place of the old."""
+        getattr(self, {"module alone": "_state_dict", "pickle": "_copy"}.get(what, f"_{what.replace(' ', '_')}"))(what)
+
+    def _state_dict(self, what: str) -> None:
+        def load(side: Side) -> None:
+            if side.saved is None:
+                side.saved = copy.deepcopy((side.emb.state_dict(), side.optimizer.state_dict()))
+                return
+            side.emb.load_state_dict(side.saved[0])
+            if what == "state dict":
+                side.optimizer.load_state_dict(copy.deepcopy(side.saved[1]))
+            side.saved = None
+
+        self.both(load)
+
+    def _optimizer(self, what: str) -> None:
+        for side in self.sides:
+            # Its state goes with it, before there is another.
+            side.optimizer = None
+            side.optimizer = OPTIMIZERS[self.config["optimizer"]](side.emb.parameters())
+
+    def _checkpoint(self, what: str) -> None:
+        there, before = Path(self.folder.name, "checkpoint0").exists(), random.getstate()
+        for number, side in enumerate(self.sides):
+            path = Path(self.folder.name, f"checkpoint{number}")
+            (st.load_checkpoint if there else st.save_checkpoint)(path, side.emb, side.optimizer, progress=False)
+        # Loading sets it; what is drawn for this test must not repeat itself.
+        random.setstate(before)
+
+    def _copy(self, what: str) -> None:
+        def copied(side: Side) -> None:
+            both = side.emb, side.optimizer
+            side.emb, side.optimizer = copy.deepcopy(both) if what == "copy" else pickle.loads(pickle.dumps(both))
+
+        # The copies know nothing of losses that the others have looked up.
+        self.step_and_begin_anew()
+        self.both(copied)
