@@ -56,8 +56,9 @@ class Bags(NamedTuple):
         for mode, some in itertools.groupby(self.counts, modes.__getitem__):
             names = list(some)
             end, stop = at + sum(len(self.values[name]) for name in names), bag + sum(self.counts[n] for n in names)
-            weights = self.weights[at:end] if self.weights is not None and mode == "sum" else None
-            given: dict[str, Any] = {"mode": mode, "per_sample_weights": weights, "padding_idx": padding_idx, **more}
+            given: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, **more}
+            if self.weights is not None and mode == "sum":
+                given["per_sample_weights"] = self.weights[at:end]
             found.append(F.embedding_bag(index[at:end], rows, offsets[bag:stop] - at, **given))
             at, bag = end, stop
         return found[0] if len(found) == 1 else torch.cat(found)
@@ -86,8 +87,9 @@ class BagModules(FeatureModules):
             module, stop = self[self.features[name]], begin + bags.counts[name]
             weights = None if bags.weights is None else bags.weights[at : at + len(values)]
             one = Bags({name: values}, bags.offsets[begin:stop] - at, {name: stop - begin}, weights, by_name=True)
-            index, limits = values.to(module.weight.device), {"max_norm": module.max_norm, "norm_type": module.norm_type}
-            parts[name] = one.pooled(module.weight, index, self.modes, module.padding_idx, **limits)
+            more = {"max_norm": module.max_norm, "norm_type": module.norm_type}
+            index = values.to(module.weight.device)
+            parts[name] = one.pooled(module.weight, index, self.modes, module.padding_idx, **more)
             begin, at = stop, at + len(values)
         return self._arranged(parts, bags.by_name)
 

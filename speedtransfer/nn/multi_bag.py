@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.feature import device_of, find
@@ -63,7 +63,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
     """
 
     _replaces = (nn.EmbeddingBag, EmbeddingBag)
-    _common = (*MultiEmbedding._common, "include_last_offset")
+    _common = ("embedding_dim", "max_norm", "norm_type", "sparse", "include_last_offset")
 
     @takes_options
     def __init__(
@@ -115,9 +115,8 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
                     f"mode of feature {name!r} is {modes.get(name)!r} but the features are {list(served)} and modes are "
                     f"{list(MODES)}; pass one of these for each"
                 )
-        super().__init__(
-            num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, False, sparse, _weight, _freeze, **about
-        )
+        more = False, sparse, _weight, _freeze
+        super().__init__(num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, *more, **about)
         self.features, self.modes = served, modes
         self.include_last_offset, self.concatenate = include_last_offset, concatenate
         self._feature_ids = FeatureIds({name: self._modules[table] for name, table in served.items()}, self._keys)
@@ -148,6 +147,12 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
             A module is no ``nn.EmbeddingBag``, or is not like the first.
         """
         tables = by_name(modules)
+        for name, module in tables.items():
+            if getattr(module, "scale_grad_by_freq", False):
+                raise InvalidValueError(
+                    f"scale_grad_by_freq of {name!r} is True, which there is not where tables are looked up at once; leave "
+                    "that module out"
+                )
         served = {name: name for name in tables} if features is None else dict(features)
         modes = {name: getattr(tables.get(table), "mode", "mean") for name, table in served.items()}
         return cls._of(modules, options, {"features": served, "mode": modes, "concatenate": concatenate})

@@ -1,0 +1,356 @@
+"""``MultiEmbeddingBag`` against ``nn.EmbeddingBag`` modules, feature by feature: forms of ids, numbers, training, bad input."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.utils.rnn import pad_sequence
+
+import speedtransfer as st
+
+SIZES, DIM = {"item": 30, "user": 11, "hour": 5}, 6
+FEATURES = {"seen": "item", "who": "user", "bought": "item", "when": "hour"}
+MODES = {"seen": "sum", "who": "mean", "bought": "max", "when": "sum"}
+PADDING = {"item": 3, "user": None, "hour": -1}
+LENGTHS = {"seen": [3, 0, 9, 1], "who": [1, 1, 1, 1], "bought": [0, 4, 2, 0], "when": [2, 0, 0, 5]}
+MAKE: dict[str, Any] = {"features": FEATURES, "mode": MODES, "padding_idx": PADDING}
+ADAMW: Callable[..., Any] = lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1)  # noqa: E731
+Lists = dict[str, list[Tensor]]
+
+
+def multi(seed: int = 0, **options: Any) -> st.MultiEmbeddingBag:
+    torch.manual_seed(seed)
+    return st.MultiEmbeddingBag(SIZES, DIM, **{**MAKE, **options})
+
+
+class Dense(nn.ModuleDict):
+    """The tables as ``nn.EmbeddingBag``; one that serves features of several modes takes each in turn."""
+
+    def __init__(self, seed: int = 0, padding_idx: Any = PADDING, **options: Any) -> None:
+        torch.manual_seed(seed)
+        super().__init__(
+            {name: nn.EmbeddingBag(n, DIM, padding_idx=padding_idx[name], **options) for name, n in SIZES.items()}
+        )
+
+    def forward(self, bags: Lists, weights: Any = None, modes: Any = MODES) -> dict[str, Tensor]:
+        found = {}
+        for name, table in FEATURES.items():
+            self[table].mode = modes[name]
+            found[name] = self[table](torch.cat(bags[name]), offsets_of(bags[name])[:-1], (weights or {}).get(name))
+        return found
+
+
+def offsets_of(bags: list[Tensor]) -> Tensor:
+    return torch.tensor([0, *(len(bag) for bag in bags)]).cumsum(0)
+
+
+def batch(seed: int = 1, lengths: dict[str, list[int]] = LENGTHS) -> Lists:
+    draw = torch.Generator().manual_seed(seed)
+    return {
+        name: [torch.randint(SIZES[FEATURES[name]], (n,), generator=draw) for n in each]
+        for name, each in lengths.items()
+    }
+
+
+class Jagged:
+    """What TorchRec's JaggedTensor has, and its KeyedJaggedTensor."""
+
+    def __init__(self, values: Tensor, offsets: Tensor, keys: Any = None, weights: Any = None) -> None:
+        self._parts = values, offsets, weights
+        if keys is not None:
+            self.keys = lambda: keys
+
+    def values(self) -> Tensor:
+        return self._parts[0]
+
+    def offsets(self) -> Tensor:
+        return self._parts[1]
+
+    def weights_or_none(self) -> Any:
+        return self._parts[2]
+
+    def lengths(self) -> Tensor:
+        return self._parts[1].diff()
+
+
+def keyed(bags: Lists, weights: Any = None, names: Any = None) -> Jagged:
+    flat = [bag for name in names or bags for bag in bags[name]]
+    return Jagged(torch.cat(flat), offsets_of(flat), [*(names or bags)], weights)
+
+
+def jagged(bags: list[Tensor]) -> Tensor:
+    return torch.nested.nested_tensor(bags, layout=torch.jagged)
+
+
+FORMS: dict[str, Callable[[Lists], Any]] = {
+    "pairs": lambda bags: {name: (torch.cat(each), offsets_of(each)[:-1]) for name, each in bags.items()},
+    "int32": lambda bags: {n: (torch.cat(b).int(), offsets_of(b)[:-1].int()) for n, b in bags.items()},
+    "a list": lambda bags: [(torch.cat(bags[name]), offsets_of(bags[name])[:-1].tolist()) for name in FEATURES],
+    "nested": lambda bags: {name: jagged(each) for name, each in bags.items()},
+    "like JaggedTensor": lambda bags: {name: Jagged(torch.cat(b), offsets_of(b)) for name, b in bags.items()},
+    "like KeyedJaggedTensor": keyed,
+    "in another order": lambda bags: keyed(bags, names=[*reversed(FEATURES)]),
+}
+
+
+def loss_of(found: Any) -> Tensor:
+    parts = found.values() if isinstance(found, dict) else found
+    return sum((part * torch.linspace(0.1, 1.5, part.numel()).view(part.shape)).square().sum() for part in parts)
+
+
+def named(found: Any) -> dict[str, Tensor]:
+    return found if isinstance(found, dict) else dict(zip(FEATURES, found, strict=True))
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    for name in FEATURES:
+        assert torch.equal(found[name], wanted[name]), name
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_as_torch(form: str) -> None:
+    ours, dense, bags = multi(dtype=torch.float64), Dense(dtype=torch.float64), batch()
+    assert [*ours.state_dict()] == [*dense.state_dict()]
+    found, wanted = named(ours(FORMS[form](bags))), dense(bags)
+    assert [*found] == [*FEATURES]
+    assert_same(found, wanted)
+    loss_of(found).backward()
+    loss_of(wanted).backward()
+    expected = torch.cat([module.weight.grad for module in dense.values()])
+    torch.testing.assert_close(ours.weight.grad.to_dense(), expected, rtol=0, atol=1e-12)
+    with torch.no_grad():
+        assert_same(named(ours(FORMS[form](bags))), wanted)
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_dense_ids_and_columns(last: bool) -> None:
+    """Two-dimensional ids; pairs with the end of the last bag; no bags; no ids."""
+    ours, dense = multi(include_last_offset=last), Dense()
+    bags = batch(2, dict.fromkeys(FEATURES, [3, 3]))
+    assert_same(ours({name: torch.stack(each) for name, each in bags.items()}), dense(bags))
+    assert_same(ours({name: torch.stack(each).tolist() for name, each in bags.items()}), dense(bags))
+    assert_same(ours({n: (torch.cat(b), offsets_of(b)[: None if last else -1]) for n, b in bags.items()}), dense(bags))
+    none = batch(2, dict.fromkeys(FEATURES, [0, 0]))
+    assert_same(ours({name: torch.empty(2, 0).long() for name in FEATURES}), dense(none))
+    assert all(part.shape == (0, DIM) for part in ours({name: torch.empty(0, 2).long() for name in FEATURES}).values())
+    padded = {name: pad_sequence(each, batch_first=True, padding_value=3) for name, each in batch().items()}
+    assert ours(padded)["seen"].shape == (4, DIM)
+
+
+def test_concatenated() -> None:
+    ours, dense = multi(concatenate=True), Dense()
+    found, wanted = ours(keyed(batch())), torch.cat(list(dense(batch()).values()), 1)
+    assert torch.equal(found, wanted)
+    loss_of([found]).backward()
+    loss_of([wanted]).backward()
+    expected = torch.cat([module.weight.grad for module in dense.values()])
+    torch.testing.assert_close(ours.weight.grad.to_dense(), expected)
+    one = multi(concatenate=True, mode="sum")
+    assert torch.equal(one(keyed(batch())), torch.cat(list(multi(mode="sum")(keyed(batch())).values()), 1))
+
+
+@pytest.mark.parametrize("given", ["with the ids", "beside", "of some", "a list"])
+def test_weights(given: str) -> None:
+    bags, dense = batch(), Dense(dtype=torch.float64)
+    ours = multi(dtype=torch.float64, mode={**MODES, "who": "sum", "bought": "sum"} if given != "of some" else MODES)
+    draw = torch.Generator().manual_seed(3)
+    weights = {
+        name: torch.rand(sum(map(len, each)), generator=draw, dtype=torch.float64).requires_grad_()
+        for name, each in bags.items()
+        if given != "of some" or MODES[name] == "sum"
+    }
+    if given == "with the ids":
+        found = ours(keyed(bags, torch.cat([weights[name] for name in bags])))
+    else:
+        found = ours(FORMS["pairs"](bags), weights if given != "a list" else [weights[name] for name in FEATURES])
+    found, wanted = named(found), dense(bags, weights, ours.modes)
+    for name in FEATURES:
+        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-12)
+    some = [*weights.values()]
+    grads = [torch.autograd.grad(loss_of(each), some) for each in (found, wanted)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "adamw": ADAMW,
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
+}
+ARGUMENTS = ("max_norm", "mode")
+TRAINED: list[dict[str, Any]] = [
+    {},
+    {"cache_rows": 4},
+    {"memory": "mmap"},
+    {"layout": "rows"},
+    {"max_norm": 1.0},
+    {"mode": "sum"},
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("options", TRAINED, ids=str)
+def test_trains_as_torch(options: dict[str, Any], optimizer: str, tmp_path: Any) -> None:
+    """Exact idle rows, a table that has no gradient in some steps, and reading ahead in others."""
+    both: dict[str, Any] = {"dtype": torch.float64} | {k: v for k, v in options.items() if k in ARGUMENTS}
+    path = {"path": tmp_path / "rows.npy"} if "memory" in options else {}
+    ours, dense = multi(**{**options, **path, **both}), Dense(**both)
+    opts = [OPTIMIZERS[optimizer](module.parameters()) for module in (ours, dense)]
+    for step in range(12):
+        bags, ticket = batch(step), None
+        if step % 3 == 1:
+            ticket = ours.prefetch(keyed(bags))
+        outs = ours(ticket or FORMS["nested"](bags)), dense(bags, modes=ours.modes)
+        for found, opt in zip(outs, opts, strict=True):
+            opt.zero_grad()
+            loss_of([part for name, part in found.items() if step % 4 != 2 or FEATURES[name] != "user"]).backward()
+            opt.step()
+    for name, module in dense.items():
+        torch.testing.assert_close(ours[name].weight.detach(), module.weight.detach(), rtol=0, atol=1e-12)
+
+
+def test_a_table_that_nothing_came_to_has_no_gradient() -> None:
+    ours = multi()
+    found = ours(keyed(batch()))
+    found["who"].sum().backward()
+    assert [name for name, table in ours.items() if table.weight.grad is not None] == ["user"]
+
+
+def test_from_modules_and_state_dicts() -> None:
+    tables = nn.ModuleDict({"a": nn.EmbeddingBag(9, 4, mode="sum", padding_idx=2), "b": nn.EmbeddingBag(7, 4)})
+    ours = st.MultiEmbeddingBag.from_modules(tables, features={"x": "a", "y": "b", "z": "a"})
+    assert ours.modes == {"x": "sum", "y": "mean", "z": "sum"}
+    assert ours["a"].padding_idx == 2
+    ids = {name: torch.tensor([[1, 2, 5], [2, 2, 3]]) for name in "xyz"}
+    for name, table in ours.features.items():
+        assert torch.equal(ours(ids)[name], tables[table](ids[name]))
+    assert str(ours.load_state_dict(tables.state_dict())) == "<All keys matched successfully>"
+    tables.load_state_dict(ours.state_dict())
+    for other, message in (
+        (nn.Embedding(7, 4), "'b' is a Embedding"),
+        (nn.EmbeddingBag(7, 3), "embedding_dim of 'b' is 3"),
+        (nn.EmbeddingBag(7, 4, scale_grad_by_freq=True), "scale_grad_by_freq of 'b' is True"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            st.MultiEmbeddingBag.from_modules({"a": tables["a"], "b": other})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_copies_and_swapped_weights() -> None:
+    ours, bags = multi(), FORMS["pairs"](batch())
+    expected = {name: part.detach() for name, part in ours(bags).items()}
+    assert_same(copy.deepcopy(ours)(bags), expected)
+    dense = st.to_dense(ours)
+    assert type(dense["item"]) is nn.Embedding
+    assert_same(dense(bags), expected)
+    values = ours.weight.detach().clone()
+    assert_same(functional_call(multi(seed=1), {"weight": values}, (bags,)), expected)
+    assert_same(torch.compile(ours, backend="eager")(bags), expected)
+    torch.testing.assert_close(ours["item"](torch.tensor([4])), dense["item"](torch.tensor([4])))
+    with pytest.raises(st.errors.InvalidTypeError, match="to_dense"):
+        torch.jit.script(ours)
+
+
+def test_a_vocabulary() -> None:
+    """Ids of any kind: what they had on the CPU as row numbers, once all are known."""
+    ours = multi(padding_idx=None, vocabulary=st.Vocabulary())
+    bags = batch()
+    far = {name: [bag * 10**9 for bag in each] for name, each in bags.items()}
+    opt = ADAMW(ours.parameters())
+    for _ in range(3):
+        loss_of(ours(keyed(far))).backward()
+        opt.step()
+        opt.zero_grad()
+    dense = Dense(padding_idx=dict.fromkeys(SIZES))
+    for name, table in dense.items():
+        known = torch.arange(SIZES[name])
+        table.weight.data.copy_(ours.eval()[name](known * 10**9))
+    for name, part in dense(bags).items():
+        torch.testing.assert_close(ours(keyed(far))[name], part)
+    padded = multi(padding_idx=7, vocabulary=st.Vocabulary())
+    seven = {name: torch.tensor([[7, 1], [7, 7]]) for name in FEATURES}
+    assert torch.equal(padded(seven)["bought"][1], torch.zeros(DIM))
+
+
+PAIR = (torch.tensor([1, 2, 3]), torch.tensor([0, 1]))
+
+
+def but(**parts: Any) -> dict[str, Any]:
+    return {**dict.fromkeys(FEATURES, PAIR), **parts}
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        (but(who=(PAIR[0], torch.tensor([0, 3, 1]))), r"offsets\[2\] of feature 'who' is 1 after 3"),
+        (but(who=(PAIR[0], torch.tensor([0, 4]))), "offsets of feature 'who' go to 4 but there are 3 ids"),
+        (but(who=(PAIR[0], torch.tensor([1, 2]))), r"offsets of feature 'who' begin with \[1\]"),
+        (but(who=(PAIR[0], torch.tensor([]).long())), r"offsets of feature 'who' begin with \[\]"),
+        (but(who=(PAIR[0], torch.tensor([0.0]))), "feature 'who' has ids of shape"),
+        (but(who=torch.tensor([1, 2])), r"the ids of feature 'who' are of shape \(2,\)"),
+        (but(who=Jagged(PAIR[0], torch.tensor([0, 2]))), "offsets of feature 'who' go to 2 but there are 3 ids"),
+        (but(seen=torch.tensor([[1, 30]])), r"index\[1\] of feature 'seen of table item' is 30 but it has 30 rows"),
+        (but(whose=PAIR), "ids has 'whose', which is not a feature; did you mean 'who'"),
+        ({"who": PAIR}, "ids has no 'seen', a feature of table 'item'"),
+        ([PAIR], "ids is a list of 1 but there are 4 features"),
+        (PAIR[0], "ids is a Tensor but must be of each of 4 features"),
+        (Jagged(PAIR[0], torch.arange(4), ["seen", "who", "seen", "when"]), "feature 'seen' twice"),
+        (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3]), [*FEATURES]), "ids has 4 offsets"),
+        (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 9]), [*FEATURES]), "offsets of feature 'when' go to 9"),
+        (Jagged(PAIR[0], torch.tensor([0, 2, 1, 3, 3]), [*FEATURES]), r"offsets\[2\] of feature 'who' is 1 after 2"),
+        (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 3]), [*FEATURES], torch.ones(3)), "feature 'who' has weights but"),
+    ],
+    ids=lambda it: it if isinstance(it, str) else "",
+)
+def test_bad_ids(ids: Any, message: str) -> None:
+    ours = multi(max_norm=0.1)
+    before = ours.table.torch().clone()
+    with pytest.raises(st.errors.SpeedtransferError, match=message) as error:
+        ours(ids)
+    assert "\n" not in str(error.value)
+    assert torch.equal(ours.table.torch(), before)
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({"seen": torch.ones(2)}, "feature 'seen' has 2 weights but 3 ids"),
+        ({"bought": torch.ones(3)}, "feature 'bought' has weights but its mode is 'max'"),
+        ({"sen": torch.ones(3)}, "'sen', which is not a feature; did you mean 'seen'"),
+        (torch.ones(3), "per_sample_weights is a Tensor but"),
+    ],
+)
+def test_bad_weights(weights: Any, message: str) -> None:
+    with pytest.raises(st.errors.SpeedtransferError, match=message):
+        multi()(but(), weights)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"features": {"x": "items"}}, "feature 'x' is of table 'items', which there is not; did you mean 'item'"),
+        ({"features": {"x": "item", "y": "user"}}, "table 'hour' serves no feature"),
+        ({"mode": {"who": "sum"}}, "mode of feature 'seen' is None"),
+        ({"mode": "median"}, "mode of feature 'seen' is 'median'"),
+        ({"mode": {**MODES, "whose": "sum"}}, "mode of feature 'whose' is 'sum' but the features are"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        multi(**options)
+
+
+def test_widths_that_differ() -> None:
+    with pytest.raises(ValueError, match="have one width, and that of 'b' is another; make one for each width"):
+        st.MultiEmbeddingBag({"a": 3, "b": 4}, {"a": 4, "b": 8})
+
+
+def test_no_columns_of_one_tensor() -> None:
+    with pytest.raises(ValueError, match="feature 'when' has 1 bags but 'seen' has 2"):
+        multi(concatenate=True)(but(when=(PAIR[0], torch.tensor([0]))))
