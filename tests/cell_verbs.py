@@ -203,6 +203,9 @@ KINDS = {
         functools.partial(st.EmbeddingBag, *bag), lambda: nn.EmbeddingBag(*bag), ROWS[:, None], ROWS, (2, 3)
     ),
     "MultiEmbedding": Kind(multi, lambda: Columns(sum(SIZES), DIM), COLUMNS, COLUMNS, (6, 2)),
+    "MultiEmbeddingBag": Kind(
+        functools.partial(st.MultiEmbeddingBag, SIZES, DIM), lambda: Columns(sum(SIZES), DIM), COLUMNS, COLUMNS, (6, 2)
+    ),
     "a feature": Kind(
         multi,
         lambda: Features([nn.Embedding(n, DIM) for n in SIZES]),

@@ -139,6 +139,12 @@ def test_dense_ids_and_columns(last: bool) -> None:
     none = batch(2, dict.fromkeys(FEATURES, [0, 0]))
     assert_same(ours({name: torch.empty(2, 0).long() for name in FEATURES}), dense(none))
     assert all(part.shape == (0, DIM) for part in ours({name: torch.empty(0, 2).long() for name in FEATURES}).values())
+    columns = torch.stack([torch.stack(bags[name]) for name in FEATURES], 1) % 5
+    by_column = ours(dict(zip(FEATURES, columns.unbind(1), strict=True)))
+    assert torch.equal(ours(columns), torch.stack(list(by_column.values()), 1))
+    assert torch.equal(ours(columns[..., 0]), ours(columns[..., :1]))
+    weighed = multi(mode="sum")
+    assert torch.equal(weighed(columns, torch.full(columns.shape, 2.0)), weighed(columns) * 2)
     padded = {name: pad_sequence(each, batch_first=True, padding_value=3) for name, each in batch().items()}
     assert ours(padded)["seen"].shape == (4, DIM)
 
@@ -299,7 +305,8 @@ def but(**parts: Any) -> dict[str, Any]:
         (but(whose=PAIR), "ids has 'whose', which is not a feature; did you mean 'who'"),
         ({"who": PAIR}, "ids has no 'seen', a feature of table 'item'"),
         ([PAIR], "ids is a list of 1 but there are 4 features"),
-        (PAIR[0], "ids is a Tensor but must be of each of 4 features"),
+        (PAIR[0], r"ids has shape \(3,\) but must be \(bags, 4\)"),
+        (3, "ids is a int but must be of each of 4 features"),
         (Jagged(PAIR[0], torch.arange(4), ["seen", "who", "seen", "when"]), "feature 'seen' twice"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3]), [*FEATURES]), "ids has 4 offsets"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 9]), [*FEATURES]), "offsets of feature 'when' go to 9"),

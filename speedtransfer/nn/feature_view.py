@@ -39,10 +39,11 @@ class FeatureView:
         self.of, self.start, self.stop, self.number, self.name = of, start, stop, number, name
         self.param_ref: Callable[[], nn.Parameter | None] = lambda: None
 
-    def weight(self) -> nn.Parameter:
-        """Make a weight that reads and writes the rows."""
+    def weight(self, of: nn.Parameter | None = None) -> nn.Parameter:
+        """Make a weight that reads and writes the rows, of a new parameter or `of` one, whose values the table has."""
         with torch.inference_mode(False):
-            made = nn.Parameter(self.placeholder(), requires_grad=self.requires_grad)
+            made = nn.Parameter(self.placeholder(), requires_grad=self.requires_grad) if of is None else of
+            made.data = self.placeholder()
         made.__dict__[KEY], self.param_ref = self, weakref.ref(made)
         listen(made)
         made.__class__ = TableWeight

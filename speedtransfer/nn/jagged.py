@@ -37,15 +37,15 @@ class Bags(NamedTuple):
         How many bags each feature has.
     weights : Tensor, optional
         A weight for each id of all.
-    by_name : bool
-        Whether features were given by name.
+    form : {dict, list, Tensor}
+        What the results are to be in, as the ids were.
     """
 
     values: dict[str, Tensor]
     offsets: Tensor
     counts: dict[str, int]
     weights: Tensor | None
-    by_name: bool
+    form: type
 
     def pooled(
         self, rows: Tensor, index: Tensor, modes: Mapping[str, str], padding_idx: int | None, **more: Any
@@ -84,27 +84,32 @@ class BagModules(FeatureModules):
         bags = self._bags(Given(ids, per_sample_weights))
         parts, begin, at = {}, 0, 0
         for name, values in bags.values.items():
-            module, stop = self[self.features[name]], begin + bags.counts[name]
+            module: Any = self._modules[self.features[name]]
+            stop = begin + bags.counts[name]
             weights = None if bags.weights is None else bags.weights[at : at + len(values)]
-            one = Bags({name: values}, bags.offsets[begin:stop] - at, {name: stop - begin}, weights, by_name=True)
+            one = Bags({name: values}, bags.offsets[begin:stop] - at, {name: stop - begin}, weights, dict)
             more = {"max_norm": module.max_norm, "norm_type": module.norm_type}
             index = values.to(module.weight.device)
             parts[name] = one.pooled(module.weight, index, self.modes, module.padding_idx, **more)
             begin, at = stop, at + len(values)
-        return self._arranged(parts, bags.by_name)
+        return self._arranged(parts, bags.form)
 
-    def _arranged(self, parts: dict[str, Tensor], by_name: bool) -> Any:
+    def _arranged(self, parts: dict[str, Tensor], form: type) -> Any:
         """Return what forward does, of the pooled rows of each feature."""
-        found = {name: parts[name] for name in self.features}
-        if self.concatenate:
-            return torch.cat(list(found.values()), 1)
-        return found if by_name else list(found.values())
+        found = [parts[name] for name in self.features]
+        if self.concatenate or form is Tensor:
+            return torch.cat(found, 1) if self.concatenate else torch.stack(found, 1)
+        return dict(zip(self.features, found, strict=True)) if form is dict else found
 
     # --- ids in any form ------------------------------------------------------------------------------------------------
 
     def _bags(self, given: Given) -> Bags:
         """Return the ids of a lookup, features of one mode after the other; raise where they are no bags."""
         ids, weights = given
+        columns = isinstance(ids, Tensor) and not ids.is_nested
+        if columns:
+            ids = self._columns(ids, "ids")
+            weights = self._columns(weights, "per_sample_weights") if isinstance(weights, Tensor) else weights
         keyed = callable(getattr(ids, "offsets", None)) and callable(getattr(ids, "keys", None))
         names = list(ids.keys()) if keyed else []
         given_parts = {} if keyed else self._by_feature(ids, "ids")
@@ -123,7 +128,17 @@ class BagModules(FeatureModules):
         offsets = torch.cat([apart[name].begins + place for name, place in zip(order, places, strict=False)])
         theirs = self._by_feature(weights, "per_sample_weights") if weights is not None else {}
         theirs = theirs or {name: part.weights for name, part in apart.items() if part.weights is not None}
-        return Bags(values, offsets, counts, self._weights(values, theirs), keyed or isinstance(ids, Mapping))
+        form = Tensor if columns else dict if keyed or isinstance(ids, Mapping) else list
+        return Bags(values, offsets, counts, self._weights(values, theirs), form)
+
+    def _columns(self, given: Tensor, what: str) -> list[Tensor]:
+        """Return the ids of each feature, ``(bags, n)``."""
+        if given.dim() not in (2, 3) or given.shape[1] != len(self.features):
+            raise InvalidValueError(
+                f"{what} has shape {tuple(given.shape)} but must be (bags, {len(self.features)}), a column for each feature, or "
+                "(bags, features, n); pass a list or a dict for other shapes"
+            )
+        return [part.unsqueeze(1) if given.dim() == 2 else part for part in given.unbind(1)]
 
     def _by_feature(self, given: Any, what: str) -> dict[str, Any]:
         """Return what is given as a mapping, or as a sequence of one for each feature; raise for other names."""

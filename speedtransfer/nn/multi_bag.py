@@ -163,10 +163,11 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
 
         Parameters
         ----------
-        ids : sequence or mapping, KeyedJaggedTensor or like it, or Ticket
+        ids : sequence or mapping, KeyedJaggedTensor or like it, Tensor, or Ticket
             Of each feature: 2-D ids, ``(bags, n)``; a pair of 1-D ids and the offsets where bags begin in these; a nested
             tensor (``torch.jagged``), or anything with ``values()`` and ``offsets()``. Or one object with ``keys()``,
-            ``values()`` and ``offsets()`` (with the end of the last bag) for all. Or the ticket that `prefetch` has returned.
+            ``values()`` and ``offsets()`` (with the end of the last bag) for all. Or a tensor, ``(bags, features)`` for bags of
+            one id, or ``(bags, features, n)``. Or the ticket that `prefetch` has returned.
         per_sample_weights : sequence or mapping, optional
             A weight for each id of some features of mode "sum", like their ids; by default what ``weights_or_none()`` of the
             ids returns.
@@ -174,7 +175,8 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         Returns
         -------
         dict or list of Tensor, or Tensor
-            ``(bags, embedding_dim)`` of each feature, by name unless `ids` is a sequence; with `concatenate` one tensor.
+            ``(bags, embedding_dim)`` of each feature, by name unless `ids` is a sequence; ``(bags, features, embedding_dim)``
+            if it is a tensor; and with `concatenate` ``(bags, features * embedding_dim)``.
 
         Raises
         ------
@@ -189,14 +191,15 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         found = find(self, weight, ids if isinstance(ids, Ticket) else Given(ids, per_sample_weights))
         bags: Bags = found.bags
         names, order = list(self.features), list(bags.counts)
-        used = UsedFeatures(self._every() if self.concatenate else 0)
+        whole = self.concatenate or bags.form is Tensor
+        used = UsedFeatures(self._every() if whole else 0)
         pooled = self._pool(weight, found, used)
-        if self.concatenate:
-            columns = pooled.view(len(order), -1, self.embedding_dim)
-            columns = columns if names == order else columns[[order.index(name) for name in names]]
-            return columns.transpose(0, 1).reshape(-1, len(order) * self.embedding_dim)
-        parts = self._split(pooled, bags.counts, used)
-        return self._arranged(dict(zip(order, parts, strict=True)), bags.by_name)
+        if not whole:
+            parts = self._split(pooled, bags.counts, used)
+            return self._arranged(dict(zip(order, parts, strict=True)), bags.form)
+        columns = pooled.view(len(order), bags.counts[order[0]], self.embedding_dim)
+        columns = (columns if names == order else columns[[order.index(name) for name in names]]).transpose(0, 1)
+        return columns.flatten(1) if self.concatenate else columns.contiguous()
 
     def _pool(self, weight: Any, found: FeatureRows, used: UsedFeatures) -> Tensor:
         """Return the pooled rows of all bags, ``(bags, dim)``, whose gradient is one of the features that are `used`."""

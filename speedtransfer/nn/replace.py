@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
+from speedtransfer.nn.collections_of_torchrec import Collection, is_collection
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, check_model, complete, takes_options
@@ -63,6 +64,10 @@ def replace_embeddings(
     The modules and their parameters stay the same objects: subclasses keep their own code, hooks stay, and heads that share a
     weight, optimizers and lists of parameters made before keep working.
 
+    The tables of an unsharded ``EmbeddingBagCollection`` or ``EmbeddingCollection`` of TorchRec become one, a
+    :class:`~speedtransfer.MultiEmbeddingBag` or :class:`~speedtransfer.MultiEmbedding`, with one parameter: make the
+    optimizer afterwards. Where they are not alike each has a table of its own.
+
     Parameters
     ----------
     model : nn.Module
@@ -112,7 +117,11 @@ def replace_embeddings(
             f"names is {names!r} but must be a pattern, several or a function; pass for instance 'user*'"
         )
     report, found, users = Replaced(), {}, _users(model)
+    collections, apart = _collections(model, names, min_rows, min_bytes, options, users)
+    inside = tuple(f"{name}.{each.attribute}." if name else f"{each.attribute}." for name, each in collections.items())
     for name, module in model.named_modules(remove_duplicate=False):
+        if name.startswith(inside):
+            continue
         if not isinstance(module, nn.Embedding | nn.EmbeddingBag) or isinstance(module, TableModule | Feature):
             continue
         if not _wanted(name, module, names):
@@ -140,6 +149,8 @@ def replace_embeddings(
                 weight.detach(), shape, device, dtype, weight.requires_grad, own, padding
             )
             handles[id(weight)], handle.name = handle, name
+    for collection in {id(each): each for each in collections.values()}.values():
+        collection.make(options)
     for name, module in found.items():
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
         if others:
@@ -151,7 +162,37 @@ def replace_embeddings(
         if not isinstance(module, TableModule):
             _give_table(module, handles.get(id(module.weight)), options)
         report.append(name)
+        reason = next((reason for prefix, reason in apart.items() if name.startswith(prefix)), None)
+        if reason is not None:
+            report.notes.setdefault(name, f"apart from others of its collection, as {reason}")
+    for name, collection in collections.items():
+        if is_collection(collection.module):
+            collection.replace()
+        report.append(name)
+        report.notes[name] = collection.about()
     return report
+
+
+def _collections(
+    model: nn.Module, names: Names | None, min_rows: int, min_bytes: int, options: TableOptions, users: Any
+) -> tuple[dict[str, Collection], dict[str, str]]:
+    """Return the collections of TorchRec to give one table each, and, by what their names begin with, why not to others."""
+    found: dict[str, Collection] = {}
+    known: dict[int, Collection] = {}
+    apart = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if not is_collection(module) or not _wanted(name, module, names):
+            continue
+        each = known.setdefault(id(module), Collection(module))
+        tables = each.tables.values()
+        if sum(it.num_embeddings for it in tables) < min_rows or sum(map(_weight_bytes, tables)) < min_bytes:
+            continue
+        problem = each.problem(options, users)
+        if problem is None:
+            found[name] = each
+        else:
+            apart[f"{name}.{each.attribute}." if name else f"{each.attribute}."] = problem
+    return found, apart
 
 
 def _wanted(name: str, module: nn.Module, names: Names | None) -> bool:

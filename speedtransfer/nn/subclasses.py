@@ -37,7 +37,7 @@ _OF_A_CLASS = {"__module__", "__doc__", "__dict__", "__weakref__", "__annotation
 def table_class(cls: Any) -> Any:
     """Return the class with a table for a class of embeddings: its own code, before ours, before that of torch."""
     ours = EmbeddingBag if issubclass(cls, nn.EmbeddingBag) else Embedding
-    return ours if cls is _DENSE[ours] else _subclass(cls, (cls, ours), empty_table_module)
+    return ours if cls is _DENSE[ours] else subclass_of(cls, (cls, ours), empty_table_module)
 
 
 @once
@@ -55,10 +55,10 @@ def dense_class(cls: Any) -> Any:
     replaced = (vars(ModuleState).keys() | vars(TableModule).keys() | vars(ours).keys()) - _OF_A_CLASS
     methods = {name: inspect.getattr_static(theirs, name) for name in replaced if hasattr(theirs, name)}
     base = type(f"Dense{ours.__name__}", (ours,), {**methods, "__module__": __name__})
-    return _subclass(cls, (cls, base), empty_dense_module)
+    return subclass_of(cls, (cls, base), empty_dense_module)
 
 
-def _subclass(cls: Any, bases: tuple[Any, ...], empty: Callable[[Any], Any]) -> Any:
+def subclass_of(cls: Any, bases: tuple[Any, ...], empty: Callable[[Any], Any]) -> Any:
     """Return a class named as `cls`, whose objects are unpickled from what ``empty(cls)`` returns."""
 
     def reduce(module: Any, protocol: Any) -> Any:

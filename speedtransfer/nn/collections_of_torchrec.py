@@ -1,0 +1,136 @@
+"""TorchRec's unsharded collections of tables with one of ours: their code but for the lookups. Needs no TorchRec."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from speedtransfer.errors import SpeedtransferError
+from speedtransfer.nn.multi import MultiEmbedding, by_name
+from speedtransfer.nn.multi_bag import MultiEmbeddingBag
+from speedtransfer.nn.options import TableOptions
+from speedtransfer.nn.subclasses import subclass_of
+from speedtransfer.once import once
+
+
+def _pooled(self: Any, features: Any) -> Any:
+    """Do what the forward of an ``EmbeddingBagCollection`` does."""
+    theirs, names, outs = _torchrec(), _features(self), self._embedding_names
+    features = theirs.maybe_td_to_kjt(features, None)
+    inverse = theirs.reorder_inverse_indices(features.inverse_indices_or_none(), names)
+    parts = [(out, features.to_dict()[name]) for out, name in zip(outs, names, strict=True)]
+    weights = {out: part.weights() for out, part in parts} if self._is_weighted else None
+    pooled = self.embedding_bags({out: (part.values(), part.offsets()) for out, part in parts}, weights)
+    values = theirs.process_pooled_embeddings([part.float() for part in pooled.values()], inverse)
+    return theirs.KeyedTensor(keys=outs, values=values, length_per_key=self._lengths_per_embedding)
+
+
+def _sequences(self: Any, features: Any) -> Any:
+    """Do what the forward of an ``EmbeddingCollection`` does."""
+    theirs, found = _torchrec(), {}
+    parts = theirs.maybe_td_to_kjt(features, None).to_dict()
+    tables = dict(zip(self.embeddings.keys(), self._feature_names, strict=True))
+    rows = self.embeddings({table: torch.cat([parts[name].values() for name in tables[table]]) for table in tables})
+    for (table, names), outs in zip(tables.items(), self._embedding_names_by_table, strict=True):
+        split = rows[table].float().split([len(parts[name].values()) for name in names])
+        for name, out, values in zip(names, outs, split, strict=True):
+            beside = parts[name].values() if self._need_indices else None
+            found[out] = theirs.JaggedTensor(values=values, lengths=parts[name].lengths(), weights=beside)
+    return found
+
+
+# What torchrec calls it, where its tables are, what they become, and its forward then.
+_KINDS: tuple[tuple[str, str, Any, Any], ...] = (
+    ("EmbeddingBagCollection", "embedding_bags", MultiEmbeddingBag, _pooled),
+    ("EmbeddingCollection", "embeddings", MultiEmbedding, _sequences),
+)
+
+
+def _torchrec() -> Any:
+    return sys.modules.get("torchrec.modules.embedding_modules")
+
+
+def _kind(cls: Any) -> Any:
+    """Return where the tables of a class are, what they become, and its forward then; None: it is another, or has its own."""
+    for name, *kind in _KINDS:
+        theirs = getattr(_torchrec(), name, None)
+        if theirs is not None and issubclass(cls, theirs) and cls.forward is theirs.forward:
+            return kind
+    return None
+
+
+def _features(module: Any) -> list[str]:
+    return [name for names in module._feature_names for name in names]
+
+
+class Collection:
+    """One of a model that is to be given a table.
+
+    Parameters
+    ----------
+    module : nn.Module
+        For which `is_collection` is true.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module, (self.attribute, self._ours, _) = module, _kind(type(module))
+        self.tables: dict[str, Any] = by_name(getattr(module, self.attribute))
+        self._made: Any = None
+
+    def problem(self, options: TableOptions, users: dict[int, set[str]]) -> str | None:
+        """Return why its tables cannot be one; `users`: the modules that have each parameter."""
+        if options["vocabulary"] is not None:
+            return "each has a vocabulary"
+        for name, table in self.tables.items():
+            weight = table._parameters.get("weight")
+            if any(value for key, value in vars(table).items() if key.endswith("_hooks")):
+                return f"{name!r} has hooks"
+            if weight is not None and (weight.is_meta or weight.grad is not None or len(users[id(weight)]) > 1):
+                return f"the weight of {name!r} is on the meta device, has a gradient, or is shared"
+        try:
+            self._ours._alike(self.tables)
+        except SpeedtransferError as error:
+            return str(error)
+        return None
+
+    def make(self, options: Any) -> None:
+        """Make the table; the module stays as it is."""
+        more: dict[str, Any] = {}
+        if self._ours is MultiEmbeddingBag:
+            served = zip(self.tables, self.module._feature_names, strict=True)
+            tables = [table for table, names in served for _ in names]
+            more["features"] = dict(zip(self.module._embedding_names, tables, strict=True))
+        self._made = self._ours.from_modules(getattr(self.module, self.attribute), **more, **options)
+
+    def replace(self) -> None:
+        """Give the table to the module. The weights so far read and write it, and raise in an optimizer."""
+        self._made.train(self.module.training)
+        for name, table in self.tables.items():
+            self._made[name]._rows().weight(table.weight)
+        setattr(self.module, self.attribute, self._made)
+        self.module.__class__ = _class_of(type(self.module))
+
+    def about(self) -> str:
+        """Say what its table is of."""
+        rows = sum(table.num_embeddings for table in self.tables.values())
+        return f"of {len(self.tables)} tables, {rows} rows together"
+
+
+def is_collection(module: nn.Module) -> bool:
+    """Tell whether `module` is a collection of TorchRec, with its forward."""
+    return _kind(type(module)) is not None and bool(getattr(module, _kind(type(module))[0]))
+
+
+@once
+def _class_of(cls: Any) -> Any:
+    made = subclass_of(cls, (cls,), empty_collection)
+    made.forward = _kind(cls)[2]
+    return made
+
+
+def empty_collection(cls: Any) -> Any:
+    """Return an object of a collection of TorchRec with our forward, without attributes."""
+    return object.__new__(_class_of(cls))
