@@ -129,7 +129,7 @@ ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids
 KIND_TESTS = 9
 CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams"]
 # Classes with more than three bases of ours, one upon the other.
-DEEP = {"PerLayerEmbedding": 4}
+DEEP = {"PerLayerEmbedding": 4, "MultiEmbeddingBag": 4}
 
 
 def test_a_handle_has_no_kinds():

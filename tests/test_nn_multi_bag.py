@@ -1,4 +1,4 @@
-"""``MultiEmbeddingBag`` against ``nn.EmbeddingBag`` modules, feature by feature: forms of ids, numbers, training, bad input."""
+"""``MultiEmbeddingBag`` against ``nn.EmbeddingBag`` modules, feature by feature: forms of ids, training, bad input."""
 
 from __future__ import annotations
 
@@ -132,11 +132,11 @@ def test_as_torch(form: str) -> None:
 def test_dense_ids_and_columns(last: bool) -> None:
     """Two-dimensional ids; pairs with the end of the last bag; no bags; no ids."""
     ours, dense = multi(include_last_offset=last), Dense()
-    bags = batch(2, dict.fromkeys(FEATURES, [3, 3]))
+    bags = batch(2, {name: [3, 3] for name in FEATURES})
     assert_same(ours({name: torch.stack(each) for name, each in bags.items()}), dense(bags))
     assert_same(ours({name: torch.stack(each).tolist() for name, each in bags.items()}), dense(bags))
     assert_same(ours({n: (torch.cat(b), offsets_of(b)[: None if last else -1]) for n, b in bags.items()}), dense(bags))
-    none = batch(2, dict.fromkeys(FEATURES, [0, 0]))
+    none = batch(2, {name: [0, 0] for name in FEATURES})
     assert_same(ours({name: torch.empty(2, 0).long() for name in FEATURES}), dense(none))
     assert all(part.shape == (0, DIM) for part in ours({name: torch.empty(0, 2).long() for name in FEATURES}).values())
     columns = torch.stack([torch.stack(bags[name]) for name in FEATURES], 1) % 5
@@ -161,7 +161,7 @@ def test_concatenated() -> None:
     assert torch.equal(one(keyed(batch())), torch.cat(list(multi(mode="sum")(keyed(batch())).values()), 1))
 
 
-@pytest.mark.parametrize("given", ["with the ids", "beside", "of some", "a list"])
+@pytest.mark.parametrize("given", ["with the ids", "beside", "of some", "a list", "with a ticket"])
 def test_weights(given: str) -> None:
     bags, dense = batch(), Dense(dtype=torch.float64)
     ours = multi(dtype=torch.float64, mode={**MODES, "who": "sum", "bought": "sum"} if given != "of some" else MODES)
@@ -173,6 +173,8 @@ def test_weights(given: str) -> None:
     }
     if given == "with the ids":
         found = ours(keyed(bags, torch.cat([weights[name] for name in bags])))
+    elif given == "with a ticket":
+        found = ours(ours.prefetch(keyed(bags)), weights)
     else:
         found = ours(FORMS["pairs"](bags), weights if given != "a list" else [weights[name] for name in FEATURES])
     found, wanted = named(found), dense(bags, weights, ours.modes)
@@ -330,7 +332,8 @@ def test_bad_ids(ids: Any, message: str) -> None:
         ({"seen": torch.ones(2)}, "feature 'seen' has 2 weights but 3 ids"),
         ({"bought": torch.ones(3)}, "feature 'bought' has weights but its mode is 'max'"),
         ({"sen": torch.ones(3)}, "'sen', which is not a feature; did you mean 'seen'"),
-        (torch.ones(3), "per_sample_weights is a Tensor but"),
+        (torch.ones(3), r"per_sample_weights has shape \(3,\) but must be \(bags, 4\)"),
+        (3, "per_sample_weights is a int but"),
     ],
 )
 def test_bad_weights(weights: Any, message: str) -> None:
@@ -341,7 +344,7 @@ def test_bad_weights(weights: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"features": {"x": "items"}}, "feature 'x' is of table 'items', which there is not; did you mean 'item'"),
+        ({"features": {"x": "items"}}, "feature 'x' is of 'items', which is not a table; did you mean 'item'"),
         ({"features": {"x": "item", "y": "user"}}, "table 'hour' serves no feature"),
         ({"mode": {"who": "sum"}}, "mode of feature 'seen' is None"),
         ({"mode": "median"}, "mode of feature 'seen' is 'median'"),
@@ -353,7 +356,9 @@ def test_bad_arguments(options: dict[str, Any], message: str) -> None:
         multi(**options)
 
 
-def test_widths_that_differ() -> None:
+def test_widths_and_no_tables() -> None:
+    with pytest.raises(ValueError, match="num_embeddings is empty"):
+        st.MultiEmbeddingBag([], 4)
     with pytest.raises(ValueError, match="have one width, and that of 'b' is another; make one for each width"):
         st.MultiEmbeddingBag({"a": 3, "b": 4}, {"a": 4, "b": 8})
 

@@ -35,7 +35,7 @@ def _sequences(self: Any, features: Any) -> Any:
     tables = dict(zip(self.embeddings.keys(), self._feature_names, strict=True))
     rows = self.embeddings({table: torch.cat([parts[name].values() for name in tables[table]]) for table in tables})
     for (table, names), outs in zip(tables.items(), self._embedding_names_by_table, strict=True):
-        split = rows[table].float().split([len(parts[name].values()) for name in names])
+        split = torch.unsafe_split_with_sizes(rows[table].float(), [len(parts[name].values()) for name in names])
         for name, out, values in zip(names, outs, split, strict=True):
             beside = parts[name].values() if self._need_indices else None
             found[out] = theirs.JaggedTensor(values=values, lengths=parts[name].lengths(), weights=beside)

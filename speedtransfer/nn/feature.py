@@ -140,9 +140,7 @@ class Feature(nn.Embedding, VocabularyModule):
         rows = in_table(flat.view(shape), self.start, self.num_embeddings, self.padding_idx)
         return FeatureRows(*rows, number=self.number)
 
-    def out_of_range(
-        self, value: int, position: int | None, shape: tuple[int, ...], called: str = ""
-    ) -> RowIndexError:
+    def out_of_range(self, value: int, position: int | None, shape: tuple[int, ...], called: str = "") -> RowIndexError:
         """Return the error for the id `value`, at a flat `position` of ids of `shape`, or of padding (None).
 
         `called`: the feature, if it has another name than its rows.

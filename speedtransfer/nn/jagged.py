@@ -107,9 +107,7 @@ class BagModules(FeatureModules):
         """Return the ids of a lookup, features of one mode after the other; raise where they are no bags."""
         ids, weights = given
         columns = isinstance(ids, Tensor) and not ids.is_nested
-        if columns:
-            ids = self._columns(ids, "ids")
-            weights = self._columns(weights, "per_sample_weights") if isinstance(weights, Tensor) else weights
+        ids = self._columns(ids, "ids") if columns else ids
         keyed = callable(getattr(ids, "offsets", None)) and callable(getattr(ids, "keys", None))
         names = list(ids.keys()) if keyed else []
         given_parts = {} if keyed else self._by_feature(ids, "ids")
@@ -126,17 +124,17 @@ class BagModules(FeatureModules):
         values = {name: apart[name].values for name in order}
         places = itertools.accumulate((len(part) for part in values.values()), initial=0)
         offsets = torch.cat([apart[name].begins + place for name, place in zip(order, places, strict=False)])
-        theirs = self._by_feature(weights, "per_sample_weights") if weights is not None else {}
-        theirs = theirs or {name: part.weights for name, part in apart.items() if part.weights is not None}
         form = Tensor if columns else dict if keyed or isinstance(ids, Mapping) else list
-        return Bags(values, offsets, counts, self._weights(values, theirs), form)
+        if weights is None:
+            weights = {name: part.weights for name, part in apart.items() if part.weights is not None}
+        return self._weighed(Bags(values, offsets, counts, None, form), weights)
 
     def _columns(self, given: Tensor, what: str) -> list[Tensor]:
         """Return the ids of each feature, ``(bags, n)``."""
         if given.dim() not in (2, 3) or given.shape[1] != len(self.features):
             raise InvalidValueError(
-                f"{what} has shape {tuple(given.shape)} but must be (bags, {len(self.features)}), a column for each feature, or "
-                "(bags, features, n); pass a list or a dict for other shapes"
+                f"{what} has shape {tuple(given.shape)} but must be (bags, {len(self.features)}), a column for each feature, "
+                "or (bags, features, n); pass a list or a dict for other shapes"
             )
         return [part.unsqueeze(1) if given.dim() == 2 else part for part in given.unbind(1)]
 
@@ -150,8 +148,8 @@ class BagModules(FeatureModules):
         if not isinstance(given, Mapping):
             if len(given) != len(self.features):
                 raise InvalidValueError(
-                    f"{what} is a {type(given).__name__} of {len(given)} but there are {len(self.features)} features; pass one "
-                    "for each"
+                    f"{what} is a {type(given).__name__} of {len(given)} but there are {len(self.features)} features; "
+                    "pass one for each"
                 )
             return dict(zip(self.features, given, strict=True))
         for name in given:
@@ -173,9 +171,13 @@ class BagModules(FeatureModules):
                 f"ids has no {missing!r}, a feature of table {self.features[missing]!r}; pass bags for it, which may be empty"
             )
 
-    def _weights(self, values: dict[str, Tensor], given: dict[str, Any]) -> Tensor | None:
-        """Return a weight for each of `values`, 1 where there is none `given`; None: there are none."""
-        flat = {name: _flat(part) for name, part in given.items()}
+    def _weighed(self, bags: Bags, given: Any) -> Bags:
+        """Return `bags` with weights `given` by feature, or in columns; those of other features are 1."""
+        given = self._columns(given, "per_sample_weights") if isinstance(given, Tensor) else given
+        flat, values = (
+            {n: _flat(part) for n, part in self._by_feature(given, "per_sample_weights").items()},
+            bags.values,
+        )
         for name, part in flat.items():
             if self.modes[name] != "sum":
                 raise InvalidValueError(
@@ -186,9 +188,10 @@ class BagModules(FeatureModules):
                     f"feature {name!r} has {len(part)} weights but {len(values[name])} ids; pass a weight for each id"
                 )
         if not flat:
-            return None
+            return bags
         like = next(iter(flat.values()))
-        return torch.cat([flat.get(name, like.new_ones(len(part))) for name, part in values.items()])
+        weights = [flat.get(name, like.new_ones(len(part))) for name, part in values.items()]
+        return bags._replace(weights=torch.cat(weights))
 
 
 class Part(NamedTuple):
@@ -202,20 +205,22 @@ class Part(NamedTuple):
 def _of_keys(names: list[str], ids: Any) -> Iterator[tuple[str, Part]]:
     """Return what a KeyedJaggedTensor, or anything like it, has of each feature."""
     values, offsets, weights = ids.values(), ids.offsets().long(), _weights_with(ids)
-    if hasattr(ids, "stride_per_key"):
-        counts = list(ids.stride_per_key())
-    else:
-        counts = [(len(offsets) - 1) // len(names)] * len(names)
+    alike = [(len(offsets) - 1) // len(names)] * len(names)
+    counts = list(ids.stride_per_key()) if hasattr(ids, "stride_per_key") else alike
     if len(offsets) != sum(counts) + 1:
         raise InvalidValueError(
             f"ids has {len(offsets)} offsets, so that it is not known which are of feature {names[0]!r}; pass as many bags of "
             f"each of {len(names)} features, and the end of the last"
         )
-    for name, count, place in zip(names, counts, itertools.accumulate(counts, initial=0), strict=False):
-        own = offsets[place : place + count + 1]
-        _check(name, own, len(values), place)
-        start, stop = own[[0, -1]].tolist()
-        yield name, Part(values[start:stop], own[:-1] - start, None if weights is None else weights[start:stop])
+    places = list(itertools.accumulate(counts, initial=0))
+    if offsets.device.type == "cpu":
+        for name, place, end in zip(names, places, places[1:], strict=False):
+            _check(name, offsets[place : end + 1], len(values), place)
+    bounds = offsets[places].tolist()
+    for number, name in enumerate(names):
+        start, stop = bounds[number : number + 2]
+        begins = offsets[places[number] : places[number + 1]] - start
+        yield name, Part(values[start:stop], begins, None if weights is None else weights[start:stop])
 
 
 def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[str, Part]]:
@@ -239,8 +244,8 @@ def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[
             if values.is_nested or values.dim() != 2:
                 shape = "nested" if values.is_nested else f"of shape {tuple(values.shape)}"
                 raise InvalidValueError(
-                    f"the ids of feature {name!r} are {shape} but bags are 2-D; pass (bags, n), (values, offsets), or a nested "
-                    "tensor (layout=torch.jagged) without holes"
+                    f"the ids of feature {name!r} are {shape} but bags are 2-D; pass (bags, n), (values, offsets), or a "
+                    "nested tensor (layout=torch.jagged) without holes"
                 )
             yield name, Part(values.reshape(-1), torch.arange(len(values), device=values.device) * values.shape[1])
 
@@ -257,7 +262,7 @@ def _check(name: str, offsets: Tensor, count: int, place: int = 0, exact: bool =
     if offsets.device.type != "cpu":
         return
     array = offsets.numpy()
-    if array[:1].any() and not place or (not len(array) and (count or exact)):
+    if (array[:1].any() and not place) or (not len(array) and (count or exact)):
         raise InvalidValueError(
             f"offsets of feature {name!r} begin with {array[:1].tolist()}; pass where each bag begins, the first at 0"
         )

@@ -27,6 +27,7 @@ from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Features, Handle, UsedFeatures, check_alike, find_handle
 from speedtransfer.vocabulary import FeatureKeys, as_ids
 
+
 class MultiEmbedding(FeatureModules, TableModule):
     """Several embeddings of one width in one table: one gather and one scatter a step for all of them.
 

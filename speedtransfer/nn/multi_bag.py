@@ -84,25 +84,27 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         dtype: torch.dtype | None = None,
         **options: Unpack[TableOptions],
     ) -> None:
-        if not isinstance(embedding_dim, int):
-            dims = by_name(embedding_dim) if isinstance(embedding_dim, Iterable) else {}
-            first = next(iter(dims.values()), None)
-            other = next((name for name, dim in dims.items() if dim != first), None)
-            if other is not None or not dims:
-                raise InvalidValueError(
-                    f"embedding_dim is {embedding_dim!r} but tables of one MultiEmbeddingBag have one width"
-                    + (f", and that of {other!r} is another" if other else "")
-                    + "; make one for each width"
+        if isinstance(embedding_dim, Iterable):
+            dims = by_name(embedding_dim)
+            other = next((name for name, dim in dims.items() if dim != next(iter(dims.values()))), None)
+            raise InvalidValueError(
+                f"embedding_dim is {embedding_dim!r} but tables of one MultiEmbeddingBag have one width, "
+                + (
+                    "which is one number"
+                    if other is None
+                    else f"and that of {other!r} is another; make one for each width"
                 )
-            embedding_dim = first
+            )
         about: Any = {"device": device, "dtype": dtype, **options}
         tables = by_name(num_embeddings) if isinstance(num_embeddings, Iterable) else {}
         served = {name: name for name in tables} if features is None else dict(features)
         for name, table in served.items():
             if tables and table not in tables:
                 raise InvalidValueError(
-                    f"feature {name!r} is of table {table!r}, which there is not{suggest(str(table), tables)}"
+                    f"feature {name!r} is of {table!r}, which is not a table{suggest(str(table), tables)}"
                 )
+        if isinstance(num_embeddings, Iterable) and not tables:
+            raise InvalidValueError("num_embeddings is empty; pass the rows of at least one table")
         idle = next((table for table in tables if table not in served.values()), None)
         if idle is not None:
             raise InvalidValueError(
@@ -150,8 +152,8 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         for name, module in tables.items():
             if getattr(module, "scale_grad_by_freq", False):
                 raise InvalidValueError(
-                    f"scale_grad_by_freq of {name!r} is True, which there is not where tables are looked up at once; leave "
-                    "that module out"
+                    f"scale_grad_by_freq of {name!r} is True, which tables that are looked up at once do not have; leave that "
+                    "module out"
                 )
         served = {name: name for name in tables} if features is None else dict(features)
         modes = {name: getattr(tables.get(table), "mode", "mean") for name, table in served.items()}
@@ -166,8 +168,8 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         ids : sequence or mapping, KeyedJaggedTensor or like it, Tensor, or Ticket
             Of each feature: 2-D ids, ``(bags, n)``; a pair of 1-D ids and the offsets where bags begin in these; a nested
             tensor (``torch.jagged``), or anything with ``values()`` and ``offsets()``. Or one object with ``keys()``,
-            ``values()`` and ``offsets()`` (with the end of the last bag) for all. Or a tensor, ``(bags, features)`` for bags of
-            one id, or ``(bags, features, n)``. Or the ticket that `prefetch` has returned.
+            ``values()`` and ``offsets()`` (with the end of the last bag) for all. Or a tensor, ``(bags, features)`` for bags
+            of one id, or ``(bags, features, n)``. Or the ticket that `prefetch` has returned.
         per_sample_weights : sequence or mapping, optional
             A weight for each id of some features of mode "sum", like their ids; by default what ``weights_or_none()`` of the
             ids returns.
@@ -188,7 +190,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         """
         refuse_to_export(self)
         weight = self.weight
-        found = find(self, weight, ids if isinstance(ids, Ticket) else Given(ids, per_sample_weights))
+        found = find(self, weight, Given(ids, per_sample_weights))
         bags: Bags = found.bags
         names, order = list(self.features), list(bags.counts)
         whole = self.concatenate or bags.form is Tensor
@@ -204,41 +206,45 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
     def _pool(self, weight: Any, found: FeatureRows, used: UsedFeatures) -> Tensor:
         """Return the pooled rows of all bags, ``(bags, dim)``, whose gradient is one of the features that are `used`."""
         handle, bags = find_handle(weight), found.bags
-        limits = {"max_norm": self.max_norm, "norm_type": self.norm_type}
         if handle is None or in_transform():
             refuse_without_rows(self.__dict__.get("_handle"))
             index = found.index.ids if isinstance(found.index, Ticket) else rows_in(found.index)
             index, padding = _without_padding(index, found.padded)
-            return bags.pooled(weight, index, self.modes, padding, **limits)
+            return bags.pooled(weight, index, self.modes, padding, max_norm=self.max_norm, norm_type=self.norm_type)
         training = torch.is_grad_enabled() and handle.requires_grad
         padding_row = handle.id_space.padding_row(self.padding_idx) if self._keys is not None else None
 
         def pool(index: Any) -> Tensor:
             spare = found.padded is not None or padding_row is not None
-            active = activate(
-                handle, index, training, *limits.values(), padding_row, padded=True, spare=spare, features=used
-            )
+            about = training, self.max_norm, self.norm_type, padding_row
+            active = activate(handle, index, *about, padded=True, spare=spare, features=used)
             rows, inverse, padding = apart_from_padding(active, index.fill if isinstance(index, FoundRows) else None)
             if found.padded is not None:
                 spare_row = len(active.rows) - 1 if active._groups.known.length is not None else None
                 inverse, padding = _without_padding(inverse, found.padded, spare_row)
-            # As with torch.nn, whose sparse gradient is summed in another order in half precision.
-            more = {"sparse": True} if self.sparse and rows.dtype.itemsize == 2 and "max" not in self.modes.values() else {}
-            return bags.pooled(rows, inverse, self.modes, padding, **more)
+            return bags.pooled(rows, inverse, self.modes, padding)
 
         if self._keys is not None:
             return self._read_by_id(found.index, training, pool)
         return pool(known_again(handle, rows_for_lookup(handle, found.index, None, training)[0]))
 
     def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
-        if isinstance(ids, Ticket):
-            return found_by(ids)
-        bags = self._bags(ids if isinstance(ids, Given) else Given(ids, None))
-        if not isinstance(ids, Given) and bags.weights is not None:
-            # Of a ticket: their memory may be filled anew.
+        given = ids if isinstance(ids, Given) else Given(ids, None)
+        if isinstance(given.ids, Ticket):
+            found = found_by(given.ids)
+            return found if given.weights is None else found._replace(bags=self._weighed(found.bags, given.weights))
+        bags = self._bags(given)
+        if given is not ids and bags.weights is not None:
+            # Of a ticket that is being made: their memory may be filled anew.
             bags = bags._replace(weights=bags.weights.clone())
         found = self._feature_ids.rows(bags.values, device_of(self.weight if weight is None else weight))
         return found._replace(bags=bags)
+
+    def extra_repr(self) -> str:
+        """Describe the table, and which features it serves; the tables follow."""
+        modes = {*self.modes.values()}
+        text = f"{super().extra_repr()}, mode={modes.pop() if len(modes) == 1 else self.modes!r}"
+        return text if [*self.features] == [*self.keys()] else f"{text}, features={self.features}"
 
     def _bits(self, names: Iterable[str]) -> list[int]:
         return super()._bits(self.features[name] for name in names)

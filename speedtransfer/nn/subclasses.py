@@ -14,8 +14,8 @@ from torch import nn
 from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules
-from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.jagged import BagModules
+from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.table_module import TableModule
