@@ -128,6 +128,34 @@ def test_as_torch(form: str) -> None:
         assert_same(named(ours(FORMS[form](bags))), wanted)
 
 
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("modes", ["sum", "mean", "max", {**MODES, "bought": "mean"}], ids=str)
+def test_many_ids(modes: Any, dtype: torch.dtype, weighed: bool) -> None:
+    """So many that their order is known, by which gradients are summed."""
+    modes = modes if isinstance(modes, dict) else dict.fromkeys(FEATURES, modes)
+    bags, dense = batch(3, {name: [100 * n for n in each] for name, each in LENGTHS.items()}), Dense(dtype=dtype)
+    ours, weights = multi(dtype=dtype, mode=modes), {}
+    for name, each in bags.items() if weighed else ():
+        if modes[name] == "sum":
+            weights[name] = torch.rand(sum(map(len, each)), dtype=dtype)
+    found, wanted = ours(keyed(bags), weights), dense(bags, weights, modes)
+    close = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    for name, part in wanted.items():
+        torch.testing.assert_close(found[name], part, rtol=close, atol=close * float(part.detach().abs().max()))
+    for each in (found, wanted):
+        loss_of(each).backward(retain_graph=True)
+    expected, grad = torch.cat([table.weight.grad for table in dense.values()]), ours.weight.grad.to_dense()
+    torch.testing.assert_close(grad, expected, rtol=close, atol=close * float(expected.abs().max()))
+    rows = ours.weight.detach()
+    if dtype == torch.float64 and modes["bought"] != "max":
+        # The gradient of the gradient, of what is linear in the rows and in what comes to the bags.
+        some = torch.ones_like(found["seen"]).requires_grad_()
+        (grad,) = torch.autograd.grad(found["seen"], ours.weight, some, create_graph=True)
+        (back,) = torch.autograd.grad((grad * rows).sum(), some)
+        torch.testing.assert_close(back, found["seen"])
+
+
 @pytest.mark.parametrize("last", [False, True])
 def test_dense_ids_and_columns(last: bool) -> None:
     """Two-dimensional ids; pairs with the end of the last bag; no bags; no ids."""
