@@ -116,6 +116,28 @@ idle/rules.py: optim_idle
 idle/rules.py: idle_history
 - rounded(lr / (1 + lambd * lr * t) ** alpha, dtype)
 + rounded(lr, dtype)
+nn/jagged.py: nn_multi_bag
+- index[at:end], rows, offsets[bag:stop] - at,
++ index[at:end], rows, offsets[bag:stop],
+- if falls.any():
++ if falls.all():
+- if self.modes[name] != "sum":
++ if False:
+- (exact and array[-1] != count)
++ False
+nn/multi_bag.py: nn_multi_bag ranks/test_multi_bag_ranks.py
+- total[groups.inverse[padding]] = 0
++ pass
+- sizes if padding is None else sizes - sizes
++ sizes if True else sizes - sizes
+- UsedFeatures(self._every() if whole else 0)
++ UsedFeatures(self._every())
+- super()._bits(self.features[name] for name in names)
++ [1 for name in names]
+- columns if names == order else
++ columns if True else
+- if given.weights is None else found._replace
++ if True else found._replace
 nn/bag.py: tables_opened_float8
 - requires_grad_(trainable and not freeze)
 + requires_grad_(trainable or not freeze)

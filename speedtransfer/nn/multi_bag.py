@@ -238,10 +238,8 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         if isinstance(given.ids, Ticket):
             found = found_by(given.ids)
             return found if given.weights is None else found._replace(bags=self._weighed(found.bags, given.weights))
+        # Offsets and weights of a ticket are copies: their memory may be filled anew.
         bags = self._bags(given)
-        if given is not ids and bags.weights is not None:
-            # Of a ticket that is being made: their memory may be filled anew.
-            bags = bags._replace(weights=bags.weights.clone())
         found = self._feature_ids.rows(bags.values, device_of(self.weight if weight is None else weight))
         return found._replace(bags=bags)
 
