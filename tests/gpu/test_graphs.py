@@ -132,6 +132,14 @@ def bag(mode, **options):
     }
 
 
+class OneBag(st.MultiEmbeddingBag):
+    def __init__(self, rows, dim, **options):
+        super().__init__([rows], dim, mode="sum", padding_idx=3, **options)
+
+    def forward(self, ids):
+        return super().forward([ids.view(3, -1)])[0]
+
+
 FORMS = {
     "adamw": {},
     "adamw-fused": {"optimizer": adamw(fused=True)},
@@ -146,6 +154,7 @@ FORMS = {
     "twice": {"forward": lambda emb, ids: emb(ids) + emb(ids.flip(0)).sin()},
     "bag-sum": bag("sum", padding_idx=3),
     "bag-max": bag("max"),
+    "multi-bag": {"make": OneBag},
 }
 
 
