@@ -154,6 +154,8 @@ def test_many_ids(modes: Any, dtype: torch.dtype, weighed: bool) -> None:
         (grad,) = torch.autograd.grad(found["seen"], ours.weight, some, create_graph=True)
         (back,) = torch.autograd.grad((grad * rows).sum(), some)
         torch.testing.assert_close(back, found["seen"])
+        many = torch.autograd.grad(found["seen"], ours.weight, torch.stack([some, 2 * some]), is_grads_batched=True)
+        torch.testing.assert_close(many[0][1], 2 * grad.detach())
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -342,6 +344,7 @@ def but(**parts: Any) -> dict[str, Any]:
         (but(who=torch.tensor([1, 2])), r"the ids of feature 'who' are of shape \(2,\)"),
         (but(who=Jagged(PAIR[0], torch.tensor([0, 2]))), "offsets of feature 'who' go to 2 but there are 3 ids"),
         (but(seen=torch.tensor([[1, 30]])), r"index\[1\] of feature 'seen of table item' is 30 but it has 30 rows"),
+        (but(who=[[1, 2], [3]]), "the ids of feature 'who' are a list that is no tensor"),
         (but(whose=PAIR), "ids has 'whose', which is not a feature; did you mean 'who'"),
         ({"who": PAIR}, "ids has no 'seen', a feature of table 'item'"),
         ([PAIR], "ids is a list of 1 but there are 4 features"),

@@ -232,7 +232,7 @@ def _of_keys(names: list[str], ids: Any) -> Iterator[tuple[str, Part]]:
 def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[str, Part]]:
     for name, given in ids.items():
         if isinstance(given, tuple) and len(given) == 2:
-            values, offsets = (torch.as_tensor(part) for part in given)
+            values, offsets = (_tensor(name, part) for part in given)
             if values.dim() != 1 or offsets.dim() != 1 or offsets.is_floating_point():
                 raise InvalidValueError(
                     f"feature {name!r} has ids of shape {tuple(values.shape)} and offsets of shape {tuple(offsets.shape)} and "
@@ -246,7 +246,7 @@ def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[
             _check(name, offsets, len(values), exact=True)
             yield name, Part(values, offsets[:-1], _weights_with(given))
         else:
-            values = torch.as_tensor(given)
+            values = _tensor(name, given)
             if values.is_nested or values.dim() != 2:
                 shape = "nested" if values.is_nested else f"of shape {tuple(values.shape)}"
                 raise InvalidValueError(
@@ -254,6 +254,16 @@ def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[
                     "nested tensor (layout=torch.jagged) without holes"
                 )
             yield name, Part(values.reshape(-1), torch.arange(len(values), device=values.device) * values.shape[1])
+
+
+def _tensor(name: str, given: Any) -> Tensor:
+    try:
+        return torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InvalidTypeError(
+            f"the ids of feature {name!r} are a {type(given).__name__} that is no tensor ({error}); pass bags of different "
+            "lengths as (values, offsets) or as a nested tensor"
+        ) from None
 
 
 def _is_nested(ids: Any) -> bool:

@@ -47,8 +47,7 @@ class _Lookup(torch.autograd.Function):
         grad = grads[0].reshape(inverse.numel(), grads[0].shape[-1])
         # Many gradients at once (is_grads_batched, vmap) cannot be written to the memory of one; of a gradient that was made
         # with create_graph the gradient may be asked for.
-        batched = torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad)
-        if batched or torch.is_grad_enabled():
+        if is_batched(grad) or torch.is_grad_enabled():
             if ctx.padding >= 0:
                 grad = grad * (groups.ids != ctx.padding)[inverse][:, None]
             if ctx.by_freq:
@@ -56,6 +55,11 @@ class _Lookup(torch.autograd.Function):
                 return torch.ops.aten.embedding_dense_backward(grad, inverse, num_rows, -1, True), None, None
             return grad.new_zeros(num_rows, grad.shape[1]).index_add(0, inverse, grad), None, None
         return _row_sums(groups, ctx.padding, ctx.table_rows, ctx.by_freq, grad), None, None
+
+
+def is_batched(grad: Tensor) -> bool:
+    """Tell whether `grad` are many gradients at once (is_grads_batched, vmap)."""
+    return torch._C._functorch.is_legacy_batchedtensor(grad) or torch._C._functorch.is_batchedtensor(grad)
 
 
 def _row_sums(groups: UniqueRows, padding_idx: int, table_rows: int, by_freq: bool, grad: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from speedtransfer.nn.bag import EmbeddingBag
 from speedtransfer.nn.feature import device_of, find
 from speedtransfer.nn.feature_ids import FeatureIds, FeatureRows, found_by
 from speedtransfer.nn.jagged import MODES, BagModules, Bags, Given
-from speedtransfer.nn.lookup import apart_from_padding
+from speedtransfer.nn.lookup import apart_from_padding, is_batched
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.ticket import FoundRows, Ticket, known_again, rows_in
@@ -286,14 +286,14 @@ class _Sums(torch.autograd.Function):
         grad, weights = grads[0], bags.weights
         if bool(means.any()):
             grad = grad * torch.where(means, used.clamp(min=1), 1).double().reciprocal().to(grad.dtype)[:, None]
-        if torch.is_grad_enabled() or torch._C._functorch.is_batchedtensor(grad):
+        if torch.is_grad_enabled() or is_batched(grad):
             # The gradient of it may be asked for.
             each = grad[bag] if weights is None else grad[bag] * weights[:, None]
             each = each if padding is None else each * ~padding[:, None]
             return grad.new_zeros(len(groups.ids), grad.shape[1]).index_add(0, groups.inverse, each), *[None] * 6
         order = groups.order
         given = None if weights is None else weights[order]
-        total = F.embedding_bag(bag[order], grad, groups.starts[:-1], mode="sum", per_sample_weights=given)
+        total = F.embedding_bag(bag[order], grad.contiguous(), groups.starts[:-1], mode="sum", per_sample_weights=given)
         if padding is not None:
             total[groups.inverse[padding]] = 0
         return total, *[None] * 6

@@ -217,7 +217,7 @@ def code_for(workload: Workload, form: Form, memory: str) -> str:
             continue
         path = [f"path={_file(table)!r}"] if memory == MMAP else []
         frozen = ["_freeze=True"] if workload.trainer.make is None and table.kind != BAG else []
-        rows = [size for size, _ in table.features] if table.kind == MULTI else table.rows
+        rows = [size for size, _ in table.features] if table.kind in MULTI else table.rows
         own = [str(rows), str(table.dim), *frozen, *options, *path]
         lines.append(f"{_variable(table)} = st.{table.kind}({', '.join(own)})")
     return "\n".join(lines)
@@ -230,7 +230,7 @@ def _torch_code(workload: Workload, memory: str, sparse: SparseWay | None) -> st
     for table in workload.tables:
         if table.names and not table.is_table and memory == DENSE:
             continue
-        kind = table.kind if table.kind != MULTI else EMBEDDING
+        kind = EMBEDDING if table.kind in MULTI else table.kind
         own = [str(table.rows), str(table.dim), *more, *(frozen if kind == EMBEDDING else [])]
         lines.append(f"{_variable(table)} = torch.nn.{kind}({', '.join(own)})")
     if memory == SPARSE and sparse is not None and not sparse.same:

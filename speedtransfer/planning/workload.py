@@ -13,13 +13,14 @@ from torch import nn
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
+from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.planning.optimizer_name import Trainer
 from speedtransfer.ranks.zipf import expected_unique
 
 # Rows and columns at most: more are a slip. A few rows are really made, so that columns are fewer.
 MAX_SIZE, MAX_DIM = 1 << 48, 1 << 20
-EMBEDDING, BAG, MULTI = "Embedding", "EmbeddingBag", "MultiEmbedding"
+EMBEDDING, BAG, MULTI = "Embedding", "EmbeddingBag", ("MultiEmbedding", "MultiEmbeddingBag")
 
 
 @dataclass(frozen=True)
@@ -190,9 +191,9 @@ def _of_model(model: nn.Module) -> tuple[list[Load], int]:
         if key in found:
             found[key] = replace(found[key], names=(*found[key].names, name))
             continue
-        kind = (
-            MULTI if isinstance(module, MultiEmbedding) else BAG if isinstance(module, nn.EmbeddingBag) else EMBEDDING
-        )
+        kind = BAG if isinstance(module, nn.EmbeddingBag) else EMBEDDING
+        if isinstance(module, MultiEmbedding):
+            kind = MULTI[isinstance(module, MultiEmbeddingBag)]
         rows = [each.num_embeddings for each in module.values()] if isinstance(module, MultiEmbedding) else []
         features = tuple((size, 0) for size in rows or [module.num_embeddings] if size)
         if features:
