@@ -21,9 +21,14 @@ def _pooled(self: Any, features: Any) -> Any:
     theirs, names, outs = _torchrec(), _features(self), self._embedding_names
     features = theirs.maybe_td_to_kjt(features, None)
     inverse = theirs.reorder_inverse_indices(features.inverse_indices_or_none(), names)
-    parts = [(out, features.to_dict()[name]) for out, name in zip(outs, names, strict=True)]
-    weights = {out: part.weights() for out, part in parts} if self._is_weighted else None
-    pooled = self.embedding_bags({out: (part.values(), part.offsets()) for out, part in parts}, weights)
+    if self._is_weighted:
+        # It raises if there are none.
+        features.weights()
+    ids = features
+    if list(features.keys()) != outs:
+        parts = features.to_dict()
+        ids = {out: parts[name] for out, name in zip(outs, names, strict=True)}
+    pooled = self.embedding_bags(ids, None if self._is_weighted else {})
     values = theirs.process_pooled_embeddings([part.float() for part in pooled.values()], inverse)
     return theirs.KeyedTensor(keys=outs, values=values, length_per_key=self._lengths_per_embedding)
 

@@ -89,25 +89,28 @@ class FeatureIds:
         if isinstance(ids, Mapping | list | tuple):
             flat, shapes = self._joined(ids, device)
         else:
-            index, shape = self._read(ids, device)
+            index, shape = self.read(ids, device)
             flat, shapes = index.view(shape), None
             if not shape or shape[-1] != len(self._features):
                 raise InvalidValueError(
                     f"ids has shape {shape} but must be (..., {len(self._features)}), a column for each feature; pass a list "
                     "of tensors for other shapes"
                 )
+        names = tuple(ids) if isinstance(ids, Mapping) else ()
+        given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
+        return self.found(flat, shapes, (names, given), isinstance(ids, Mapping))
+
+    def found(self, flat: Tensor, shapes: Shapes | None, source: Any, by_name: bool) -> FeatureRows:
+        """Return the rows of ids of columns, or (n,) of the parts of `shapes`; a ticket knows them by their `source`."""
         start, num_rows, padding = self._layout_of(flat.device, shapes)
         bad = first_beyond(flat, num_rows) if self._keys is None else self._keys.first_beyond(flat)
         if bad is not None:
             self._raise(int(flat.reshape(-1)[bad]), bad, flat.shape, shapes)
         padding = padding if self._padded else None
         if self._keys is not None:
-            return FeatureRows(keys_of(flat, start, padding), None, shapes, isinstance(ids, Mapping))
+            return FeatureRows(keys_of(flat, start, padding), None, shapes, by_name)
         index, padded = in_table(flat, start, num_rows, padding)
-        # By these a ticket knows it, without looking at values.
-        names = tuple(ids) if isinstance(ids, Mapping) else ()
-        given = tuple(ids.values() if isinstance(ids, Mapping) else ids if shapes is not None else [ids])
-        return FeatureRows(FoundRows(index, source=(names, given)), padded, shapes, isinstance(ids, Mapping))
+        return FeatureRows(FoundRows(index, source=source), padded, shapes, by_name)
 
     def _joined(self, ids: Any, device: torch.device) -> tuple[Tensor, Shapes]:
         names = list(self._features)
@@ -123,14 +126,14 @@ class FeatureIds:
                 raise InvalidValueError(f"ids has {name!r}, which is not a feature{suggest(str(name), names)}")
         parts, shapes = [torch.empty(0, dtype=torch.int64, device=device)][: not ids], Shapes()
         for name, part in ids.items():
-            flat, shape = self._read(part, device)
+            flat, shape = self.read(part, device)
             parts.append(flat)
             shapes[name] = torch.Size(shape)
         if any(part.device != parts[0].device for part in parts):
             parts = [to_device(part, device) for part in parts]
         return torch.cat(parts), shapes
 
-    def _read(self, ids: Any, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
+    def read(self, ids: Any, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
         """Return ids as a 1-D int64 tensor, not checked, and their shape."""
         if self._keys is None:
             return read_ids(ids, device)

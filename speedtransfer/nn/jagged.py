@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,32 +24,65 @@ class Given(NamedTuple):
     weights: Any
 
 
+class Part(NamedTuple):
+    """The ids of one feature, where its bags begin in these, and the weights that come with them."""
+
+    values: Tensor
+    begins: Tensor
+    weights: Any = None
+
+
 class Bags(NamedTuple):
     """The bags of several features, one feature after the other.
 
     Attributes
     ----------
-    values : dict of str to Tensor
-        The ids of each feature, ``(n,)``.
+    values : Tensor
+        The ids of all, ``(n,)``.
+    lengths, counts : dict of str to int
+        How many ids, and how many bags, each feature has.
     offsets : Tensor
         ``(bags,)`` int64, where each bag begins among the ids of all.
-    counts : dict of str to int
-        How many bags each feature has.
+    source : tuple of Tensor
+        What the ids were given in.
     weights : Tensor, optional
         A weight for each id of all.
     form : {dict, list, Tensor}
         What the results are to be in, as the ids were.
     """
 
-    values: dict[str, Tensor]
-    offsets: Tensor
+    values: Tensor
+    lengths: dict[str, int]
     counts: dict[str, int]
-    weights: Tensor | None
-    form: type
+    offsets: Tensor
+    source: tuple[Tensor, ...]
+    weights: Tensor | None = None
+    form: type = dict
+
+    @staticmethod
+    def of(parts: dict[str, Part]) -> Bags:
+        """Return those of some features, without weights."""
+        given = [part.values for part in parts.values()]
+        lengths = {name: len(part.values) for name, part in parts.items()}
+        starts = itertools.accumulate(lengths.values(), initial=0)
+        begins = [part.begins + start for part, start in zip(parts.values(), starts, strict=False)]
+        counts = {name: len(part.begins) for name, part in parts.items()}
+        return Bags(_joined(given), lengths, counts, _joined(begins), tuple(given))
+
+    def parts(self) -> dict[str, Part]:
+        """Return the same by feature."""
+        values, starts = self.values.split([*self.lengths.values()]), self.starts().values()
+        begins = [part - start for part, start in zip(self.offsets.split([*self.counts.values()]), starts, strict=True)]
+        weights = [None] * len(begins) if self.weights is None else self.weights.split([*self.lengths.values()])
+        return {name: Part(*part) for name, *part in zip(self.counts, values, begins, weights, strict=True)}
+
+    def starts(self) -> dict[str, int]:
+        """Return where the ids of each feature begin."""
+        return dict(zip(self.lengths, itertools.accumulate(self.lengths.values(), initial=0), strict=False))
 
     def sizes(self) -> Tensor:
         """Return how many ids each bag has."""
-        return torch.cat([self.offsets, self.offsets.new_full((1,), sum(map(len, self.values.values())))]).diff()
+        return torch.cat([self.offsets, self.offsets.new_full((1,), len(self.values))]).diff()
 
     def pooled(
         self, rows: Tensor, index: Tensor, modes: Mapping[str, str], padding_idx: int | None, **more: Any
@@ -59,11 +92,12 @@ class Bags(NamedTuple):
         # Features of one mode follow each other.
         for mode, some in itertools.groupby(self.counts, modes.__getitem__):
             names = list(some)
-            end, stop = at + sum(len(self.values[name]) for name in names), bag + sum(self.counts[n] for n in names)
+            end, stop = at + sum(self.lengths[name] for name in names), bag + sum(self.counts[n] for n in names)
             given: dict[str, Any] = {"mode": mode, "padding_idx": padding_idx, **more}
             if self.weights is not None and mode == "sum":
                 given["per_sample_weights"] = self.weights[at:end]
-            found.append(F.embedding_bag(index[at:end], rows, offsets[bag:stop] - at, **given))
+            own = offsets if stop - bag == len(offsets) else offsets[bag:stop] - at
+            found.append(F.embedding_bag(index[at:end], rows, own, **given))
             at, bag = end, stop
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -85,18 +119,14 @@ class BagModules(FeatureModules):
 
     def forward(self, ids: Any, per_sample_weights: Any = None) -> Any:
         """Return the pooled rows of `ids`, as :meth:`MultiEmbeddingBag.forward`."""
-        bags = self._bags(Given(ids, per_sample_weights))
-        parts, begin, at = {}, 0, 0
-        for name, values in bags.values.items():
+        bags, found = self._bags(Given(ids, per_sample_weights)), {}
+        for name, part in bags.parts().items():
             module: Any = self._modules[self.features[name]]
-            stop = begin + bags.counts[name]
-            weights = None if bags.weights is None else bags.weights[at : at + len(values)]
-            one = Bags({name: values}, bags.offsets[begin:stop] - at, {name: stop - begin}, weights, dict)
+            one = Bags.of({name: part})._replace(weights=part.weights)
             more = {"max_norm": module.max_norm, "norm_type": module.norm_type}
-            index = values.to(module.weight.device)
-            parts[name] = one.pooled(module.weight, index, self.modes, module.padding_idx, **more)
-            begin, at = stop, at + len(values)
-        return self._arranged(parts, bags.form)
+            index = part.values.to(module.weight.device)
+            found[name] = one.pooled(module.weight, index, self.modes, module.padding_idx, **more)
+        return self._arranged(found, bags.form)
 
     def _arranged(self, parts: dict[str, Tensor], form: type) -> Any:
         """Return what forward does, of the pooled rows of each feature."""
@@ -109,29 +139,37 @@ class BagModules(FeatureModules):
 
     def _bags(self, given: Given) -> Bags:
         """Return the ids of a lookup, features of one mode after the other; raise where they are no bags."""
-        ids, weights = given
+        ids: Any = given.ids
+        weights = given.weights
         columns = isinstance(ids, Tensor) and not ids.is_nested
         ids = self._columns(ids, "ids") if columns else ids
         keyed = callable(getattr(ids, "offsets", None)) and callable(getattr(ids, "keys", None))
-        names = list(ids.keys()) if keyed else []
-        given_parts = {} if keyed else self._by_feature(ids, "ids")
-        self._check_names(names or list(given_parts))
-        apart = dict(_of_keys(names, ids) if keyed else _of_parts(given_parts, self.include_last_offset))
-        order = sorted(self.features, key=lambda name: MODES.index(self.modes[name]))
-        counts = {name: len(apart[name].begins) for name in order}
+        order, theirs = sorted(self.features, key=lambda name: MODES.index(self.modes[name])), {}
+        if keyed:
+            self._check_names(list(ids.keys()))
+            bags, all_weights = _of_keys(list(ids.keys()), ids)
+            if weights is None and all_weights is not None:
+                theirs = {name: part.weights for name, part in bags._replace(weights=all_weights).parts().items()}
+            if list(bags.counts) != order:
+                parts = bags.parts()
+                bags = Bags.of({name: parts[name] for name in order})
+        else:
+            given_ids = self._by_feature(ids, "ids")
+            self._check_names(list(given_ids))
+            parts = {name: _of_part(name, given_ids[name], self.include_last_offset) for name in order}
+            bags, theirs = (
+                Bags.of(parts),
+                {name: part.weights for name, part in parts.items() if part.weights is not None},
+            )
+        counts = bags.counts
         other = next((name for name in order if counts[name] != counts[order[0]]), None)
         if self.concatenate and other is not None:
             raise InvalidValueError(
                 f"feature {other!r} has {counts[other]} bags but {order[0]!r} has {counts[order[0]]}, so that they are no "
                 "columns of one tensor; pass as many of each, or leave concatenate out"
             )
-        values = {name: apart[name].values for name in order}
-        places = itertools.accumulate((len(part) for part in values.values()), initial=0)
-        offsets = torch.cat([apart[name].begins + place for name, place in zip(order, places, strict=False)])
-        form = Tensor if columns else dict if keyed or isinstance(ids, Mapping) else list
-        if weights is None:
-            weights = {name: part.weights for name, part in apart.items() if part.weights is not None}
-        return self._weighed(Bags(values, offsets, counts, None, form), weights)
+        form: type = Tensor if columns else dict if keyed or isinstance(ids, Mapping) else list
+        return self._weighed(bags._replace(form=form), theirs if weights is None else weights)
 
     def _columns(self, given: Tensor, what: str) -> list[Tensor]:
         """Return the ids of each feature, ``(bags, n)``."""
@@ -178,37 +216,26 @@ class BagModules(FeatureModules):
     def _weighed(self, bags: Bags, given: Any) -> Bags:
         """Return `bags` with weights `given` by feature, or in columns; those of other features are 1."""
         given = self._columns(given, "per_sample_weights") if isinstance(given, Tensor) else given
-        flat, values = (
-            {n: _flat(part) for n, part in self._by_feature(given, "per_sample_weights").items()},
-            bags.values,
-        )
+        flat = {name: _flat(part) for name, part in self._by_feature(given, "per_sample_weights").items()}
         for name, part in flat.items():
             if self.modes[name] != "sum":
                 raise InvalidValueError(
                     f"feature {name!r} has weights but its mode is {self.modes[name]!r}; weights go with mode 'sum'"
                 )
-            if len(part) != len(values[name]):
+            if len(part) != bags.lengths[name]:
                 raise InvalidValueError(
-                    f"feature {name!r} has {len(part)} weights but {len(values[name])} ids; pass a weight for each id"
+                    f"feature {name!r} has {len(part)} weights but {bags.lengths[name]} ids; pass a weight for each id"
                 )
         if not flat:
             return bags
         like = next(iter(flat.values()))
-        weights = [flat.get(name, like.new_ones(len(part))) for name, part in values.items()]
+        weights = [flat.get(name, like.new_ones(count)) for name, count in bags.lengths.items()]
         return bags._replace(weights=torch.cat(weights))
 
 
-class Part(NamedTuple):
-    """The ids of one feature, where its bags begin in these, and the weights that come with them."""
-
-    values: Tensor
-    begins: Tensor
-    weights: Any = None
-
-
-def _of_keys(names: list[str], ids: Any) -> Iterator[tuple[str, Part]]:
-    """Return what a KeyedJaggedTensor, or anything like it, has of each feature."""
-    values, offsets, weights = ids.values(), ids.offsets().long(), _weights_with(ids)
+def _of_keys(names: list[str], ids: Any) -> tuple[Bags, Any]:
+    """Return the bags of a KeyedJaggedTensor, or anything like it, and the weights that it has."""
+    values, offsets = ids.values(), ids.offsets().long()
     alike = [(len(offsets) - 1) // len(names)] * len(names)
     counts = list(ids.stride_per_key()) if hasattr(ids, "stride_per_key") else alike
     if len(offsets) != sum(counts) + 1:
@@ -217,43 +244,46 @@ def _of_keys(names: list[str], ids: Any) -> Iterator[tuple[str, Part]]:
             f"each of {len(names)} features, and the end of the last"
         )
     places = list(itertools.accumulate(counts, initial=0))
+    bounds = offsets[places].tolist()
     # Feature by feature only where something is wrong.
-    sound = offsets.device.type == "cpu" and int(offsets[0]) == 0 and int(offsets[-1]) <= len(values)
-    if not (sound and bool((offsets[1:] >= offsets[:-1]).all())):
+    if bounds[0] or bounds[-1] > len(values) or not _rises(offsets):
         for name, place, end in zip(names, places, places[1:], strict=False):
             _check(name, offsets[place : end + 1], len(values), place)
-    bounds = offsets[places].tolist()
-    for number, name in enumerate(names):
-        start, stop = bounds[number : number + 2]
-        begins = offsets[places[number] : places[number + 1]] - start
-        yield name, Part(values[start:stop], begins, None if weights is None else weights[start:stop])
+    lengths = {name: stop - start for name, start, stop in zip(names, bounds, bounds[1:], strict=False)}
+    weights, used = _weights_with(ids), slice(bounds[0], bounds[-1])
+    bags = Bags(values[used], lengths, dict(zip(names, counts, strict=True)), offsets[:-1].clone(), (values,))
+    return bags, None if weights is None else weights[used]
 
 
-def _of_parts(ids: dict[str, Any], include_last_offset: bool) -> Iterator[tuple[str, Part]]:
-    for name, given in ids.items():
-        if isinstance(given, tuple) and len(given) == 2:
-            values, offsets = (_tensor(name, part) for part in given)
-            if values.dim() != 1 or offsets.dim() != 1 or offsets.is_floating_point():
-                raise InvalidValueError(
-                    f"feature {name!r} has ids of shape {tuple(values.shape)} and offsets of shape {tuple(offsets.shape)} and "
-                    f"dtype {offsets.dtype}; pass 1-D tensors of integers, or 2-D ids alone"
-                )
-            _check(name, offsets, len(values), exact=include_last_offset)
-            offsets = offsets.long()
-            yield name, Part(values, offsets[:-1] if include_last_offset else offsets)
-        elif callable(getattr(given, "offsets", None)) and not (given.lengths() is not None and _is_nested(given)):
-            values, offsets = given.values(), given.offsets().long()
-            _check(name, offsets, len(values), exact=True)
-            yield name, Part(values, offsets[:-1], _weights_with(given))
-        else:
-            values = _tensor(name, given)
-            if values.is_nested or values.dim() != 2:
-                shape = "nested" if values.is_nested else f"of shape {tuple(values.shape)}"
-                raise InvalidValueError(
-                    f"the ids of feature {name!r} are {shape} but bags are 2-D; pass (bags, n), (values, offsets), or a "
-                    "nested tensor (layout=torch.jagged) without holes"
-                )
-            yield name, Part(values.reshape(-1), torch.arange(len(values), device=values.device) * values.shape[1])
+def _rises(offsets: Tensor) -> bool:
+    """Tell whether offsets never fall, as far as the host sees."""
+    return offsets.device.type != "cpu" or not bool((offsets.numpy()[1:] < offsets.numpy()[:-1]).any())
+
+
+def _of_part(name: str, given: Any, include_last_offset: bool) -> Part:
+    """Return the ids of a feature."""
+    if isinstance(given, tuple) and len(given) == 2:
+        values, offsets = (_tensor(name, part) for part in given)
+        if values.dim() != 1 or offsets.dim() != 1 or offsets.is_floating_point():
+            raise InvalidValueError(
+                f"feature {name!r} has ids of shape {tuple(values.shape)} and offsets of shape {tuple(offsets.shape)} and "
+                f"dtype {offsets.dtype}; pass 1-D tensors of integers, or 2-D ids alone"
+            )
+        _check(name, offsets, len(values), exact=include_last_offset)
+        offsets = offsets.long()
+        return Part(values, offsets[:-1] if include_last_offset else offsets)
+    if callable(getattr(given, "offsets", None)) and not (_is_nested(given) and given.lengths() is not None):
+        values, offsets = given.values(), given.offsets().long()
+        _check(name, offsets, len(values), exact=True)
+        return Part(values, offsets[:-1], _weights_with(given))
+    values = _tensor(name, given)
+    if values.is_nested or values.dim() != 2:
+        shape = "nested" if values.is_nested else f"of shape {tuple(values.shape)}"
+        raise InvalidValueError(
+            f"the ids of feature {name!r} are {shape} but bags are 2-D; pass (bags, n), (values, offsets), or a nested tensor "
+            "(layout=torch.jagged) without holes"
+        )
+    return Part(values.reshape(-1), torch.arange(len(values), device=values.device) * values.shape[1])
 
 
 def _tensor(name: str, given: Any) -> Tensor:
@@ -264,6 +294,11 @@ def _tensor(name: str, given: Any) -> Tensor:
             f"the ids of feature {name!r} are a {type(given).__name__} that is no tensor ({error}); pass bags of different "
             "lengths as (values, offsets) or as a nested tensor"
         ) from None
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    device = next((part.device for part in parts if part.device.type != "cpu"), None)
+    return torch.cat(parts if device is None else [to_device(part, device) for part in parts])
 
 
 def _is_nested(ids: Any) -> bool:

@@ -240,8 +240,9 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
             return found if given.weights is None else found._replace(bags=self._weighed(found.bags, given.weights))
         # Offsets and weights of a ticket are copies: their memory may be filled anew.
         bags = self._bags(given)
-        found = self._feature_ids.rows(bags.values, device_of(self.weight if weight is None else weight))
-        return found._replace(bags=bags)
+        flat, _ = self._feature_ids.read(bags.values, device_of(self.weight if weight is None else weight))
+        shapes = {name: torch.Size((count,)) for name, count in bags.lengths.items()}
+        return self._feature_ids.found(flat, shapes, (tuple(shapes), bags.source), True)._replace(bags=bags)
 
     def extra_repr(self) -> str:
         """Describe the table, and which features it serves; the tables follow."""
@@ -253,7 +254,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         return super()._bits(self.features[name] for name in names)
 
     def _tensors_of(self, ids: Any) -> Iterable[Any]:
-        return self._bags(Given(ids, None)).values.values()
+        return self._bags(Given(ids, None)).source
 
 
 class _Sums(torch.autograd.Function):
