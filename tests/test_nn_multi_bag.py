@@ -344,6 +344,11 @@ def but(**parts: Any) -> dict[str, Any]:
         (but(who=torch.tensor([1, 2])), r"the ids of feature 'who' are of shape \(2,\)"),
         (but(who=Jagged(PAIR[0], torch.tensor([0, 2]))), "offsets of feature 'who' go to 2 but there are 3 ids"),
         (but(seen=torch.tensor([[1, 30]])), r"index\[1\] of feature 'seen of table item' is 30 but it has 30 rows"),
+        (but(who=jagged([torch.ones(2, 3).long()])), "the ids of feature 'who' are nested but bags are 2-D"),
+        (
+            but(who=torch.nested.narrow(torch.ones(2, 4).long(), 1, 1, torch.tensor([1, 2]), layout=torch.jagged)),
+            "are nested",
+        ),
         (but(who=[[1, 2], [3]]), "the ids of feature 'who' are a list that is no tensor"),
         (but(whose=PAIR), "ids has 'whose', which is not a feature; did you mean 'who'"),
         ({"who": PAIR}, "ids has no 'seen', a feature of table 'item'"),

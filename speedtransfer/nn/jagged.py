@@ -71,14 +71,12 @@ class Bags(NamedTuple):
 
     def parts(self) -> dict[str, Part]:
         """Return the same by feature."""
-        values, starts = self.values.split([*self.lengths.values()]), self.starts().values()
-        begins = [part - start for part, start in zip(self.offsets.split([*self.counts.values()]), starts, strict=True)]
-        weights = [None] * len(begins) if self.weights is None else self.weights.split([*self.lengths.values()])
-        return {name: Part(*part) for name, *part in zip(self.counts, values, begins, weights, strict=True)}
-
-    def starts(self) -> dict[str, int]:
-        """Return where the ids of each feature begin."""
-        return dict(zip(self.lengths, itertools.accumulate(self.lengths.values(), initial=0), strict=False))
+        lengths, counts = [*self.lengths.values()], [*self.counts.values()]
+        starts = itertools.accumulate(lengths, initial=0)
+        begins = [part - start for part, start in zip(self.offsets.split(counts), starts, strict=False)]
+        weights = [None] * len(begins) if self.weights is None else self.weights.split(lengths)
+        parts = zip(self.counts, self.values.split(lengths), begins, weights, strict=True)
+        return {name: Part(*part) for name, *part in parts}
 
     def sizes(self) -> Tensor:
         """Return how many ids each bag has."""
@@ -157,10 +155,8 @@ class BagModules(FeatureModules):
             given_ids = self._by_feature(ids, "ids")
             self._check_names(list(given_ids))
             parts = {name: _of_part(name, given_ids[name], self.include_last_offset) for name in order}
-            bags, theirs = (
-                Bags.of(parts),
-                {name: part.weights for name, part in parts.items() if part.weights is not None},
-            )
+            bags = Bags.of(parts)
+            theirs = {name: part.weights for name, part in parts.items() if part.weights is not None}
         counts = bags.counts
         other = next((name for name in order if counts[name] != counts[order[0]]), None)
         if self.concatenate and other is not None:
@@ -246,9 +242,9 @@ def _of_keys(names: list[str], ids: Any) -> tuple[Bags, Any]:
     places = list(itertools.accumulate(counts, initial=0))
     bounds = offsets[places].tolist()
     # Feature by feature only where something is wrong.
-    if bounds[0] or bounds[-1] > len(values) or not _rises(offsets):
+    if bounds[0] or bounds[-1] > len(values) or bounds != sorted(bounds) or not _rises(offsets):
         for name, place, end in zip(names, places, places[1:], strict=False):
-            _check(name, offsets[place : end + 1], len(values), place)
+            _check(name, offsets[place : end + 1].cpu(), len(values), place)
     lengths = {name: stop - start for name, start, stop in zip(names, bounds, bounds[1:], strict=False)}
     weights, used = _weights_with(ids), slice(bounds[0], bounds[-1])
     bags = Bags(values[used], lengths, dict(zip(names, counts, strict=True)), offsets[:-1].clone(), (values,))
@@ -272,7 +268,7 @@ def _of_part(name: str, given: Any, include_last_offset: bool) -> Part:
         _check(name, offsets, len(values), exact=include_last_offset)
         offsets = offsets.long()
         return Part(values, offsets[:-1] if include_last_offset else offsets)
-    if callable(getattr(given, "offsets", None)) and not (_is_nested(given) and given.lengths() is not None):
+    if callable(getattr(given, "offsets", None)) and not _has_holes(given):
         values, offsets = given.values(), given.offsets().long()
         _check(name, offsets, len(values), exact=True)
         return Part(values, offsets[:-1], _weights_with(given))
@@ -301,8 +297,9 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts if device is None else [to_device(part, device) for part in parts])
 
 
-def _is_nested(ids: Any) -> bool:
-    return isinstance(ids, Tensor) and ids.is_nested
+def _has_holes(ids: Any) -> bool:
+    """Tell whether a nested tensor is not (bags, n), or its values are not all of bags."""
+    return isinstance(ids, Tensor) and (ids.dim() != 2 or ids.lengths() is not None)  # type: ignore[attr-defined]
 
 
 def _check(name: str, offsets: Tensor, count: int, place: int = 0, exact: bool = False) -> None:
