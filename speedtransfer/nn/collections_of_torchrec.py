@@ -6,9 +6,10 @@ import sys
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.nn.jagged import Given
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.options import TableOptions
@@ -16,30 +17,41 @@ from speedtransfer.nn.subclasses import subclass_of
 from speedtransfer.once import once
 
 
-def _pooled(self: Any, features: Any) -> Any:
-    """Do what the forward of an ``EmbeddingBagCollection`` does."""
-    theirs, names, outs = _torchrec(), _features(self), self._embedding_names
-    features = theirs.maybe_td_to_kjt(features, None)
-    inverse = theirs.reorder_inverse_indices(features.inverse_indices_or_none(), names)
+def _bags_of(self: Any, features: Any) -> tuple[Any, Given]:
+    """Return the tables of an ``EmbeddingBagCollection``, and what they are given."""
+    features, outs = _torchrec().maybe_td_to_kjt(features, None), self._embedding_names
     if self._is_weighted:
         # It raises if there are none.
         features.weights()
     ids = features
     if list(features.keys()) != outs:
         parts = features.to_dict()
-        ids = {out: parts[name] for out, name in zip(outs, names, strict=True)}
-    pooled = self.embedding_bags(ids, None if self._is_weighted else {})
+        ids = {out: parts[name] for out, name in zip(outs, _features(self), strict=True)}
+    return self.embedding_bags, Given(ids, None if self._is_weighted else {})
+
+
+def _pooled(self: Any, features: Any) -> Any:
+    """Do what the forward of an ``EmbeddingBagCollection`` does."""
+    theirs, outs, (tables, given) = _torchrec(), self._embedding_names, _bags_of(self, features)
+    features = theirs.maybe_td_to_kjt(features, None)
+    inverse = theirs.reorder_inverse_indices(features.inverse_indices_or_none(), _features(self))
+    pooled = tables(given.ids, given.weights)
     values = theirs.process_pooled_embeddings([part.float() for part in pooled.values()], inverse)
     return theirs.KeyedTensor(keys=outs, values=values, length_per_key=self._lengths_per_embedding)
 
 
+def _ids_of(self: Any, features: Any) -> tuple[Any, dict[str, Tensor]]:
+    """Return the tables of an ``EmbeddingCollection``, and what they are given."""
+    parts = _torchrec().maybe_td_to_kjt(features, None).to_dict()
+    tables = zip(self.embeddings.keys(), self._feature_names, strict=True)
+    return self.embeddings, {table: torch.cat([parts[name].values() for name in names]) for table, names in tables}
+
+
 def _sequences(self: Any, features: Any) -> Any:
     """Do what the forward of an ``EmbeddingCollection`` does."""
-    theirs, found = _torchrec(), {}
-    parts = theirs.maybe_td_to_kjt(features, None).to_dict()
-    tables = dict(zip(self.embeddings.keys(), self._feature_names, strict=True))
-    rows = self.embeddings({table: torch.cat([parts[name].values() for name in tables[table]]) for table in tables})
-    for (table, names), outs in zip(tables.items(), self._embedding_names_by_table, strict=True):
+    theirs, found, (tables, ids) = _torchrec(), {}, _ids_of(self, features)
+    parts, rows = theirs.maybe_td_to_kjt(features, None).to_dict(), tables(ids)
+    for table, names, outs in zip(rows, self._feature_names, self._embedding_names_by_table, strict=True):
         split = torch.unsafe_split_with_sizes(rows[table].float(), [len(parts[name].values()) for name in names])
         for name, out, values in zip(names, outs, split, strict=True):
             beside = parts[name].values() if self._need_indices else None
@@ -47,10 +59,10 @@ def _sequences(self: Any, features: Any) -> Any:
     return found
 
 
-# What torchrec calls it, where its tables are, what they become, and its forward then.
-_KINDS: tuple[tuple[str, str, Any, Any], ...] = (
-    ("EmbeddingBagCollection", "embedding_bags", MultiEmbeddingBag, _pooled),
-    ("EmbeddingCollection", "embeddings", MultiEmbedding, _sequences),
+# What torchrec calls it, where its tables are, what they become, its forward then, and what `st.prefetch` asks.
+_KINDS: tuple[tuple[str, str, Any, Any, Any], ...] = (
+    ("EmbeddingBagCollection", "embedding_bags", MultiEmbeddingBag, _pooled, _bags_of),
+    ("EmbeddingCollection", "embeddings", MultiEmbedding, _sequences, _ids_of),
 )
 
 
@@ -59,7 +71,7 @@ def _torchrec() -> Any:
 
 
 def _kind(cls: Any) -> Any:
-    """Return where the tables of a class are, what they become, and its forward then; None: it is another, or has its own."""
+    """Return what there is of a class in `_KINDS`, without the name; None: it is another, or has its own forward."""
     for name, *kind in _KINDS:
         theirs = getattr(_torchrec(), name, None)
         if theirs is not None and issubclass(cls, theirs) and cls.forward is theirs.forward:
@@ -81,7 +93,7 @@ class Collection:
     """
 
     def __init__(self, module: Any) -> None:
-        self.module, (self.attribute, self._ours, _) = module, _kind(type(module))
+        self.module, (self.attribute, self._ours, *_) = module, _kind(type(module))
         self.tables: dict[str, Any] = by_name(getattr(module, self.attribute))
         self._made: Any = None
 
@@ -132,7 +144,7 @@ def is_collection(module: nn.Module) -> bool:
 @once
 def _class_of(cls: Any) -> Any:
     made = subclass_of(cls, (cls,), empty_collection)
-    made.forward = _kind(cls)[2]
+    _, _, made.forward, made.lookup_ahead = _kind(cls)
     return made
 
 

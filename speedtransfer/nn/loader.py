@@ -247,13 +247,12 @@ class PrefetchLoader(Generic[Batch]):
             if hasattr(module, "lookup_ahead"):
                 # The table within it reads rows ahead, by row numbers that the module computes: its ticket has only these.
                 parts = ids if isinstance(ids, tuple) and all(isinstance(part, Tensor) for part in ids) else (ids,)
-                pairs.append(module.lookup_ahead(*parts))
-                given += _copies(parts)
-            else:
-                pairs.append((module, ids))
-                if isinstance(module, MultiEmbedding):
-                    # Its ticket has row numbers too.
-                    given += _copies(module._tensors_of(ids))
+                module, ids = module.lookup_ahead(*parts)
+                given += _copies(parts) if not isinstance(module, MultiEmbedding) else []
+            pairs.append((module, ids))
+            if isinstance(module, MultiEmbedding):
+                # Its ticket has row numbers too.
+                given += _copies(module._tensors_of(ids))
         for module, _ in pairs:
             if not isinstance(module, TableModule):
                 kind = f"{type(module).__module__}.{type(module).__qualname__}"

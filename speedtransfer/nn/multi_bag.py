@@ -254,7 +254,7 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         return super()._bits(self.features[name] for name in names)
 
     def _tensors_of(self, ids: Any) -> Iterable[Any]:
-        return self._bags(Given(ids, None)).source
+        return self._bags(ids if isinstance(ids, Given) else Given(ids, None)).source
 
 
 class _Sums(torch.autograd.Function):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import speedtransfer as st
 from projects.data import FIELDS, ITEMS, USERS, clicks, interactions
 from projects.pairs import WAYS, Outcome, classes, compare, hand_over
+from speedtransfer.nn.ticket import open_tickets
 
 torchrec = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
 
@@ -230,6 +231,26 @@ def test_forward_and_copies(weighted, dims):
     torch.manual_seed(1)
     theirs.reset_parameters()
     assert all(torch.equal(value, theirs.state_dict()[name]) for name, value in ours.state_dict().items())
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_read_ahead_by_a_loader(weighted):
+    """The lookups of both kinds find what was read ahead for them, of a collection among others."""
+    bags, given = collection(weighted), [keyed(torch.rand(11)) for _ in range(4)]
+    rows = torchrec.EmbeddingCollection(tables=[torchrec.EmbeddingConfig(**{**ITEM, "feature_names": ["a", "c"]})])
+    model = nn.ModuleDict({"bags": bags, "rows": rows})
+    plain = copy.deepcopy(model)
+    st.replace_embeddings(model, 0)
+    for ids in st.prefetch(given, lambda ids: {bags: ids, rows: ids}):
+        assert [len(open_tickets(table._handle)) > 0 for table in (bags.embedding_bags, rows.embeddings)] == [
+            True,
+            True,
+        ]
+        waiting = [open_tickets(table._handle) for table in (bags.embedding_bags, rows.embeddings)]
+        assert torch.equal(bags(ids).values(), plain["bags"](ids).values())
+        assert all(torch.equal(part.values(), plain["rows"](ids)[name].values()) for name, part in rows(ids).items())
+        for table, before in zip(tables, waiting, strict=True):
+            assert len(open_tickets(table._handle)) < len(before)
 
 
 def test_variable_batches_and_inverse_indices():
