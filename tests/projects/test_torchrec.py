@@ -242,11 +242,8 @@ def test_read_ahead_by_a_loader(weighted):
     plain = copy.deepcopy(model)
     st.replace_embeddings(model, 0)
     for ids in st.prefetch(given, lambda ids: {bags: ids, rows: ids}):
-        assert [len(open_tickets(table._handle)) > 0 for table in (bags.embedding_bags, rows.embeddings)] == [
-            True,
-            True,
-        ]
-        waiting = [open_tickets(table._handle) for table in (bags.embedding_bags, rows.embeddings)]
+        tables = bags.embedding_bags, rows.embeddings
+        waiting = [open_tickets(table._handle) for table in tables]
         assert torch.equal(bags(ids).values(), plain["bags"](ids).values())
         assert all(torch.equal(part.values(), plain["rows"](ids)[name].values()) for name, part in rows(ids).items())
         for table, before in zip(tables, waiting, strict=True):
