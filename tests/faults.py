@@ -117,19 +117,27 @@ idle/rules.py: idle_history
 - rounded(lr / (1 + lambd * lr * t) ** alpha, dtype)
 + rounded(lr, dtype)
 nn/jagged.py: nn_multi_bag
-- index[at:end], rows, offsets[bag:stop] - at,
-+ index[at:end], rows, offsets[bag:stop],
+- index[at:end], rows, own, **given
++ index[at:end], rows, offsets[bag:stop], **given
 - if falls.any():
 + if falls.all():
-- if self.modes[name] != "sum":
-+ if False:
 - (exact and array[-1] != count)
 + False
-nn/multi_bag.py: nn_multi_bag ranks/test_multi_bag_ranks.py
+- or not _rises(offsets):
++ or False:
+- values[used], lengths
++ values, lengths
+nn/bag_modules.py: nn_multi_bag
+- if self.modes[name] != "sum":
++ if False:
+- if list(bags.counts) != order:
++ if False:
+nn/bag_sums.py: nn_multi_bag
 - total[groups.inverse[padding]] = 0
 + pass
 - sizes if padding is None else sizes - sizes
 + sizes if True else sizes - sizes
+nn/multi_bag.py: nn_multi_bag ranks/test_multi_bag_ranks.py
 - UsedFeatures(self._every() if whole else 0)
 + UsedFeatures(self._every())
 - super()._bits(self.features[name] for name in names)

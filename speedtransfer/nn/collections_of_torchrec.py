@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from speedtransfer.errors import SpeedtransferError
-from speedtransfer.nn.jagged import Given
+from speedtransfer.nn.bag_modules import Given
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.options import TableOptions

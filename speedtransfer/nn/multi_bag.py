@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidValueError, suggest
-from speedtransfer.nn.active import ActiveRows, activate, rows_for_lookup
+from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.bag import EmbeddingBag
+from speedtransfer.nn.bag_modules import MODES, BagModules, Given
+from speedtransfer.nn.bag_sums import pool, without_padding
 from speedtransfer.nn.feature import device_of, find
 from speedtransfer.nn.feature_ids import FeatureIds, FeatureRows, found_by
-from speedtransfer.nn.jagged import MODES, BagModules, Bags, Given
-from speedtransfer.nn.lookup import apart_from_padding, is_batched
+from speedtransfer.nn.jagged import Bags
+from speedtransfer.nn.lookup import apart_from_padding
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.options import TableOptions, takes_options
 from speedtransfer.nn.ticket import FoundRows, Ticket, known_again, rows_in
@@ -211,27 +211,24 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
         if handle is None or in_transform():
             refuse_without_rows(self.__dict__.get("_handle"))
             index = found.index.ids if isinstance(found.index, Ticket) else rows_in(found.index)
-            index, padding = _without_padding(index, found.padded)
+            index, padding = without_padding(index, found.padded)
             return bags.pooled(weight, index, self.modes, padding, max_norm=self.max_norm, norm_type=self.norm_type)
         training = torch.is_grad_enabled() and handle.requires_grad
         padding_row = handle.id_space.padding_row(self.padding_idx) if self._keys is not None else None
 
-        def pool(index: Any) -> Tensor:
+        def look_up(index: Any) -> Tensor:
             spare = found.padded is not None or padding_row is not None
             about = training, self.max_norm, self.norm_type, padding_row
             active = activate(handle, index, *about, padded=True, spare=spare, features=used)
             rows, inverse, padding = apart_from_padding(active, index.fill if isinstance(index, FoundRows) else None)
             if found.padded is not None:
                 spare_row = len(active.rows) - 1 if active._groups.known.length is not None else None
-                inverse, padding = _without_padding(inverse, found.padded, spare_row)
-            weighed = bags.weights is not None and bags.weights.requires_grad
-            if rows is active.rows and rows.requires_grad and _is_summed(rows, active, self.modes) and not weighed:
-                return _Sums.apply(rows, active, bags, inverse, found.padded, self.modes, padding)
-            return bags.pooled(rows, inverse, self.modes, padding)
+                inverse, padding = without_padding(inverse, found.padded, spare_row)
+            return pool(rows, active, bags, inverse, found.padded, self.modes, padding)
 
         if self._keys is not None:
-            return self._read_by_id(found.index, training, pool)
-        return pool(known_again(handle, rows_for_lookup(handle, found.index, None, training)[0]))
+            return self._read_by_id(found.index, training, look_up)
+        return look_up(known_again(handle, rows_for_lookup(handle, found.index, None, training)[0]))
 
     def _found(self, ids: Any, weight: Any = None) -> FeatureRows:
         given = ids if isinstance(ids, Given) else Given(ids, None)
@@ -255,60 +252,3 @@ class MultiEmbeddingBag(BagModules, MultiEmbedding):
 
     def _tensors_of(self, ids: Any) -> Iterable[Any]:
         return self._bags(ids if isinstance(ids, Given) else Given(ids, None)).source
-
-
-class _Sums(torch.autograd.Function):
-    """Sums and means of bags; the gradients of a row are added in the order of the batch, which torch would sort for."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        active: ActiveRows,
-        bags: Bags,
-        index: Tensor,
-        padded: Tensor | None,
-        modes: dict[str, str],
-        padding_idx: int | None,
-    ) -> Tensor:
-        ctx.groups, ctx.bags, ctx.modes, ctx.padded = active._groups, bags, modes, padded
-        ctx.padding = padded if padded is not None or active._groups.found < 0 else index == padding_idx
-        return bags.pooled(rows, index, modes, padding_idx)
-
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        groups, bags, padding = ctx.groups, ctx.bags, ctx.padding
-        sizes = bags.sizes()
-        bag = torch.arange(len(sizes)).repeat_interleave(sizes)
-        used = sizes if padding is None else sizes - sizes.new_zeros(len(sizes)).index_add(0, bag, padding.long())
-        means = torch.tensor([ctx.modes[name] == "mean" for name in bags.counts])
-        means = means.repeat_interleave(torch.tensor(list(bags.counts.values())))
-        grad, weights = grads[0], bags.weights
-        if bool(means.any()):
-            grad = grad * torch.where(means, used.clamp(min=1), 1).double().reciprocal().to(grad.dtype)[:, None]
-        if torch.is_grad_enabled() or is_batched(grad):
-            # The gradient of it may be asked for.
-            each = grad[bag] if weights is None else grad[bag] * weights[:, None]
-            each = each if padding is None else each * ~padding[:, None]
-            return grad.new_zeros(len(groups.ids), grad.shape[1]).index_add(0, groups.inverse, each), *[None] * 6
-        order = groups.order
-        given = None if weights is None else weights[order]
-        total = F.embedding_bag(bag[order], grad.contiguous(), groups.starts[:-1], mode="sum", per_sample_weights=given)
-        if padding is not None:
-            total[groups.inverse[padding]] = 0
-        return total, *[None] * 6
-
-
-def _is_summed(rows: Tensor, active: ActiveRows, modes: dict[str, str]) -> bool:
-    """Tell whether the gradient of all bags is a sum over ids that are known in the order of their rows."""
-    known = active._groups.order is not None and active._groups.starts is not None
-    return known and not rows.is_cuda and rows.dtype in (torch.float32, torch.float64) and "max" not in modes.values()
-
-
-def _without_padding(index: Tensor, padded: Tensor | None, spare: int | None = None) -> tuple[Tensor, int | None]:
-    """Return the index of ids (n,), all padding at one place, and that: `spare`, which no other id has, or None."""
-    if padded is None or (spare is None and not bool(padded.any())):
-        return index, None
-    place = int(index[padded.nonzero()[0, 0]]) if spare is None else spare
-    return index.masked_fill(padded.to(index.device), place), place

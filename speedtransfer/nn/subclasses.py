@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 
 from speedtransfer.nn.bag import EmbeddingBag
+from speedtransfer.nn.bag_modules import BagModules
 from speedtransfer.nn.embedding import Embedding
 from speedtransfer.nn.feature import Feature, FeatureModules
-from speedtransfer.nn.jagged import BagModules
 from speedtransfer.nn.module_state import ModuleState
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
