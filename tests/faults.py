@@ -130,8 +130,6 @@ nn/jagged.py: nn_multi_bag
 nn/bag_modules.py: nn_multi_bag
 - if self.modes[name] != "sum":
 + if False:
-- if list(bags.counts) != order:
-+ if False:
 nn/bag_sums.py: nn_multi_bag
 - total[groups.inverse[padding]] = 0
 + pass

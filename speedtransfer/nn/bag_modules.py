@@ -70,7 +70,7 @@ class BagModules(FeatureModules):
             bags, all_weights = of_keys(list(ids.keys()), ids)
             if weights is None and all_weights is not None:
                 theirs = {name: part.weights for name, part in bags._replace(weights=all_weights).parts().items()}
-            if list(bags.counts) != order:
+            if [self.modes[name] for name in bags.counts] != [self.modes[name] for name in order]:
                 parts = bags.parts()
                 bags = Bags.of({name: parts[name] for name in order})
         else:
