@@ -51,7 +51,9 @@ def test_a_model_by_names():
 
 def test_tables_of_this_package():
     model = nn.ModuleDict({"one": st.Embedding(50, 4), "many": st.MultiEmbedding([20, 30], 4)})
-    one, many = workload(model, batch=10, lookups=2).tables
+    model["bags"] = st.MultiEmbeddingBag([20, 30], 4)
+    one, many, bags = workload(model, batch=10, lookups=2).tables
+    assert (bags.kind, bags.rows) == ("MultiEmbeddingBag", 50)
     assert one.is_table
     assert (many.kind, many.rows, many.features, many.lookups) == ("MultiEmbedding", 50, ((20, 20), (30, 20)), 40)
     assert many.unique == expected_unique(20, 1.05, 20) + expected_unique(30, 1.05, 20)
