@@ -80,7 +80,8 @@ class Net(nn.Module):
 class Pair:
     """A model of a kind and one of a single process, each with an optimizer; trained on `batch(step, rank)` by `loss`.
 
-    `wrap`: DistributedDataParallel and the like, around the model of several processes.
+    `wrap`: DistributedDataParallel and the like, around the model of several processes. `at_once`: the other one looks the
+    batches of all up together.
     """
 
     def __init__(
@@ -93,9 +94,10 @@ class Pair:
         loss: Callable[[Any, Any], Tensor] = squares,
         batch: Callable[[int, int], Any] = ids,
         scales: bool = False,
+        at_once: bool = False,
         **options: Any,
     ) -> None:
-        self.ours, self.one, self.loss, self.batch = ours, one, loss, batch
+        self.ours, self.one, self.loss, self.batch, self.at_once = ours, one, loss, batch, at_once
         self.model = wrap(ours)
         self.opt, self.one_opt = (optimizer(each.parameters(), **{"lr": 0.1, **options}) for each in (ours, one))
         self.scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, enabled=scales) for _ in range(2)]
@@ -106,9 +108,12 @@ class Pair:
         self.one_backward(step, loss)
 
     def one_backward(self, step: int = 0, loss: Callable[[Any, Any], Tensor] | None = None) -> None:
-        ranks = dist.get_world_size()
-        total = sum((loss or self.loss)(self.one, self.batch(step, rank)) for rank in range(ranks))
-        self.scalers[1].scale(total / ranks).backward()
+        batches = [self.batch(step, rank) for rank in range(dist.get_world_size())]
+        if self.at_once:
+            total = self.loss(self.one, [torch.cat(parts) for parts in zip(*batches, strict=True)])
+        else:
+            total = sum((loss or self.loss)(self.one, batch) for batch in batches)
+        self.scalers[1].scale(total / len(batches)).backward()
 
     def accumulate(self, *steps: int, no_sync: bool = False) -> None:
         for step in steps:
@@ -143,11 +148,11 @@ class Pair:
 
 
 def tables_of(model: Any) -> list[Any]:
-    return [each for each in model.modules() if hasattr(each, "table") or isinstance(each, nn.Embedding)]
+    return [each for each in model.modules() if hasattr(each, "table") or type(each) is nn.Embedding]
 
 
 def dense_of(model: Any) -> list[Tensor]:
-    rows = {id(each.weight) for each in tables_of(model)}
+    rows = {id(param) for each in tables_of(model) for param in each.parameters()}
     return [param for param in model.parameters() if id(param) not in rows]
 
 

@@ -20,9 +20,13 @@ from ranks.checkpoint_job import EXACT, Job
 from ranks.pair import DIM, ROWS, Net, ids, rows_of, table, tables, told, wrap
 from speedtransfer.optim.shards import KEPT
 
+# What statements use.
+NAMES = {"copy": copy, "dist": dist, "nn": nn, "pickle": pickle, "st": st, "torch": torch, "ROWS": ROWS, "DIM": DIM}
+NAMES |= {"Net": Net, "ids": ids, "table": table, "wrap": wrap}
+
 # A statement, and words of what the processes say; after // those of rank 1, where these are others. Without words: that it is
 # not for what several processes own, and what to do.
-TABLE = f"""
+TABLE = """
 torch.autograd.grad(emb(ids()).sum(), emb.weight)
 setattr(emb.weight, "grad", torch.ones(ROWS, DIM, dtype=torch.float64))
 setattr(emb.weight, "grad", torch.ones(ROWS, DIM, dtype=torch.float64).to_sparse(1))
@@ -61,8 +65,8 @@ st.Embedding(ROWS, DIM, comm_dtype=(None, torch.float16)[rank], **group)
 -> rank 1 failed where it makes a table // comm_dtype is torch.float16
 """.replace("\n->", " ->")
 SHARDED = f"""
-emb(torch.tensor([[ROWS], [0]][1 - rank])) -> ^ProcessGroupError: rank 1 refused its ids .its own // ^RowIndexError
-emb(torch.tensor([[-1], [0]][1 - rank])) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
+emb(torch.tensor([(0, ROWS)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids .its own // ^RowIndexError
+emb(torch.tensor([(0, -1)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
 emb(torch.tensor([0.5, 0.0])) -> ^InvalidTypeError
 emb(torch.tensor([ROWS])) -> ^RowIndexError
 sum(emb(torch.tensor([1])).sum() for _ in range({KEPT + 1})).backward() -> more than {KEPT} lookups
@@ -72,9 +76,9 @@ st.Embedding(ROWS, DIM, memory="pageable", cache_rows=9, cache_counts=torch.aran
 """
 # Lookups send nothing.
 SHARED = """
-emb(torch.tensor([[ROWS], [0]][1 - rank])) -> ^$ // ^RowIndexError
-bag(torch.arange(6), torch.tensor([[0, 9], [0, 3]][1 - rank])) -> ^$ // Error
-bag(torch.arange(6), torch.tensor([[1, 2], [0, 3]][1 - rank])) -> ^$ // Error
+emb(torch.tensor([(0, ROWS)[rank]])) -> ^$ // ^RowIndexError
+bag(torch.arange(6), torch.tensor([0, (3, 9)[rank]])) -> ^$ // Error
+bag(torch.arange(6), torch.tensor([rank, 3])) -> ^$ // Error
 """
 VOCABULARY = """
 known(memory="shared") -> leave memory out
@@ -222,7 +226,7 @@ def wrong(world: str, *args: Any) -> dict[str, str]:
         # Of torch, which uses what it has deprecated.
         warnings.simplefilter("ignore", DeprecationWarning)
         names, check = make(*more, *args)
-        names |= globals() | {"rank": dist.get_rank()}
+        names |= NAMES | {"enter": enter, "rank": dist.get_rank()}
         for line in filter(None, text.splitlines()):
             statement, _, words = line.partition(" -> ")
             said = told(lambda statement=statement: eval(statement, names))

@@ -348,7 +348,10 @@ def compiled_in_turn(kind: str, backend: str) -> bool:
 @pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
 @pytest.mark.parametrize(
     ("kind", "backend"),
-    [("sharded", "aot_eager"), *(pytest.param("shared", it, marks=pytest.mark.slow) for it in ("aot_eager", "inductor"))],
+    [
+        ("sharded", "aot_eager"),
+        *(pytest.param("shared", it, marks=pytest.mark.slow) for it in ("aot_eager", "inductor")),
+    ],
 )
 def test_compiled_lookups_keep_their_order(two, kind, backend):
     assert all(two(compiled_in_turn, kind, backend, limit=300, timeout=150))

@@ -48,7 +48,10 @@ def compiled(kind: str, ways: list[str]) -> float:
     [
         ("sharded", ["around"]),
         ("replicas", ["inside"]),
-        *(pytest.param(kind, ["around", "inside"], marks=pytest.mark.slow) for kind in ("sharded", "shared", "replicas")),
+        *(
+            pytest.param(kind, ["around", "inside"], marks=pytest.mark.slow)
+            for kind in ("sharded", "shared", "replicas")
+        ),
     ],
 )
 def test_compiled_models(two, kind, ways):
