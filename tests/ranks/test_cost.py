@@ -30,8 +30,6 @@ class Tables:
 
     dim: int
     count: int = 1
-    lookups: int = 1
-    clips: int = 0
     idle: str = "lazy"
     module: tuple = ()
     dtype: torch.dtype = torch.float32
@@ -65,9 +63,7 @@ CASES = {
     "gradients in int8": Tables(32, comm_dtype=torch.int8),
     "max_norm: rows in bfloat16 cross decoded": Tables(12, storage_dtype=torch.bfloat16, module=(("max_norm", 1.0),)),
     "two tables": Tables(16, count=2),
-    "seven tables: a second message": Tables(4, count=7, clips=1),
-    "two lookups a table": Tables(16, count=2, lookups=2),
-    "clipping": Tables(16, count=2, clips=2),
+    "seven tables: a second message": Tables(4, count=7),
 }
 
 
@@ -77,13 +73,10 @@ def ids_of(step: int, rank: int, number: int) -> torch.Tensor:
 
 
 def counted(tables: Tables, world: int, rank: int, step: int) -> list[RowCounts]:
-    """The numbers of rows of each lookup (of a shared table: of all), from the ids of all ranks and the partition alone."""
+    """The numbers of rows of each lookup, from the ids of all ranks and the partition alone."""
     partition, found = Partition(ROWS, world), []
-    lookups = [[n] for n in range(tables.count * tables.lookups)]
-    if tables.shared:
-        lookups = [[n for (n,) in lookups if n % tables.count == table] for table in range(tables.count)]
-    for numbers in lookups:
-        asked = [torch.cat([ids_of(step, each, n) for n in numbers]).unique() for each in range(world)]
+    for n in range(tables.count):
+        asked = [ids_of(step, each, n).unique() for each in range(world)]
         owners = [partition.places(ids) // partition.per_rank for ids in asked]
         mine = [ids[owner == rank] for ids, owner in zip(asked, owners, strict=True)]
         others = [ids for each, ids in enumerate(mine) if each != rank]
@@ -132,14 +125,11 @@ def run_sharded(tables: Tables) -> tuple[list[StepCost], StepCost]:
     opt = torch.optim.AdamW([emb.weight for emb in embs])
 
     def lookups(step: int) -> torch.Tensor:
-        numbers = range(tables.count * tables.lookups)
-        return sum(embs[n % tables.count](ids_of(step, rank, n)).square().sum() for n in numbers)
+        return sum(emb(ids_of(step, rank, n)).square().sum() for n, emb in enumerate(embs))
 
     def step_of(step: int) -> None:
         opt.zero_grad()
         lookups(step).backward()
-        for _ in range(tables.clips):
-            torch.nn.utils.clip_grad_norm_([emb.weight for emb in embs], 0.1)
         opt.step()
 
     steps = watch(embs, step_of)
@@ -159,42 +149,16 @@ def test_sharded(pool, world, name):
     for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
         for number, found in enumerate(steps, 1):
             rows = counted(tables, world, rank, number)
-            wanted = sharded_step(rows, world, tables=tables.count, clips=tables.clips)
-            if tables.module or tables.lookups > 1:
-                # max_norm reads and writes rows once more; rows of two lookups may be the same.
+            wanted = sharded_step(rows, world)
+            if tables.module:
+                # max_norm reads and writes rows once more.
                 found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
             assert found == wanted
             assert wanted.sent > 0
-        wanted = sharded_step(counted(tables, world, rank, 9), world, tables=tables.count, training=False)
+        wanted = sharded_step(counted(tables, world, rank, 9), world, training=False)
         if not tables.module and tables.idle == "lazy":
             assert evaluation == wanted
         assert sent_of(evaluation) == sent_of(wanted)
-
-
-def run_ahead(tables: Tables, steps: int) -> StepCost:
-    """What `steps` steps cost whose ids are sent ahead."""
-    rank = dist.get_rank()
-    embs = tables.made()
-    opt = torch.optim.AdamW([emb.weight for emb in embs])
-    traffic = exchange_of(dist.group.WORLD).traffic
-    before = sent(traffic)
-    ids = lambda step: [(emb, ids_of(step, rank, n)) for n, emb in enumerate(embs)]  # noqa: E731
-    for step in st.prefetch(range(steps), ids):
-        opt.zero_grad()
-        sum(emb(some).square().sum() for emb, some in ids(step)).backward()
-        opt.step()
-    return since(before, sent(traffic))
-
-
-@pytest.mark.parametrize(("name", "world"), [("two tables", 2), ("seven tables: a second message", 3)])
-def test_ids_sent_ahead(pool, name, world):
-    tables, steps = CASES[name], 4
-    for rank, found in enumerate(pool.of(world)(run_ahead, tables, steps)):
-        each = [sharded_step(counted(tables, world, rank, n), world, ahead=True) for n in range(steps)]
-        # At the first step each table meets once more.
-        first = StepCost(control=tables.count * (world - 1) * 64, calls=tables.count)
-        wanted = [sent_of(cost) for cost in (first, *each)]
-        assert found == StepCost(*map(sum, zip(*map(dataclasses.astuple, wanted), strict=True)))
 
 
 @pytest.mark.sweep
@@ -204,9 +168,9 @@ def test_shared(pool, world, name):
     tables = dataclasses.replace(CASES[name], shared=True)
     for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
         for number, found in enumerate(steps, 1):
-            wanted = shared_step(counted(tables, world, rank, number), world, clips=tables.clips)
-            if tables.idle == "exact" or tables.lookups > 1:
-                # A lookup reads state too; rows of two lookups may be the same.
+            wanted = shared_step(counted(tables, world, rank, number), world)
+            if tables.idle == "exact":
+                # A lookup reads state too.
                 found = dataclasses.replace(found, bus_up=wanted.bus_up)
             assert found == wanted
             assert wanted.sent > 0

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import math
-import os
 import threading
-import time
-import warnings
 from collections.abc import Callable
 
 import pytest
@@ -17,10 +13,7 @@ from torch import nn
 from torch.nn import init
 from torch.utils.checkpoint import checkpoint
 
-import speedtransfer as st
-from ranks.pair import DIM, ROWS, Pair, ids, nets, rows_of, squares, table, tables, told
-from speedtransfer.nn.tracing import ONE_GRAPH
-from speedtransfer.optim import gradient_exchange
+from ranks.pair import DIM, ROWS, Pair, ids, nets, squares, table, tables, told
 from speedtransfer.optim.shards import KEPT
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared"])
@@ -305,150 +298,3 @@ def rows_that_are_set(kind: str) -> float:
 def test_numbers_of_one_process(two, three, kind, name):
     ranks = three if name in ("functions_of_gradients", "rows_that_are_set") else two
     assert max(ranks(USES[name], kind)) < 1e-12
-
-
-# --- modules and tables ---------------------------------------------------------------------------------------------------
-
-
-class Several(nn.Module):
-    """Lookups of several tables, whose messages must come in one order: also of one whose result is not used."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.rows = table(kind, max_norm=1.5 if kind == "sharded" else None)
-        self.bag = table(kind, make=st.EmbeddingBag, mode="sum")
-        self.features = table(kind, {"user": 30, "item": 9}, DIM, make=st.MultiEmbedding)
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        bags = self.bag(ids.view(2, -1)).square().sum()
-        self.rows(ids // 2)
-        found = self.features({"user": ids % 30, "item": ids[:2] % 9})
-        return bags + (self.rows(ids) * found["user"]).sum() + self.features["item"](ids % 9).square().mean()
-
-
-def compiled_in_turn(kind: str, backend: str) -> bool:
-    found = []
-    # Of torch: inductor's own use of torch.jit.
-    warnings.filterwarnings("ignore", ".*torch.jit.*is deprecated", DeprecationWarning)
-    for compiles in (True, False):
-        model = Several(kind)
-        run = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
-        opt, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
-        for step in range(3):
-            # Batches of one size, or of two: this rank compiles once more.
-            batch = torch.cat([ids(step)] * (1 + step % 2 * dist.get_rank()))
-            opt.zero_grad()
-            losses.append(run(batch))
-            losses[-1].backward()
-            opt.step()
-        found.append([torch.stack(losses).detach(), *(rows_of(each) for each in (model.rows, model.bag))])
-    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in zip(*found, strict=True))
-
-
-@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
-@pytest.mark.parametrize(
-    ("kind", "backend"),
-    [
-        ("sharded", "aot_eager"),
-        *(pytest.param("shared", it, marks=pytest.mark.slow) for it in ("aot_eager", "inductor")),
-    ],
-)
-def test_compiled_lookups_keep_their_order(two, kind, backend):
-    assert all(two(compiled_in_turn, kind, backend, limit=300, timeout=150))
-
-
-def replaced(kind: str) -> None:
-    model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.EmbeddingBag(ROWS, DIM))
-    wanted = [each.weight.detach().clone() for each in model]
-    options = {"memory": "shared"} if kind == "shared" else {}
-    assert st.replace_embeddings(model, min_rows=1, process_group=dist.group.WORLD, **options) == ["0", "1"]
-    for each, weight in zip(model, wanted, strict=True):
-        assert torch.equal(rows_of(each), weight)
-        for shown in (repr(each.table), repr(each.weight), str(st.summary(model))):
-            assert f"rank {dist.get_rank()} of 2" in shown
-
-
-def sharded_table(kind: str) -> None:
-    emb, rank, ranks = table(kind), dist.get_rank(), dist.get_world_size()
-    own = torch.arange(rank, ROWS, ranks)
-    emb.table.scatter(own, own.unsqueeze(1).expand(-1, DIM).double())
-    assert torch.equal(rows_of(emb), torch.arange(ROWS).unsqueeze(1).expand(-1, DIM).double())
-    local = emb.table.local.torch() if kind == "sharded" else emb.table.local.torch()[emb.table.local_ids()]
-    assert torch.equal(local[:, 0], emb.table.local_ids().double())
-    assert emb.table.stats().calls > 0
-    before = rows_of(emb)
-    twice = told(lambda: emb.table.scatter(torch.tensor([1]), torch.zeros(1, DIM)))
-    outside = told(lambda: emb.table.scatter(torch.tensor([ROWS if rank else 0]), torch.zeros(1, DIM)))
-    assert "more than once" in twice or "its own message says why" in twice
-    assert ("RowIndexError" if rank == 1 else "rank 1 failed where it writes rows") in outside
-    assert torch.equal(rows_of(emb), before)
-
-
-def read_late(kind: str) -> None:
-    """Rows that rank 1 reads after backward, while others may step already, are those before the step."""
-    pair = tables(kind)
-    before = rows_of(pair.ours)
-    pair.ours(torch.arange(ROWS)).sum().backward()
-    if kind == "shared" and dist.get_rank() == 1:
-        time.sleep(0.3)
-    with torch.no_grad():
-        seen = pair.ours(torch.arange(ROWS)).clone()
-    pair.opt.step()
-    assert torch.equal(seen, before)
-
-
-def collected_by_one(kind: str) -> None:
-    """Models that one process has collected, and another not."""
-    gc.disable()
-    try:
-        for _ in range(2):
-            pair = tables(kind)
-            pair.cycle = pair
-            pair.train(0, 1)
-            # In training, and never used.
-            pair.ours(ids())
-            del pair
-            if dist.get_rank() == 1:
-                gc.collect()
-    finally:
-        gc.enable()
-
-
-def open_table(kind: str) -> None:
-    pair = tables(kind)
-    pair.cycle = pair
-    pair.backward()
-    pair.ours(ids())
-
-
-# The last one twice: a model of a group that was destroyed stops no others.
-@KINDS
-def test_modules_and_tables(two, kind):
-    for call in (replaced, sharded_table, read_late, collected_by_one, open_table, open_table):
-        two(call, kind)
-
-
-def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
-    def make() -> None:
-        pair = tables(kind, torch.optim.Adam)
-        pair.backward()
-        pair.opt.step()
-
-    def counts() -> tuple[int, ...]:
-        gc.collect()
-        with open("/proc/self/maps") as maps:
-            mapped = sum("memfd" in line for line in maps)
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm")), mapped, len(gradient_exchange._alive())
-
-    make()
-    before = counts()
-    for _ in range(times):
-        make()
-    return tuple(after - was for after, was in zip(counts(), before, strict=True))
-
-
-@KINDS
-def test_nothing_is_left_of_tables(two, kind):
-    for left in two(made_and_dropped, kind, 10 if kind == "shared" else 2):
-        # What tests before have left may have gone.
-        assert max(left) <= 0
