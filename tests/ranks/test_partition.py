@@ -47,22 +47,16 @@ def test_every_id_has_one_place_on_one_rank(num_rows, ranks):
     assert torch.equal(torch.cat(parts).sort().values, ids)
 
 
-@given(NUM_ROWS, st.integers(1, 9), st.integers(1, 9))
+@given(st.integers(1, 20_000), st.integers(1, 9), st.integers(1, 9), st.data())
 @settings(max_examples=30, deadline=None)
-def test_the_order_does_not_know_the_number_of_ranks(num_rows, one, other):
-    # A checkpoint of other processes is read by ranges.
-    first, second = Partition(num_rows, one), Partition(num_rows, other)
-    assert torch.equal(first.places(torch.arange(num_rows)), second.places(torch.arange(num_rows)))
-
-
-@given(st.integers(1, 20_000), st.integers(1, 8), st.data())
-@settings(max_examples=30, deadline=None)
-def test_a_part_of_a_shard(num_rows, ranks, data):
-    partition = Partition(num_rows, ranks)
+def test_a_part_of_a_shard(num_rows, ranks, others, data):
+    partition, ids = Partition(num_rows, ranks), torch.arange(num_rows)
     rank = data.draw(st.integers(0, ranks - 1))
     start = data.draw(st.integers(0, partition.size(rank)))
     stop = data.draw(st.integers(start, partition.size(rank)))
     assert torch.equal(partition.ids_of(rank, start, stop), partition.ids_of(rank)[start:stop])
+    # The order does not know the number of ranks: a checkpoint of other processes is read by ranges.
+    assert torch.equal(partition.places(ids), Partition(num_rows, others).places(ids))
 
 
 @pytest.mark.parametrize("num_rows", [3, 4094, 30_000])

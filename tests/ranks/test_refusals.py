@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 import pickle
 import re
@@ -22,7 +23,7 @@ from speedtransfer.optim.shards import KEPT
 
 # What statements use.
 NAMES = {"copy": copy, "dist": dist, "nn": nn, "pickle": pickle, "st": st, "torch": torch, "ROWS": ROWS, "DIM": DIM}
-NAMES |= {"Net": Net, "ids": ids, "table": table, "wrap": wrap}
+NAMES |= {"Net": Net, "Job": Job, "EXACT": EXACT, "dataclasses": dataclasses, "ids": ids, "table": table, "wrap": wrap}
 
 # A statement, and words of what the processes say; after // those of rank 1, where these are others. Without words: that it is
 # not for what several processes own, and what to do.
@@ -124,6 +125,10 @@ fully_shard(Net(table("one")), mesh=mesh) -> emb.weight.*fully_shard|fully_shard
 step(fully_shard(plain, mesh=mesh, ignored_params=st.table_parameters(plain))) -> process_group=...
 """
 CHECKPOINT = """
+Job(dataclasses.replace(EXACT, rows=301)).load(path) -> 'emb.weight' is .300, 8.* but .301, 8
+job.load((path, path / "none")[rank]) -> rank 1 failed where it loads // no checkpoint folder
+job.load((path, later)[rank])
+-> the processes differ where one loads: rank 0: .*point' of SHA-256 .*; rank 1: .*later' of SHA-256
 st.load_checkpoint(path, net, other, scheduler=None, generator=None)
 -> rank 1 failed where it loads // ^InvalidValueError.*optimizer is Adagrad but the checkpoint holds that of AdamW
 st.load_checkpoint(path, job.model) -> the checkpoint has 'bag.weight' and the model 'module.bag.weight': one is wrapped
@@ -197,15 +202,17 @@ def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
 
 
 def of_checkpoints(path: Path) -> tuple[dict[str, Any], Any]:
-    job = Job(EXACT).train(1).save(path).train(1)
+    job, later = Job(EXACT).train(1).save(path).train(1), path.with_name("later")
+    before = job.save(later).planes()
     other = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank](job.net.parameters())
 
     def check() -> None:
         dist.barrier()
+        assert all(torch.equal(value, before[name]) for name, value in job.planes().items())
         assert not [name for name in os.listdir(path) if "new" in name]
         assert job.train(1).save(path).load(path).done == 3
 
-    return {"job": job, "net": job.net, "path": path, "other": other}, check
+    return {"job": job, "net": job.net, "path": path, "later": later, "other": other}, check
 
 
 WORLDS = {
