@@ -1,7 +1,7 @@
 """A training job of several processes that saves and resumes; imported by the tests of checkpoints, and a script of torchrun.
 
 `checkpoint_job.py FOLDER STEPS [KILL ...]`: resume from FOLDER and save every second step. KILL, one for each life: the rank,
-and "forward", "backward" or "step" and its number, "save" and a number of lines, or "commit" and 0 or 1.
+and "forward", "backward" or "step" and its number, or "save" and a number of lines.
 """
 
 from __future__ import annotations
@@ -170,8 +170,6 @@ def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[
             os.kill(os.getpid(), signal.SIGKILL)
 
     job.hook = kill
-    if where == "commit" and job.rank == int(rank):
-        die_in_commit(bool(int(count)))
     if where == "save" and job.rank == int(rank):
         kill_at_line(int(count), SAVING)
     while job.done < steps:
@@ -179,18 +177,6 @@ def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[
         if job.done % 2 == 0:
             job.save(folder)
     return job.planes()
-
-
-def die_in_commit(after: bool) -> None:
-    """Kill the process before or after it puts a manifest in place."""
-    replace = os.replace
-
-    def dying(*args: Any) -> None:
-        if after:
-            replace(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = dying
 
 
 def main(folder: Path, steps: int, *kills: str) -> None:

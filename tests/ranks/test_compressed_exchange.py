@@ -148,14 +148,3 @@ def average(momentum: float) -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_moves_by_the_formula(three, momentum):
     three(average, momentum)
-
-
-def in_a_group() -> float:
-    group = dist.new_group([1, 2])
-    weight = nn.Parameter(torch.tensor(float(dist.get_rank())))
-    BlockMomentumAverager(2, process_group=group).average_parameters([weight])
-    return weight.item()
-
-
-def test_a_rank_outside_of_the_group_is_left_alone(three):
-    assert three(in_a_group) == [0.0, 1.5, 1.5]

@@ -89,18 +89,6 @@ def test_copies_and_compiled_models_have_the_same_ids(way):
     train(WAYS[way](module), wanted)
 
 
-def test_tickets_and_active_rows_are_those_of_the_ids():
-    module, wanted = pair("Embedding", 3)
-    ticket = module.prefetch(BATCHES[0])
-    assert torch.equal(module(ticket), wanted(number(BATCHES[0])))
-    module.prefetch(BATCHES[0])
-    assert torch.equal(module(BATCHES[0]), wanted(number(BATCHES[0])))
-    with torch.no_grad():
-        assert torch.equal(module(BATCHES[1]), wanted(number(BATCHES[1])))
-    active = module.activate(BATCHES[1])
-    assert torch.equal(active.ids[active.inverse], number(BATCHES[1]))
-
-
 def test_what_takes_ids_for_row_numbers_is_refused():
     module, _ = pair("Embedding")
     batch, swapped = BATCHES[0], {"weight": torch.zeros(len(IDS), 4)}
@@ -117,14 +105,6 @@ def test_what_takes_ids_for_row_numbers_is_refused():
             refused()
     with pytest.raises(RowIndexError, match="id 8 is not in the list"):
         module(torch.tensor([7, 8]))
-
-
-def test_features_of_a_table_with_listed_ids():
-    multi = st.MultiEmbedding({"a": 4, "b": 2}, 4)
-    multi._handle.id_space = module_of("listed_ids", LISTED).Listed(torch.arange(6).flip(0))
-    found, rows = multi({"b": torch.tensor([1, 0]), "a": torch.tensor([3])}), multi.weight.detach().flip(0)
-    assert torch.equal(found["b"], rows[[5, 4]])
-    assert torch.equal(found["a"], rows[[3]])
 
 
 def in_two_processes() -> str:

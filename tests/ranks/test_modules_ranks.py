@@ -18,7 +18,7 @@ from ranks.pair import DIM, ROWS, ids, rows_of, table, tables, told
 from speedtransfer.errors import DeviceError, ProcessGroupError
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
-from speedtransfer.ranks import Exchange, exchange_of
+from speedtransfer.ranks import exchange_of
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared"])
 
@@ -296,14 +296,3 @@ def test_without_cuda_messages_are_on_the_host(two):
     (on_host, rows), (_, same) = two(trained_by_default)
     assert on_host
     assert torch.equal(rows, same)
-
-
-@pytest.mark.parametrize(
-    ("config", "cuda", "on_host"),
-    [("cpu:gloo,cuda:nccl", True, False), ("cpu:gloo,cuda:nccl", False, True), ("cpu:gloo", True, True)],
-)
-def test_where_messages_are(monkeypatch, config, cuda, on_host):
-    for name, value in (("get_rank", 0), ("get_world_size", 1), ("get_backend_config", config)):
-        monkeypatch.setattr(dist, name, lambda group, value=value: value)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    assert Exchange(type("Group", (), {})()).on_host is on_host
