@@ -6,6 +6,7 @@ import functools
 import math
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -147,10 +148,8 @@ def looked_up(emb: Any) -> Tensor:
     return emb(torch.arange(ROWS)).clone()
 
 
-def bits(kind: str, idle: str, small_chunks: bool, options: dict[str, Any]) -> tuple[bool, float]:
+def bits(kind: str, idle: str, options: dict[str, Any]) -> tuple[bool, float]:
     """Whether a step of the same gradient (exact in any order) makes the bits of one process."""
-    if small_chunks:
-        rows_module.row_chunks = lambda count, size: (slice(i, min(i + 7, count)) for i in range(0, count, 7))
     ours, one = (table(each, dtype=torch.float32, idle=idle, **options) for each in (kind, "one"))
     # Rows that one rank looks up alone, so that sums need no rounding.
     batch = lambda step, rank: (ids(step, rank) // 2 * 2 + rank).clamp(max=ROWS - 1)  # noqa: E731
@@ -166,19 +165,20 @@ def bits(kind: str, idle: str, small_chunks: bool, options: dict[str, Any]) -> t
     return torch.equal(looked_up(ours), looked_up(one)), float((looked_up(one) - start).abs().max())
 
 
+def chunked_bits(*args: Any) -> tuple[bool, float]:
+    chunks = lambda count, size: (slice(i, min(i + 7, count)) for i in range(0, count, 7))  # noqa: E731
+    with mock.patch.object(rows_module, "row_chunks", chunks):
+        return bits(*args)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
-@pytest.mark.parametrize(("idle", "small_chunks"), [("lazy", False), ("exact", False), ("exact", True)])
+@pytest.mark.parametrize(("idle", "function"), [("lazy", bits), ("exact", bits), ("exact", chunked_bits)])
 @pytest.mark.parametrize("name", FORMS)
-def test_small_forms_have_the_bits_of_one_process(two, kind, name, idle, small_chunks):
-    try:
-        for same, moved in two(bits, kind, idle, small_chunks, FORMS[name]):
-            assert same
-            assert moved > 0.01
-    finally:
-        if small_chunks:
-            # They have other chunks now.
-            two.pool.stop()
+def test_small_forms_have_the_bits_of_one_process(two, kind, name, idle, function):
+    for same, moved in two(function, kind, idle, FORMS[name]):
+        assert same
+        assert moved > 0.01
 
 
 def rows_by_kind(idle: str, options: dict[str, Any]) -> list[Tensor]:
