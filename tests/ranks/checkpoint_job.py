@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch.distributed as dist
 from in_child import kill_at_line
 from optimizer_cases import case_named
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
+from ranks.pair import wrap
 from speedtransfer.dtypes import bits_of
 from speedtransfer.optim import Sharded, find_handle
 
@@ -86,11 +85,8 @@ class Job:
         self.rank, self.ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         torch.manual_seed(seed)
         self.net = Net(setup)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-            # Else it arranges its buckets anew after the first step, and adds the gradients of three ranks in another order.
-            as_before = {"find_unused_parameters": True}
-            self.model = self.net if self.alone else DistributedDataParallel(self.net, **as_before)
+        # Else it arranges its buckets anew after the first step, and adds the gradients of three ranks in another order.
+        self.model = self.net if self.alone else wrap(self.net, find_unused_parameters=True)
         self.optimizer = case_named(setup.optimizer).make(self.net.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         # Of each process its own.

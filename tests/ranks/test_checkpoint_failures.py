@@ -150,7 +150,7 @@ def interrupted(path: Path) -> None:
 
 
 def test_an_interrupt_in_the_last_moment_leaves_a_whole_checkpoint(two, tmp_path):
-    first, second = two.fails(interrupted, tmp_path, timeout=2, fresh=False)
+    first, second = two.fails(interrupted, tmp_path, timeout=3, fresh=False)
     assert isinstance(first, RuntimeError)
     assert isinstance(second, KeyboardInterrupt)
     assert two(load_done, tmp_path) == [2, 2]
@@ -189,7 +189,7 @@ def run_life(path: Path, life: int, *kills: str) -> dict:
 def test_killed_in_a_save_and_started_anew(two, tmp_path):
     kills = ["1 save 900"]
     whole = two(run, tmp_path / "whole", 6)[0]
-    other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=2)
+    other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=3)
     assert isinstance(other, RuntimeError)
     assert isinstance(killed, DeadRankError)
     assert (tmp_path / "point" / "manifest.json").exists()
