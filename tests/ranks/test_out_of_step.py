@@ -45,7 +45,7 @@ class Run:
         self.net, wraps = Tables(kind, count or 1 + wrapped), wrapped or kind == "replicas"
         self.emb = self.net.tables[0]
         self.model = wrap(self.net, find_unused_parameters=wrapped) if wraps else self.net
-        self.opt = optimizer(self.net.parameters() if wraps else self.emb.parameters(), lr=rate)
+        self.opt = optimizer(self.net.parameters() if wraps or count else self.emb.parameters(), lr=rate)
 
     def step(self, number: int, leaves: str = "") -> None:
         """Make a step, and leave out a part of it."""
