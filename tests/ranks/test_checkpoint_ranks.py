@@ -241,9 +241,9 @@ def test_files_of_format_2(two, three, tmp_path):
 # --- vocabularies ------------------------------------------------------------------------------------------------------------
 
 SAVED, STEPS, SHARES = 5, 9, 6
-# A table that grows, more on one rank than on another, with ids that are admitted at their second sighting, or by chance.
+# A table that grows, more on one rank than on another, with ids that are admitted at their second or third sighting.
 GROWS = {"max_capacity": 400, "unseen": "row", "capacity": 6}
-SAVES = {"exact": {**GROWS, "admit": 2, "idle": "exact"}, "lazy": {**GROWS, "admit": 0.4, "evict": "lfu"}}
+SAVES = {"exact": {**GROWS, "admit": 2, "idle": "exact"}, "lazy": {**GROWS, "admit": 3, "evict": "lfu"}}
 
 
 def share(step: int, rank: int) -> tuple[Tensor, ...]:

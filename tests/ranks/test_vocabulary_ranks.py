@@ -119,7 +119,7 @@ def trained(
     assert pair.ours.vocabulary.clock == steps
     stats = [each.vocabulary.stats() for each in (pair.ours, *getattr(one, "parts", [one]))]
     ours, *counts = [[each.admitted, each.evicted, each.lookups, each.unseen] for each in stats]
-    return max(*far, compared(pair)), ours, counts
+    return max([*far, compared(pair)]), ours, counts
 
 
 SPARSE = {"ids": 400, "capacity": 70, "steps": 24, "parts": True}
