@@ -160,7 +160,7 @@ def test_commands_exist(page, argv):
     elif program == "python":
         check_flags(arguments[0], arguments[1:])
     elif program == "torchrun":
-        # tests/ranks/test_docs_processes.py runs them.
+        # tests/ranks/test_launched.py runs them.
         assert f":caption: {arguments[-1]}\n" in PAGES[page]
     elif argv[:3] == ["pip", "install", "torch"]:
         assert argv[3] == "--index-url"

@@ -50,7 +50,8 @@ def forget() -> None:
 
 def beside_others() -> bool:
     """Tell whether `DistributedDataParallel` has messages of its own in backward, beside those of tables."""
-    return any(owners.exchange.is_apart for owners in _alive())
+    # Not those of a group that was destroyed: one process may have collected its models, and another not.
+    return any(owners.exchange.is_apart and not owners.exchange.is_destroyed() for owners in _alive())
 
 
 @torch.no_grad()

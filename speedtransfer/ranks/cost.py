@@ -38,32 +38,18 @@ class StepCost:
         return self.control + self.ids + self.rows + self.gradients
 
 
-def sharded_step(
-    lookups: Sequence[RowCounts],
-    ranks: int,
-    *,
-    tables: int | None = None,
-    clips: int = 0,
-    training: bool = True,
-    ahead: bool = False,
-) -> StepCost:
-    """Return the cost of a step of tables made with ``process_group=...``, one backward for all lookups.
+def sharded_step(lookups: Sequence[RowCounts], ranks: int, *, training: bool = True) -> StepCost:
+    """Return the cost of a step of tables made with ``process_group=...``, one lookup each and one backward for all.
 
-    Each lookup is a meeting of the processes, a message of ids and one of rows; with :func:`speedtransfer.prefetch` all
-    lookups of a batch together are two meetings and two messages. The end of backward is a meeting and a message of
-    gradients for all tables. Left out: the first step (one meeting more for each table), steps without any gradient, and rows
-    that were read ahead and again after a step that changed them.
-
-    By default each lookup is of a table of its own. `clips` are calls of ``clip_grad_norm_`` with all tables, a meeting each;
-    without `training` it is a step of evaluation; with `ahead` ids are sent ahead, by :func:`speedtransfer.prefetch`.
+    Each lookup is a meeting of the processes, a message of ids and one of rows; the end of backward is a meeting and a message
+    of gradients for all tables. Left out: the first step (one meeting more for each table), and steps without any gradient.
+    Without `training` it is a step of evaluation.
     """
     if not lookups:
         return StepCost()
-    tables = len(lookups) if tables is None else tables
-    meetings = [_meeting(len(lookups), ranks), _meeting(1, ranks)] if ahead else [_meeting(1, ranks)] * len(lookups)
-    messages = 2 if ahead else 2 * len(lookups)
+    meetings, messages = [_meeting(1, ranks)] * len(lookups), 2 * len(lookups)
     if training:
-        meetings += [_meeting(tables, ranks)] * (1 + clips)
+        meetings.append(_meeting(len(lookups), ranks))
         messages += 1
     state = [each.form.state if training else 0 for each in lookups]
     return StepCost(
@@ -83,18 +69,18 @@ def _meeting(numbers: int, ranks: int) -> tuple[int, int]:
     return (ranks - 1) * 8 * (_MESSAGE + more), 1 + (more > 0)
 
 
-def shared_step(tables: Sequence[RowCounts], ranks: int, *, clips: int = 0) -> StepCost:
+def shared_step(tables: Sequence[RowCounts], ranks: int) -> StepCost:
     """Return the cost of a step of tables made with ``memory="shared"``, which all processes of a host read by themselves.
 
     A lookup sends nothing. At the end of backward the processes meet twice (who has a gradient, and how many rows of whom),
     send ids and gradients of all tables in a message each, and meet for each table before and after the step. The owner reads
     the rows that it updates again; with ``idle="exact"`` a lookup reads their state too, which is left out.
 
-    The counts of each table are of all its lookups together; `clips` as for `sharded_step`.
+    The counts of each table are of all its lookups together.
     """
     if not tables:
         return StepCost()
-    meetings = [_meeting(len(tables), ranks)] * (2 + clips) + [_meeting(1, ranks)] * 2 * len(tables)
+    meetings = [_meeting(len(tables), ranks)] * 2 + [_meeting(1, ranks)] * 2 * len(tables)
     changed = sum((each.form.stored + each.form.state) * each.served for each in tables)
     return StepCost(
         control=sum(sent for sent, _ in meetings),

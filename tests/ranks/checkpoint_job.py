@@ -1,7 +1,7 @@
 """A training job of several processes that saves and resumes; imported by the tests of checkpoints, and a script of torchrun.
 
 `checkpoint_job.py FOLDER STEPS [KILL ...]`: resume from FOLDER and save every second step. KILL, one for each life: the rank,
-and "forward", "backward" or "step" and its number, "save" and a number of lines, or "commit" and 0 or 1.
+and "forward", "backward" or "step" and its number, or "save" and a number of lines.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,9 @@ import torch.distributed as dist
 from in_child import kill_at_line
 from optimizer_cases import case_named
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
+from ranks.pair import wrap
 from speedtransfer.dtypes import bits_of
 from speedtransfer.optim import Sharded, find_handle
 
@@ -86,11 +85,8 @@ class Job:
         self.rank, self.ranks = (0, 1) if self.alone else (dist.get_rank(), dist.get_world_size())
         torch.manual_seed(seed)
         self.net = Net(setup)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-            # Else it arranges its buckets anew after the first step, and adds the gradients of three ranks in another order.
-            as_before = {"find_unused_parameters": True}
-            self.model = self.net if self.alone else DistributedDataParallel(self.net, **as_before)
+        # Else it arranges its buckets anew after the first step, and adds the gradients of three ranks in another order.
+        self.model = self.net if self.alone else wrap(self.net, find_unused_parameters=True)
         self.optimizer = case_named(setup.optimizer).make(self.net.parameters())
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 3, 0.5)
         # Of each process its own.
@@ -170,8 +166,6 @@ def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[
             os.kill(os.getpid(), signal.SIGKILL)
 
     job.hook = kill
-    if where == "commit" and job.rank == int(rank):
-        die_in_commit(bool(int(count)))
     if where == "save" and job.rank == int(rank):
         kill_at_line(int(count), SAVING)
     while job.done < steps:
@@ -179,18 +173,6 @@ def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[
         if job.done % 2 == 0:
             job.save(folder)
     return job.planes()
-
-
-def die_in_commit(after: bool) -> None:
-    """Kill the process before or after it puts a manifest in place."""
-    replace = os.replace
-
-    def dying(*args: Any) -> None:
-        if after:
-            replace(*args)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.replace = dying
 
 
 def main(folder: Path, steps: int, *kills: str) -> None:

@@ -1,30 +1,27 @@
-"""Checkpoints of tables that several processes own: saved by any number of them, loaded by any, whole or not at all."""
+"""Checkpoints of tables that several processes own: saved by any number of them, loaded by any."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import functools
 import json
 import os
 import random
-import re
-import resource
-import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup, run
-from ranks.run import DeadRankError, torchrun
-from ranks.small import told
-from speedtransfer.checkpoint import load, together
-from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError
+from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup
+from ranks.pair import DIM, Pair, told
+from ranks.test_vocabulary_ranks import batch, compared, embedding, evaluate, loss
 from speedtransfer.nn.fused_lookup import read_ahead_of
 
 
@@ -51,36 +48,37 @@ exact sharded 2 > exact sharded 3
 exact sharded 2 > exact sharded 2
 int8 sharded 3 > int8 sharded 2
 int8 sharded 1 > int8 sharded 2
-float8 sharded 2 > float8 sharded 1
 exact shared 2 > exact sharded 3
 int8 sharded 2 > int8 shared 2
 float8 shared 2 > float8 shared 3
 exact shared 2 > exact shared 2
 int8 mixed 2 > int8 mixed 2
-exact mixed 2 > exact mixed 3
 exact sharded 2 > exact one 0
 exact one 0 > exact sharded 2
 exact sharded 2 > exact torch 0
-exact torch 0 > exact sharded 2
 cache sharded 2 > exact sharded 3
-exact sharded 2 > cache sharded 3
 mmap sharded 2 > exact sharded 3
-exact sharded 2 > mmap sharded 3
 adagrad sharded 2 > adagrad sharded 3
 rmsprop-centered sharded 2 > rmsprop-centered sharded 3
 few sharded 3 > few sharded 2
 """.strip().splitlines()
-MORE = [
-    f"{name} {saved} > {name} {loaded}"
-    for name in ("exact", "int8", "float8")
-    for saved, loaded in [
-        *itertools.product(*[[f"sharded {world}" for world in (1, 2, 3)]] * 2),
-        *itertools.product(("shared 2", "sharded 2"), ("shared 2", "shared 3", "sharded 3")),
-        *(("mixed 2", "mixed 2"), ("mixed 2", "mixed 3"), ("sharded 2", "one 0"), ("one 0", "sharded 2")),
-    ]
-]
-MORE += ["layout sharded 2 > exact sharded 3", "exact sharded 2 > layout sharded 3"]
-MORE += [f"{name} sharded 2 > {name} sharded 3" for name in ("sgd", "sgd-momentum")]
+MORE = """
+exact shared 2 > exact shared 3
+int8 mixed 2 > int8 mixed 3
+int8 sharded 3 > int8 sharded 1
+float8 sharded 2 > float8 sharded 3
+int8 sharded 2 > int8 one 0
+float8 one 0 > float8 sharded 2
+layout sharded 2 > exact sharded 3
+exact sharded 2 > layout sharded 3
+sgd sharded 2 > sgd sharded 3
+sgd-momentum sharded 2 > sgd-momentum sharded 3
+exact sharded 2 > mmap sharded 3
+exact torch 0 > exact sharded 2
+exact sharded 2 > cache sharded 3
+exact mixed 2 > exact mixed 3
+float8 sharded 2 > float8 sharded 1
+""".strip().splitlines()
 
 
 def assert_alike(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], start: dict | None = None) -> None:
@@ -109,9 +107,7 @@ def load_and_go_on(setup: Setup, path: Path, steps: int = 4) -> list:
     return [job.planes(), job.train(3).planes()]
 
 
-@pytest.mark.parametrize(
-    "case", [*CASES, *(pytest.param(it, marks=pytest.mark.slow) for it in MORE if it not in CASES)]
-)
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(it, marks=pytest.mark.slow) for it in MORE)])
 def test_saved_by_some_loaded_by_others(case, pool, tmp_path):
     ends, before = [], ""
     for function, text in zip((save_and_go_on, load_and_go_on), case.split(" > "), strict=True):
@@ -242,297 +238,78 @@ def test_files_of_format_2(two, three, tmp_path):
     assert set(os.listdir(tmp_path)) == {"manifest.json", *(facts["name"] for facts in content["files"].values())}
 
 
-# --- what fails in one process fails in all, and changes nothing ------------------------------------------------------------
+# --- vocabularies ------------------------------------------------------------------------------------------------------------
+
+SAVED, STEPS, SHARES = 5, 9, 6
+# A table that grows, more on one rank than on another, with ids that are admitted at their second or third sighting.
+GROWS = {"max_capacity": 400, "unseen": "row", "capacity": 6}
+SAVES = {"exact": {**GROWS, "admit": 2, "idle": "exact"}, "lazy": {**GROWS, "admit": 3, "evict": "lfu"}}
 
 
-def listing(path: Path) -> dict[str, bytes]:
-    return {name: (path / name).read_bytes() for name in os.listdir(path)} if path.exists() else {}
+def share(step: int, rank: int) -> tuple[Tensor, ...]:
+    """Return a batch of which any number of processes have shares."""
+    world = dist.get_world_size()
+    parts = [batch(step, part, 90) for part in range(rank * SHARES // world, (rank + 1) * SHARES // world)]
+    ids, weights = (torch.cat(part) for part in zip(*parts, strict=True))
+    return ids, weights * world
 
 
-def save_where_one_cannot(path: Path, old: bool, rank: int, size: int) -> list:
-    job = Job(EXACT).train(2)
-    job.note = "x" * 40_000
-    if old:
-        job.save(path)
-    dist.barrier()
-    before = listing(path)
-    dist.barrier()
-    job.train(1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if job.rank == rank:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    try:
-        with pytest.raises((StorageError, ProcessGroupError)) as raised:
-            job.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    dist.barrier()
-    unchanged, there = listing(path) == before, path.exists()
-    # And all may go on.
-    dist.barrier()
-    job.train(1).save(path)
-    return [unchanged, there, str(raised.value), Job(EXACT).load(path).done]
+def resumed(folder: str | None, save_as: str | None, **options: Any) -> float:
+    """Train, from a checkpoint on if one is given, and return how far that is from one process that trains on."""
+    ours, one = embedding(**options), embedding(shared=False, **options)
+    pair = Pair(ours, one, torch.optim.AdamW, loss=loss, batch=share, at_once=True)
+    for step in range(STEPS):
+        if step == SAVED and folder:
+            assert st.load_checkpoint(folder, pair.ours, pair.opt) == 7
+            assert pair.ours.vocabulary.clock == SAVED
+        if step == SAVED and save_as:
+            st.save_checkpoint(save_as, pair.ours, pair.opt, extra=7)
+        if step < SAVED and folder:
+            pair.one_backward(step)
+            pair.one_opt.step()
+            pair.one_opt.zero_grad()
+        else:
+            pair.backward(step)
+            pair.end()
+    return max(compared(pair), evaluate(pair, STEPS))
 
 
-@pytest.mark.parametrize("old", [False, True])
-@pytest.mark.parametrize(("rank", "size"), [(1, 4096), (0, 50_000), pytest.param(0, 4096, marks=pytest.mark.slow)])
-def test_a_disk_that_is_full_in_one_process(old, rank, size, two, tmp_path):
-    """50 kB: all files are written, but not the manifest."""
-    found = two(save_where_one_cannot, tmp_path / "point", old, rank, size)
-    for each, (unchanged, there, words, done) in enumerate(found):
-        assert unchanged
-        assert there == old
-        assert done == 4
-        assert ("cannot save to" if each == rank else f"rank {rank} failed where it saves") in words
+@pytest.mark.parametrize(("name", "worlds"), [("exact", ((1, 2), (2, 1), (2, 2))), ("lazy", ((2, 1), (2, 3)))])
+def test_saved_by_any_number_and_loaded_by_any(pool, tmp_path, name, worlds):
+    for saved, loaded in worlds:
+        folder = str(tmp_path / str(saved))
+        if not Path(folder).exists():
+            assert max(pool.of(saved)(functools.partial(resumed, None, folder, **SAVES[name]))) < 1e-10
+        assert max(pool.of(loaded)(functools.partial(resumed, folder, None, **SAVES[name]))) < 1e-10
 
 
-def state_of(job: Job) -> list:
-    return [{k: v.tolist() for k, v in job.planes().items()}, torch.get_rng_state().tolist(), job.scheduler.last_epoch]
+def load_small(folder: str) -> list[str]:
+    """Into a vocabulary without room for so many ids, which stays as it was; into one with another padding."""
+    small, other = embedding(6), embedding(padding_idx=None)
+    errors = [told(lambda each=each: st.load_checkpoint(folder, each)) for each in (small, other)]
+    assert len(small.vocabulary) == 0
+    return errors
 
 
-def refuse(setup: Setup, path: Path, folders: list[str]) -> tuple[str, bool]:
-    job = Job(setup, seed=8).train(2)
-    before = state_of(job)
-    with pytest.raises((StorageError, ProcessGroupError, InvalidValueError)) as raised:
-        job.load(path / folders[job.rank])
-    unchanged = state_of(job) == before
-    job.train(1)
-    return str(raised.value), unchanged
+def test_what_does_not_fit_changes_nothing(two, tmp_path):
+    folder = str(tmp_path / "run")
+    two(functools.partial(resumed, None, folder, capacity=60, max_capacity=400, idle="exact"))
+    for small, other in two(load_small, folder):
+        assert "make the module with a larger capacity" in small
+        assert "padding_idx" in other
+    plain = nn.Embedding(60, DIM, dtype=torch.float64)
+    assert "make the module with vocabulary=st.Vocabulary()" in told(lambda: st.load_checkpoint(folder, plain))
 
 
-def assert_refused(found: list[tuple[str, bool]], words: list[str]) -> None:
-    for (message, unchanged), word in zip(found, words, strict=True):
-        assert re.search(word, message), message
-        assert unchanged
+def from_plain(folder: str) -> Tensor:
+    emb, every = embedding(40, dtype=torch.float32, padding_idx=None), np.arange(40)
+    st.load_checkpoint(folder, emb)
+    assert np.array_equal(emb.vocabulary.rows(every).numpy() >= 0, emb._handle.id_space.owners.owns(every))
+    return emb.eval()(torch.arange(40)).detach()
 
 
-DAMAGED = ["flip rows-1", "cut rows-2", "remove rows-0", "remove model", "flip objects"]
-
-
-@pytest.mark.parametrize(
-    ("damage", "role"),
-    [
-        pytest.param(damage, role, marks=() if f"{damage} {role}" in DAMAGED else pytest.mark.slow)
-        for damage in ("flip", "cut", "remove")
-        for role in ("rows-0", "rows-1", "rows-2", "model", "optimizer", "objects")
-    ],
-)
-def test_damage_is_refused_by_all(role, damage, two, three, tmp_path):
-    three(save_then_draw, tmp_path / "point")
-    facts = json.loads((tmp_path / "point" / "manifest.json").read_text())["files"][role]
-    file = tmp_path / "point" / facts["name"]
-    raw = bytearray(file.read_bytes())
-    if damage == "flip":
-        raw[-5] ^= 1
-    file.write_bytes(raw[:-1] if damage == "cut" else raw)
-    if damage == "remove":
-        file.unlink()
-    found = two(refuse, EXACT, tmp_path, ["point"] * 2)
-    if damage == "flip":
-        # One checks the bytes of each file.
-        finder = list(json.loads((tmp_path / "point" / "manifest.json").read_text())["files"]).index(role) % 2
-        words = [f"rank {finder} failed where it loads"] * 2
-        words[finder] = "does not have the checksum"
-    else:
-        words = ["cannot open" if damage == "remove" else r"has \d+ bytes but"] * 2
-    assert_refused(found, words)
-
-
-def test_other_folders(two, tmp_path):
-    two(save_then_draw, tmp_path / "a")
-    two(save_and_go_on, EXACT, tmp_path / "b")
-    words = ["the processes differ where one loads: rank 0: .*a' of SHA-256 .*; rank 1: .*b' of SHA-256"] * 2
-    assert_refused(two(refuse, EXACT, tmp_path, ["a", "b"]), words)
-    assert_refused(
-        two(refuse, EXACT, tmp_path, ["a", "none"]), ["rank 1 failed where it loads", "no checkpoint folder"]
-    )
-
-
-def load_while_saved(path: Path) -> list:
-    """Rank 1 still opens the checkpoint before."""
-    found, opened = [], load.open_checkpoint
-
-    def slow(point, stack):
-        found.append(point)
-        return opened(path / "before" if len(found) == 1 and dist.get_rank() == 1 else point, stack)
-
-    load.open_checkpoint = slow
-    try:
-        return [Job(EXACT).load(path / "after").planes(), len(found)]
-    finally:
-        load.open_checkpoint = opened
-
-
-def test_loaded_while_another_saves(two, tmp_path):
-    two(save_then_draw, tmp_path / "before")
-    saved, _ = two(save_and_go_on, EXACT, tmp_path / "after")[0]
-    for planes, opened in two(load_while_saved, tmp_path):
-        assert_alike(planes, saved)
-        assert opened == 2
-
-
-def load_a_copy(path: Path) -> int:
-    return load_done(path / str(dist.get_rank()))
-
-
-def test_copies_are_checked_by_each(two, tmp_path):
-    """Processes with copies of the checkpoint on disks of their own."""
-    two(save_then_draw, tmp_path / "0")
-    shutil.copytree(tmp_path / "0", tmp_path / "1")
-    assert two(load_a_copy, tmp_path) == [1, 1]
-    for file in (tmp_path / "1").glob("*.safetensors"):
-        raw = bytearray(file.read_bytes())
-        raw[-5] ^= 1
-        file.write_bytes(raw)
-        words = ["rank 1 failed where it loads", "does not have the checksum"]
-        assert_refused(two(refuse, EXACT, tmp_path, ["0", "1"]), words)
-        raw[-5] ^= 1
-        file.write_bytes(raw)
-
-
-def test_what_does_not_fit(two, three, tmp_path):
-    three(save_then_draw, tmp_path / "point")
-    more = dataclasses.replace(EXACT, rows=301)
-    assert_refused(two(refuse, more, tmp_path, ["point"] * 2), [r"'emb.weight' is \(300, 8\).* but \(301, 8\)"] * 2)
-
-
-def load_other_optimizer(job: Job, path: Path) -> None:
-    kind = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank]
-    st.load_checkpoint(path, job.net, kind(job.net.parameters()), scheduler=None, generator=None)
-
-
-def only_first_saves(job: Job, path: Path) -> None:
-    # DistributedDataParallel has messages of its own in the second step.
-    job.train(2)
-    job.save(path / "new") if job.rank == 0 else job.train(1)
-
-
-OWNED = "are owned by 2 processes; call st.save_checkpoint\\(path, model, optimizer\\)"
-NOT_SAVED = r"^ProcessGroupError: rank {} failed where it saves \(its own message says why\), so no other went on"
-# What is done with a checkpoint, and what each rank says.
-REFUSED = {
-    "another optimizer": (
-        load_other_optimizer,
-        "rank 1 failed where it loads",
-        "^InvalidValueError.*optimizer is Adagrad but the checkpoint holds that of AdamW",
-    ),
-    "wrapped": (
-        lambda job, path: st.load_checkpoint(path, job.model),
-        *["the checkpoint has 'bag.weight' and the model 'module.bag.weight': one is wrapped"] * 2,
-    ),
-    "different folders": (
-        lambda job, path: job.save(path / f"of rank {job.rank}"),
-        NOT_SAVED.format(1),
-        "give all processes the same path, on a file system that they share",
-    ),
-    "only rank 0 saves": (only_first_saves, *[r"out of step: rank 0: saves .*; rank 1: looks up rows"] * 2),
-    "extra": (
-        lambda job, path: st.save_checkpoint(path / "new", job.net, extra=object() if job.rank == 0 else None),
-        "^InvalidTypeError: extra is a builtins.object",
-        NOT_SAVED.format(0),
-    ),
-    "scaler": (
-        lambda job, path: st.save_checkpoint(path / "new", job.net, scaler=3 if job.rank == 0 else None),
-        "^InvalidTypeError: scaler is a int without",
-        NOT_SAVED.format(0),
-    ),
-    "state_dict": (lambda job, path: job.optimizer.state_dict(), *[OWNED] * 2),
-    "load_state_dict": (
-        lambda job, path: job.optimizer.load_state_dict({"state": {}, "param_groups": []}),
-        *[OWNED] * 2,
-    ),
-}
-
-
-def refused(path: Path, what: str) -> tuple[str, list[str]]:
-    job = Job(EXACT).train(1)
-    said = told(lambda: REFUSED[what][0](job, path))
-    dist.barrier()
-    left = [name for name in os.listdir(path) if "new" in name or "of rank" in name]
-    if what != "only rank 0 saves":
-        job.train(1).save(path)
-    return said, left
-
-
-@pytest.mark.parametrize("what", REFUSED)
-def test_refused_in_all(what, two, tmp_path):
-    two(save_then_draw, tmp_path)
-    for (said, left), words in zip(two(refused, tmp_path, what), REFUSED[what][1:], strict=True):
-        assert re.search(words, said), said
-        assert left == []
-
-
-def interrupted(path: Path) -> None:
-    """Rank 1 is interrupted when it has told what is in its file."""
-    job = Job(EXACT).train(1).save(path).train(1)
-    if job.rank == 1:
-        texts = together.Processes.texts
-
-        def interrupt(self, text):
-            texts(self, text)
-            raise KeyboardInterrupt
-
-        together.Processes.texts = interrupt
-    try:
-        job.save(path)
-    finally:
-        if job.rank == 1:
-            together.Processes.texts = texts
-
-
-def test_an_interrupt_in_the_last_moment_leaves_a_whole_checkpoint(two, tmp_path):
-    first, second = two.fails(interrupted, tmp_path, timeout=3)
-    assert isinstance(first, RuntimeError)
-    assert isinstance(second, KeyboardInterrupt)
-    assert two(load_done, tmp_path) == [2, 2]
-
-
-def load_done(path: Path) -> int:
-    return Job(EXACT).load(path).done
-
-
-# --- killed -----------------------------------------------------------------------------------------------------------------
-
-JOB = Path(__file__).with_name("checkpoint_job.py")
-
-
-def run_job(path: Path, *kills: str) -> tuple[dict, str]:
-    tests = JOB.parent.parent
-    env = {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
-    options = ["--max-restarts", str(len(kills)), str(JOB), str(path), "6", *kills]
-    result = torchrun(*options, world=2, env=env, timeout=60 + 30 * len(kills))
-    assert result.returncode == 0, result.stdout
-    return torch.load(path.with_suffix(".pt")), result.stdout
-
-
-LIVES = {
-    "in backward, in a save": ["0 backward 3", "1 save 400"],
-    "in forward, in a step": ["0 step 3", "1 forward 5"],
-    # A save takes about 1200 lines in rank 0 and 600 in others; the first one here ends.
-    "in saves": ["0 save 1700", "1 save 150", "0 save 900", "1 save 500", "0 commit 0", "0 commit 1"],
-}
-
-
-def run_life(path: Path, life: int, *kills: str) -> dict:
-    return run(path, 6, *kills, life=life)
-
-
-def test_killed_in_a_save_and_started_anew(two, tmp_path):
-    kills = ["1 save 900"]
-    whole = two(run, tmp_path / "whole", 6)[0]
-    other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=3)
-    assert isinstance(other, RuntimeError)
-    assert isinstance(killed, DeadRankError)
-    assert (tmp_path / "point" / "manifest.json").exists()
-    assert_alike(two(run_life, tmp_path / "point", 1, *kills)[0], whole)
-    assert len(os.listdir(tmp_path / "point")) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lives", LIVES)
-def test_killed_and_restarted_by_torchrun(lives, two, tmp_path):
-    whole = two(run, tmp_path / "whole", 6)[0]
-    planes, output = run_job(tmp_path / "point", *LIVES[lives])
-    assert output.count("rank 0 goes on at step") == len(LIVES[lives])
-    assert_alike(planes, whole)
-    assert len(os.listdir(tmp_path / "point")) == 6
+def test_a_plain_embedding_becomes_one_with_ids(two, tmp_path):
+    folder, plain = str(tmp_path / "plain"), nn.Embedding(40, DIM)
+    st.save_checkpoint(folder, plain)
+    for rows in two(from_plain, folder):
+        assert torch.equal(rows, plain.weight.detach())

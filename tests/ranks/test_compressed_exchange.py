@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable
 
 import pytest
 import torch
@@ -29,14 +28,13 @@ class Pulls(nn.Module):
         return sum((weight * grad).sum() for weight, grad in zip(self.weights, grads, strict=True))
 
 
-def gradients(step: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
-    return [torch.randn(shape, generator=generator).to(dtype) for shape in Pulls.SHAPES]
+def gradients(steps: range, dtype: torch.dtype = torch.float32) -> list[list[Tensor]]:
+    draws = [torch.Generator().manual_seed(100 * step + dist.get_rank()) for step in steps]
+    return [[torch.randn(shape, generator=draw).to(dtype) for shape in Pulls.SHAPES] for draw in draws]
 
 
-def pull(state: OneBitState, steps: Iterable[list[Tensor]]) -> tuple[nn.Module, list[list[Tensor]]]:
+def pull(state: OneBitState, steps: list[list[Tensor]]) -> tuple[nn.Module, list[list[Tensor]]]:
     """Return the module, and the gradients of each step as the hook returned them."""
-    steps = list(steps)
     # In several buckets, which are others after the first step.
     ddp = DistributedDataParallel(Pulls(steps[0][0].dtype), bucket_cap_mb=1e-4)
     ddp.register_comm_hook(state, one_bit_hook)
@@ -50,14 +48,12 @@ def pull(state: OneBitState, steps: Iterable[list[Tensor]]) -> tuple[nn.Module, 
 
 def balance(dtype: torch.dtype) -> tuple[float, float]:
     """Return how far what came and what is kept differ from what was given, and the most that is kept."""
-    state, steps = OneBitState(start_step=2), [gradients(step, dtype) for step in range(6)]
+    state, steps = OneBitState(start_step=2), gradients(range(6), dtype)
     module, received = pull(state, steps)
-    assert state.step == len(steps)
     worst, most = 0.0, 0.0
     for place, weight in enumerate(module.weights):
         if weight.numel():
             kept = state.errors[state.numbers([weight])[0]].view(weight.shape)
-            assert kept.dtype == torch.promote_types(dtype, torch.float32)
             given = sum(grads[place].double() for grads in steps) - kept
             dist.all_reduce(given)
             came = sum(grads[place].double() for grads in received)
@@ -66,58 +62,38 @@ def balance(dtype: torch.dtype) -> tuple[float, float]:
     return worst, most
 
 
-@pytest.mark.parametrize(("dtype", "margin"), [(torch.float64, 1e-13), (torch.float32, 1e-5), (torch.float16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "margin"), [(torch.float32, 1e-5), (torch.float16, 1e-2)])
 def test_what_one_bit_does_not_send_it_keeps(three, dtype, margin):
     for worst, most in three(balance, dtype):
         assert worst < margin
         assert 0.5 < most < 10
 
 
-def halves() -> tuple[list, list]:
-    steps = [gradients(step) for step in range(8)]
-    state = OneBitState(start_step=1)
-    _, first = pull(state, steps[:4])
+def saved_and_overflown() -> None:
+    steps, state = gradients(range(6)), OneBitState(start_step=1)
+    first = pull(state, steps[:3])[1]
     # The buckets of a new model are those of a first step again.
-    _, second = pull(pickle.loads(pickle.dumps(state)), steps[4:])
-    return first + second, pull(OneBitState(start_step=1), steps)[1]
-
-
-def test_the_state_of_one_bit_can_be_saved(two):
-    for parts, whole in two(halves):
-        torch.testing.assert_close(parts, whole, rtol=0, atol=0)
-
-
-def overflow() -> tuple[list[list[bool]], bool]:
-    steps = [gradients(step) for step in range(3)]
+    second = pull(pickle.loads(pickle.dumps(state)), steps[3:])[1]
+    torch.testing.assert_close(first + second, pull(OneBitState(start_step=1), steps)[1], rtol=0, atol=0)
+    # An overflow is seen by all ranks, and not kept.
     if dist.get_rank() == 0:
         steps[1][1][4] = torch.inf
     state = OneBitState(start_step=0)
-    _, received = pull(state, steps)
-    kept = all(bool(error.isfinite().all()) for error in state.errors.values())
-    return [[bool(grad.isfinite().all()) for grad in grads] for grads in received], kept
-
-
-def test_an_overflow_is_seen_by_all_ranks_and_not_kept(two):
-    fine = [True] * len(Pulls.SHAPES)
-    assert two(overflow) == [([fine, [True, False, *fine[2:]], fine], True)] * 2
-
-
-def refused() -> None:
+    received = pull(state, steps)[1]
+    assert [place for place, grads in enumerate(received) if not all(grad.isfinite().all() for grad in grads)] == [1]
+    assert all(error.isfinite().all() for error in state.errors.values())
     state = OneBitState(start_step=0)
     state.errors = {0: torch.zeros(1000)}
     with pytest.raises(InvalidValueError, match="1000 values for a parameter of 15: it is of another model"):
-        pull(state, [gradients(0)])
+        pull(state, steps)
     ddp = DistributedDataParallel(nn.Embedding(10, 3, sparse=True))
     ddp.register_comm_hook(OneBitState(start_step=0), one_bit_hook)
     with pytest.raises(InvalidTypeError, match="sparse=False"):
         ddp(torch.tensor([1])).sum().backward()
-    for momentum in (-0.1, 1.0):
-        with pytest.raises(InvalidValueError, match=f"momentum is {momentum} but must be in"):
-            BlockMomentumAverager(4, momentum=momentum)
 
 
-def test_refused_by_name(two):
-    two(refused)
+def test_the_state_of_one_bit(two):
+    two(saved_and_overflown)
 
 
 # --- block momentum -------------------------------------------------------------------------------------------------------
@@ -140,9 +116,7 @@ def expected(momentum: float, steps: int) -> list[float]:
 
 
 def average(momentum: float) -> None:
-    weights = [
-        nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in [((3, 2), torch.float64), ((), torch.float16)]
-    ]
+    weights = [nn.Parameter(torch.zeros(3, 2, dtype=torch.float64)), nn.Parameter(torch.zeros((), dtype=torch.float16))]
     if dist.get_rank() == 0:
         # Gradients may be missing on a rank.
         weights[0].grad = torch.ones_like(weights[0])
@@ -159,7 +133,6 @@ def average(momentum: float) -> None:
         averager.average_parameters(params if step % 2 else [{"params": params[:1]}, {"params": params[1:]}])
         if step % 2:
             found.append(weights[0][0, 0].item())
-            assert weights[0].eq(found[-1]).all()
             assert weights[1].item() == pytest.approx(found[-1], rel=1e-3)
         if step == 4:
             saved = averager.state_dict()
@@ -168,35 +141,10 @@ def average(momentum: float) -> None:
     assert found == pytest.approx(expected(momentum, 8))
     assert frozen.item() == dist.get_rank()
     assert table.table.torch().eq(dist.get_rank()).all()
+    with pytest.raises(InvalidValueError, match=r"momentum is 1\.0 but must be in"):
+        BlockMomentumAverager(4, momentum=1.0)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 def test_moves_by_the_formula(three, momentum):
     three(average, momentum)
-
-
-def other_parameters() -> float:
-    weights = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3), requires_grad=False)]
-    averager = BlockMomentumAverager(2)
-    for step in range(5):
-        weights[1].requires_grad_(step >= 3)
-        with torch.no_grad():
-            weights[0] += 1
-        averager.average_parameters(weights)
-    return weights[0][0].item()
-
-
-def test_begins_anew_with_other_parameters(two):
-    # Step 3 moves by 2 * 1.5 at first; the average of step 5 is the plain one.
-    assert two(other_parameters) == [5.0, 5.0]
-
-
-def in_a_group() -> float:
-    group = dist.new_group([1, 2])
-    weight = nn.Parameter(torch.tensor(float(dist.get_rank())))
-    BlockMomentumAverager(2, process_group=group).average_parameters([weight])
-    return weight.item()
-
-
-def test_a_rank_outside_of_the_group_is_left_alone(three):
-    assert three(in_a_group) == [0.0, 1.5, 1.5]

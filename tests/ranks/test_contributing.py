@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, ProcessGroupError, RowIndexError
+from ranks.pair import Pair, ids, rows_of, squares, table, told
+from speedtransfer.errors import InvalidTypeError, RowIndexError
 
 PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 LISTED, AVERAGED = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -56,8 +57,8 @@ def pair(kind: str, padding: int | None = None, **options: Any) -> tuple[Any, An
 
 def train(module: Any, wanted: nn.Module) -> None:
     opts = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, wanted)]
-    for ids in BATCHES:
-        ours, theirs = module(ids), wanted(number(ids))
+    for batch in BATCHES:
+        ours, theirs = module(batch), wanted(number(batch))
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
         for loss, opt in zip((ours, theirs), opts, strict=True):
             loss.square().sum().backward()
@@ -66,8 +67,10 @@ def train(module: Any, wanted: nn.Module) -> None:
     assert torch.allclose(module.table.gather(torch.arange(len(IDS))), wanted.weight.detach(), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"memory": "mmap"}, {"idle": "exact"}], ids=str)
-@pytest.mark.parametrize(("kind", "padding"), [("Embedding", None), ("Embedding", 3), ("EmbeddingBag", 3)])
+@pytest.mark.parametrize(
+    ("kind", "padding", "options"),
+    [("Embedding", None, {}), ("Embedding", 3, {"memory": "mmap"}), ("EmbeddingBag", 3, {"idle": "exact"})],
+)
 def test_listed_ids_train_as_torch(kind, padding, options, tmp_path):
     place = {"path": tmp_path / "rows.safetensors"} if "memory" in options else {}
     train(*pair(kind, padding, **options, **place))
@@ -86,37 +89,17 @@ def test_copies_and_compiled_models_have_the_same_ids(way):
     train(WAYS[way](module), wanted)
 
 
-def test_tickets_and_active_rows_are_those_of_the_ids():
-    module, wanted = pair("Embedding", 3)
-    ticket = module.prefetch(BATCHES[0])
-    assert torch.equal(module(ticket), wanted(number(BATCHES[0])))
-    module.prefetch(BATCHES[0])
-    assert torch.equal(module(BATCHES[0]), wanted(number(BATCHES[0])))
-    with torch.no_grad():
-        assert torch.equal(module(BATCHES[1]), wanted(number(BATCHES[1])))
-    active = module.activate(BATCHES[1])
-    assert torch.equal(active.ids[active.inverse], number(BATCHES[1]))
-
-
-@pytest.mark.parametrize(
-    "way", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["copy", "pickle"]
-)
-def test_copies_have_the_same_ids(way):
-    module, wanted = pair("Embedding", 3)
-    train(way(module), wanted)
-
-
 def test_what_takes_ids_for_row_numbers_is_refused():
     module, _ = pair("Embedding")
-    ids, swapped = BATCHES[0], {"weight": torch.zeros(len(IDS), 4)}
+    batch, swapped = BATCHES[0], {"weight": torch.zeros(len(IDS), 4)}
     for refused in (
-        lambda: F.embedding(ids, module.weight),
-        lambda: module.weight[ids],
-        lambda: torch.func.functional_call(module, swapped, (ids,)),
-        lambda: torch.func.vmap(module)(ids),
+        lambda: F.embedding(batch, module.weight),
+        lambda: module.weight[batch],
+        lambda: torch.func.functional_call(module, swapped, (batch,)),
+        lambda: torch.func.vmap(module)(batch),
         lambda: st.to_dense(module),
         lambda: module.to("meta"),
-        lambda: module(st.tables.unique_rows(number(ids).flatten())),
+        lambda: module(st.tables.unique_rows(number(batch).flatten())),
     ):
         with pytest.raises(InvalidTypeError, match=r"listed ids|not row numbers"):
             refused()
@@ -124,78 +107,44 @@ def test_what_takes_ids_for_row_numbers_is_refused():
         module(torch.tensor([7, 8]))
 
 
-def test_features_of_a_table_with_listed_ids():
-    multi = st.MultiEmbedding({"a": 4, "b": 2}, 4)
-    multi._handle.id_space = module_of("listed_ids", LISTED).Listed(torch.arange(6).flip(0))
-    found, rows = multi({"b": torch.tensor([1, 0]), "a": torch.tensor([3])}), multi.weight.detach().flip(0)
-    assert torch.equal(found["b"], rows[[5, 4]])
-    assert torch.equal(found["a"], rows[[3]])
-
-
-def in_two_processes() -> list[str]:
-    torch.manual_seed(3)
-    module = st.Embedding(len(IDS), 4, process_group=dist.group.WORLD, dtype=torch.float64)
-    module = module_of("listed_ids", LISTED).listed(module, IDS, 3)
+def in_two_processes() -> str:
+    module = module_of("listed_ids", LISTED).listed(table("sharded", len(IDS), 4), IDS, 3)
     wanted = nn.Embedding(len(IDS), 4, padding_idx=int(number(torch.tensor(3))), dtype=torch.float64)
-    with torch.no_grad():
-        wanted.weight.copy_(module.table.gather(torch.arange(len(IDS))))
-    opts = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (module, wanted)]
-    for step in range(3):
-        batches = [BATCHES[(step + rank) % 3] for rank in range(2)]
-        module(batches[dist.get_rank()]).square().sum().backward()
-        (sum(wanted(number(batch)).square().sum() for batch in batches) / 2).backward()
-        for opt in opts:
-            opt.step()
-            opt.zero_grad()
-    rows = module.table.gather(torch.arange(len(IDS)))
-    assert torch.allclose(rows, wanted.weight.detach(), rtol=0, atol=1e-12)
-    try:
-        module(torch.tensor([3, 8 if dist.get_rank() else 7]))
-    except (RowIndexError, ProcessGroupError) as error:
-        return [type(error).__name__, str(error)]
-    return []
+    wanted.weight.data.copy_(rows_of(module))
+    by_ids = lambda each, ids: squares(each, ids if each is module else number(ids))  # noqa: E731
+    pair = Pair(module, wanted, loss=by_ids, batch=lambda step, rank: BATCHES[(step + rank) % 3])
+    assert pair.train(0, 1, 2) < 1e-12
+    return told(lambda: module(torch.tensor([3, 8 if dist.get_rank() else 7])))
 
 
 def test_listed_ids_that_processes_share_out(two):
     first, second = two(in_two_processes)
-    assert second == ["RowIndexError", "id 8 is not in the list; add it, or leave it out of the batch"]
-    assert first[0] == "ProcessGroupError"
-    assert first[1].startswith("rank 1 refused its ids")
+    assert first.startswith("ProcessGroupError: rank 1 refused its ids")
+    assert second == "RowIndexError: id 8 is not in the list; add it, or leave it out of the batch"
 
 
 # --- averaged copies ------------------------------------------------------------------------------------------------------
 
 
-def apart(steps: int, period: int, **options: Any) -> float:
+def apart(steps: int, period: int) -> float:
     """Return how far copies are from those of torch, which train apart and are averaged."""
     torch.manual_seed(dist.get_rank())
-    module = module_of("averaged_copies", AVERAGED).averaged(
-        st.Embedding(50, 4, dtype=torch.float64, **options), dist.group.WORLD, period
-    )
+    module = st.Embedding(50, 4, dtype=torch.float64)
+    module = module_of("averaged_copies", AVERAGED).averaged(module, dist.group.WORLD, period)
     torch.manual_seed(0)
-    every = [nn.Embedding(50, 4, dtype=torch.float64) for _ in range(2)]
-    every[1].load_state_dict(every[0].state_dict())
-    opt = torch.optim.Adam(module.parameters(), lr=0.1)
-    opts = [torch.optim.Adam(each.parameters(), lr=0.1) for each in every]
+    own = nn.Embedding(50, 4, dtype=torch.float64)
+    opts = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, own)]
     for step in range(steps):
-        batches = [
-            torch.randint(50, (9,), generator=torch.Generator().manual_seed(2 * step + rank)) for rank in range(2)
-        ]
-        module(batches[dist.get_rank()]).square().sum().backward()
-        opt.step()
-        opt.zero_grad()
-        for each, optimizer, batch in zip(every, opts, batches, strict=True):
-            each(batch).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        for each, opt in zip((module, own), opts, strict=True):
+            squares(each, ids(step)).backward()
+            opt.step()
+            opt.zero_grad()
         if (step + 1) % period == 0:
-            mean = torch.stack([each.weight.detach() for each in every]).mean(0)
-            for each in every:
-                each.load_state_dict({"weight": mean})
-    own = every[dist.get_rank()].weight.detach()
-    return float((module.weight.detach() - own).abs().max())
+            dist.all_reduce(own.weight.data)
+            own.weight.data /= 2
+    return float((module.weight.detach() - own.weight.detach()).abs().max())
 
 
 @pytest.mark.parametrize(("steps", "period"), [(8, 3), (4, 1)])
 def test_averaged_copies(two, steps, period):
-    assert max(two(apart, steps, period, **{})) < 1e-10
+    assert max(two(apart, steps, period)) < 1e-10

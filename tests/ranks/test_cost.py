@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from ranks.pair import wrap
 from speedtransfer.ranks import Partition, exchange_of
 from speedtransfer.ranks.cost import (
     StepCost,
@@ -23,7 +20,6 @@ from speedtransfer.ranks.cost import (
     shared_step,
 )
 from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts, expected_counts, row_form
-from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
 
 ROWS = 500
 
@@ -34,8 +30,6 @@ class Tables:
 
     dim: int
     count: int = 1
-    lookups: int = 1
-    clips: int = 0
     idle: str = "lazy"
     module: tuple = ()
     dtype: torch.dtype = torch.float32
@@ -45,9 +39,14 @@ class Tables:
     comm_dtype: torch.dtype | None = None
     shared: bool = False
 
-    def options(self) -> dict:
-        names = ("idle", "dtype", "storage_dtype", "state_dtype", "scale_block")
-        return {**{name: getattr(self, name) for name in names}, **dict(self.module)}
+    def made(self, alone: bool = False) -> list[st.Embedding]:
+        names = ["idle", "dtype", "storage_dtype", "state_dtype", "scale_block"]
+        options = {name: getattr(self, name) for name in names} | dict(self.module)
+        if not alone:
+            options |= {"process_group": dist.group.WORLD, "comm_dtype": self.comm_dtype}
+        if self.shared:
+            options["memory"] = "shared"
+        return [st.Embedding(ROWS, self.dim, **options) for _ in range(self.count)]
 
     def form(self):
         options = {"state_planes": 2, "idle": self.idle, "max_norm": bool(self.module), "scale_block": self.scale_block}
@@ -56,20 +55,15 @@ class Tables:
 
 CASES = {
     "float32": Tables(16),
-    "float32, dim 1": Tables(1),
     "float64": Tables(8, dtype=torch.float64),
     "exact": Tables(24, idle="exact"),
     "rows and gradients in bfloat16": Tables(24, storage_dtype=torch.bfloat16, comm_dtype=torch.bfloat16),
     "rows in int8, state in blocks": Tables(130, storage_dtype=torch.int8, state_dtype=torch.uint8),
-    "rows in float8": Tables(130, storage_dtype=torch.float8_e4m3fn, state_dtype=torch.uint8),
     "rows in float8, scales for 32 columns": Tables(130, storage_dtype=torch.float8_e5m2, scale_block=32),
     "gradients in int8": Tables(32, comm_dtype=torch.int8),
-    "exact rows in int8 cross decoded": Tables(32, storage_dtype=torch.int8, idle="exact"),
     "max_norm: rows in bfloat16 cross decoded": Tables(12, storage_dtype=torch.bfloat16, module=(("max_norm", 1.0),)),
     "two tables": Tables(16, count=2),
-    "seven tables: a second message": Tables(4, count=7, clips=1),
-    "two lookups a table": Tables(16, count=2, lookups=2),
-    "clipping": Tables(16, count=2, clips=2),
+    "seven tables: a second message": Tables(4, count=7),
 }
 
 
@@ -79,13 +73,10 @@ def ids_of(step: int, rank: int, number: int) -> torch.Tensor:
 
 
 def counted(tables: Tables, world: int, rank: int, step: int) -> list[RowCounts]:
-    """The numbers of rows of each lookup (of a shared table: of all), from the ids of all ranks and the partition alone."""
+    """The numbers of rows of each lookup, from the ids of all ranks and the partition alone."""
     partition, found = Partition(ROWS, world), []
-    lookups = [[n] for n in range(tables.count * tables.lookups)]
-    if tables.shared:
-        lookups = [[n for (n,) in lookups if n % tables.count == table] for table in range(tables.count)]
-    for numbers in lookups:
-        asked = [torch.cat([ids_of(step, each, n) for n in numbers]).unique() for each in range(world)]
+    for n in range(tables.count):
+        asked = [ids_of(step, each, n).unique() for each in range(world)]
         owners = [partition.places(ids) // partition.per_rank for ids in asked]
         mine = [ids[owner == rank] for ids, owner in zip(asked, owners, strict=True)]
         others = [ids for each, ids in enumerate(mine) if each != rank]
@@ -130,21 +121,15 @@ def watch(embs, step_of, steps: int = 4) -> list[StepCost]:
 def run_sharded(tables: Tables) -> tuple[list[StepCost], StepCost]:
     """What steps cost, and a step of evaluation."""
     rank = dist.get_rank()
-    place = {"process_group": dist.group.WORLD, "comm_dtype": tables.comm_dtype}
-    if tables.shared:
-        place["memory"] = "shared"
-    embs = [st.Embedding(ROWS, tables.dim, **tables.options(), **place) for _ in range(tables.count)]
+    embs = tables.made()
     opt = torch.optim.AdamW([emb.weight for emb in embs])
 
     def lookups(step: int) -> torch.Tensor:
-        numbers = range(tables.count * tables.lookups)
-        return sum(embs[n % tables.count](ids_of(step, rank, n)).square().sum() for n in numbers)
+        return sum(emb(ids_of(step, rank, n)).square().sum() for n, emb in enumerate(embs))
 
     def step_of(step: int) -> None:
         opt.zero_grad()
         lookups(step).backward()
-        for _ in range(tables.clips):
-            torch.nn.utils.clip_grad_norm_([emb.weight for emb in embs], 0.1)
         opt.step()
 
     steps = watch(embs, step_of)
@@ -164,83 +149,51 @@ def test_sharded(pool, world, name):
     for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
         for number, found in enumerate(steps, 1):
             rows = counted(tables, world, rank, number)
-            wanted = sharded_step(rows, world, tables=tables.count, clips=tables.clips)
-            if tables.module or tables.lookups > 1:
-                # max_norm reads and writes rows once more; rows of two lookups may be the same.
+            wanted = sharded_step(rows, world)
+            if tables.module:
+                # max_norm reads and writes rows once more.
                 found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
             assert found == wanted
             assert wanted.sent > 0
-        wanted = sharded_step(counted(tables, world, rank, 9), world, tables=tables.count, training=False)
+        wanted = sharded_step(counted(tables, world, rank, 9), world, training=False)
         if not tables.module and tables.idle == "lazy":
             assert evaluation == wanted
         assert sent_of(evaluation) == sent_of(wanted)
 
 
-def run_ahead(tables: Tables, steps: int) -> StepCost:
-    """What `steps` steps cost whose ids are sent ahead."""
-    rank = dist.get_rank()
-    embs = [
-        st.Embedding(ROWS, tables.dim, **tables.options(), process_group=dist.group.WORLD) for _ in range(tables.count)
-    ]
-    opt = torch.optim.AdamW([emb.weight for emb in embs])
-    traffic = exchange_of(dist.group.WORLD).traffic
-    before = sent(traffic)
-    ids = lambda step: [(emb, ids_of(step, rank, n)) for n, emb in enumerate(embs)]  # noqa: E731
-    for step in st.prefetch(range(steps), ids):
-        opt.zero_grad()
-        sum(emb(some).square().sum() for emb, some in ids(step)).backward()
-        opt.step()
-    return since(before, sent(traffic))
-
-
-@pytest.mark.parametrize(("name", "world"), [("float32", 3), ("two tables", 2), ("seven tables: a second message", 3)])
-def test_ids_sent_ahead(pool, name, world):
-    tables, steps = CASES[name], 4
-    for rank, found in enumerate(pool.of(world)(run_ahead, tables, steps)):
-        each = [sharded_step(counted(tables, world, rank, n), world, ahead=True) for n in range(steps)]
-        # At the first step each table meets once more.
-        first = StepCost(control=tables.count * (world - 1) * 64, calls=tables.count)
-        wanted = [sent_of(cost) for cost in (first, *each)]
-        assert found == StepCost(*map(sum, zip(*map(dataclasses.astuple, wanted), strict=True)))
-
-
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("name", [name for name, tables in CASES.items() if not tables.module])
-def test_shared(two, three, name):
+def test_shared(pool, world, name):
     tables = dataclasses.replace(CASES[name], shared=True)
-    for ranks in (two, three) if name in ("float32", "two tables") else (two,):
-        for rank, (steps, evaluation) in enumerate(ranks(run_sharded, tables)):
-            for number, found in enumerate(steps, 1):
-                wanted = shared_step(counted(tables, ranks.world, rank, number), ranks.world, clips=tables.clips)
-                if tables.idle == "exact" or tables.lookups > 1:
-                    # A lookup reads state too; rows of two lookups may be the same.
-                    found = dataclasses.replace(found, bus_up=wanted.bus_up)
-                assert found == wanted
-                assert wanted.sent > 0
-            assert sent_of(evaluation) == StepCost()
+    for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
+        for number, found in enumerate(steps, 1):
+            wanted = shared_step(counted(tables, world, rank, number), world)
+            if tables.idle == "exact":
+                # A lookup reads state too.
+                found = dataclasses.replace(found, bus_up=wanted.bus_up)
+            assert found == wanted
+            assert wanted.sent > 0
+        assert sent_of(evaluation) == StepCost()
 
 
 def sent_of(cost: StepCost) -> StepCost:
     return dataclasses.replace(cost, bus_up=0, bus_down=0)
 
 
+class Sum(torch.nn.Module):
+    def __init__(self, embs: list[st.Embedding]) -> None:
+        super().__init__()
+        self.embs, self.dense = torch.nn.ModuleList(embs), torch.nn.Linear(1, 1)
+
+    def forward(self, step: int) -> torch.Tensor:
+        found = sum(emb(ids_of(step, dist.get_rank(), n)).square().sum() for n, emb in enumerate(self.embs))
+        return found * self.dense(torch.ones(1, 1)).sum().to(found)
+
+
 def run_replicas(tables: Tables) -> list[StepCost]:
-    rank = dist.get_rank()
-    model = torch.nn.ModuleList(st.Embedding(ROWS, tables.dim, **tables.options()) for _ in range(tables.count))
-    model.append(torch.nn.Linear(1, 1))
-
-    class Sum(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.parts = model
-
-        def forward(self, step: int) -> torch.Tensor:
-            *embs, dense = self.parts
-            found = sum(emb(ids_of(step, rank, n)).square().sum() for n, emb in enumerate(embs))
-            return found * dense(torch.ones(1, 1)).sum().to(found)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-        ddp = DistributedDataParallel(Sum())
+    embs = tables.made(alone=True)
+    ddp = wrap(Sum(embs))
     opt = torch.optim.AdamW(ddp.parameters())
 
     def step_of(step: int) -> None:
@@ -248,10 +201,10 @@ def run_replicas(tables: Tables) -> list[StepCost]:
         ddp(step).backward()
         opt.step()
 
-    return watch(list(model)[:-1], step_of)
+    return watch(embs, step_of)
 
 
-@pytest.mark.parametrize("name", ["float32", "rows in int8, state in blocks", "two tables", "exact"])
+@pytest.mark.parametrize("name", ["rows in int8, state in blocks", "two tables", "exact"])
 def test_replicas(three, name):
     tables = CASES[name]
     for rank, steps in enumerate(three(run_replicas, tables)):
@@ -277,59 +230,3 @@ def test_expected_counts_are_the_formulas_of_even_owners():
     assert ddp_sparse_step(1000, 512, 4).sent == 3 * 1000 * 520
     assert ddp_dense_step(10_000, 512, 4).sent == 1.5 * 10_000 * 512
     assert sharded_step([], 4) == StepCost()
-
-
-# --- ids of a Zipf law ------------------------------------------------------------------------------------------------
-
-
-def draw(rng, rows: int, exponent: float, lookups: int) -> np.ndarray:
-    below = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
-    return np.unique(np.searchsorted(below / below[-1], rng.random(lookups)))
-
-
-@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.0, 1.2])
-def test_expected_numbers_are_the_means_of_drawn_ones(exponent):
-    rng, rows, lookups = np.random.default_rng(1), 3000, 2000
-    drawn = [[draw(rng, rows, exponent, lookups) for _ in range(4)] for _ in range(60)]
-    assert np.mean([len(ids) for ranks in drawn for ids in ranks]) == pytest.approx(
-        expected_unique(rows, exponent, lookups), rel=0.01
-    )
-    shares = [len(np.unique(np.concatenate(ranks))) / sum(map(len, ranks)) for ranks in drawn]
-    assert np.mean(shares) == pytest.approx(expected_distinct_share(rows, exponent, lookups, 4), rel=0.01)
-    partition = Partition(rows, 4)
-    asked = torch.from_numpy(np.concatenate([ids for ranks in drawn for ids in ranks]))
-    owners = torch.bincount(partition.places(asked) // partition.per_rank, minlength=4).double()
-    assert float(owners.max() / owners.mean()) == pytest.approx(
-        expected_imbalance(partition, exponent, lookups), abs=0.01
-    )
-
-
-def test_blocks_of_rare_ids_change_nothing(monkeypatch):
-    from speedtransfer.ranks import zipf
-
-    for exponent in (0.0, 1.0, 1.05, 2.0):
-        wanted = expected_unique(1_000_000, exponent, 30_000)
-        monkeypatch.setattr(zipf, "_EXACT", 1000)
-        assert expected_unique(1_000_000, exponent, 30_000) == pytest.approx(wanted, rel=1e-4)
-        monkeypatch.undo()
-
-
-def test_large_tables():
-    # Drawn once with 10M rows and 65,536 lookups by each of 8 processes: 26,073 unique rows, 0.72 of them distinct.
-    assert expected_unique(10_000_000, 1.05, 65_536) == pytest.approx(26_070, rel=0.005)
-    assert expected_distinct_share(10_000_000, 1.05, 65_536, 8) == pytest.approx(0.72, abs=0.005)
-    assert expected_distinct_share(10_000_000, 1.05, 65_536, 64) == pytest.approx(0.47, abs=0.005)
-    assert 1 <= expected_imbalance(Partition(10_000_000, 64), 1.2, 65_536) < 1.03
-    assert expected_unique(10**12, 0.0, 1000) == pytest.approx(1000)
-
-
-def test_edges():
-    assert expected_unique(1, 1.0, 5) == 1
-    assert expected_unique(10, 1.0, 0) == 0
-    assert expected_distinct_share(10, 1.0, 0, 4) == 1
-    assert expected_imbalance(Partition(10, 4), 1.0, 0) == 1
-    assert expected_distinct_share(1, 1.0, 5, 4) == 0.25
-    with pytest.raises(InvalidValueError, match="exponent is -1"):
-        expected_unique(10, -1, 5)
-    with pytest.raises(InvalidTypeError, match=r"lookups is 1\.5"):
-        expected_unique(10, 1, 1.5)

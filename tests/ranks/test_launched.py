@@ -1,26 +1,90 @@
-"""Processes that a launcher has started: modules made before their groups, word2vec that joins them, corpora that differ."""
+"""What launchers start: the scripts of docs/processes.md, word2vec; and the harness that runs ranks in the tests."""
 
 from __future__ import annotations
 
+import ast
+import json
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
+import time
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 import speedtransfer as st
+from ranks.run import DeadRankError, RankError, torchrun
 from speedtransfer.errors import ProcessGroupError
 from speedtransfer.word2vec import Corpus, Settings
+from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.trainer import Trainer
+from speedtransfer.word2vec.vectors import Vectors
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "processes.md").read_text(encoding="utf-8")
+SCRIPTS = dict(re.findall(r"^```\{code-block\} python\n:caption: (\S+)\n\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL))
+PRINTED = {
+    "train.py": ["rank 0 has 50,000 of 100,000 rows", "rank 1 has 50,000 of 100,000 rows"],
+    "fsdp.py": ["rank 0: norm", "rank 1: norm"],
+    "evaluate.py": ["rank 0 has all rows"],
+    "ids.py": ["rank 0 has ", "rank 1 has "],
+}
+
+
+def test_every_script_is_run_by_a_command():
+    assert SCRIPTS.keys() == PRINTED.keys()
+    assert len(SCRIPTS) == PAGE.count("{code-block} python")
+    for name in SCRIPTS:
+        assert re.search(rf"^torchrun --nproc-per-node 2 {name}$", PAGE, re.MULTILINE)
+
+
+# Each starts three processes that import torch.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_script(name, tmp_path):
+    script = tmp_path / name
+    script.write_text(SCRIPTS[name])
+    result = torchrun(str(script), world=2, timeout=100, env={"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"})
+    assert result.returncode == 0, result.stdout
+    assert all(line in result.stdout for line in PRINTED[name])
+    assert len(set(re.findall(r"norm (\d+\.\d{6})", result.stdout))) <= 1, "the same in all processes"
+
+
+def test_messages_are_those_of_the_code():
+    texts = []
+    for folder in ("ranks", "nn", "optim"):
+        for path in (ROOT / "speedtransfer" / folder).glob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    texts.append("".join(str(v.value) if isinstance(v, ast.Constant) else "\0" for v in node.values))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(node.value)
+    (table,) = re.findall(r"^## Errors.*?^(\| what.*?)\n\n", PAGE, re.MULTILINE | re.DOTALL)
+    quoted = [text for row in table.splitlines()[2:] for text in re.findall(r"`([^`]*[a-z] [^`]*)`", row.split("|")[2])]
+    assert len(quoted) == 10
+    # What stands between are names and numbers, or what a process does.
+    names = r"\.\.\.|rank \d+: |\(meeting \d+\)|\d+(?= lookups)|looks up rows|makes a table|begins to train"
+    for part in (part.strip(" ;:") for message in quoted for part in re.split(names, message)):
+        assert any(part in text for text in texts), part
+
+
+# --- groups that there are not yet, or of one process ------------------------------------------------------------------
 
 
 def test_a_group_that_there_is_not_yet_is_told(monkeypatch):
+    for given in (None, "world"):
+        assert type(st.Embedding(10, 2, process_group=given).table) is st.Table
+    with pytest.raises(ProcessGroupError, match="no process groups"):
+        st.Embedding(10, 2, process_group="word")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     for given in (None, "world"):
@@ -30,26 +94,100 @@ def test_a_group_that_there_is_not_yet_is_told(monkeypatch):
     assert st.Embedding(10, 2).table.num_rows == 10
 
 
-def test_the_world_of_one_process_is_that_process():
-    for given in (None, "world"):
-        assert type(st.Embedding(10, 2, process_group=given).table) is st.Table
-    with pytest.raises(st.errors.ProcessGroupError, match="no process groups"):
-        st.Embedding(10, 2, process_group="word")
+# --- the harness: a test must never hang, and must say which rank did what ------------------------------------------------
 
 
-def looks_up_alone() -> None:
+def go_wrong(how: str) -> str:
     emb = st.Embedding(10, 2, process_group="world")
+    dist.barrier()  # a rank that dies while the others still connect to it fails them, too
     if dist.get_rank() == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    emb(torch.arange(4))
+        print("about to", how)
+        if how == "raise":
+            raise ValueError("rank 1 says no")
+        if how == "die":
+            time.sleep(0.2)  # until the others have left the barrier
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "warn":
+            warnings.warn("seen", stacklevel=1)
+        while how == "hang":
+            time.sleep(0.1)
+    elif how == "die":
+        emb(torch.arange(4))
+    return "alive"
 
 
-def test_who_cannot_reach_the_others_says_so(two):
-    error, _ = two.fails(looks_up_alone, timeout=10)
+def test_what_goes_wrong_is_shown_with_its_rank(two):
+    assert two(go_wrong, "nothing") == ["alive"] * 2
+    with pytest.raises(RankError, match=r"--- rank 1: TimeoutError: no answer in 1 s(.|\n)*in go_wrong"):
+        two.fails(go_wrong, "hang", limit=1)
+    words = r"^--- rank 1: ValueError: rank 1 says no(.|\n)*in go_wrong(.|\n)*about to raise"
+    # The other one waits in the barrier after the function.
+    with pytest.raises(RankError, match=words + r"(.|\n)*\n--- rank 0: "):
+        two(go_wrong, "raise")
+    alive, error = two.fails(go_wrong, "warn", fresh=False)
+    assert alive == "alive"
+    assert isinstance(error, UserWarning)
+    # Who cannot reach the others says so.
+    error, died = two.fails(go_wrong, "die", timeout=10)
+    assert isinstance(died, DeadRankError)
     assert isinstance(error, ProcessGroupError)
     assert re.search(
         r"rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \(", str(error)
     )
+    assert two(go_wrong, "nothing") == ["alive"] * 2
+
+
+# --- word2vec: the vocabulary is shared out, blocks are taken in turns, one process writes the vectors -------------------
+
+
+def text(path: Path) -> Path:
+    """Two topics whose words never meet."""
+    draw = random.Random(4)
+    topics = [[f"{topic}{i}" for i in range(12)] for topic in ("sea", "sky")]
+    lines = [" ".join(draw.choices(topics[draw.randrange(2)], k=20)) for _ in range(400)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def trained(path: str, options: dict) -> dict[str, Any]:
+    settings = Settings(dim=16, epochs=4, block_words=256, sample=0, min_count=1, kind="lines", **options)
+    trainer = Trainer(Corpus(Path(path), 1, kind="lines"), settings)
+    with TrainingProgress(False) as progress:
+        trainer.run(progress)
+    vectors = trainer.vectors()
+    return {"words": vectors.words, "matrix": np.array(vectors.matrix), "steps": trainer.step}
+
+
+def apart(words: list[str], matrix: np.ndarray) -> float:
+    """How much closer words of one topic are than words of two."""
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    same = np.array([[a[:3] == b[:3] for b in words] for a in words])
+    cosines = unit @ unit.T
+    return float(cosines[same].mean() - cosines[~same].mean())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "shared"},
+        *(
+            pytest.param(it, marks=pytest.mark.slow)
+            for it in ({}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50})
+        ),
+    ],
+    ids=str,
+)
+def test_topics_come_apart_as_in_one_process(two, tmp_path, options):
+    path = str(text(tmp_path / "topics.txt"))
+    first, second = two(trained, path, options)
+    assert first["words"] == second["words"]
+    np.testing.assert_array_equal(first["matrix"], second["matrix"])
+    alone = trained(path, {k: v for k, v in options.items() if k != "memory"})
+    # As many steps, of as many words, as in one process.
+    assert abs(first["steps"] - alone["steps"]) <= 4
+    ours, theirs = (apart(each["words"], each["matrix"]) for each in (first, alone))
+    assert theirs > 0.3
+    assert ours > 0.8 * theirs
 
 
 def of_another_corpus(path: str) -> str:
@@ -68,26 +206,39 @@ def test_corpora_that_differ_are_told(two, tmp_path):
 
 
 @pytest.mark.slow
-def test_word2vec_joins_what_another_launcher_starts(tmp_path):
-    (tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 50}" for i in range(2000)))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    env["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-m", "speedtransfer", "word2vec", "train", str(tmp_path / "text.txt"), "--dim", "4"]
-    runs = [
-        subprocess.Popen(
-            [*command, "--epochs", "1", "-q", "-o", str(tmp_path / f"run{rank}")],
-            env=env | {"RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
+@pytest.mark.parametrize("launcher", ["torchrun", "another"])
+def test_word2vec_joins_what_a_launcher_starts(tmp_path, launcher):
+    path, run = text(tmp_path / "topics.txt"), tmp_path / "run"
+    command = [
+        "-m",
+        "speedtransfer",
+        "word2vec",
+        "train",
+        str(path),
+        "--dim",
+        "16",
+        "--min-count",
+        "1",
+        "--sample",
+        "0",
     ]
-    told = [run.communicate(timeout=300)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0]
-    assert ["vectors: " in text for text in told] == [True, False]
-    assert (tmp_path / "run0" / "vectors.txt").exists()
-    assert not (tmp_path / "run1").exists()
+    command += ["--kind", "lines", "--epochs", "4", "--block-words", "256", "-o", str(run)]
+    if launcher == "torchrun":
+        done = torchrun(*command, world=2)
+        assert done.returncode == 0, done.stdout
+        told = done.stdout
+    else:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = str(probe.getsockname()[1])
+        env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+        env["PYTHONPATH"] = os.pathsep.join(sys.path)
+        how = {"stdout": subprocess.PIPE, "text": True}
+        each = [subprocess.Popen([sys.executable, *command], env=env | {"RANK": str(rank)}, **how) for rank in (0, 1)]
+        told = "".join(process.communicate(timeout=300)[0] for process in each)
+        assert [process.returncode for process in each] == [0, 0]
+    assert told.count("vectors: ") == 1
+    vectors = Vectors.load(run / "vectors.txt")
+    assert apart(vectors.words, torch.as_tensor(vectors.matrix).numpy()) > 0.3
+    assert json.loads((run / "settings.json").read_text())["corpus_words"] == 8000

@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
-from ranks.small import rows_of, told
+from ranks.pair import DIM, Pair, rows_of, table, told, wrap
 
 SIZES, PADDING = {"a": 40, "b": 1, "c": 30}, {"a": -1, "b": None, "c": 2}
 # Which features each rank gives a gradient in each step.
 STEPS = [("ab", "ab"), ("a", "c"), ("", "b"), ("abc", "a"), ("c", "c"), ("a", "ab"), ("b", "b"), ("abc", "abc")]
 OPTIMIZERS = {
-    "adamw": lambda params: torch.optim.AdamW(params, lr=0.05, weight_decay=0.1),
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, dampening=0.1),
+    "adamw": functools.partial(torch.optim.AdamW, weight_decay=0.1),
+    "sgd": functools.partial(torch.optim.SGD, momentum=0.9, dampening=0.1),
 }
 
 
 def multi(kind: str = "one", has_ids: bool = False, **options: Any) -> st.MultiEmbedding:
-    if kind in ("sharded", "shared"):
-        options["process_group"] = dist.group.WORLD
-    if kind == "shared":
-        options["memory"] = "shared"
     if has_ids:
         options |= {"vocabulary": st.Vocabulary(seed=3, max_capacity=1000), "padding_idx": PADDING}
-    torch.manual_seed(4)
-    return st.MultiEmbedding(SIZES, 4, **{"dtype": torch.float64, **options})
+    return table(kind, SIZES, DIM, make=st.MultiEmbedding, **options)
 
 
 def ids_of(step: int, rank: int, has_ids: bool = False) -> dict[str, Tensor]:
@@ -50,90 +44,99 @@ class Net(nn.Module):
         super().__init__()
         self.emb, self.scale = emb, nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def forward(self, step: int, rank: int) -> Tensor:
+    def forward(self, place: tuple[int, int]) -> Tensor:
+        step, rank = place
         rows = self.emb(ids_of(step, rank, self.emb.vocabulary is not None))
-        losses = [((rows[f] - 0.3).square() * torch.arange(4)).sum() for f in STEPS[step][rank]]
+        losses = [((rows[f] - 0.3).square() * torch.arange(DIM)).sum() for f in STEPS[step][rank]]
         return sum(losses, 0 * self.scale)
 
 
-def train(emb: Any, opt: Any, steps: range, is_alone: bool, ddp: bool = False) -> None:
-    net = Net(emb)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-        model = DistributedDataParallel(net) if ddp else net
-    for step in steps:
-        opt.zero_grad()
-        ((net(step, 0) + net(step, 1)) / 2 if is_alone else model(step, dist.get_rank())).backward()
-        opt.step()
+def pair_of(kind: str, has_ids: bool, ddp: bool, optimizer: str, idle: str) -> Pair:
+    ours, one = (Net(multi(each, has_ids, idle=idle)) for each in (kind, "one"))
+    around = {"wrap": wrap} if ddp else {}
+    batch = lambda step, rank: (step, rank)  # noqa: E731
+    return Pair(ours, one, OPTIMIZERS[optimizer], batch=batch, loss=lambda net, place: net(place), lr=0.05, **around)
 
 
-def read(emb: st.MultiEmbedding, has_ids: bool) -> Tensor:
+@torch.no_grad()
+def read(net: Net) -> Tensor:
     """What all ids read."""
-    emb.eval()
-    with torch.no_grad():
-        rows = [emb(ids_of(step, rank, has_ids)) for step in range(len(STEPS) + 1) for rank in range(2)]
-    emb.train()
-    return torch.cat([part.reshape(-1, 4) for found in rows for part in found.values()])
+    net.eval()
+    has_ids = net.emb.vocabulary is not None
+    rows = [net.emb(ids_of(step, rank, has_ids)) for step in range(len(STEPS) + 1) for rank in range(2)]
+    net.train()
+    return torch.cat([part.reshape(-1, DIM) for found in rows for part in found.values()])
 
 
-def known(emb: st.MultiEmbedding, is_alone: bool) -> Tensor:
-    parts = [emb.vocabulary.ids()] * dist.get_world_size()
-    if not is_alone:
-        dist.all_gather_object(parts, parts[0])
-    return torch.cat(parts).unique()
-
-
-def compared(kind: str, has_ids: bool, ddp: bool, optimizer: str, idle: str) -> float:
-    found = []
-    # That of replicas, in DistributedDataParallel, is one too.
-    for owned in (kind, "one"):
-        is_alone, emb = len(found) == 1, multi(owned, has_ids, idle=idle)
-        train(emb, OPTIMIZERS[optimizer](emb.parameters()), range(len(STEPS)), is_alone, ddp and not is_alone)
-        found.append((read(emb, has_ids), known(emb, is_alone) if has_ids else torch.zeros(0)))
-    assert torch.equal(found[0][1], found[1][1])
-    return float((found[0][0] - found[1][0]).abs().max())
+def compared(*how: Any) -> float:
+    pair = pair_of(*how)
+    for step in range(len(STEPS)):
+        pair.backward(step)
+        pair.end()
+    if pair.ours.emb.vocabulary is not None:
+        parts = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, pair.ours.emb.vocabulary.ids())
+        assert torch.equal(torch.cat(parts).unique(), pair.one.emb.vocabulary.ids().sort().values)
+    return float((read(pair.ours) - read(pair.one)).abs().max())
 
 
 @pytest.mark.parametrize(
-    ("kind", "has_ids", "ddp", "optimizer", "idle"),
+    "how",
     [
         ("sharded", False, False, "adamw", "exact"),
-        ("sharded", False, True, "sgd", "lazy"),
         ("shared", False, False, "adamw", "exact"),
         ("shared", False, False, "sgd", "lazy"),
-        ("one", False, True, "adamw", "exact"),
-        ("one", False, True, "sgd", "lazy"),
-        ("sharded", True, False, "adamw", "exact"),
+        ("replicas", False, True, "sgd", "lazy"),
         ("sharded", True, False, "sgd", "lazy"),
         ("sharded", True, True, "adamw", "lazy"),
+        ("sharded", True, False, "adamw", "exact"),
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in [("sharded", False, True, "sgd", "lazy"), ("replicas", False, True, "adamw", "exact")]
+        ),
     ],
+    ids=str,
 )
-def test_training(two, kind, has_ids, ddp, optimizer, idle):
-    assert max(two(compared, kind, has_ids, ddp, optimizer, idle)) < 1e-12
+def test_training(two, how):
+    assert max(two(compared, *how)) < 1e-12
 
 
 def resumed(path: str) -> float:
     """Saved by all, and gone on with by all and by one."""
-    ends = {}
-    for kind in ("sharded", "one", "loaded by one"):
-        is_alone, emb = kind != "sharded", multi(kind, True, idle="exact")
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
-        if kind == "loaded by one":
-            st.load_checkpoint(path, emb, opt)
-        else:
-            train(emb, opt, range(5), is_alone)
-        if kind == "sharded":
-            st.save_checkpoint(path, emb, opt)
-            emb = multi(kind, True, idle="exact")
-            opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
-            st.load_checkpoint(path, emb, opt)
-        train(emb, opt, range(5, len(STEPS)), is_alone)
-        ends[kind] = read(emb, True)
-    return max(float((end - ends["one"]).abs().max()) for end in ends.values())
+    how = ("sharded", True, False, "adamw", "exact")
+    pair, loaded = pair_of(*how), pair_of(*how)
+    for step in range(5):
+        pair.backward(step)
+        pair.end()
+    st.save_checkpoint(path, pair.ours, pair.opt)
+    st.load_checkpoint(path, loaded.ours, loaded.opt)
+    st.load_checkpoint(path, loaded.one, loaded.one_opt)
+    for each in (pair, loaded):
+        for step in range(5, len(STEPS)):
+            each.backward(step)
+            each.end()
+    wanted = read(pair.one)
+    return max(float((read(net) - wanted).abs().max()) for net in (pair.ours, loaded.ours, loaded.one))
 
 
 def test_a_checkpoint(two, tmp_path):
     assert max(two(resumed, str(tmp_path / "saved"))) < 1e-12
+
+
+def with_tickets(kind: str) -> float:
+    """Look features up by tickets, all together and one alone."""
+
+    def loss(emb: st.MultiEmbedding, ids: dict[str, Tensor]) -> Tensor:
+        both, alone = emb.prefetch(ids), emb["a"].prefetch(ids["a"])
+        rows, found = emb(both), emb["a"](alone)
+        return rows["a"].sum() + rows["c"].square().sum() + found.square().sum()
+
+    return Pair(multi(kind), multi(), torch.optim.Adam, batch=ids_of, loss=loss).train(0, 1, 2)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "shared"])
+def test_tickets(two, kind):
+    assert max(two(with_tickets, kind)) < 1e-12
 
 
 def wrong(has_ids: bool) -> tuple[list[str], float]:
@@ -142,15 +145,15 @@ def wrong(has_ids: bool) -> tuple[list[str], float]:
     opt = torch.optim.SGD(emb.parameters(), lr=0.1)
     bad = (1 << 62) if dist.get_rank() else 0
     ids = {name: torch.tensor([0, 0]) for name in SIZES}
-    uses = {
-        "module": lambda: emb({**ids, "b": torch.tensor([0, bad])}),
-        "feature": lambda: emb["b"](torch.tensor([bad])),
-        "columns": lambda: emb(torch.tensor([[1, bad, 2]])),
-        "activate": lambda: emb.activate([torch.tensor([1]), torch.tensor([bad]), torch.tensor([1])]),
-        "evaluation": torch.no_grad()(lambda: emb(torch.tensor([[1, bad, 2]]))),
-        "ids of no feature": lambda: emb({"z" if bad else "b": torch.tensor([0])}),
-    }
-    said = [told(use) for use in uses.values()]
+    uses = [
+        lambda: emb({**ids, "b": torch.tensor([0, bad])}),
+        lambda: emb["b"](torch.tensor([bad])),
+        lambda: emb(torch.tensor([[1, bad, 2]])),
+        lambda: emb.activate([torch.tensor([1]), torch.tensor([bad]), torch.tensor([1])]),
+        torch.no_grad()(lambda: emb(torch.tensor([[1, bad, 2]]))),
+        lambda: emb({"z" if bad else "b": torch.tensor([0])}),
+    ]
+    said = [told(use) for use in uses]
     sum(rows.sum() for rows in emb(ids).values()).backward()
     opt.step()
     return said, float(emb["a"](torch.tensor([0])).detach().sum())
@@ -168,67 +171,61 @@ def test_an_id_that_cannot_be_is_told_to_all(two, has_ids):
 # --- all rows -------------------------------------------------------------------------------------------------------------
 
 
-def trained(kind: str, **options: Any) -> st.MultiEmbedding:
-    emb = multi(kind, **options)
+def trained(kind: str, **options: Any) -> Pair:
     # Rows that miss steps catch up in all processes together, where they share memory.
-    opt = torch.optim.Adam(emb.parameters(), lr=0.1)
+    loss = lambda emb, ids: sum(rows.sum() for rows in emb(ids).values())  # noqa: E731
+    pair = Pair(
+        multi(kind, **options), multi(**options), torch.optim.Adam, batch=lambda step, _: ids_of(step, 0), loss=loss
+    )
     for step in range(3):
-        sum(rows.sum() for rows in emb(ids_of(step, 0)).values()).backward()
-        opt.step()
-        opt.zero_grad()
-    return emb
+        pair.backward(step)
+        pair.end()
+    return pair
 
 
 def all_rows(kind: str, dtype: torch.dtype | None) -> None:
     options = {"storage_dtype": dtype, "dtype": torch.float32}
-    shared = nn.ModuleDict({"emb": trained(kind, **options), "bag": nn.Linear(2, 2)})
-    tied = nn.ModuleDict({"emb": shared["emb"], "also": shared["emb"]})
-    # In both: a shared table takes part in every backward.
-    one = trained("one", **options)
-    ours, also = st.full_state_dict(shared), st.full_state_dict(tied)
+    pair = trained(kind, **options)
+    model = nn.ModuleDict({"emb": pair.ours, "bag": nn.Linear(2, 2), "also": pair.ours})
+    ours = st.full_state_dict(model)
     if dist.get_rank():
-        assert ours == also == {}
+        assert ours == {}
         return
-    plain = nn.ModuleDict({"emb": multi(**options), "bag": nn.Linear(2, 2)})
+    plain = nn.ModuleDict({"emb": multi(**options), "bag": nn.Linear(2, 2), "also": multi(**options)})
     assert list(ours) == list(plain.state_dict())
     assert ours["emb.a.weight"].dtype == plain.state_dict()["emb.a.weight"].dtype
     plain.load_state_dict(ours)
-    assert all(torch.equal(also[f"also.{name}.weight"], ours[f"emb.{name}.weight"]) for name in SIZES)
+    assert all(torch.equal(ours[f"also.{name}.weight"], ours[f"emb.{name}.weight"]) for name in SIZES)
     # Not those from before the training, and in their places.
     close = {"rtol": 0, "atol": 1e-6 if dtype is None else 0.02}
     for name in SIZES:
-        torch.testing.assert_close(plain["emb"][name].weight, one[name].weight, **close)
+        torch.testing.assert_close(plain["emb"][name].weight, pair.one[name].weight, **close)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.int8])
 def test_full_state_dict(two, kind, dtype):
     two(all_rows, kind, dtype)
 
 
-def few_rows() -> Tensor:
-    torch.manual_seed(4)
+def few_rows() -> None:
     # The last rank has no rows of one chunk.
-    emb = st.Embedding(1, 3, process_group=dist.group.WORLD, storage_dtype=torch.bfloat16)
-    return st.full_state_dict(emb).get("weight", torch.zeros(0))
+    ours, one = (table(kind, 1, DIM, dtype=torch.float32, storage_dtype=torch.bfloat16) for kind in ("sharded", "one"))
+    found = st.full_state_dict(ours)
+    assert not found if dist.get_rank() else torch.equal(found["weight"], one.state_dict()["weight"])
 
 
 def test_full_state_dict_of_fewer_rows_than_ranks(two):
-    torch.manual_seed(4)
-    wanted = st.Embedding(1, 3, storage_dtype=torch.bfloat16).state_dict()["weight"]
-    first, second = two(few_rows)
-    assert torch.equal(first, wanted)
-    assert not len(second)
+    two(few_rows)
 
 
+NUMBERS = torch.arange(120.0, dtype=torch.float64).view(30, DIM)
 WRITTEN = {
     "normal_": lambda emb: nn.init.normal_(emb["c"].weight, std=0.1),
-    "xavier_uniform_": lambda emb: nn.init.xavier_uniform_(emb["a"].weight),
-    "mul_": lambda emb: emb["c"].weight.data.mul_(2),
-    "mul_ of the first": lambda emb: emb["a"].weight.data.mul_(2),
-    "copy_": lambda emb: emb["c"].weight.data.copy_(torch.arange(120.0).view(30, 4)),
-    "copy_ of a row": lambda emb: emb["c"].weight.data.copy_(torch.arange(4.0)),
-    "data =": lambda emb: setattr(emb["c"].weight, "data", torch.arange(120.0, dtype=torch.float64).view(30, 4)),
+    "mul_": lambda emb: emb["a"].weight.data.mul_(2),
+    "copy_ of a row": lambda emb: emb["c"].weight.data.copy_(NUMBERS[0]),
+    "data =": lambda emb: setattr(emb["c"].weight, "data", NUMBERS.clone()),
 }
 
 
@@ -236,16 +233,14 @@ def written(kind: str) -> dict[str, float]:
     """Set rows of one feature in all processes, in the middle of training, and compare with one process."""
     found = {}
     for what, use in WRITTEN.items():
-        rows = []
-        for emb in (trained(kind), trained("one")):
+        pair = trained(kind)
+        for emb in (pair.ours, pair.one):
             torch.manual_seed(7)
             with torch.no_grad():
                 use(emb)
-            opt = torch.optim.Adam(emb.parameters(), lr=0.1)
-            sum(part.square().sum() for part in emb(ids_of(0, 0)).values()).backward()
-            opt.step()
-            rows.append(rows_of(emb))
-        found[what] = float((rows[0] - rows[1]).abs().max())
+        pair.backward(0)
+        pair.end()
+        found[what] = float((rows_of(pair.ours) - rows_of(pair.one)).abs().max())
     return found
 
 

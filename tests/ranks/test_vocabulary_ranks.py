@@ -1,8 +1,9 @@
-"""Vocabularies that several processes share out: the numbers of one process with the batches of all."""
+"""Vocabularies that several processes share out: the numbers of one process with the batches of all; what all refuse."""
 
 from __future__ import annotations
 
-import dataclasses
+import copy
+import functools
 from typing import Any
 
 import numpy as np
@@ -13,64 +14,34 @@ from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
+from ranks.pair import DIM, Net, Pair, told, wrap
 from speedtransfer.vocabulary import owners_of
 from speedtransfer.vocabulary.capacity import share_of
 
 # Padding has a row of rank 0; by the hash it would be an id of rank 1.
-DIM, PADDING = 4, -6
+PADDING = -6
+# Settings of a vocabulary; all others are of the module.
+SETTINGS = ("admit", "unseen", "evict", "half_life", "max_capacity", "on_evict", "seed")
 
 
-@dataclasses.dataclass
-class Run:
-    """What is trained."""
-
-    vocabulary: dict[str, Any] = dataclasses.field(default_factory=dict)
-    module: dict[str, Any] = dataclasses.field(default_factory=dict)
-    optimizer: str = "adamw"
-    bag: bool = False
-    ids: int = 60
-    capacity: int = 60
-    steps: int = 14
-    # Steps without zero_grad, and lookups before the backward.
-    accumulate: int = 1
-    lookups: int = 1
-    # Whether each owner is compared with a table of its own in one process, which evicts as it does.
-    parts: bool = False
-
-
-def batch(run: Run, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Ids, skewed, over all 64 bits, now and then padding, now and then none; and weights of the loss."""
-    draw = torch.Generator().manual_seed(1000 * step + rank)
-    size = 0 if (step + rank) % 5 == 4 else 4 + rank
-    ids = (torch.rand(size, 3, generator=draw) ** 2 * run.ids).long() * (2**57 + 1) - 2**62
-    ids[torch.rand(size, 3, generator=draw) < 0.15] = PADDING
-    weights = torch.randn(size, 3, DIM, generator=draw, dtype=torch.float64)
-    return ids, weights.sum(1) if run.bag else weights
-
-
-def embedding(run: Run, **options: Any) -> Any:
-    vocabulary = st.Vocabulary(**{"seed": 5, **run.vocabulary})
-    kind = st.EmbeddingBag if run.bag else st.Embedding
-    given = {"padding_idx": PADDING, "dtype": torch.float64, "idle": "lazy", **run.module, **options}
-    return kind(given.pop("capacity", run.capacity), DIM, vocabulary=vocabulary, **given)
-
-
-def optimizer(run: Run, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return (
-        torch.optim.SparseAdam(params, lr=0.05) if run.optimizer == "sparse" else case_named(run.optimizer).make(params)
-    )
+def embedding(capacity: int = 60, kind: Any = st.Embedding, shared: bool = True, **options: Any) -> Any:
+    settings = {"seed": 5} | {name: options.pop(name) for name in SETTINGS if name in options}
+    if shared:
+        options["process_group"] = dist.group.WORLD
+    given = {"padding_idx": PADDING, "dtype": torch.float64, "idle": "lazy", **options}
+    return kind(capacity, DIM, vocabulary=st.Vocabulary(**settings), **given)
 
 
 class Parts(nn.Module):
-    """A table in one process for the ids of each rank."""
+    """A table in one process for the ids of each rank, which evicts as its owner does."""
 
-    def __init__(self, run: Run, world: int) -> None:
+    def __init__(self, world: int, capacity: int = 60, max_capacity: int | None = None, **options: Any) -> None:
         super().__init__()
         self.world = world
-        most = run.vocabulary.get("max_capacity")
-        own = {} if most is None else {"max_capacity": share_of(most, world)}
-        run = dataclasses.replace(run, capacity=share_of(run.capacity, world), vocabulary=run.vocabulary | own)
-        self.parts = nn.ModuleList(embedding(run) for _ in range(world))
+        if max_capacity is not None:
+            options["max_capacity"] = share_of(max_capacity, world)
+        parts = [embedding(share_of(capacity, world), shared=False, **options) for _ in range(world)]
+        self.parts = nn.ModuleList(parts)
 
     def forward(self, ids: Tensor) -> Tensor:
         flat = ids.flatten()
@@ -80,96 +51,100 @@ class Parts(nn.Module):
         return torch.cat(rows)[torch.cat(places).argsort()].view(*ids.shape, DIM)
 
 
-def known(modules: list[Any]) -> tuple[Tensor, Tensor]:
-    """The ids that all know, sorted, and their rows."""
-    found = [module.vocabulary.export() for module in modules]
-    ids, order = torch.cat([ids for ids, _ in found]).sort()
-    return ids, torch.cat([rows for _, rows in found])[order]
+def batch(step: int, rank: int, ids: int = 60, lookups: int = 1) -> tuple[Tensor, Tensor]:
+    """Ids, skewed, over all 64 bits, now and then padding, now and then none; and weights of the loss."""
+    draw = torch.Generator().manual_seed(1000 * step + rank)
+    size = 0 if (step + rank) % 5 == 4 else lookups * (4 + rank)
+    found = (torch.rand(size, 3, generator=draw) ** 2 * ids).long() * (2**57 + 1) - 2**62
+    found[torch.rand(size, 3, generator=draw) < 0.15] = PADDING
+    return found, torch.randn(size, 3, DIM, generator=draw, dtype=torch.float64)
 
 
-def gathered(emb: Any) -> tuple[Tensor, Tensor]:
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, emb.vocabulary.export())
+def loss(emb: Any, args: Any, lookups: int = 1) -> Tensor:
+    """Look ids up in turn."""
+    ids, weights = (each.tensor_split(lookups) for each in args)
+    rows = map(emb, ids)
+    return sum((row * (w.sum(1) if row.dim() == 2 else w)).sum() for row, w in zip(rows, weights, strict=True))
+
+
+def export(modules: Any, gathers: bool) -> tuple[Tensor, Tensor]:
+    """Return the ids that all know, sorted, and their rows."""
+    parts: list[Any] = [module.vocabulary.export() for module in modules]
+    if gathers:
+        parts *= dist.get_world_size()
+        dist.all_gather_object(parts, parts[0])
     ids, order = torch.cat([ids for ids, _ in parts]).sort()
     return ids, torch.cat([rows for _, rows in parts])[order]
 
 
-def compare(run: Run) -> dict[str, Any]:
-    """Train, and compare every lookup with that of one process; evaluation in between."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    emb = embedding(run, process_group=dist.group.WORLD)
-    one = Parts(run, world) if run.parts else embedding(run)
-    opt, one_opt = (optimizer(run, list(each.parameters())) for each in (emb, one))
-    worst, sizes = 0.0, np.cumsum([0] + [4 + r for r in range(world)])
-    for step in range(run.steps):
-        place = 100 * step
+def compared(pair: Pair) -> float:
+    """Return how far the rows are from those of one process; the ids are the same."""
+    (ids, rows), (same, wanted) = (export([pair.ours], True), export(getattr(pair.one, "parts", [pair.one]), False))
+    assert torch.equal(ids, same)
+    assert len(ids) > 20
+    return float((rows - wanted).abs().max())
+
+
+@torch.no_grad()
+def evaluate(pair: Pair, step: int) -> float:
+    """Return how far what the ids of a batch read, most of them new, is from what they read in one process."""
+    batches = [pair.batch(step, rank)[0] for rank in range(dist.get_world_size())]
+    found, wanted = pair.ours.eval()(batches[dist.get_rank()]), pair.one.eval()(torch.cat(batches))
+    for each in (pair.ours, pair.one):
+        each.train()
+    wanted = wanted.split([len(batch) for batch in batches])[dist.get_rank()]
+    return float((found - wanted).abs().sum())
+
+
+def trained(
+    optimizer: str = "adamw",
+    ids: int = 60,
+    steps: int = 14,
+    accumulate: int = 1,
+    lookups: int = 1,
+    parts: bool = False,
+    **options: Any,
+) -> tuple[float, list[int], list[list[int]]]:
+    """Train, with evaluations in between, and return the largest distance and the counts of what was done with ids."""
+    make = torch.optim.SparseAdam if optimizer == "sparse" else lambda params, lr: case_named(optimizer).make(params)
+    one = Parts(dist.get_world_size(), **options) if parts else embedding(shared=False, **options)
+    how = {"batch": functools.partial(batch, ids=ids, lookups=lookups), "at_once": lookups == 1}
+    pair = Pair(embedding(**options), one, make, loss=functools.partial(loss, lookups=lookups), **how)
+    far = []
+    for step in range(steps):
         if step % 4 == 3:
-            for each in (emb, one):
-                each.eval()
-            ids = [batch(run, place, r)[0] for r in range(world)]
-            start = sum(len(part) for part in ids[:rank])
-            with torch.no_grad():
-                wanted = one(torch.cat(ids))[start : start + len(ids[rank])]
-                worst = max(
-                    worst, float((emb(ids[rank]) - wanted).abs().max()) if len(wanted) else emb(ids[rank]).numel()
-                )
-            for each in (emb, one):
-                each.train()
-        for turn in range(run.accumulate):
-            losses, one_losses = [], []
-            for more in range(run.lookups):
-                parts = [batch(run, place + 10 * turn + more, r) for r in range(world)]
-                ids, weights = (torch.cat(part) for part in zip(*parts, strict=True))
-                start = sum(len(part) for part, _ in parts[:rank])
-                out, wanted = emb(parts[rank][0]), one(ids)
-                if len(out):
-                    worst = max(worst, float((out - wanted[start : start + len(out)]).detach().abs().max()))
-                losses.append((out * parts[rank][1]).sum())
-                one_losses.append((wanted * weights).sum() / world)
-            sum(losses).backward()
-            sum(one_losses).backward()
-        for each in (opt, one_opt):
-            each.step()
-            each.zero_grad()
-    ids, rows = gathered(emb)
-    wanted_ids, wanted_rows = known(list(one.parts) if run.parts else [one])
-    stats = emb.vocabulary.stats()
-    assert sizes[-1]
-    return {
-        "worst": worst,
-        "ids": bool(torch.equal(ids, wanted_ids)),
-        "rows": float((rows - wanted_rows).abs().max()) if torch.equal(ids, wanted_ids) else float("nan"),
-        "stats": [stats.admitted, stats.evicted, stats.lookups, stats.unseen],
-        "wanted": [p.vocabulary.stats() for p in (one.parts if run.parts else [one])],
-        "clock": emb.vocabulary.clock,
-    }
+            far.append(evaluate(pair, 100 * step))
+        pair.accumulate(*range(10 * step, 10 * step + accumulate))
+        pair.end()
+    assert pair.ours.vocabulary.clock == steps
+    stats = [each.vocabulary.stats() for each in (pair.ours, *getattr(one, "parts", [one]))]
+    ours, *counts = [[each.admitted, each.evicted, each.lookups, each.unseen] for each in stats]
+    return max([*far, compared(pair)]), ours, counts
 
 
-RUNS = {
-    "always": Run(),
-    "exact": Run(module={"idle": "exact"}),
-    "momentum, exact, sparse ids": Run(module={"idle": "exact"}, optimizer="sgd-momentum", ids=200, capacity=200),
-    "sightings, a row for unseen ids": Run(vocabulary={"admit": 3, "unseen": "row"}),
-    "sightings, zeros for unseen ids": Run(vocabulary={"admit": 2, "unseen": "zeros"}),
-    "bag": Run(vocabulary={"admit": 2}, bag=True),
-    "max_norm": Run(module={"max_norm": 1.0}),
-    "sparse gradients": Run(module={"sparse": True}, optimizer="sparse"),
-    "records": Run(module={"layout": "rows", "idle": "exact"}, optimizer="sgd-momentum"),
-    "no padding": Run(module={"padding_idx": None}, vocabulary={"unseen": "row", "admit": 2}),
-    "two lookups, three backwards": Run(lookups=2, accumulate=3),
-    "used least": Run(parts=True, vocabulary={"evict": "lfu", "half_life": 3.0}, ids=400, capacity=70, steps=24),
-    "used longest ago": Run(parts=True, vocabulary={"evict": "lru"}, ids=400, capacity=70, steps=24),
-    "time to live": Run(parts=True, vocabulary={"evict": 3}, ids=100, capacity=100, module={"idle": "exact"}),
-    "grows": Run(capacity=4, vocabulary={"max_capacity": 70}, module={"idle": "exact"}),
-    "grows, then evicts": Run(
-        parts=True, vocabulary={"max_capacity": 70, "evict": "lru"}, ids=400, capacity=20, steps=24
-    ),
-    "grows as the memory allows": Run(capacity=4, vocabulary={"max_capacity": "1 MB"}, ids=200),
-    "time to live, one table": Run(vocabulary={"evict": 3}, ids=100, capacity=150),
+SPARSE = {"ids": 400, "capacity": 70, "steps": 24, "parts": True}
+RUNS: dict[str, dict[str, Any]] = {
+    "exact": {"idle": "exact"},
+    "momentum, exact, sparse ids": {"idle": "exact", "optimizer": "sgd-momentum", "ids": 200, "capacity": 200},
+    "sightings, a row for unseen ids": {"admit": 3, "unseen": "row"},
+    "sightings, zeros for unseen ids": {"admit": 2, "unseen": "zeros"},
+    "bag": {"admit": 2, "kind": st.EmbeddingBag},
+    "max_norm": {"max_norm": 1.0},
+    "sparse gradients": {"sparse": True, "optimizer": "sparse"},
+    "records, no padding": {"layout": "rows", "padding_idx": None, "unseen": "row", "admit": 2},
+    "two lookups, three backwards": {"lookups": 2, "accumulate": 3},
+    # More of them than a number has bits.
+    "many lookups": {"lookups": 70, "steps": 2},
+    "used least": {**SPARSE, "evict": "lfu", "half_life": 3.0},
+    "used longest ago": {**SPARSE, "evict": "lru"},
+    "time to live": {"parts": True, "evict": 3, "ids": 100, "capacity": 100, "idle": "exact"},
+    "grows": {"capacity": 4, "max_capacity": 70, "idle": "exact"},
+    "grows, then evicts": {**SPARSE, "capacity": 20, "max_capacity": 70, "evict": "lru"},
+    "grows as the memory allows": {"capacity": 4, "max_capacity": "1 MB", "ids": 200},
 }
 BY_THREE = {"sightings, zeros for unseen ids", "used longest ago"}
 # As others of the same kind.
-SLOW = {"time to live, one table", "grows as the memory allows", "no padding", "always", "records"}
+SLOW = {"grows as the memory allows", "records, no padding", "used least"}
 CASES = [
     pytest.param(world, name, marks=[pytest.mark.slow] if name in SLOW or (world == 3 and name not in BY_THREE) else [])
     for world in (2, 3)
@@ -179,16 +154,157 @@ CASES = [
 
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_numbers_of_one_process(pool, world, name):
-    run = RUNS[name]
-    found = pool.of(world)(compare, run)
-    for each in found:
-        assert each["worst"] < 1e-12
-        assert each["ids"]
-        assert each["rows"] < 1e-12
-        assert each["clock"] == run.steps
-    one = [[s.admitted, s.evicted, s.lookups, s.unseen] for s in found[0]["wanted"]]
-    assert np.sum([each["stats"] for each in found], 0).tolist() == np.sum(one, 0).tolist()
-    if "evict" in run.vocabulary:
-        assert all(each["stats"][1] for each in found)
-    if "admit" in run.vocabulary:
-        assert all(each["stats"][3] for each in found)
+    found = pool.of(world)(functools.partial(trained, **RUNS[name]))
+    assert max(far for far, *_ in found) < 1e-12
+    assert np.sum([ours for _, ours, _ in found], 0).tolist() == np.sum(found[0][2], 0).tolist()
+    for place, setting in ((1, "evict"), (3, "admit")):
+        assert setting not in RUNS[name] or all(ours[place] for _, ours, _ in found)
+
+
+# --- what fails in one process fails in all ---------------------------------------------------------------------------------
+
+
+def ids_of(rank: int, count: int, start: int = 0) -> Tensor:
+    """Ids that a rank owns."""
+    every = np.arange(start, start + 40 * count)
+    return torch.from_numpy(every[owners_of(every, dist.get_world_size()) == rank][:count])
+
+
+def first_of(errors: list[str], rank: int, other: str) -> None:
+    """Check that `rank` says why, and others that it was that rank."""
+    for each, error in enumerate(errors):
+        assert error.startswith("ProcessGroupError: rank " + str(rank) if each != rank else other), errors
+
+
+def full(evict: str | None) -> list:
+    """Rank 1 has no room for another id: of the ids that it owns more come in one batch than it has rows."""
+    emb = embedding(8, padding_idx=None, evict=evict)
+    opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+    capacity = emb.vocabulary.capacity
+    emb(ids_of(1, capacity)).sum().backward()
+    new = ids_of(1, 3, start=10_000)
+    errors = [told(lambda: emb(torch.cat([ids_of(0, 2), new])))]
+    assert sorted(emb.vocabulary.ids().tolist()) == ids_of(dist.get_rank(), (2, capacity)[dist.get_rank()]).tolist()
+    opt.step()
+    opt.zero_grad()
+    errors.append(told(lambda: emb(new).sum().backward()))
+    # The gradient of the last step is still there where nothing was raised.
+    errors.append(told(lambda: emb(ids_of(1, capacity))))
+    return errors
+
+
+def test_a_full_process_raises_in_all(two):
+    for errors in zip(*two(full, None), strict=True):
+        if errors[0]:
+            first_of(errors, 1, "HostMemoryError")
+    at_first, then, last = zip(*two(full, "lru"), strict=True)
+    first_of(at_first, 1, "HostMemoryError")
+    assert then == ("", "")
+    first_of(last, 1, "HostMemoryError")
+
+
+def failing_archive() -> tuple[str, list]:
+    def keep(ids: Tensor, rows: Tensor) -> None:
+        if fails:
+            raise OSError("the disk is full")
+        kept.extend(ids.tolist())
+
+    fails, kept = True, []
+    emb = embedding(6, evict="lru", on_evict=keep)
+    opt = torch.optim.SGD(emb.parameters(), lr=0.1)
+    emb(ids_of(0, 5)).sum().backward()
+    opt.step()
+    opt.zero_grad()
+    error, fails = told(lambda: emb(ids_of(0, 5, 1000))), False
+    emb(ids_of(0, 5, 1000))
+    return error, kept
+
+
+def test_on_evict_that_fails_raises_in_all(two):
+    errors, (kept, others) = zip(*two(failing_archive), strict=True)
+    first_of(errors, 0, "OSError")
+    assert kept
+    assert not others
+
+
+def written() -> list:
+    """Rows are written, and forgotten, wherever they are; the seed is that of rank 0."""
+    rank = dist.get_rank()
+    torch.manual_seed(rank)
+    emb = embedding(20, padding_idx=-1, seed=None)
+    emb.vocabulary.update(torch.arange(3) + 10 * rank, torch.full((3, DIM), 1.0 + rank))
+    padding = torch.tensor([-1])[rank:]
+    emb.vocabulary.update(padding, torch.full((len(padding), DIM), 9.0))
+    emb.eval()
+    rows = emb(torch.tensor([0, 1, 2, 10, 11, 12, -1]))[:, 0].tolist()
+    # One that both name, and one that nobody knows.
+    count = emb.vocabulary.forget([1, 11] if rank else [77, 11])
+    unseen = emb.vocabulary.initial_values(np.array([1, 11]), DIM, torch.float64)
+    assert torch.equal(emb(torch.tensor([1, 11])), unseen)
+    return [rows, count, emb.vocabulary.seed, len(emb.vocabulary)]
+
+
+def test_rows_are_written_and_forgotten_wherever_they_are(two):
+    first, second = two(written)
+    assert first[:3] == second[:3] == [[1, 1, 1, 2, 2, 2, 9], 2, 0]
+    assert first[3] + second[3] == 4
+
+
+def later_gradient() -> tuple[Tensor, Tensor, str, str]:
+    emb = embedding(10, padding_idx=None, evict="lru")
+    capacity, opt = emb.vocabulary.capacity, torch.optim.SGD(emb.parameters(), lr=0.1)
+    first, mine = ids_of(0, 3), dist.get_rank() == 1
+    held = emb(first if mine else first[:0])
+    other = emb(ids_of(0, capacity - 3, 1000))
+    error = told(lambda: emb(ids_of(0, 1, 5000)))
+    other.sum().backward()
+    opt.step()
+    opt.zero_grad()
+    # Takes rows of `other`: those of `held` are still waited for.
+    emb(ids_of(0, capacity - 3, 2000)).sum().backward()
+    held.sum().backward()
+    opt.step()
+    opt.zero_grad()
+    return held.detach(), emb.eval()(first), error, told(lambda: held.sum().backward())
+
+
+def test_rows_of_a_batch_whose_gradient_comes_later_stay(two):
+    (none, after, error, _), (held, same, other_error, again) = two(later_gradient)
+    assert torch.equal(after, same)
+    assert torch.allclose(after, held - 0.1 / 2)
+    assert len(none) == 0
+    assert error.startswith("HostMemoryError")
+    assert other_error.startswith("ProcessGroupError")
+    # Its graph is gone, as in torch.
+    assert "second time" in again
+
+
+def replaced() -> list[int]:
+    """An ordinary model, given a vocabulary of all processes, with ids of its rows, under DistributedDataParallel."""
+    plain = Net(nn.Embedding(30, DIM, padding_idx=2, dtype=torch.float64))
+    one = copy.deepcopy(plain)
+    for net in (plain, one):
+        net.emb.weight.data[2] = 3.0
+    st.replace_embeddings(
+        plain, vocabulary=st.Vocabulary(seed=0), process_group=dist.group.WORLD, idle="lazy", min_rows=1
+    )
+    copied, every = copy.deepcopy(plain), torch.arange(30)
+    draw = lambda step, rank: torch.randint(0, 30, (6,), generator=torch.Generator().manual_seed(9 * step + rank))  # noqa: E731
+    pair = Pair(plain, one, wrap=wrap, batch=draw)
+    for step in range(4):
+        pair.backward(step)
+        pair.end()
+    first = copied.eval().emb(every).detach()
+    assert torch.allclose(plain.eval().emb(every), one.emb(every))
+    assert torch.equal(first, copied.emb(every))
+    assert not torch.equal(first, plain.emb(every))
+    assert sorted(copied.emb.vocabulary.ids().tolist()) == sorted(plain.emb.vocabulary.ids().tolist())
+    assert f"rank {dist.get_rank()} of 2" in repr(plain)
+    return plain.emb.vocabulary.rows(every).tolist()
+
+
+def test_a_model_with_rows_and_its_copy(two):
+    mine, theirs = two(replaced)
+    # The id of padding is known to all, each other one to one.
+    assert [a >= 0 for a in mine] == [b < 0 or id == 2 for id, b in enumerate(theirs)]
+    assert len({max(a, b) for a, b in zip(mine, theirs, strict=True)}) == 30

@@ -1,9 +1,7 @@
-"""Models with tables under DistributedDataParallel and fully_shard: the numbers of one process, or refused by name."""
+"""Models with tables under DistributedDataParallel, torch.compile and fully_shard: the numbers of one process."""
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -14,111 +12,70 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 
 import speedtransfer as st
-from ranks.small import DIM, distance, ids, table, told
+from ranks.pair import DIM, Net, Pair, ids, nets, sgd_with_momentum, squares, table, wrap
 
-KINDS = ["sharded", "shared", "replicas"]
+KINDS = pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
 needs_ignored_params = pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
+Wrap = Callable[[Any], nn.Module]
 
 
-class Model(nn.Module):
-    def __init__(self, emb: nn.Module) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.emb, self.outer = emb, nn.Linear(DIM, 1, dtype=torch.float64)
-
-    def forward(self, batch: torch.Tensor, uses_rows: bool = True) -> torch.Tensor:
-        rows = self.emb(batch)
-        return self.outer(rows if uses_rows else torch.ones(1, DIM, dtype=torch.float64))
+def trained(kind: str, way: Wrap = wrap, **pair: Any) -> float:
+    return nets(kind, sgd_with_momentum, pair={"wrap": way, **pair}).train(0, 1, 2)
 
 
-def models(kind: str, **options: Any) -> tuple[Model, Model]:
-    return Model(table("one" if kind == "replicas" else kind, **options)), Model(table("one", **options))
+def backend(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager")
 
 
-def wrap(model: nn.Module, **options: Any) -> DistributedDataParallel:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
-        return DistributedDataParallel(model, **options)
-
-
-def shard(model: nn.Module, **options: Any) -> nn.Module:
-    from torch.distributed.fsdp import fully_shard
-
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)), **options)
-
-
-def whole(param: torch.Tensor) -> torch.Tensor:
-    return param.detach().full_tensor() if hasattr(param, "full_tensor") else param.detach()
-
-
-def compare(
-    model: Model,
-    wrapped: nn.Module,
-    one: Model,
-    uses: Callable[[int, int], bool] = lambda step, rank: True,
-    backwards: int = 1,
-    clip: float | None = None,
-) -> float:
-    opt, one_opt = (torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, one))
-    ranks = range(dist.get_world_size())
-    for step in range(3):
-        opt.zero_grad()
-        one_opt.zero_grad()
-        for turn in range(backwards):
-            place = 10 * turn + step
-            with wrapped.no_sync() if turn < backwards - 1 else contextlib.nullcontext():
-                wrapped(ids(place), uses(step, dist.get_rank())).square().sum().backward()
-            parts = [one(ids(place, rank), uses(step, rank)).square().sum() for rank in ranks]
-            (sum(parts) / len(ranks)).backward()
-        if clip is not None:
-            wanted = nn.utils.clip_grad_norm_(one.parameters(), clip)
-            assert abs(st.clip_grad_norm_(model.parameters(), clip) - wanted) < 1e-12
-        opt.step()
-        one_opt.step()
-    pairs = zip(model.outer.parameters(), one.outer.parameters(), strict=True)
-    return max(distance(model.emb, one.emb), *(float((whole(a) - whole(b)).abs().max()) for a, b in pairs))
-
-
-def compiled(kind: str) -> dict[str, float]:
-    found = {}
+def compiled(kind: str, ways: list[str]) -> float:
     # Of torch, for what comes from one graph into the next.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-    for name, around, backwards in (("inside", False, 1), ("around", True, 1), ("no_sync", False, 2)):
-        model, one = models(kind)
-        wrapped = wrap(model if around else torch.compile(model, backend="aot_eager"))
-        wrapped = torch.compile(wrapped, backend="aot_eager") if around else wrapped
-        found[name] = compare(model, wrapped, one, backwards=backwards)
+    around: dict[str, Wrap] = {"inside": lambda net: wrap(backend(net)), "around": lambda net: backend(wrap(net))}
+    far = max(trained(kind, around[way]) for way in ways)
+    if "inside" in ways:
+        pair = nets(kind, pair={"wrap": around["inside"]})
+        pair.accumulate(0, 1, no_sync=True)
+        pair.end()
+        far = max(far, pair.distance())
     torch.compiler.reset()
-    return found
+    return far
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_models(two, kind):
-    for found in two(compiled, kind, limit=180, timeout=60):
-        assert {name: value for name, value in found.items() if not value < 1e-12} == {}
+@pytest.mark.parametrize(
+    ("kind", "ways"),
+    [
+        ("sharded", ["around"]),
+        ("replicas", ["inside"]),
+        *(
+            pytest.param(kind, ["around", "inside"], marks=pytest.mark.slow)
+            for kind in ("sharded", "shared", "replicas")
+        ),
+    ],
+)
+def test_compiled_models(two, kind, ways):
+    assert max(two(compiled, kind, ways, limit=180, timeout=60)) < 1e-12
 
 
-# --- ways to wrap a model: each is given it, and the one beside it --------------------------------------------------------
+# --- ways to wrap a model ---------------------------------------------------------------------------------------------------
 
 
-def ignored_by_the_user(model: Model, one: Model) -> nn.Module:
-    model._ddp_params_and_buffers_to_ignore = ["emb.weight"]
-    return wrap(model)
+def ignored_by_the_user(net: Net) -> nn.Module:
+    net._ddp_params_and_buffers_to_ignore = ["emb.weight"]
+    return wrap(net)
 
 
-def frozen(model: Model, one: Model) -> nn.Module:
-    for each in (model, one):
-        each.emb.requires_grad_(False)
-    return wrap(model)
-
-
-def in_two_models(model: Model, one: Model) -> nn.Module:
-    wrapped = wrap(model)
-    wrap(nn.Sequential(model.emb, nn.Linear(DIM, 1)))
+def in_two_models(net: Net) -> nn.Module:
+    wrapped = wrap(net)
+    wrap(nn.Sequential(net.emb, nn.Linear(DIM, 1)))
     return wrapped
+
+
+def more_groups(net: Net) -> nn.Module:
+    """One process has more groups than the other: those of pipelines, or of the processes of a host."""
+    dist.new_group([0])
+    return wrap(net)
 
 
 class Outer(nn.Module):
@@ -130,126 +87,76 @@ class Outer(nn.Module):
         return self.inner(*args)
 
 
-def hooked(model: Model, one: Model) -> nn.Module:
-    for each in (model, one):
-        each.emb.weight.register_hook(lambda grad: grad.clamp(-0.2, 0.2))
-    return wrap(model)
-
-
-def more_groups(model: Model, one: Model) -> nn.Module:
-    """One process has more groups than the other: those of pipelines, or of the processes of a host."""
-    dist.new_group([0])
-    return wrap(model)
-
-
-WAYS: dict[str, Callable[[Model, Model], nn.Module]] = {
-    "plain": lambda model, one: wrap(model),
-    "unused": lambda model, one: wrap(model, find_unused_parameters=True),
-    "static": lambda model, one: wrap(model, static_graph=True),
-    "mesh": lambda model, one: wrap(model, device_mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
-    "bucket view": lambda model, one: wrap(model, gradient_as_bucket_view=True),
-    "nested": lambda model, one: wrap(Outer(model)),
+WAYS: dict[str, Wrap] = {
+    "unused": lambda net: wrap(net, find_unused_parameters=True),
+    "static": lambda net: wrap(net, static_graph=True),
+    "mesh": lambda net: wrap(net, device_mesh=init_device_mesh("cpu", (dist.get_world_size(),))),
+    "bucket view": lambda net: wrap(net, gradient_as_bucket_view=True),
+    "nested": lambda net: wrap(Outer(net)),
 }
-WAYS |= {way.__name__: way for way in (ignored_by_the_user, frozen, in_two_models, hooked, more_groups)}
+WAYS |= {way.__name__: way for way in (ignored_by_the_user, in_two_models, more_groups)}
 if torch.__version__ >= "2.7":
-    WAYS["no init_sync"] = lambda model, one: wrap(model, init_sync=False)
+    WAYS["no init_sync"] = lambda net: wrap(net, init_sync=False)
+
+
+def both(kind: str, change: Callable[[Net], Any]) -> float:
+    """Train after `change` of both models."""
+    pair = nets(kind, sgd_with_momentum, pair={"wrap": lambda net: net})
+    for net in (pair.ours, pair.one):
+        change(net)
+    pair.model = wrap(pair.ours)
+    return pair.train(0, 1, 2)
 
 
 def ways(kind: str) -> dict[str, float]:
-    found = {}
-    for name, way in WAYS.items():
-        model, one = models(kind)
-        found[name] = compare(model, way(model, one), one)
-    model, one = models(kind)
+    found = {name: trained(kind, way) for name, way in WAYS.items()}
+    found["frozen"] = both(kind, lambda net: net.emb.requires_grad_(False))
+    found["hooked"] = both(kind, lambda net: net.emb.weight.register_hook(lambda grad: grad.clamp(-0.2, 0.2)))
     # Rows that one rank looks up and does not use.
-    uses = lambda step, rank: rank == 0 or step == 1  # noqa: E731
-    found["unused by one"] = compare(model, wrap(model, find_unused_parameters=True), one, uses)
+    batch = lambda step, rank: (ids(step, rank), rank == 0 or step == 1)  # noqa: E731
+    found["unused by one"] = trained(kind, WAYS["unused"], batch=batch, loss=lambda net, args: net(*args).sum())
     if kind == "replicas":
-        model, one = models(kind)
-        with torch.no_grad():
-            # Rank 0 wins.
-            model.emb.weight.add_(dist.get_rank())
-        found["different rows"] = compare(model, wrap(model), one)
-        # Rows and, in one process, the whole weight: the gradient is dense, as in one process.
-        model, one = models(kind, sparse=True)
-        wrapped = wrap(model)
-        (wrapped(ids()).sum() + (model.emb.weight.square().sum() if dist.get_rank() else 0)).backward()
-        (sum(one(ids(0, rank)).sum() for rank in range(2)) + one.emb.weight.square().sum()).backward()
-        grad, expected = model.emb.weight.grad, one.emb.weight.grad / 2
-        assert grad.layout == expected.layout == torch.strided
-        found["whole by one, sparse"] = float((grad - expected).abs().max())
+        # Rank 0 wins.
+        different = lambda net: net.emb.weight.data.add_(dist.get_rank())  # noqa: E731
+        found["different rows"] = trained(kind, lambda net: different(net) is not None and wrap(net))
+        found["whole by one, sparse"] = whole_by_one(kind)
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def whole_by_one(kind: str) -> float:
+    """Rows and, in one process, the whole weight: the gradient is dense, as in one process."""
+    whole = lambda net: net.emb.weight.square().sum()  # noqa: E731
+    pair = nets(kind, sparse=True)
+    (squares(pair.model, ids()) + (whole(pair.ours) if dist.get_rank() else 0)).backward()
+    pair.one_backward()
+    (whole(pair.one) / 2).backward()
+    assert pair.ours.emb.weight.grad.layout == pair.one.emb.weight.grad.layout == torch.strided
+    pair.end()
+    return pair.distance()
+
+
+@KINDS
 def test_distributed_data_parallel(two, kind):
     for found in two(ways, kind):
         assert {name: value for name, value in found.items() if not value < 1e-12} == {}
 
 
-def refused(kind: str) -> dict[str, str]:
-    model, _ = models(kind)
-    wrapped = wrap(model)
-
-    def join() -> None:
-        with wrapped.join():
-            pass
-
-    def zero() -> None:
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-
-        ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        found = {"join": told(join), "zero": told(zero)}
-    found["tables alone"] = told(lambda: wrap(models(kind)[0].emb))
-    if kind == "replicas":
-        duplicate = copy.deepcopy(wrapped)
-        found["copy"] = told(lambda: duplicate(ids()))
-        found["max_norm"] = told(lambda: wrap(models(kind, max_norm=1.0)[0]))
-    else:
-        group = dist.new_group([0])
-        if dist.get_rank() == 0:
-            found["subgroup"] = told(lambda: wrap(model, process_group=group))
-    if torch.__version__ >= "2.7":
-        found["fully_shard"] = told(lambda: shard(models(kind)[0]))
-        if kind == "replicas":
-            model, _ = models(kind)
-            found["every process by itself"] = told(lambda: compare(model, wrap_fsdp(model), model))
-    return found
+# --- fully_shard ------------------------------------------------------------------------------------------------------------
 
 
-def wrap_fsdp(model: Model) -> nn.Module:
-    return shard(model, ignored_params=st.table_parameters(model))
+def wrap_fsdp(net: Net) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
 
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_refused_by_name(two, kind):
-    remedies = {
-        "join": "equal_steps",
-        # It looks at its parameters before torch's base class, which the package wraps, gets them.
-        "zero": "optimizer of its own" if kind == "replicas" else "owned by 2 processes",
-        "tables alone": "process_group=",
-        "copy": "copy.deepcopy",
-        "max_norm": "process_group=",
-        "subgroup": "same process group",
-        "fully_shard": "emb.weight",
-        "every process by itself": "process_group=...",
-    }
-    for found in two(refused, kind):
-        for what, message in found.items():
-            assert message.startswith(("Invalid", "OptimizerError")), (what, message)
-            assert remedies[what] in message, (what, message)
-            assert what != "fully_shard" or "fully_shard" in message
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return fully_shard(net, mesh=mesh, ignored_params=st.table_parameters(net))
 
 
 def under_fsdp(kind: str) -> float:
-    model, one = models(kind)
-    far = compare(model, wrap_fsdp(model), one, clip=0.5)
-    state = st.full_state_dict(model)
+    pair = nets(kind, sgd_with_momentum, pair={"wrap": wrap_fsdp})
+    far = pair.train(0, 1, 2, clip=0.5, clipped=st.clip_grad_norm_)
+    state = st.full_state_dict(pair.ours)
     if dist.get_rank() == 0:
-        for name, weight in one.named_parameters():
+        for name, weight in pair.one.named_parameters():
             assert float((state[name] - weight.detach()).abs().max()) < 1e-12
     return far
 
@@ -260,14 +167,34 @@ def test_fully_shard(two, kind):
     assert max(two(under_fsdp, kind)) < 1e-12
 
 
+# What a process has not collected yet.
+left: list[nn.Module] = []
+
+
+def leave_behind() -> None:
+    if dist.get_rank() == 0:
+        left.append(wrap(Net(table("sharded"))))
+    else:
+        wrap(Net(table("sharded")))
+
+
+def collect() -> None:
+    left.clear()
+
+
+@needs_ignored_params
+def test_a_model_of_a_destroyed_group_changes_no_order_of_messages(two):
+    two(leave_behind)
+    assert max(two(under_fsdp, "sharded", timeout=5)) < 1e-12
+    two(collect)
+
+
 def read_in_place(path: str) -> float:
     """Frozen rows of files, which every process opens, below parameters that are trained."""
     found = []
-    for way in (DistributedDataParallel, wrap_fsdp):
-        model, one = (
-            Model(st.Embedding.from_pretrained(st.Table.open(path, "rows.{}", device="cpu"))) for _ in range(2)
-        )
-        found.append(compare(model, way(model), one))
+    for way in (wrap, wrap_fsdp):
+        made = [st.Embedding.from_pretrained(st.Table.open(path, "rows.{}", device="cpu")) for _ in range(2)]
+        found.append(Pair(*map(Net, made), wrap=way).train(0, 1, 2))
     return max(found)
 
 

@@ -1,0 +1,214 @@
+"""Loops over batches: `equal_steps`, which all ranks leave at the same step; ids sent ahead to the owners of their rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import speedtransfer as st
+from ranks.pair import told, wrap
+from speedtransfer.ranks import equal_steps
+
+
+class Broken:
+    """Batches up to an error: the one that ends a training."""
+
+    def __init__(self, batches: int, raises: bool = True) -> None:
+        self.batches, self.raises = batches, raises
+
+    def __iter__(self) -> Iterator[int]:
+        if self.batches < 0:
+            raise OSError("the disk is gone")
+        return self.numbers()
+
+    def numbers(self) -> Iterator[int]:
+        yield from range(self.batches)
+        if self.raises:
+            raise OSError("the disk is gone")
+
+
+def train(steps: Any) -> list:
+    """Make a step with each batch: its collective comes out wrong, or hangs, where the ranks are not at the same step."""
+    seen = []
+    for batch in steps:
+        total = torch.ones(3)
+        dist.all_reduce(total)
+        assert total.tolist() == [dist.get_world_size()] * 3
+        seen.append(batch)
+    return seen
+
+
+def epochs(lengths: list[int]) -> list[list[int]]:
+    steps = equal_steps(list(range(lengths[dist.get_rank()])))
+    return [train(steps) for _ in range(3)]
+
+
+@pytest.mark.parametrize("lengths", [[0, 3, 3], [4, 3, 5], [5, 5, 5]])
+def test_as_many_as_the_rank_with_fewest_in_every_epoch(three, lengths):
+    assert three(epochs, lengths) == [[list(range(min(lengths)))] * 3] * 3
+
+
+def catch(broken: list[int], batches: int, ranks: list[int] | None) -> list:
+    group, said = None if ranks is None else dist.new_group(ranks), []
+    if ranks is not None and dist.get_rank() not in ranks:
+        assert "not in" in told(lambda: list(equal_steps([1], group)))
+        return []
+    is_broken = dist.get_rank() in broken
+    for _ in range(2):
+        seen: list[int] = []
+        steps = equal_steps(Broken(batches if is_broken else 2, is_broken), group)
+        said.append((seen, told(functools.partial(seen.extend, steps))))
+        # All ranks are in step, and may go on.
+        dist.barrier(group)
+    return said
+
+
+# In a group of some, the rank is named by its number among all.
+@pytest.mark.parametrize(("broken", "batches", "ranks"), [([0, 2], 2, None), ([1], -1, None), ([2], 0, [1, 2])])
+def test_loaders_that_raise_end_all_ranks(three, broken, batches, ranks):
+    words = "the loader of rank {0} raised an error, so no rank gets another batch; rank {0} shows the error"
+    seen = list(range(max(batches, 0)))
+    for rank, said in enumerate(three(catch, broken, batches, ranks)):
+        if rank in broken:
+            assert said == [(seen, "OSError: the disk is gone")] * 2
+        elif ranks is None or rank in ranks:
+            assert said == [(seen, f"ProcessGroupError: {words.format(broken[-1])}")] * 2
+
+
+def leave() -> list:
+    """Leave the loop in every way that leaves it at the same step on all ranks."""
+    loader = DataLoader(range(dist.get_rank(), 10), batch_size=1, num_workers=1, persistent_workers=True)
+    steps = equal_steps(loader)
+    seen = [batch.item() for batch in itertools.islice(steps, 3)]
+    train([0])
+    with pytest.raises(ZeroDivisionError):
+        train(1 / 0 for _ in steps)
+    return [*seen, len(train(steps))]
+
+
+def test_the_loop_may_be_left(two):
+    assert two(leave) == [[0, 1, 2, 9], [1, 2, 3, 9]]
+
+
+def left_first() -> bool:
+    """Tell whether rank 1 has told what comes by when rank 0 has left the loop."""
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+
+    def slow() -> Iterator[int]:
+        yield 0
+        if rank == 1:
+            time.sleep(0.3)
+            store.set("told", "")
+        yield 1
+
+    batches = iter(equal_steps(slow()))
+    next(batches)
+    batches.close()
+    return store.check(["told"])
+
+
+def test_nothing_is_under_way_after_the_loop_is_left(two):
+    assert two(left_first) == [True, True]
+
+
+def take_parts() -> list[list[int]]:
+    """Of iterators, which do not begin anew, no batch is lost."""
+    steps = equal_steps(itertools.count(10 * dist.get_rank()))
+    parts = [list(itertools.islice(steps, 3)), list(itertools.islice(steps, 2))]
+    shorter = iter(range(2 + dist.get_rank()))
+    rest = equal_steps(shorter)
+    return [*parts, list(rest), list(rest), list(shorter)]
+
+
+def test_an_iterator_loses_no_batch(two):
+    assert two(take_parts) == [[[0, 1, 2], [3, 4], [0, 1], [], []], [[10, 11, 12], [13, 14], [0, 1], [], []]]
+
+
+def test_equal_steps_in_one_process():
+    source = (number for number in range(3))
+    assert next(iter(equal_steps(source))) == 0
+    assert list(source) == [1, 2]
+    with pytest.raises(OSError, match="disk"):
+        list(equal_steps(Broken(1)))
+    with pytest.raises(TypeError):
+        len(equal_steps([1]))
+
+
+# --- ids sent ahead -------------------------------------------------------------------------------------------------------
+
+SIZES = (300, 40, 7)
+
+
+class Net(nn.Module):
+    def __init__(self, vocabulary: bool = False, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        each = [{"vocabulary": st.Vocabulary(seed=n)} if vocabulary else {} for n in SIZES]
+        options["process_group"] = dist.group.WORLD
+        self.tables = nn.ModuleList(st.Embedding(n, 4, **options, **e) for n, e in zip(SIZES, each, strict=True))
+        self.out = nn.Linear(4, 1)
+
+    def ids_of(self, ids: torch.Tensor) -> list:
+        return [(table, ids[:, i] % SIZES[i]) for i, table in enumerate(self.tables)]
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.out(sum(table(some) for table, some in self.ids_of(ids)))
+
+
+def trained(depth: int, options: dict) -> tuple[list[torch.Tensor], int]:
+    """Train, with ids sent ahead if there is a `depth`; return all rows, and how many messages there were."""
+    net = Net(**options)
+    model = wrap(net)
+    opt = torch.optim.AdamW(net.parameters(), lr=0.05)
+    draw = torch.Generator().manual_seed(dist.get_rank())
+    # Few ids, so that batches ahead hold rows that steps before them change.
+    loader = [torch.randint(0, 30, (5, 3), generator=draw) for _ in range(8 + dist.get_rank())]
+    batches = equal_steps(loader)
+    if depth:
+        batches = st.prefetch(batches, net.ids_of, depth)
+    traffic = net.tables[0]._handle.owners.exchange.traffic
+    before = traffic.calls
+    for step, ids in enumerate(batches):
+        opt.zero_grad()
+        model(ids).square().sum().backward()
+        opt.step()
+        if step == 4:
+            with torch.no_grad():
+                net.tables[0](torch.arange(9))
+    calls = traffic.calls - before
+    with torch.no_grad():
+        return [table.eval()(torch.arange(n)) for table, n in zip(net.tables, SIZES, strict=True)], calls
+
+
+CASES = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "int8": {"storage_dtype": torch.int8, "state_dtype": torch.uint8, "idle": "lazy"},
+    # Not read ahead.
+    "shared": {"memory": "shared"},
+    "max_norm": {"max_norm": 0.5, "idle": "lazy"},
+    "vocabulary": {"vocabulary": True},
+}
+
+
+def both(options: dict, depth: int) -> tuple:
+    return trained(0, options), trained(depth, options)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("depth", [1, 3])
+def test_same_bits_in_fewer_messages(two, case, depth):
+    for (wanted, most), (rows, calls) in two(both, CASES[case], depth):
+        assert all(map(torch.equal, rows, wanted))
+        # Per step: three tables, three messages each, and one more for each form; ahead two and two for all.
+        assert calls == most if case in ("shared", "max_norm", "vocabulary") else calls < 0.65 * most

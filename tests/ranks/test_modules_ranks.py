@@ -1,0 +1,298 @@
+"""Modules and tables of several processes: what is made of them and with them, by all or by some, in groups of all kinds."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from in_child import in_child, plain
+from torch import nn
+
+import speedtransfer as st
+from ranks.pair import DIM, ROWS, ids, rows_of, table, tables, told
+from speedtransfer.errors import DeviceError, ProcessGroupError
+from speedtransfer.nn.tracing import ONE_GRAPH
+from speedtransfer.optim import gradient_exchange
+from speedtransfer.ranks import exchange_of
+
+KINDS = pytest.mark.parametrize("kind", ["sharded", "shared"])
+
+
+class Several(nn.Module):
+    """Lookups of several tables, whose messages must come in one order: also of one whose result is not used."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.rows = table(kind, max_norm=1.5 if kind == "sharded" else None)
+        self.bag = table(kind, make=st.EmbeddingBag, mode="sum")
+        self.features = table(kind, {"user": 30, "item": 9}, DIM, make=st.MultiEmbedding)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        bags = self.bag(ids.view(2, -1)).square().sum()
+        self.rows(ids // 2)
+        found = self.features({"user": ids % 30, "item": ids[:2] % 9})
+        return bags + (self.rows(ids) * found["user"]).sum() + self.features["item"](ids % 9).square().mean()
+
+
+def compiled_in_turn(kind: str, backend: str) -> bool:
+    found = []
+    # Of torch: inductor's own use of torch.jit.
+    warnings.filterwarnings("ignore", ".*torch.jit.*is deprecated", DeprecationWarning)
+    for compiles in (True, False):
+        model = Several(kind)
+        run = torch.compile(model, backend=backend, fullgraph=True) if compiles else model
+        opt, losses = torch.optim.Adam(model.parameters(), lr=0.1), []
+        for step in range(3):
+            # Batches of one size, or of two: this rank compiles once more.
+            batch = torch.cat([ids(step)] * (1 + step % 2 * dist.get_rank()))
+            opt.zero_grad()
+            losses.append(run(batch))
+            losses[-1].backward()
+            opt.step()
+        found.append([torch.stack(losses).detach(), *(rows_of(each) for each in (model.rows, model.bag))])
+    return all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("sharded", "aot_eager"),
+        *(pytest.param("shared", it, marks=pytest.mark.slow) for it in ("aot_eager", "inductor")),
+    ],
+)
+def test_compiled_lookups_keep_their_order(two, kind, backend):
+    assert all(two(compiled_in_turn, kind, backend, limit=300, timeout=150))
+
+
+def replaced(kind: str) -> None:
+    model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.EmbeddingBag(ROWS, DIM))
+    wanted = [each.weight.detach().clone() for each in model]
+    options = {"memory": "shared"} if kind == "shared" else {}
+    assert st.replace_embeddings(model, min_rows=1, process_group=dist.group.WORLD, **options) == ["0", "1"]
+    for each, weight in zip(model, wanted, strict=True):
+        assert torch.equal(rows_of(each), weight)
+        for shown in (repr(each.table), repr(each.weight), str(st.summary(model))):
+            assert f"rank {dist.get_rank()} of 2" in shown
+
+
+def sharded_table(kind: str) -> None:
+    emb, rank, ranks = table(kind), dist.get_rank(), dist.get_world_size()
+    own = torch.arange(rank, ROWS, ranks)
+    emb.table.scatter(own, own.unsqueeze(1).expand(-1, DIM).double())
+    assert torch.equal(rows_of(emb), torch.arange(ROWS).unsqueeze(1).expand(-1, DIM).double())
+    local = emb.table.local.torch() if kind == "sharded" else emb.table.local.torch()[emb.table.local_ids()]
+    assert torch.equal(local[:, 0], emb.table.local_ids().double())
+    assert emb.table.stats().calls > 0
+    before = rows_of(emb)
+    twice = told(lambda: emb.table.scatter(torch.tensor([1]), torch.zeros(1, DIM)))
+    outside = told(lambda: emb.table.scatter(torch.tensor([ROWS if rank else 0]), torch.zeros(1, DIM)))
+    assert "more than once" in twice or "its own message says why" in twice
+    assert ("RowIndexError" if rank == 1 else "rank 1 failed where it writes rows") in outside
+    assert torch.equal(rows_of(emb), before)
+
+
+def read_late(kind: str) -> None:
+    """Rows that rank 1 reads after backward, while others may step already, are those before the step."""
+    pair = tables(kind)
+    before = rows_of(pair.ours)
+    pair.ours(torch.arange(ROWS)).sum().backward()
+    if kind == "shared" and dist.get_rank() == 1:
+        time.sleep(0.3)
+    with torch.no_grad():
+        seen = pair.ours(torch.arange(ROWS)).clone()
+    pair.opt.step()
+    assert torch.equal(seen, before)
+
+
+def collected_by_one(kind: str) -> None:
+    """Models that one process has collected, and another not."""
+    gc.disable()
+    try:
+        for _ in range(2):
+            pair = tables(kind)
+            pair.cycle = pair
+            pair.train(0, 1)
+            # In training, and never used.
+            pair.ours(ids())
+            del pair
+            if dist.get_rank() == 1:
+                gc.collect()
+    finally:
+        gc.enable()
+
+
+def open_table(kind: str) -> None:
+    pair = tables(kind)
+    pair.cycle = pair
+    pair.backward()
+    pair.ours(ids())
+
+
+# The last one twice: a model of a group that was destroyed stops no others.
+@KINDS
+def test_modules_and_tables(two, kind):
+    for call in (replaced, sharded_table, read_late, collected_by_one, open_table, open_table):
+        two(call, kind)
+
+
+def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
+    def make() -> None:
+        pair = tables(kind, torch.optim.Adam)
+        pair.backward()
+        pair.opt.step()
+
+    def counts() -> tuple[int, ...]:
+        gc.collect()
+        with open("/proc/self/maps") as maps:
+            mapped = sum("memfd" in line for line in maps)
+        return len(os.listdir("/proc/self/fd")), len(os.listdir("/dev/shm")), mapped, len(gradient_exchange._alive())
+
+    make()
+    before = counts()
+    for _ in range(times):
+        make()
+    return tuple(after - was for after, was in zip(counts(), before, strict=True))
+
+
+@KINDS
+def test_nothing_is_left_of_tables(two, kind):
+    for left in two(made_and_dropped, kind, 10 if kind == "shared" else 2):
+        # What tests before have left may have gone.
+        assert max(left) <= 0
+
+
+# --- some of the processes ---------------------------------------------------------------------------------------------------
+
+
+def set_by_one(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
+    pair = tables(kind, torch.optim.AdamW, idle="exact")
+    pair.train(0, 1, 2)
+    emb, before = pair.ours, rows_of(pair.ours)
+    # Rows of one owner, so that the others have none to write.
+    owned: list[list[int]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(owned, emb.table.local_ids().tolist())
+    some = torch.tensor(owned[0][:3])
+    mine = some if dist.get_rank() == 1 else some[:0]
+    emb.table.scatter(mine, torch.ones(len(mine), DIM, dtype=torch.float64))
+    before[some] = 1
+    return before, rows_of(emb)
+
+
+@KINDS
+def test_rows_that_one_process_sets_and_one_owns(three, kind):
+    for wanted, found in three(set_by_one, kind):
+        assert torch.equal(wanted, found)
+
+
+def of_others() -> dict:
+    # In it the last process is the first.
+    last = dist.get_world_size() - 1
+    group = dist.new_group([last])
+    if dist.get_rank() < last:
+        return {}
+    return st.full_state_dict(st.Embedding(ROWS, DIM, process_group=group))
+
+
+def test_all_rows_come_to_the_first_of_the_group(two):
+    first, second = two(of_others)
+    assert first == {}
+    assert second["weight"].shape == (ROWS, DIM)
+
+
+def trained(options: dict) -> torch.Tensor:
+    torch.manual_seed(0)
+    ids = torch.tensor([1, 2, 5 + dist.get_rank()])
+    more = torch.arange(30)
+    # What would be made on the default device has no values.
+    with torch.device("meta"):
+        emb = st.Embedding(30, 4, padding_idx=2, device="cpu", process_group=dist.group.WORLD, **options)
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        for _ in range(3):
+            opt.zero_grad()
+            emb(ids).square().sum().backward()
+            torch.nn.utils.clip_grad_norm_(emb.parameters(), 1.0)
+            opt.step()
+        whole = st.full_state_dict(emb)
+        assert not whole or not whole["weight"].is_meta
+        with torch.no_grad():
+            return emb(more)
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own optimizers count their steps on the default device")
+@pytest.mark.parametrize("options", [{"idle": "exact"}, {"memory": "shared"}, {"comm_dtype": torch.int8}], ids=str)
+def test_trains(two, options):
+    first, second = two(trained, options)
+    assert torch.equal(first, second)
+    assert first.isfinite().all()
+
+
+def hottest() -> tuple[int, int]:
+    """A cache of the rows with the largest counts, of those that each process owns."""
+    counts = torch.arange(100) % 50
+    emb = table("sharded", 100, 4, memory="pageable", cache_rows=10, cache_counts=counts)
+    own = emb.table.local_ids()
+    emb.table.reset_stats()
+    emb(own[counts[own].sort(descending=True, stable=True).indices[:10]])
+    stats = emb.table.stats()
+    return stats.cache_hits, stats.cache_misses
+
+
+def test_counts_of_a_cache(two):
+    assert two(hottest) == [(10, 0)] * 2
+
+
+# --- a child of fork of a process: it reads what there is in memory, and sends no messages -------------------------------
+
+
+def forked(kind: str) -> list[object]:
+    pair = tables(kind, torch.optim.AdamW, idle="exact")
+    pair.train(0, 1, 2)
+    every = torch.arange(pair.ours.num_embeddings)
+    table = pair.ours.table.local
+    stored = {name: table.stored(name).clone() for name in table.planes}
+    found: list[object] = []
+    for use in (lambda: plain(pair.ours(every)), lambda: plain(pair.ours.table.scatter([0], torch.ones(1, 1)))):
+        try:
+            found.append(in_child(lambda use=use: use()))
+        except Exception as error:
+            found.append(type(error))
+    same = all(torch.equal(table.stored(name), before) for name, before in stored.items())
+    return [*found, same, plain(pair.ours(every))]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@KINDS
+def test_a_child_of_a_rank(two, kind):
+    for lookup, write, same, want in two(forked, kind):
+        if kind == "shared":
+            torch.testing.assert_close(lookup, want, rtol=0, atol=0)
+        else:
+            assert lookup is ProcessGroupError
+        assert write in (ProcessGroupError, DeviceError)
+        assert same
+
+
+# --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
+
+
+def trained_by_default() -> tuple[bool, torch.Tensor]:
+    group = dist.new_group(backend="cpu:gloo")
+    assert dist.get_backend(group) != "gloo"
+    emb = st.Embedding(20, 4, process_group=group, device="cpu")
+    opt = torch.optim.AdamW(emb.parameters())
+    emb(torch.arange(dist.get_rank() + 3)).sum().backward()
+    opt.step()
+    return exchange_of(group).on_host, emb(torch.arange(20)).detach()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="messages would be on the device")
+def test_without_cuda_messages_are_on_the_host(two):
+    (on_host, rows), (_, same) = two(trained_by_default)
+    assert on_host
+    assert torch.equal(rows, same)

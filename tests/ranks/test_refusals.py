@@ -1,0 +1,259 @@
+"""What several processes refuse, as data: all raise, nothing has changed, and they go on together."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import pickle
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import speedtransfer as st
+from ranks.checkpoint_job import EXACT, Job
+from ranks.pair import DIM, ROWS, Net, ids, rows_of, table, tables, told, wrap
+from speedtransfer.optim.shards import KEPT
+
+# What statements use.
+NAMES = {"copy": copy, "dist": dist, "nn": nn, "pickle": pickle, "st": st, "torch": torch, "ROWS": ROWS, "DIM": DIM}
+NAMES |= {"Net": Net, "Job": Job, "EXACT": EXACT, "dataclasses": dataclasses, "ids": ids, "table": table, "wrap": wrap}
+
+# A statement, and words of what the processes say; after // those of rank 1, where these are others. Without words: that it is
+# not for what several processes own, and what to do.
+TABLE = """
+torch.autograd.grad(emb(ids()).sum(), emb.weight)
+setattr(emb.weight, "grad", torch.ones(ROWS, DIM, dtype=torch.float64))
+setattr(emb.weight, "grad", torch.ones(ROWS, DIM, dtype=torch.float64).to_sparse(1))
+pickle.dumps(emb)
+emb.state_dict()
+emb(ids()) @ emb.weight.t()
+setattr(emb, "weight", nn.Parameter(torch.ones(ROWS, DIM, dtype=torch.float64)))
+setattr(emb.weight, "data", torch.zeros(ROWS + 1, DIM)) -> ^Invalid
+torch.optim.LBFGS(emb.parameters()).step(lambda: emb(ids()).sum()) -> LBFGS
+emb.weight == 0
+emb.weight.norm()
+emb.weight.sum()
+emb.weight.grad == 0
+emb.weight.grad ** 2
+emb.weight.grad[0]
+emb.weight.grad.max()
+emb.weight.grad.mean()
+emb.weight.grad.tolist()
+emb.weight.grad.all()
+torch.isfinite(emb.weight.grad)
+dist.all_reduce(emb.weight.grad)
+nn.init.eye_(emb.weight)
+nn.init.sparse_(emb.weight, 0.5)
+emb.weight.data.__setitem__(torch.tensor([1, 2]), 0.0)
+emb.weight.data[0].fill_(0)
+emb.weight.data.renorm_(2, 0, 1.0)
+emb.weight.data.lerp_(torch.ones(ROWS, DIM, dtype=torch.float64), 0.1)
+emb.weight.data.pow_(2)
+emb.weight.data.mul_(torch.ones(ROWS, 1, dtype=torch.float64))
+st.Embedding(ROWS + rank, DIM, **group) -> makes a table
+st.Embedding(ROWS, DIM + rank, **group) -> makes a table
+st.Embedding(ROWS, DIM, dtype=(torch.float32, torch.float64)[rank], **group) -> makes a table
+st.Embedding(ROWS, DIM, idle=("lazy", "exact")[rank], **group) -> makes a table
+st.Embedding(ROWS, DIM, storage_dtype=(None, torch.int8)[rank], **group) -> makes a table
+st.Embedding(ROWS, DIM, comm_dtype=(None, torch.int8)[rank], **group) -> makes a table
+st.Embedding(ROWS, DIM, comm_dtype=(None, torch.float16)[rank], **group)
+-> rank 1 failed where it makes a table // comm_dtype is torch.float16
+""".replace("\n->", " ->")
+SHARDED = f"""
+emb(torch.tensor([(0, ROWS)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids .its own // ^RowIndexError
+emb(torch.tensor([(0, -1)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
+emb(torch.tensor([0.5, 0.0])) -> ^InvalidTypeError
+emb(torch.tensor([ROWS])) -> ^RowIndexError
+sum(emb(torch.tensor([1])).sum() for _ in range({KEPT + 1})).backward() -> more than {KEPT} lookups
+emb.prefetch(torch.tensor([5, ROWS])[rank:][:1]) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
+(emb.prefetch(ids()), emb(ids() + rank)) -> rank 0: rows ahead.*rank 1: weight after 0 steps .lookup \\d+, in training
+st.Embedding(ROWS, DIM, memory="pageable", cache_rows=9, cache_counts=torch.arange(7), **group) -> but the table has 50 rows
+"""
+# Lookups send nothing.
+SHARED = """
+emb(torch.tensor([(0, ROWS)[rank]])) -> ^$ // ^RowIndexError
+bag(torch.arange(6), torch.tensor([0, (3, 9)[rank]])) -> ^$ // Error
+bag(torch.arange(6), torch.tensor([rank, 3])) -> ^$ // Error
+"""
+VOCABULARY = """
+known(memory="shared") -> leave memory out
+st.Embedding(5, DIM, vocabulary=emb.vocabulary, **group) -> vocabulary.copy\\(\\)
+st.Embedding(5, DIM, vocabulary=5, **group) -> must be a speedtransfer.Vocabulary
+known(dtype=torch.int64) -> begin with drawn values
+nn.Sequential(emb).state_dict() -> has only a part; call st.save_checkpoint
+st.full_state_dict(nn.Sequential(emb)) -> call vocabulary.export\\(\\) in each
+nn.Sequential(emb).load_state_dict({"0.weight": torch.zeros(22, DIM)}) -> call st.save_checkpoint and st.load_checkpoint
+emb.vocabulary.update(other.vocabulary.changed_since(0)) -> update\\(\\) with changes is for a vocabulary of one process
+emb.vocabulary.forget(ids()) -> an id to be forgotten was looked up
+emb.vocabulary.update(ids(), torch.zeros(6, DIM)) -> an id occurs twice
+emb.vocabulary.changed_since(0) -> changed_since\\(\\) is for
+emb.weight.data.random_() -> drawn anew
+emb.weight.data.mul_(2) -> changed as a whole
+emb.weight.data.copy_(torch.zeros(1)) -> written as a whole
+emb.weight.sum() -> is used as a whole
+nn.functional.embedding(ids(), emb.weight) -> is indexed
+emb(torch.rand(3) if rank else ids()) -> ^ProcessGroupError: rank 1 // ^Invalid
+emb(["a"] if rank else ids()) -> ^ProcessGroupError: rank 1 // ^Invalid
+emb([[1, 2], [3]] if rank else ids()) -> ^ProcessGroupError: rank 1 // ^Invalid
+emb.train(rank == 0)(ids()) -> the processes differ where one finds ids.*admitting none
+torch.set_grad_enabled(rank == 0)(emb.train())(ids()) -> the processes differ where one finds ids.*without gradients
+known(admit=("always", 2)[rank]) -> admit=always.*admit=2
+known(evict=("lru", None)[rank]) -> evict=lru.*evict=None
+known(unseen=("row", "zeros")[rank]) -> unseen=row.*unseen=zeros
+known(initial=(0.0, 1.0)[rank]) -> initial=0.0.*initial=1.0
+"""
+WRAPPED = """
+enter(wrapped.join()) -> equal_steps
+ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1) -> owned by 2 processes
+wrap(table("sharded")) -> process_group=
+wrap(net, process_group=(alone, None)[rank]) if not rank else 1 / 0 -> same process group // ZeroDivisionError
+fully_shard(Net(table("sharded")), mesh=mesh) -> emb.weight.*fully_shard|fully_shard.*emb.weight
+"""
+REPLICAS = """
+enter(wrapped.join()) -> equal_steps
+ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1) -> optimizer of its own
+wrap(table("one")) -> process_group=
+copy.deepcopy(wrapped)(ids()) -> copy.deepcopy
+wrap(Net(table("one", max_norm=1.0))) -> process_group=
+fully_shard(Net(table("one")), mesh=mesh) -> emb.weight.*fully_shard|fully_shard.*emb.weight
+step(fully_shard(plain, mesh=mesh, ignored_params=st.table_parameters(plain))) -> process_group=...
+"""
+CHECKPOINT = """
+Job(dataclasses.replace(EXACT, rows=301)).load(path) -> 'emb.weight' is .300, 8.* but .301, 8
+job.load((path, path / "none")[rank]) -> rank 1 failed where it loads // no checkpoint folder
+job.load((path, later)[rank])
+-> the processes differ where one loads: rank 0: .*point' of SHA-256 .*; rank 1: .*later' of SHA-256
+st.load_checkpoint(path, net, other, scheduler=None, generator=None)
+-> rank 1 failed where it loads // ^InvalidValueError.*optimizer is Adagrad but the checkpoint holds that of AdamW
+st.load_checkpoint(path, job.model) -> the checkpoint has 'bag.weight' and the model 'module.bag.weight': one is wrapped
+job.save(path / f"new {rank}")
+-> rank 1 failed where it saves .its own message says why., so no other went on // give all processes the same path, on a file
+st.save_checkpoint(path / "new", net, extra=(object(), None)[rank])
+-> ^InvalidTypeError: extra is a builtins.object // rank 0 failed where it saves
+st.save_checkpoint(path / "new", net, scaler=(3, None)[rank])
+-> ^InvalidTypeError: scaler is a int without // rank 0 failed where it saves
+job.optimizer.state_dict() -> are owned by 2 processes; call st.save_checkpoint.path, model, optimizer.
+job.optimizer.load_state_dict({"state": {}, "param_groups": []}) -> are owned by 2 processes; call st.save_checkpoint
+""".replace("\n->", " ->")
+
+
+def known(seed: int = 5, capacity: int = 20, **options: Any) -> Any:
+    names = ("admit", "evict", "unseen", "initial", "on_evict")
+    given = {name: options.pop(name) for name in names if name in options}
+    vocabulary = st.Vocabulary(seed=seed, **given)
+    return st.Embedding(capacity, DIM, vocabulary=vocabulary, process_group=dist.group.WORLD, **options)
+
+
+def enter(context: Any) -> None:
+    with context:
+        pass
+
+
+def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
+    pair = tables(kind)
+    pair.backward()
+    bag, before = table(kind, make=st.EmbeddingBag), rows_of(pair.ours)
+
+    def check() -> None:
+        assert torch.equal(rows_of(pair.ours), before)
+        pair.end()
+        assert pair.train(1, 2) < 1e-12
+
+    group = {"process_group": dist.group.WORLD} | ({"memory": "shared"} if kind == "shared" else {})
+    return {"emb": pair.ours, "bag": bag, "group": group}, check
+
+
+def of_vocabularies() -> tuple[dict[str, Any], Any]:
+    emb = known()
+    emb(ids()).sum().backward()
+    other = st.Embedding(5, DIM, vocabulary=st.Vocabulary())
+
+    def check() -> None:
+        torch.set_grad_enabled(True)
+        emb.train()
+        torch.optim.SGD(emb.parameters(), lr=0.1).step()
+        assert emb(torch.arange(5) + dist.get_rank()).isfinite().all()
+
+    return {"emb": emb, "other": other, "known": known, "group": {"process_group": dist.group.WORLD}}, check
+
+
+def of_wrapped(kind: str) -> tuple[dict[str, Any], Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    net, alone = Net(table(kind)), dist.new_group([0])
+
+    def step(model: Any) -> None:
+        model(ids()).sum().backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+    wrapped = wrap(net)
+    names = {"fully_shard": fully_shard, "ZeroRedundancyOptimizer": ZeroRedundancyOptimizer, "plain": Net(table("one"))}
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    names |= {"net": net, "wrapped": wrapped, "alone": alone, "mesh": mesh, "step": step}
+    return names, lambda: step(wrapped)
+
+
+def of_checkpoints(path: Path) -> tuple[dict[str, Any], Any]:
+    job, later = Job(EXACT).train(1).save(path).train(1), path.with_name("later")
+    before = job.save(later).planes()
+    other = (torch.optim.AdamW, torch.optim.Adagrad)[job.rank](job.net.parameters())
+
+    def check() -> None:
+        dist.barrier()
+        assert all(torch.equal(value, before[name]) for name, value in job.planes().items())
+        assert not [name for name in os.listdir(path) if "new" in name]
+        assert job.train(1).save(path).load(path).done == 3
+
+    return {"job": job, "net": job.net, "path": path, "later": later, "other": other}, check
+
+
+WORLDS = {
+    "sharded": (TABLE + SHARDED, of_tables, "sharded"),
+    "shared": (TABLE + SHARED, of_tables, "shared"),
+    "vocabulary": (VOCABULARY, of_vocabularies),
+    "wrapped": (WRAPPED, of_wrapped, "sharded"),
+    "replicas": (REPLICAS, of_wrapped, "replicas"),
+    "checkpoint": (CHECKPOINT, of_checkpoints),
+}
+
+
+def wrong(world: str, *args: Any) -> dict[str, str]:
+    """Return the statements whose refusal is not as it should be, and what was said."""
+    text, make, *more = WORLDS[world]
+    found = {}
+    with warnings.catch_warnings():
+        # Of torch, which uses what it has deprecated.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        names, check = make(*more, *args)
+        names |= NAMES | {"enter": enter, "rank": dist.get_rank()}
+        for line in filter(None, text.splitlines()):
+            statement, _, words = line.partition(" -> ")
+            said = told(lambda statement=statement: eval(statement, names))
+            torch.set_grad_enabled(True)
+            # In operators a TypeError would become another message, or False.
+            of_all = "processes" in said and ";" in said and ("TypeError" not in said or "state_dict" in statement)
+            if not (re.search(words.split(" // ")[-rank_of(words)], said) if words else of_all):
+                found[statement] = said
+    check()
+    return found
+
+
+def rank_of(words: str) -> int:
+    """Return the place of this rank's words, from the end."""
+    return 1 if " // " not in words else 2 - dist.get_rank()
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_refused_in_all(two, world, tmp_path):
+    if "fully_shard" in WORLDS[world][0] and torch.__version__ < "2.7":
+        pytest.skip("fully_shard takes no ignored_params")
+    assert two(wrong, world, *([tmp_path / "point"] if world == "checkpoint" else [])) == [{}, {}]

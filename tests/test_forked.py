@@ -1,0 +1,383 @@
+"""A child of fork reads the rows that it shares with its parent as they were, and changes none: to write raises."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from in_child import FORKS, in_child, plain
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import speedtransfer as st
+from speedtransfer.errors import DeviceError, SpeedtransferError
+from speedtransfer.rows import LAST_STEP
+from speedtransfer.tables import forks
+
+pytestmark = FORKS
+ROWS, DIM = 60, 4
+EVERY = torch.arange(ROWS)
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "cached": {"cache_rows": 10},
+    "records": {"layout": "rows"},
+    "int8": {"storage_dtype": torch.int8},
+    "small state": {"state_dtype": torch.uint8},
+}
+
+
+class Training:
+    """A model that trains, most of whose rows have missed steps."""
+
+    def __init__(self, memory: str, folder: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        self.path = folder / f"{memory}.safetensors"
+        path = self.path if memory == "mmap" else None
+        self.emb = st.Embedding(ROWS, DIM, memory=memory, path=path, **options)
+        self.model = nn.ModuleDict({"emb": self.emb})
+        self.opt = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.step(EVERY)
+        for number in range(5):
+            self.step(torch.arange(number, ROWS, 9))
+        # Names the weight.
+        self.model.state_dict(keep_vars=True)
+
+    def step(self, ids: Tensor) -> None:
+        self.opt.zero_grad()
+        self.emb(ids).sin().sum().backward()
+        self.opt.step()
+        self.opt.zero_grad()
+
+    def stored(self) -> list[Tensor]:
+        table = self.emb.table
+        table.wait()
+        return [table.stored(name).clone().view(torch.uint8) for name in table.planes]
+
+
+def checkpoint(run: Training) -> Any:
+    """Save in this process, and return what a new model reads."""
+    path = run.path.with_name("checkpoint")
+    st.save_checkpoint(path, run.model, run.opt)
+    model = nn.ModuleDict({"emb": nn.Embedding(ROWS, DIM)})
+    opt = torch.optim.AdamW(model.parameters())
+    st.load_checkpoint(path, model, opt)
+    return model["emb"].weight.detach(), opt.state_dict()["state"]
+
+
+def saved(run: Training) -> Tensor:
+    path = run.path.with_name("saved.safetensors")
+    run.emb.table.save(path)
+    return st.Table.load(path, memory="pageable").torch()
+
+
+def trained_copy(run: Training) -> Tensor:
+    twin = copy.deepcopy(run.emb)
+    with torch.enable_grad():
+        twin(torch.tensor([1, 2])).sum().backward()
+    torch.optim.SGD(twin.parameters(), lr=1.0).step()
+    return twin.weight.detach()
+
+
+NAMES = {"copy": copy, "pickle": pickle, "torch": torch, "nn": nn, "F": F, "st": st, "EVERY": EVERY}
+NAMES |= {"ROWS": ROWS, "DIM": DIM}
+
+
+@torch.no_grad()
+def done(statement: str, run: Training) -> Any:
+    functions = {each.__name__: each for each in (checkpoint, saved, trained_copy, backward)}
+    emb = run.emb
+    parts = {"run": run, "model": run.model, "emb": emb, "weight": emb.weight, "table": emb.table}
+    return eval(statement, NAMES | functions | parts)
+
+
+READS = """
+model.state_dict()["emb.weight"]
+run.opt.state_dict()["state"]
+weight.norm()
+weight[50]
+weight[40:].clone()
+weight.data + 0
+torch.enable_grad()(emb)(EVERY)
+F.embedding(EVERY, weight)
+emb(emb.prefetch(EVERY))
+table.gather([55, 3, 55], ["weight", "exp_avg"])
+torch.tensor(table.numpy())
+checkpoint(run)
+saved(run)
+copy.deepcopy(model)["emb"].weight
+copy.deepcopy(table).torch()
+pickle.loads(pickle.dumps(emb)).weight
+st.to_dense(model)["emb"].weight
+trained_copy(run)
+""".strip().splitlines()
+# A row alone, and a lookup, are read without being rounded anew, and a copy rounds with other numbers.
+ROUNDED = ("weight[50]", "torch.enable_grad", "F.embedding", "emb(emb", "trained_copy")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_child_reads_what_it_would_of_its_own_copy(tmp_path: Path, kind: str) -> None:
+    def read(run: Training) -> Any:
+        return {statement: plain(done(statement, run)) for statement in READS}
+
+    run, twin = (Training(memory, tmp_path, **KINDS[kind]) for memory in ("mmap", "pageable"))
+    before = run.stored()
+    got, want = in_child(lambda: read(run)), in_child(lambda: read(twin))
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
+    for name, values in got.items():
+        margin = 0.05 if kind == "int8" and name.startswith(ROUNDED) else 0
+        torch.testing.assert_close(values, want[name], rtol=0, atol=margin, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def backward(run: Training) -> None:
+    with torch.enable_grad():
+        run.emb(EVERY[:2]).sum().backward()
+
+
+WRITES = """
+torch.enable_grad()(run.step)(torch.tensor([1, 2]))
+torch.enable_grad()(run.step)(EVERY)
+weight.data.zero_()
+weight.data.__setitem__((3, 0), 1.0)
+weight[3].zero_()
+weight.detach()[2:5].fill_(0)
+F.relu(weight, inplace=True)
+setattr(weight, "data", torch.ones(ROWS, DIM))
+setattr(emb, "weight", nn.Parameter(torch.ones(ROWS, DIM)))
+nn.init.normal_(weight)
+emb.reset_parameters()
+model.load_state_dict({"emb.weight": torch.ones(ROWS, DIM)})
+(checkpoint(run), st.load_checkpoint(run.path.with_name("checkpoint"), model))
+table.scatter([1], torch.ones(1, DIM))
+table.__setitem__(slice(2), torch.ones(2, DIM))
+table.scatter(torch.tensor([1]), torch.ones(1, DIM), check=False)
+table.zero_()
+table.add_plane("more")
+table.grow(ROWS + 1)
+F.embedding(EVERY, weight, max_norm=0.01)
+(backward(run), torch.optim.SGD(model.parameters(), lr=1.0).step())
+""".strip().splitlines()
+
+
+def test_a_child_writes_to_nothing(tmp_path: Path) -> None:
+    run = Training("mmap", tmp_path)
+    before = run.stored()
+
+    def refusals() -> dict[str, str]:
+        found = {}
+        for statement in WRITES:
+            try:
+                done(statement, run)
+                found[statement] = "not refused"
+            except DeviceError as error:
+                found[statement] = str(error)
+        return found
+
+    for name, said in in_child(refusals).items():
+        assert "rows of emb.weight are memory='mmap' of the process that this one was forked" in said, (name, said)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
+
+
+later: list[Any] = []
+
+
+@contextlib.contextmanager
+def reading_later(read: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    """Fork a child, and yield what has it read; what it has read is then in `later`."""
+    (go, tell), (reading, writing) = os.pipe(), os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(go, 1)
+        with torch.no_grad(), os.fdopen(writing, "wb") as file:
+            pickle.dump(plain(read()), file)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading, "rb") as file:
+        yield functools.partial(os.write, tell, b"x")
+        later.append(pickle.load(file))
+    os.waitpid(child, 0)
+
+
+def test_rows_that_the_parent_has_written_since(tmp_path: Path) -> None:
+    """They are newer than the clock of the child, which gives them no steps; others are as of the fork."""
+    run = Training("mmap", tmp_path)
+    weight, written = run.emb.weight, torch.tensor([7, 50])
+    want = in_child(lambda: plain(run.emb(EVERY)))
+    with reading_later(lambda: [run.emb(EVERY), weight.data + 0, torch.stack([weight[i] for i in range(ROWS)])]) as go:
+        for _ in range(3):
+            run.step(written)
+        want[written] = plain(run.emb(written))
+        go()
+    for got in later.pop():
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def test_a_row_that_the_parent_is_writing(tmp_path: Path) -> None:
+    """Its new weight must not be given the steps that the row had missed until then."""
+    run = Training("mmap", tmp_path)
+    table, row, new = run.emb.table, torch.tensor([50]), torch.full((1, DIM), 2.0)
+    with reading_later(lambda: run.emb(row)) as go:
+        assert forks.turns is not None
+        forks.turns.begin()
+        table.write(row, {"weight": new})
+        go()
+        time.sleep(0.1)
+        table.write(row, {LAST_STEP: torch.full((1, 1), 6, dtype=torch.int32)})
+        forks.turns.end()
+    assert (later.pop() == 2).all()
+
+
+def test_a_child_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its parent may have been killed while it wrote."""
+    run = Training("mmap", tmp_path)
+    monkeypatch.setattr(forks, "_PATIENCE_S", 0.01)
+    in_child(lambda: None)
+    assert forks.turns is not None
+    forks.turns.begin()
+    try:
+        assert in_child(lambda: plain(run.emb(EVERY))).shape == (ROWS, DIM)
+    finally:
+        forks.turns.end()
+
+
+class Reading:
+    """Collates ids with their rows, in a worker."""
+
+    def __init__(self, emb: st.Embedding) -> None:
+        self.emb = emb
+
+    @torch.no_grad()
+    def __call__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        return torch.tensor(ids), torch.stack([self.emb.weight[i] for i in ids])
+
+
+def test_workers_of_a_loader_read_while_the_parent_trains(tmp_path: Path) -> None:
+    run, twin = (Training(memory, tmp_path) for memory in ("mmap", "pageable"))
+    for one in (run, twin):
+        loader = DataLoader(range(ROWS), 10, collate_fn=Reading(one.emb), num_workers=1, multiprocessing_context="fork")
+        for ids, rows in loader:
+            assert rows.shape == (10, DIM)
+            one.step(ids)
+    torch.testing.assert_close(run.emb.weight, twin.emb.weight, rtol=0, atol=0)
+
+
+def test_what_a_child_makes_is_its_own(tmp_path: Path) -> None:
+    def train() -> Any:
+        run = Training("mmap", tmp_path)
+        run.emb.table[[1]] = torch.ones(1, DIM)
+        # A child of the child shares it.
+        with pytest.raises(DeviceError):
+            in_child(lambda: run.emb.table.zero_())
+        return plain(run.emb.weight)
+
+    assert (in_child(train)[1] == 1).all()
+
+
+def test_a_copy_of_the_child_is_trained_by_it(tmp_path: Path) -> None:
+    run = Training("pageable", tmp_path)
+    before = run.stored()
+
+    def train() -> Any:
+        run.step(torch.tensor([1, 50]))
+        return plain(run.emb.weight)
+
+    got = in_child(train)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
+    run.step(torch.tensor([1, 50]))
+    torch.testing.assert_close(got, plain(run.emb.weight), rtol=0, atol=0)
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------------
+
+FEATURES = {"a": EVERY[:20], "b": EVERY[:30]}
+# What makes a module in a file, what is looked up, what would change its rows, and the errors of that: torch makes a
+# RuntimeError of one.
+MODULES: dict[str, tuple[Callable[..., Any], Any, Callable[[Any], Any], type[Exception]]] = {
+    "max_norm": (
+        lambda **place: st.Embedding(ROWS, DIM, max_norm=30.0, **place),
+        EVERY,
+        lambda emb: (setattr(emb, "max_norm", 1.0), emb(EVERY)),
+        DeviceError,
+    ),
+    "bags": (
+        lambda **place: st.EmbeddingBag(ROWS, DIM, **place),
+        EVERY.view(20, 3),
+        lambda emb: emb.load_state_dict({name: value + 1 for name, value in emb.state_dict().items()}),
+        RuntimeError,
+    ),
+    "features": (
+        lambda **place: st.MultiEmbedding({"a": 20, "b": 40}, DIM, **place),
+        FEATURES,
+        lambda emb: emb["a"].weight.data.zero_(),
+        DeviceError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(tmp_path: Path, name: str) -> None:
+    make, ids, write, error = MODULES[name]
+    emb = make(memory="mmap", path=tmp_path / "t.npy")
+    opt = torch.optim.AdamW(emb.parameters())
+
+    def read(given: Any) -> list[Tensor]:
+        out = emb(given)
+        return list(out.values()) if isinstance(out, dict) else [out]
+
+    for given in (ids, {key: part[:2] for key, part in ids.items()} if isinstance(ids, dict) else ids[:5]):
+        sum(part.sum() for part in read(given)).backward()
+        opt.step()
+        opt.zero_grad()
+    got = in_child(lambda: plain([read(ids), emb.state_dict()]))
+    torch.testing.assert_close(got, plain([read(ids), emb.state_dict()]), rtol=0, atol=0)
+    with pytest.raises(error, match="forked"):
+        in_child(lambda: plain(write(emb)))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_weight_in_shared_memory(taken: bool) -> None:
+    """torch shares it, whatever the memory of the table is called."""
+    torch.manual_seed(0)
+    weight = torch.randn(ROWS, DIM).share_memory_()
+    emb = st.Embedding.from_pretrained(weight.clone() if taken else weight, freeze=False, memory="pageable")
+    if taken:
+        emb.weight.data = weight
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
+    for ids in (EVERY, EVERY[:5]):
+        emb(ids).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    before = weight.clone()
+    got = in_child(lambda: plain(emb.weight + 0))
+    assert torch.equal(weight, before)
+    torch.testing.assert_close(got, plain(emb.weight), rtol=0, atol=0)
+    with pytest.raises(DeviceError, match="forked"):
+        in_child(lambda: emb.weight.data.zero_())
+
+
+def test_ids_that_the_parent_forgets(tmp_path: Path) -> None:
+    """Their rows may be those of other ids by now."""
+    words, ids = st.Vocabulary(max_capacity=8, evict="lru"), torch.arange(100, 106)
+    emb = st.Embedding(8, DIM, memory="mmap", path=tmp_path / "t.npy", vocabulary=words)
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+    for some in (ids, ids[:2]):
+        emb(some).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    emb.eval()
+    got = in_child(lambda: plain([emb(ids), emb.state_dict()]))
+    torch.testing.assert_close(got, plain([emb(ids), emb.state_dict()]), rtol=0, atol=0)
+    emb.train()
+    for change in (lambda: emb(ids[:1]), lambda: words.forget([100]), lambda: words.update([7], torch.ones(1, DIM))):
+        with pytest.raises(SpeedtransferError, match="forked"):
+            in_child(lambda change=change: plain(change()))
+    assert emb.vocabulary.rows([100, 101]).min() >= 0
