@@ -1,20 +1,24 @@
-"""Steps of the models against autograd on the plain loss, prediction by prediction; and the tables around them."""
+"""Steps of the models against autograd on the plain loss, and their tables; n-grams and buckets against gensim's fastText."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import random
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
-import word2vec_oracle
 from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
+from test_word2vec_gradients import train
 
-from speedtransfer.errors import RowIndexError, StorageError
-from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
+from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
+from speedtransfer.word2vec import Block, NgramVectors, Vocabulary, Word2Vec, subwords
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
+from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
@@ -53,7 +57,7 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     for table, seed in ((model.input.table, 4), (model.output.table, 5)):
         table.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
     before = [t.table.torch().double() for t in (model.input, model.output)]
-    expected = word2vec_oracle.train(*before, block, kind, NEGATIVE, 0.1, rows_of(buckets))
+    expected = train(*before, block, kind, NEGATIVE, 0.1, rows_of(buckets))
     *trained, loss, predictions = expected
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,32 +70,16 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     assert model.deposit_gradients(block, with_loss=False).loss is None
 
 
-@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 @pytest.mark.parametrize("buckets", [0, BUCKETS])
-def test_preparing_a_block_changes_nothing(buckets, kind):
-    block, tables = draw_block(60), []
-    for prepare in (False, True):
-        model = Word2Vec(VOCABULARY, 5, model=kind, buckets=buckets, device="cpu")
-        model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        given = model.prepare(block) if prepare else block
-        for _ in range(2):
-            model.deposit_gradients(given)
-            optimizer.step()
-            optimizer.zero_grad()
-        tables.append([table.table.torch() for table in (model.input, model.output)])
-    assert all(map(torch.equal, *tables))
-
-
-def test_a_block_prepared_for_another_model_is_prepared_anew():
-    block = draw_block(60)
-    model, with_ngrams = (Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu") for buckets in (0, BUCKETS))
-    expected = with_ngrams.deposit_gradients(block).center.clone()  # the second gradient is added to the first
-    with_ngrams.zero_grad()
+def test_a_block_prepared_beforehand_gives_the_same_and_for_another_model_is_prepared_anew(buckets):
+    block, other = draw_block(60), Word2Vec(VOCABULARY, 5, buckets=BUCKETS - buckets, device="cpu")
+    model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
+    expected = model.deposit_gradients(block).center.clone()  # the next gradient is added to it
     prepared = model.prepare(block)
     assert model.prepare(prepared).places is prepared.places
-    result = with_ngrams.deposit_gradients(prepared)
-    assert torch.equal(result.center, expected)
+    for given in (prepared, other.prepare(block)):
+        model.zero_grad()
+        assert torch.equal(model.deposit_gradients(given).center, expected)
     with pytest.raises(RowIndexError, match="5"):
         Word2Vec(5, 5, device="cpu").deposit_gradients(prepared)
 
@@ -101,23 +89,6 @@ def test_block_of_another_vocabulary():
     for use in (model.prepare, model.deposit_gradients):
         with pytest.raises(RowIndexError, match=f"{NUM_WORDS}"):
             use(draw_block(60, vocabulary=NUM_WORDS + 5))
-
-
-@pytest.mark.parametrize("buckets", [0, BUCKETS])
-def test_scores_of_single_pairs_go_through_autograd(buckets):
-    model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
-    model.output.table.fill_(1.0)
-    centers = torch.tensor([[1, 2, 1]])
-    scores = model(centers, torch.tensor([[3, 4, 5]]))
-    assert scores.shape == (1, 3)
-    table = model.input.table.torch().clone().requires_grad_()
-    expected = vectors_of(table, buckets)[centers].sum(-1)
-    torch.testing.assert_close(scores, expected.detach())
-    optimizer = torch.optim.SGD(model.input.parameters(), lr=1.0)
-    scores.sum().backward()
-    expected.sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(model.input.table.torch(), (table - table.grad).detach())
 
 
 def test_first_weights():
@@ -142,9 +113,6 @@ def test_making_a_model_leaves_the_generator_of_torch_alone():
 def test_word_vectors_are_the_table_where_words_have_one_row():
     model = Word2Vec(VOCABULARY, 5, device="cpu")
     assert model.word_vectors().data_ptr() == model.input.table.torch().data_ptr()
-    torch.testing.assert_close(model.vector(WORDS[3]), model.input.table.torch()[3])
-    with pytest.raises(UnknownWordError, match="'xyzzy' is not among the 20 words; train with buckets"):
-        model.vector("xyzzy")
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
@@ -156,12 +124,6 @@ def test_word_vectors_with_ngrams(monkeypatch, at_once):
     torch.testing.assert_close(vectors, vectors_of(table, BUCKETS))
     for some in (1, 7, 9, NUM_WORDS + 1):
         assert torch.equal(model.word_vectors(some), vectors[:some])
-    for i, word in enumerate(WORDS):
-        torch.testing.assert_close(model.vector(word), vectors[i])
-    unseen = [NUM_WORDS + h for h in fasttext.ft_ngram_hashes("bea", 3, 6, BUCKETS)]
-    torch.testing.assert_close(model.vector("bea"), table[unseen].mean(0))
-    with pytest.raises(UnknownWordError, match="'' has no n-grams of 3 to 6 characters"):
-        model.vector("")
 
 
 def test_state_of_the_model_holds_the_tables_alone():
@@ -191,7 +153,6 @@ def test_discard_leaves_what_others_made(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
     Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu").discard()
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-    Word2Vec(20, 5, device="cpu").discard()
 
 
 @pytest.mark.parametrize("present", ["input.safetensors", "output.safetensors"])
@@ -217,10 +178,6 @@ def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
     used = {p.name: p.stat().st_blocks * 512 for p in tmp_path.iterdir()}
     assert used["input.safetensors"] >= 200_000 * 8 * 4
     assert used["output.safetensors"] < 100_000
-
-
-def test_numbers_of_words_as_numpy_gives_them():
-    assert Word2Vec(np.int64(20), 5, device="cpu").num_words == 20
 
 
 def test_clip_shortens_long_gradients_and_leaves_the_others():
@@ -251,7 +208,6 @@ def test_another_default_device_changes_nothing(kind, buckets):
             blocks = Sampler((np.arange(2000) % 60).astype(np.int32), vocabulary, seed=3, block_words=300).blocks(0, 1)
             for block in blocks:
                 model.deposit_gradients(block)
-            model(torch.tensor([1, 2], device="cpu"), torch.tensor([3, 4], device="cpu"))
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(model.word_vectors(), before)
@@ -268,3 +224,136 @@ def test_spans_take_more_negatives_for_wider_windows(model, window, expected):
         dataclasses.replace(block, negatives=torch.arange(100) % NUM_WORDS)
     )
     assert prepared.places.draws.shape == (-(-40 // prepared.places.span), expected)
+
+
+# --- n-grams ----------------------------------------------------------------------------------------------------------
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzäßéñдצ日本語中文한😀ç<>'"  # of one to four bytes
+
+
+def draw_words(count, seed=0):
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=rng.randint(0, 14))) for _ in range(count)]
+
+
+def rows_by_gensim(words, buckets, min_n, max_n):
+    return [
+        [i, *(len(words) + h for h in fasttext.ft_ngram_hashes(w, min_n, max_n, buckets))] for i, w in enumerate(words)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "min_n", "max_n"),
+    [(2_000_000, 3, 6), (1000, 1, 4), (7, 1, 1), (1 << 32, 2, 2), (97, 5, 10**9)],
+)
+def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
+    words = [*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]
+    expected = [fasttext.ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
+    assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
+    assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
+
+
+@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
+def test_rows_of_a_vocabulary(monkeypatch, chunk):
+    monkeypatch.setattr(subwords, "_CHUNK_CHARACTERS", chunk)
+    words = list(dict.fromkeys(draw_words(200)))
+    bags = Subwords(words, 1000, 2, 4)
+    expected = rows_by_gensim(words, 1000, 2, 4)
+    ends = bags.offsets.tolist()
+    assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
+    assert (bags.rows.dtype, bags.num_rows) == (torch.int32, len(words) + 1000)
+    rows, counts = bags.bags(torch.tensor([5, 0, 5, 77]))
+    assert rows.tolist() == [row for i in (5, 0, 5, 77) for row in expected[i]]
+    assert counts.tolist() == [len(expected[i]) for i in (5, 0, 5, 77)]
+
+
+def test_rows_beyond_int32():
+    bags = Subwords(["word", "other"], 1 << 32)
+    assert bags.rows.dtype == torch.int64
+    expected = rows_by_gensim(["word", "other"], 1 << 32, 3, 6)
+    assert bags.rows.tolist() == [*expected[0], *expected[1]]
+
+
+def test_bags_of_words_that_repeat():
+    texts = draw_words(30)
+    bags, expected = Subwords(texts, 40), rows_by_gensim(texts, 40, 3, 6)
+    words = torch.tensor([3, 7, 3, 29])
+    found = bags.find(words)
+    assert found.rows.ids[found.rows.inverse].tolist() == [row for word in words.tolist() for row in expected[word]]
+    assert found.starts.diff().tolist() == [len(expected[word]) for word in words.tolist()]
+    assert torch.equal(found.bag_of, torch.repeat_interleave(torch.arange(4), found.starts.diff()))
+    single = Bags.of_single_rows(words)
+    assert single.rows.ids[single.rows.inverse].tolist() == words.tolist()
+    assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
+
+
+# --- vectors of unseen words against gensim's fastText on the same rows; and their file -------------------------------
+
+
+UNSEEN_OF = ["walking", "walked", "talking", "été", "naïve"]
+
+
+def make(buckets=60):
+    model = Word2Vec(UNSEEN_OF, 7, buckets=buckets, min_n=2, max_n=4, device="cpu")
+    return model, model.ngram_vectors()
+
+
+def test_words_have_the_vectors_that_fasttext_gives_them():
+    model, ngrams = make()
+    table = model.input.table.numpy()
+    theirs = fasttext.FastTextKeyedVectors(7, 2, 4, 60)
+    theirs.add_vectors(UNSEEN_OF, table[: len(UNSEEN_OF)])
+    theirs.vectors_vocab, theirs.vectors_ngrams = table[: len(UNSEEN_OF)], table[len(UNSEEN_OF) :]
+    theirs.recalc_char_ngram_buckets()
+    theirs.adjust_vectors()
+    np.testing.assert_allclose(model.word_vectors().numpy(), theirs.vectors, atol=1e-7)
+    for word in ("talked", "étéä", "日本", "x"):
+        np.testing.assert_allclose(ngrams[word], theirs[word], atol=1e-7)
+
+
+def test_a_file_and_back(tmp_path):
+    _, ngrams = make()
+    ngrams.save(tmp_path / "ngrams.safetensors")
+    again = NgramVectors.load(tmp_path / "ngrams.safetensors")
+    assert (again.min_n, again.max_n) == (2, 4)
+    assert np.array_equal(again["talked"], ngrams["talked"])
+    assert np.array_equal(safetensors.numpy.load_file(tmp_path / "ngrams.safetensors")["ngrams"], ngrams.matrix)
+    assert [p.name for p in tmp_path.iterdir()] == ["ngrams.safetensors"]
+
+
+def test_bad_files(tmp_path):
+    path = tmp_path / "ngrams.safetensors"
+    with pytest.raises(StorageError, match="cannot read"):
+        NgramVectors.load(path)
+    rows = {"ngrams": np.zeros((3, 2), np.float32)}
+    path.write_bytes(safetensors.numpy.save(rows))
+    with pytest.raises(StorageError, match="does not say min_n and max_n"):
+        NgramVectors.load(path)
+    path.write_bytes(safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "x"}))
+    with pytest.raises(StorageError, match="does not say min_n and max_n"):
+        NgramVectors.load(path)
+    path.write_bytes(safetensors.numpy.save({"vectors": rows["ngrams"]}))
+    with pytest.raises(InvalidValueError, match="has no tensor 'ngrams'"):
+        NgramVectors.load(path)
+    whole = safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "6"})
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises((StorageError, InvalidValueError)):
+            NgramVectors.load(path)
+
+
+def test_a_save_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
+    _, ngrams = make()
+    path = tmp_path / "ngrams.safetensors"
+    ngrams.save(path)
+    before = path.read_bytes()
+
+    def fail(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    ngrams.matrix = ngrams.matrix + 1
+    with pytest.raises(StorageError, match="No space left"):
+        ngrams.save(path)
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["ngrams.safetensors"]

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, check_size, suggest
 
+MAX_BUCKETS = 1 << 32
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
 
@@ -80,6 +81,14 @@ def _check_options(value: Any, name: str) -> dict[str, Any]:
             f"{name} is {value!r} but must be a dict by argument name; pass for instance {{'eps': 1e-8}}"
         )
     return dict(value)
+
+
+def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
+    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none."""
+    if check_size(buckets, "buckets", 0) > MAX_BUCKETS:
+        raise InvalidValueError(f"buckets is {buckets} but the hash has 32 bits; pass at most {MAX_BUCKETS}")
+    if check_size(max_n, "max_n", 1) < check_size(min_n, "min_n", 1):
+        raise InvalidValueError(f"max_n is {max_n} but min_n is {min_n}; pass a max_n of at least {min_n}")
 
 
 def check_path(value: Any, name: str) -> Any:
@@ -210,10 +219,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, check_setting(name, getattr(self, name)))
-        if self.min_n > self.max_n:
-            raise InvalidValueError(
-                f"min_n is {self.min_n} but must be at most max_n, {self.max_n}; pass a smaller min_n or a larger max_n"
-            )
+        check_ngrams(self.buckets, self.min_n, self.max_n)
         if self.phrases and self.kind in ("graph", "adjacency"):
             raise InvalidValueError(
                 f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"

@@ -29,25 +29,11 @@ from speedtransfer.system import replace_file
 from speedtransfer.tables import UniqueRows, files, move_together, row_chunks, unique_rows
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.lookup import UnknownWordError
+from speedtransfer.word2vec.settings import check_ngrams
 
 _FORMAT = "speedtransfer n-gram vectors 1"
-MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
 _CHUNK_CHARACTERS = 1 << 20  # hashed at once
-
-
-def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
-    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        One is no integer, or out of range.
-    """
-    if check_size(buckets, "buckets", 0) > MAX_BUCKETS:
-        raise InvalidValueError(f"buckets is {buckets} but the hash has 32 bits; pass at most {MAX_BUCKETS}")
-    if check_size(max_n, "max_n", 1) < check_size(min_n, "min_n", 1):
-        raise InvalidValueError(f"max_n is {max_n} but min_n is {min_n}; pass a max_n of at least {min_n}")
 
 
 def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
@@ -62,17 +48,7 @@ def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
 def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
     """Return the bucket of every n-gram of `words`, word after word, each by where its n-grams begin, then by their length.
 
-    Parameters
-    ----------
-    words : sequence of str
-    buckets : int
-        At most ``2**32``.
-    min_n, max_n : int
-        Characters (not bytes) of an n-gram, boundary marks included.
-
-    Returns
-    -------
-    ndarray of int64, shape (sum of `count_ngrams`,)
+    They have `min_n` to `max_n` characters (not bytes), boundary marks included. int64, shape (sum of `count_ngrams`,).
     """
     marked = [f"<{word}>".encode() for word in words]
     ends = np.cumsum([len(word) for word in marked], dtype=np.int64)
@@ -105,13 +81,7 @@ def _hash(data: np.ndarray, ends: np.ndarray, buckets: int, min_n: int, max_n: i
 
 
 def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
-    """Return the buckets of the n-grams of `word`, as `hash_ngrams`.
-
-    Raises
-    ------
-    UnknownWordError
-        It is too short to have any.
-    """
+    """Return the buckets of the n-grams of `word`; raise `UnknownWordError` where it is too short to have any."""
     hashed = hash_ngrams([word], buckets, min_n, max_n)
     if not len(hashed):
         raise UnknownWordError(f"{word!r} has no n-grams of {min_n} to {max_n} characters; pass a longer word")
@@ -121,14 +91,7 @@ def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.nda
 class Subwords:
     """The rows that the vector of each word of a vocabulary is the mean of.
 
-    Parameters
-    ----------
-    words : sequence of str
-        The vocabulary; word i has row i of the table.
-    buckets : int
-        Rows after those of the words.
-    min_n, max_n : int
-        Characters of an n-gram.
+    Word i has row i of the table, which has `buckets` rows after those of the words.
 
     Attributes
     ----------
@@ -138,11 +101,6 @@ class Subwords:
         The rows of word i are ``rows[offsets[i] : offsets[i + 1]]``.
     rows : Tensor of int32 (int64 where the table has 2**31 rows or more), shape (offsets[-1],)
         Its own row first.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        As `check_ngrams`.
     """
 
     def __init__(self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
@@ -163,17 +121,7 @@ class Subwords:
         self.offsets, self.rows = torch.from_numpy(offsets), torch.from_numpy(rows)
 
     def bags(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of `words`, one bag after the other, and how many each has.
-
-        Parameters
-        ----------
-        words : Tensor of int64, shape (u,)
-
-        Returns
-        -------
-        rows : Tensor of int64, shape (sum of counts,)
-        counts : Tensor of int64, shape (u,)
-        """
+        """Return the rows of `words` (u,), one bag after the other, and how many each has: int64."""
         begins = self.offsets[words]
         counts = self.offsets[words + 1] - begins
         ends = counts.cumsum(0)
@@ -251,11 +199,6 @@ class NgramVectors:
     Attributes
     ----------
     matrix, min_n, max_n
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        `matrix` is not 2-D or empty; the lengths break their rule.
     """
 
     def __init__(self, matrix: np.ndarray, min_n: int = 3, max_n: int = 6) -> None:
@@ -282,15 +225,7 @@ class NgramVectors:
         return mean
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as tensor `ngrams` of a .safetensors file; a file that was there stays whole until the new one is.
-
-        Raises
-        ------
-        InvalidValueError
-            Another suffix.
-        StorageError
-            The file cannot be written.
-        """
+        """Write the rows as tensor `ngrams` of a .safetensors file; a file that was there stays whole until the new one is."""
         path = _check_suffix(path)
         facts = {"format": _FORMAT, "min_n": str(self.min_n), "max_n": str(self.max_n)}
         with replace_file(path) as file:
@@ -300,15 +235,7 @@ class NgramVectors:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramVectors:
-        """Read what `save` wrote; the rows are mapped, so it loads at once.
-
-        Raises
-        ------
-        InvalidValueError
-            Another suffix, or a .safetensors file of something else.
-        StorageError
-            The file is missing or damaged.
-        """
+        """Read what `save` wrote; the rows are mapped, so it loads at once. Raises StorageError for a damaged file."""
         path = _check_suffix(path)
         matrix, _ = files.open_mapped(path, writable=False, key="ngrams")
         try:

@@ -118,7 +118,6 @@ class Trainer:
         self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
-        self._kept: tuple[Vectors, NgramVectors | None] | None = None
         self._corpus_words, self._has_learned = 0, False
         self._losses = Losses()
         self._moved_before = (0, 0)
@@ -201,14 +200,20 @@ class Trainer:
             f"{self.step} of {self.num_steps}; pass a smaller lr or block_words"
         )
 
-    def run(self, progress: TrainingProgress, callbacks: Sequence[Callback] = ()) -> None:
+    def run(
+        self, progress: TrainingProgress, callbacks: Sequence[Callback] = (), stop: StopOnSignal | None = None
+    ) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
+
+        Table files of memory "mmap" are removed where this fails: they would stop the next run.
 
         Parameters
         ----------
         progress : TrainingProgress
         callbacks : sequence of Callback
             Called in this order.
+        stop : StopOnSignal, optional
+            One that has been entered; by default one of its own.
 
         Raises
         ------
@@ -222,12 +227,16 @@ class Trainer:
                 warning_of_few_steps(self.num_steps, self.epochs, self.block_words),
                 warning_of_rate(self.settings, self.optimizer),
             )
-            with StopOnSignal() as stop, _leave_a_core(self.model.input.table.device):
+            entered = StopOnSignal() if stop is None else contextlib.nullcontext(stop)
+            with entered as stop, _leave_a_core(self.model.input.table.device):
                 self._train(progress, callbacks, stop)
                 self._check_result(progress, stop)
                 for callback in callbacks:
                     callback.finish(self)
                 self.stop_signal = stop.requested
+        except BaseException:
+            self.discard()
+            raise
         finally:
             self._blocks = None  # stop drawing ahead
             for callback in callbacks:
@@ -302,28 +311,17 @@ class Trainer:
         """Remove the table files of memory "mmap", so that they do not stop the next run."""
         self.model.discard()
 
-    def keep_vectors(self) -> None:
-        """Let `vectors` and `ngram_vectors` return those of now from here on.
-
-        Several processes have them together, so all call this.
-        """
-        if self._ranks > 1:
-            self._kept = self.vectors(), self.ngram_vectors()
-
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
 
-        They are the input table itself, without a copy, where it is in host memory.
+        They are the input table itself, without a copy, where it is in host memory. Several processes have them together, so
+        all call this.
         """
-        if self._kept is not None:
-            return self._kept[0]
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
 
     def ngram_vectors(self) -> NgramVectors | None:
         """Return the rows of the n-grams as they are now; None where `buckets` is 0."""
-        if self._kept is not None:
-            return self._kept[1]
         return None if self.model.subwords is None else self.model.ngram_vectors()
 
 

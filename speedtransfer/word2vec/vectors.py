@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -224,16 +223,6 @@ class Vectors:
         if not words:
             raise InvalidValueError(f"{name} is empty; pass at least one word")
         return words, np.array(find_rows(words, self._row_of), dtype=np.int64)
-
-    if not TYPE_CHECKING:  # for which any name would be there
-
-        def __getattr__(self, name: str) -> NoReturn:
-            message = f"{type(self).__name__} has no attribute {name!r}"
-            if not name.startswith("_"):
-                near = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], n=1)
-                message += f"; did you mean {near[0]!r}? What" if near else "; what"
-                message += f" gensim's KeyedVectors have beside is there by vectors.to_gensim().{name}"
-            raise AttributeError(message, name=name, obj=self)
 
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
 from speedtransfer.word2vec.settings import check_setting
 
-_CHUNK_WORDS = 1 << 18
 _COUNT_DIGITS = 19  # of the largest int64
 
 
@@ -26,15 +24,13 @@ class Vocabulary:
     Parameters
     ----------
     words : sequence of str
-        Distinct words, in the order of their numbers. A list or tuple is copied and checked at once. Any other sequence, such
-        as one that makes its words up, is kept as it is, and gone through when a word is first looked up.
+        Distinct words, in the order of their numbers.
     counts : sequence of int
         How often each occurs.
 
     Attributes
     ----------
-    words : sequence of str
-        A list, unless another sequence was passed.
+    words : list of str
     counts : ndarray of int64, shape (len(words),)
 
     Raises
@@ -46,20 +42,14 @@ class Vocabulary:
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
-        given = isinstance(words, Sequence) and not isinstance(words, list | tuple | str)
-        self.words: Sequence[str] = words if given else check_words(words)
+        self.words = check_words(words)
+        self._number_of = number_words(self.words)
         self.counts = check_counts(counts, len(self.words))
         if len(self.counts) and self.counts.min() < 0:
             at = int(self.counts.argmin())
             raise InvalidValueError(
                 f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0; fix it"
             )
-        if not given:
-            _ = self._number_of
-
-    @functools.cached_property
-    def _number_of(self) -> dict[str, int]:
-        return number_words(self.words)
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
@@ -173,15 +163,9 @@ class Vocabulary:
         sample = check_setting("sample", sample)
         if sample == 0:
             return np.ones(len(self))
-        keep = self.counts.astype(np.float64)
-        threshold = sample * self.num_words
-        for start in range(0, len(keep), _CHUNK_WORDS):  # there may be many millions of words
-            part = keep[start : start + _CHUNK_WORDS]
-            with np.errstate(divide="ignore"):  # a word that never occurs is kept
-                np.divide(threshold, part, out=part)
-            part += np.sqrt(part)  # sqrt(sample / f) + sample / f
-            np.minimum(part, 1.0, out=part)
-        return keep
+        with np.errstate(divide="ignore"):  # a word that never occurs is kept
+            part = sample * self.num_words / self.counts.astype(np.float64)
+        return np.minimum(part + np.sqrt(part), 1.0)
 
     def noise(self, power: float = 0.75) -> np.ndarray:
         """Return the probability of each word as a negative example, ``count**power`` over the sum of them.
@@ -192,10 +176,8 @@ class Vocabulary:
         -------
         ndarray of float64, shape (len(self),)
         """
-        weight = self.counts.astype(np.float64)
-        np.power(weight, power, out=weight)
-        weight /= weight.sum()
-        return weight
+        weight: np.ndarray = self.counts.astype(np.float64) ** power
+        return weight / weight.sum()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a line ``word count`` a word, which gensim reads as `fvocab`; the old file stays whole until the end."""
