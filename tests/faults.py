@@ -315,7 +315,7 @@ word2vec/subwords.py: word2vec_model
 word2vec/tokenise.py: word2vec_tokenise
 - return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
 + return 0
-word2vec/vocabulary.py: word2vec_vocabulary
+word2vec/vocabulary.py: word2vec_corpus
 - return numbers[numbers >= 0]
 + return numbers[numbers > 0]
 ngrams/constants.py: ngrams

@@ -14,7 +14,6 @@ from late import models
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 from test_word2vec_commands import fails_with, run
 
-from speedtransfer import cli
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.word2vec import UnknownWordError, Vectors
 from speedtransfer.word2vec import plot as plot_module
@@ -166,17 +165,6 @@ def test_plot_of_words(folder):
     )
     assert Path("words.png").read_bytes() == before
     assert not Path("new.png").exists()
-
-
-def test_errors_are_one_line_and_exit_code_2(folder, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["speedtransfer", "word2vec", "evaluate", "v.txt", "v.txt"])
-    with pytest.raises(SystemExit) as caught:
-        cli.main()
-    assert caught.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("speedtransfer: error: line 1 of 'v.txt' is '6 2' but must be")
-    assert err.count("\n") == 1
 
 
 def test_words_and_names_are_not_carried_out_by_the_terminal(folder):

@@ -6,7 +6,6 @@ import gzip
 import io
 import itertools
 import lzma
-import math
 import os
 import sys
 import tempfile
@@ -60,11 +59,6 @@ def test_lines_in_many_blocks(monkeypatch, chunk):
     kept = [[word for word in line if flat.count(word) >= 9] for line in lines]
     assert sequences_of(corpus) == [line for line in kept if line]
     assert corpus.num_raw_words == len(flat)
-
-
-def test_a_line_longer_than_a_block(monkeypatch):
-    data = io.BytesIO(b"a b c " * 100_000 + b"\n" + b"a b " * 300_000)
-    assert Corpus(data, kind="lines").starts.tolist() == [0, 300_000]
 
 
 def test_from_ids(tmp_path):
@@ -274,15 +268,6 @@ def test_order_and_look_up():
     assert repr(vocabulary) == "Vocabulary(3 words, 13 occurrences)"
 
 
-def test_keep_probability_is_the_formula():
-    vocabulary = Vocabulary(["often", "rare"], [999_000, 1_000])
-    # f = 0.999 and 0.001, t = 0.01
-    expected = (math.sqrt(0.999 / 0.01) + 1) * 0.01 / 0.999
-    assert vocabulary.keep_probability(0.01) == pytest.approx([expected, 1.0], rel=1e-12)
-    assert expected == pytest.approx(0.11006, abs=1e-5)
-    assert vocabulary.keep_probability(0).tolist() == [1.0, 1.0]
-
-
 def test_a_word_that_never_occurs():
     vocabulary = Vocabulary(["a", "b", "c"], [5, 5, 0])
     assert vocabulary.keep_probability(1e-3)[2] == 1
@@ -295,18 +280,6 @@ def test_choice_against_sorting(max_words):
     vocabulary = Vocabulary.from_counts(counts, min_count=2, max_words=max_words)
     expected = sorted((-count, word) for word, count in counts.items() if count >= 2)[:max_words]
     assert list(zip((-vocabulary.counts).tolist(), vocabulary.words, strict=True)) == expected
-
-
-def test_choice_looks_at_no_rare_word():
-    taken = []
-
-    def take(numbers):
-        taken.extend(numbers.tolist())
-        return [f"w{number}" for number in numbers.tolist()]
-
-    vocabulary, kept = Vocabulary.choose(np.array([1, 7, 0, 9, 2]), take, min_count=2)
-    assert vocabulary.words == ["w3", "w1", "w4"]
-    assert (kept.tolist(), sorted(taken)) == ([3, 1, 4], [1, 3, 4])
 
 
 def test_file_round_trip(tmp_path):

@@ -168,20 +168,6 @@ def check_steps(num_words, window, groups, k, dim, negative, model, rate, weight
         torch.testing.assert_close(grad, (table - expected) / rate, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.usefixtures("way")
-def test_at_a_rate_of_next_to_nothing_the_gradient_of_skipgram_is_that_of_autograd():
-    (vectors, output), block = draw_tables(6), draw_block(300, 5)
-    _, *grads = by_hand(vectors, output, block, "skipgram", negative=5, rate=1e-9)
-    vectors.requires_grad_(), output.requires_grad_()
-    for i, word in enumerate(block.words.tolist()):
-        if around := window_of(block, i):
-            drawn = draws_of(i, block, "skipgram", 5)
-            positives = [int(block.words[j]) for j in around]
-            loss_of(vectors[word], output, positives, drawn, 5).backward()
-    for grad, table in zip(grads, (vectors, output), strict=True):
-        torch.testing.assert_close(grad, table.grad, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(("words", "span"), [([], 1), ([3], 1), ([1, 2, 3], 3), ([1, 2, 1, 3], 2), (list(range(17)) * 2, 16),
                                              ([1] * 5, 1), (list(range(100)), 16)])  # fmt: skip
 def test_words_at_once(words, span):
@@ -211,35 +197,6 @@ def test_one_pair_by_hand():
     assert (alone.num_pairs, alone.loss) == (0, 0)
     assert not alone.center.any()
     assert not alone.context.any()
-
-
-@pytest.mark.usefixtures("way")
-def test_pairs_count_by_their_distance():
-    # Three words, window 2: four pairs at a distance of 1, and two at 2, which word2vec would draw every other time.
-    at, reach = torch.arange(3), torch.tensor([0, 1, 2])
-    places = Places.find(Block(at, reach, reach.flip(0), torch.tensor([3]), 3, window=2), 4, num_draws=12)
-    rows = torch.ones(3, 1), torch.zeros(4, 1)
-    result = block_gradients(*rows, places, negative=2)
-    assert result.num_pairs == 5
-    assert result.loss.item() == pytest.approx(5 * (1 + 2) * 0.693147, rel=1e-5)
-    # Contexts meet centers of 1 at a slope of 1/2; the negative stands for two of each pair.
-    torch.testing.assert_close(result.context, torch.tensor([[-0.75], [-1.0], [-0.75], [5.0]]))
-
-
-@pytest.mark.usefixtures("way")
-def test_one_word_of_cbow_by_hand():
-    # Word 0 is predicted from the mean of 1 and 3, which is 2; its output row is 1, and that of the negative is 0.
-    rows = torch.tensor([[9.0], [1.0], [3.0]]), torch.tensor([[1.0], [0.0], [0.0]])
-    words, one = torch.tensor([1, 0, 2]), torch.tensor([0, 1, 0])
-    places = Places.find(Block(words, one, one, torch.tensor([2]), 3), 3, num_draws=10)
-    result = block_gradients(rows[0], rows[1], places, model="cbow")
-    assert result.num_pairs == 1
-    assert result.loss.item() == pytest.approx(0.126928 + 5 * 0.693147, rel=1e-5)
-    slope = -1 / (1 + torch.tensor(2.0).exp())
-    torch.testing.assert_close(
-        result.center[:, 0], torch.stack([torch.tensor(0.0), slope, slope]), rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(result.context[:, 0], torch.stack([2 * slope, torch.tensor(0.0), torch.tensor(5.0)]))
 
 
 @pytest.mark.parametrize(("model", "num_words"), [("skipgram", 17), ("cbow", 50), ("skipgram", 240)])
@@ -323,14 +280,6 @@ def case(request):
 
 def close(found: np.ndarray, expected: np.ndarray) -> bool:
     return np.allclose(found, expected, rtol=0, atol=100 * np.finfo(found.dtype).eps)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_begin_where_lines_of_the_cache_do(dtype):
-    rows = lane_rows.zero_rows(5, 33, dtype)
-    assert (rows.shape, rows.dtype) == ((5, 48), dtype)
-    assert not rows.any()
-    assert all(row.ctypes.data % 64 == 0 for row in rows)
 
 
 @pytest.mark.parametrize("anew", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
 
 import numpy as np
@@ -253,38 +252,28 @@ def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
 
 
-@pytest.mark.parametrize("chunk", [1, 50, 1 << 20])
-def test_rows_of_a_vocabulary(monkeypatch, chunk):
-    monkeypatch.setattr(subwords, "_CHUNK_CHARACTERS", chunk)
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_rows_of_a_vocabulary(monkeypatch, at_once):
+    monkeypatch.setattr(subwords, "_WORDS_AT_ONCE", at_once)
     words = list(dict.fromkeys(draw_words(200)))
-    bags = Subwords(words, 1000, 2, 4)
-    expected = rows_by_gensim(words, 1000, 2, 4)
+    bags, expected = Subwords(words, 1000, 2, 4), rows_by_gensim(words, 1000, 2, 4)
     ends = bags.offsets.tolist()
     assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
-    assert (bags.rows.dtype, bags.num_rows) == (torch.int32, len(words) + 1000)
-    rows, counts = bags.bags(torch.tensor([5, 0, 5, 77]))
-    assert rows.tolist() == [row for i in (5, 0, 5, 77) for row in expected[i]]
-    assert counts.tolist() == [len(expected[i]) for i in (5, 0, 5, 77)]
+    assert bags.rows.dtype == torch.int32
+    chosen = torch.tensor([5, 0, 5, 77])
+    found = bags.find(chosen)
+    assert found.rows.ids[found.rows.inverse].tolist() == [row for word in chosen.tolist() for row in expected[word]]
+    assert found.starts.diff().tolist() == [len(expected[word]) for word in chosen.tolist()]
+    assert torch.equal(found.bag_of, torch.repeat_interleave(torch.arange(4), found.starts.diff()))
+    single = Bags.of_single_rows(chosen)
+    assert single.rows.ids[single.rows.inverse].tolist() == chosen.tolist()
+    assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
 
 
 def test_rows_beyond_int32():
-    bags = Subwords(["word", "other"], 1 << 32)
+    bags, expected = Subwords(["word", "other"], 1 << 32), rows_by_gensim(["word", "other"], 1 << 32, 3, 6)
     assert bags.rows.dtype == torch.int64
-    expected = rows_by_gensim(["word", "other"], 1 << 32, 3, 6)
     assert bags.rows.tolist() == [*expected[0], *expected[1]]
-
-
-def test_bags_of_words_that_repeat():
-    texts = draw_words(30)
-    bags, expected = Subwords(texts, 40), rows_by_gensim(texts, 40, 3, 6)
-    words = torch.tensor([3, 7, 3, 29])
-    found = bags.find(words)
-    assert found.rows.ids[found.rows.inverse].tolist() == [row for word in words.tolist() for row in expected[word]]
-    assert found.starts.diff().tolist() == [len(expected[word]) for word in words.tolist()]
-    assert torch.equal(found.bag_of, torch.repeat_interleave(torch.arange(4), found.starts.diff()))
-    single = Bags.of_single_rows(words)
-    assert single.rows.ids[single.rows.inverse].tolist() == words.tolist()
-    assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
 
 
 # --- vectors of unseen words against gensim's fastText on the same rows; and their file -------------------------------
@@ -340,20 +329,3 @@ def test_bad_files(tmp_path):
         path.write_bytes(whole[:size])
         with pytest.raises((StorageError, InvalidValueError)):
             NgramVectors.load(path)
-
-
-def test_a_save_that_fails_keeps_the_old_file(tmp_path, monkeypatch):
-    _, ngrams = make()
-    path = tmp_path / "ngrams.safetensors"
-    ngrams.save(path)
-    before = path.read_bytes()
-
-    def fail(*paths):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", fail)
-    ngrams.matrix = ngrams.matrix + 1
-    with pytest.raises(StorageError, match="No space left"):
-        ngrams.save(path)
-    assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == ["ngrams.safetensors"]

@@ -82,15 +82,6 @@ def test_windows_are_even(vocabulary):
     assert {block.window for block in blocks} == {0}
 
 
-def test_windows_of_skipgram_are_whole(vocabulary):
-    """And pairs count as often as word2vec would draw them: see `test_pairs_by_distance`."""
-    for block in epoch_of(sampler_of(vocabulary, corpus_ids(40), sample=0, window=7)):
-        assert block.window == 7
-        position = torch.arange(len(block.words))
-        assert torch.equal(block.before, position.clamp(max=7))
-        assert torch.equal(block.after, position.flip(0).clamp(max=7))
-
-
 @pytest.mark.parametrize("sample", [0, 0.02])
 def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
     rng = np.random.default_rng(1)
@@ -119,33 +110,11 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
     assert (np.mean(kept_at) == 1) == (sample == 0)
 
 
-def test_negatives_follow_the_noise(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=5)
-    drawn = torch.stack([sampler.block(step).negatives for step in range(1000)])
-    assert drawn.shape == (1000, 3 * 5)  # for every 512 words
-    for group in range(0, 15, 3):  # wherever it stands
-        counts = np.bincount(drawn[:, group : group + 3].flatten().numpy(), minlength=len(COUNTS))
-        assert_drawn_from(counts, vocabulary.noise())
-
-
 def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
     sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=100)
     for step in range(20):
         counts = np.bincount(sampler.block(step).negatives.flatten().numpy(), minlength=len(COUNTS))
         assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
-
-
-def test_subsampling_keeps_the_share_of_the_formula(vocabulary):
-    repeat, sample = 300, 0.02
-    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(repeat), sample=sample))
-    kept = np.bincount(torch.cat([block.words for block in blocks]).numpy(), minlength=len(COUNTS))
-    share = vocabulary.counts / vocabulary.num_words
-    probability = np.minimum((np.sqrt(share / sample) + 1) * sample / share, 1)
-    trials = np.array(COUNTS) * repeat
-    deviation = np.sqrt(trials * probability * (1 - probability))
-    assert (np.abs(kept - trials * probability) <= 4 * deviation).all()
-    assert kept[-1] == trials[-1]  # rare words are never dropped
-    assert probability[0] < 0.25
 
 
 def test_blocks_have_about_the_size_asked_for(vocabulary):
@@ -201,12 +170,6 @@ def test_stopping_early_leaves_no_thread(vocabulary):
     next(blocks)
     blocks.close()
     assert threading.active_count() == before
-
-
-def test_what_fails_while_drawing_reaches_the_caller(vocabulary):
-    ids = np.full(100, len(COUNTS), dtype=np.int32)  # no such word
-    with pytest.raises(IndexError):
-        next(sampler_of(vocabulary, ids, sample=0.02).blocks(0, 2))
 
 
 def test_small_corpora(vocabulary):

@@ -16,7 +16,7 @@ import pytest
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.word2vec import Corpus
 from speedtransfer.word2vec import phrases as phrases_module
-from speedtransfer.word2vec.phrases import count_pairs, join_phrases
+from speedtransfer.word2vec.phrases import count_pairs
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 SPACES = re.findall(r"\s", "".join(map(chr, range(sys.maxunicode + 1))))
@@ -218,14 +218,6 @@ def test_two_passes_join_longer_ones_as_gensim_does(factbook):
     assert sum(word.count("_") > 1 for word in found) > 50
 
 
-def test_one_stream_is_one_sequence(factbook):
-    flat = [word for line in factbook[:500] for word in line]
-    corpus = Corpus(io.BytesIO(" ".join(flat).encode()), 3, phrases=1)
-    joined = Counter(by_gensim([flat], 3, 10.0)[0])
-    assert corpus.vocabulary.counts.tolist() == [joined[word] for word in corpus.vocabulary.words]
-    assert corpus.starts is None
-
-
 def greedily(tokens, pairs):
     joined, k = [], 0
     while k < len(tokens):
@@ -287,10 +279,3 @@ def test_rare_pairs_are_dropped_when_there_are_too_many(monkeypatch):
     pairs, counts = count_pairs(np.concatenate([np.concatenate([often, r]) for r in rare.reshape(10, 100)]), 1003)
     assert len(pairs) <= 60
     assert counts[pairs == 1 * 1003 + 2].tolist() == [500]
-
-
-def test_nothing_to_join():
-    words = WordTable()
-    ids = words.number(b"a b c d")
-    assert join_phrases(ids, words, 1, 10.0).tolist() == [0, 1, 2, 3]
-    assert Corpus(io.BytesIO(b"a b a c b a"), 1, phrases=3).num_raw_words == 6

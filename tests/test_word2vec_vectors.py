@@ -40,13 +40,13 @@ def test_unknown_words(vectors):
             attempt()
         assert str(caught.value) == message
         assert isinstance(caught.value, KeyError)
-    words = ["the", "The", "zzz", "été", "zzz", *(f"?{i}" for i in range(20))]
+    words = ["the", "Francee", "zzz", "été", "zzz", *(f"?{i}" for i in range(20))]
     for attempt in (lambda: vectors[words], lambda: vectors.most_similar("the", negative=words)):
         with pytest.raises(UnknownWordError) as caught:
             attempt()
-        assert str(caught.value).startswith("'The' (did you mean 'the'?), 'zzz', '?0', ")
+        assert str(caught.value).startswith("'Francee' (did you mean 'France'?), 'zzz', '?0', ")
         assert str(caught.value).endswith("'?7' and 12 more are not among the 5 words; check spelling and case")
-        assert caught.value.words == ("The", "zzz", *(f"?{i}" for i in range(20)))
+        assert caught.value.words == ("Francee", "zzz", *(f"?{i}" for i in range(20)))
 
 
 def test_cosines_by_hand():
@@ -94,11 +94,6 @@ def test_tensors_are_vectors():
     expected = vectors.most_similar(vectors.matrix[0])
     assert vectors.most_similar(torch.from_numpy(vectors.matrix[0])) == expected
     assert vectors.most_similar([torch.from_numpy(vectors.matrix[0])]) == expected
-
-
-def test_a_vector_of_nan_lets_no_word_given_be_an_answer():
-    vectors = Vectors(["diverged", "a", "b"], [[np.nan, 1], [1, 2], [2, 1]])
-    assert [word for word, _ in vectors.most_similar("a")] == ["b"]
 
 
 # --- several words, counts, gensim ------------------------------------------------------------------------------------

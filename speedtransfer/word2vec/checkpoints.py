@@ -119,7 +119,7 @@ class Checkpoints(Callback):
             with manifest.damage_told(self.path / manifest.NAME):
                 trainer.load_state(self._facts["training"])
         except BaseException:
-            trainer.discard()
+            trainer.model.discard()
             raise
         self._saved_step = trainer.step
         share = trainer.step / trainer.num_steps

@@ -117,16 +117,9 @@ class Word2Vec(nn.Module):
 
         The host does not wait for a CUDA device, unless tensors of `block` are there.
 
-        Parameters
-        ----------
-        block : Block
-            Better prepared by `prepare`, in a thread.
-        with_loss : bool
-            False leaves the loss out, which is faster.
-        rate : float, optional
-            The learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
-        processes : int
-            How many train on blocks of their own: their movements are added, where gradients would be averaged.
+        `block` is better prepared by `prepare`, in a thread. Without `with_loss` the loss is left out, which is faster. `rate`
+        is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
+        `processes` is how many train on blocks of their own: their movements are added, where gradients would be averaged.
 
         Returns
         -------

@@ -47,12 +47,8 @@ def plot(
     ------
     InvalidValueError
         `path` does not end in .png, or there are no words, or more in `words` than `num_words`.
-    UnknownWordError
-        Some of `words` have no vector.
     MissingPackageError
         matplotlib or scikit-learn is not installed.
-    StorageError
-        The file cannot be written.
     """
     path = check_png(path)
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))

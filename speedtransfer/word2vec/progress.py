@@ -24,14 +24,7 @@ def format_loss(loss: float) -> str:
 
 
 class TrainingProgress:
-    """Progress of reading and training, on standard error.
-
-    Parameters
-    ----------
-    enabled : bool
-        False: only `log` writes.
-    console : rich.console.Console, optional
-    """
+    """Progress of reading and training, on standard error; without `enabled` only `log` writes."""
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = Console(stderr=True, soft_wrap=True, highlight=False) if console is None else console

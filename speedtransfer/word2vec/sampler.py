@@ -184,11 +184,7 @@ def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int 
     200,000 words of the World Factbook AdamW was best at about 500, 1,500 and 1,500 steps, and worse again beyond. Blocks of
     fewer than 32 words would lose too many pairs at their edges, and more than 50 epochs only learn a small text by heart.
 
-    Parameters
-    ----------
-    num_kept_words : float
-    epochs, block_words : int or None
-        What the user has asked for, which is obeyed; None: choose.
+    What the user has asked for, `epochs` and `block_words` that are not None, is obeyed.
     """
     if epochs is None:
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))

@@ -19,12 +19,26 @@ MAX_BUCKETS = 1 << 32
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
 
-def is_finite(value: int | float) -> bool:
-    """Return whether `value` is a finite number that a float can hold."""
+def check_number(value: Any, name: str, rule: str, within: float = math.inf, default: float | None = None) -> float:
+    """Return a number as a float, or raise.
+
+    `rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 it may be.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        kind = type(value).__name__
+        raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
     try:
-        return math.isfinite(value)
+        is_finite = math.isfinite(value)
     except OverflowError:  # of an int
-        return False
+        is_finite = False
+    if not is_finite:
+        raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
+    usual = "drop it for the default" if default is None else f"the default is {default:g}"
+    if value < 0 or (value == 0 and rule == "above 0"):
+        raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
+    if not 1 / within <= value <= within:
+        raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
+    return float(value)
 
 
 def _about(panel: str, check: Check | None, none: str | None = None, choices: Sequence[str] = ()) -> dict[str, Any]:
@@ -37,20 +51,8 @@ def _size(panel: str, default: int | None, minimum: int, none: str | None = None
 
 
 def _number(panel: str, default: float | None, rule: str, within: float = math.inf, none: str | None = None) -> Any:
-    """`rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 the number may be."""
-
     def check(value: Any, name: str) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            kind = type(value).__name__
-            raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
-        if not is_finite(value):
-            raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
-        usual = "drop it for the optimizer's default" if default is None else f"the default is {default:g}"
-        if value < 0 or (value == 0 and rule == "above 0"):
-            raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
-        if not 1 / within <= value <= within:
-            raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
-        return float(value)
+        return check_number(value, name, rule, within, default)
 
     return field(default=default, metadata=_about(panel, check, none))
 

@@ -12,7 +12,7 @@ training each of them moves by the whole of what the vector receives, as in fast
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,18 +22,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, StorageError, check_size, describe_ending
+from speedtransfer.errors import InvalidValueError, StorageError, describe_ending
 from speedtransfer.jit import compile_function
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
-from speedtransfer.tables import UniqueRows, files, move_together, row_chunks, unique_rows
+from speedtransfer.tables import UniqueRows, files, row_chunks, unique_rows
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.lookup import UnknownWordError
 from speedtransfer.word2vec.settings import check_ngrams
 
 _FORMAT = "speedtransfer n-gram vectors 1"
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
-_CHUNK_CHARACTERS = 1 << 20  # hashed at once
+_WORDS_AT_ONCE = 1 << 16  # hashed at once
 
 
 def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
@@ -80,14 +80,6 @@ def _hash(data: np.ndarray, ends: np.ndarray, buckets: int, min_n: int, max_n: i
         first = last
 
 
-def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
-    """Return the buckets of the n-grams of `word`; raise `UnknownWordError` where it is too short to have any."""
-    hashed = hash_ngrams([word], buckets, min_n, max_n)
-    if not len(hashed):
-        raise UnknownWordError(f"{word!r} has no n-grams of {min_n} to {max_n} characters; pass a longer word")
-    return hashed
-
-
 class Subwords:
     """The rows that the vector of each word of a vocabulary is the mean of.
 
@@ -95,45 +87,38 @@ class Subwords:
 
     Attributes
     ----------
-    num_rows : int
-        Of the table.
     offsets : Tensor of int64, shape (len(words) + 1,)
         The rows of word i are ``rows[offsets[i] : offsets[i + 1]]``.
     rows : Tensor of int32 (int64 where the table has 2**31 rows or more), shape (offsets[-1],)
         Its own row first.
     """
 
-    def __init__(self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
-        check_ngrams(check_size(buckets, "buckets", 1), min_n, max_n)
+    def __init__(self, words: list[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
         self.buckets, self.min_n, self.max_n = buckets, min_n, max_n
-        self.num_words, self.num_rows = len(words), len(words) + buckets
+        num_words = len(words)
         offsets = np.zeros(len(words) + 1, dtype=np.int64)
         np.cumsum(count_ngrams(words, min_n, max_n) + 1, out=offsets[1:])
-        rows = np.empty(offsets[-1], dtype=np.int32 if self.num_rows <= 1 << 31 else np.int64)
-        for start, stop in _chunks(words):
+        rows = np.empty(offsets[-1], dtype=np.int32 if num_words + buckets <= 1 << 31 else np.int64)
+        for start in range(0, num_words, _WORDS_AT_ONCE):
+            stop = min(start + _WORDS_AT_ONCE, num_words)
             begin, end = offsets[start], offsets[stop]
             own = offsets[start:stop] - begin
             is_own = np.zeros(end - begin, dtype=bool)
             is_own[own] = True
             part = rows[begin:end]
             part[own] = np.arange(start, stop)
-            part[~is_own] = hash_ngrams([words[i] for i in range(start, stop)], buckets, min_n, max_n) + self.num_words
+            part[~is_own] = hash_ngrams(words[start:stop], buckets, min_n, max_n) + num_words
         self.offsets, self.rows = torch.from_numpy(offsets), torch.from_numpy(rows)
 
-    def bags(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of `words` (u,), one bag after the other, and how many each has: int64."""
+    def find(self, words: Tensor) -> Bags:
+        """Return the bags of `words`, (n,) int64 on the CPU."""
         begins = self.offsets[words]
         counts = self.offsets[words + 1] - begins
         ends = counts.cumsum(0)
         place = torch.repeat_interleave(begins - (ends - counts), counts)
         place += torch.arange(len(place), device="cpu")
-        return self.rows[place].long(), counts
-
-    def find(self, words: Tensor) -> Bags:
-        """Return the bags of `words`, (n,) int64 on the CPU."""
-        rows, counts = self.bags(words)
         bag_of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
-        return Bags(unique_rows(rows), F.pad(counts.cumsum(0), (1, 0)), bag_of)
+        return Bags(unique_rows(self.rows[place].long()), F.pad(ends, (1, 0)), bag_of)
 
     def means(self, start: int, stop: int, weight: Tensor) -> Tensor:
         """Return the vectors of the words `start` to `stop`, shape (stop - start, dim), from all rows of the table."""
@@ -142,34 +127,12 @@ class Subwords:
         return F.embedding_bag(rows.to(weight.device), weight, offsets.to(weight.device), mode="mean")
 
 
-def _chunks(words: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of stretches of `words` with about `_CHUNK_CHARACTERS` characters each."""
-    start = characters = 0
-    for number, word in enumerate(words):
-        characters += len(word) + 2
-        if characters >= _CHUNK_CHARACTERS:
-            yield start, number + 1
-            start, characters = number + 1, 0
-    if start < len(words):
-        yield start, len(words)
-
-
 class Bags(NamedTuple):
-    """The rows that the vectors of some words are the means of.
-
-    Attributes
-    ----------
-    rows : UniqueRows
-        Of all their rows, one bag after the other.
-    starts : Tensor of int64, shape (n + 1,)
-        Where in that list each bag begins and, last, its length.
-    bag_of : Tensor of int64
-        Which bag each row of the list belongs to.
-    """
+    """The rows that the vectors of n words are the means of, one bag after the other."""
 
     rows: UniqueRows
-    starts: Tensor
-    bag_of: Tensor
+    starts: Tensor  # where in that list each bag begins and, last, its length: int64, shape (n + 1,)
+    bag_of: Tensor  # which bag each row of the list belongs to
 
     @classmethod
     def of_single_rows(cls, words: Tensor) -> Bags:
@@ -177,11 +140,6 @@ class Bags(NamedTuple):
         return cls(
             unique_rows(words), torch.arange(len(words) + 1, device="cpu"), torch.arange(len(words), device="cpu")
         )
-
-    def to(self, device: torch.device) -> Bags:
-        """Return the same on `device`."""
-        (rows,), (starts, bag_of) = move_together([self.rows], [self.starts, self.bag_of], device)
-        return Bags(rows, starts, bag_of)
 
 
 class NgramVectors:
@@ -195,10 +153,6 @@ class NgramVectors:
         Taken as it is, without a copy.
     min_n, max_n : int
         Characters of an n-gram.
-
-    Attributes
-    ----------
-    matrix, min_n, max_n
     """
 
     def __init__(self, matrix: np.ndarray, min_n: int = 3, max_n: int = 6) -> None:
@@ -216,12 +170,14 @@ class NgramVectors:
     def __getitem__(self, word: str) -> np.ndarray:
         """Return the mean of the rows of the n-grams of `word`: float32, shape (dim,), as fastText for unseen words.
 
-        Raises
-        ------
-        UnknownWordError
-            It is too short to have any.
+        Raises `UnknownWordError` where it is too short to have any.
         """
-        mean: np.ndarray = self.matrix[hash_word(word, len(self.matrix), self.min_n, self.max_n)].mean(axis=0)
+        hashed = hash_ngrams([word], len(self.matrix), self.min_n, self.max_n)
+        if not len(hashed):
+            raise UnknownWordError(
+                f"{word!r} has no n-grams of {self.min_n} to {self.max_n} characters; pass a longer word"
+            )
+        mean: np.ndarray = self.matrix[hashed].mean(axis=0)
         return mean
 
     def save(self, path: str | os.PathLike[str]) -> None:

@@ -39,23 +39,12 @@ Source: TypeAlias = str | os.PathLike[str] | Readable
 
 
 class Piece(NamedTuple):
-    """A stretch of a file that begins and ends between words, not yet checked (see `decode` and `check`).
-
-    Attributes
-    ----------
-    data : bytes
-    name : str
-        Of the file, for messages.
-    position : int
-        Of the first byte in the file.
-    last : bool
-        Whether the file ends here.
-    """
+    """A stretch of a file that begins and ends between words, not yet checked (see `decode` and `check`)."""
 
     data: bytes
-    name: str
-    position: int
-    last: bool
+    name: str  # of the file, for messages
+    position: int  # of the first byte in the file
+    last: bool  # whether the file ends here
 
 
 def name_of(source: Source) -> str:
@@ -85,12 +74,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
 def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
     """Yield `source` in pieces of about `chunk_bytes` bytes, in order, cut at white space.
 
-    Raises
-    ------
-    StorageError, InvalidValueError
-        As :class:`Corpus`; the message names the file.
-    InvalidTypeError
-        `source` is no path and no binary file.
+    Raises as :class:`Corpus`, with the name of the file, and `InvalidTypeError` where `source` is no path and no binary file.
     """
     if isinstance(source, str | os.PathLike):
         if os.fspath(source) == "-":

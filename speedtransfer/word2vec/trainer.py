@@ -69,8 +69,6 @@ class Trainer:
     ----------
     settings : Settings
         As given, `epochs` and `block_words` chosen for the corpus where they were None.
-    epochs, block_words : int
-        As in `settings`.
     step : int
         Steps done, of `num_steps`.
     model : Word2Vec
@@ -161,12 +159,8 @@ class Trainer:
     def train_step(self) -> None:
         """Train on the next block.
 
-        Raises
-        ------
-        InvalidValueError
-            The loss is not finite, as the learning rate is too large; or all steps have been done.
-        OptimizerError
-            The optimizer cannot train single rows.
+        Raises `InvalidValueError` where the loss is not finite, as the learning rate is too large, or all steps are done,
+        and `OptimizerError` where the optimizer cannot train single rows.
         """
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
@@ -235,7 +229,7 @@ class Trainer:
                     callback.finish(self)
                 self.stop_signal = stop.requested
         except BaseException:
-            self.discard()
+            self.model.discard()
             raise
         finally:
             self._blocks = None  # stop drawing ahead
@@ -306,10 +300,6 @@ class Trainer:
             table.reset_stats()  # loading has moved rows, too
         self._moved_before = tuple(state["moved_bytes"])
         self._blocks = None  # the next block is another one
-
-    def discard(self) -> None:
-        """Remove the table files of memory "mmap", so that they do not stop the next run."""
-        self.model.discard()
 
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.

@@ -32,13 +32,6 @@ class Vocabulary:
     ----------
     words : list of str
     counts : ndarray of int64, shape (len(words),)
-
-    Raises
-    ------
-    InvalidValueError
-        A word is there twice, there are not as many counts as words, or one is negative.
-    InvalidTypeError
-        A word is no str, or a count no integer.
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
@@ -53,21 +46,10 @@ class Vocabulary:
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
-        """Choose the words of a model.
+        """Choose the words of a model by how often each word of the corpus occurs.
 
-        Parameters
-        ----------
-        counts : mapping of str to int
-            Every word of the corpus and how often it occurs.
-        min_count : int
-            Words that occur less often are left out.
-        max_words : int, optional
-            Of the rest, only this many of the most frequent.
-
-        Raises
-        ------
-        InvalidValueError
-            Fewer than two words are left.
+        Words that occur less than `min_count` times are left out; of the rest only the `max_words` most frequent are taken.
+        Raises `InvalidValueError` where fewer than two words are left.
         """
         words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
         return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[
@@ -84,25 +66,8 @@ class Vocabulary:
     ) -> tuple[Vocabulary, np.ndarray]:
         """Choose the words of a model by their numbers, so that rare words need not be looked at.
 
-        Parameters
-        ----------
-        counts : ndarray of int64, shape (n,)
-            How often word number i occurs.
-        take : callable
-            Returns the words that have the numbers passed to it, int64, shape (k,).
-        min_count, max_words
-            As `from_counts`.
-
-        Returns
-        -------
-        Vocabulary
-        ndarray of int64, shape (len(vocabulary),)
-            The old number of each word.
-
-        Raises
-        ------
-        InvalidValueError
-            Fewer than two words are left.
+        `counts` (n,) int64 says how often word number i occurs, and `take` returns the words that have the numbers passed to
+        it. Returns the vocabulary and the old number of each of its words; otherwise as `from_counts`.
         """
         min_count, max_words = check_setting("min_count", min_count), check_setting("max_words", max_words)
         _check_enough(counts, take, min_count)
@@ -146,19 +111,7 @@ class Vocabulary:
         Google's word2vec.c (function ``TrainModelThread``), which is not quite the one in the paper (Mikolov et al. 2013,
         "Distributed Representations of Words and Phrases", section 2.3).
 
-        Parameters
-        ----------
-        sample : float
-            The threshold, usually 1e-5 to 1e-3; 0 keeps everything.
-
-        Returns
-        -------
-        ndarray of float64, shape (len(self),)
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            `sample` is no number, or is negative or not finite.
+        `sample` is the threshold, usually 1e-5 to 1e-3; 0 keeps everything. float64, shape (len(self),).
         """
         sample = check_setting("sample", sample)
         if sample == 0:
@@ -170,11 +123,7 @@ class Vocabulary:
     def noise(self, power: float = 0.75) -> np.ndarray:
         """Return the probability of each word as a negative example, ``count**power`` over the sum of them.
 
-        The power is that of Mikolov et al. 2013 (section 2.2).
-
-        Returns
-        -------
-        ndarray of float64, shape (len(self),)
+        The power is that of Mikolov et al. 2013 (section 2.2). float64, shape (len(self),).
         """
         weight: np.ndarray = self.counts.astype(np.float64) ** power
         return weight / weight.sum()
@@ -187,13 +136,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        StorageError
-            The file is missing or a line of it is no word and count.
-        """
+        """Read what `save` wrote; raise `StorageError` where the file is missing or a line of it is no word and count."""
         path = check_path(path)
         words, counts = [], []
         try:
