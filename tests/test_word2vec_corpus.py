@@ -196,7 +196,7 @@ def test_rubbish(tmp_path, data, message):
 def test_damaged_archive(tmp_path, suffix, damage):
     packed = {"gz": gzip, "xz": lzma}[suffix].compress(b"word " * 10_000)
     (tmp_path / f"a.{suffix}").write_bytes(packed[:-20] if damage == "cut" else b"not packed at all")
-    with pytest.raises(StorageError, match=rf"a\.{suffix}' is damaged or no \.{suffix} file"):
+    with pytest.raises(StorageError, match=rf"a\.{suffix}' is damaged, or not packed as its name says"):
         words_of(tmp_path / f"a.{suffix}")
 
 

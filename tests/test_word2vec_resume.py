@@ -155,18 +155,11 @@ def point(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (text(2000), r"the corpus has 2,000 words but that of checkpoint .* had 3,000"),
-        (text() + b" new" * 9, "the corpus has 51 words in the vocabulary but that of checkpoint .* had 50"),
-        (text().replace(b"w1 ", b"v1 "), "the corpus has another words than"),
-        (b" ".join(reversed(text().split())), "the corpus has another order of words than"),
-    ],
-)
-def test_other_corpus(point, content, message):
-    with pytest.raises(InvalidValueError, match=message):
-        quietly(io.BytesIO(content), checkpoint=point, resume=True)
+def test_other_corpus(point):
+    reordered = b" ".join(reversed(text().split()))
+    for content in (text(2000), text() + b" new" * 9, text().replace(b"w1 ", b"v1 "), reordered):
+        with pytest.raises(InvalidValueError, match=r"is not that of checkpoint .* \(3,000 words, 50 distinct\)"):
+            quietly(io.BytesIO(content), checkpoint=point, resume=True)
 
 
 def test_resuming_what_is_not_there(corpus, tmp_path):

@@ -178,17 +178,13 @@ class Checkpoints(Callback):
     def _check_corpus(self, corpus: Corpus) -> None:
         self._corpus = corpus.fingerprint()
         saved = self._facts["corpus"]
-        for what, name in (("words in the vocabulary", "vocabulary_words"), ("words", "words")):
-            if saved[name] != self._corpus[name]:
-                raise InvalidValueError(
-                    f"the corpus has {self._corpus[name]:,} {what} but that of checkpoint {str(self.path)!r} had "
-                    f"{saved[name]:,}; pass the same corpus, or choose another checkpoint"
-                )
         if saved != self._corpus:
-            what = "words" if saved["vocabulary"] != self._corpus["vocabulary"] else "order of words"
+            ours, theirs = (
+                f"{of['words']:,} words, {of['vocabulary_words']:,} distinct" for of in (self._corpus, saved)
+            )
             raise InvalidValueError(
-                f"the corpus has another {what} than that of checkpoint {str(self.path)!r}; pass the same corpus, or choose "
-                "another checkpoint"
+                f"the corpus ({ours}) is not that of checkpoint {str(self.path)!r} ({theirs}); pass the same corpus, or "
+                "choose another checkpoint"
             )
 
     def _remove_tables(self, settings: Settings) -> None:

@@ -15,7 +15,6 @@ from typing import Any, Literal, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, check_size, suggest
 
-MAX_BUCKETS = 1 << 32
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
 
@@ -83,14 +82,6 @@ def _check_options(value: Any, name: str) -> dict[str, Any]:
             f"{name} is {value!r} but must be a dict by argument name; pass for instance {{'eps': 1e-8}}"
         )
     return dict(value)
-
-
-def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
-    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none."""
-    if check_size(buckets, "buckets", 0) > MAX_BUCKETS:
-        raise InvalidValueError(f"buckets is {buckets} but the hash has 32 bits; pass at most {MAX_BUCKETS}")
-    if check_size(max_n, "max_n", 1) < check_size(min_n, "min_n", 1):
-        raise InvalidValueError(f"max_n is {max_n} but min_n is {min_n}; pass a max_n of at least {min_n}")
 
 
 def check_path(value: Any, name: str) -> Any:
@@ -221,7 +212,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, check_setting(name, getattr(self, name)))
-        check_ngrams(self.buckets, self.min_n, self.max_n)
         if self.phrases and self.kind in ("graph", "adjacency"):
             raise InvalidValueError(
                 f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"
@@ -235,7 +225,9 @@ class Settings:
         import torch
 
         from speedtransfer.word2vec.optimizers import make_optimizer
+        from speedtransfer.word2vec.subwords import check_ngrams
 
+        check_ngrams(self.buckets, self.min_n, self.max_n)
         make_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], self.first_lr, self.options)
 
     @property

@@ -22,18 +22,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, StorageError, describe_ending
+from speedtransfer.errors import InvalidValueError, StorageError, check_size, describe_ending
 from speedtransfer.jit import compile_function
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import UniqueRows, files, row_chunks, unique_rows
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.lookup import UnknownWordError
-from speedtransfer.word2vec.settings import check_ngrams
 
 _FORMAT = "speedtransfer n-gram vectors 1"
+MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
 _WORDS_AT_ONCE = 1 << 16  # hashed at once
+
+
+def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
+    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none."""
+    if check_size(buckets, "buckets", 0) > MAX_BUCKETS:
+        raise InvalidValueError(f"buckets is {buckets} but the hash has 32 bits; pass at most {MAX_BUCKETS}")
+    if check_size(max_n, "max_n", 1) < check_size(min_n, "min_n", 1):
+        raise InvalidValueError(f"max_n is {max_n} but min_n is {min_n}; pass a max_n of at least {min_n}")
 
 
 def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
