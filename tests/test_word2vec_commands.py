@@ -253,7 +253,7 @@ def test_vectors_of_words_that_the_corpus_did_not_have(folder):
     fails_with(KeyError, "'' is not among", "nearest", "run", "riverstone", "")
     succeeds(*arguments[:4], "--overwrite", *QUICK)  # without n-grams now
     assert names("run") == ["settings.json", "vectors.txt", "vocab.txt"]
-    fails_with(KeyError, "'riverstone' is not among", "nearest", "run", "riverstone")
+    fails_with(KeyError, "'riverstone' (did you mean ", "nearest", "run", "riverstone")
 
 
 # --- one run, one folder ----------------------------------------------------------------------------------------------
