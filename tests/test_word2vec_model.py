@@ -14,7 +14,7 @@ from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every t
 from test_word2vec_gradients import train
 
 from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
-from speedtransfer.word2vec import Block, NgramVectors, Vocabulary, Word2Vec, subwords
+from speedtransfer.word2vec import Block, NgramVectors, Settings, Vocabulary, Word2Vec, subwords
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
 from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
@@ -22,6 +22,10 @@ from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_n
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
 NUM_WORDS, BUCKETS, NEGATIVE = len(WORDS), 50, 3
+
+
+def model_of(vocabulary, dim, **settings):
+    return Word2Vec(vocabulary, Settings(dim=dim, device="cpu", **settings))
 
 
 def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0):
@@ -52,7 +56,7 @@ def vectors_of(table, buckets, words=WORDS):
 @pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     block = draw_block(60)
-    model = Word2Vec(VOCABULARY, 5, model=kind, negative=NEGATIVE, buckets=buckets, device="cpu")
+    model = model_of(VOCABULARY, 5, model=kind, negative=NEGATIVE, buckets=buckets)
     for table, seed in ((model.input.table, 4), (model.output.table, 5)):
         table.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
     before = [t.table.torch().double() for t in (model.input, model.output)]
@@ -71,8 +75,8 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
 
 @pytest.mark.parametrize("buckets", [0, BUCKETS])
 def test_a_block_prepared_beforehand_gives_the_same_and_for_another_model_is_prepared_anew(buckets):
-    block, other = draw_block(60), Word2Vec(VOCABULARY, 5, buckets=BUCKETS - buckets, device="cpu")
-    model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
+    block, other = draw_block(60), model_of(VOCABULARY, 5, buckets=BUCKETS - buckets)
+    model = model_of(VOCABULARY, 5, buckets=buckets)
     expected = model.deposit_gradients(block).center.clone()  # the next gradient is added to it
     prepared = model.prepare(block)
     assert model.prepare(prepared).places is prepared.places
@@ -80,44 +84,44 @@ def test_a_block_prepared_beforehand_gives_the_same_and_for_another_model_is_pre
         model.zero_grad()
         assert torch.equal(model.deposit_gradients(given).center, expected)
     with pytest.raises(RowIndexError, match="5"):
-        Word2Vec(5, 5, device="cpu").deposit_gradients(prepared)
+        model_of(5, 5).deposit_gradients(prepared)
 
 
 def test_block_of_another_vocabulary():
-    model = Word2Vec(VOCABULARY, 5, device="cpu")
+    model = model_of(VOCABULARY, 5)
     for use in (model.prepare, model.deposit_gradients):
         with pytest.raises(RowIndexError, match=f"{NUM_WORDS}"):
             use(draw_block(60, vocabulary=NUM_WORDS + 5))
 
 
 def test_first_weights():
-    model = Word2Vec(50, 8, device="cpu", seed=4)
+    model = model_of(50, 8, seed=4)
     weights = model.input.table.numpy()
     assert abs(weights).max() <= 0.5 / 8
     assert weights.std() == pytest.approx(1 / 8 / 12**0.5, rel=0.1)
     assert not model.output.table.numpy().any()
-    assert (Word2Vec(50, 8, device="cpu", seed=4).input.table.numpy() == weights).all()
-    assert (Word2Vec(50, 8, device="cpu", seed=5).input.table.numpy() != weights).any()
-    with_ngrams = Word2Vec(WORDS, 8, buckets=100, device="cpu").input.table.numpy()
+    assert (model_of(50, 8, seed=4).input.table.numpy() == weights).all()
+    assert (model_of(50, 8, seed=5).input.table.numpy() != weights).any()
+    with_ngrams = model_of(WORDS, 8, buckets=100).input.table.numpy()
     assert with_ngrams.shape == (NUM_WORDS + 100, 8)
     assert 0.9 / 8 < abs(with_ngrams).max() <= 1 / 8
 
 
 def test_making_a_model_leaves_the_generator_of_torch_alone():
     before = torch.get_rng_state()
-    Word2Vec(50, 8, device="cpu")
+    model_of(50, 8)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_word_vectors_are_the_table_where_words_have_one_row():
-    model = Word2Vec(VOCABULARY, 5, device="cpu")
+    model = model_of(VOCABULARY, 5)
     assert model.word_vectors().data_ptr() == model.input.table.torch().data_ptr()
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
 def test_word_vectors_with_ngrams(monkeypatch, at_once):
     monkeypatch.setattr(model_module, "_WORDS_AT_ONCE", at_once)
-    model = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu")
+    model = model_of(VOCABULARY, 5, buckets=BUCKETS)
     vectors, table = model.word_vectors(), model.input.table.torch()
     assert (vectors.dtype, vectors.shape) == (torch.float32, (NUM_WORDS, 5))
     torch.testing.assert_close(vectors, vectors_of(table, BUCKETS))
@@ -126,9 +130,9 @@ def test_word_vectors_with_ngrams(monkeypatch, at_once):
 
 
 def test_state_of_the_model_holds_the_tables_alone():
-    model = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu")
+    model = model_of(VOCABULARY, 5, buckets=BUCKETS)
     assert list(model.state_dict()) == ["input.weight", "output.weight"]
-    other = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu", seed=9)
+    other = model_of(VOCABULARY, 5, buckets=BUCKETS, seed=9)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.word_vectors(), model.word_vectors())
 
@@ -138,7 +142,7 @@ def test_state_of_the_model_holds_the_tables_alone():
 
 def test_tables_in_files(tmp_path):
     folder = tmp_path / "new" / "tables"
-    model = Word2Vec(20, 5, memory="mmap", path=folder, device="cpu")
+    model = model_of(20, 5, memory="mmap", path=folder)
     assert sorted(p.name for p in folder.iterdir()) == ["input.safetensors", "output.safetensors"]
     assert model.input.table.memory == "mmap"
     vectors = model.word_vectors().clone()
@@ -150,7 +154,7 @@ def test_tables_in_files(tmp_path):
 
 def test_discard_leaves_what_others_made(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
-    Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu").discard()
+    model_of(20, 5, memory="mmap", path=tmp_path).discard()
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -158,7 +162,7 @@ def test_discard_leaves_what_others_made(tmp_path):
 def test_a_table_that_exists_is_neither_overwritten_nor_are_others_left_beside_it(tmp_path, present):
     (tmp_path / present).write_text("old")
     with pytest.raises(StorageError, match="exists and would be overwritten"):
-        Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu")
+        model_of(20, 5, memory="mmap", path=tmp_path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(present, "old")]
 
 
@@ -168,12 +172,12 @@ def test_a_failure_while_filling_leaves_no_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr("speedtransfer.Table.uniform_", fail)
     with pytest.raises(KeyboardInterrupt):
-        Word2Vec(20, 5, memory="mmap", path=tmp_path / "tables", device="cpu")
+        model_of(20, 5, memory="mmap", path=tmp_path / "tables")
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
-    Word2Vec(200_000, 8, memory="mmap", path=tmp_path, device="cpu")
+    model_of(200_000, 8, memory="mmap", path=tmp_path)
     used = {p.name: p.stat().st_blocks * 512 for p in tmp_path.iterdir()}
     assert used["input.safetensors"] >= 200_000 * 8 * 4
     assert used["output.safetensors"] < 100_000
@@ -182,7 +186,7 @@ def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
 def test_clip_shortens_long_gradients_and_leaves_the_others():
     block, grads = draw_block(60), {}
     for clip in (None, 2.0):
-        model = Word2Vec(VOCABULARY, 5, negative=NEGATIVE, clip=clip, device="cpu")
+        model = model_of(VOCABULARY, 5, negative=NEGATIVE, clip=clip)
         model.input.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
         model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(5))
         model.deposit_gradients(block)
@@ -199,12 +203,13 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
 def test_another_default_device_changes_nothing(kind, buckets):
     words = [f"w{i}ing{i % 7}" for i in range(60)]
     vocabulary = Vocabulary(words, [5] * 60)
-    model = Word2Vec(vocabulary, 7, model=kind, buckets=buckets, device="cpu")
+    model = model_of(vocabulary, 7, model=kind, buckets=buckets)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     before = model.word_vectors().clone()
     for _ in range(3):
         with torch.device("meta"):
-            blocks = Sampler((np.arange(2000) % 60).astype(np.int32), vocabulary, seed=3, block_words=300).blocks(0, 1)
+            drawn = Settings(seed=3, block_words=300)
+            blocks = Sampler((np.arange(2000) % 60).astype(np.int32), vocabulary, drawn).blocks(0, 1)
             for block in blocks:
                 model.deposit_gradients(block)
         optimizer.step()
@@ -219,7 +224,7 @@ def test_another_default_device_changes_nothing(kind, buckets):
 def test_spans_take_more_negatives_for_wider_windows(model, window, expected):
     block = draw_block(40, window=window)
     assert int(torch.maximum(block.before, block.after).max()) == window
-    prepared = Word2Vec(NUM_WORDS, 4, model=model, negative=NEGATIVE, device="cpu").prepare(
+    prepared = model_of(NUM_WORDS, 4, model=model, negative=NEGATIVE).prepare(
         dataclasses.replace(block, negatives=torch.arange(100) % NUM_WORDS)
     )
     assert prepared.places.draws.shape == (-(-40 // prepared.places.span), expected)
@@ -283,7 +288,7 @@ UNSEEN_OF = ["walking", "walked", "talking", "été", "naïve"]
 
 
 def make(buckets=60):
-    model = Word2Vec(UNSEEN_OF, 7, buckets=buckets, min_n=2, max_n=4, device="cpu")
+    model = model_of(UNSEEN_OF, 7, buckets=buckets, min_n=2, max_n=4)
     return model, model.ngram_vectors()
 
 

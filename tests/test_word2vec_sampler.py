@@ -11,7 +11,7 @@ import pytest
 import torch
 from late import models
 
-from speedtransfer.word2vec import Block, Sampler, Vocabulary
+from speedtransfer.word2vec import Block, Sampler, Settings, Vocabulary
 from speedtransfer.word2vec.gradients import DRAWS, MODELS
 from speedtransfer.word2vec.places import Places, pair_weight
 from speedtransfer.word2vec.sampler import GROUP_WORDS
@@ -30,8 +30,8 @@ def corpus_ids(repeat=1, seed=0):
     return ids
 
 
-def sampler_of(vocabulary, ids, seed=3, **kwargs):
-    return Sampler(ids, vocabulary, seed=seed, **kwargs)
+def sampler_of(vocabulary, ids, seed=3, starts=None, **settings):
+    return Sampler(ids, vocabulary, Settings(seed=seed, **settings), starts)
 
 
 def epoch_of(sampler):
@@ -203,7 +203,7 @@ def blocks(known):
     ids = np.repeat(np.arange(len(COUNTED), dtype=np.int32), COUNTED * 60)
     np.random.default_rng(0).shuffle(ids)
     settings = {"seed": 4, "window": WINDOW, "sample": SAMPLE, "block_words": 2000, "shared_negatives": 128}
-    samplers = {model: Sampler(ids, known, model=model, **settings) for model in MODELS}
+    samplers = {model: Sampler(ids, known, Settings(model=model, **settings)) for model in MODELS}
     return {model: [sampler.block(step) for step in range(3 * len(sampler))] for model, sampler in samplers.items()}
 
 

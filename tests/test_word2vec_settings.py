@@ -230,17 +230,16 @@ Vocabulary.from_counts({"a": 1, "b": 1}, min_count=0) -> InvalidValueError: min_
 Vocabulary.from_counts({}) -> InvalidValueError: holds no words but a model needs at least 2
 Vocabulary.load(3) -> InvalidTypeError: path is a int but must be the path of a file
 words.keep_probability(-1.0) -> InvalidValueError: sample is .* but must be at least 0
-Sampler(np.zeros(9, "i4"), words, window=0) -> InvalidValueError: window is 0 but must be at least 1
 Sampler(np.array([0, 1], "i4"), Vocabulary(["a", "b"], [0, 0])) -> InvalidValueError: the counts of the vocabulary are all 0
 Sampler(np.empty(0, "i4"), words) -> InvalidValueError: the corpus has no word of the vocabulary
-Sampler(np.zeros(9, "i4"), words, shared_negatives=10**12)
+Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
 -> HostMemoryError: shared_negatives=1000000000000 asks for .* a step but this machine has
 Places.find(Block(*[torch.arange(3)] * 4, 3, window=1), 3, 1)
 -> InvalidValueError: a context reaches 2 words but window is 1; pass window=2, or 0
 model(0) -> InvalidValueError: vocabulary is 0 but must be at least 1
 model(20, buckets=10) -> InvalidTypeError: vocabulary is 20 but n-grams \(buckets=10\) need the words
 model(20, path="here/file/tables") -> StorageError: cannot make folder
-Word2Vec(20, 5, device="cpu").ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
+Word2Vec(20, Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
 NgramVectors(np.zeros((3, 2), "f4"), 4, 5)["a"] -> InvalidValueError: 'a' has no n-grams of 4 to 5 characters
 NgramVectors(np.zeros(3, "f4")) -> InvalidValueError: matrix has shape \(3,\) but must be \(buckets, dim\)
 NgramVectors(np.zeros((3, 2), "f4")).save("n.txt") -> InvalidValueError: ends in '\.txt' but n-gram vectors are \.safetensors
@@ -278,7 +277,7 @@ class Unread:
 
 def model(vocabulary, dim=5, **settings):
     memory = {"path": "tables", "memory": "mmap", "device": "cpu", **settings}
-    return word2vec.Word2Vec(vocabulary, dim, **memory)
+    return word2vec.Word2Vec(vocabulary, word2vec.Settings(dim=dim, **memory))
 
 
 def corpus_of(ids, starts=None):

@@ -11,23 +11,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks
-from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.places import Block, Places
-from speedtransfer.word2vec.settings import Keywords, Settings
+from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.subwords import NgramVectors, Subwords
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
-_SETTINGS = (
-    "model", "negative", "clip", "buckets", "min_n", "max_n", "memory", "path", "device", "seed",
-)  # fmt: skip
 _TABLE_NAMES = ("input", "output")
 _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
@@ -39,11 +34,9 @@ class Word2Vec(nn.Module):
     ----------
     vocabulary : Vocabulary, sequence of str, or int
         The words, or only how many there are: enough for training where `buckets` is 0.
-    dim, model, negative, clip, buckets, min_n, max_n, memory, path, device, seed
-        As in :class:`Settings`. The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in
-        fastText; the output rows as zeros.
-    settings : Settings, optional
-        All of them instead, of which those named above count.
+    settings : Settings
+        Of which `dim`, `model`, `negative`, `clip`, `buckets`, `min_n`, `max_n`, `memory`, `path`, `device` and `seed` count.
+        The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; the others as zeros.
     process_group : ProcessGroup, optional
         Of processes that share the rows out; as for :class:`~speedtransfer.Embedding`.
 
@@ -63,28 +56,22 @@ class Word2Vec(nn.Module):
         There is no room for the tables, or their files exist. No file is left behind.
     """
 
-    @shows_settings(names=_SETTINGS)
     def __init__(
-        self,
-        vocabulary: Vocabulary | Sequence[str] | int,
-        dim: int = Settings.dim,
-        *,
-        settings: Settings | None = None,
-        process_group: Any = None,
-        **given: Unpack[Keywords],
+        self, vocabulary: Vocabulary | Sequence[str] | int, settings: Settings | None = None, process_group: Any = None
     ) -> None:
         super().__init__()
-        settings = settings or settings_of(_SETTINGS, given, dim=dim)
+        settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
         buckets = settings.buckets
-        self._vocabulary, self.num_words = _as_vocabulary(vocabulary)
-        if buckets and self._vocabulary is None:
-            raise InvalidTypeError(
-                f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
-            )
+        known, self.num_words = _as_vocabulary(vocabulary)
+        self.subwords: Subwords | None = None
+        if buckets:
+            if known is None:
+                raise InvalidTypeError(
+                    f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
+                )
+            self.subwords = Subwords(known.words, buckets, settings.min_n, settings.max_n)
         generator = torch.Generator().manual_seed(settings.seed)
-        hashed = settings.buckets, settings.min_n, settings.max_n
-        self.subwords = Subwords(self._vocabulary.words, *hashed) if self._vocabulary is not None and buckets else None
         self._files = TableFiles(settings.path)
         self._group = process_group
         self._files.check_none()

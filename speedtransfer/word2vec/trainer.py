@@ -99,14 +99,10 @@ class Trainer:
             self._exchange.agree("reads a corpus", [0], about)
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
-        self.sampler = Sampler(
-            corpus.ids,
-            corpus.vocabulary,
-            starts=corpus.starts,
-            # A step has `block_words` over all processes.
-            settings=dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2)),
-        )
-        self.model = Word2Vec(corpus.vocabulary, settings=settings, process_group=self._group)
+        # A step has `block_words` over all processes.
+        share = dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2))
+        self.sampler = Sampler(corpus.ids, corpus.vocabulary, share, corpus.starts)
+        self.model = Word2Vec(corpus.vocabulary, settings, self._group)
         parameters = self.model.parameters()
         self.optimizer = make_optimizer(settings.optimizer, parameters, settings.first_lr, settings.options)
         self.step = 0

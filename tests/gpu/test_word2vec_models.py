@@ -23,7 +23,7 @@ def draw_block(num_words=200, window=5):
 
 
 def train(block, device, memory, **options):
-    model = Word2Vec(WORDS, 12, device=device, memory=memory, **options)
+    model = Word2Vec(WORDS, Settings(dim=12, device=device, memory=memory, **options))
     model.output.table.uniform_(-1, 1, generator=torch.Generator().manual_seed(3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
