@@ -94,7 +94,7 @@ def train_into(
         )
     if corpus != "-":
         find_files(corpus)
-    with joined(resolve_device(settings.device)) as others:
+    with joined(resolve_device(settings.device)) as others, contextlib.ExitStack() as saving:
         if others is not None and (curves or settings.path is not None):
             raise InvalidValueError("tensorboard and path are for one process; leave them out with torchrun")
         with TrainingProgress(not quiet and is_first()) as progress:
@@ -103,12 +103,11 @@ def train_into(
                 _clear(output, checkpoints)
             trainer = make_trainer(words, settings, checkpoints, progress)
             # From the first step until everything is saved a signal only ends training.
-            with StopOnSignal() as stop:
-                trainer.run(progress, callbacks, stop)
-                save = _saver(trainer, corpus, suffix, output)  # by all processes
-                if is_first():
-                    save_or_rescue(output, overwrite or resume, corpus, save)
+            stop = saving.enter_context(StopOnSignal())
+            trainer.run(progress, callbacks, stop)
+        save = _saver(trainer, corpus, suffix, output)  # by all processes, which have the rows together
         if is_first():
+            save_or_rescue(output, overwrite or resume, corpus, save)
             _report(trainer, output, suffix, show)
     return stop.requested
 
