@@ -29,11 +29,8 @@ class Evaluations(Callback):
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float, board: TensorBoard | None = None) -> None:
         self._sets = [(os.fspath(path), load_set(path)) for path in paths]
-        self._every, self._last_step, self._board = (
-            check_number(every, "evaluate_every", "above 0", default=1),
-            -1,
-            board,
-        )
+        self._every = check_number(every, "evaluate_every", "above 0", default=1)
+        self._last_step, self._board = -1, board
 
     def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Raise `InvalidValueError` where a set has too few words of the vocabulary."""

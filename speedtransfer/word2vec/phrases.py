@@ -77,8 +77,13 @@ def _merge(
     pairs: np.ndarray, counts: np.ndarray, more: np.ndarray, more_counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the union of two sorted sets of pairs, and the sums of their counts."""
-    both, where = np.unique(np.concatenate([pairs, more]), return_inverse=True)
-    return both, np.bincount(where, np.concatenate([counts, more_counts]), len(both)).astype(np.int64)
+    both = np.concatenate([pairs, more])
+    order = np.argsort(both, kind="stable")  # two sorted runs: merged, not sorted
+    both = both[order]
+    begins = np.flatnonzero(np.concatenate([[True], both[1:] != both[:-1]])[: len(both)])
+    if len(begins) == 0:
+        return pairs, counts
+    return both[begins], np.add.reduceat(np.concatenate([counts, more_counts])[order], begins)
 
 
 @compile_function

@@ -52,9 +52,8 @@ class Vocabulary:
         Raises `InvalidValueError` where fewer than two words are left.
         """
         words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[
-            0
-        ]
+        vocabulary, _ = cls.choose(numbers, lambda chosen: [words[at] for at in chosen.tolist()], min_count, max_words)
+        return vocabulary
 
     @classmethod
     def choose(
