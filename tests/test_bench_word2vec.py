@@ -101,6 +101,7 @@ def small(word2vec, tmp_path, monkeypatch):
     return ["--data", str(put_data(tmp_path / "data")), "--out", str(tmp_path / "word2vec.json")]
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on(word2vec, report, small, tmp_path, monkeypatch, capsys):
     train, partial = word2vec.Session._train, tmp_path / "word2vec.partial.json"
 
