@@ -142,7 +142,6 @@ SHAPES = [
 KINDS = list(itertools.product(MODELS, [1e-6, 0.05, 0.5], [False, True]))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.usefixtures("way")
 def test_rows_move_as_single_steps_move_them(shape):
