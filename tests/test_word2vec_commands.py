@@ -123,7 +123,7 @@ def test_output_that_cannot_be(folder, monkeypatch):
 
 
 def test_demo(folder, monkeypatch):
-    """Without its picture, which tests/test_readme.py has drawn."""
+    """Without its picture, which tests/test_docs.py has drawn."""
     lines = []
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     quick = Settings(dim=8, epochs=1, block_words=20_000, max_words=2000, device="cpu")

@@ -92,7 +92,9 @@ def test_resumed_run_has_the_same_bits(corpus, tmp_path, step, changes):
 
 
 def test_everything_is_taken_up(corpus, tmp_path):
-    Trainer(corpus, Settings(**QUICK)).train_step()  # the first of a process moves more rows: it tries the optimizer out
+    Trainer(
+        corpus, Settings(**QUICK)
+    ).train_step()  # the first of a process moves more rows: it tries the optimizer out
     straight = Trainer(corpus, Settings(**QUICK))
     while straight.step < 18:
         straight.train_step()
