@@ -59,7 +59,7 @@ $(VENV)/.ready-%: pyproject.toml setup.py constraints.txt
 	@touch $(if $(filter dev,$*),$(addprefix $(VENV)/.ready-,docs notebooks plot)) $@
 
 demo: $(call with,plot)
-	$(PY) -m speedtransfer word2vec demo -o demo
+	$(PY) -m speedtransfer word2vec demo -o demo --overwrite
 
 # Tests run in WORKERS processes, as many as tests/conftest.py says by default. WORKERS=0: in one process, for -s and --pdb.
 WORKERS ?= auto

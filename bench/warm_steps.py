@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.benchmark.workload import zipf_ids
-from speedtransfer.word2vec import Block, Word2Vec
+from speedtransfer.word2vec import Block, Settings, Word2Vec
 
 BATCHES = 4  # taken in turn
 BAG, TABLES = 16, 26
@@ -138,9 +138,8 @@ class Words:
         """Return the step; files of tables go to `folder`."""
         path = {"path": folder / "word2vec"} if self.memory == "mmap" else {}
         words: Any = [f"word {number}" for number in range(sizes.rows // 2)] if self.buckets else sizes.rows // 2
-        model = Word2Vec(
-            words, sizes.dim, model=self.model, buckets=self.buckets, memory=self.memory, device=device, **path
-        )
+        given = {"model": self.model, "buckets": self.buckets, "memory": self.memory, "device": device, **path}
+        model = Word2Vec(words, Settings(dim=sizes.dim, **given))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         generator = torch.Generator().manual_seed(0)
         # In training a thread draws and prepares them.

@@ -24,7 +24,6 @@ from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_b
 from speedtransfer.system import program
 from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec.commands import app as word2vec_app
-from speedtransfer.word2vec.commands import in_flags
 
 if TYPE_CHECKING:
     from speedtransfer.cuda import CudaStatus
@@ -259,10 +258,8 @@ def main() -> None:
 
 def _in_flags(message: str) -> str:
     """Return a message as the command line spells settings, where the command has such."""
-    command = sys.argv[1:2]
-    if command == ["word2vec"]:
-        return in_flags(message)
-    return re.sub(r"\bdevice='([^']+)'", r"--device \1", message) if command in (["bench"], ["calibrate"]) else message
+    named = sys.argv[1:2] in (["bench"], ["calibrate"])
+    return re.sub(r"\bdevice='([^']+)'", r"--device \1", message) if named else message
 
 
 def _give_up_stdout() -> None:

@@ -42,15 +42,16 @@ def compiled_module(name: str) -> Any:
         ) from error
 
 
-def compile_function(function: Any) -> Any:
+def compile_function(function: Any, **options: Any) -> Any:
     """Compile at the first call, without the GIL; the result is kept on disk where numba finds a folder for it."""
     from numba import njit
 
     _announce_compiling()
+    options = {"nogil": True, "error_model": "numpy", **options}
     try:
-        return njit(nogil=True, cache=True, error_model="numpy")(function)
+        return njit(cache=True, **options)(function)
     except RuntimeError:  # no such folder
-        return njit(nogil=True, error_model="numpy")(function)
+        return njit(**options)(function)
 
 
 @once

@@ -322,7 +322,7 @@ word2vec/evaluation.py: word2vec_evaluation
 word2vec/gradients.py: word2vec_gradients
 - num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
 + num_pairs = places.num_pairs
-word2vec/lane_rows.py: word2vec_lanes
+word2vec/lane_rows.py: word2vec_gradients
 - store(scores, k + 2, 0, s2)
 + store(scores, k + 2, 0, s1)
 word2vec/lookup.py: word2vec_vectors
@@ -337,13 +337,13 @@ word2vec/sampler.py: word2vec_sampler
 word2vec/spans.py: word2vec_gradients
 - counts.sum(1, keepdim=True) * (negative / len(drawn))
 + counts.sum(1, keepdim=True) * negative
-word2vec/subwords.py: word2vec_subwords
+word2vec/subwords.py: word2vec_model
 - if length >= min_n and not
 + if length > min_n and not
 word2vec/tokenise.py: word2vec_tokenise
 - return 3 if data[at + 1] == 0x9A and data[at + 2] == 0x80 else 0
 + return 0
-word2vec/vocabulary.py: word2vec_vocabulary
+word2vec/vocabulary.py: word2vec_corpus
 - return numbers[numbers >= 0]
 + return numbers[numbers > 0]
 ngrams/constants.py: ngrams

@@ -22,7 +22,7 @@ from speedtransfer.engines import calibration
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.planning.machine import machine_given
 from speedtransfer.speedtorch import files as speedtorch_files
-from speedtransfer.word2vec import Vectors, Vocabulary
+from speedtransfer.word2vec import Settings, Vectors, Vocabulary
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.evaluation import load_set
@@ -39,7 +39,7 @@ def test_a_manifest_that_names_files_elsewhere(tmp_path: Path) -> None:
     folder, model = tmp_path / "c", torch.nn.Linear(2, 2)
     extra = {"word2vec": {"settings": {}, "corpus": {}, "training": {}}}
     st.save_checkpoint(folder, model, torch.optim.SGD(model.parameters()), extra=extra)
-    checkpoints = Checkpoints(folder, overwrite=True)
+    checkpoints = Checkpoints(folder, Settings(), overwrite=True)
 
     def change(content: Any) -> None:
         content["files"]["model"]["name"] = "../victim.txt"

@@ -22,7 +22,8 @@ from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.optimizers import LR_END
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run
+from speedtransfer.word2vec.run import make_callbacks
+from speedtransfer.word2vec.trainer import Callback
 
 QUICK = {"dim": 8, "epochs": 2, "block_words": 256, "shared_negatives": 32, "sample": 0, "device": "cpu"}
 CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/words_per_s"]
@@ -78,17 +79,6 @@ def test_curves(corpus, tmp_path, every_step):
     assert 3 < seen["train/loss"][-1][1] < 5
 
 
-def test_few_figures_by_the_clock(corpus, tmp_path, monkeypatch):
-    now = iter(range(1000))
-    monkeypatch.setattr(callbacks.time, "monotonic", lambda: next(now) / 2)  # half a second a step
-    quietly(corpus, tensorboard=tmp_path)
-    steps = 2 * len(Trainer(corpus, Settings(**QUICK)).sampler)
-    assert [step for step, _ in curves(tmp_path)["train/loss"]] == [
-        *range(1, steps, 4),
-        *([steps] if steps % 4 != 1 else []),
-    ]
-
-
 def test_projector_shows_the_frequent_words(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr(callbacks, "PROJECTOR_WORDS", 7)
     vectors = quietly(corpus, tensorboard=tmp_path)
@@ -100,20 +90,16 @@ def test_projector_shows_the_frequent_words(corpus, tmp_path, monkeypatch):
 
 
 def test_resumed_run_goes_on_with_its_curves(corpus, tmp_path, every_step):
-    run = Run(Settings(**QUICK), tmp_path / "point", tensorboard=tmp_path / "board")
+    settings = Settings(**QUICK)
+    broken = make_callbacks(settings, Checkpoints(tmp_path / "point", settings), tmp_path / "board")
 
-    def stop(trainer):
-        step = trainer.train_step
-
-        def first_epoch():
-            step()
+    class Break(Callback):
+        def after_step(self, trainer):
             if trainer.step == len(trainer.sampler) + 3:
                 raise RuntimeError("broken off")
 
-        trainer.train_step = first_epoch
-
     with pytest.raises(RuntimeError, match="broken off"):
-        run.train(corpus, TrainingProgress(enabled=False), stop)
+        Trainer(corpus, settings).run(TrainingProgress(enabled=False), [*broken, Break()])
     vectors = quietly(corpus, checkpoint=tmp_path / "point", resume=True, tensorboard=tmp_path / "board")
     assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
     steps = [step for step, _ in curves(tmp_path / "board")["train/lr"]]
@@ -126,13 +112,6 @@ def test_without_tensorboard(corpus, tmp_path, monkeypatch):
         quietly("not read", tensorboard=tmp_path / "board")
     assert not (tmp_path / "board").exists()
     quietly(corpus, epochs=1)
-
-
-def test_folder_that_cannot_be(tmp_path):
-    (tmp_path / "file").write_text("precious")
-    for path in (tmp_path / "file", tmp_path / "file" / "board"):
-        with pytest.raises(StorageError, match=r"cannot write TensorBoard's files to .*; choose a folder"):
-            quietly("not read", tensorboard=path)
 
 
 # --- evaluation -------------------------------------------------------------------------------------------------------

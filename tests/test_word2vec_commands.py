@@ -1,4 +1,7 @@
-"""The commands as a user types them: files left behind, exit codes, nothing half done."""
+"""The commands as a user types them: files left behind, exit codes, nothing half done.
+
+What the flags of corpora, models and optimizers do, `test_docs` runs, and `test_cli` what is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +22,14 @@ from typer.testing import CliRunner
 
 from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, run_folder
-from speedtransfer.word2vec.commands import app, in_flags
+from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary
+from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.demo import run_demo
-from speedtransfer.word2vec.run_folder import OutputFolder
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.trainer import Trainer
 
 QUICK = ["--dim", "8", "--epochs", "1", "--device", "cpu", "--quiet"]
+TRAIN = ["train", "corpus.txt", "-o", "out"]
 
 
 @pytest.fixture
@@ -42,6 +45,12 @@ def run(*arguments, **kwargs):
     return CliRunner().invoke(app, list(map(str, arguments)), **kwargs)
 
 
+def succeeds(*arguments, **kwargs):
+    result = run(*arguments, **kwargs)
+    assert result.exit_code == 0, result.output
+    return result
+
+
 def fails_with(kind, message, *arguments):
     """The command line turns these errors into one line and exit code 2 (tests/test_cli.py)."""
     result = run(*arguments)
@@ -52,185 +61,78 @@ def fails_with(kind, message, *arguments):
 
 
 def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in Path(folder).iterdir())
+
+
+def facts_of(folder):
+    return json.loads(Path(folder, "settings.json").read_text())
 
 
 def test_train(folder):
-    result = run("train", "corpus.txt", "-o", "new/out", *QUICK)
-    assert result.exit_code == 0, result.output
-    assert "50 words," in result.stdout
-    assert "rows moved:" in result.stdout
-    assert f"vectors: {Path('new/out/vectors.txt')}" in result.stdout
-    out = folder / "new" / "out"
-    assert names(out) == ["settings.json", "vectors.txt", "vocab.txt"]
-    assert names(folder) == ["corpus.txt", "new"]  # nothing else is left
-    assert names(folder / "new") == ["out"]
-
-    vocabulary = Vocabulary.load(out / "vocab.txt")
-    vectors = Vectors.load(out / "vectors.txt")
+    result = succeeds("train", "corpus.txt", "-o", "new/out", *QUICK)
+    for part in ("50 words,", "rows moved:", f"vectors: {Path('new/out/vectors.txt')}"):
+        assert part in result.stdout
+    assert names("new/out") == ["settings.json", "vectors.txt", "vocab.txt"]
+    assert (names(folder), names("new")) == (["corpus.txt", "new"], ["out"])  # nothing else is left
+    vocabulary, vectors = Vocabulary.load("new/out/vocab.txt"), Vectors.load("new/out/vectors.txt")
     assert vectors.words == vocabulary.words
     assert (len(vectors), vectors.dim, vocabulary.num_words) == (50, 8, 3000)
-    theirs = models.KeyedVectors.load_word2vec_format(out / "vectors.txt", fvocab=out / "vocab.txt")
+    theirs = models.KeyedVectors.load_word2vec_format("new/out/vectors.txt", fvocab="new/out/vocab.txt")
     assert theirs.get_vecattr(vocabulary.words[0], "count") == vocabulary.counts[0]
-    facts = json.loads((out / "settings.json").read_text())
+    facts = facts_of("new/out")
     assert facts["settings"]["lr"] == Settings().first_lr
     assert (facts["corpus"], facts["corpus_words"], facts["vocabulary_words"]) == ("corpus.txt", 3000, 50)
     assert facts["steps"] == facts["of_steps"]
     assert set(facts["settings"]) == set(SETTINGS)
-    assert facts["versions"]["torch"] == torch.__version__
     assert facts["versions"].keys() == {"speedtransfer", "torch", "numpy", "numba"}
     assert (facts["device"], facts["threads"], facts["evaluation"]) == ("cpu", torch.get_num_threads(), [])
-
-
-@pytest.mark.parametrize("format", ["kv", ".BIN"])
-def test_formats(folder, format):
-    result = run("train", "corpus.txt", "-o", "out", "--format", format, *QUICK)
-    assert result.exit_code == 0, result.output
-    assert len(Vectors.load(folder / "out" / f"vectors.{format.lower().lstrip('.')}")) == 50
-    # A pickle must be named itself.
-    named = "out/vectors.kv" if format == "kv" else "out"
-    assert run("nearest", named, "w1").exit_code == 0
-
-
-def test_train_from_standard_input(folder):
-    result = run("train", "-", "-o", "out", *QUICK, input=Path("corpus.txt").read_bytes())
-    assert result.exit_code == 0, result.output
-    assert run("train", "corpus.txt", "-o", "again", *QUICK).exit_code == 0
-    assert Path("out/vectors.txt").read_bytes() == Path("again/vectors.txt").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("content", "flags"),
-    [
-        ("a b\nb c\nc d\nd a\n", ["--kind", "graph", "--walks", "20", "--walk-length", "9", "--q", "0.5"]),
-        ("a b 2\nb c 1\nc a 0.5\n", ["--kind", "graph"]),
-        ("a b c\nd a\n", ["--kind", "adjacency"]),
-        ("a b c d\nc d\n" * 9, ["--kind", "lines", "--model", "cbow"]),
-        ("new york is new\n" * 9, ["--phrases", "1", "--phrase-threshold", "0.1", "--min-count", "1"]),
-        ("river rivers water waters\n" * 9, ["--buckets", "100", "--min-n", "2", "--max-n", "4"]),
-    ],
-)
-def test_kinds_of_corpora_and_models(folder, content, flags):
-    Path("items.txt").write_text(content)
-    result = run("train", "items.txt", "-o", "out", *flags, "--sample", "0", *QUICK)
-    assert result.exit_code == 0, result.output
-    words = Vectors.load("out/vectors.txt").words
-    assert "new_york" in words if "--phrases" in flags else set(words) <= set(content.split())
-
-
-@pytest.mark.parametrize("chosen", [["--epochs", "2"], ["--block-words", "64"], []])
-def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder, chosen):
-    """Also where another version would choose otherwise; a value that is given must be that of the checkpoint."""
-    # Without the number of epochs.
-    arguments = ["train", "corpus.txt", "-o", "out", "--resume", *QUICK[:2], *QUICK[4:]]
-    assert run(*arguments, "--epochs", "2", "--block-words", "64").exit_code == 0
-    before = Path("out/vectors.txt").read_bytes()
-    settings = json.loads(Path("out/settings.json").read_text())["settings"]
-    assert run(*arguments, *chosen).exit_code == 0
-    assert Path("out/vectors.txt").read_bytes() == before
-    assert json.loads(Path("out/settings.json").read_text())["settings"] == settings
-    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "--epochs", "3")
-    fails_with(InvalidValueError, "block_words is 32 but the", *arguments, "--block-words", "32")
+    succeeds("train", "-", "-o", "piped", *QUICK, "--format", ".BIN", input=Path("corpus.txt").read_bytes())
+    assert Vectors.load("piped/vectors.bin").matrix.tobytes() == vectors.matrix.tobytes()
 
 
 def test_options_reach_the_optimizer(folder):
-    arguments = ["--optimizer", "SGD", "--lr", "0.001", "--option", "momentum=0.9", "--option", "nesterov=true"]
-    assert run("train", "corpus.txt", "-o", "out", *arguments, *QUICK).exit_code == 0
-    settings = json.loads(Path("out/settings.json").read_text())["settings"]
+    options = ["--option", "momentum=0.9", "--option", "nesterov=true"]
+    succeeds(*TRAIN, "--optimizer", "SGD", "--lr", "0.001", *options, *QUICK)
+    settings = facts_of("out")["settings"]
     assert (settings["optimizer"], settings["lr"]) == ("SGD", 0.001)
     assert settings["options"] == {"momentum": 0.9, "nesterov": True}
     wrong = ["train", "corpus.txt", "-o", "x", "--option"]
     fails_with(InvalidValueError, "option 'momentum' is no name=value", *wrong, "momentum")
-    fails_with(InvalidValueError, "it must be 2 numbers; pass for instance betas=[0.9, 0.999]", *wrong, "betas=0.9")
-
-
-def test_messages_speak_of_flags():
-    message = "device='cuda' needs CUDA; pass memory='mmap', min_count=1 or less, or the file 'dim=8.txt' or {'p': 1}"
-    assert in_flags(message) == (
-        "--device cuda needs CUDA; pass --memory mmap, --min-count 1 or less, or the file 'dim=8.txt' or {'p': 1}"
-    )
-    message = "pass a smaller block_words, a larger lr, or the files 'lr' and block_words.txt"
-    assert in_flags(message) == "pass a smaller --block-words, a larger --lr, or the files 'lr' and block_words.txt"
+    fails_with(InvalidValueError, "AdamW does not take", *wrong, "betas=0.9")
 
 
 def test_output_folder_that_exists(folder):
-    out = folder / "out"
-    out.mkdir()
-    (out / "thesis.tex").write_text("precious")
-    (out / "vectors.bin").write_text("of an earlier run")
-    fails_with(
-        InvalidValueError, "output folder 'out' exists; choose another folder or pass --overwrite",
-        "train", "missing.txt", "-o", "out", *QUICK,
-    )  # fmt: skip
-    assert (out / "vectors.bin").read_text() == "of an earlier run"
-
-    result = run("train", "corpus.txt", "-o", "out", "--overwrite", *QUICK)
-    assert result.exit_code == 0, result.output
-    assert names(out) == ["settings.json", "thesis.tex", "vectors.txt", "vocab.txt"]
-    assert (out / "thesis.tex").read_text() == "precious"
-
-
-@pytest.mark.parametrize(
-    ("content", "arguments", "kind", "message"),
-    [
-        (b"", [], InvalidValueError, "'bad.txt' holds no words"),
-        (b"\x89PNG\0\0\0", [], InvalidValueError, "'bad.txt' is no text: byte 4 is NUL"),
-        (None, [], StorageError, "'bad.txt' does not exist"),
-        (b"a b " * 50, ["--optimizer", "adamm"], InvalidValueError, "did you mean 'adam'"),
-        (b"a b " * 50, ["--format", "text"], InvalidValueError, "format 'text' is unknown; did you mean 'txt'"),
-    ],
-)
-def test_nothing_is_written_where_something_is_wrong(folder, content, arguments, kind, message):
-    if content is not None:
-        Path("bad.txt").write_bytes(content)
-    before = names(folder)
-    fails_with(kind, message, "train", "bad.txt", "-o", "out", *QUICK, *arguments)
-    assert names(folder) == before
     Path("out").mkdir()
-    Path("out/vectors.txt").write_text("old")
-    fails_with(kind, message, "train", "bad.txt", "-o", "out", "--overwrite", *QUICK, *arguments)
-    assert Path("out/vectors.txt").read_text() == "old"
+    Path("out/thesis.tex").write_text("precious")
+    Path("out/vectors.bin").write_text("of an earlier run")
+    message = "output folder 'out' exists; choose another folder or pass --overwrite"
+    fails_with(InvalidValueError, message, "train", "missing.txt", "-o", "out", *QUICK)
+    fails_with(InvalidValueError, message, "demo", "-o", "out")
+    fails_with(StorageError, "'missing.txt' does not exist", "train", "missing.txt", "-o", "out", "--overwrite", *QUICK)
+    assert Path("out/vectors.bin").read_text() == "of an earlier run"
+    succeeds(*TRAIN, "--overwrite", *QUICK)
+    assert names("out") == ["settings.json", "thesis.tex", "vectors.txt", "vocab.txt"]
+    assert Path("out/thesis.tex").read_text() == "precious"
 
 
 def test_output_that_cannot_be(folder, monkeypatch):
     fails_with(InvalidValueError, "exists and is a file", "train", "corpus.txt", "-o", "corpus.txt", *QUICK)
-    fails_with(
-        (StorageError, NotADirectoryError), "cannot make output folder", "train", "corpus.txt", "-o", "corpus.txt/out", *QUICK
-    )  # fmt: skip
-    monkeypatch.setattr(os, "access", lambda *args: False)
-    Path("out").mkdir()
-    with pytest.raises(StorageError, match=r"cannot make output folder 'out' \(Permission denied\)"):
-        OutputFolder("out", True)
-
-
-# --- demo -------------------------------------------------------------------------------------------------------------
+    fails_with(StorageError, "cannot write vectors", "train", "corpus.txt", "-o", "corpus.txt/out", *QUICK)
+    fails_with(InvalidValueError, "'text' is unknown; did you mean 'txt'", *TRAIN, "--format", "text", *QUICK)
+    assert names(folder) == ["corpus.txt"]
 
 
 def test_demo(folder, monkeypatch):
-    quick = Settings(dim=8, epochs=1, block_words=20_000, max_words=2000, device="cpu")
+    """Without its picture, which tests/test_docs.py has drawn."""
     lines = []
-    with monkeypatch.context() as patch:
-        patch.setitem(sys.modules, "matplotlib.figure", None)
-        run_demo("demo", quick, lines.append)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    quick = Settings(dim=8, epochs=1, block_words=20_000, max_words=2000, device="cpu")
+    run_demo(Path("demo"), False, quick, lines.append)
     assert lines[-2].startswith("picture: none (plots need matplotlib")
-    assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt"]
-    lines.clear()
-    run_demo("demo", quick, lines.append)  # people run it twice
-    assert names(folder / "demo") == ["settings.json", "vectors.txt", "vocab.txt", "words.png"]
-    text = "\n".join(lines)
     assert lines[-1] == "next: speedtransfer word2vec analogy demo china chinese france"
-    for part in ("World Factbook: dim 8, adamw", "words/s", "france", "rows moved:", "vectors: demo", "picture: demo"):
-        assert part in text
-    assert len(Vectors.load("demo/vectors.txt")) == 2000
-
-
-def test_demo_refuses_a_folder_with_other_things(folder):
-    Path("demo").mkdir()
-    Path("demo/thesis.tex").write_text("precious")
-    fails_with(
-        InvalidValueError, "output folder 'demo' holds 'thesis.tex', not created by speedtransfer", "demo", "-o", "demo"
-    )
-    assert names(folder / "demo") == ["thesis.tex"]
+    for part in ("World Factbook: dim 8, adamw", "words/s", "france", "vectors: demo"):
+        assert part in "\n".join(lines)
+    assert len(Vectors.load("demo")) == 2000
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -241,7 +143,6 @@ def test_demo_refuses_a_folder_with_other_things(folder):
     ("number", "handler"),
     [
         (signal.SIGINT, "default_int_handler"),
-        pytest.param(signal.SIGTERM, "default_int_handler", marks=pytest.mark.slow),
         (signal.SIGTERM, "SIG_IGN"),  # as in the background jobs of a script
     ],
 )
@@ -251,8 +152,7 @@ def test_a_signal_saves_and_is_reported(folder, number, handler):
         f"import signal; signal.signal(signal.SIGINT, signal.{handler}); from speedtransfer import cli; "
         "from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.05; cli.main()"
     )
-    flags = ["--dim", "8", "--epochs", "1000000"]
-    with started_script(code, "word2vec", "train", "corpus.txt", "-o", "out", *flags) as script:
+    with started_script(code, "word2vec", *TRAIN, "--dim", "8", "--epochs", "1000000") as script:
         script.wait_for(lambda: "\nepoch" in script.err)  # training has begun
         if handler == "SIG_IGN":
             os.kill(script.process.pid, signal.SIGINT)
@@ -267,83 +167,90 @@ def test_a_signal_saves_and_is_reported(folder, number, handler):
     assert "aborted" not in err  # it came to an orderly end
     assert "vectors: out" in out
     assert names(folder) == ["corpus.txt", "out"]
-    assert names(folder / "out") == ["checkpoint", "settings.json", "vectors.txt", "vocab.txt"]
-    assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
-    facts = json.loads((folder / "out" / "settings.json").read_text())
-    assert 0 < facts["steps"] < facts["of_steps"]
+    assert names("out") == ["checkpoint", "settings.json", "vectors.txt", "vocab.txt"]
+    assert len(Vectors.load("out/vectors.txt")) == 50
+    assert 0 < facts_of("out")["steps"] < facts_of("out")["of_steps"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypatch, fresh_signals, number):
-    save = run_folder.save_run
-    monkeypatch.setattr(run_folder, "save_run", lambda *args: (signal.raise_signal(number), save(*args)))
-    result = run("train", "corpus.txt", "-o", "out", *QUICK)
-    assert result.exit_code == 128 + number
-    assert len(Vectors.load(folder / "out" / "vectors.txt")) == 50
+    save = Vectors.save
+    monkeypatch.setattr(Vectors, "save", lambda *given: (signal.raise_signal(number), save(*given)))
+    assert run(*TRAIN, *QUICK).exit_code == 128 + number
+    assert len(Vectors.load("out")) == 50
     assert names(folder) == ["corpus.txt", "out"]
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------
 
 
-def full_disk(monkeypatch, *folders):
-    """No file can be saved below these."""
-    save = run_folder.save_run
+def fill_disk(monkeypatch, *folders):
+    """Let no vectors be saved below these."""
+    save = Vectors.save
 
-    def save_run(folder, *args):
-        if any(folder.resolve().is_relative_to(full.resolve()) for full in folders):
-            (folder / "vectors.txt").write_text("half")
+    def save_or_fail(self, path):
+        if any(path.resolve().is_relative_to(full.resolve()) for full in folders):
+            path.write_text("half")
             raise OSError(errno.ENOSPC, "No space left on device")
-        save(folder, *args)
+        save(self, path)
 
-    monkeypatch.setattr(run_folder, "save_run", save_run)
+    monkeypatch.setattr(Vectors, "save", save_or_fail)
 
 
-@pytest.mark.parametrize("elsewhere", ["beside the corpus", "for temporary files"])
-def test_a_full_disk_does_not_lose_the_vectors(folder, monkeypatch, elsewhere, tmp_path_factory):
+def test_a_full_disk_does_not_lose_the_vectors(folder, monkeypatch, tmp_path_factory):
     temporary, data = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("data")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     corpus = Path("corpus.txt").rename(data / "corpus.txt")
-    full, place = ([folder], data) if elsewhere == "beside the corpus" else ([folder, data], temporary)
-    full_disk(monkeypatch, *full)
-    result = run("train", corpus, "-o", "out", *QUICK)
-    assert isinstance(result.exception, StorageError), result.output
-    (kept,) = place.glob("speedtransfer-vectors-*")
-    assert str(result.exception) == (
-        f"cannot write the vectors to 'out' (No space left on device); the vectors are in {str(kept)!r} instead"
-    )
-    assert names(kept) == ["settings.json", "vectors.txt", "vocab.txt"]
-    assert len(Vectors.load(kept / "vectors.txt")) == 50
-    assert names(folder) == []
-    assert names(data) == sorted({"corpus.txt", *([kept.name] if place == data else [])})
+    for full, place in (([folder], data), ([folder, data], temporary)):
+        with monkeypatch.context() as patch:
+            fill_disk(patch, *full)
+            result = run("train", corpus, "-o", "out", *QUICK)
+        assert isinstance(result.exception, StorageError), result.output
+        (kept,) = place.glob("speedtransfer-vectors-*")
+        assert str(result.exception) == (
+            f"cannot write the vectors to 'out' (No space left on device); the vectors are in {str(kept)!r} instead"
+        )
+        assert names(kept) == ["settings.json", "vectors.txt", "vocab.txt"]
+        assert len(Vectors.load(kept)) == 50
+        assert names(folder) == []
+    fill_disk(monkeypatch, folder, data, temporary)
+    fails_with(StorageError, "nor could they be written beside", "train", corpus, "-o", "out", *QUICK)
+    assert (names(folder), len(names(temporary))) == ([], 1)
 
 
-def test_no_room_anywhere(folder, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    full_disk(monkeypatch, folder)
-    fails_with(StorageError, "nor could they be written beside", "train", "corpus.txt", "-o", "out", *QUICK)
-    assert names(folder) == ["corpus.txt"]
+def test_a_folder_that_another_run_fills_meanwhile_is_left_alone(folder, monkeypatch):
+    step = Trainer.train_step
+
+    def train_step(trainer):
+        step(trainer)
+        Path("out").mkdir(exist_ok=True)
+        Path("out/vectors.txt").write_text("of the other")
+
+    monkeypatch.setattr(Trainer, "train_step", train_step)
+    fails_with(StorageError, "another run has filled the folder 'out' meanwhile; the vectors are in", *TRAIN, *QUICK)
+    assert Path("out/vectors.txt").read_text() == "of the other"
+    (kept,) = folder.glob("speedtransfer-vectors-*")
+    assert len(Vectors.load(kept)) == 50
 
 
 def test_vectors_of_words_that_the_corpus_did_not_have(folder):
     words = ["riverbank", "river", "riverside", "stone", "stones", "milestone"]
     Path("words.txt").write_text(" ".join(words[(i * i + i // 5) % 6] for i in range(3000)))
     arguments = ["train", "words.txt", "-o", "run", "--buckets", "50", "--min-n", "3", "--max-n", "4", *QUICK]
-    result = run(*arguments)
-    assert "n-grams: run/ngrams.safetensors" in result.stdout
-    assert names(folder / "run") == ["ngrams.safetensors", "settings.json", "vectors.txt", "vocab.txt"]
+    assert "n-grams: run/ngrams.safetensors" in succeeds(*arguments).stdout
+    assert names("run") == ["ngrams.safetensors", "settings.json", "vectors.txt", "vocab.txt"]
     vectors, ngrams = Vectors.load("run/vectors.txt"), NgramVectors.load("run/ngrams.safetensors")
     assert (ngrams.matrix.shape, ngrams.min_n, ngrams.max_n) == ((50, 8), 3, 4)
-    expected = vectors.most_similar(ngrams["riverstone"], 3)
-    known = vectors.most_similar("river", 3)
-    shown = ["riverstone: " + ", ".join(f"{word} {cosine:.3f}" for word, cosine in expected)]
-    shown.append("river: " + ", ".join(f"{word} {cosine:.3f}" for word, cosine in known))
+    expected = {"riverstone": vectors.most_similar(ngrams["riverstone"], 3), "river": vectors.most_similar("river", 3)}
+    shown = [
+        f"{word}: {', '.join(f'{near} {cosine:.3f}' for near, cosine in found)}" for word, found in expected.items()
+    ]
     for where in ("run", "run/vectors.txt"):
         assert run("nearest", where, "riverstone", "river", "-n", 3).stdout.splitlines() == shown
     fails_with(KeyError, "'' is not among", "nearest", "run", "riverstone", "")
-    result = run(*arguments[:4], "--overwrite", *QUICK)  # without n-grams now
-    assert names(folder / "run") == ["settings.json", "vectors.txt", "vocab.txt"]
-    fails_with(KeyError, "'riverstone' is not among", "nearest", "run", "riverstone")
+    succeeds(*arguments[:4], "--overwrite", *QUICK)  # without n-grams now
+    assert names("run") == ["settings.json", "vectors.txt", "vocab.txt"]
+    fails_with(KeyError, "'riverstone' (did you mean ", "nearest", "run", "riverstone")
 
 
 # --- one run, one folder ----------------------------------------------------------------------------------------------
@@ -352,7 +259,7 @@ def test_vectors_of_words_that_the_corpus_did_not_have(folder):
 def test_a_run_is_started_and_resumed_in_its_folder(folder, monkeypatch, fresh_signals):
     """What a signal interrupted goes on with --resume alone, and ends with the bits of a run without a break."""
     arguments = ["train", "corpus.txt", "--dim", "8", "--device", "cpu", "--quiet", "--memory", "mmap", "--epochs", "3"]
-    assert run(*arguments, "-o", "whole").exit_code == 0
+    succeeds(*arguments, "-o", "whole")
     step = Trainer.train_step
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -361,78 +268,56 @@ def test_a_run_is_started_and_resumed_in_its_folder(folder, monkeypatch, fresh_s
             lambda trainer: (step(trainer), trainer.step == 9 and signal.raise_signal(signal.SIGTERM)),
         )
         assert run(*arguments, "-o", "run").exit_code == 143
-    assert {"checkpoint", "tables", "vectors.txt"} <= set(names(folder / "run"))
-    assert json.loads(Path("run/settings.json").read_text())["steps"] == 9
+    assert {"checkpoint", "tables", "vectors.txt"} <= set(names("run"))
+    assert facts_of("run")["steps"] == 9
     fails_with(InvalidValueError, "pass --resume to go on or --overwrite", *arguments, "-o", "run")
     fails_with(InvalidValueError, "dim is 9 but the checkpoint", *arguments, "-o", "run", "--resume", "--dim", "9")
     Path("run").rename("moved")
-    result = run(*arguments, "-o", "moved", "--resume", "--curves")
-    assert result.exit_code == 0, result.output
-    assert "note" not in result.stderr
+    succeeds(*arguments, "-o", "moved", "--resume", "--curves")
     assert Path("moved/vectors.txt").read_bytes() == Path("whole/vectors.txt").read_bytes()
     assert names(folder) == ["corpus.txt", "moved", "whole"]
-    assert names(folder / "moved") == [
-        "checkpoint", "settings.json", "tables", "tensorboard", "vectors.txt", "vocab.txt",
-    ]  # fmt: skip
-    assert names(folder / "whole") == ["settings.json", "tables", "vectors.txt", "vocab.txt"]  # it was not stopped
-    assert names(folder / "whole" / "tables") == ["input.safetensors", "output.safetensors"]
+    assert names("moved") == ["checkpoint", "settings.json", "tables", "tensorboard", "vectors.txt", "vocab.txt"]
+    assert names("whole") == ["settings.json", "tables", "vectors.txt", "vocab.txt"]  # it was not stopped
+    assert names("whole/tables") == ["input.safetensors", "output.safetensors"]
+    succeeds("train", "corpus.txt", "-o", "two", "--config", "whole/settings.json", "--quiet")
+    assert names("two/tables") == ["input.safetensors", "output.safetensors"]  # in its own folder
+
+
+def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder):
+    """Also where another version would choose otherwise; a value that is given must be that of the checkpoint."""
+    arguments = [*TRAIN, "--resume", "--dim", "8", "--device", "cpu", "--quiet"]
+    succeeds(*arguments, "--epochs", "2", "--block-words", "64")
+    before, settings = Path("out/vectors.txt").read_bytes(), facts_of("out")["settings"]
+    for chosen in (["--epochs", "2"], []):
+        succeeds(*arguments, *chosen)
+        assert Path("out/vectors.txt").read_bytes() == before
+        assert facts_of("out")["settings"] == settings
+    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "--epochs", "3")
 
 
 def test_resume_starts_a_run_and_overwriting_leaves_nothing_of_it(folder):
-    arguments = ["train", "corpus.txt", "-o", "run", *QUICK]
-    result = run(*arguments, "--resume", "--memory", "mmap", "--curves")
-    assert result.exit_code == 0, result.output
-    assert "there is no checkpoint in 'run/checkpoint' yet: training begins" in result.stderr
-    Path("run/thesis.tex").write_text("precious")
-    assert run(*arguments, "--overwrite", "--seed", "2").exit_code == 0
-    assert names(folder / "run") == ["settings.json", "thesis.tex", "vectors.txt", "vocab.txt"]
-    Path("run/thesis.tex").unlink()
-    fails_with(InvalidValueError, "'run' holds a run but there is no checkpoint in", *arguments, "--resume")
-
-
-def test_resumed_where_nothing_was_saved_before_the_run_was_killed(folder):
-    Path("run/tables").mkdir(parents=True)
-    Path("run/tables/input.safetensors").write_text("half")
-    result = run("train", "corpus.txt", "-o", "run", "--resume", "--memory", "mmap", *QUICK)
-    assert result.exit_code == 0, result.output
-    assert len(Vectors.load("run/vectors.txt")) == 50
+    Path("out/tables").mkdir(parents=True)
+    Path("out/tables/input.safetensors").write_text("of a run that was killed before it had saved anything")
+    result = succeeds(*TRAIN, "--resume", "--memory", "mmap", "--curves", *QUICK)
+    assert "there is no checkpoint in 'out/checkpoint' yet: training begins" in result.stderr
+    Path("out/thesis.tex").write_text("precious")
+    succeeds(*TRAIN, "--overwrite", "--seed", "2", *QUICK)
+    assert names("out") == ["settings.json", "thesis.tex", "vectors.txt", "vocab.txt"]
+    fails_with(InvalidValueError, "'out' holds a run but there is no checkpoint in", *TRAIN, "--resume", *QUICK)
 
 
 def test_a_checkpoint_of_something_else_is_not_overwritten(folder):
-    save_checkpoint("run/checkpoint", torch.nn.Linear(1, 1))
-    before = names(folder / "run" / "checkpoint")
+    save_checkpoint("out/checkpoint", torch.nn.Linear(1, 1))
+    before = names("out/checkpoint")
     for flag in ("--overwrite", "--resume"):
-        fails_with(
-            InvalidValueError, "is of no word2vec run; choose another", "train", "corpus.txt", "-o", "run", flag, *QUICK
-        )
-    assert names(folder / "run" / "checkpoint") == before
-
-
-def test_settings_of_a_run_with_tables_in_its_folder_are_for_other_folders_too(folder):
-    assert run("train", "corpus.txt", "-o", "one", "--memory", "mmap", *QUICK).exit_code == 0
-    result = run("train", "corpus.txt", "-o", "two", "--config", "one/settings.json", "--quiet")
-    assert result.exit_code == 0, result.output
-    assert names(folder / "two" / "tables") == ["input.safetensors", "output.safetensors"]
+        fails_with(InvalidValueError, "is of no word2vec run; choose another", *TRAIN, flag, *QUICK)
+    assert names("out/checkpoint") == before
 
 
 def test_tables_may_lie_elsewhere(folder):
-    result = run("train", "corpus.txt", "-o", "out", "--memory", "mmap", "--path", "t", *QUICK)
-    assert result.exit_code == 0, result.output
+    succeeds(*TRAIN, "--memory", "mmap", "--path", "t", *QUICK)
     assert names(folder) == ["corpus.txt", "out", "t"]
-    assert names(folder / "out") == ["settings.json", "vectors.txt", "vocab.txt"]
-    assert names(folder / "t")
-    within = ["train", "corpus.txt", "-o", "run", "--memory", "mmap", "--path", "run/own", "--resume", *QUICK]
-    for _ in range(2):  # what the first leaves there is no stranger to the second
-        assert run(*within).exit_code == 0
-
-
-# --- guards -----------------------------------------------------------------------------------------------------------
-
-
-def test_two_runs_at_once_into_one_folder(folder):
-    """The second finds the folder filled when it ends: it neither replaces what is there nor loses what it has."""
-    first, second = OutputFolder("out"), OutputFolder("out")
-    for one, text in ((first, "first"), (second, "second")):
-        one.fill(lambda staging, text=text: (staging / "vectors.txt").write_text(text))
-    assert (Path("out/vectors.txt").read_text(), second.path) == ("first", Path("out-2"))
-    assert Path("out-2/vectors.txt").read_text() == "second"
+    assert names("out") == ["settings.json", "vectors.txt", "vocab.txt"]
+    assert names("t")
+    for _ in range(2):
+        succeeds("train", "corpus.txt", "-o", "run", "--memory", "mmap", "--path", "run/own", "--resume", *QUICK)

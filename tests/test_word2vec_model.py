@@ -1,24 +1,31 @@
-"""Steps of the models against autograd on the plain loss, prediction by prediction; and the tables around them."""
+"""Steps of the models against autograd on the plain loss, and their tables; n-grams and buckets against gensim's fastText."""
 
 from __future__ import annotations
 
 import dataclasses
+import random
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
-import word2vec_oracle
 from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
+from test_word2vec_gradients import train
 
-from speedtransfer.errors import RowIndexError, StorageError
-from speedtransfer.word2vec import Block, UnknownWordError, Vocabulary, Word2Vec
+from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
+from speedtransfer.word2vec import Block, NgramVectors, Settings, Vocabulary, Word2Vec, subwords
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
+from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
 NUM_WORDS, BUCKETS, NEGATIVE = len(WORDS), 50, 3
+
+
+def model_of(vocabulary, dim, **settings):
+    return Word2Vec(vocabulary, Settings(dim=dim, device="cpu", **settings))
 
 
 def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0):
@@ -49,11 +56,11 @@ def vectors_of(table, buckets, words=WORDS):
 @pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     block = draw_block(60)
-    model = Word2Vec(VOCABULARY, 5, model=kind, negative=NEGATIVE, buckets=buckets, device="cpu")
+    model = model_of(VOCABULARY, 5, model=kind, negative=NEGATIVE, buckets=buckets)
     for table, seed in ((model.input.table, 4), (model.output.table, 5)):
         table.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
     before = [t.table.torch().double() for t in (model.input, model.output)]
-    expected = word2vec_oracle.train(*before, block, kind, NEGATIVE, 0.1, rows_of(buckets))
+    expected = train(*before, block, kind, NEGATIVE, 0.1, rows_of(buckets))
     *trained, loss, predictions = expected
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,108 +73,66 @@ def test_step_of_the_model_is_the_step_of_torch(kind, buckets):
     assert model.deposit_gradients(block, with_loss=False).loss is None
 
 
-@pytest.mark.parametrize("kind", ["skipgram", "cbow"])
 @pytest.mark.parametrize("buckets", [0, BUCKETS])
-def test_preparing_a_block_changes_nothing(buckets, kind):
-    block, tables = draw_block(60), []
-    for prepare in (False, True):
-        model = Word2Vec(VOCABULARY, 5, model=kind, buckets=buckets, device="cpu")
-        model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
-        optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
-        given = model.prepare(block) if prepare else block
-        for _ in range(2):
-            model.deposit_gradients(given)
-            optimizer.step()
-            optimizer.zero_grad()
-        tables.append([table.table.torch() for table in (model.input, model.output)])
-    assert all(map(torch.equal, *tables))
-
-
-def test_a_block_prepared_for_another_model_is_prepared_anew():
-    block = draw_block(60)
-    model, with_ngrams = (Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu") for buckets in (0, BUCKETS))
-    expected = with_ngrams.deposit_gradients(block).center.clone()  # the second gradient is added to the first
-    with_ngrams.zero_grad()
+def test_a_block_prepared_beforehand_gives_the_same_and_for_another_model_is_prepared_anew(buckets):
+    block, other = draw_block(60), model_of(VOCABULARY, 5, buckets=BUCKETS - buckets)
+    model = model_of(VOCABULARY, 5, buckets=buckets)
+    expected = model.deposit_gradients(block).center.clone()  # the next gradient is added to it
     prepared = model.prepare(block)
     assert model.prepare(prepared).places is prepared.places
-    result = with_ngrams.deposit_gradients(prepared)
-    assert torch.equal(result.center, expected)
+    for given in (prepared, other.prepare(block)):
+        model.zero_grad()
+        assert torch.equal(model.deposit_gradients(given).center, expected)
     with pytest.raises(RowIndexError, match="5"):
-        Word2Vec(5, 5, device="cpu").deposit_gradients(prepared)
+        model_of(5, 5).deposit_gradients(prepared)
 
 
 def test_block_of_another_vocabulary():
-    model = Word2Vec(VOCABULARY, 5, device="cpu")
+    model = model_of(VOCABULARY, 5)
     for use in (model.prepare, model.deposit_gradients):
         with pytest.raises(RowIndexError, match=f"{NUM_WORDS}"):
             use(draw_block(60, vocabulary=NUM_WORDS + 5))
 
 
-@pytest.mark.parametrize("buckets", [0, BUCKETS])
-def test_scores_of_single_pairs_go_through_autograd(buckets):
-    model = Word2Vec(VOCABULARY, 5, buckets=buckets, device="cpu")
-    model.output.table.fill_(1.0)
-    centers = torch.tensor([[1, 2, 1]])
-    scores = model(centers, torch.tensor([[3, 4, 5]]))
-    assert scores.shape == (1, 3)
-    table = model.input.table.torch().clone().requires_grad_()
-    expected = vectors_of(table, buckets)[centers].sum(-1)
-    torch.testing.assert_close(scores, expected.detach())
-    optimizer = torch.optim.SGD(model.input.parameters(), lr=1.0)
-    scores.sum().backward()
-    expected.sum().backward()
-    optimizer.step()
-    torch.testing.assert_close(model.input.table.torch(), (table - table.grad).detach())
-
-
 def test_first_weights():
-    model = Word2Vec(50, 8, device="cpu", seed=4)
+    model = model_of(50, 8, seed=4)
     weights = model.input.table.numpy()
     assert abs(weights).max() <= 0.5 / 8
     assert weights.std() == pytest.approx(1 / 8 / 12**0.5, rel=0.1)
     assert not model.output.table.numpy().any()
-    assert (Word2Vec(50, 8, device="cpu", seed=4).input.table.numpy() == weights).all()
-    assert (Word2Vec(50, 8, device="cpu", seed=5).input.table.numpy() != weights).any()
-    with_ngrams = Word2Vec(WORDS, 8, buckets=100, device="cpu").input.table.numpy()
+    assert (model_of(50, 8, seed=4).input.table.numpy() == weights).all()
+    assert (model_of(50, 8, seed=5).input.table.numpy() != weights).any()
+    with_ngrams = model_of(WORDS, 8, buckets=100).input.table.numpy()
     assert with_ngrams.shape == (NUM_WORDS + 100, 8)
     assert 0.9 / 8 < abs(with_ngrams).max() <= 1 / 8
 
 
 def test_making_a_model_leaves_the_generator_of_torch_alone():
     before = torch.get_rng_state()
-    Word2Vec(50, 8, device="cpu")
+    model_of(50, 8)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_word_vectors_are_the_table_where_words_have_one_row():
-    model = Word2Vec(VOCABULARY, 5, device="cpu")
+    model = model_of(VOCABULARY, 5)
     assert model.word_vectors().data_ptr() == model.input.table.torch().data_ptr()
-    torch.testing.assert_close(model.vector(WORDS[3]), model.input.table.torch()[3])
-    with pytest.raises(UnknownWordError, match="'xyzzy' is not among the 20 words; train with buckets"):
-        model.vector("xyzzy")
 
 
 @pytest.mark.parametrize("at_once", [7, 1 << 16])
 def test_word_vectors_with_ngrams(monkeypatch, at_once):
     monkeypatch.setattr(model_module, "_WORDS_AT_ONCE", at_once)
-    model = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu")
+    model = model_of(VOCABULARY, 5, buckets=BUCKETS)
     vectors, table = model.word_vectors(), model.input.table.torch()
     assert (vectors.dtype, vectors.shape) == (torch.float32, (NUM_WORDS, 5))
     torch.testing.assert_close(vectors, vectors_of(table, BUCKETS))
     for some in (1, 7, 9, NUM_WORDS + 1):
         assert torch.equal(model.word_vectors(some), vectors[:some])
-    for i, word in enumerate(WORDS):
-        torch.testing.assert_close(model.vector(word), vectors[i])
-    unseen = [NUM_WORDS + h for h in fasttext.ft_ngram_hashes("bea", 3, 6, BUCKETS)]
-    torch.testing.assert_close(model.vector("bea"), table[unseen].mean(0))
-    with pytest.raises(UnknownWordError, match="'' has no n-grams of 3 to 6 characters"):
-        model.vector("")
 
 
 def test_state_of_the_model_holds_the_tables_alone():
-    model = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu")
+    model = model_of(VOCABULARY, 5, buckets=BUCKETS)
     assert list(model.state_dict()) == ["input.weight", "output.weight"]
-    other = Word2Vec(VOCABULARY, 5, buckets=BUCKETS, device="cpu", seed=9)
+    other = model_of(VOCABULARY, 5, buckets=BUCKETS, seed=9)
     other.load_state_dict(model.state_dict())
     assert torch.equal(other.word_vectors(), model.word_vectors())
 
@@ -177,7 +142,7 @@ def test_state_of_the_model_holds_the_tables_alone():
 
 def test_tables_in_files(tmp_path):
     folder = tmp_path / "new" / "tables"
-    model = Word2Vec(20, 5, memory="mmap", path=folder, device="cpu")
+    model = model_of(20, 5, memory="mmap", path=folder)
     assert sorted(p.name for p in folder.iterdir()) == ["input.safetensors", "output.safetensors"]
     assert model.input.table.memory == "mmap"
     vectors = model.word_vectors().clone()
@@ -189,16 +154,15 @@ def test_tables_in_files(tmp_path):
 
 def test_discard_leaves_what_others_made(tmp_path):
     (tmp_path / "notes.txt").write_text("x")
-    Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu").discard()
+    model_of(20, 5, memory="mmap", path=tmp_path).discard()
     assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
-    Word2Vec(20, 5, device="cpu").discard()
 
 
 @pytest.mark.parametrize("present", ["input.safetensors", "output.safetensors"])
 def test_a_table_that_exists_is_neither_overwritten_nor_are_others_left_beside_it(tmp_path, present):
     (tmp_path / present).write_text("old")
     with pytest.raises(StorageError, match="exists and would be overwritten"):
-        Word2Vec(20, 5, memory="mmap", path=tmp_path, device="cpu")
+        model_of(20, 5, memory="mmap", path=tmp_path)
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [(present, "old")]
 
 
@@ -208,25 +172,21 @@ def test_a_failure_while_filling_leaves_no_files(tmp_path, monkeypatch):
 
     monkeypatch.setattr("speedtransfer.Table.uniform_", fail)
     with pytest.raises(KeyboardInterrupt):
-        Word2Vec(20, 5, memory="mmap", path=tmp_path / "tables", device="cpu")
+        model_of(20, 5, memory="mmap", path=tmp_path / "tables")
     assert not list(tmp_path.iterdir())
 
 
 def test_rows_of_the_output_table_take_disk_when_they_are_written(tmp_path):
-    Word2Vec(200_000, 8, memory="mmap", path=tmp_path, device="cpu")
+    model_of(200_000, 8, memory="mmap", path=tmp_path)
     used = {p.name: p.stat().st_blocks * 512 for p in tmp_path.iterdir()}
     assert used["input.safetensors"] >= 200_000 * 8 * 4
     assert used["output.safetensors"] < 100_000
 
 
-def test_numbers_of_words_as_numpy_gives_them():
-    assert Word2Vec(np.int64(20), 5, device="cpu").num_words == 20
-
-
 def test_clip_shortens_long_gradients_and_leaves_the_others():
     block, grads = draw_block(60), {}
     for clip in (None, 2.0):
-        model = Word2Vec(VOCABULARY, 5, negative=NEGATIVE, clip=clip, device="cpu")
+        model = model_of(VOCABULARY, 5, negative=NEGATIVE, clip=clip)
         model.input.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(4))
         model.output.table.normal_(0, 0.5, generator=torch.Generator().manual_seed(5))
         model.deposit_gradients(block)
@@ -243,15 +203,15 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
 def test_another_default_device_changes_nothing(kind, buckets):
     words = [f"w{i}ing{i % 7}" for i in range(60)]
     vocabulary = Vocabulary(words, [5] * 60)
-    model = Word2Vec(vocabulary, 7, model=kind, buckets=buckets, device="cpu")
+    model = model_of(vocabulary, 7, model=kind, buckets=buckets)
     optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
     before = model.word_vectors().clone()
     for _ in range(3):
         with torch.device("meta"):
-            blocks = Sampler((np.arange(2000) % 60).astype(np.int32), vocabulary, seed=3, block_words=300).blocks(0, 1)
+            drawn = Settings(seed=3, block_words=300)
+            blocks = Sampler((np.arange(2000) % 60).astype(np.int32), vocabulary, drawn).blocks(0, 1)
             for block in blocks:
                 model.deposit_gradients(block)
-            model(torch.tensor([1, 2], device="cpu"), torch.tensor([3, 4], device="cpu"))
         optimizer.step()
         optimizer.zero_grad()
     assert not torch.equal(model.word_vectors(), before)
@@ -264,7 +224,113 @@ def test_another_default_device_changes_nothing(kind, buckets):
 def test_spans_take_more_negatives_for_wider_windows(model, window, expected):
     block = draw_block(40, window=window)
     assert int(torch.maximum(block.before, block.after).max()) == window
-    prepared = Word2Vec(NUM_WORDS, 4, model=model, negative=NEGATIVE, device="cpu").prepare(
+    prepared = model_of(NUM_WORDS, 4, model=model, negative=NEGATIVE).prepare(
         dataclasses.replace(block, negatives=torch.arange(100) % NUM_WORDS)
     )
     assert prepared.places.draws.shape == (-(-40 // prepared.places.span), expected)
+
+
+# --- n-grams ----------------------------------------------------------------------------------------------------------
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzäßéñдצ日本語中文한😀ç<>'"  # of one to four bytes
+
+
+def draw_words(count, seed=0):
+    rng = random.Random(seed)
+    return ["".join(rng.choices(LETTERS, k=rng.randint(0, 14))) for _ in range(count)]
+
+
+def rows_by_gensim(words, buckets, min_n, max_n):
+    return [
+        [i, *(len(words) + h for h in fasttext.ft_ngram_hashes(w, min_n, max_n, buckets))] for i, w in enumerate(words)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("buckets", "min_n", "max_n"),
+    [(2_000_000, 3, 6), (1000, 1, 4), (7, 1, 1), (1 << 32, 2, 2), (97, 5, 10**9)],
+)
+def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
+    words = [*draw_words(500), "banana", "", "a", "é", "😀", "<", "<>"]
+    expected = [fasttext.ft_ngram_hashes(word, min_n, max_n, buckets) for word in words]
+    assert hash_ngrams(words, buckets, min_n, max_n).tolist() == [h for hashes in expected for h in hashes]
+    assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+def test_rows_of_a_vocabulary(monkeypatch, at_once):
+    monkeypatch.setattr(subwords, "_WORDS_AT_ONCE", at_once)
+    words = list(dict.fromkeys(draw_words(200)))
+    bags, expected = Subwords(words, 1000, 2, 4), rows_by_gensim(words, 1000, 2, 4)
+    ends = bags.offsets.tolist()
+    assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
+    assert bags.rows.dtype == torch.int32
+    chosen = torch.tensor([5, 0, 5, 77])
+    found = bags.find(chosen)
+    assert found.rows.ids[found.rows.inverse].tolist() == [row for word in chosen.tolist() for row in expected[word]]
+    assert found.starts.diff().tolist() == [len(expected[word]) for word in chosen.tolist()]
+    assert torch.equal(found.bag_of, torch.repeat_interleave(torch.arange(4), found.starts.diff()))
+    single = Bags.of_single_rows(chosen)
+    assert single.rows.ids[single.rows.inverse].tolist() == chosen.tolist()
+    assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
+
+
+def test_rows_beyond_int32():
+    bags, expected = Subwords(["word", "other"], 1 << 32), rows_by_gensim(["word", "other"], 1 << 32, 3, 6)
+    assert bags.rows.dtype == torch.int64
+    assert bags.rows.tolist() == [*expected[0], *expected[1]]
+
+
+# --- vectors of unseen words against gensim's fastText on the same rows; and their file -------------------------------
+
+
+UNSEEN_OF = ["walking", "walked", "talking", "été", "naïve"]
+
+
+def make(buckets=60):
+    model = model_of(UNSEEN_OF, 7, buckets=buckets, min_n=2, max_n=4)
+    return model, model.ngram_vectors()
+
+
+def test_words_have_the_vectors_that_fasttext_gives_them():
+    model, ngrams = make()
+    table = model.input.table.numpy()
+    theirs = fasttext.FastTextKeyedVectors(7, 2, 4, 60)
+    theirs.add_vectors(UNSEEN_OF, table[: len(UNSEEN_OF)])
+    theirs.vectors_vocab, theirs.vectors_ngrams = table[: len(UNSEEN_OF)], table[len(UNSEEN_OF) :]
+    theirs.recalc_char_ngram_buckets()
+    theirs.adjust_vectors()
+    np.testing.assert_allclose(model.word_vectors().numpy(), theirs.vectors, atol=1e-7)
+    for word in ("talked", "étéä", "日本", "x"):
+        np.testing.assert_allclose(ngrams[word], theirs[word], atol=1e-7)
+
+
+def test_a_file_and_back(tmp_path):
+    _, ngrams = make()
+    ngrams.save(tmp_path / "ngrams.safetensors")
+    again = NgramVectors.load(tmp_path / "ngrams.safetensors")
+    assert (again.min_n, again.max_n) == (2, 4)
+    assert np.array_equal(again["talked"], ngrams["talked"])
+    assert np.array_equal(safetensors.numpy.load_file(tmp_path / "ngrams.safetensors")["ngrams"], ngrams.matrix)
+    assert [p.name for p in tmp_path.iterdir()] == ["ngrams.safetensors"]
+
+
+def test_bad_files(tmp_path):
+    path = tmp_path / "ngrams.safetensors"
+    with pytest.raises(StorageError, match="cannot read"):
+        NgramVectors.load(path)
+    rows = {"ngrams": np.zeros((3, 2), np.float32)}
+    path.write_bytes(safetensors.numpy.save(rows))
+    with pytest.raises(StorageError, match="does not say min_n and max_n"):
+        NgramVectors.load(path)
+    path.write_bytes(safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "x"}))
+    with pytest.raises(StorageError, match="does not say min_n and max_n"):
+        NgramVectors.load(path)
+    path.write_bytes(safetensors.numpy.save({"vectors": rows["ngrams"]}))
+    with pytest.raises(InvalidValueError, match="has no tensor 'ngrams'"):
+        NgramVectors.load(path)
+    whole = safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "6"})
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises((StorageError, InvalidValueError)):
+            NgramVectors.load(path)

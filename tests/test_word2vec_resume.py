@@ -21,7 +21,7 @@ from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.run import Run
+from speedtransfer.word2vec.run import make_callbacks
 from speedtransfer.word2vec.trainer import Callback
 
 QUICK = {"dim": 8, "epochs": 2, "block_words": 128, "shared_negatives": 32, "sample": 0.01, "device": "cpu"}
@@ -60,10 +60,10 @@ class BreakAt(Callback):
 
 
 def broken_off(corpus, step, every, folder, **changes):
-    run = Run(Settings(**{**QUICK, **changes}), folder, every)
-    run.callbacks.append(BreakAt(step))
+    settings = Settings(**{**QUICK, **changes})
+    callbacks = make_callbacks(settings, Checkpoints(folder, settings, every))
     with pytest.raises(BreakError):
-        run.train(corpus, QUIET)
+        Trainer(corpus, settings).run(QUIET, [*callbacks, BreakAt(step)])
 
 
 def moved_state(trainer):
@@ -75,32 +75,31 @@ def moved_state(trainer):
 @pytest.mark.parametrize(
     ("step", "changes"),
     [
-        (20, {}),
         (39, {"optimizer": "adagrad", "memory": "mmap"}),
-        (31, {"optimizer": "sgd", "options": {"momentum": 0.9}}),
-        (13, {"optimizer": "nadam", "epochs": 1}),
-        (20, {"model": "cbow"}),
+        (31, {"optimizer": "sgd", "options": {"momentum": 0.9}, "model": "cbow"}),
+        (13, {"optimizer": "nadam", "epochs": 1, "kind": "lines"}),
         (20, {"buckets": 300, "memory": "mmap"}),
     ],
 )
 def test_resumed_run_has_the_same_bits(corpus, tmp_path, step, changes):
-    whole_changes = dict(changes)
-    if "memory" in changes:
-        changes = {**changes, "path": tmp_path / "tables"}
-        whole_changes = {**changes, "path": tmp_path / "whole"}
-    whole = quietly(corpus, **whole_changes)
-    folder = tmp_path / "point"
-    broken_off(corpus, step, 6, folder, **changes)
-    resumed = quietly(corpus, checkpoint=folder, resume=True, **changes)
+    if changes.get("kind") == "lines":
+        corpus = Corpus(io.BytesIO(text().replace(b"7 ", b"7\n")), kind="lines")
+    paths = [{"path": tmp_path / name} if "memory" in changes else {} for name in ("whole", "tables")]
+    whole = quietly(corpus, **changes, **paths[0])
+    broken_off(corpus, step, 6, tmp_path / "point", **changes, **paths[1])
+    resumed = quietly(corpus, checkpoint=tmp_path / "point", resume=True, **changes, **paths[1])
     assert resumed.matrix.tobytes() == whole.matrix.tobytes()
 
 
 def test_everything_is_taken_up(corpus, tmp_path):
+    Trainer(
+        corpus, Settings(**QUICK)
+    ).train_step()  # the first of a process moves more rows: it tries the optimizer out
     straight = Trainer(corpus, Settings(**QUICK))
     while straight.step < 18:
         straight.train_step()
     broken_off(corpus, 20, 6, tmp_path / "point")
-    resumed = Checkpoints(tmp_path / "point", resume=True).restore(corpus, Settings(**QUICK), QUIET)
+    resumed = Checkpoints(tmp_path / "point", Settings(**QUICK), resume=True).restore(corpus, QUIET)
     assert resumed.step == 18
     assert (resumed.loss, resumed.words_done, resumed.moved_bytes) == (
         straight.loss, straight.words_done, straight.moved_bytes,
@@ -136,22 +135,6 @@ def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
         assert told == (threads == 1)
 
 
-@pytest.mark.parametrize("kind", ["lines", "graph"])
-def test_sequences(tmp_path, kind):
-    lines = text(300).split() if kind == "graph" else text(3000).split()
-    size = 2 if kind == "graph" else 7
-    (tmp_path / "corpus").write_bytes(
-        b"\n".join(b" ".join(lines[i : i + size]) for i in range(0, len(lines) // size * size, size))
-    )
-    changes = {"kind": kind, "walks": 2, "walk_length": 20, "p": 0.5, "q": 2.0}
-    whole = quietly(tmp_path / "corpus", **changes)
-    broken_off(tmp_path / "corpus", 9, 4, tmp_path / "point", **changes)
-    resumed = quietly(tmp_path / "corpus", checkpoint=tmp_path / "point", resume=True, **changes)
-    assert resumed.matrix.tobytes() == whole.matrix.tobytes()
-    with pytest.raises(InvalidValueError, match=r"kind is 'text' but the checkpoint"):
-        quietly("not read", checkpoint=tmp_path / "point", resume=True)
-
-
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
@@ -159,12 +142,8 @@ def test_sequences(tmp_path, kind):
     ("changes", "message"),
     [
         ({"dim": 9}, "dim is 9 but the checkpoint .* was made with 8; pass that dim, or choose another checkpoint"),
-        ({"optimizer": "adam"}, "optimizer is 'adam' but the checkpoint .* was made with 'adamw'"),
-        ({"lr": 0.5}, "lr is 0.5 but the checkpoint .* was made with 0.3"),
         ({"options": {"eps": 0.1}}, r"options is {'eps': 0.1} but the checkpoint .* was made with {}"),
-        ({"epochs": 3}, "epochs is 3 but the checkpoint .* was made with 2"),
-        ({"sample": 0}, "sample is 0.0 but the checkpoint .* was made with 0.01"),
-        ({"seed": 2}, "seed is 2 but the checkpoint .* was made with 1"),
+        ({"kind": "lines"}, "kind is 'lines' but the checkpoint .* was made with 'text'"),
     ],
 )
 def test_other_settings(point, corpus, changes, message):
@@ -179,19 +158,11 @@ def point(corpus, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (text(2000), r"the corpus has 2,000 words but that of checkpoint .* had 3,000"),
-        (text() + b" new" * 9, "the corpus has 51 words in the vocabulary but that of checkpoint .* had 50"),
-        (text(seed=1), "the corpus has another words than"),
-        (text().replace(b"w1 ", b"v1 "), "the corpus has another words than"),
-        (b" ".join(reversed(text().split())), "the corpus has another order of words than"),
-    ],
-)
-def test_other_corpus(point, content, message):
-    with pytest.raises(InvalidValueError, match=message):
-        quietly(io.BytesIO(content), checkpoint=point, resume=True)
+def test_other_corpus(point):
+    reordered = b" ".join(reversed(text().split()))
+    for content in (text(2000), text() + b" new" * 9, text().replace(b"w1 ", b"v1 "), reordered):
+        with pytest.raises(InvalidValueError, match=r"is not that of checkpoint .* \(3,000 words, 50 distinct\)"):
+            quietly(io.BytesIO(content), checkpoint=point, resume=True)
 
 
 def test_resuming_what_is_not_there(corpus, tmp_path):
@@ -286,17 +257,3 @@ def test_killed_with_tables_on_disk(tmp_path, monkeypatch):
     facts = [json.loads(Path(out, "settings.json").read_text()) for out in ("out", "whole")]
     assert facts[0]["loss"] == facts[1]["loss"]
     assert facts[0]["steps"] == facts[0]["of_steps"]
-
-
-def test_two_runs_at_once_in_one_checkpoint(corpus, tmp_path, capsys):
-    """The second to save leaves the checkpoint of the first alone, reports it, and trains on."""
-    folder, settings = tmp_path / "point", Settings(**QUICK)
-    first, second = Checkpoints(folder), Checkpoints(folder)
-    first.save(Trainer(corpus, settings))
-    kept = (folder / "manifest.json").read_bytes()
-    trainer = Trainer(corpus, settings)
-    second.begin(trainer, QUIET)
-    second.finish(trainer)
-    assert (folder / "manifest.json").read_bytes() == kept
-    assert "another run saves its checkpoints in" in capsys.readouterr().err
-    first.save(Trainer(corpus, settings))

@@ -1,4 +1,4 @@
-"""The draws follow their distributions and their seed."""
+"""Draws follow their distributions and their seed; what is trained on is that of word2vec.c and of gensim's tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import threading
 import numpy as np
 import pytest
 import torch
+from late import models
 
-from speedtransfer.word2vec import Sampler, Vocabulary
+from speedtransfer.word2vec import Block, Sampler, Settings, Vocabulary
+from speedtransfer.word2vec.gradients import DRAWS, MODELS
+from speedtransfer.word2vec.places import Places, pair_weight
 from speedtransfer.word2vec.sampler import GROUP_WORDS
 
 COUNTS = [400, 200, 100, 50, 25, 10, 5, 1]
@@ -27,8 +30,8 @@ def corpus_ids(repeat=1, seed=0):
     return ids
 
 
-def sampler_of(vocabulary, ids, seed=3, **kwargs):
-    return Sampler(ids, vocabulary, seed=seed, **kwargs)
+def sampler_of(vocabulary, ids, seed=3, starts=None, **settings):
+    return Sampler(ids, vocabulary, Settings(seed=seed, **settings), starts)
 
 
 def epoch_of(sampler):
@@ -69,11 +72,6 @@ def test_epochs_take_the_same_stretches_in_orders_of_their_own(vocabulary):
     assert [tuple(block.words.tolist()) for block in epoch_of(other)] != first
 
 
-def test_windows_are_drawn_anew_each_epoch(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(), model="cbow", sample=0, block_words=1000)
-    assert not torch.equal(sampler.block(0).before, sampler.block(1).before)
-
-
 def test_windows_are_even(vocabulary):
     blocks = epoch_of(sampler_of(vocabulary, corpus_ids(40), model="cbow", sample=0, window=7))
     for side in ("before", "after"):
@@ -82,23 +80,6 @@ def test_windows_are_even(vocabulary):
         assert_drawn_from(np.bincount(whole.numpy(), minlength=8)[1:], np.full(7, 1 / 7))
     assert all(torch.equal(block.before[7:-7], block.after[7:-7]) for block in blocks)
     assert {block.window for block in blocks} == {0}
-
-
-def test_windows_of_skipgram_are_whole(vocabulary):
-    """And pairs count as often as word2vec would draw them: see test_word2vec_counts.py."""
-    for block in epoch_of(sampler_of(vocabulary, corpus_ids(40), sample=0, window=7)):
-        assert block.window == 7
-        position = torch.arange(len(block.words))
-        assert torch.equal(block.before, position.clamp(max=7))
-        assert torch.equal(block.after, position.flip(0).clamp(max=7))
-
-
-def test_windows_end_at_the_block(vocabulary):
-    for block in epoch_of(sampler_of(vocabulary, corpus_ids(2), model="cbow", sample=0.05, window=7, block_words=100)):
-        position = torch.arange(len(block.words))
-        assert (block.before <= position).all()
-        assert (block.after <= position.flip(0)).all()
-        assert block.before[0] == block.after[-1] == 0
 
 
 @pytest.mark.parametrize("sample", [0, 0.02])
@@ -129,33 +110,11 @@ def test_windows_end_at_the_edges_of_sequences(vocabulary, sample):
     assert (np.mean(kept_at) == 1) == (sample == 0)
 
 
-def test_negatives_follow_the_noise(vocabulary):
-    sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=5)
-    drawn = torch.stack([sampler.block(step).negatives for step in range(1000)])
-    assert drawn.shape == (1000, 3 * 5)  # for every 512 words
-    for group in range(0, 15, 3):  # wherever it stands
-        counts = np.bincount(drawn[:, group : group + 3].flatten().numpy(), minlength=len(COUNTS))
-        assert_drawn_from(counts, vocabulary.noise())
-
-
 def test_negatives_of_a_block_spread_as_the_noise_does(vocabulary):
     sampler = sampler_of(vocabulary, corpus_ids(2), sample=0, block_words=1400, shared_negatives=100)
     for step in range(20):
         counts = np.bincount(sampler.block(step).negatives.flatten().numpy(), minlength=len(COUNTS))
         assert np.abs(counts - 300 * vocabulary.noise()).max() <= 2  # the strata at both ends of a word
-
-
-def test_subsampling_keeps_the_share_of_the_formula(vocabulary):
-    repeat, sample = 300, 0.02
-    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(repeat), sample=sample))
-    kept = np.bincount(torch.cat([block.words for block in blocks]).numpy(), minlength=len(COUNTS))
-    share = vocabulary.counts / vocabulary.num_words
-    probability = np.minimum((np.sqrt(share / sample) + 1) * sample / share, 1)
-    trials = np.array(COUNTS) * repeat
-    deviation = np.sqrt(trials * probability * (1 - probability))
-    assert (np.abs(kept - trials * probability) <= 4 * deviation).all()
-    assert kept[-1] == trials[-1]  # rare words are never dropped
-    assert probability[0] < 0.25
 
 
 def test_blocks_have_about_the_size_asked_for(vocabulary):
@@ -213,17 +172,9 @@ def test_stopping_early_leaves_no_thread(vocabulary):
     assert threading.active_count() == before
 
 
-def test_what_fails_while_drawing_reaches_the_caller(vocabulary):
-    ids = np.full(100, len(COUNTS), dtype=np.int32)  # no such word
-    with pytest.raises(IndexError):
-        next(sampler_of(vocabulary, ids, sample=0.02).blocks(0, 2))
-
-
 def test_small_corpora(vocabulary):
     blocks = epoch_of(sampler_of(vocabulary, np.array([3], dtype=np.int32), sample=0))
     assert [block.words.tolist() for block in blocks] == [[3]]
-    two = Vocabulary(["a", "b"], [10**9, 1])
-    assert len(epoch_of(sampler_of(two, np.zeros(50, dtype=np.int32), sample=1e-6))) == 1
 
 
 def test_block_of_more_words_than_there_are(vocabulary):
@@ -233,3 +184,119 @@ def test_block_of_more_words_than_there_are(vocabulary):
     (block,) = epoch_of(sampler)
     assert len(block.words) == len(ids)
     assert len(block.negatives) == 512 * -(-len(ids) // GROUP_WORDS)
+
+
+# --- what is trained on, counted -------------------------------------------------------------------------------------
+
+COUNTED = np.array([900, 500, 300, 150, 80, 40, 20, 10])
+WORDS = [f"w{i}" for i in range(len(COUNTED))]
+WINDOW, NEGATIVE, SAMPLE = 5, 5, 0.01
+
+
+@pytest.fixture(scope="module")
+def known():
+    return Vocabulary(WORDS, COUNTED)
+
+
+@pytest.fixture(scope="module")
+def blocks(known):
+    ids = np.repeat(np.arange(len(COUNTED), dtype=np.int32), COUNTED * 60)
+    np.random.default_rng(0).shuffle(ids)
+    settings = {"seed": 4, "window": WINDOW, "sample": SAMPLE, "block_words": 2000, "shared_negatives": 128}
+    samplers = {model: Sampler(ids, known, Settings(model=model, **settings)) for model in MODELS}
+    return {model: [sampler.block(step) for step in range(3 * len(sampler))] for model, sampler in samplers.items()}
+
+
+@pytest.fixture(scope="module")
+def gensim():
+    model = models.Word2Vec(vector_size=2, min_count=1, sample=SAMPLE, negative=NEGATIVE)
+    model.build_vocab_from_freq(dict(zip(WORDS, COUNTED.tolist(), strict=True)))
+    return model
+
+
+def test_words_are_kept_with_the_probabilities_of_gensim(known, gensim):
+    theirs = [gensim.wv.get_vecattr(word, "sample_int") / 2**32 for word in WORDS]
+    assert known.keep_probability(SAMPLE) == pytest.approx(theirs, abs=1e-8)
+    assert min(theirs) < 0.3
+
+
+def test_noise_is_that_of_gensim(known, gensim):
+    cumulated = gensim.cum_table.astype(float) / gensim.cum_table[-1]
+    assert np.cumsum(known.noise()) == pytest.approx(cumulated, abs=1e-8)
+
+
+def gaps_of(block):
+    """Return the signed distance of every pair of the block, away from its edges."""
+    sizes = block.before[WINDOW:-WINDOW].numpy()
+    return np.concatenate([np.repeat([gap, -gap], (sizes >= gap).sum()) for gap in range(1, WINDOW + 1)])
+
+
+def test_pairs_by_distance(blocks):
+    """A word at distance d is in the window with the probability that the window, 1 to 5, is at least d."""
+    drawn = blocks["cbow"]
+    gaps, expected = np.concatenate([gaps_of(block) for block in drawn]), np.arange(WINDOW, 0, -1)
+    share = np.bincount(abs(gaps))[1:] / len(gaps)
+    assert share == pytest.approx(expected / expected.sum(), abs=0.005)
+    assert (gaps > 0).sum() == (gaps < 0).sum()
+    # Skip-gram has all pairs within the window, and each counts as often as it would have been drawn.
+    assert all(
+        (block.before[WINDOW:-WINDOW] == WINDOW).all() and block.window == WINDOW for block in blocks["skipgram"]
+    )
+    assert pair_weight(torch.arange(1, WINDOW + 1), WINDOW).tolist() == pytest.approx(expected / WINDOW)
+
+
+def test_pairs_by_the_frequency_of_both_words(blocks, known):
+    kept = COUNTED * known.keep_probability(SAMPLE)
+    share, table = kept / kept.sum(), np.zeros((len(COUNTED), len(COUNTED)))
+    for block in blocks["cbow"]:
+        words = block.words.numpy()
+        centers = np.arange(
+            WINDOW, len(words) - WINDOW, 2 * WINDOW + 1
+        )  # one pair of each stretch: they are independent
+        near = centers + np.where(centers % 2, block.after[centers].numpy(), -block.before[centers].numpy())
+        np.add.at(table, (words[centers], words[near]), 1)
+    common = np.outer(share, share) * table.sum() > 8
+    expected = np.append(np.outer(share, share)[common], np.outer(share, share)[~common].sum())
+    assert_drawn_from(np.append(table[common], table[~common].sum()), expected)
+
+
+@pytest.mark.parametrize("model", ["skipgram", "cbow"])
+def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(blocks, known, model):
+    """Also by the frequency of the word that they serve: the noise is the same for all."""
+    weight, expected, spans = np.zeros((2, len(COUNTED))), np.zeros(2), 0
+    drawn = np.zeros(len(COUNTED))
+    for block in blocks[model]:
+        num_draws = DRAWS[model] * NEGATIVE
+        places = Places.find(block, len(COUNTED), num_draws)
+        reached = [side[:, None] >= torch.arange(1, WINDOW + 1) for side in (block.before, block.after)]
+        around = sum((side * pair_weight(torch.arange(1, WINDOW + 1), block.window)).sum(1) for side in reached).numpy()
+        predictions = np.minimum(around, 1) if model == "cbow" else around
+        assert float(places.num_pairs) == pytest.approx(around.sum())
+        negatives = places.outputs.ids[places.draws].numpy()
+        assert negatives.shape[1] == num_draws
+        for number, of_span in enumerate(negatives):
+            here = slice(number * places.span, (number + 1) * places.span)
+            rare = block.words[here].numpy() >= 4
+            counts = np.bincount(of_span, minlength=len(COUNTED))
+            drawn += counts
+            for group, chosen in enumerate((~rare, rare)):
+                served = NEGATIVE * predictions[here][chosen].sum()
+                weight[group] += served / negatives.shape[1] * counts
+                expected[group] += served
+            spans += 1
+    assert_drawn_from(drawn, known.noise())
+    for group in range(2):
+        assert weight[group].sum() == pytest.approx(expected[group])
+        assert weight[group] / expected[group] == pytest.approx(known.noise(), abs=0.01)
+    assert spans > 1000
+
+
+@pytest.mark.parametrize("pool", [1, 100, 512])
+@pytest.mark.parametrize("num_draws", [1, 30])
+def test_spans_use_all_of_the_pool_alike(pool, num_draws):
+    """Where some words of the pool were used seven times and others never, vectors by AdamW fell into one dimension."""
+    words, zeros = torch.arange(16 * pool), torch.zeros(16 * pool, dtype=torch.int64)
+    places = Places.find(Block(words, zeros, zeros, torch.arange(pool), len(words)), 16 * pool, num_draws)
+    assert places.draws.shape == (pool, min(pool, num_draws))
+    drawn = places.outputs.ids[places.draws]
+    assert (torch.bincount(drawn.flatten(), minlength=pool)[:pool] == min(pool, num_draws)).all()

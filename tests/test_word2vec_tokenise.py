@@ -1,35 +1,28 @@
-"""Words numbered by the compiled tokeniser: the same numbers as by `str.split`."""
+"""Words numbered by the compiled tokeniser as by `str.split`, and joined to phrases as gensim joins them."""
 
 from __future__ import annotations
 
+import gzip
 import io
 import re
 import sys
 import tempfile
+from collections import Counter
+from importlib.resources import files
 
 import numpy as np
 import pytest
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.word2vec import Corpus
+from speedtransfer.word2vec import phrases as phrases_module
+from speedtransfer.word2vec.phrases import count_pairs
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 SPACES = re.findall(r"\s", "".join(map(chr, range(sys.maxunicode + 1))))
 # Neighbours of white space that are none, and one character of each length.
 WORD_CHARACTERS = [*"abcxyz09'", "\x01", "\x1b", "\x7f", "\x84", "\x86", "é", "\u200b", "\u200c", "\u2030", "\u3001"]
-WORD_CHARACTERS += [
-    "\u167f",
-    "\u1681",
-    "\u180e",
-    "\u2027",
-    "\u202a",
-    "\u205e",
-    "\u2060",
-    "東",
-    "京",
-    "\U0001f600",
-    "\u2070",
-]
+WORD_CHARACTERS += [*"\u167f\u1681\u180e\u2027\u202a\u205e\u2060\u2070東京\U0001f600"]
 
 
 class Dripping(io.BytesIO):
@@ -113,7 +106,7 @@ def test_tokeniser_of_nothing():
 
 
 @pytest.mark.parametrize("kind", ["text", "lines"])
-@pytest.mark.parametrize("step", [37, 1000, 100_000])
+@pytest.mark.parametrize("step", [37, 100_000])
 def test_a_corpus_of_pieces(kind, step):
     text, plain, seen = random_text(7, 5000), WordDict(), []
     corpus = Corpus(Dripping(b"\xef\xbb\xbf" + text.encode(), step), 1, kind=kind, report=seen.append)
@@ -135,26 +128,22 @@ def test_several_files(tmp_path):
     assert corpus.starts.tolist() == [0, 3, 4, 7, 8, 11, 12, 15]  # a line ends with its file
 
 
-@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
-@pytest.mark.parametrize(
-    "rubbish", [b"\0", b"\xff", b"\xe6\x9d", b"\xed\xa0\x80", b"\xc3 ", b"\xf4\x90\x80\x80", b"\xc0\x80"]
-)
-@pytest.mark.parametrize("step", [5, 64, 10_000])
-def test_rubbish_is_reported(mark, rubbish, step):
-    data = mark + b"w\xc3\xa9rd \xe6\x9d\xb1\n" * 30
-    with pytest.raises(InvalidValueError, match=f"byte {len(data) + 3}[ ;]"):
-        Corpus(Dripping(data + b"abc" + rubbish + b"d e f", step))
+@pytest.mark.parametrize("step", [5, 10_000])
+def test_rubbish_is_reported(step):
+    for rubbish in (b"\0", b"\xff", b"\xe6\x9d", b"\xed\xa0\x80", b"\xc3 ", b"\xf4\x90\x80\x80", b"\xc0\x80"):
+        data = b"\xef\xbb\xbf" + b"w\xc3\xa9rd \xe6\x9d\xb1\n" * 30
+        with pytest.raises(InvalidValueError, match=f"byte {len(data) + 3}[ ;]"):
+            Corpus(Dripping(data + b"abc" + rubbish + b"d e f", step))
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, RuntimeError])
-def test_nothing_is_left_when_stopped(tmp_path, monkeypatch, stop):
+def test_nothing_is_left_when_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     def report(num_words):
         if num_words > 500:
-            raise stop
+            raise KeyboardInterrupt
 
-    with pytest.raises(stop):
+    with pytest.raises(KeyboardInterrupt):
         Corpus(Dripping(random_text(1, 3000).encode(), 100), report=report)
     assert list(tmp_path.iterdir()) == []
 
@@ -177,3 +166,116 @@ def test_tokeniser_hides_where_words_are(same):
     np.testing.assert_array_equal(other.number(data), one.number(data))
     places = [np.flatnonzero(table._slots[:, 1] >= 0) for table in (one, other)]
     assert not np.array_equal(*places)
+
+
+# --- phrases ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def factbook():
+    """Return the beginning of the corpus that comes with the package, as lines of words."""
+    packed = files("speedtransfer.word2vec").joinpath("corpora/world_factbook.words.txt.gz").read_bytes()
+    return [line.split() for line in gzip.decompress(packed).decode().splitlines()[:3000]]
+
+
+def encoded(lines):
+    return "\n".join(map(" ".join, lines)).encode()
+
+
+def by_gensim(lines, min_count, threshold):
+    from gensim.models.phrases import Phrases
+
+    model = Phrases(lines, min_count=min_count, threshold=threshold, delimiter="_")
+    return [list(model[line]) for line in lines]
+
+
+def words_of(corpus):
+    words = corpus.vocabulary.words
+    return [[words[i] for i in part] for part in np.split(corpus.ids, corpus.starts[1:])]
+
+
+@pytest.mark.parametrize(("min_count", "threshold"), [(5, 10.0), (1, 50.0)])
+def test_joins_what_gensim_joins(factbook, monkeypatch, min_count, threshold):
+    monkeypatch.setattr(phrases_module, "CHUNK_IDS", 1 << 13)
+    corpus = Corpus(io.BytesIO(encoded(factbook)), min_count, kind="lines", phrases=1, phrase_threshold=threshold)
+    joined = by_gensim(factbook, min_count, threshold)
+    counts = Counter(word for line in joined for word in line)
+    assert corpus.vocabulary.counts.tolist() == [counts[word] for word in corpus.vocabulary.words]
+    kept = [[word for word in line if counts[word] >= min_count] for line in joined]
+    assert words_of(corpus) == [line for line in kept if line]
+    assert sum("_" in word for word in corpus.vocabulary.words) > 50
+    assert corpus.num_raw_words == sum(map(len, factbook))
+
+
+def test_two_passes_join_longer_ones_as_gensim_does(factbook):
+    corpus = Corpus(io.BytesIO(encoded(factbook)), 5, kind="lines", phrases=2, phrase_threshold=10.0)
+    joined = by_gensim(by_gensim(factbook, 5, 10.0), 5, 10.0)
+    counts = Counter(word for line in joined for word in line)
+    expected = {word for word, count in counts.items() if count >= 5}
+    # gensim gives a pair left unjoined and the phrase of the same name one entry, so its scores differ by a hair.
+    found = set(corpus.vocabulary.words)
+    assert len(found ^ expected) <= 0.001 * len(expected)
+    assert sum(word.count("_") > 1 for word in found) > 50
+
+
+def greedily(tokens, pairs):
+    joined, k = [], 0
+    while k < len(tokens):
+        if k + 1 < len(tokens) and (tokens[k], tokens[k + 1]) in pairs:
+            joined.append(f"{tokens[k]}_{tokens[k + 1]}")
+            k += 2
+        else:
+            joined.append(tokens[k])
+            k += 1
+    return joined
+
+
+def test_replacing_from_left_to_right():
+    rng = np.random.default_rng(0)
+    tokens = rng.choice(["a", "b", "c", "a_b", "\n"], 500, p=[0.35, 0.3, 0.2, 0.05, 0.1]).tolist()
+    pairs = {("a", "a"), ("a", "b"), ("b", "a"), ("c", "c"), ("a_b", "c")}
+    words = WordTable()
+    ids = words.number(" ".join(tokens).encode(), LINE_END)
+    stride = len(words)
+    number = {word: words.number(word.encode())[0] for word in ("a", "b", "c", "a_b")}
+    keys = np.sort([number[a] * stride + number[b] for a, b in pairs])
+    names = words.take(np.arange(stride))
+    new = words.number(" ".join(f"{names[key // stride]}_{names[key % stride]}" for key in keys).encode())
+    left = ids[: phrases_module._replace(ids, keys, new, stride)]
+    found = ["\n" if i == LINE_END else words.take(np.array([i]))[0] for i in left]
+    lines = " ".join(tokens).split("\n")
+    expected = ["\n".join(" ".join(greedily(line.split(), pairs)) for line in lines)]
+    assert [" ".join(found).replace(" \n ", "\n").replace("\n ", "\n").replace(" \n", "\n")] == expected
+
+
+def test_the_end_of_a_line_is_no_word():
+    """With -1 for the second word, the number of a pair would be that of another."""
+    ids = np.array([1, LINE_END, 0, 2], np.int32)
+    assert phrases_module._replace(ids, np.array([0 * 3 + 2]), np.array([3], np.int32), 3) == 3
+    assert ids[:3].tolist() == [1, LINE_END, 3]
+    for others in ([LINE_END, 0], [1, LINE_END]):
+        ids = np.array(others, np.int32)
+        assert phrases_module._replace(ids, np.array([-3, 2]), np.array([3, 3], np.int32), 3) == 2
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_counting_pairs(monkeypatch, chunk):
+    monkeypatch.setattr(phrases_module, "CHUNK_IDS", chunk)
+    ids = np.random.default_rng(3).integers(-1, 6, 400).astype(np.int32)
+    pairs, counts = count_pairs(ids, 6)
+    expected = Counter((a, b) for a, b in zip(ids.tolist(), ids[1:].tolist(), strict=False) if a >= 0 and b >= 0)
+    assert (
+        dict(zip(zip((pairs // 6).tolist(), (pairs % 6).tolist(), strict=True), counts.tolist(), strict=True))
+        == expected
+    )
+    assert (np.diff(pairs) > 0).all()
+
+
+def test_rare_pairs_are_dropped_when_there_are_too_many(monkeypatch):
+    monkeypatch.setattr(phrases_module, "CHUNK_IDS", 100)
+    monkeypatch.setattr(phrases_module, "MAX_PAIRS", 50)
+    often = np.tile(np.array([1, 2], np.int32), 50)
+    rare = np.arange(3, 1003, dtype=np.int32)
+    pairs, counts = count_pairs(np.concatenate([np.concatenate([often, r]) for r in rare.reshape(10, 100)]), 1003)
+    assert len(pairs) <= 60
+    assert counts[pairs == 1 * 1003 + 2].tolist() == [500]

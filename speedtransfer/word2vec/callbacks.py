@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.lazy import import_extra
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import check_writable, is_finite
+from speedtransfer.word2vec.settings import check_number, check_writable
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
 EVALUATED_WORDS = 300_000  # the most frequent ones, the default of `evaluate`
@@ -22,32 +22,15 @@ PROJECTOR_WORDS = 5000
 
 
 class Evaluations(Callback):
-    """Evaluate the vectors of a trainer on sets, every so many epochs and at the end.
+    """Evaluate the vectors of a trainer on similarity or analogy sets, `every` so many epochs and at the end.
 
-    Parameters
-    ----------
-    paths : sequence of path-like
-        Similarity or analogy sets, read at once.
-    every : float
-        Epochs from one evaluation to the next.
-    board : TensorBoard, optional
-        Draws the figures.
-
-    Raises
-    ------
-    StorageError
-        A set is missing or malformed.
-    InvalidTypeError, InvalidValueError
-        `every` is no number above 0, or there is nothing to evaluate with.
+    The sets are read at once; `board` draws the figures.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float, board: TensorBoard | None = None) -> None:
-        if not isinstance(every, int | float) or isinstance(every, bool):
-            raise InvalidTypeError(f"evaluate_every is {every!r} but must be a number of epochs; pass for instance 0.5")
-        if not (is_finite(every) and every > 0):
-            raise InvalidValueError(f"evaluate_every is {every} but must be above 0, in epochs; pass for instance 0.5")
         self._sets = [(os.fspath(path), load_set(path)) for path in paths]
-        self._every, self._last_step, self._board = float(every), -1, board
+        self._every = check_number(every, "evaluate_every", "above 0", default=1)
+        self._last_step, self._board = -1, board
 
     def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:
         """Raise `InvalidValueError` where a set has too few words of the vocabulary."""
@@ -99,17 +82,7 @@ def figures_of(result: Similarity | Analogies) -> dict[str, float]:
 class TensorBoard(Callback):
     """Write curves of a run to a folder that ``tensorboard --logdir`` shows; nothing is written before `begin`.
 
-    Parameters
-    ----------
-    path : path-like
-        The folder, made if missing. Runs in folders beside each other are shown together.
-
-    Raises
-    ------
-    MissingPackageError
-        tensorboard is not installed.
-    StorageError
-        `path` is a file, or a folder that cannot be written.
+    Runs in folders beside each other are shown together.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

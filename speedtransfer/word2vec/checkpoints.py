@@ -32,12 +32,13 @@ GRADIENTS = 4  # version of what `sampler` draws and `gradients` computes: a run
 class Checkpoints(Callback):
     """Save a run every so many steps, at a signal to stop and at the end; restore a trainer from a saved run.
 
-    Making it checks `path`; nothing is written.
+    Making it checks the folder `path` and, where it is to be resumed, the settings; nothing is written.
 
     Parameters
     ----------
-    path : path-like
-        The folder.
+    path : Path
+    settings : Settings
+        Those of the run.
     every : int, optional
         Steps from one save to the next; None: an epoch.
     resume : bool
@@ -46,52 +47,50 @@ class Checkpoints(Callback):
         Replace the checkpoint of another run at the first save.
     when_stopped : bool
         Save at a signal to stop, and at no other time.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        `path` holds a checkpoint that is not to be resumed nor replaced, or something else; a bad `every`.
-    StorageError
-        The manifest of the checkpoint to resume is damaged, or `path` cannot be written.
+    own_tables : bool
+        Table files in `settings.path` are of the saved run, wherever they were when it was saved.
     """
 
     def __init__(
         self,
-        path: str | os.PathLike[str],
+        path: Path,
+        settings: Settings,
         every: int | None = None,
         resume: bool = False,
         overwrite: bool = False,
         when_stopped: bool = False,
+        own_tables: bool = False,
     ) -> None:
-        self.path, self._when_stopped = Path(path), when_stopped
-        exists = os.path.lexists(self.path / manifest.NAME)
+        self.path, self.own_tables = path, own_tables
+        self._settings, self._when_stopped = settings, when_stopped
+        exists = os.path.lexists(path / manifest.NAME)
         self.resumes = resume and exists
-        self._begins = resume and not self.resumes
+        self._begins = resume and not exists
         self.every = None if every is None else check_size(every, "checkpoint_every", 1)
         self._saved_step: int | None = None
         self._corpus: dict[str, Any] | None = None
-        self._last = self._stamp()
         self._threads = torch.get_num_threads()  # here, since torch has fewer while a trainer runs
         if self.resumes:
-            self._facts = _facts_of_run(self.path)
-            if self._facts.get("gradients") != GRADIENTS:
-                raise InvalidValueError(
-                    f"the run in {str(self.path)!r} was begun by another version of speedtransfer, which makes other steps; "
-                    "begin a new run in another folder, or resume with that version"
-                )
+            self._facts = _facts_of_run(path)
+            self._check_settings()
             return
-        check_target(self.path)
-        check_writable(self.path, "checkpoints")
+        check_target(path)
+        check_writable(path, "checkpoints")
         if exists and not overwrite:
             raise InvalidValueError(
-                f"{str(self.path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
+                f"{str(path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
             )
         if exists:
-            _facts_of_run(self.path)
+            _facts_of_run(path)
 
-    def check_settings(self, settings: Settings) -> None:
-        """Raise `InvalidValueError` where the saved run had other settings than this one."""
-        saved, ours = self._facts["settings"], _comparable(self.complete(settings))
+    def _check_settings(self) -> None:
+        """Raise where the saved run had other settings than this one."""
+        if self._facts.get("gradients") != GRADIENTS:
+            raise InvalidValueError(
+                f"the run in {str(self.path)!r} was begun by another version of speedtransfer, which makes other steps; "
+                "begin a new run in another folder, or resume with that version"
+            )
+        saved, ours = self._facts["settings"], _comparable(self._complete())
         for name in ours:
             if name not in _ANY_MEMORY and saved.get(name) != ours[name]:
                 raise InvalidValueError(
@@ -99,23 +98,20 @@ class Checkpoints(Callback):
                     f"pass that {name}, or choose another checkpoint"
                 )
 
-    def complete(self, settings: Settings) -> Settings:
-        """Return `settings` with what the saved run chose from its corpus, where they leave it open."""
-        chosen = {name: self._facts["settings"][name] for name in CHOSEN if getattr(settings, name) is None}
-        return dataclasses.replace(settings, **chosen)
+    def _complete(self) -> Settings:
+        """Return the settings with what the saved run chose from its corpus, where they leave it open."""
+        chosen = {name: self._facts["settings"][name] for name in CHOSEN if getattr(self._settings, name) is None}
+        return dataclasses.replace(self._settings, **chosen)
 
-    def restore(
-        self, corpus: Corpus, settings: Settings, progress: TrainingProgress, own_tables: bool = False
-    ) -> Trainer:
+    def restore(self, corpus: Corpus, progress: TrainingProgress) -> Trainer:
         """Return a trainer over `corpus` in the state that was saved; raise where this is not the corpus of the saved run.
 
-        Table files of the saved run are replaced: they may be ahead of the checkpoint. With `own_tables` those in
-        `settings.path` are such files, wherever they were when they were saved.
+        Table files of the saved run are replaced: they may be ahead of the checkpoint.
         """
         with manifest.damage_told(self.path / manifest.NAME):
-            settings = self.complete(settings)
+            settings = self._complete()
             self._check_corpus(corpus)
-        if own_tables or self._facts["settings"]["path"] == _comparable(settings)["path"]:
+        if self.own_tables or self._facts["settings"]["path"] == _comparable(settings)["path"]:
             self._remove_tables(settings)
         trainer = Trainer(corpus, settings)
         try:
@@ -123,7 +119,7 @@ class Checkpoints(Callback):
             with manifest.damage_told(self.path / manifest.NAME):
                 trainer.load_state(self._facts["training"])
         except BaseException:
-            trainer.discard()
+            trainer.model.discard()
             raise
         self._saved_step = trainer.step
         share = trainer.step / trainer.num_steps
@@ -160,10 +156,6 @@ class Checkpoints(Callback):
 
     def save(self, trainer: Trainer) -> None:
         """Save the trainer; the previous checkpoint stays whole until this one is. Raise `StorageError` where that fails."""
-        if self._stamp() not in (None, self._last):
-            raise StorageError(
-                f"another run saves its checkpoints in {str(self.path)!r}, too; give each its own folder"
-            )
         if self._corpus is None:
             self._corpus = trainer.corpus.fingerprint()
         facts = {
@@ -174,7 +166,7 @@ class Checkpoints(Callback):
             "gradients": GRADIENTS,
         }
         save_checkpoint(self.path, trainer.model, trainer.optimizer, extra={"word2vec": facts}, progress=False)
-        self._saved_step, self._last = trainer.step, self._stamp()
+        self._saved_step = trainer.step
 
     def remove(self) -> None:
         """Remove the checkpoint of an earlier run, which `overwrite` lets this one replace."""
@@ -182,30 +174,17 @@ class Checkpoints(Callback):
         if names and not self.resumes:
             for name in (manifest.NAME, *names):  # the manifest first: without it there is no checkpoint
                 (self.path / name).unlink(missing_ok=True)
-            self._last = None
-
-    def _stamp(self) -> tuple[int, int] | None:
-        """Return what changes whenever a checkpoint is saved; None without one."""
-        try:
-            found = os.stat(self.path / manifest.NAME)
-        except (OSError, ValueError):
-            return None
-        return found.st_ino, found.st_mtime_ns
 
     def _check_corpus(self, corpus: Corpus) -> None:
         self._corpus = corpus.fingerprint()
         saved = self._facts["corpus"]
-        for what, name in (("words in the vocabulary", "vocabulary_words"), ("words", "words")):
-            if saved[name] != self._corpus[name]:
-                raise InvalidValueError(
-                    f"the corpus has {self._corpus[name]:,} {what} but that of checkpoint {str(self.path)!r} had "
-                    f"{saved[name]:,}; pass the same corpus, or choose another checkpoint"
-                )
         if saved != self._corpus:
-            what = "words" if saved["vocabulary"] != self._corpus["vocabulary"] else "order of words"
+            ours, theirs = (
+                f"{of['words']:,} words, {of['vocabulary_words']:,} distinct" for of in (self._corpus, saved)
+            )
             raise InvalidValueError(
-                f"the corpus has another {what} than that of checkpoint {str(self.path)!r}; pass the same corpus, or choose "
-                "another checkpoint"
+                f"the corpus ({ours}) is not that of checkpoint {str(self.path)!r} ({theirs}); pass the same corpus, or "
+                "choose another checkpoint"
             )
 
     def _remove_tables(self, settings: Settings) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,19 +38,8 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def in_flags(message: str) -> str:
-    """Return a message with settings as flags: ``memory='mmap'`` becomes ``--memory mmap``; names of files stay.
-
-    Without a value, names that are no English words are flags as well: ``block_words`` becomes ``--block-words``.
-    """
-    given = rf"(?<![\w'\"/])({'|'.join(SETTINGS)})='?([^\s,;()']+)'?"
-    message = re.sub(given, lambda found: f"--{found[1].replace('_', '-')} {found[2]}", message)
-    names = "|".join(name for name in SETTINGS if "_" in name or name == "lr")
-    alone = rf"(?<![\w'\"/.-])({names})(?![\w'\"/=]|\.\w)"
-    return re.sub(alone, lambda found: f"--{found[1].replace('_', '-')}", message)
-
-
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")]
 # The groups of `train --help` after the first one, in this order.
 _PANELS = ["Corpus", "Model", "Training", "Optimizer", "Memory", "Evaluation", "Output"]
 
@@ -121,7 +109,7 @@ def train(
             "--resume", help="Start the run in the output folder, or resume it; saves a checkpoint every epoch."
         ),
     ] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")] = False,
+    overwrite: _Overwrite = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
     option: Annotated[
         list[str] | None,
@@ -180,12 +168,12 @@ def train(
 
 @app.command()
 def demo(
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder; files of an earlier demo are replaced.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run.")], overwrite: _Overwrite = False
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
     from speedtransfer.word2vec.demo import run_demo
 
-    _exit_after(run_demo(output, show=typer.echo))
+    _exit_after(run_demo(output, overwrite, show=typer.echo))
 
 
 def _exit_after(stop_signal: int | None) -> None:

@@ -139,19 +139,9 @@ def train(
 ) -> float:  # fmt: skip
     """Train both kinds of rows in place, and return the loss.
 
-    Parameters
-    ----------
-    center_rows, context_rows : ndarray, shapes (u, width) and (v, width)
-        Float32 or float64, as `rate` is; width is `dim` or more, a multiple of `WIDTH`, with zeros from `dim` on. It is
-        fastest where each row begins where a line of the cache does.
-    bag_rows, starts, contexts, before, after, draws
-        As in `Places`.
-    most_words : int
-        Words that are trained at once, `WIDTH` at most.
-    window
-        As in `Places`.
-    negatives, rate, cbow, with_loss
-        As in `block_gradients`.
+    Both, (u, width) and (v, width), are float32 or float64, as `rate` is; width is `dim` or more, a multiple of `WIDTH`,
+    with zeros from `dim` on. It is fastest where each row begins where a line of the cache does. `most_words` are trained at
+    once, `WIDTH` at most; the others are as in `Places` and `block_gradients`.
     """
     count, num_draws, dtype, loss = len(contexts), draws.shape[1], center_rows.dtype, 0.0
     reach = max(before.max(), after.max()) if count else 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
 from speedtransfer.untrusted import open_file, parse_json
 from speedtransfer.word2vec.settings import SETTINGS, Settings, check_setting
 
@@ -41,48 +41,40 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
         The file cannot be read.
     """
     path = Path(path)
-    values = _parse(path)
-    for name in values:
-        if name not in SETTINGS:
-            raise InvalidValueError(f"config {str(path)!r} has {name!r}, not a setting{suggest(name, SETTINGS)}")
+    where = f"config {str(path)!r}"
     checked = {}
-    for name, value in values.items():
+    for name, value in _parse(path, where).items():
+        if name not in SETTINGS:
+            raise InvalidValueError(f"{where} has {name!r}, not a setting{suggest(name, SETTINGS)}")
         try:
             checked[name] = check_setting(name, value)
-        except InvalidTypeError as error:
-            raise InvalidTypeError(f"config {str(path)!r}: {error}") from None
-        except InvalidValueError as error:
-            raise InvalidValueError(f"config {str(path)!r}: {error}") from None
+        except (InvalidTypeError, InvalidValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
     return checked
 
 
-def _parse(path: Path) -> dict[str, Any]:
+def _parse(path: Path, where: str) -> dict[str, Any]:
     try:
         with open_file(path) as file:
             data = file.read(_MOST_BYTES + 1)
-        if len(data) > _MOST_BYTES:
-            raise InvalidValueError(f"config {str(path)!r} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
-        text = data.decode("utf-8")
-    except SpeedtransferError:
+    except StorageError:
         raise
     except OSError as error:
-        raise StorageError(f"cannot read config {str(path)!r} ({error.strerror}); check the path") from error
-    except UnicodeDecodeError as error:
-        raise InvalidValueError(f"config {str(path)!r} is no UTF-8 text ({error}); pass a TOML file") from None
+        raise StorageError(f"cannot read {where} ({error.strerror}); check the path") from error
+    if len(data) > _MOST_BYTES:
+        raise InvalidValueError(f"{where} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
     if path.suffix != ".json":
         try:
-            return tomllib.loads(text)
-        except (tomllib.TOMLDecodeError, RecursionError) as error:
-            raise InvalidValueError(f"config {str(path)!r} is no TOML: {error}; fix it") from None
+            return tomllib.loads(data.decode())
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(f"{where} is no TOML: {error}; fix it") from None
     try:
         content = parse_json(data)
     except ValueError as error:
-        raise InvalidValueError(f"config {str(path)!r} is no JSON: {error}; pass the settings.json of a run") from None
+        raise InvalidValueError(f"{where} is no JSON: {error}; pass the settings.json of a run") from None
     settings = content.get("settings") if isinstance(content, dict) else None
     if not isinstance(settings, dict):
-        raise InvalidValueError(
-            f'config {str(path)!r} has no object "settings"; pass the settings.json of a run, or TOML'
-        )
+        raise InvalidValueError(f'{where} has no object "settings"; pass the settings.json of a run, or TOML')
     return settings
 
 

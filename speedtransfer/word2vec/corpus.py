@@ -65,10 +65,7 @@ class Corpus:
     StorageError
         A file is missing, unreadable or damaged, or the temporary file does not fit on its disk.
     InvalidValueError
-        The text is empty, is no UTF-8, is no graph, or leaves fewer than two words in the vocabulary; or an argument breaks
-        its rule, before anything is read.
-    HostMemoryError
-        The distinct words do not fit in memory.
+        The text is empty, is no UTF-8, is no graph, or leaves fewer than two words in the vocabulary.
     """
 
     @shows_settings(names=_SETTINGS)
@@ -125,36 +122,21 @@ class Corpus:
 
         Raises
         ------
-        InvalidTypeError
-            `ids` is no int32 array of one dimension, or `starts` no int64 one.
-        InvalidValueError
-            A number is of no word, there is none, or `starts` does not rise from 0 within `ids`.
+        InvalidTypeError, InvalidValueError
+            `ids` or `starts` is another kind of array, a number is of no word, there is none, or `starts` does not rise from 0
+            within `ids`.
         """
-        for array, name, dtype in ((ids, "ids", np.int32), (starts, "starts", np.int64)):
-            if array is None and name == "starts":
-                continue
-            if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-                what = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-                kind = np.dtype(dtype).name
-                raise InvalidTypeError(
-                    f"{name} is {what} but must be a 1-D {kind} array; pass np.array({name}, '{kind}')"
-                )
-        if len(ids) == 0:
-            raise InvalidValueError("ids is empty but a corpus has words; pass one number a word")
-        for start in range(0, len(ids), CHUNK_IDS):
-            chunk = ids[start : start + CHUNK_IDS]
-            if chunk.min() < 0 or chunk.max() >= len(vocabulary):
-                at = int(np.flatnonzero((chunk < 0) | (chunk >= len(vocabulary)))[0])
-                raise InvalidValueError(
-                    f"ids[{start + at}] is {chunk[at]} but must be from 0 to {len(vocabulary) - 1}, the words of the "
-                    "vocabulary; drop what is no word"
-                )
-        if starts is not None and not (
-            len(starts) and starts[0] == 0 and starts[-1] < len(ids) and (starts[1:] > starts[:-1]).all()
-        ):
+        _check_array(ids, "ids", np.int32)
+        if not len(ids) or ids.min() < 0 or ids.max() >= len(vocabulary):
             raise InvalidValueError(
-                f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences"
+                f"ids must be numbers from 0 to {len(vocabulary) - 1}, of words, and at least one; drop what is no word"
             )
+        if starts is not None:
+            _check_array(starts, "starts", np.int64)
+            if not len(starts) or starts[0] != 0 or starts[-1] >= len(ids) or (starts[1:] <= starts[:-1]).any():
+                raise InvalidValueError(
+                    f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences"
+                )
         corpus = cls.__new__(cls)
         corpus.vocabulary, corpus.num_raw_words, corpus.starts = vocabulary, len(ids), starts
         corpus.ids = ids.view(np.ndarray)
@@ -176,6 +158,13 @@ class Corpus:
                 text.update(np.ascontiguousarray(array[start : start + CHUNK_IDS]).tobytes())
         digests = {"vocabulary": vocabulary.hexdigest(), "text": text.hexdigest()}
         return {"vocabulary_words": len(words), "words": len(self.ids), **digests}
+
+
+def _check_array(array: Any, name: str, dtype: Any) -> None:
+    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
+        what = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
+        kind = np.dtype(dtype).name
+        raise InvalidTypeError(f"{name} is {what} but must be a 1-D {kind} array; pass np.array({name}, '{kind}')")
 
 
 def _temporary_file() -> IO[bytes]:

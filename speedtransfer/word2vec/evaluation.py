@@ -26,15 +26,7 @@ __all__ = ["Analogies", "AnalogySet", "Section", "Similarity", "SimilaritySet", 
 
 @dataclass(frozen=True)
 class SimilaritySet:
-    """Pairs of words and how similar people found them.
-
-    Attributes
-    ----------
-    name : str
-    pairs : tuple of (str, str)
-    scores : tuple of float
-        One a pair, on any scale.
-    """
+    """Pairs of words and how similar people found them: a score a pair, on any scale."""
 
     name: str
     pairs: tuple[tuple[str, str], ...]
@@ -43,14 +35,7 @@ class SimilaritySet:
 
 @dataclass(frozen=True)
 class AnalogySet:
-    """Questions "a is to b as c is to d", by section.
-
-    Attributes
-    ----------
-    name : str
-    sections : tuple of (str, tuple of (str, str, str, str))
-        Name and questions of each, in the order of the file.
-    """
+    """Questions "a is to b as c is to d", by section: name and questions of each, in the order of the file."""
 
     name: str
     sections: tuple[tuple[str, tuple[Question, ...]], ...]
@@ -63,10 +48,7 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
     Google's questions-words.txt (Mikolov et al. 2013): ``: section`` lines, each followed by lines of four words. Blank lines
     and lines that begin with ``#`` are skipped.
 
-    Raises
-    ------
-    StorageError
-        The file is missing, is no text, or a line of it is neither; the message names the line and what it should be.
+    Raises `StorageError` where the file is missing, is no text, or a line of it is neither; the message names the line.
     """
     path = check_path(path)
     try:

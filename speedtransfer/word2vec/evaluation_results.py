@@ -68,11 +68,7 @@ class Similarity:
 class Section:
     """The questions of a section whose words all have vectors.
 
-    Attributes
-    ----------
-    name : str
-    correct, incorrect : tuple of (str, str, str, str)
-        As the file writes them.
+    `correct` and `incorrect` are as the file writes them.
     """
 
     name: str

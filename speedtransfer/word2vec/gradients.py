@@ -51,22 +51,14 @@ RATES = {"skipgram": 0.03, "cbow": 0.05}
 
 @dataclass
 class BlockGradients:
-    """What one block gives.
-
-    Attributes
-    ----------
-    center, context : Tensor, shapes (u, dim) and (v, dim)
-        For the rows of the input and of the output table.
-    num_pairs : Tensor, shape ()
-        Predictions, each as much as it counts: pairs of skip-gram; words of CBOW that have another one in their window. On the
-        host.
-    loss : Tensor, shape (), or None
-        Summed over the predictions and their negatives, each at the rows that it found; None where it was not asked for.
-    """
+    """What one block gives: for the rows of the input table (u, dim) and of the output table (v, dim)."""
 
     center: Tensor
     context: Tensor
+    # Predictions, each as much as it counts: pairs of skip-gram; words of CBOW that have another one in their window; on the
+    # host.
     num_pairs: Tensor
+    # Summed over the predictions and their negatives, each at the rows that it found; None where it was not asked for.
     loss: Tensor | None
 
 
@@ -88,19 +80,9 @@ def block_gradients(
     the whole of what it receives to each of its parts, as in word2vec.c, fastText and gensim (``cbow_mean=1``): vectors
     in a window of CBOW, rows that a word's vector is made of.
 
-    Parameters
-    ----------
-    center_rows, context_rows : Tensor, shapes (u, dim) and (v, dim)
-        Unique rows of the input and of the output table; not changed.
-    places : Places
-        Where among them its words and negatives are.
-    model : {"skipgram", "cbow"}
-    negative : int
-        Negatives a prediction that the draws of `places` stand for.
-    rate : float, optional
-        Above 0; by default that of `RATES`.
-    with_loss : bool
-        False leaves the loss out.
+    `center_rows` and `context_rows` are unique rows of the input and of the output table, and not changed; `places` says
+    where among them the words and negatives are, whose draws stand for `negative` a prediction. `rate` is by default that of
+    `RATES`.
     """
     rate = RATES[model] if rate is None else rate
     starts, cbow = (center_rows, context_rows), model == "cbow"

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from speedtransfer.jit import compile_function
 from speedtransfer.word2vec.lanes import (
     WIDTH,
     add,
@@ -32,12 +32,8 @@ _TAYLOR = tuple(1 / math.factorial(k) for k in range(14))  # of exp
 
 
 def compile_loops(function: Any, inline: bool = False) -> Any:
-    """Compile when first called, without the GIL; kept on disk where numba finds a folder for it."""
-    how = {"nogil": True, "fastmath": _MATH, "error_model": "numpy", "forceinline": inline}
-    try:
-        return njit(cache=True, **how)(function)
-    except RuntimeError:
-        return njit(**how)(function)
+    """Compile when first called, as `compile_function` does."""
+    return compile_function(function, fastmath=_MATH, forceinline=inline)
 
 
 def compile_inlined(function: Any) -> Any:

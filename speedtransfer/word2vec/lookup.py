@@ -20,8 +20,6 @@ _ROWS_AT_ONCE = 1 << 18
 # For analogies.
 _QUESTIONS_AT_ONCE = 1024
 _WORDS_AT_ONCE = 8192  # with the former: 32 MB of cosines
-# Closer cosines may change their order in a matrix product of another shape: such questions are answered one by one.
-_CLOSE = 1e-5
 _LOOK_AT = 5  # words among which gensim looks for one that is not a, b or c
 TINY = float(np.finfo(np.float32).tiny)  # a zero vector divided by this is a zero vector: near to nothing
 
@@ -84,12 +82,7 @@ def as_list(items: Any) -> list[Any]:
 def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:
     """Return the row of each word; `row_of` has the known words in the order of their rows.
 
-    Raises
-    ------
-    UnknownWordError
-        Some are unknown: one error for all of them.
-    InvalidTypeError
-        One is no str.
+    Raises `UnknownWordError` where some are unknown, one for all of them, and `InvalidTypeError` where one is no str.
     """
     for word in words:
         if not isinstance(word, str):
@@ -99,17 +92,14 @@ def find_rows(words: Sequence[str], row_of: Mapping[str, int]) -> list[int]:
         return [row_of[word] for word in words]
     frequent = list(row_of)[:_SUGGEST_FROM]
     nears = [difflib.get_close_matches(str(word), frequent, n=3, cutoff=0.7) for word in unknown[:_SUGGEST_FOR]]
-    hints = ["did you mean " + " or ".join(map(repr, near)) + "?" if near else "" for near in nears]
-    remedy = "check spelling and case"
-    if len(unknown) == 1:
-        message = f"{unknown[0]!r} is not among the {len(row_of)} words; {hints[0] or remedy}"
-    else:
-        parts = [f"{word!r} ({hint})" if hint else repr(word) for word, hint in zip(unknown, hints, strict=False)]
-        parts += map(repr, unknown[_SUGGEST_FOR:_SHOW_WORDS])
-        more = f" and {len(unknown) - _SHOW_WORDS} more" if len(unknown) > _SHOW_WORDS else ""
-        count = f"{len(unknown)} of {len(set(words))} words are not among the {len(row_of)}"
-        message = f"{count}: {', '.join(parts)}{more}; {remedy}"
-    raise UnknownWordError(message, unknown)
+    hints = [f" (did you mean {' or '.join(map(repr, near))}?)" if near else "" for near in nears]
+    named = [f"{word!r}{hint}" for word, hint in zip(unknown, hints, strict=False)]
+    named += map(repr, unknown[_SUGGEST_FOR:_SHOW_WORDS])
+    more = f" and {len(unknown) - _SHOW_WORDS} more" if len(unknown) > _SHOW_WORDS else ""
+    verb = "is" if len(unknown) == 1 else "are"
+    raise UnknownWordError(
+        f"{', '.join(named)}{more} {verb} not among the {len(row_of)} words; check spelling and case", unknown
+    )
 
 
 def lengths(matrix: np.ndarray) -> np.ndarray:
@@ -176,20 +166,9 @@ def answer_analogies(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, qu
     Goldberg 2014), other than a, b and c. In another case they are words of their own: the first of five that is none of them
     in any case counts, else the fifth.
 
-    Parameters
-    ----------
-    matrix : ndarray of float32, shape (num_words, dim)
-        The words among which answers are looked for.
-    norms : ndarray of float32, shape (num_words,)
-        Lengths of the rows.
-    name : ndarray of int64, shape (num_words,)
-        A number for each way to write a word: rows that differ only in case share one.
-    questions : ndarray of int64, shape (n, 4)
-        Rows of a, b, c and of the word expected.
-
-    Returns
-    -------
-    ndarray of bool, shape (n,)
+    `matrix` (num_words, dim) holds the words among which answers are looked for, and `norms` (num_words,) their lengths;
+    `name` (num_words,) a number for each way to write a word, which rows that differ only in case share; `questions` (n, 4)
+    the rows of a, b, c and of the word expected. Of cosines that are equal to rounding gensim may rank another first.
     """
     correct = np.zeros(len(questions), dtype=bool)
     for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
@@ -207,8 +186,7 @@ def _nearest_of_each(matrix: np.ndarray, norms: np.ndarray, questions: np.ndarra
     a, b, c = (_unit(matrix, norms, questions[:, i]) for i in range(3))
     wanted = b - a + c
     wanted /= wanted.norm(dim=1, keepdim=True).clamp_min(TINY)
-    # One more than is looked at: whether the order of those is sure.
-    count = min(_LOOK_AT + 4, len(matrix))
+    count = min(_LOOK_AT + 3, len(matrix))
     cosines, rows = torch.empty(len(wanted), 0), torch.empty(len(wanted), 0, dtype=torch.int64)
     for start in range(0, len(matrix), _WORDS_AT_ONCE):
         block = np.arange(start, min(start + _WORDS_AT_ONCE, len(matrix)))
@@ -216,21 +194,8 @@ def _nearest_of_each(matrix: np.ndarray, norms: np.ndarray, questions: np.ndarra
         cosines, rows = torch.cat([cosines, more], 1), torch.cat([rows, where + start], 1)
         cosines, best = cosines.topk(min(count, cosines.shape[1]))
         rows = rows.gather(1, best)
-    unsure = (cosines[:, :-1] - cosines[:, 1:] <= _CLOSE).any(dim=1).tolist()
-    for number, question in enumerate(questions):
-        yield _nearest_by_gensim(matrix, norms, question) if unsure[number] else rows[number].numpy()
+    yield from rows.numpy()
 
 
 def _unit(matrix: np.ndarray, norms: np.ndarray, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(matrix[rows] / np.maximum(norms[rows], TINY)[:, None])
-
-
-def _nearest_by_gensim(matrix: np.ndarray, norms: np.ndarray, question: np.ndarray) -> np.ndarray:
-    """Return the rows nearest to one answer, in gensim's precision and, among equals, in NumPy's order."""
-    a, b, c = (matrix[row] / max(norms[row], TINY) for row in question[:3])
-    wanted = (b + c - a).astype(np.float64) / 3
-    wanted = (wanted / max(float(np.linalg.norm(wanted)), TINY)).astype(np.float32)
-    away = -(matrix @ wanted / np.maximum(norms, TINY))
-    size = min(_LOOK_AT + 3, len(away))
-    near = np.argpartition(away, size)[:size] if size < len(away) else np.arange(size)
-    return near[np.argsort(away[near])]

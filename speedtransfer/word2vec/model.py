@@ -10,26 +10,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import Unpack
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
-from speedtransfer.tables import row_chunks, unique_rows
-from speedtransfer.word2vec.config import settings_of, shows_settings
+from speedtransfer.tables import row_chunks
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.places import Block, Places
-from speedtransfer.word2vec.settings import Keywords, Settings
-from speedtransfer.word2vec.subwords import NgramVectors, Subwords, hash_word
-from speedtransfer.word2vec.vectors import UnknownWordError
+from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.subwords import NgramVectors, Subwords
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
-_SETTINGS = (
-    "model", "negative", "clip", "buckets", "min_n", "max_n", "memory", "path", "device", "seed",
-)  # fmt: skip
 _TABLE_NAMES = ("input", "output")
 _WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
 
@@ -41,11 +34,9 @@ class Word2Vec(nn.Module):
     ----------
     vocabulary : Vocabulary, sequence of str, or int
         The words, or only how many there are: enough for training where `buckets` is 0.
-    dim, model, negative, clip, buckets, min_n, max_n, memory, path, device, seed
-        As in :class:`Settings`. The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in
-        fastText; the output rows as zeros.
-    settings : Settings, optional
-        All of them instead, of which those named above count.
+    settings : Settings
+        Of which `dim`, `model`, `negative`, `clip`, `buckets`, `min_n`, `max_n`, `memory`, `path`, `device` and `seed` count.
+        The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; the others as zeros.
     process_group : ProcessGroup, optional
         Of processes that share the rows out; as for :class:`~speedtransfer.Embedding`.
 
@@ -65,30 +56,25 @@ class Word2Vec(nn.Module):
         There is no room for the tables, or their files exist. No file is left behind.
     """
 
-    @shows_settings(names=_SETTINGS)
     def __init__(
-        self,
-        vocabulary: Vocabulary | Sequence[str] | int,
-        dim: int = Settings.dim,
-        *,
-        settings: Settings | None = None,
-        process_group: Any = None,
-        **given: Unpack[Keywords],
+        self, vocabulary: Vocabulary | Sequence[str] | int, settings: Settings | None = None, process_group: Any = None
     ) -> None:
         super().__init__()
-        settings = settings or settings_of(_SETTINGS, given, dim=dim)
+        settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
         buckets = settings.buckets
-        self._vocabulary, self.num_words = _as_vocabulary(vocabulary)
-        if buckets and self._vocabulary is None:
-            raise InvalidTypeError(
-                f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
-            )
+        known, self.num_words = _as_vocabulary(vocabulary)
+        self.subwords: Subwords | None = None
+        if buckets:
+            if known is None:
+                raise InvalidTypeError(
+                    f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
+                )
+            self.subwords = Subwords(known.words, buckets, settings.min_n, settings.max_n)
         generator = torch.Generator().manual_seed(settings.seed)
-        hashed = settings.buckets, settings.min_n, settings.max_n
-        self.subwords = Subwords(self._vocabulary.words, *hashed) if self._vocabulary is not None and buckets else None
         self._files = TableFiles(settings.path)
         self._group = process_group
+        self._files.check_none()
         self._files.make_folder()
         try:
             self.input = self._make_table("input", self.num_words + buckets, settings)
@@ -101,17 +87,14 @@ class Word2Vec(nn.Module):
 
     def _make_table(self, name: str, num_rows: int, settings: Settings) -> Embedding:
         path, device = self._files.paths.get(name), resolve_device(settings.device)
-        embedding = _ZeroEmbedding(
+        return _ZeroEmbedding(
             num_rows, self.dim, device=device, dtype=torch.float32, memory=settings.memory, path=path, idle="lazy",
             **({} if self._group is None else {"process_group": self._group}),
         )  # fmt: skip
-        if path is not None:
-            self._files.made.append(path)
-        return embedding
 
     def discard(self) -> None:
         """Remove the table files that this model made, if any. The model itself keeps working, on files without a name."""
-        self._files.discard()
+        self._files.remove()
 
     @torch.no_grad()
     def deposit_gradients(
@@ -121,16 +104,9 @@ class Word2Vec(nn.Module):
 
         The host does not wait for a CUDA device, unless tensors of `block` are there.
 
-        Parameters
-        ----------
-        block : Block
-            Better prepared by `prepare`, in a thread.
-        with_loss : bool
-            False leaves the loss out, which is faster.
-        rate : float, optional
-            The learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
-        processes : int
-            How many train on blocks of their own: their movements are added, where gradients would be averaged.
+        `block` is better prepared by `prepare`, in a thread. Without `with_loss` the loss is left out, which is faster. `rate`
+        is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
+        `processes` is how many train on blocks of their own: their movements are added, where gradients would be averaged.
 
         Returns
         -------
@@ -171,23 +147,6 @@ class Word2Vec(nn.Module):
         """Return the arguments of `Places.find` that are the model's; `reach` is the widest window to a side."""
         return self.num_words, draws_of(self.model, self.negative, reach), self.subwords
 
-    def forward(self, centers: Tensor, contexts: Tensor) -> Tensor:
-        """Return the scores of single pairs, shape of `centers`, through autograd: for a loss of your own.
-
-        `centers` and `contexts` are word numbers, int64. With n-grams the host waits for `centers` on a CUDA device.
-        """
-        if self.subwords is None:
-            vectors = self.input(centers)
-        else:
-            words = unique_rows(centers.flatten().cpu(), self.num_words, centers)
-            device = self.input.table.device
-            bags = self.subwords.find(words.ids).to(device)
-            active = self.input.activate(bags.rows)
-            means = F.embedding_bag(active.inverse, active.rows, bags.starts[:-1], mode="mean")
-            vectors = means[words.inverse.view(centers.shape).to(device)]
-        scores: Tensor = (vectors * self.output(contexts)).sum(-1)
-        return scores
-
     @torch.no_grad()
     def word_vectors(self, num_words: int | None = None) -> Tensor:
         """Return the vectors of the first `num_words` words, by default of all, on the host: float32, shape (words, dim).
@@ -223,22 +182,6 @@ class Word2Vec(nn.Module):
             rows[part] = table.gather(torch.arange(part.start, part.stop, device="cpu")).cpu()
         return rows
 
-    @torch.no_grad()
-    def vector(self, word: str) -> Tensor:
-        """Return the vector of any word: float32, shape (dim,), on the host.
-
-        A word outside the vocabulary has that of its n-grams (`NgramVectors`); without any, it raises `UnknownWordError`.
-        """
-        number = -1 if self._vocabulary is None else self._vocabulary.get(word)
-        sub = self.subwords
-        if number >= 0:
-            rows = torch.tensor([number]) if sub is None else sub.bags(torch.tensor([number]))[0]
-        elif sub is not None:
-            rows = torch.from_numpy(hash_word(word, sub.buckets, sub.min_n, sub.max_n) + self.num_words)
-        else:
-            raise UnknownWordError(f"{word!r} is not among the {self.num_words} words; train with buckets, or check it")
-        return self.input.table.gather(rows).mean(0).cpu()
-
     def ngram_vectors(self) -> NgramVectors:
         """Return the rows of the n-grams, for words outside the vocabulary: without a copy where they are in host memory."""
         if self.subwords is None:
@@ -253,8 +196,7 @@ class TableFiles:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._folder = None if path is None else Path(path)
         self.paths = {} if path is None else {name: Path(path, f"{name}.safetensors") for name in _TABLE_NAMES}
-        self.made: list[Path] = []
-        self._folders: list[Path] = []  # that were missing, the innermost first
+        self._made: list[Path] = []  # folders, the innermost first
 
     def check_none(self) -> None:
         """Raise `StorageError` where one exists: before a long corpus is read, not after it."""
@@ -264,37 +206,31 @@ class TableFiles:
                     f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
                 )
 
-    def remove(self) -> None:
-        """Remove those that exist; raise `StorageError` where that fails."""
-        for file in self.paths.values():
-            try:
-                file.unlink(missing_ok=True)
-            except OSError as error:
-                raise StorageError(
-                    f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
-                ) from error
-
     def make_folder(self) -> None:
-        """Make the folder where it is missing, or raise `StorageError`. A file belongs into `made` once it is."""
+        """Make the folder where it is missing."""
         if self._folder is None:
             return
-        self._folders = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
+        self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self.discard()
+            self.remove()
             raise StorageError(
                 f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
             ) from error
 
-    def discard(self) -> None:
-        """Remove the files that were made, and the folders that were made for them where nothing else is in them."""
-        for path in self.made:
-            path.unlink(missing_ok=True)
-        for folder in self._folders:
+    def remove(self) -> None:
+        """Remove the files, and the folders that were made for them where nothing else is in them."""
+        for file in filter(Path.exists, self.paths.values()):
+            try:
+                file.unlink()
+            except OSError as error:
+                raise StorageError(
+                    f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
+                ) from error
+        for folder in self._made:
             with contextlib.suppress(OSError):
                 folder.rmdir()
-        self.made, self._folders = [], []
 
 
 class _ZeroEmbedding(Embedding):

@@ -63,65 +63,28 @@ class Block:
 
 @dataclass(frozen=True)
 class Places:
-    """The rows of both tables that a block needs, and where among them its words and negatives are.
+    """The rows of both tables that a block needs, and where among them its words and negatives are."""
 
-    Attributes
-    ----------
-    bags : Bags
-        The rows of the input table that the vector of each word (n,) is the mean of.
-    starts : list of int
-        Where the bag of each word begins among them and, last, how many there are; on the host.
-    outputs : UniqueRows
-        Of the words, then the negatives.
-    before, after : Tensor of int64, shape (n,)
-        The windows, as in `Block`.
-    reach : int
-        The widest window to a side.
-    span : int
-        Words that are trained at once.
-    draws : Tensor of int64, shape (spans, min(num_draws, pool))
-        The negatives of each span, as positions in the output rows.
-    num_pairs, num_predicted : Tensor, shape ()
-        All pairs, each as much as it counts; the words that have another one in their window. On the host.
-    window : int
-        As in `Block`.
-    found_with : tuple
-        `num_words`, `num_draws` and `subwords` of `find`.
-    """
-
-    bags: Bags
-    starts: list[int]
-    outputs: UniqueRows
-    before: Tensor
+    bags: Bags  # the rows of the input table that the vector of each word is the mean of
+    starts: list[int]  # where the bag of each word begins among them and, last, how many there are; on the host
+    outputs: UniqueRows  # of the words, then the negatives
+    before: Tensor  # the windows, as in `Block`
     after: Tensor
-    reach: int
-    span: int
-    draws: Tensor
-    num_pairs: Tensor
-    num_predicted: Tensor
-    window: int
-    found_with: tuple[int, int, Subwords | None]
+    reach: int  # the widest window to a side
+    span: int  # words that are trained at once
+    draws: Tensor  # the negatives of each span, as positions in the output rows: (spans, min(num_draws, pool))
+    num_pairs: Tensor  # all pairs, each as much as it counts; on the host
+    num_predicted: Tensor  # the words that have another one in their window; on the host
+    window: int  # as in `Block`
+    found_with: tuple[int, int, Subwords | None]  # `num_words`, `num_draws` and `subwords` of `find`
 
     @classmethod
     def find(cls, block: Block, num_words: int, num_draws: int, subwords: Subwords | None = None) -> Places:
         """Return those of a block, on the CPU.
 
-        Parameters
-        ----------
-        block : Block
-        num_words : int
-            Of the vocabulary.
-        num_draws : int
-            Negatives that each span takes from the pool.
-        subwords : Subwords, optional
-            What words are made of; by default each has one row.
-
-        Raises
-        ------
-        RowIndexError
-            A word is none of the vocabulary.
-        InvalidValueError
-            A context reaches further than `window`, where pairs would count less than nothing.
+        `num_words` is the size of the vocabulary, `num_draws` the negatives that each span takes from the pool, and
+        `subwords` what words are made of; by default each has one row. Raises `RowIndexError` where a word is none of the
+        vocabulary, and `InvalidValueError` where a context reaches further than `window`: pairs would count less than nothing.
         """
         window = block.window
         words, before, after, negatives = (t.cpu() for t in (block.words, block.before, block.after, block.negatives))

@@ -47,12 +47,8 @@ def plot(
     ------
     InvalidValueError
         `path` does not end in .png, or there are no words, or more in `words` than `num_words`.
-    UnknownWordError
-        Some of `words` have no vector.
     MissingPackageError
         matplotlib or scikit-learn is not installed.
-    StorageError
-        The file cannot be written.
     """
     path = check_png(path)
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))
@@ -172,17 +168,8 @@ def spread_labels(centers: np.ndarray, sizes: np.ndarray, frame: tuple[float, fl
 
 
 def _covered(place: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pairs of boxes that cover one another: both boxes, how far apart they are and by how much they overlap.
-
-    Only boxes whose heights can meet are compared, which are next to each other by their place upwards: few of all pairs.
-    """
-    order = np.argsort(place[:, 1], kind="stable")
-    height = place[order, 1]
-    upper = np.searchsorted(height, height + sizes[:, 1].max(initial=0.0))
-    counts = np.maximum(upper - np.arange(len(place)) - 1, 0)
-    lower = np.repeat(np.arange(len(place)), counts)
-    later = np.arange(len(lower)) - np.repeat(np.cumsum(counts) - counts, counts)
-    first, second = order[lower], order[lower + 1 + later]
+    """Return the pairs of boxes that cover one another: both boxes, how far apart they are and by how much they overlap."""
+    first, second = np.triu_indices(len(place), 1)
     apart = place[first] - place[second]
     overlap = (sizes[first] + sizes[second]) / 2 - np.abs(apart)
     covered = (overlap > 0).all(axis=1)

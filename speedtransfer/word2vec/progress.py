@@ -16,7 +16,6 @@ from speedtransfer.errors import printable
 
 LINE_EVERY_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-_entered: list[StopOnSignal] = []  # of the main thread; the handlers are those of the first
 
 
 def format_loss(loss: float) -> str:
@@ -25,14 +24,7 @@ def format_loss(loss: float) -> str:
 
 
 class TrainingProgress:
-    """Progress of reading and training, on standard error.
-
-    Parameters
-    ----------
-    enabled : bool
-        False: only `log` writes.
-    console : rich.console.Console, optional
-    """
+    """Progress of reading and training, on standard error; without `enabled` only `log` writes."""
 
     def __init__(self, enabled: bool = True, console: Console | None = None) -> None:
         self._console = Console(stderr=True, soft_wrap=True, highlight=False) if console is None else console
@@ -104,8 +96,8 @@ class StopOnSignal:
     An exception between two writes would leave weights and optimizer state of different steps. Ctrl-C after that raises
     KeyboardInterrupt; another SIGTERM does nothing, since ``timeout`` and job schedulers send several.
 
-    May be nested: all of them see the signal. In a thread other than the main one nothing is changed, nor is a signal that
-    the program ignores or handles itself: one that is ignored, as SIGINT is in background jobs of a script, stays so.
+    In a thread other than the main one nothing is changed, nor is a signal that the program ignores or handles itself: one
+    that is ignored, as SIGINT is in background jobs of a script, stays so.
 
     Attributes
     ----------
@@ -119,29 +111,22 @@ class StopOnSignal:
 
     def __enter__(self) -> StopOnSignal:
         if threading.current_thread() is threading.main_thread():
-            _entered.append(self)
-            self.requested = _entered[0].requested
-            if len(_entered) == 1:
-                for number in _SIGNALS:
-                    previous = signal.getsignal(number)
-                    if previous in (signal.SIG_DFL, signal.default_int_handler):
-                        self._previous[number] = previous
-                        signal.signal(number, self._request)
+            for number in _SIGNALS:
+                previous = signal.getsignal(number)
+                if previous in (signal.SIG_DFL, signal.default_int_handler):
+                    self._previous[number] = previous
+                    signal.signal(number, self._request)
         return self
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        if self.requested is not None:
-            if number == signal.SIGINT:
-                raise KeyboardInterrupt
-            return
-        for one in _entered:
-            one.requested = number
+        if self.requested is None:
+            self.requested = number
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if threading.current_thread() is threading.main_thread():
-            _entered.remove(self)
-            for number, previous in self._previous.items():
-                signal.signal(number, previous)
-            self._previous.clear()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous.clear()

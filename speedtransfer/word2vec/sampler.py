@@ -16,21 +16,18 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 from torch import Tensor
-from typing_extensions import Unpack
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
-from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.places import Block
-from speedtransfer.word2vec.settings import Keywords, Settings
+from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where they are None
 STEPS = 1_000  # that a run should have
 EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
-_SETTINGS = ("model", "seed", "window", "sample", "block_words", "shared_negatives")
 GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
 
 
@@ -42,25 +39,20 @@ class Sampler:
     ids : ndarray of int32, shape (num_words,)
         The corpus as word numbers.
     vocabulary : Vocabulary
+    settings : Settings
+        Of which `model`, `seed`, `window`, `sample`, `block_words` (by default 16,384) and `shared_negatives` count.
     starts : ndarray of int64, shape (num_sequences,), optional
         Where each sequence begins in `ids`, from 0 on; windows stay within a sequence. None: the corpus is one.
-    settings : Settings, optional
-        Of which `seed`, `window`, `sample`, `block_words` (by default 16,384) and `shared_negatives` count.
-    seed, window, sample, block_words, shared_negatives
-        These by themselves.
     """
 
-    @shows_settings(names=_SETTINGS)
     def __init__(
         self,
         ids: np.ndarray,
         vocabulary: Vocabulary,
-        *,
-        starts: np.ndarray | None = None,
         settings: Settings | None = None,
-        **given: Unpack[Keywords],
+        starts: np.ndarray | None = None,
     ) -> None:
-        settings = settings or settings_of(_SETTINGS, given)
+        settings = settings or Settings()
         if len(ids) == 0:
             raise InvalidValueError("the corpus has no word of the vocabulary; build the vocabulary from this corpus")
         if vocabulary.num_words == 0:
@@ -184,11 +176,7 @@ def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int 
     200,000 words of the World Factbook AdamW was best at about 500, 1,500 and 1,500 steps, and worse again beyond. Blocks of
     fewer than 32 words would lose too many pairs at their edges, and more than 50 epochs only learn a small text by heart.
 
-    Parameters
-    ----------
-    num_kept_words : float
-    epochs, block_words : int or None
-        What the user has asked for, which is obeyed; None: choose.
+    What the user has asked for, `epochs` and `block_words` that are not None, is obeyed.
     """
     if epochs is None:
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))

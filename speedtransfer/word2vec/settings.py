@@ -18,12 +18,26 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 
 
-def is_finite(value: int | float) -> bool:
-    """Return whether `value` is a finite number that a float can hold."""
+def check_number(value: Any, name: str, rule: str, within: float = math.inf, default: float | None = None) -> float:
+    """Return a number as a float, or raise.
+
+    `rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 it may be.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        kind = type(value).__name__
+        raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
     try:
-        return math.isfinite(value)
+        is_finite = math.isfinite(value)
     except OverflowError:  # of an int
-        return False
+        is_finite = False
+    if not is_finite:
+        raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
+    usual = "drop it for the default" if default is None else f"the default is {default:g}"
+    if value < 0 or (value == 0 and rule == "above 0"):
+        raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
+    if not 1 / within <= value <= within:
+        raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
+    return float(value)
 
 
 def _about(panel: str, check: Check | None, none: str | None = None, choices: Sequence[str] = ()) -> dict[str, Any]:
@@ -36,20 +50,8 @@ def _size(panel: str, default: int | None, minimum: int, none: str | None = None
 
 
 def _number(panel: str, default: float | None, rule: str, within: float = math.inf, none: str | None = None) -> Any:
-    """`rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 the number may be."""
-
     def check(value: Any, name: str) -> float:
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            kind = type(value).__name__
-            raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
-        if not is_finite(value):
-            raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
-        usual = "drop it for the optimizer's default" if default is None else f"the default is {default:g}"
-        if value < 0 or (value == 0 and rule == "above 0"):
-            raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
-        if not 1 / within <= value <= within:
-            raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
-        return float(value)
+        return check_number(value, name, rule, within, default)
 
     return field(default=default, metadata=_about(panel, check, none))
 
@@ -210,10 +212,6 @@ class Settings:
     def __post_init__(self) -> None:
         for name in SETTINGS:
             object.__setattr__(self, name, check_setting(name, getattr(self, name)))
-        if self.min_n > self.max_n:
-            raise InvalidValueError(
-                f"min_n is {self.min_n} but must be at most max_n, {self.max_n}; pass a smaller min_n or a larger max_n"
-            )
         if self.phrases and self.kind in ("graph", "adjacency"):
             raise InvalidValueError(
                 f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"
@@ -227,7 +225,9 @@ class Settings:
         import torch
 
         from speedtransfer.word2vec.optimizers import make_optimizer
+        from speedtransfer.word2vec.subwords import check_ngrams
 
+        check_ngrams(self.buckets, self.min_n, self.max_n)
         make_optimizer(self.optimizer, [torch.nn.Parameter(torch.zeros(1, 1))], self.first_lr, self.options)
 
     @property

@@ -50,18 +50,9 @@ def pack_spans(
 ) -> Work:
     """Return what the kernels are launched with.
 
-    Parameters
-    ----------
-    center_rows, context_rows : Tensor of float32, shapes (u, dim) and (v, dim), contiguous
-        Trained in place.
-    places : Places
-        On their device.
-    cbow, negative, rate
-        As in `gradients.block_gradients`.
-    losses : Tensor of float64, shape (blocks, threads), optional
-        Gets the loss in parts, to be summed.
-    blocks : int
-        That train together.
+    `center_rows` (u, dim) and `context_rows` (v, dim), float32 and contiguous, are trained in place; `places` are on their
+    device, and `losses`, float64 of shape (blocks, threads), get the loss in parts, to be summed. `blocks` train together;
+    the others are as in `gradients.block_gradients`.
     """
     dim, num_spans = center_rows.shape[1], len(places.draws)
     sizes = _sizes(places, dim, cbow, blocks)

@@ -12,7 +12,7 @@ training each of them moves by the whole of what the vector receives, as in fast
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,24 +26,18 @@ from speedtransfer.errors import InvalidValueError, StorageError, check_size, de
 from speedtransfer.jit import compile_function
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
-from speedtransfer.tables import UniqueRows, files, move_together, row_chunks, unique_rows
+from speedtransfer.tables import UniqueRows, files, row_chunks, unique_rows
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.lookup import UnknownWordError
 
 _FORMAT = "speedtransfer n-gram vectors 1"
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
-_CHUNK_CHARACTERS = 1 << 20  # hashed at once
+_WORDS_AT_ONCE = 1 << 16  # hashed at once
 
 
 def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
-    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        One is no integer, or out of range.
-    """
+    """Raise unless n-grams can be hashed with these sizes; `buckets` 0 means none."""
     if check_size(buckets, "buckets", 0) > MAX_BUCKETS:
         raise InvalidValueError(f"buckets is {buckets} but the hash has 32 bits; pass at most {MAX_BUCKETS}")
     if check_size(max_n, "max_n", 1) < check_size(min_n, "min_n", 1):
@@ -62,17 +56,7 @@ def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
 def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
     """Return the bucket of every n-gram of `words`, word after word, each by where its n-grams begin, then by their length.
 
-    Parameters
-    ----------
-    words : sequence of str
-    buckets : int
-        At most ``2**32``.
-    min_n, max_n : int
-        Characters (not bytes) of an n-gram, boundary marks included.
-
-    Returns
-    -------
-    ndarray of int64, shape (sum of `count_ngrams`,)
+    They have `min_n` to `max_n` characters (not bytes), boundary marks included. int64, shape (sum of `count_ngrams`,).
     """
     marked = [f"<{word}>".encode() for word in words]
     ends = np.cumsum([len(word) for word in marked], dtype=np.int64)
@@ -104,88 +88,45 @@ def _hash(data: np.ndarray, ends: np.ndarray, buckets: int, min_n: int, max_n: i
         first = last
 
 
-def hash_word(word: str, buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
-    """Return the buckets of the n-grams of `word`, as `hash_ngrams`.
-
-    Raises
-    ------
-    UnknownWordError
-        It is too short to have any.
-    """
-    hashed = hash_ngrams([word], buckets, min_n, max_n)
-    if not len(hashed):
-        raise UnknownWordError(f"{word!r} has no n-grams of {min_n} to {max_n} characters; pass a longer word")
-    return hashed
-
-
 class Subwords:
     """The rows that the vector of each word of a vocabulary is the mean of.
 
-    Parameters
-    ----------
-    words : sequence of str
-        The vocabulary; word i has row i of the table.
-    buckets : int
-        Rows after those of the words.
-    min_n, max_n : int
-        Characters of an n-gram.
+    Word i has row i of the table, which has `buckets` rows after those of the words.
 
     Attributes
     ----------
-    num_rows : int
-        Of the table.
     offsets : Tensor of int64, shape (len(words) + 1,)
         The rows of word i are ``rows[offsets[i] : offsets[i + 1]]``.
     rows : Tensor of int32 (int64 where the table has 2**31 rows or more), shape (offsets[-1],)
         Its own row first.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        As `check_ngrams`.
     """
 
-    def __init__(self, words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
-        check_ngrams(check_size(buckets, "buckets", 1), min_n, max_n)
+    def __init__(self, words: list[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
         self.buckets, self.min_n, self.max_n = buckets, min_n, max_n
-        self.num_words, self.num_rows = len(words), len(words) + buckets
+        num_words = len(words)
         offsets = np.zeros(len(words) + 1, dtype=np.int64)
         np.cumsum(count_ngrams(words, min_n, max_n) + 1, out=offsets[1:])
-        rows = np.empty(offsets[-1], dtype=np.int32 if self.num_rows <= 1 << 31 else np.int64)
-        for start, stop in _chunks(words):
+        rows = np.empty(offsets[-1], dtype=np.int32 if num_words + buckets <= 1 << 31 else np.int64)
+        for start in range(0, num_words, _WORDS_AT_ONCE):
+            stop = min(start + _WORDS_AT_ONCE, num_words)
             begin, end = offsets[start], offsets[stop]
             own = offsets[start:stop] - begin
             is_own = np.zeros(end - begin, dtype=bool)
             is_own[own] = True
             part = rows[begin:end]
             part[own] = np.arange(start, stop)
-            part[~is_own] = hash_ngrams([words[i] for i in range(start, stop)], buckets, min_n, max_n) + self.num_words
+            part[~is_own] = hash_ngrams(words[start:stop], buckets, min_n, max_n) + num_words
         self.offsets, self.rows = torch.from_numpy(offsets), torch.from_numpy(rows)
 
-    def bags(self, words: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rows of `words`, one bag after the other, and how many each has.
-
-        Parameters
-        ----------
-        words : Tensor of int64, shape (u,)
-
-        Returns
-        -------
-        rows : Tensor of int64, shape (sum of counts,)
-        counts : Tensor of int64, shape (u,)
-        """
+    def find(self, words: Tensor) -> Bags:
+        """Return the bags of `words`, (n,) int64 on the CPU."""
         begins = self.offsets[words]
         counts = self.offsets[words + 1] - begins
         ends = counts.cumsum(0)
         place = torch.repeat_interleave(begins - (ends - counts), counts)
         place += torch.arange(len(place), device="cpu")
-        return self.rows[place].long(), counts
-
-    def find(self, words: Tensor) -> Bags:
-        """Return the bags of `words`, (n,) int64 on the CPU."""
-        rows, counts = self.bags(words)
         bag_of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
-        return Bags(unique_rows(rows), F.pad(counts.cumsum(0), (1, 0)), bag_of)
+        return Bags(unique_rows(self.rows[place].long()), F.pad(ends, (1, 0)), bag_of)
 
     def means(self, start: int, stop: int, weight: Tensor) -> Tensor:
         """Return the vectors of the words `start` to `stop`, shape (stop - start, dim), from all rows of the table."""
@@ -194,34 +135,12 @@ class Subwords:
         return F.embedding_bag(rows.to(weight.device), weight, offsets.to(weight.device), mode="mean")
 
 
-def _chunks(words: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Yield start and stop of stretches of `words` with about `_CHUNK_CHARACTERS` characters each."""
-    start = characters = 0
-    for number, word in enumerate(words):
-        characters += len(word) + 2
-        if characters >= _CHUNK_CHARACTERS:
-            yield start, number + 1
-            start, characters = number + 1, 0
-    if start < len(words):
-        yield start, len(words)
-
-
 class Bags(NamedTuple):
-    """The rows that the vectors of some words are the means of.
-
-    Attributes
-    ----------
-    rows : UniqueRows
-        Of all their rows, one bag after the other.
-    starts : Tensor of int64, shape (n + 1,)
-        Where in that list each bag begins and, last, its length.
-    bag_of : Tensor of int64
-        Which bag each row of the list belongs to.
-    """
+    """The rows that the vectors of n words are the means of, one bag after the other."""
 
     rows: UniqueRows
-    starts: Tensor
-    bag_of: Tensor
+    starts: Tensor  # where in that list each bag begins and, last, its length: int64, shape (n + 1,)
+    bag_of: Tensor  # which bag each row of the list belongs to
 
     @classmethod
     def of_single_rows(cls, words: Tensor) -> Bags:
@@ -229,11 +148,6 @@ class Bags(NamedTuple):
         return cls(
             unique_rows(words), torch.arange(len(words) + 1, device="cpu"), torch.arange(len(words), device="cpu")
         )
-
-    def to(self, device: torch.device) -> Bags:
-        """Return the same on `device`."""
-        (rows,), (starts, bag_of) = move_together([self.rows], [self.starts, self.bag_of], device)
-        return Bags(rows, starts, bag_of)
 
 
 class NgramVectors:
@@ -247,15 +161,6 @@ class NgramVectors:
         Taken as it is, without a copy.
     min_n, max_n : int
         Characters of an n-gram.
-
-    Attributes
-    ----------
-    matrix, min_n, max_n
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        `matrix` is not 2-D or empty; the lengths break their rule.
     """
 
     def __init__(self, matrix: np.ndarray, min_n: int = 3, max_n: int = 6) -> None:
@@ -273,24 +178,18 @@ class NgramVectors:
     def __getitem__(self, word: str) -> np.ndarray:
         """Return the mean of the rows of the n-grams of `word`: float32, shape (dim,), as fastText for unseen words.
 
-        Raises
-        ------
-        UnknownWordError
-            It is too short to have any.
+        Raises `UnknownWordError` where it is too short to have any.
         """
-        mean: np.ndarray = self.matrix[hash_word(word, len(self.matrix), self.min_n, self.max_n)].mean(axis=0)
+        hashed = hash_ngrams([word], len(self.matrix), self.min_n, self.max_n)
+        if not len(hashed):
+            raise UnknownWordError(
+                f"{word!r} has no n-grams of {self.min_n} to {self.max_n} characters; pass a longer word"
+            )
+        mean: np.ndarray = self.matrix[hashed].mean(axis=0)
         return mean
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the rows as tensor `ngrams` of a .safetensors file; a file that was there stays whole until the new one is.
-
-        Raises
-        ------
-        InvalidValueError
-            Another suffix.
-        StorageError
-            The file cannot be written.
-        """
+        """Write the rows as tensor `ngrams` of a .safetensors file; a file that was there stays whole until the new one is."""
         path = _check_suffix(path)
         facts = {"format": _FORMAT, "min_n": str(self.min_n), "max_n": str(self.max_n)}
         with replace_file(path) as file:
@@ -300,15 +199,7 @@ class NgramVectors:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramVectors:
-        """Read what `save` wrote; the rows are mapped, so it loads at once.
-
-        Raises
-        ------
-        InvalidValueError
-            Another suffix, or a .safetensors file of something else.
-        StorageError
-            The file is missing or damaged.
-        """
+        """Read what `save` wrote; the rows are mapped, so it loads at once. Raises StorageError for a damaged file."""
         path = _check_suffix(path)
         matrix, _ = files.open_mapped(path, writable=False, key="ngrams")
         try:

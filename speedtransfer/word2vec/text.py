@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import gzip
 import lzma
 import os
@@ -10,9 +11,8 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator
-from io import BufferedReader
 from pathlib import Path
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 
@@ -39,23 +39,12 @@ Source: TypeAlias = str | os.PathLike[str] | Readable
 
 
 class Piece(NamedTuple):
-    """A stretch of a file that begins and ends between words, not yet checked (see `decode` and `check`).
-
-    Attributes
-    ----------
-    data : bytes
-    name : str
-        Of the file, for messages.
-    position : int
-        Of the first byte in the file.
-    last : bool
-        Whether the file ends here.
-    """
+    """A stretch of a file that begins and ends between words, not yet checked (see `decode` and `check`)."""
 
     data: bytes
-    name: str
-    position: int
-    last: bool
+    name: str  # of the file, for messages
+    position: int  # of the first byte in the file
+    last: bool  # whether the file ends here
 
 
 def name_of(source: Source) -> str:
@@ -85,41 +74,44 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
 def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:
     """Yield `source` in pieces of about `chunk_bytes` bytes, in order, cut at white space.
 
-    Raises
-    ------
-    StorageError, InvalidValueError
-        As :class:`Corpus`; the message names the file.
-    InvalidTypeError
-        `source` is no path and no binary file.
+    Raises as :class:`Corpus`, with the name of the file, and `InvalidTypeError` where `source` is no path and no binary file.
     """
-    if isinstance(source, str | os.PathLike):
-        if os.fspath(source) == "-":
-            if sys.stdin is None:
-                raise StorageError(
-                    "the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path"
-                )
-            yield from _cut_open(sys.stdin.buffer, name_of(source), chunk_bytes)
-            return
-        for path in find_files(source):
-            try:
-                with _open(path) as file:
-                    yield from _cut(file, repr(str(path)), chunk_bytes)
-            except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-                raise StorageError(
-                    f"{str(path)!r} is damaged or no {path.suffix} file ({error}); fetch it again"
-                ) from error
-            except OSError as error:
-                if isinstance(error, StorageError):
-                    raise
-                raise StorageError(
-                    f"cannot read {str(path)!r} ({error.strerror or error}); check its permissions"
-                ) from error
-    elif hasattr(source, "read"):
-        yield from _cut_open(source, name_of(source), chunk_bytes)
-    else:
+    for name, opened in _opened(source):
+        try:
+            with opened as file:
+                yield from _cut(file, name, chunk_bytes)
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise StorageError(
+                f"{name} is damaged, or not packed as its name says ({error}); fetch it again"
+            ) from error
+        except StorageError:
+            raise
+        except OSError as error:
+            raise StorageError(f"cannot read {name} ({error.strerror or error}); check its permissions") from error
+
+
+def _opened(source: Source) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each file of `source` and what opens it."""
+    if hasattr(source, "read"):
+        yield name_of(source), contextlib.nullcontext(source)
+    elif not isinstance(source, str | os.PathLike):
         raise InvalidTypeError(
             f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass a path"
         )
+    elif os.fspath(source) != "-":
+        for path in find_files(source):
+            yield repr(str(path)), _opening(path)
+    elif sys.stdin is None:
+        raise StorageError("the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path")
+    else:
+        yield name_of(source), contextlib.nullcontext(sys.stdin.buffer)
+
+
+@contextlib.contextmanager
+def _opening(path: Path) -> Iterator[Any]:
+    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+    with opener(path, "rb") as file:
+        yield file
 
 
 def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
@@ -166,22 +158,6 @@ def check(piece: Piece) -> None:
     """Raise what `decode` would raise."""
     if b"\0" in piece.data or not piece.data.isascii():
         decode(piece)
-
-
-def _open(path: Path) -> gzip.GzipFile | lzma.LZMAFile | BufferedReader:
-    if path.suffix == ".gz":
-        return gzip.open(path, "rb")
-    if path.suffix == ".xz":
-        return lzma.open(path, "rb")
-    return open(path, "rb")
-
-
-def _cut_open(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
-    """As `_cut`, of a file that was open already."""
-    try:
-        yield from _cut(file, name, chunk_bytes)
-    except OSError as error:
-        raise StorageError(f"cannot read {name} ({error.strerror or error}); pass a file open in mode 'rb'") from error
 
 
 def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:

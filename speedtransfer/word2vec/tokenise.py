@@ -184,20 +184,9 @@ def read_words(
 ) -> WordTable:
     """Read `source` once, hand its words, as numbers, to `write` in order, and return the distinct words.
 
-    Parameters
-    ----------
-    source : path-like, "-" or binary file
-    write : callable
-        Called with int32 arrays, shape (n,): word numbers, and `LINE_END`.
-    lines : bool
-        Whether to put `LINE_END` where a line or a file ends.
-    report : callable, optional
-        Called with the number of words so far.
-
-    Raises
-    ------
-    HostMemoryError
-        The distinct words do not fit in memory. Also what `iter_pieces` and `decode` raise.
+    `write` is called with int32 arrays, shape (n,): word numbers and, with `lines`, `LINE_END` where a line or a file ends;
+    `report` with the number of words so far. Raises what `iter_pieces` and `decode` do, and `HostMemoryError` where distinct
+    words do not fit in memory.
     """
     words, num_words = WordTable(), 0
     try:

@@ -69,8 +69,6 @@ class Trainer:
     ----------
     settings : Settings
         As given, `epochs` and `block_words` chosen for the corpus where they were None.
-    epochs, block_words : int
-        As in `settings`.
     step : int
         Steps done, of `num_steps`.
     model : Word2Vec
@@ -101,14 +99,10 @@ class Trainer:
             self._exchange.agree("reads a corpus", [0], about)
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
-        self.sampler = Sampler(
-            corpus.ids,
-            corpus.vocabulary,
-            starts=corpus.starts,
-            # A step has `block_words` over all processes.
-            settings=dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2)),
-        )
-        self.model = Word2Vec(corpus.vocabulary, settings=settings, process_group=self._group)
+        # A step has `block_words` over all processes.
+        share = dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2))
+        self.sampler = Sampler(corpus.ids, corpus.vocabulary, share, corpus.starts)
+        self.model = Word2Vec(corpus.vocabulary, settings, self._group)
         parameters = self.model.parameters()
         self.optimizer = make_optimizer(settings.optimizer, parameters, settings.first_lr, settings.options)
         self.step = 0
@@ -118,7 +112,6 @@ class Trainer:
         self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
-        self._kept: tuple[Vectors, NgramVectors | None] | None = None
         self._corpus_words, self._has_learned = 0, False
         self._losses = Losses()
         self._moved_before = (0, 0)
@@ -162,12 +155,8 @@ class Trainer:
     def train_step(self) -> None:
         """Train on the next block.
 
-        Raises
-        ------
-        InvalidValueError
-            The loss is not finite, as the learning rate is too large; or all steps have been done.
-        OptimizerError
-            The optimizer cannot train single rows.
+        Raises `InvalidValueError` where the loss is not finite, as the learning rate is too large, or all steps are done,
+        and `OptimizerError` where the optimizer cannot train single rows.
         """
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
@@ -201,14 +190,20 @@ class Trainer:
             f"{self.step} of {self.num_steps}; pass a smaller lr or block_words"
         )
 
-    def run(self, progress: TrainingProgress, callbacks: Sequence[Callback] = ()) -> None:
+    def run(
+        self, progress: TrainingProgress, callbacks: Sequence[Callback] = (), stop: StopOnSignal | None = None
+    ) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
+
+        Table files of memory "mmap" are removed where this fails: they would stop the next run.
 
         Parameters
         ----------
         progress : TrainingProgress
         callbacks : sequence of Callback
             Called in this order.
+        stop : StopOnSignal, optional
+            One that has been entered; by default one of its own.
 
         Raises
         ------
@@ -222,12 +217,16 @@ class Trainer:
                 warning_of_few_steps(self.num_steps, self.epochs, self.block_words),
                 warning_of_rate(self.settings, self.optimizer),
             )
-            with StopOnSignal() as stop, _leave_a_core(self.model.input.table.device):
+            entered = StopOnSignal() if stop is None else contextlib.nullcontext(stop)
+            with entered as stop, _leave_a_core(self.model.input.table.device):
                 self._train(progress, callbacks, stop)
                 self._check_result(progress, stop)
                 for callback in callbacks:
                     callback.finish(self)
                 self.stop_signal = stop.requested
+        except BaseException:
+            self.model.discard()
+            raise
         finally:
             self._blocks = None  # stop drawing ahead
             for callback in callbacks:
@@ -298,32 +297,17 @@ class Trainer:
         self._moved_before = tuple(state["moved_bytes"])
         self._blocks = None  # the next block is another one
 
-    def discard(self) -> None:
-        """Remove the table files of memory "mmap", so that they do not stop the next run."""
-        self.model.discard()
-
-    def keep_vectors(self) -> None:
-        """Let `vectors` and `ngram_vectors` return those of now from here on.
-
-        Several processes have them together, so all call this.
-        """
-        if self._ranks > 1:
-            self._kept = self.vectors(), self.ngram_vectors()
-
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
 
-        They are the input table itself, without a copy, where it is in host memory.
+        They are the input table itself, without a copy, where it is in host memory. Several processes have them together, so
+        all call this.
         """
-        if self._kept is not None:
-            return self._kept[0]
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
 
     def ngram_vectors(self) -> NgramVectors | None:
         """Return the rows of the n-grams as they are now; None where `buckets` is 0."""
-        if self._kept is not None:
-            return self._kept[1]
         return None if self.model.subwords is None else self.model.ngram_vectors()
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import functools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,13 +51,6 @@ class Vectors:
     words : list of str
     matrix : ndarray of float32, shape (len(words), dim)
     counts : ndarray of int64, shape (len(words),), or None
-
-    Raises
-    ------
-    InvalidValueError
-        `matrix` is not 2-D or has not one row a word, there is not one count a word, or a word is there twice.
-    InvalidTypeError
-        `words` are not all str, `matrix` holds no floating-point numbers, or `counts` no integers.
     """
 
     def __init__(self, words: Sequence[str], matrix: Any, counts: Any = None) -> None:
@@ -96,15 +88,8 @@ class Vectors:
     def __getitem__(self, words: str | Iterable[str]) -> np.ndarray:
         """Return the vector of a word, or those of several.
 
-        Returns
-        -------
-        ndarray of float32
-            Shape (dim,), a view of `matrix`, for one word; shape (number of words, dim), a copy, for several.
-
-        Raises
-        ------
-        UnknownWordError
-            Some have no vector; the message lists them and offers similar ones.
+        float32: of one word shape (dim,), a view of `matrix`; of several (number of words, dim), a copy. Raises
+        `UnknownWordError` where some have no vector; its message lists them and offers similar ones.
         """
         if isinstance(words, str):
             row: np.ndarray = self.matrix[find_rows([words], self._row_of)[0]]
@@ -152,8 +137,6 @@ class Vectors:
         ------
         UnknownWordError
             Words have no vector: all of them in one message.
-        InvalidValueError, InvalidTypeError
-            Nothing is given, `topn` is below 1, or something is neither a word nor a vector of shape (dim,).
         """
         topn = check_size(topn, "topn", 1)
         given = [(item, 1.0) for item in as_list(positive)] + [(item, -1.0) for item in as_list(negative)]
@@ -225,16 +208,6 @@ class Vectors:
             raise InvalidValueError(f"{name} is empty; pass at least one word")
         return words, np.array(find_rows(words, self._row_of), dtype=np.int64)
 
-    if not TYPE_CHECKING:  # for which any name would be there
-
-        def __getattr__(self, name: str) -> NoReturn:
-            message = f"{type(self).__name__} has no attribute {name!r}"
-            if not name.startswith("_"):
-                near = difflib.get_close_matches(name, [known for known in dir(self) if not known.startswith("_")], n=1)
-                message += f"; did you mean {near[0]!r}? What" if near else "; what"
-                message += f" gensim's KeyedVectors have beside is there by vectors.to_gensim().{name}"
-            raise AttributeError(message, name=name, obj=self)
-
     def to_gensim(self) -> Any:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
         return formats.to_keyed_vectors(Stored(self.words, self.matrix, self.counts))
@@ -263,10 +236,6 @@ class Vectors:
         ------
         InvalidValueError
             Another suffix; a word that the format cannot hold (empty, or with white space, in text and binary).
-        StorageError
-            The file cannot be written.
-        MissingPackageError
-            A .kv file, and gensim is not installed.
         """
         path = check_path(path)
         formats.find_format(path).write(path, Stored(self.words, self.matrix, self.counts))
@@ -287,12 +256,8 @@ class Vectors:
 
         Raises
         ------
-        InvalidValueError
-            Unknown suffix.
         StorageError
             The file is missing, or is damaged (the message names the place).
-        MissingPackageError
-            A .kv file, and gensim is not installed.
         """
         path = check_path(path)
         folder = path if path.is_dir() else None

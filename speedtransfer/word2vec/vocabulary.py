@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
 from speedtransfer.word2vec.settings import check_setting
 
-_CHUNK_WORDS = 1 << 18
 _COUNT_DIGITS = 19  # of the largest int64
 
 
@@ -26,63 +24,36 @@ class Vocabulary:
     Parameters
     ----------
     words : sequence of str
-        Distinct words, in the order of their numbers. A list or tuple is copied and checked at once. Any other sequence, such
-        as one that makes its words up, is kept as it is, and gone through when a word is first looked up.
+        Distinct words, in the order of their numbers.
     counts : sequence of int
         How often each occurs.
 
     Attributes
     ----------
-    words : sequence of str
-        A list, unless another sequence was passed.
+    words : list of str
     counts : ndarray of int64, shape (len(words),)
-
-    Raises
-    ------
-    InvalidValueError
-        A word is there twice, there are not as many counts as words, or one is negative.
-    InvalidTypeError
-        A word is no str, or a count no integer.
     """
 
     def __init__(self, words: Sequence[str], counts: Sequence[int] | np.ndarray) -> None:
-        given = isinstance(words, Sequence) and not isinstance(words, list | tuple | str)
-        self.words: Sequence[str] = words if given else check_words(words)
+        self.words = check_words(words)
+        self._number_of = number_words(self.words)
         self.counts = check_counts(counts, len(self.words))
         if len(self.counts) and self.counts.min() < 0:
             at = int(self.counts.argmin())
             raise InvalidValueError(
                 f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0; fix it"
             )
-        if not given:
-            _ = self._number_of
-
-    @functools.cached_property
-    def _number_of(self) -> dict[str, int]:
-        return number_words(self.words)
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
-        """Choose the words of a model.
+        """Choose the words of a model by how often each word of the corpus occurs.
 
-        Parameters
-        ----------
-        counts : mapping of str to int
-            Every word of the corpus and how often it occurs.
-        min_count : int
-            Words that occur less often are left out.
-        max_words : int, optional
-            Of the rest, only this many of the most frequent.
-
-        Raises
-        ------
-        InvalidValueError
-            Fewer than two words are left.
+        Words that occur less than `min_count` times are left out; of the rest only the `max_words` most frequent are taken.
+        Raises `InvalidValueError` where fewer than two words are left.
         """
         words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        return cls.choose(numbers, lambda chosen: [words[number] for number in chosen.tolist()], min_count, max_words)[
-            0
-        ]
+        vocabulary, _ = cls.choose(numbers, lambda chosen: [words[at] for at in chosen.tolist()], min_count, max_words)
+        return vocabulary
 
     @classmethod
     def choose(
@@ -94,25 +65,8 @@ class Vocabulary:
     ) -> tuple[Vocabulary, np.ndarray]:
         """Choose the words of a model by their numbers, so that rare words need not be looked at.
 
-        Parameters
-        ----------
-        counts : ndarray of int64, shape (n,)
-            How often word number i occurs.
-        take : callable
-            Returns the words that have the numbers passed to it, int64, shape (k,).
-        min_count, max_words
-            As `from_counts`.
-
-        Returns
-        -------
-        Vocabulary
-        ndarray of int64, shape (len(vocabulary),)
-            The old number of each word.
-
-        Raises
-        ------
-        InvalidValueError
-            Fewer than two words are left.
+        `counts` (n,) int64 says how often word number i occurs, and `take` returns the words that have the numbers passed to
+        it. Returns the vocabulary and the old number of each of its words; otherwise as `from_counts`.
         """
         min_count, max_words = check_setting("min_count", min_count), check_setting("max_words", max_words)
         _check_enough(counts, take, min_count)
@@ -156,46 +110,22 @@ class Vocabulary:
         Google's word2vec.c (function ``TrainModelThread``), which is not quite the one in the paper (Mikolov et al. 2013,
         "Distributed Representations of Words and Phrases", section 2.3).
 
-        Parameters
-        ----------
-        sample : float
-            The threshold, usually 1e-5 to 1e-3; 0 keeps everything.
-
-        Returns
-        -------
-        ndarray of float64, shape (len(self),)
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            `sample` is no number, or is negative or not finite.
+        `sample` is the threshold, usually 1e-5 to 1e-3; 0 keeps everything. float64, shape (len(self),).
         """
         sample = check_setting("sample", sample)
         if sample == 0:
             return np.ones(len(self))
-        keep = self.counts.astype(np.float64)
-        threshold = sample * self.num_words
-        for start in range(0, len(keep), _CHUNK_WORDS):  # there may be many millions of words
-            part = keep[start : start + _CHUNK_WORDS]
-            with np.errstate(divide="ignore"):  # a word that never occurs is kept
-                np.divide(threshold, part, out=part)
-            part += np.sqrt(part)  # sqrt(sample / f) + sample / f
-            np.minimum(part, 1.0, out=part)
-        return keep
+        with np.errstate(divide="ignore"):  # a word that never occurs is kept
+            part = sample * self.num_words / self.counts.astype(np.float64)
+        return np.minimum(part + np.sqrt(part), 1.0)
 
     def noise(self, power: float = 0.75) -> np.ndarray:
         """Return the probability of each word as a negative example, ``count**power`` over the sum of them.
 
-        The power is that of Mikolov et al. 2013 (section 2.2).
-
-        Returns
-        -------
-        ndarray of float64, shape (len(self),)
+        The power is that of Mikolov et al. 2013 (section 2.2). float64, shape (len(self),).
         """
-        weight = self.counts.astype(np.float64)
-        np.power(weight, power, out=weight)
-        weight /= weight.sum()
-        return weight
+        weight: np.ndarray = self.counts.astype(np.float64) ** power
+        return weight / weight.sum()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a line ``word count`` a word, which gensim reads as `fvocab`; the old file stays whole until the end."""
@@ -205,13 +135,7 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Read what `save` wrote.
-
-        Raises
-        ------
-        StorageError
-            The file is missing or a line of it is no word and count.
-        """
+        """Read what `save` wrote; raise `StorageError` where the file is missing or a line of it is no word and count."""
         path = check_path(path)
         words, counts = [], []
         try:

@@ -27,21 +27,13 @@ _BLOCK_STEPS = 1 << 22  # of walkers that step together: what bounds the memory
 class Graph:
     """An undirected graph; node v has the neighbours ``neighbours[begins[v] : begins[v + 1]]``, in rising order.
 
-    Attributes
-    ----------
-    nodes : WordTable
-        The names of the nodes.
-    begins : ndarray of int64, shape (num_nodes + 1,)
-    neighbours : ndarray of int32, shape (num_entries,)
-        Two entries an edge, one for an edge from a node to itself.
-    weights : ndarray of float64, shape (num_entries,), or None
-        None where all are equal.
+    It has two entries an edge, one for an edge from a node to itself.
     """
 
-    nodes: WordTable
-    begins: np.ndarray
-    neighbours: np.ndarray
-    weights: np.ndarray | None
+    nodes: WordTable  # their names
+    begins: np.ndarray  # int64, shape (num_nodes + 1,)
+    neighbours: np.ndarray  # int32, shape (num_entries,)
+    weights: np.ndarray | None  # float64, shape (num_entries,); None where all are equal
 
     def __len__(self) -> int:
         return len(self.begins) - 1
@@ -50,19 +42,9 @@ class Graph:
 def read_graph(source: Source, adjacency: bool = False) -> Graph:
     """Read a graph from text; blank lines and lines that begin with # or % are skipped.
 
-    Parameters
-    ----------
-    source : path-like, "-" or binary file
-        As of :class:`Corpus`.
-    adjacency : bool
-        Whether a line is a node and its neighbours: then an edge is there once, however often it is named, and a line of one
-        node adds it without an edge. Else a line is an edge: two nodes, and a weight where it is not 1; the weights of an
-        edge that is named several times, in either direction, add up.
-
-    Raises
-    ------
-    StorageError, InvalidValueError, InvalidTypeError
-        As `iter_lines`; also a line that is no edge, a weight that is not above 0 and finite, or no edge at all.
+    With `adjacency` a line is a node and its neighbours: then an edge is there once, however often it is named, and a line of
+    one node adds it without an edge. Else a line is an edge: two nodes, and a weight where it is not 1; the weights of an edge
+    that is named several times, in either direction, add up.
     """
     nodes = WordTable()
     heads, tails, weights = [], [], []
