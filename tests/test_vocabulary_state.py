@@ -93,7 +93,7 @@ def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Pat
         {"admit": 2, "capacity": 14},
         {"evict": lambda ids, last_use, counts: counts, "unseen": "row", "admit": 2},
     ],
-    ids=str,
+    ids=["lfu", "unused", "admit", "callable"],
 )
 def test_admission_and_eviction_go_on(settings: dict[str, Any]) -> None:
     whole = Run(**settings)
