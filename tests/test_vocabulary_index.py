@@ -14,6 +14,7 @@ from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.vocabulary import id_index
 from speedtransfer.vocabulary.id_index import IdIndex, first_unknown
 from speedtransfer.vocabulary.id_rows import IdRows
 from speedtransfer.vocabulary.mixing import mix64
@@ -37,8 +38,12 @@ def touch(rows, now, last_use, counts=None, decay=1.0):
 class AgainstDict(RuleBasedStateMachine):
     """An index and a dict."""
 
-    @initialize(room=some.integers(0, 100))
-    def make(self, room):
+    @initialize(room=some.integers(0, 100), pace=some.sampled_from([1, 20, 1 << 15]))
+    def make(self, room, pace):
+        # How fast a table that is too small is moved.
+        self.context = pytest.MonkeyPatch()
+        self.context.setattr(id_index, "_MOVED_SLOTS", pace)
+        self.context.setattr(id_index, "_MOVED_SLOTS_PER_ID", 0)
         self.index = IdIndex(room)
         self.oracle: dict[int, int] = {}
 
@@ -74,6 +79,14 @@ class AgainstDict(RuleBasedStateMachine):
     def reserve(self, room):
         self.index.reserve(room)
 
+    def teardown(self):
+        if hasattr(self, "context"):
+            self.context.undo()
+
+    @rule()
+    def go_on(self):
+        self.index.go_on()
+
     @rule()
     def clear(self):
         self.index.remove(array(self.oracle))
@@ -95,6 +108,20 @@ class AgainstDict(RuleBasedStateMachine):
 
 AgainstDict.TestCase.settings = settings(max_examples=20, stateful_step_count=20, deadline=None)
 test_against_a_dict = AgainstDict.TestCase
+
+
+def test_a_table_that_doubles_is_moved_a_few_slots_at_a_time():
+    ids, index = np.arange(1 << 17), IdIndex()
+    index.insert(ids, ids)
+    size, moved, calls = index.nbytes, 0, 0
+    index.insert(array([-1]), array([5]))
+    while index.nbytes == 3 * size:
+        assert index._moved[0] == moved + id_index._MOVED_SLOTS
+        moved, calls = index._moved[0], calls + 1
+        index.go_on()
+    assert calls > 3
+    assert index.nbytes == 2 * size
+    assert (index.find(ids) == ids).all()
 
 
 def homes(index, ids):

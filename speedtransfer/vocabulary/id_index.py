@@ -15,6 +15,9 @@ COMPILED = "speedtransfer.vocabulary.numba_index"
 _SMALLEST = 64  # slots
 _SLOT_BYTES = 16
 _MAPPED_BYTES = 1 << 21  # from here on a table fills huge pages
+# Of a smaller table, how many slots are moved at least each time, a few milliseconds, and how many for each id that comes.
+_MOVED_SLOTS = 1 << 15
+_MOVED_SLOTS_PER_ID = 8
 
 
 class IdIndex:
@@ -23,13 +26,16 @@ class IdIndex:
     At most half of the slots are taken. Where an id stands depends on a random number of each index, so nobody can choose ids
     that slow it down; what the calls return does not. Any number of threads may call :meth:`find` while nothing is changed.
 
-    From the beginning it has `room` for so many ids.
+    A table that doubles does not move its ids at once, which takes seconds for many millions of them, but some in each call of
+    `insert` and `go_on`. Until then both tables are there. From the beginning it has `room` for so many ids.
     """
 
     def __init__(self, room: int = 0) -> None:
         self._compiled = compiled_module(COMPILED)
         self._count = 0
         self._slots, *self._hash = _table_for(0)
+        # A smaller table that is moved to the slots, and how many of its slots that is done for.
+        self._old, self._moved = _NO_TABLE, np.zeros(1, np.int64)
         self.reserve(room)
 
     @classmethod
@@ -45,24 +51,39 @@ class IdIndex:
     @property
     def nbytes(self) -> int:
         """Bytes of memory that the index holds."""
-        return self._slots.nbytes
+        return self._slots.nbytes + self._old.nbytes
 
     def reserve(self, room: int) -> None:
         """Make room for `room` ids in all. HostMemoryError: the system refuses that much memory; the index is as before."""
         room = check_size(room, "room")
         if 2 * room <= len(self._slots):
             return
-        slots = _free_slots(_size_for(room))
-        self._compiled.move(self._slots, slots, *self._hash)
-        # Last: an interrupt leaves the index as it was.
-        self._slots = slots
+        self._move(len(self._old))
+        slots, none = _free_slots(_size_for(room)), np.zeros(1, np.int64)
+        # In one line, within which nothing is called: an interrupt comes before it or after it.
+        self._slots, self._old, self._moved = slots, self._slots if self._count else _NO_TABLE, none
+
+    def go_on(self) -> None:
+        """Move some ids, if there are any to be moved."""
+        self._move(_MOVED_SLOTS)
+
+    def _move(self, count: int) -> None:
+        """Move the ids of `count` slots of the smaller table, and let go of it at its end."""
+        if self._old is not _NO_TABLE:
+            self._compiled.move(self._old, self._slots, self._moved, *self._hash, count)
+            if self._moved[0] == len(self._old):
+                self._old = _NO_TABLE
 
     def find(self, ids: np.ndarray) -> np.ndarray:
         """Return the row of each id (n,) int64, -1 where it has none."""
         ids = checked(ids, "ids")
         rows = np.empty(len(ids), np.int64)
+        if self._old is _NO_TABLE:
+            part = self._compiled.find, (self._slots, *self._hash, ids, rows)
+        else:
+            part = self._compiled.find_in_both, (self._slots, self._old, self._moved, *self._hash, ids, rows)
         # A look-up waits for one cache line.
-        run_on_threads([(self._compiled.find, (self._slots, *self._hash, ids, rows))], len(ids), 64 * len(ids), ())
+        run_on_threads([part], len(ids), 64 * len(ids), ())
         return rows
 
     def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
@@ -77,6 +98,7 @@ class IdIndex:
             at = int((rows < 0).argmax())
             raise InvalidValueError(f"rows[{at}] is {rows[at]} but must not be negative; pass a row of the table")
         self.reserve(self._count + len(ids))
+        self._move(max(_MOVED_SLOTS, _MOVED_SLOTS_PER_ID * len(ids)))
         done = self._insert(ids, rows)
         if done < len(ids):
             self._remove(ids[:done])
@@ -100,16 +122,21 @@ class IdIndex:
 
     def items(self) -> tuple[np.ndarray, np.ndarray]:
         """Return all ids and their rows, in no order: two (len,) int64 arrays."""
-        taken = self._slots[self._slots[:, 1] < 0]
+        parts = self._slots, self._old[self._moved[0] :]
+        taken = np.concatenate([part[part[:, 1] < 0] for part in parts])
         return taken[:, 0].copy(), ~taken[:, 1]
 
     def _insert(self, ids: np.ndarray, rows: np.ndarray) -> int:
         """Insert ids up to the first that is there already; return how many."""
-        return self._compiled.insert(self._slots, *self._hash, ids, rows)
+        return self._compiled.insert(self._slots, self._old, self._moved, *self._hash, ids, rows)
 
     def _remove(self, ids: np.ndarray) -> int:
         """Remove ids up to the first that is not there; return how many."""
-        return self._compiled.remove(self._slots, *self._hash, ids)
+        return self._compiled.remove(self._slots, self._old, self._moved, *self._hash, ids)
+
+
+# What is moved where nothing is.
+_NO_TABLE = np.zeros((0, 2), np.int64)
 
 
 def _table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:

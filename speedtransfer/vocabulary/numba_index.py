@@ -6,6 +6,10 @@ memory from the system is an empty table, and no id is reserved to mean "empty".
 
 Ids are hashed, and their cache lines asked for, `AHEAD` ids before they are looked at: as many cache misses are under way at
 once.
+
+`old` is a smaller table with the same seed, which is moved: the ids of its first ``moved[0]`` slots also stand in `slots`. A
+new id comes to `slots` only if it would stand among these in `old`, so that the pages of `slots` are written, and read, in
+order. Where an id of `old` is removed `GONE` says so, and nothing there changes its place.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ from speedtransfer.jit import compile_function
 from speedtransfer.vocabulary import mixing
 
 AHEAD = 64  # a power of two
+# In the place of the complement of a row, which is negative.
+GONE = 1
 _ONE = np.uint64(1)
 
 mix64 = register_jitable(inline="always")(mixing.mix64)
@@ -70,12 +76,42 @@ def find(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any, start: int
 
 
 @compile_function
-def insert(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any) -> int:
+def find_in_both(
+    slots: Any, old: Any, moved: Any, seed: Any, multiplier: Any, ids: Any, rows: Any, start: int, stop: int
+) -> None:
+    """Do what `find` does, in two tables."""
+    homes = _first_homes(old, seed, multiplier, ids, start, stop)
+    for j in range(start, stop):
+        home = homes[j & (AHEAD - 1)]
+        _coming(old, seed, multiplier, ids, j + AHEAD, stop, homes)
+        slot = _search(old, home, ids[j])
+        row = ~old[slot, 1]
+        if row < 0 and _may_have_moved(old, moved, slot):
+            row = ~slots[_search(slots, _home(slots, seed, multiplier, ids[j]), ids[j]), 1]
+        rows[j] = row
+
+
+@njit(inline="always")
+def _may_have_moved(old: Any, moved: Any, slot: Any) -> Any:
+    """Tell whether an id may stand in the larger table, the search for which ends at a slot of `old`."""
+    return slot < moved[0] or old[slot, 1] == GONE
+
+
+@compile_function
+def insert(slots: Any, old: Any, moved: Any, seed: Any, multiplier: Any, ids: Any, rows: Any) -> int:
     """Insert ids; return how many, which is less than all if one was there already: there it stopped."""
     homes = _first_homes(slots, seed, multiplier, ids, 0, len(ids))
     for j in range(len(ids)):
         home = homes[j & (AHEAD - 1)]
         _coming(slots, seed, multiplier, ids, j + AHEAD, len(ids), homes)
+        if len(old):
+            before = _search(old, _home(old, seed, multiplier, ids[j]), ids[j])
+            if old[before, 1] < 0:
+                return j
+            if not _may_have_moved(old, moved, before):
+                old[before, 0] = ids[j]
+                old[before, 1] = ~rows[j]
+                continue
         slot = _search(slots, home, ids[j])
         if slots[slot, 1] != 0:
             return j
@@ -85,13 +121,22 @@ def insert(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any) -> int:
 
 
 @compile_function
-def remove(slots: Any, seed: Any, multiplier: Any, ids: Any) -> int:
+def remove(slots: Any, old: Any, moved: Any, seed: Any, multiplier: Any, ids: Any) -> int:
     """Remove ids; return how many, which is less than all if one was not there: there it stopped."""
     mask = np.uint64(slots.shape[0] - 1)
     homes = _first_homes(slots, seed, multiplier, ids, 0, len(ids))
     for j in range(len(ids)):
         home = homes[j & (AHEAD - 1)]
         _coming(slots, seed, multiplier, ids, j + AHEAD, len(ids), homes)
+        if len(old):
+            before = _search(old, _home(old, seed, multiplier, ids[j]), ids[j])
+            if not _may_have_moved(old, moved, before):
+                if old[before, 1] == 0:
+                    return j
+                old[before, 1] = GONE
+                continue
+            if old[before, 1] < 0:
+                old[before, 1] = GONE
         hole = _search(slots, home, ids[j])
         if slots[hole, 1] == 0:
             return j
@@ -109,13 +154,15 @@ def remove(slots: Any, seed: Any, multiplier: Any, ids: Any) -> int:
 
 
 @compile_function
-def move(old: Any, slots: Any, seed: Any, multiplier: Any) -> None:
-    """Insert the ids of a smaller table with the same seed."""
-    for j in range(len(old)):
-        if old[j, 1] != 0:
+def move(old: Any, slots: Any, moved: Any, seed: Any, multiplier: Any, count: int) -> None:
+    """Insert the ids of the next `count` slots of `old`; both tables are passed through in order."""
+    stop = min(moved[0] + count, len(old))
+    for j in range(moved[0], stop):
+        if old[j, 1] < 0:
             slot = _search(slots, _home(slots, seed, multiplier, old[j, 0]), old[j, 0])
             slots[slot, 0] = old[j, 0]
             slots[slot, 1] = old[j, 1]
+    moved[0] = stop
 
 
 @compile_function

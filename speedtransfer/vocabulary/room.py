@@ -310,6 +310,7 @@ class Room(Owned):
             if late is not None:
                 self._touch_late(late)
             self.clock += 1
+            self._bound()[0].index.go_on()
             self.generation_of_step = self.generation
             self._bound()[1].rows.placement, self._synced = None, None
 
