@@ -146,7 +146,7 @@ PEERS ?= .venv-peers
 INSTALL = -m pip install --quiet --disable-pip-version-check
 $(PEERS)/.ready: pyproject.toml setup.py constraints.txt bench/peers.txt
 	$(PYTHON) -m venv $(PEERS)
-	$(PEERS)/bin/python $(INSTALL) -c constraints.txt --config-settings editable_mode=compat -e ".[plot]"
+	$(PEERS)/bin/python $(INSTALL) -c constraints.txt --config-settings editable_mode=compat -e ".[plot]" pytest
 	for package in $$(grep -v '^#' bench/peers.txt); do \
 		DS_BUILD_OPS=0 $(PEERS)/bin/python $(INSTALL) --no-deps $$package || echo "$$package does not install here"; done
 	$(PYTHON) -m venv $(PEERS)/tensorflow

@@ -314,7 +314,8 @@ def contenders(shape: Shape, optimizer: str) -> Iterator[Contender]:
     if optimizer == "AdamW":
         yield Contender("torch SparseAdam", functools.partial(sparse, make=_sparse_adam), False)
         yield Contender(
-            "DeepSpeed CPUAdam", functools.partial(dense, module="deepspeed.ops.adam", name="DeepSpeedCPUAdam")
+            "DeepSpeed CPUAdam",
+            functools.partial(dense, module="deepspeed.ops.adam", name="DeepSpeedCPUAdam", weight_decay=0.01),
         )
         yield Contender(
             "bitsandbytes AdamW8bit", functools.partial(dense, module="bitsandbytes.optim", name="AdamW8bit"), False
