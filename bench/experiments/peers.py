@@ -22,15 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from speedtransfer import Embedding, EmbeddingBag, MultiEmbedding, MultiEmbeddingBag
+from speedtransfer import Embedding, EmbeddingBag, MultiEmbedding, MultiEmbeddingBag, drawing
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import SpeedtransferError
+from speedtransfer.units import format_seconds
 
 NOTE = (
-    "Ids follow Zipf's law. FBGEMM and TorchRec make the step in backward, and on a host have SGD and Adagrad only; tables of "
+    "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one. FBGEMM and "
+    "TorchRec make the step in backward, and on a host have SGD and Adagrad only; tables of "
     "FBGEMM are given bags of one id where rows are not pooled. Idle rows stay as they are in FBGEMM, TorchRec, TFRA and "
     'SparseAdam, and in ours with idle="lazy". DeepSpeed and bitsandbytes train nn.Embedding by dense gradients, as they '
     "take no others for these optimizers. TFRA runs in a process of its own, whose table holds the ids of the batches "
@@ -388,6 +390,34 @@ def _cases(shape: Shape, optimizer: str) -> list[Case]:
     ]
 
 
-def describe(group: GroupResult, case: Any) -> str:
+# --- how it is shown ----------------------------------------------------------------------------------------------------
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
     """Return nothing more than the time."""
     return ""
+
+
+def picture(make_figure: Callable[[float, float], Any], groups: Sequence[GroupResult]) -> Any:
+    """Draw a row for each shape and a column for each optimizer, the fastest first; times are on a logarithmic scale."""
+    shapes: dict[tuple[Any, ...], list[GroupResult]] = {}
+    for group in groups:
+        key = tuple(group.params[name] for name in ("tables", "dim", "ids", "bags"))
+        shapes.setdefault(key, []).append(group)
+    figure = make_figure(19, 0.5 + 3.1 * len(shapes))
+    rows = figure.subplots(len(shapes), len(OPTIMIZERS), squeeze=False)
+    for row, some in zip(rows, shapes.values(), strict=True):
+        for axes, group in zip(row, some, strict=False):
+            cases = sorted(group.ran, key=lambda case: case.median_s)
+            times = [1e3 * case.median_s for case in cases]
+            colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in cases]
+            drawing.bars(
+                axes, [case.name for case in cases], times, [format_seconds(case.median_s) for case in cases], colours
+            )
+            axes.set_xscale("log")
+            axes.set_xlim(times[0] / 3, times[-1] * 5)
+            axes.minorticks_off()
+            axes.set_xticks([])
+            axes.set_title(group.title, fontsize=9.5, color=drawing.INK, loc="left", parse_math=False)
+    figure.supxlabel("time of a step on a logarithmic scale, less is better", fontsize=9, color=drawing.QUIET)
+    return figure

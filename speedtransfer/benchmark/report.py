@@ -197,7 +197,11 @@ def plot(result: dict[str, Any]) -> bytes | None:
         # A single point, for which matplotlib widens the axis.
         warnings.filterwarnings("ignore", message="Attempting to set identical")
         panels = {title: part for title, part in _in_series(suite, groups).items() if title}
-        figure = _lines(make_figure, suite, panels) if panels else _bars(make_figure, suite, groups)
+        own = suite.declared("picture", None)
+        if own is not None:
+            figure = own(make_figure, groups)
+        else:
+            figure = _lines(make_figure, suite, panels) if panels else _bars(make_figure, suite, groups)
         device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
         figure.suptitle(device, fontsize=8, color=drawing.QUIET, parse_math=False)
         file = io.BytesIO()

@@ -11,6 +11,7 @@ The module declares what is compared and how it is shown; whatever has a default
 - ``COLUMNS = {title: show}``: what the tables of a series show of a case, by default its time;
 - ``describe(group, case)``: what is said of a case beside its time, by default its rate and share of the roof;
 - ``VALUE = (function, label)``: the figure of a case that the picture shows, by default milliseconds; None: no picture;
+- ``picture(make_figure, groups)``: the figure, where it is to be another than lines or bars;
 - ``about(groups)``: further sentences.
 """
 
