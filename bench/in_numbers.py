@@ -1,7 +1,8 @@
-"""The numbers of README.md: one sentence from each of five recorded results, and one from a notebook."""
+"""The numbers of README.md: one sentence from each of six recorded results, and one from a notebook."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -15,7 +16,7 @@ from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.units import format_count
 
 OVERSIZED = "notebooks/oversized.ipynb"
-STEP, GPU = "step", "gpu"  # of the suites
+STEP, GPU, PEERS = "step", "gpu", "peers"  # of the suites
 _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
 
 
@@ -23,6 +24,7 @@ def markdown(result: dict[str, Any]) -> str:
     """Return the sentence that `result` gives README.md; after the one on steps comes that on a table in a file."""
     describe = {
         STEP: _steps,
+        PEERS: _beside_others,
         GPU: _on_a_gpu,
         IDLE: _same_numbers,
         WORD2VEC: _words,
@@ -42,6 +44,27 @@ def _steps(result: dict[str, Any]) -> str:
         f"**Speed.** {what} in {format_count(rows)} x {sizes[0].params['dim']}: {found[_OURS]:.0f} ms; dense training "
         f"{found[_DENSE]:.0f} ms, SparseAdam {found[_SPARSE]:.0f} ms. In {format_count(most)} rows "
         f"{times[most][_OURS]:.0f} ms."
+    )
+
+
+def _beside_others(result: dict[str, Any]) -> str:
+    """Return times on the large table, and on many small ones the optimizer with which others are fastest."""
+    found = {
+        (params["tables"], params["dim"], params["bags"], params["optimizer"]): GroupResult.from_json(group).by_name
+        for group in result["groups"]
+        for params in [group["params"]]
+    }
+
+    def ms(tables: int, dim: int, optimizer: str, name: str) -> str:
+        return f"{1e3 * found[tables, dim, 0, optimizer][name].median_s:.{0 if tables == 1 else 1}f} ms"
+
+    adagrad, adamw = (functools.partial(ms, 1, 128, optimizer) for optimizer in ("Adagrad", "AdamW"))
+    exact = adamw('Embedding, idle="exact"')
+    return (
+        f"**Beside others, on a CPU.** Adagrad step, 98,304 lookups in 1M x 128: {adagrad('Embedding')}, FBGEMM "
+        f"{adagrad('FBGEMM')}; AdamW: {exact}, SparseAdam {adamw('torch SparseAdam')}, DeepSpeed "
+        f"{adamw('DeepSpeed CPUAdam')}. SGD step of 26 small tables: {ms(26, 16, 'SGD', 'MultiEmbedding')}, FBGEMM "
+        f"{ms(26, 16, 'SGD', 'FBGEMM')}. [More](docs/results.md#beside-others)."
     )
 
 

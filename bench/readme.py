@@ -48,7 +48,7 @@ IDLE_ROWS = "Training with dense, exact, lazy and SparseAdam's idle rows"
 FIGURES = Section("figures", ())  # of all suites, in short
 SECTIONS = (
     FIGURES,
-    Section("in numbers", ("step", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS, "README.md"),
+    Section("in numbers", ("step", "peers", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS, "README.md"),
     Section("idle rows", (IDLE,), "idle", IDLE_ROWS),
     Section("word2vec", (WORD2VEC,), "word2vec_report", "word2vec beside gensim: words/s and quality"),
     Section("ngram example", (NGRAM_EXAMPLE,), "record_examples", "Losses of ways to hold n-gram tables"),
