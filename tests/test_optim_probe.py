@@ -302,3 +302,18 @@ def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
         opt.step()
     assert all(torch.equal(p, q) for p, q in zip(model[1].parameters(), before, strict=True))
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+
+
+def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
+    """A trial hides the gradient, and the rows with it: read again, those that `max_norm` has written would be rounded."""
+
+    def trained(**unlike_others: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        emb = speedtransfer.Embedding(20, 8, max_norm=1.0, storage_dtype=torch.bfloat16)
+        optimizer = torch.optim.Adam(emb.parameters(), lr=0.1, **unlike_others)
+        emb(torch.arange(10)).square().sum().backward()
+        optimizer.step()
+        return emb.table.torch().clone()
+
+    # The second is not tried again.
+    assert torch.equal(trained(betas=(0.731, 0.8)), trained(betas=(0.731, 0.8)))

@@ -181,7 +181,7 @@ class TicketMachine(RuleBasedStateMachine):
         if config["cache"] is not None:
             rows, for_good = config["cache"]
             options |= {"cache_rows": rows, "cache_counts": torch.arange(ROWS) % 5 if for_good else None}
-        for name in "-ab":
+        for name in "ab":
             path = Path(self.folder.name, f"{name}.npy") if config["memory"] == "mmap" else None
             torch.manual_seed(seed)
             try:
@@ -189,10 +189,6 @@ class TicketMachine(RuleBasedStateMachine):
             except SpeedtransferError:
                 assume(False)
             self.sides.append(Side(emb, OPTIMIZERS[config["optimizer"]](emb.parameters()), []))
-        # The first step of a kind probes the optimizer, and reads rows anew: with max_norm, encoded ones are other bits then.
-        first = self.sides.pop(0)
-        first.emb(torch.tensor([[1]])).sum().backward()
-        first.optimizer.step()
 
     def teardown(self):
         if not hasattr(self, "sides"):

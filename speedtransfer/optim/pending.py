@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -384,7 +385,7 @@ class PendingGradient:
                 assert self.ids is not None
                 handle.features.assign(handle.named_rows(self.ids), again)
             self.touched = self.assigned = None
-            # Cleared and assigned again, by a probe for one.
+            # Cleared and assigned again.
             if again and self._cleared is not None:
                 self.used_whole, was_assigned, self.touched = self._cleared
                 self.assigned = self.grad if was_assigned else None
@@ -475,6 +476,19 @@ class PendingGradient:
         # It remains the gradient that was shown.
         if shown is not None and shown.rows is before:
             shown.ids, shown.rows, shown.known = ids, grad, NOTHING
+
+    @contextlib.contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Show no gradient within the block; after it all is as before, the rows that were read too.
+
+        Rows that are read again need not be the same: `max_norm` has rounded what it wrote to encoded ones.
+        """
+        kept = vars(self).copy()
+        self.grad = None
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def clear(self) -> None:
         """Set the gradient to None and forget the active rows."""

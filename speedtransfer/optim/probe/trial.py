@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.interrupts import pass_on_interrupt
+from speedtransfer.optim.graph import KEY
 from speedtransfer.optim.leaves import cloned, leaves
 
 _PLAIN = (bool, int, float, str, enum.Enum, torch.dtype, type(None), FunctionType)
@@ -114,13 +115,18 @@ class Trial:
 def without_gradients(optimizer: Optimizer) -> Iterator[None]:
     """Hide the gradients of the optimizer's own parameters: a trial that gets at them must not move them."""
     held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for param, _ in held:
-        param.grad = None
-    try:
-        yield
-    finally:
-        for param, grad in held:
-            param.grad = grad
+    tables = [handle for p, _ in held if (handle := vars(p).get(KEY)) is not None]
+    with contextlib.ExitStack() as stack:
+        for handle in tables:
+            stack.enter_context(handle.pending.hidden())
+        ordinary = [(p, grad) for p, grad in held if vars(p).get(KEY) is None]
+        for param, _ in ordinary:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, grad in ordinary:
+                param.grad = grad
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
