@@ -304,6 +304,32 @@ def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
 
 
+class Everywhere(RowOptimizer):
+    """Steps its own parameters, and those of the model that it was made with, each once."""
+
+    def __init__(self, model: nn.ModuleList) -> None:
+        self.everything = list(model.parameters())
+        super().__init__([{"params": part.parameters(), "decay": 0.1 * number} for number, part in enumerate(model)])
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        params = [p for group in self.param_groups for p in group["params"]]
+        for p in {id(p): p for p in (*params, *self.everything)}.values():
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+def test_a_trial_cannot_move_a_table_whose_step_has_begun():
+    """The second table has other hyperparameters, and is tried when the first is lent to the optimizer."""
+    model = nn.ModuleList(speedtransfer.Embedding(9, 4, idle="lazy") for _ in range(2))
+    opt, before = Everywhere(model), [emb.table.torch().clone() for emb in model]
+    sum(emb(torch.tensor([1, 2])).sum() for emb in model).backward()
+    opt.step()
+    for emb, rows in zip(model, before, strict=True):
+        rows[1:3] -= 1
+        assert torch.equal(emb.table.torch(), rows)
+
+
 def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
     """A trial hides the gradient, and the rows with it: read again, those that `max_norm` has written would be rounded."""
 

@@ -72,6 +72,8 @@ class PendingGradient:
         self.touched: Tensor | None = None
         # A dense gradient that was assigned to the weight: the caller may go on writing to it.
         self.assigned: Tensor | None = None
+        # What every RowGradient of this table calls when it changes.
+        self._told = functools.partial(_tell, weakref.ref(self))
         # The RowGradient that ``weight.grad`` has returned last; whether it will show the next gradient, after zero_grad.
         self._shown: weakref.ref[RowGradient] | None = None
         self._reused = False
@@ -323,8 +325,7 @@ class PendingGradient:
         shown = None if self._shown is None else self._shown()
         sparse = handle.sparse and not self.used_whole
         if shown is None or shown.rows is not self.grad or shown.sparse != (sparse and handle.owners.shows_sparse):
-            tell = functools.partial(_tell, weakref.ref(self))
-            shown = handle.owners.row_gradient(handle.num_rows, (self.ids, self.grad, self.known), tell, sparse)
+            shown = handle.owners.row_gradient(handle.num_rows, (self.ids, self.grad, self.known), self._told, sparse)
             self._shown = weakref.ref(shown)
         shown.of_graph = self._of_graph
         return shown
@@ -379,8 +380,8 @@ class PendingGradient:
             again = grad is given and self._shown is not None and given is self._shown() and self.grad is None
             self.set_gradient(*rows_of(handle, grad))
             # One that was shown before, and kept, goes on showing the gradient.
-            if isinstance(grad, RowGradient) and isinstance(grad._changed, functools.partial):
-                self._shown = weakref.ref(grad) if grad._changed.args[0]() is self else self._shown
+            if isinstance(grad, RowGradient) and grad._changed is self._told:
+                self._shown = weakref.ref(grad)
             if handle.features is not None:
                 assert self.ids is not None
                 handle.features.assign(handle.named_rows(self.ids), again)

@@ -114,19 +114,18 @@ class Trial:
 @contextlib.contextmanager
 def without_gradients(optimizer: Optimizer) -> Iterator[None]:
     """Hide the gradients of the optimizer's own parameters: a trial that gets at them must not move them."""
-    held = [(p, p.grad) for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    tables = [handle for p, _ in held if (handle := vars(p).get(KEY)) is not None]
-    with contextlib.ExitStack() as stack:
-        for handle in tables:
-            stack.enter_context(handle.pending.hidden())
-        ordinary = [(p, grad) for p, grad in held if vars(p).get(KEY) is None]
-        for param, _ in ordinary:
-            param.grad = None
-        try:
-            yield
-        finally:
-            for param, grad in ordinary:
-                param.grad = grad
+    with contextlib.ExitStack() as restored:
+        for param in [param for group in optimizer.param_groups for param in group["params"]]:
+            grad, handle = param.grad, vars(param).get(KEY)
+            if grad is None:
+                continue
+            # A table whose step has begun is an ordinary parameter now.
+            if handle is not None and type(param) is handle.kind:
+                restored.enter_context(handle.pending.hidden())
+            else:
+                restored.callback(setattr, param, "grad", grad)
+                param.grad = None
+        yield
 
 
 def _like(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> Optimizer:
