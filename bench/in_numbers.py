@@ -49,22 +49,20 @@ def _steps(result: dict[str, Any]) -> str:
 
 def _beside_others(result: dict[str, Any]) -> str:
     """Return times on the large table, and on many small ones the optimizer with which others are fastest."""
-    found = {
-        (params["tables"], params["dim"], params["bags"], params["optimizer"]): GroupResult.from_json(group).by_name
-        for group in result["groups"]
-        for params in [group["params"]]
-    }
+    groups = [GroupResult.from_json(group) for group in result["groups"]]
+    found = {(g.params["tables"], g.params["dim"], g.params["bags"], g.params["optimizer"]): g for g in groups}
 
     def ms(tables: int, dim: int, optimizer: str, name: str) -> str:
-        return f"{1e3 * found[tables, dim, 0, optimizer][name].median_s:.{0 if tables == 1 else 1}f} ms"
+        case = found[tables, dim, 0, optimizer].by_name[name]
+        return f"{1e3 * case.median_s:.{0 if tables == 1 else 1}f} ms"
 
     adagrad, adamw = (functools.partial(ms, 1, 128, optimizer) for optimizer in ("Adagrad", "AdamW"))
-    exact = adamw('Embedding, idle="exact"')
+    exact, large = adamw('Embedding, idle="exact"'), found[1, 128, 0, "AdamW"].params
     return (
-        f"**Beside others, on a CPU.** Adagrad step, 98,304 lookups in 1M x 128: {adagrad('Embedding')}, FBGEMM "
-        f"{adagrad('FBGEMM')}; AdamW: {exact}, SparseAdam {adamw('torch SparseAdam')}, DeepSpeed "
-        f"{adamw('DeepSpeed CPUAdam')}. SGD step of 26 small tables: {ms(26, 16, 'SGD', 'MultiEmbedding')}, FBGEMM "
-        f"{ms(26, 16, 'SGD', 'FBGEMM')}. [More](docs/results.md#beside-others)."
+        f"**Beside others, on a CPU.** Adagrad step, {large['ids']:,} lookups in {format_count(large['rows'])} x 128: "
+        f"{adagrad('Embedding')}, FBGEMM {adagrad('FBGEMM')}; AdamW: {exact}, SparseAdam {adamw('torch SparseAdam')}, "
+        f"DeepSpeed {adamw('DeepSpeed CPUAdam')}. SGD step of 26 small tables: {ms(26, 16, 'SGD', 'MultiEmbedding')}, "
+        f"FBGEMM {ms(26, 16, 'SGD', 'FBGEMM')}. [More](docs/results.md#beside-others)."
     )
 
 

@@ -230,7 +230,7 @@ def test_plans_are_compared_with_what_a_step_takes(suites, monkeypatch, tmp_path
 
 
 def test_peers_compares_tables_before_it_times_steps(suites):
-    peers = suites["peers"].module
+    peers, tables = suites["peers"].module, importlib.import_module("peer_tables")
     by_title = {
         group.title: measure(group, CPU, **FAST) for group in peers.groups(CPU, True) if "3 tables" in group.title
     }
@@ -240,9 +240,9 @@ def test_peers_compares_tables_before_it_times_steps(suites):
         assert len(ours) == (4 if title.endswith("AdamW") else 2)
         missing = [case.error for case in found.cases if case.name in ("FBGEMM", "TorchRec, fused", "TFRA")]
         assert all("not installed" in error or "peers" in error or "not pooled" in error for error in missing)
-    data = peers.Data(peers.QUICK[-1], "SGD")
+    data = tables.Data(peers.QUICK[-1], "SGD")
     faster = functools.partial(
-        peers.modules, kind=torch.nn.EmbeddingBag, make=functools.partial(torch.optim.SGD, lr=0.02)
+        tables.modules, kind=torch.nn.EmbeddingBag, make=functools.partial(torch.optim.SGD, lr=0.02)
     )
     for same in (True, False):
         wrong = peers.Training(peers.Contender("wrong", faster, same), data)

@@ -95,7 +95,7 @@ def test_an_index_of_files_elsewhere(tmp_path: Path) -> None:
     save_file({"x": torch.ones(4, 4)}, secret)
     for name in ("../private.safetensors", str(secret), "..", ""):
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"x": name}}))
-        with pytest.raises(StorageError, match="which is no file of its folder"):
+        with pytest.raises(StorageError, match="which is not a file in its folder"):
             st.Table.open(folder, key="x")
     # As caches of downloads have them.
     os.symlink(secret, folder / "model.safetensors")

@@ -11,21 +11,20 @@ import numpy as np
 import pytest
 import torch
 from cases import assert_same_bits
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
 from refusals import check_refused, refusals
 from table_cases.gather import GatherCases
 from table_cases.planes import PlaneCases
 from table_cases.scatter import ScatterCases
-from ticket_machine import CONFIGS, ROW, TicketMachine, held_fetch
+from ticket_machine import CONFIGS, MODERATE, ROW, TicketMachine, run_machine
 from torch import nn
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import find_handle
 from speedtransfer.optim.placeholder import EncodedPlane
-from speedtransfer.rows import Rows
 
 ROWS, DIM = 40, 6
 
@@ -167,31 +166,14 @@ class CachedMachine(TicketMachine):
         self.both(copied)
 
 
-MODERATE = settings(
-    max_examples=10,
-    stateful_step_count=20,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def run(profile, monkeypatch):
-    monkeypatch.setattr(Rows, "fetch", held_fetch)
-    case = CachedMachine.TestCase
-    case.settings = profile
-    case().runTest()
-
-
 def test_any_sequence_of_calls_gives_the_same_bits(monkeypatch):
-    run(MODERATE, monkeypatch)
+    run_machine(CachedMachine, settings(MODERATE, max_examples=10), monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_long_sequence_of_calls(monkeypatch):
-    run(settings(MODERATE, max_examples=400, derandomize=False), monkeypatch)
+    run_machine(CachedMachine, settings(MODERATE, max_examples=400, derandomize=False), monkeypatch)
 
 
 # --- what others see ----------------------------------------------------------------------------------------------------

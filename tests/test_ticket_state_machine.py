@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, settings
-from ticket_machine import TicketMachine, held_fetch
-
-from speedtransfer.rows import Rows
-
-MODERATE = settings(
-    max_examples=30,
-    stateful_step_count=20,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def run(profile, monkeypatch):
-    monkeypatch.setattr(Rows, "fetch", held_fetch)
-    case = TicketMachine.TestCase
-    case.settings = profile
-    case().runTest()
+from hypothesis import settings
+from ticket_machine import MODERATE, TicketMachine, run_machine
 
 
 def test_any_sequence_of_calls(monkeypatch):
-    run(MODERATE, monkeypatch)
+    run_machine(TicketMachine, MODERATE, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_thousand_calls(monkeypatch):
-    run(settings(MODERATE, max_examples=500, stateful_step_count=20, derandomize=False), monkeypatch)
+    run_machine(TicketMachine, settings(MODERATE, max_examples=500, derandomize=False), monkeypatch)

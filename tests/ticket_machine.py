@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import torch
 from cases import assert_same_bits
-from hypothesis import assume
+from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
@@ -363,3 +363,21 @@ class TicketMachine(RuleBasedStateMachine):
         # The copies know nothing of losses that the others have looked up.
         self.step_and_begin_anew()
         self.both(copied)
+
+
+MODERATE = settings(
+    max_examples=30,
+    stateful_step_count=20,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def run_machine(machine: type[TicketMachine], profile: settings, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a machine while reads ahead are held back."""
+    monkeypatch.setattr(Rows, "fetch", held_fetch)
+    case = machine.TestCase
+    case.settings = profile
+    case().runTest()

@@ -36,7 +36,8 @@ class _Sums(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         groups, bags, padding = ctx.groups, ctx.bags, ctx.padding
-        sizes = bags.sizes()
+        # Offsets may be anywhere.
+        sizes = bags.sizes().to(grads[0].device)
         bag = torch.arange(len(sizes)).repeat_interleave(sizes)
         used = sizes if padding is None else sizes - sizes.new_zeros(len(sizes)).index_add(0, bag, padding.long())
         means = torch.tensor([ctx.modes[name] == "mean" for name in bags.counts])

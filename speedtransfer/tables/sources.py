@@ -166,7 +166,7 @@ def _weight_map(path: Path) -> dict[str, str]:
         # As published ones do. Others would make a table of any file that whoever opens the index may read.
         outside = next((name for name in found.values() if not is_plain_name(name)), None)
         if outside is not None:
-            raise ValueError(f"it names {outside[:100]!r}, which is no file of its folder")
+            raise ValueError(f"it names {outside[:100]!r}, which is not a file in its folder")
     except StorageError:
         raise
     except OSError as error:

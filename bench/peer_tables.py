@@ -1,0 +1,259 @@
+"""Ways to train tables on batches of ids, with a given gradient: ours, those of torch, and those of other libraries."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from speedtransfer import MultiEmbedding, MultiEmbeddingBag
+from speedtransfer.benchmark.workload import zipf_ids
+from speedtransfer.errors import SpeedtransferError
+
+SEEN, CHECKED = 8, 4  # batches, and steps that are compared
+RATE = 0.01
+OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
+    "SGD": lambda params: torch.optim.SGD(params, lr=RATE),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, lr=RATE),
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=RATE, fused=True),
+}
+
+
+class NotHereError(SpeedtransferError):
+    """A library is not installed, or cannot do what is compared."""
+
+
+class Shape(NamedTuple):
+    """Tables of one size, and how many `ids` a batch looks up in each: in `bags`, whose rows are summed, or (0) one by one."""
+
+    tables: int
+    rows: int
+    dim: int
+    ids: int
+    bags: int = 0
+
+    @property
+    def title(self) -> str:
+        """What is looked up in what."""
+        tables = f"{self.tables} tables of " if self.tables > 1 else ""
+        looked_up = f"{self.ids:,} ids" + (f" in {self.bags:,} bags" if self.bags else "")
+        return f"{tables}{self.rows:,} x {self.dim}, {looked_up}{' each' if self.tables > 1 else ''}"
+
+
+@dataclass
+class Data:
+    """Batches of ids, table by table, each with the begin of every bag; first weights; the gradient of what is looked up."""
+
+    shape: Shape
+    optimizer: str
+    batches: list[list[Tensor]] = field(default_factory=list)
+    offsets: list[list[Tensor]] = field(default_factory=list)
+    weights: list[Tensor] = field(default_factory=list)
+    gradient: Tensor = field(default_factory=Tensor)
+
+    def __post_init__(self) -> None:
+        draw, shape = torch.Generator().manual_seed(0), self.shape
+        count = shape.bags or shape.ids
+        for _ in range(SEEN):
+            self.batches.append([zipf_ids(shape.rows, shape.ids, draw) for _ in range(shape.tables)])
+            cuts = [
+                torch.randint(shape.ids + 1, (count - 1,), generator=draw).sort().values for _ in range(shape.tables)
+            ]
+            begins = [torch.cat([cut.new_zeros(1), cut]) if shape.bags else torch.arange(count) for cut in cuts]
+            self.offsets.append(begins)
+        self.weights = [torch.randn(shape.rows, shape.dim, generator=draw) for _ in range(shape.tables)]
+        self.gradient = torch.randn(count, shape.dim, generator=draw)
+
+    def make(self, params: Any) -> Any:
+        """Return the optimizer, of torch."""
+        return OPTIMIZERS[self.optimizer](params)
+
+    @functools.cached_property
+    def expected(self) -> list[Tensor]:
+        """The tables after the checked steps of nn.Embedding."""
+        peer = modules(self, nn.EmbeddingBag if self.shape.bags else nn.Embedding)
+        for number in range(CHECKED):
+            peer.step(number)
+        return peer.tables()
+
+
+class Peer(NamedTuple):
+    """A way to train: a step on the batch of a number, and the tables as they are now."""
+
+    step: Callable[[int], object]
+    tables: Callable[[], list[Tensor]]
+
+
+def _stepping(data: Data, modules: Sequence[Any], look_up: Callable[[int], list[Tensor]], optimizer: Any) -> Peer:
+    gradients = [data.gradient] * data.shape.tables
+
+    def step(number: int) -> None:
+        torch.autograd.backward(look_up(number), gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Peer(step, lambda: [module.weight.detach() for module in modules])
+
+
+def modules(data: Data, kind: Any, make: Any = None, **options: Any) -> Peer:
+    """A module for each table."""
+    shape = data.shape
+    if shape.bags:
+        options["mode"] = "sum"
+    found = nn.ModuleList(kind(shape.rows, shape.dim, _weight=weight.clone(), **options) for weight in data.weights)
+
+    def look_up(number: int) -> list[Tensor]:
+        ids, offsets = data.batches[number % SEEN], data.offsets[number % SEEN]
+        if shape.bags:
+            return [module(*part) for module, *part in zip(found, ids, offsets, strict=True)]
+        return [module(part) for module, part in zip(found, ids, strict=True)]
+
+    return _stepping(data, found, look_up, (make or data.make)(found.parameters()))
+
+
+def together(data: Data, **options: Any) -> Peer:
+    """Tables of ours that share one."""
+    shape = data.shape
+    if shape.bags:
+        multi: Any = MultiEmbeddingBag([shape.rows] * shape.tables, shape.dim, mode="sum", **options)
+    else:
+        multi = MultiEmbedding([shape.rows] * shape.tables, shape.dim, **options)
+    with torch.no_grad():
+        for module, weight in zip(multi, data.weights, strict=True):
+            module.weight.copy_(weight)
+
+    def look_up(number: int) -> list[Tensor]:
+        ids, offsets = data.batches[number % SEEN], data.offsets[number % SEEN]
+        return list(multi(list(zip(ids, offsets, strict=True)) if shape.bags else ids))
+
+    return _stepping(data, list(multi), look_up, data.make(multi.parameters()))
+
+
+# --- others -------------------------------------------------------------------------------------------------------------
+
+
+def fbgemm(data: Data) -> Peer:
+    """Tables of FBGEMM in host memory, which make the step in backward."""
+    specs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
+    tables = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
+    places = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
+    kinds = {"SGD": "EXACT_SGD", "Adagrad": "EXACT_ADAGRAD", "AdamW": "ADAM"}
+    shape = data.shape
+    spec = (shape.rows, shape.dim, places.EmbeddingLocation.HOST, tables.ComputeDevice.CPU)
+    kind = getattr(specs.EmbOptimType, kinds[data.optimizer])
+    found = tables.SplitTableBatchedEmbeddingBagsCodegen(
+        [spec] * shape.tables, optimizer=kind, learning_rate=RATE, eps=1e-10
+    )
+    for weight, first in zip(found.split_embedding_weights(), data.weights, strict=True):
+        weight.copy_(first)
+    flat = [torch.cat(ids) for ids in data.batches]
+    begins = [_ends(offsets, shape.ids) for offsets in data.offsets]
+    gradient = data.gradient.repeat(1, shape.tables)
+
+    def step(number: int) -> None:
+        found(flat[number % SEEN], begins[number % SEEN]).backward(gradient)
+
+    return Peer(step, found.split_embedding_weights)
+
+
+def _ends(offsets: list[Tensor], ids: int) -> Tensor:
+    """Return where the bags of all tables begin, side by side, and where the last ends."""
+    begins = [part + ids * number for number, part in enumerate(offsets)]
+    return torch.cat([*begins, torch.tensor([ids * len(offsets)])])
+
+
+def torchrec(data: Data) -> Peer:
+    """The collection of TorchRec whose optimizer is fused, on FBGEMM's tables."""
+    library = importlib.import_module("torchrec")
+    fused = importlib.import_module("torchrec.modules.fused_embedding_modules")
+    shape = data.shape
+    names = [f"t{number}" for number in range(shape.tables)]
+    configs = [
+        library.EmbeddingBagConfig(num_embeddings=shape.rows, embedding_dim=shape.dim, name=name, feature_names=[name])
+        for name in names
+    ]
+    kind = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "AdamW": torch.optim.Adam}[data.optimizer]
+    found = fused.FusedEmbeddingBagCollection(
+        tables=configs, optimizer_type=kind, optimizer_kwargs={"lr": RATE, "eps": 1e-10}, device=torch.device("cpu")
+    )
+    weights = [found.state_dict()[f"embedding_bags.{name}.weight"] for name in names]
+    for weight, first in zip(weights, data.weights, strict=True):
+        weight.copy_(first)
+    keyed = [
+        library.KeyedJaggedTensor(keys=names, values=torch.cat(ids), lengths=_ends(offsets, shape.ids).diff().int())
+        for ids, offsets in zip(data.batches, data.offsets, strict=True)
+    ]
+    gradient = data.gradient.repeat(1, shape.tables)
+
+    def step(number: int) -> None:
+        found(keyed[number % SEEN]).values().backward(gradient)
+
+    return Peer(step, lambda: weights)
+
+
+def dense(data: Data, module: str, name: str, **options: Any) -> Peer:
+    """nn.Embedding with an optimizer of another library."""
+    make = getattr(importlib.import_module(module), name)
+    kind = nn.EmbeddingBag if data.shape.bags else nn.Embedding
+    return modules(data, kind, lambda params: make(params, lr=RATE, **options))
+
+
+def tfra(data: Data) -> Peer:
+    """TensorFlow Recommenders Addons, in its own process: see bench/peers_tfra.py."""
+    python = Path(sys.prefix, "tensorflow", "bin", "python")
+    if not python.exists():
+        raise NotHereError(f"there is no {python.name} in {python.parent}; `make peers` installs it")
+    if data.shape.bags:
+        raise NotHereError("its lookups are not pooled here")
+    shape = data.shape
+    with tempfile.NamedTemporaryFile(suffix=".npz") as file:
+        np.savez(
+            file, ids=torch.stack([torch.stack(ids) for ids in data.batches]).numpy(), gradient=data.gradient.numpy()
+        )
+        file.flush()
+        script, threads = Path(__file__).with_name("peers_tfra.py"), torch.get_num_threads()
+        command = [python, script, file.name, data.optimizer, str(RATE), str(threads)]
+        child = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        if not _answer(child).startswith("ready"):
+            raise NotHereError("it did not start")
+
+    def step(number: int) -> None:
+        _answer(child, str(number % SEEN))
+
+    def tables() -> list[Tensor]:
+        # Its rows begin at zero, and what a step adds does not depend on where they are.
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "tables.npz")
+            _answer(child, str(path))
+            found = np.load(path)
+        moved = [torch.zeros(shape.rows, shape.dim) for _ in data.weights]
+        for number, part in enumerate(moved):
+            part[torch.from_numpy(found[f"ids{number}"])] = torch.from_numpy(found[f"rows{number}"])
+        return [first + part for first, part in zip(data.weights, moved, strict=True)]
+
+    return Peer(step, tables)
+
+
+def _answer(child: subprocess.Popen[str], message: str = "") -> str:
+    assert child.stdin is not None
+    assert child.stdout is not None
+    assert child.stderr is not None
+    if message:
+        child.stdin.write(f"{message}\n")
+        child.stdin.flush()
+    line = child.stdout.readline()
+    if not line:
+        raise NotHereError(" ".join(child.stderr.read().split())[-300:])
+    return line
