@@ -65,7 +65,9 @@ class Data:
         draw, shape = torch.Generator().manual_seed(0), self.shape
         count = shape.bags or shape.ids
         for _ in range(SEEN):
-            self.batches.append([zipf_ids(shape.rows, shape.ids, draw) for _ in range(shape.tables)])
+            # Parts of one tensor, as a loader makes them.
+            ids = torch.stack([zipf_ids(shape.rows, shape.ids, draw) for _ in range(shape.tables)])
+            self.batches.append(list(ids.unbind()))
             cuts = [
                 torch.randint(shape.ids + 1, (count - 1,), generator=draw).sort().values for _ in range(shape.tables)
             ]
@@ -121,8 +123,8 @@ def modules(data: Data, kind: Any, make: Any = None, **options: Any) -> Peer:
     return _stepping(data, found, look_up, (make or data.make)(found.parameters()))
 
 
-def together(data: Data, **options: Any) -> Peer:
-    """Tables of ours that share one."""
+def together(data: Data, one_by_one: bool = False, **options: Any) -> Peer:
+    """Tables of ours that share one, looked up at once or `one_by_one`."""
     shape = data.shape
     if shape.bags:
         multi: Any = MultiEmbeddingBag([shape.rows] * shape.tables, shape.dim, mode="sum", **options)
@@ -134,6 +136,8 @@ def together(data: Data, **options: Any) -> Peer:
 
     def look_up(number: int) -> list[Tensor]:
         ids, offsets = data.batches[number % SEEN], data.offsets[number % SEEN]
+        if one_by_one:
+            return [module(part) for module, part in zip(multi, ids, strict=True)]
         return list(multi(list(zip(ids, offsets, strict=True)) if shape.bags else ids))
 
     return _stepping(data, list(multi), look_up, data.make(multi.parameters()))

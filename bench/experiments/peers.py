@@ -37,12 +37,12 @@ from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.units import format_seconds
 
 NOTE = (
-    "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one. FBGEMM and "
-    "TorchRec make the step in backward, and on a host have SGD and Adagrad only; tables of "
-    "FBGEMM are given bags of one id where rows are not pooled. Idle rows stay as they are in FBGEMM, TorchRec, TFRA and "
-    'SparseAdam, and in ours with idle="lazy". DeepSpeed and bitsandbytes train nn.Embedding by dense gradients, as they '
-    "take no others for these optimizers. TFRA runs in a process of its own, whose table holds the ids of the batches "
-    "only; the times include a message through a pipe."
+    "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one, looked up "
+    "at once, or one by one as in a loop over the features. FBGEMM and TorchRec make the step in backward, and on a host have "
+    "SGD and Adagrad only; tables of FBGEMM are given bags of one id where rows are not pooled. Idle rows stay as they are in "
+    'FBGEMM, TorchRec, TFRA and SparseAdam, and in ours with idle="lazy". DeepSpeed and bitsandbytes train nn.Embedding by '
+    "dense gradients, as they take no others for these optimizers. TFRA runs in a process of its own, whose table holds the "
+    "ids of the batches only; the times include a message through a pipe."
 )
 
 _TOLERANCE = 1e-4  # of the farthest that any weight moved
@@ -78,6 +78,9 @@ def contenders(shape: Shape, optimizer: str) -> Iterator[Contender]:
         told, same = f', idle="{idle}"' if optimizer == "AdamW" else "", idle == "exact"
         if several:
             yield Contender(f"{name}{told}", functools.partial(together, idle=idle), same, True)
+        if several and not shape.bags:
+            apart = functools.partial(together, one_by_one=True, idle=idle)
+            yield Contender(f"{name}, one by one{told}", apart, same, True)
         yield Contender(f"{kind.__name__}{told}", functools.partial(modules, kind=kind, idle=idle), same, True)
     yield Contender(f"torch.nn.{theirs.__name__}", functools.partial(modules, kind=theirs))
     sparse = functools.partial(modules, kind=theirs, sparse=True)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from speedtransfer.errors import SpeedtransferError
 from speedtransfer.nn.bag_modules import Given
+from speedtransfer.nn.containers import about, why_apart
 from speedtransfer.nn.multi import MultiEmbedding, by_name
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
 from speedtransfer.nn.options import TableOptions
@@ -97,21 +97,13 @@ class Collection:
         self.tables: dict[str, Any] = by_name(getattr(module, self.attribute))
         self._made: Any = None
 
+    def inside(self, name: str) -> str:
+        """Return what the names of its tables begin with."""
+        return f"{name}.{self.attribute}." if name else f"{self.attribute}."
+
     def problem(self, options: TableOptions, users: dict[int, set[str]]) -> str | None:
         """Return why its tables cannot be one; `users`: the modules that have each parameter."""
-        if options["vocabulary"] is not None:
-            return "each has a vocabulary"
-        for name, table in self.tables.items():
-            weight = table._parameters.get("weight")
-            if any(value for key, value in vars(table).items() if key.endswith("_hooks")):
-                return f"{name!r} has hooks"
-            if weight is not None and (weight.is_meta or weight.grad is not None or len(users[id(weight)]) > 1):
-                return f"the weight of {name!r} is on the meta device, has a gradient, or is shared"
-        try:
-            self._ours._alike(self.tables)
-        except SpeedtransferError as error:
-            return str(error)
-        return None
+        return why_apart(self._ours, self.tables, options, users)
 
     def make(self, options: Any) -> None:
         """Make the table; the module stays as it is."""
@@ -122,8 +114,11 @@ class Collection:
             more["features"] = dict(zip(self.module._embedding_names, tables, strict=True))
         self._made = self._ours.from_modules(getattr(self.module, self.attribute), **more, **options)
 
-    def replace(self) -> None:
+    def replace(self, model: nn.Module, name: str) -> None:
         """Give the table to the module. The weights so far read and write it, and raise in an optimizer."""
+        if not is_collection(self.module):
+            # It was seen under another name.
+            return
         self._made.train(self.module.training)
         for name, table in self.tables.items():
             self._made[name]._rows().weight(table.weight)
@@ -132,8 +127,7 @@ class Collection:
 
     def about(self) -> str:
         """Say what its table is of."""
-        rows = sum(table.num_embeddings for table in self.tables.values())
-        return f"of {len(self.tables)} tables, {rows} rows together"
+        return about(self.tables)
 
 
 def is_collection(module: nn.Module) -> bool:

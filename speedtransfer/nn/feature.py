@@ -48,6 +48,7 @@ class Feature(nn.Embedding, VocabularyModule):
 
     # Not annotated, which torch.jit would read before it is refused.
     _keys = None  # type: FeatureKeys | None
+    _rounds = None  # type: Any
 
     def __init__(
         self,
@@ -63,6 +64,7 @@ class Feature(nn.Embedding, VocabularyModule):
         self._key = new_key(self)
         # Not the module itself, which has this one: a cycle would keep the table until the next gc.
         self._shared_parameters, self.name, self.number, self.start = multi._parameters, name, number, start
+        self._rounds = multi._rounds
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, multi.embedding_dim, padding_idx
         self.max_norm, self.norm_type = multi.max_norm, multi.norm_type
         self.scale_grad_by_freq, self.sparse, self._keys = multi.scale_grad_by_freq, multi.sparse, keys
@@ -95,6 +97,9 @@ class Feature(nn.Embedding, VocabularyModule):
     def forward(self, input: Any) -> Tensor:
         """Return the rows of `input`, ``(*input.shape, embedding_dim)``."""
         weight = self._whole()
+        rows = None if self._rounds is None else self._rounds.take(self, weight, input)
+        if rows is not None:
+            return rows
         found = find(self, weight, input)
         return look_up(self, weight, found.index, found.padded, UsedFeatures(1 << self.number))
 

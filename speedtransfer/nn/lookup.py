@@ -102,7 +102,7 @@ def _counts(groups: UniqueRows) -> Tensor:
     return groups.starts.diff().clamp_(min=1)
 
 
-def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
+def lookup(active: ActiveRows, scale_grad_by_freq: bool = False, again: bool = False) -> Tensor:
     """Return the row of each id that `active` was made from, ``(*shape of the ids, dim)``.
 
     Parameters
@@ -110,9 +110,11 @@ def lookup(active: ActiveRows, scale_grad_by_freq: bool = False) -> Tensor:
     active : ActiveRows
     scale_grad_by_freq : bool
         Divide the gradient of a row by the number of times that its id occurs.
+    again : bool
+        Backward may come more than once without ``retain_graph``, to rows of float32 or float64.
     """
     rows, inverse, padding = active.rows, active.inverse, active._groups.found
-    if _is_ours(active, scale_grad_by_freq):
+    if again or _is_ours(active, scale_grad_by_freq):
         return _Lookup.apply(rows, active, scale_grad_by_freq)
     # What F.embedding calls.
     return torch.embedding(rows, inverse, padding, scale_grad_by_freq, False)

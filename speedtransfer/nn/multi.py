@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from typing_extensions import Self, Unpack
 
 from speedtransfer.dtypes import TABLE_DTYPES
-from speedtransfer.eager import uncompiled
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.embedding import Embedding
@@ -19,6 +18,7 @@ from speedtransfer.nn.feature_ids import FeatureIds, FeatureRows
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
+from speedtransfer.nn.rounds import Rounds, split
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import known_again
 from speedtransfer.nn.tracing import refuse_to_export
@@ -103,7 +103,7 @@ class MultiEmbedding(FeatureModules, TableModule):
             )
         self.embedding_dim, self.padding_idx, self.max_norm, self.norm_type = embedding_dim, None, max_norm, norm_type
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
-        self.num_embeddings = 0
+        self.num_embeddings, self._rounds = 0, Rounds()
         if options.get("vocabulary") is not None:
             self._keys = FeatureKeys(len(sizes))
             if any(padding is not None for padding in paddings.values()):
@@ -230,7 +230,7 @@ class MultiEmbedding(FeatureModules, TableModule):
     def _split(self, rows: Tensor, sizes: dict[str, int], used: UsedFeatures) -> Any:
         """Return the rows of each feature, which backward notes in `used`."""
         if rows.requires_grad and not in_transform():
-            return _Parts.apply(rows, list(sizes.values()), self._bits(sizes), used)
+            return split(rows, list(sizes.values()), self._bits(sizes), used)
         # What split() returns could not be changed in place; "unsafe" means that `rows` must not be used any more.
         return torch.unsafe_split_with_sizes(rows, list(sizes.values())) if sizes else ()
 
@@ -379,30 +379,6 @@ class MultiEmbedding(FeatureModules, TableModule):
             f"the features of {prefix[:-1] or 'this MultiEmbedding'}, on the meta device, are given rows of other shapes, of "
             "several dtypes or devices, or of some features alone; give those of all, or call to_empty(device=...) first"
         )
-
-
-class _Parts(torch.autograd.Function):
-    """Split rows by feature, and note the features whose rows backward comes to: others have no gradient, as in torch."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, sizes: list[int], features: list[int], used: UsedFeatures) -> Any:
-        ctx.set_materialize_grads(False)
-        ctx.shape, ctx.sizes, ctx.features, ctx.used = rows.shape, sizes, features, used
-        # As for the other lookups: what split() returns could not be changed in place.
-        return tuple(torch.unsafe_split_with_sizes(rows, sizes))
-
-    @staticmethod
-    @uncompiled
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        some = next((grad for grad in grads if grad is not None), None)
-        if some is None:
-            return None, None, None, None
-        parts = []
-        for size, feature, grad in zip(ctx.sizes, ctx.features, grads, strict=True):
-            if grad is not None:
-                ctx.used.used |= feature
-            parts.append(some.new_zeros(size, ctx.shape[1]) if grad is None else grad)
-        return torch.cat(parts), None, None, None
 
 
 def by_name(values: Any) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from speedtransfer.dtypes import TABLE_DTYPES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.collections_of_torchrec import Collection, is_collection
+from speedtransfer.nn.containers import Container, is_container
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, check_model, complete, takes_options
@@ -57,6 +58,7 @@ def replace_embeddings(
     names: Names | None = None,
     strict: bool = False,
     min_bytes: int = 0,
+    fuse: bool = False,
     **options: Unpack[TableOptions],
 ) -> Replaced:
     """Give the ``nn.Embedding`` and ``nn.EmbeddingBag`` modules inside `model` tables, with the weights that they have.
@@ -81,6 +83,10 @@ def replace_embeddings(
         Raise where an embedding that was asked for cannot be replaced, instead of leaving it as it is.
     min_bytes : int
         Leave embeddings with a smaller weight alone: ``min_bytes=1 << 30`` takes those that are worth the memory.
+    fuse : bool
+        Give each ``nn.ModuleList`` and ``nn.ModuleDict`` of embeddings alike one table for all of them, a
+        :class:`~speedtransfer.MultiEmbedding` in its place, which has the same names and state dict and one parameter: make
+        the optimizer afterwards. Those that are not alike have a table each.
     memory, path, idle, storage_dtype, state_dtype, scale_block, layout, cache_rows, cache_counts, process_group,
     comm_dtype
         As in :class:`~speedtransfer.Embedding`; a `path` is the file of one table.
@@ -117,8 +123,8 @@ def replace_embeddings(
             f"names is {names!r} but must be a pattern, several or a function; pass for instance 'user*'"
         )
     report, found, users = Replaced(), {}, _users(model)
-    collections, apart = _collections(model, names, min_rows, min_bytes, options, users)
-    inside = tuple(f"{name}.{each.attribute}." if name else f"{each.attribute}." for name, each in collections.items())
+    groups, apart = _groups(model, fuse, names, min_rows, min_bytes, options, users)
+    inside = tuple(group.inside(name) for name, group in groups.items())
     for name, module in model.named_modules(remove_duplicate=False):
         if name.startswith(inside):
             continue
@@ -149,8 +155,8 @@ def replace_embeddings(
                 weight.detach(), shape, device, dtype, weight.requires_grad, own, padding
             )
             handles[id(weight)], handle.name = handle, name
-    for collection in {id(each): each for each in collections.values()}.values():
-        collection.make(options)
+    for group in {id(each): each for each in groups.values()}.values():
+        group.make(options)
     for name, module in found.items():
         others = sorted(users.get(id(module.weight), set()) - {n for n, m in found.items() if m is module})
         if others:
@@ -164,34 +170,40 @@ def replace_embeddings(
         report.append(name)
         reason = next((reason for prefix, reason in apart.items() if name.startswith(prefix)), None)
         if reason is not None:
-            report.notes.setdefault(name, f"apart from others of its collection, as {reason}")
-    for name, collection in collections.items():
-        if is_collection(collection.module):
-            collection.replace()
+            report.notes.setdefault(name, f"apart from the others beside it, as {reason}")
+    for name, group in groups.items():
+        group.replace(model, name)
         report.append(name)
-        report.notes[name] = collection.about()
+        report.notes[name] = group.about()
     return report
 
 
-def _collections(
-    model: nn.Module, names: Names | None, min_rows: int, min_bytes: int, options: TableOptions, users: Any
-) -> tuple[dict[str, Collection], dict[str, str]]:
-    """Return the collections of TorchRec to give one table each, and, by what their names begin with, why not to others."""
-    found: dict[str, Collection] = {}
-    known: dict[int, Collection] = {}
+def _groups(
+    model: nn.Module, fuse: bool, names: Names | None, min_rows: int, min_bytes: int, options: TableOptions, users: Any
+) -> tuple[dict[str, Collection | Container], dict[str, str]]:
+    """Return the modules whose tables become one, and, by what names of others' begin with, why they do not."""
+    found: dict[str, Collection | Container] = {}
+    known: dict[int, Collection | Container] = {}
     apart = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if not is_collection(module) or not _wanted(name, module, names):
+        each: Collection | Container
+        if is_collection(module):
+            each, wanted = known.get(id(module)) or Collection(module), _wanted(name, module, names)
+        elif fuse and name and is_container(module):
+            each = known.get(id(module)) or Container(module)
+            wanted = all(_wanted(f"{name}.{key}", table, names) for key, table in each.tables.items())
+        else:
             continue
-        each = known.setdefault(id(module), Collection(module))
+        known[id(module)] = each
         tables = each.tables.values()
-        if sum(it.num_embeddings for it in tables) < min_rows or sum(map(_weight_bytes, tables)) < min_bytes:
+        few = sum(it.num_embeddings for it in tables) < min_rows or sum(map(_weight_bytes, tables)) < min_bytes
+        if few or not wanted:
             continue
         problem = each.problem(options, users)
         if problem is None:
             found[name] = each
         else:
-            apart[f"{name}.{each.attribute}." if name else f"{each.attribute}."] = problem
+            apart[each.inside(name)] = problem
     return found, apart
 
 

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from speedtransfer.errors import InvalidTypeError, format_bytes
 from speedtransfer.idle import has_rule
 from speedtransfer.nn.export import is_table
+from speedtransfer.nn.feature import FeatureModules
 from speedtransfer.nn.options import check_model
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.optim import Handle
@@ -43,6 +44,8 @@ class TableSummary:
     optimizer : str
         Which optimizer and which of its ``param_groups`` the table is in, such as "AdamW group 0"; "frozen" if it requires no
         gradient; "no optimizer has this table"; or "" if none was given and none has trained it.
+    features : int
+        How many share it, in a `MultiEmbedding`.
     """
 
     names: tuple[str, ...]
@@ -54,10 +57,11 @@ class TableSummary:
     planes: tuple[str, ...]
     num_bytes: int
     optimizer: str
+    features: int = 0
 
     def _cells(self) -> tuple[str, ...]:
         return (
-            ", ".join(self.names),
+            ", ".join(self.names) + (f" ({self.features} features)" if self.features else ""),
             f"{self.rows:,}",
             str(self.dim),
             str(self.dtype).removeprefix("torch."),
@@ -138,6 +142,7 @@ def summary(model: nn.Module, opt: Optimizer | Iterable[Optimizer] | None = None
             planes=table.planes,
             num_bytes=table.nbytes,
             optimizer=_owner(handle, optimizers),
+            features=len(modules[handle]) if isinstance(modules[handle], FeatureModules) else 0,
         )
         for handle in names
     )

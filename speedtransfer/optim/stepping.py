@@ -39,6 +39,8 @@ class Step:
         # Whether the optimizer has the parameter; the step that was made, until it is written.
         self._lent = False
         self._made: MadeStep | None = None
+        # How many steps have ended.
+        self.count = 0
         # The version of the parameter, and that of the table, when the step began.
         self._entered = self._entered_at = 0
 
@@ -147,6 +149,7 @@ class Step:
         # A graph may have saved rows that were written: its backward raises, as in torch.
         torch.autograd.graph.increment_version([node.values for node in handle.views.alive()])
         handle.views.joined.clear()
+        self.count += 1
         self._leave()
         state.running = None
         self._made = None

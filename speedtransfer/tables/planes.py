@@ -248,6 +248,11 @@ class Planes:
             number += plane._version
         return number
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether there may be arrays over the memory, whose writes are not seen."""
+        return self._viewed
+
     def watch(self) -> WriteLog:
         """Return a log of the rows that are written from now on, kept as long as there is a reference to it."""
         log = WriteLog(self._planes, self.version)
