@@ -226,8 +226,9 @@ def test_fused_models_train_as_before() -> None:
     assert "many (3 features)" in str(st.summary(models[1]))
     models[0].load_state_dict(models[1].state_dict())
     models[1].load_state_dict(models[0].state_dict())
+    models[1](ids).sum().backward()
     with pytest.raises(SpeedtransferError, match="part of one parameter"):
-        torch.optim.SGD([before], lr=0.1)
+        torch.optim.SGD([before], lr=0.1).step()
 
 
 def test_what_is_not_fused() -> None:
