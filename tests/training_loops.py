@@ -182,9 +182,9 @@ train(batches[12:16])
 fresh, adagrad = copy.deepcopy(opt.state_dict()), isinstance(opt, torch.optim.Adagrad)  # which makes none in a step
 for empty in (opt.state.clear, lambda: setattr(opt, "state", collections.defaultdict(dict))):
     train(batches[:4])
-    opt.load_state_dict(fresh) if adagrad else empty()
+    opt.load_state_dict(copy.deepcopy(fresh)) if adagrad else empty()
     train(batches[4:8])
-opt.load_state_dict(fresh)
+opt.load_state_dict(copy.deepcopy(fresh))
 train(batches[8:12])
 
 # steps that fail, the first one too
