@@ -125,7 +125,7 @@ class World:
                 "emb": model.emb,
                 "items": model.items,
                 "query": model.query,
-                "make_opt": lambda params: setting.optimizer(params, **setting.options),
+                "make_opt": lambda params: setting.optimizer(params, **copy.deepcopy(setting.options)),
                 "step": self.step,
                 "loss": self.loss,
                 "ids": torch.tensor([[1, 7, 7, 12], [0, 39, 7, 3]]),
