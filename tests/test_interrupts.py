@@ -433,7 +433,7 @@ ACTS: dict[str, Act] = {
     "table[ids] =": Act(scatter, tuple(name for name in PLAIN if name != "int8")),
     "reset_parameters": Act(reset, (*IN_PLACE, "vocabulary")),
     "reset_parameters of features": Act(reset, ("features",), World.now, each=True),
-    "to": Act(lambda world: world.model.to(torch.bfloat16).to(torch.float32), ("lazy",)),
+    "to": Act(lambda world: world.model.to(torch.bfloat16), ("lazy",), World.now, each=True),
     "admit": Act(lambda world: world.emb(torch.arange(20) * 104729), ("vocabulary", "evicting"), World.admitted),
     "forget": Act(lambda world: world.emb.vocabulary.forget(rows_of(1) * FACTOR), ("vocabulary",), World.admitted),
     "update": Act(update, ("vocabulary",), World.admitted),
@@ -443,13 +443,18 @@ ACTS: dict[str, Act] = {
 # --- sweeps ---------------------------------------------------------------------------------------------------------------
 
 
+def is_close(found: Tensor, end: Tensor, bound: float) -> Tensor:
+    """Tell of each value whether it is that of the end, whose dtype may be another."""
+    return torch.isclose(found, end.to(found.dtype), rtol=bound, atol=bound) & (found.dtype == end.dtype)
+
+
 def is_one_of(found: list[Tensor], ends: list[list[Tensor]], act: Act, kind: Kind) -> bool:
     """Tell whether what is found is one of the ends, each tensor for itself if the act says so."""
     ends = [end for end in ends if [part.shape for part in end] == [part.shape for part in found]]
     if not found or not ends:
         return bool(ends)
     close = [
-        [torch.isclose(*pair, rtol=kind.bound, atol=kind.bound) for pair in zip(found, end, strict=True)]
+        [is_close(*pair, kind.bound) for pair in zip(found, end, strict=True)]
         for end in ends
     ]
     if kind.like:
