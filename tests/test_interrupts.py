@@ -453,10 +453,7 @@ def is_one_of(found: list[Tensor], ends: list[list[Tensor]], act: Act, kind: Kin
     ends = [end for end in ends if [part.shape for part in end] == [part.shape for part in found]]
     if not found or not ends:
         return bool(ends)
-    close = [
-        [is_close(*pair, kind.bound) for pair in zip(found, end, strict=True)]
-        for end in ends
-    ]
+    close = [[is_close(*pair, kind.bound) for pair in zip(found, end, strict=True)] for end in ends]
     if kind.like:
         return all(torch.stack([part.all(1) for part in parts]).any(0).all() for parts in zip(*close, strict=True))
     alike = torch.tensor([[bool(part.all()) for part in parts] for parts in close])

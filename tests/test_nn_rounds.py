@@ -243,3 +243,13 @@ def test_what_is_not_fused() -> None:
     assert type(model.many) is nn.ModuleList
     # The list itself cannot be put elsewhere.
     assert list(st.replace_embeddings(Model().many, min_rows=0, fuse=True)) == ["0", "1", "2"]
+
+
+def test_compiled_lookups_have_memory_of_their_own() -> None:
+    _, emb = twins()
+    ids = torch.randint(0, 50, (8, 4))
+    look_up = torch.compile(lambda ids: [emb[number](ids[:, number]) for number in range(4)], backend="aot_eager")
+    with torch.no_grad():
+        for _ in range(3):
+            rows = look_up(ids)
+    assert len({part.untyped_storage().data_ptr() for part in rows}) == 4

@@ -124,7 +124,8 @@ def _lookup(*args: Any) -> list[Tensor]:
         results, _recorded[int(number)] = _record(given)
         weakref.finalize(number, _recorded.pop, int(number), None).atexit = False
     else:
-        with torch.no_grad():
+        # Rows by themselves, as above: those read ahead for several features share memory.
+        with torch.no_grad(), joins_kept():
             results = _called(given)
     # Parts of one tensor would share its memory, which compilers do not expect of results.
     parts = [part.detach().clone() if given.names else part.detach() for part in results]
