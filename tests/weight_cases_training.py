@@ -405,6 +405,16 @@ emb.weight = nn.Parameter(torch.ones(40, 6))
 own.step()
 opt = make_opt(model.parameters())
 before.detach(), before.grad.to_dense(), emb.weight.grad is None
+
+# A graph of the weight before sends its gradient there
+# refused (copies): backward comes to rows
+opt.zero_grad()
+before, losses = emb.weight, (emb(ids).sum(), emb.weight.pow(2).sum())
+emb.weight = nn.Parameter(torch.ones(40, 6))
+for made in losses:
+    made.backward()
+opt = make_opt(model.parameters())
+before.grad.to_dense(), emb.weight.grad is None
 """,
 )
 

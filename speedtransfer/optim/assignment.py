@@ -93,6 +93,7 @@ def take_param(handle: Any, param: nn.Parameter, kind: type[nn.Parameter]) -> No
     optimizer, state = _state_of(handle) if release else (None, {})
     handle.drop_state("another weight was assigned to the module")
     handle.pending.clear()
+    handle.views.leave(release)
     old = handle.param_ref() if release else None
     if old is not None:
         # `set_whole` must not make it show the new memory.

@@ -19,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from speedtransfer.cuda import current_stream
 from speedtransfer.eager import uncompiled
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.once import once
 from speedtransfer.optim.whole_gradient import of_all_rows
 from speedtransfer.tables import Known
@@ -49,7 +50,7 @@ class TableRows(torch.autograd.Function):
         """
         ctx.set_materialize_grads(False)
         # Of `values`, not of the result: that would be a cycle, which keeps the rows until the next gc.
-        ctx.values, ctx.num_rows, ctx.use = values, param.shape[0], use
+        ctx.values, ctx.num_rows, ctx.use, ctx.left = values, param.shape[0], use, None
         use[0].views.joined.append(weakref.ref(ctx))
         # What returns its argument returns a view, which autograd guards: also where it is used after a write to its memory,
         # while another thread steps.
@@ -61,6 +62,10 @@ class TableRows(torch.autograd.Function):
         """Deposit the gradient, or return that of all rows."""
         (handle, ids, deposit, take_features, _, known), grad, total = ctx.use, grads[0], None
         # Frozen since the forward pass: torch drops the gradient too.
+        if grad is not None and ctx.left is not None:
+            if ctx.left:
+                raise InvalidValueError(ctx.left)
+            return of_all_rows(handle, ids, grad, known, ctx.num_rows).to_dense(), None, None
         if grad is not None and handle.requires_grad:
             features = None if take_features is None else take_features()
             if handle.views.is_observed():

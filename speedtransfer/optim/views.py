@@ -80,6 +80,21 @@ class Views:
         """Return the nodes by which graphs have rows, of the graphs that are alive."""
         return [node for node in (reference() for reference in self.joined) if node is not None]
 
+    def leave(self, is_ordinary: bool) -> None:
+        """Let graphs so far be those of the weight that was replaced: their gradient goes there, if it `is_ordinary` now."""
+        problem = (
+            ""
+            if is_ordinary
+            else (
+                f"backward comes to rows of {self._handle()} from before another weight was assigned to it; call backward first, "
+                "or write the values (weight.data.copy_(values))"
+            )
+        )
+        for node in self.alive():
+            node.left = problem
+        self.joined.clear()
+        self.forget_whole()
+
     def is_observed(self) -> bool:
         """Tell whether anything looks at the node of the parameter: gradients of rows then have to go there."""
         handle = self._handle()
