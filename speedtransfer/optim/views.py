@@ -82,14 +82,12 @@ class Views:
 
     def leave(self, is_ordinary: bool) -> None:
         """Let graphs so far be those of the weight that was replaced: their gradient goes there, if it `is_ordinary` now."""
-        problem = (
-            ""
-            if is_ordinary
-            else (
-                f"backward comes to rows of {self._handle()} from before another weight was assigned to it; call backward first, "
-                "or write the values (weight.data.copy_(values))"
+        problem = ""
+        if not is_ordinary:
+            problem = (
+                f"backward comes to rows of {self._handle()} from before another weight was assigned to it; call backward "
+                "first, or write the values (weight.data.copy_(values))"
             )
-        )
         for node in self.alive():
             node.left = problem
         self.joined.clear()
