@@ -1,5 +1,6 @@
-// A step of Adam, AdamW or SGD on the active rows: their state is read from its planes, updated with the weights, and both are
-// written to the planes at once. A plane may live in device memory or in page-locked host memory across the bus.
+// A step of Adam, AdamW or SGD on the active rows: their state is read from its planes, or taken as it was read with the weights,
+// updated with them, and both are written to the planes at once, with the number of the step where idle rows catch up. A plane
+// may live in device memory or in page-locked host memory across the bus.
 //
 // The arithmetic is that of torch's optimizers, operation by operation, so that the bits are those of a step by torch, whose code
 // for the CPU and for CUDA differ. A product that torch adds to something is fused with the addition, as there; nothing else is,
@@ -28,7 +29,11 @@ struct Step {
     long long weight_stride;
     char* states[kMaxStates];  // alike: momentum_buffer; exp_avg, exp_avg_sq, max_exp_avg_sq
     long long strides[kMaxStates];
-    const float* steps;        // on the device, how many came before; null: `rate` and `root_correction` are of this one
+    const char* held[kMaxStates];  // (num_rows, width): state as read with the weights; null: it is read from its plane
+    char* last_step;           // (table_rows, 1) int32: set to `now`; null: there is none
+    long long last_stride;
+    long long now;
+    const float* steps;        // on the device, the number of this one; null: `rate` and `root_correction` are of it
     long long kind;
     long long way;
     long long maximize;
@@ -69,7 +74,7 @@ __device__ inline double power(double base, long long exponent) {
 template <Kind kKind>
 __device__ inline Scale scale_of(const Step& step) {
     if (kKind == kSgd || kKind == kMomentum || step.steps == nullptr) return {f(step.rate), f(step.root_correction)};
-    const long long number = static_cast<long long>(*step.steps + 1.0f);
+    const long long number = static_cast<long long>(*step.steps);
     const double first = 1 - power(step.beta1, number), second = 1 - power(step.beta2, number);
     return {f(step.rate / first), f(sqrt(second))};
 }
@@ -107,7 +112,8 @@ __device__ inline void step_lanes(const Step& step) {
         if (static_cast<unsigned long long>(row) >= static_cast<unsigned long long>(step.table_rows)) continue;
         Lane<kBytes> states[kRoom];
         for (int s = 0; s < kStates; ++s) {
-            states[s] = read_lane<kBytes>(step.states[s] + row * step.strides[s] + column);
+            const char* stored = step.states[s] + row * step.strides[s] + column;
+            states[s] = read_lane<kBytes>(step.held[s] == nullptr ? stored : step.held[s] + item * kBytes);
         }
         Lane<kBytes> weights = read_lane<kBytes>(step.rows + item * kBytes);
         const Lane<kBytes> grads = read_lane<kBytes>(step.grad + item * kBytes);
@@ -122,6 +128,9 @@ __device__ inline void step_lanes(const Step& step) {
         write_lane<kBytes>(step.weight + row * step.weight_stride + column, weights);
         for (int s = 0; s < kStates; ++s) {
             write_lane<kBytes>(step.states[s] + row * step.strides[s] + column, states[s]);
+        }
+        if (step.last_step != nullptr && column == 0) {
+            write_lane<4>(step.last_step + row * step.last_stride, {{static_cast<unsigned int>(step.now)}});
         }
     }
 }

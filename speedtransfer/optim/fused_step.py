@@ -1,6 +1,7 @@
 """A step of torch's Adam, AdamW or SGD on active rows by one kernel, which reads and writes their state where it is stored.
 
-It takes the place of a gather, the optimizer's own operations and a scatter. `plan_step` says whether the kernel does what
+It takes the place of a gather, the optimizer's own operations and a scatter. Rows of ``idle="exact"`` had to catch up when they
+were read, for which their state was read along: the kernel takes that, and notes the step that they have taken. `plan_step` says whether the kernel does what
 the optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no
 gradient, so that it leaves them alone. Only the gradient may differ after the step: it stays as it is, where foreach SGD with
 nesterov changes it.
@@ -19,7 +20,7 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,13 +32,14 @@ from speedtransfer.cuda import WARM_UP, KernelArgument, check_not_capturing, is_
 from speedtransfer.once import once
 from speedtransfer.optim.graph import KEY
 from speedtransfer.optim.state import RowState
+from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables import Known
 
 SWITCH = "SPEEDTRANSFER_FUSED_STEP"
 log = logging.getLogger(__name__)
 
 # struct Step of step.cu
-_STEP = "20q11d"
+_STEP = "26q11d"
 _MAX_STATES = 3
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Whose functions may make up the step of an optimizer: its own, and what torch and this package wrap around it.
@@ -80,14 +82,18 @@ class FusedStep(NamedTuple):
         return [self.steps] if self.steps is not None and self.steps.is_cuda else []
 
 
-def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> FusedStep | None:
-    """Return how the kernel makes the step of `optimizer`, or None where the step goes the ordinary way."""
+def plan_step(
+    state: RowState, optimizer: Optimizer, group: dict[str, Any], given: dict[str, Tensor]
+) -> FusedStep | None:
+    """Return how the kernel makes the step of `optimizer`, or None where the step goes the ordinary way.
+
+    `given` is the state of the active rows by plane, each ``(n, width)``, as it was read with them, if it was.
+    """
     rows, table, switch = state.rows, state.rows.table, os.environ.get(SWITCH)
     if not table.runs_kernels or switch == "0":
         return None
     plan = _PLANS.get(type(optimizer))
-    # Idle rows that miss steps catch up when they are read, which the kernel does not do.
-    if plan is None or rows.lag is not None or state.sparse or not rows.as_stored or rows.dtype != torch.float32:
+    if plan is None or state.sparse or not rows.as_stored or rows.dtype != torch.float32:
         return None
     if is_capturing() or _is_altered(optimizer):
         return None
@@ -99,35 +105,63 @@ def plan_step(state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> F
     made = None if planes is None else plan(group, found, planes)
     if made is None or not _are_numbers(made[4:-1]):
         return None
+    # Idle rows catch up when they are read, with their state. For those who read ahead the ordinary way writes beside the
+    # next operations, and keeps what it writes for them.
+    has_state = given.keys() >= {*made.planes}
+    if (rows.lag and not has_state) or (has_state and table.is_read_ahead):
+        return None
     if not is_trusted("fused steps", table.device, lambda: _check(table.device)):
         return None
     return made._replace(way=way) if switch == "1" or _has_bits_of_torch(table.device) else None
 
 
-def make_step(plan: FusedStep, state: RowState, ids: Tensor, grad: Tensor, active: Tensor, known: Known) -> None:
+def make_step(
+    plan: FusedStep,
+    state: RowState,
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    ids: Tensor,
+    grad: Tensor,
+    active: Tensor,
+    given: dict[str, Tensor],
+    known: Known,
+) -> None:
     """Update the rows `ids` (n,) and their state in the table.
 
     Parameters
     ----------
     plan : FusedStep
     state : RowState
+    optimizer, group : Optimizer, dict
     ids, known : Tensor, Known
         ``(n,)`` int64 on the compute device, unique; maybe padded.
     grad : Tensor
         ``(n, dim)``.
     active : Tensor
         ``(n, dim)``, the rows as read, updated as well.
+    given : dict of str to Tensor
+        As for `plan_step`.
     """
-    grad = grad.contiguous()
+    grad, rows, lag = grad.contiguous(), state.rows, state.rows.lag
+    held = [given[name] for name in plan.planes] if given.keys() >= {*plan.planes} else []
+    read, written = () if held else plan.planes, ("weight", *plan.planes)
+    # Before the kernel, which counts from here on: what fails afterwards takes it back.
+    if plan.steps is not None:
+        plan.steps.add_(1)
+    made = None if lag is None else lag.step_made(optimizer, group, optimizer.state[state.param])
+    if made is not None:
+        rows.mark_steps()
+    taken = lag.now + (made is not None) if rows.has(LAST_STEP) else None
 
     def queue(stored: list[Tensor]) -> list[Tensor]:
         weight, *states = stored
-        _queue(plan, ids, grad, active, weight, states)
-        return [ids, grad, active, *plan.on_device]
+        last = None if taken is None else states.pop()
+        _queue(plan, ids, grad, active, weight, states, held, last, taken or 0)
+        return [ids, grad, active, *held, *plan.on_device]
 
-    state.rows.update(ids, plan.planes, ("weight", *plan.planes), queue, known)
-    if plan.steps is not None:
-        plan.steps.add_(1)
+    rows.update(ids, read, written if taken is None else (*written, LAST_STEP), queue, known)
+    if made is not None:
+        lag.record(made)
     state.end_elsewhere()
 
 
@@ -241,16 +275,32 @@ _PLANS: dict[type, Callable[[dict[str, Any], dict[str, Any], dict[str, str]], Fu
 # --- the kernel -----------------------------------------------------------------------------------------------------------
 
 
-def _queue(plan: FusedStep, ids: Tensor, grad: Tensor, active: Tensor, weight: Tensor, states: list[Tensor]) -> None:
-    """Queue the kernel on the current stream; `states` are in the order of `plan.planes`."""
+def _queue(
+    plan: FusedStep,
+    ids: Tensor,
+    grad: Tensor,
+    active: Tensor,
+    weight: Tensor,
+    states: list[Tensor],
+    held: Sequence[Tensor] = (),
+    last: Tensor | None = None,
+    taken: int = 0,
+) -> None:
+    """Queue the kernel on the current stream; `states`, and `held` if it was read, are in the order of `plan.planes`.
+
+    The rows of `last`, (num_rows, 1) int32, become `taken`.
+    """
     (count, width), stored = grad.shape, [weight, *states]
     pointers, strides = [plane.data_ptr() for plane in stored], [4 * plane.stride()[0] for plane in stored]
-    bits = functools.reduce(operator.or_, (4 * width, grad.data_ptr(), active.data_ptr(), *pointers, *strides))
+    dense = [rows.data_ptr() for rows in held]
+    bits = functools.reduce(operator.or_, (4 * width, grad.data_ptr(), active.data_ptr(), *dense, *pointers, *strides))
     lane = 16 if bits % 16 == 0 else 4
     lanes, missing = 4 * width // lane, [0] * (_MAX_STATES - len(states))
+    noted = (0, 0, 0) if last is None else (last.data_ptr(), 4 * last.stride()[0], taken)
     argument = KernelArgument(_STEP).pack(
         *(ids.data_ptr(), grad.data_ptr(), active.data_ptr(), count, weight.shape[0], lanes, lane),
         *(pointers[0], strides[0], *pointers[1:], *missing, *strides[1:], *missing),
+        *(*dense, *[0] * (_MAX_STATES - len(dense)), *noted),
         *(sum(steps.data_ptr() for steps in plan.on_device), len(states), *plan[1:-1]),
     )
     launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument)
@@ -302,15 +352,25 @@ def _is_right(kind: type[Any], options: dict[str, Any], width: int, device: torc
         names = [name for name, value in found.items() if isinstance(value, Tensor) and value.dim()]
         ids = torch.tensor([5, 3, 0, 1, 4, 2], device=device)
         table, before = weight.detach().clone(), {name: found[name].clone() for name in names}
-        for _ in range(8 if exact else 1):
+        last = torch.zeros(5, 1, dtype=torch.int32, device=device)
+        for number in range(8 if exact else 2):
             plan = _PLANS[kind](group, found, {name: name for name in names})
             if plan is None:
                 return False
             plan = plan._replace(way=way)
             weight.grad = grad = drawn()
-            grads, rows = (torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table))
-            _queue(plan, ids, grads, rows, table, [before[name] for name in plan.planes])
+            states = [before[name] for name in plan.planes]
+            grads, rows, *held = (
+                torch.cat([values.new_ones(1, width), values[ids[1:]]]) for values in (grad, table, *states)
+            )
+            # The state is read by the kernel, and then before it, in turns.
+            if number % 2:
+                _queue(plan, ids, grads, rows, table, states, held, last, number)
+            else:
+                _queue(plan, ids, grads, rows, table, states)
             step(optimizer)
+        if not bool((last == number).all()):
+            return False
         pairs = [(table, weight), (rows[1:], weight[ids[1:]]), *((before[name], found[name]) for name in names)]
         if exact:
             return all(torch.equal(ours, theirs) for ours, theirs in pairs)

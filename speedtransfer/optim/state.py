@@ -206,11 +206,7 @@ class RowState(StatePlanes):
                 active = {name: given[plane] for name, plane in planes.items()}
                 bools = [name for name in active if self._specs[name].dtype == torch.bool]
                 active |= {name: self._as_state(name, active[name]) for name in bools}
-            for name, value in state.items():
-                if isinstance(value, _NUMBERS):
-                    before[name] = value
-                elif name not in views and isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu:
-                    before[name] = value.item()
+            before = self._numbers_of(state)
         # From here on what interrupts the step is undone.
         self.has_ended = False
         self.running = _Step(frame, threading.get_ident(), optimizer.state, not state, before)
@@ -265,9 +261,23 @@ class RowState(StatePlanes):
                 return False
         return count == len(views) + len(shared)
 
-    def begin_elsewhere(self, optimizer: Optimizer, frame: FrameType | None) -> None:
+    def _numbers_of(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers in `state` that all rows share, but for those on a device."""
+        found = dict[str, Any]()
+        for name, value in state.items():
+            if isinstance(value, _NUMBERS):
+                found[name] = value
+            elif name not in self._views and isinstance(value, Tensor) and value.dim() == 0 and value.is_cpu:
+                found[name] = value.item()
+        return found
+
+    def begin_elsewhere(self, optimizer: Optimizer, group: dict[str, Any], frame: FrameType | None) -> None:
         """Begin a step that neither needs the state in `optimizer` nor `store`."""
-        self.running = _Step(frame, threading.get_ident(), optimizer.state, False, {})
+        state = optimizer.state.get(self.param, {})
+        if self.rows.lag is not None:
+            self.rows.lag.begin(group, state, self.rows.catch_up)
+        self.has_ended = False
+        self.running = _Step(frame, threading.get_ident(), optimizer.state, False, self._numbers_of(state))
 
     def end_elsewhere(self) -> None:
         """End such a step, which has been made."""

@@ -78,7 +78,7 @@ class Step:
             pending.refresh()
             apart = handle.features is not None and handle.features.is_apart
             fuses = not pending.in_place and handle.table.runs_kernels and not apart
-            self._fused = plan_step(state, optimizer, group) if fuses else None
+            self._fused = plan_step(state, optimizer, group, pending.state_rows) if fuses else None
             if self._fused is None:
                 ids = None if pending.in_place else pending.ids
                 state.load(optimizer, group, frame, ids, pending.state_rows, pending.known)
@@ -86,7 +86,7 @@ class Step:
                 if pending.active is None:
                     pending.refresh()
             else:
-                state.begin_elsewhere(optimizer, frame)
+                state.begin_elsewhere(optimizer, group, frame)
             self._enter(state.sparse)
             if handle.features is not None:
                 handle.features.lend(handle, optimizer, group)
@@ -110,7 +110,7 @@ class Step:
                 ids = None if self.pending.in_place else self.pending.ids
                 self._made = state.made(optimizer, group, ids, self.pending.known)
             else:
-                self._make_fused_step(state)
+                self._make_fused_step(state, optimizer, group)
             try:
                 self._complete(state)
             except BaseException:
@@ -129,13 +129,14 @@ class Step:
             if handle.id_space.come_and_go:
                 handle.id_space.count_step(late)
 
-    def _make_fused_step(self, state: RowState) -> None:
+    def _make_fused_step(self, state: RowState, optimizer: Optimizer, group: dict[str, Any]) -> None:
         handle, pending = self._handle(), self.pending
         assert self._fused is not None
         assert pending.ids is not None
         assert pending.grad is not None
         assert pending.active is not None
-        make_step(self._fused, state, pending.ids, pending.grad, pending.active, pending.known)
+        rows = pending.ids, pending.grad, pending.active, pending.state_rows
+        make_step(self._fused, state, optimizer, group, *rows, pending.known)
         before = handle.table.version if handle.rows.table.watched else 0
         # As by an optimizer.
         torch.autograd.graph.increment_version(handle.param)

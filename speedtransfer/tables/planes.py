@@ -263,6 +263,11 @@ class Planes:
         self.watched = True
         return log
 
+    @property
+    def is_read_ahead(self) -> bool:
+        """Whether there is a log: somebody has read rows, or will, before the writes that come first."""
+        return self.watched and bool(self._all_logs())
+
     def discount(self, before: int, count: int) -> None:
         """Let it be known that the last `count` changes, from version `before` on, were none of the rows.
 

@@ -46,9 +46,9 @@ def fused(monkeypatch):
     return made
 
 
-def train(memory, device, make, dim=DIM, engine=None, step=None, **options):
+def train(memory, device, make, dim=DIM, engine=None, step=None, idle="lazy", **options):
     torch.manual_seed(3)
-    emb = st.Embedding(NUM_ROWS, dim, memory=memory, device=device, idle="lazy", **options)
+    emb = st.Embedding(NUM_ROWS, dim, memory=memory, device=device, idle=idle, **options)
     if engine:
         emb.table.engine = engine
     torch.manual_seed(4)
@@ -85,15 +85,16 @@ def test_another_rounding_than_the_kernels(fused_by_torch, device, fused, monkey
 
 
 @pytest.mark.parametrize(
-    ("memory", "dim", "layout"), [("pinned", 16, "planes"), ("pinned", 7, "rows"), ("device", 7, "planes")]
+    ("memory", "dim", "layout", "idle"),
+    [("pinned", 16, "planes", "lazy"), ("pinned", 7, "rows", "exact"), ("device", 16, "planes", "exact")],
 )
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_training_as_the_ordinary_way(make, memory, dim, layout, device, fused, monkeypatch):
-    found = train(memory, device, make, dim, padding_idx=0, layout=layout)
+def test_a_training_as_the_ordinary_way(make, memory, dim, layout, idle, device, fused, monkeypatch):
+    found = train(memory, device, make, dim, padding_idx=0, layout=layout, idle=idle)
     # The first step makes the state.
     assert len(fused) == 11
     monkeypatch.setenv(SWITCH, "0")
-    expected = train(memory, device, make, dim, padding_idx=0)
+    expected = train(memory, device, make, dim, padding_idx=0, idle=idle)
     assert len(fused) == 11
     assert_same(found[0], expected[0])
     assert_counted(found[1], expected[1])
@@ -131,6 +132,29 @@ def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
 def test_where_kernels_do_not_reach(memory, engine, options, device, fused):
     train(memory, device, lambda params: Adam(params, 0.01, **options), engine=engine)
     assert fused == []
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_rows_that_are_read_ahead(idle, device, fused, monkeypatch):
+    """With their state, which the kernel takes; where more are read already the ordinary way writes beside what comes next."""
+
+    def run():
+        torch.manual_seed(3)
+        emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle=idle)
+        optimizer = OPTIMIZERS["adam"](emb.parameters())
+        lookups, ticket = [ids.to(device) for ids, _ in skewed_batches(NUM_ROWS, DIM, 8)], None
+        for number, (ids, following) in enumerate(zip(lookups, [*lookups[1:], lookups[0]], strict=True)):
+            optimizer.zero_grad()
+            emb(ids if ticket is None else ticket).square().sum().backward()
+            ticket = emb.prefetch(following) if number % 2 else None
+            optimizer.step()
+            ticket = ticket or emb.prefetch(following)
+        return {"weight": emb.table.torch(), **optimizer.state[emb.weight]}
+
+    found = run()
+    assert len(fused) == 3
+    monkeypatch.setenv(SWITCH, "0")
+    assert_same(found, run())
 
 
 @pytest.mark.parametrize(("name", "steps"), [("adam", 11), ("adam-fused", 0)])
@@ -178,11 +202,12 @@ def test_streams_and_no_wait(device, fused):
     assert len(fused) == 4
 
 
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_launch(name, device, fused):
+def test_one_launch(name, idle, device, fused):
     """In place of a gather, the optimizer's own and a scatter."""
     fakegpu = pytest.importorskip("fakegpu", reason="counts launches where the GPU is emulated")
-    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")
+    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle=idle)
     optimizer = OPTIMIZERS[name](emb.parameters())
     ids = torch.arange(9, device=device)
     for _ in range(3):
