@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from cpu_kernels import cpu_kernels
 from engine_cases import Twice, cached
 from test_engines import OnCpu
 
@@ -16,6 +17,7 @@ from speedtransfer.engines import (
     HostEngine,
     LfuPolicy,
     ReferenceEngine,
+    cache_kernels,
     cache_slots,
     faults_left,
 )
@@ -49,6 +51,80 @@ class TestCachedTwice(OnHost):
     def engine(self, request):
         policy, capacity = request.param
         return cached(capacity, policy, ReferenceEngine("cpu"), kind=self.kind)
+
+
+class ByKernels(HostEngine):
+    """An inner engine that lets kernels reach its planes."""
+
+    runs_kernels = True
+
+    def __init__(self):
+        super().__init__("cpu")
+
+    def update(self, queue):
+        queue()
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Run the kernels of caches on the CPU; return their names."""
+    kernels, made = cpu_kernels(), []
+
+    def launch(num_items, source, name, device, packed):
+        assert source == "cache.cu"
+        made.append(name)
+        kernels.launch(name, *[(1, 1), (2, 32), (3, 7)][len(made) % 3], packed, backwards=bool(len(made) % 2))
+
+    monkeypatch.setattr(cache_kernels, "launch_over", launch)
+    return made
+
+
+@pytest.mark.sweep
+class TestCachedByKernels(OnCpu):
+    @pytest.fixture(params=CACHES, ids=lambda case: f"{case[0]} {case[1]}")
+    def engine(self, request, launches):
+        policy, capacity = request.param
+        return cached(capacity, policy, ByKernels())
+
+
+def test_kernels_leave_what_torch_leaves(launches, monkeypatch):
+    """Rows, planes, victims, and hits and misses, after each call."""
+    monkeypatch.setattr(cache_kernels, "_SORT_ROWS", 10)
+    draw = torch.Generator().manual_seed(0)
+    content = [torch.randn(40, 8, generator=draw), torch.arange(40)[:, None], torch.randn(40, 3, generator=draw).half()]
+    engines = cached(6, "lfu", ByKernels()), cached(6, "lfu")
+    sides = [[plane.clone() for plane in content] for _ in engines]
+    for number in range(60):
+        count = int(torch.randint(1, 20, (), generator=draw))
+        ids, some = (torch.rand(40, generator=draw) ** 2 * 40).long()[:count], [(0, 1, 2), (0,), (2, 1)][number % 3]
+        writes, found = number % 4 == 3, []
+        ids = ids.unique() if writes else ids
+        given = [torch.full((len(ids), content[p].shape[1]), number, dtype=content[p].dtype) for p in some]
+        for engine, planes in zip(engines, sides, strict=True):
+            rows = [part.clone() for part in given]
+            if writes:
+                engine.scatter([planes[p] for p in some], ids, rows)
+            else:
+                engine.gather([planes[p] for p in some], ids, rows, unsorted=True)
+            if number % 13 == 12:
+                engine.wait(writes_only=number % 2 == 0)
+            elif number == 40:
+                engine.shrink(4)
+            found.append([*rows, *planes, *engine.slots.map, torch.tensor([*engine.counts().values()])])
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs), number
+    assert {"find_slots", "gather_cached", "scatter_cached"} == {*launches}
+
+
+def test_kernels_leave_ids_of_no_row_alone(launches):
+    plane, engine = torch.arange(12.0).view(4, 3), cached(3, "static", ByKernels())
+    ids, rows = torch.tensor([3, 4, -1, 0, 2**63 - 1, 1]), torch.full((6, 3), 7.0)
+    for _ in range(2):
+        engine.gather([plane], ids, [rows])
+        assert rows.tolist() == [[9, 10, 11], [0] * 3, [0] * 3, [0, 1, 2], [0] * 3, [3, 4, 5]]
+    engine.scatter([plane], ids, [-rows])
+    engine.wait()
+    assert plane.tolist() == [[0, -1, -2], [-3, -4, -5], [6, 7, 8], [-9, -10, -11]]
 
 
 # --- what it keeps ------------------------------------------------------------------------------------------------------
@@ -131,7 +207,7 @@ def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
     assert inner.scattered == []
     for _ in range(3):
         read(engine, [plane], [9, 12, 12, 12])
-    assert engine.slots._map[0].tolist() == [9, 12]
+    assert engine.slots.map[0].tolist() == [9, 12]
     assert inner.scattered == [[4]]
     assert plane[[4, 9]].tolist() == [[1, 1], [0, 0]]
     assert read(engine, [plane], [4, 9, 12])[0].tolist() == [[1, 1], [1, 1], [0, 0]]
@@ -246,7 +322,7 @@ def test_shrinking():
     engine.shrink(20)
     assert engine.capacity == 10
     engine.shrink(3)
-    assert engine.slots._map[0].tolist() == [27, 28, 29]  # the hottest
+    assert engine.slots.map[0].tolist() == [27, 28, 29]  # the hottest
     assert plane[[20, 29]].eq(1).all()
     write(engine, [plane], [20, 29], 2)
     assert plane[[20, 29], 0].tolist() == [2, 1]
@@ -355,7 +431,6 @@ def test_rows_used_about_equally_often_do_not_take_turns():
 def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     policy, ids = LfuPolicy(CPU, every=1), torch.arange(1000)
     policy.saw(ids)
-    ids.fill_(5)  # the caller's again
     policy.choose(10)
     assert policy._ids.tolist() == list(range(40))
     policy.choose(2)

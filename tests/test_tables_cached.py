@@ -343,14 +343,14 @@ def test_the_rows_with_the_largest_counts():
     counts = torch.zeros(ROWS)
     counts[[3, 8, 30]] = torch.tensor([5.0, 2.0, 9.0])
     table = st.Table(ROWS, DIM, memory="pageable", device="cpu", cache_rows=2, cache_counts=counts)
-    assert table._cache.slots._map[0].tolist() == [3, 30]
+    assert table._cache.slots.map[0].tolist() == [3, 30]
     table.shrink_cache(1)
-    assert table._cache.slots._map[0].tolist() == [30]
+    assert table._cache.slots.map[0].tolist() == [30]
     for given in (counts.numpy(), counts.tolist(), counts.long()):
         emb = make({"cache_rows": 2, "cache_counts": given})
-        assert emb.table._cache.slots._map[0].tolist() == [3, 30]
+        assert emb.table._cache.slots.map[0].tolist() == [3, 30]
     again = pickle.loads(pickle.dumps(emb))
-    assert again.table._cache.slots._map[0].tolist() == [3, 30]
+    assert again.table._cache.slots.map[0].tolist() == [3, 30]
 
 
 WRONG = r"""

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.dtypes import INTEGER_OF_SIZE
+from speedtransfer.engines.cache_kernels import are_suitable, move
 from speedtransfer.engines.cache_slots import Slots
 from speedtransfer.engines.reference import put_rows
 
@@ -99,6 +100,9 @@ def write_through(slots: Slots, planes: list[Tensor], ids: Tensor, rows: list[Te
     slots.epoch += 1
     # Those that have slots by tensors that count changes by themselves: after an interrupt the planes are as they were noted.
     to = [plane.data for plane in planes] if slots.capacity else planes
+    if are_suitable(slots, planes, rows):
+        move(slots, "scatter", planes, ids, rows, unsorted)
+        return
     if not slots.may_have(ids):
         slots.inner.scatter(to, ids, rows, unsorted)
         return

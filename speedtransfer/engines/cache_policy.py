@@ -19,7 +19,7 @@ class CachePolicy(Protocol):
     """Chooses the rows of a cache."""
 
     def saw(self, ids: Tensor) -> bool:
-        """Note that the rows `ids` (n,) were gathered (NO_ROW is none), and tell whether it is time to choose anew."""
+        """Note that the rows `ids` (n,), a tensor to keep, were gathered (NO_ROW is none); tell whether to choose anew."""
         ...
 
     def choose(self, capacity: int) -> Tensor:
@@ -74,8 +74,7 @@ class LfuPolicy:
 
     def saw(self, ids: Tensor) -> bool:
         """Note that the rows `ids` (n,) were gathered; see `CachePolicy`."""
-        # The caller may fill its memory anew.
-        self._seen.append(ids.clone())
+        self._seen.append(ids)
         self._num_seen += len(ids)
         return len(self._seen) >= self._patience or self._num_seen >= _MOST_SEEN
 

@@ -46,13 +46,13 @@ class Slots:
         self._lock = threading.Lock()
         self._parts: dict[tuple[object, ...], PlaneSlots] = {}
         # The rows, sorted, and their slots.
-        self._map = ids, torch.arange(len(ids), device=self.device)
+        self.map = ids, torch.arange(len(ids), device=self.device)
         _live.add(self)
 
     @property
     def capacity(self) -> int:
         """Number of rows that have a slot."""
-        return len(self._map[0])
+        return len(self.map[0])
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[torch.cuda.Stream | None]:
@@ -80,7 +80,7 @@ class Slots:
 
     def find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the slots of `ids` (n,), and which have one; for others the slot that may be written to."""
-        cached, slots = self._map
+        cached, slots = self.map
         at = torch.searchsorted(cached, ids).clamp_(max=len(cached) - 1)
         known = cached[at] == ids
         return torch.where(known, slots[at], len(cached)), known
@@ -148,7 +148,7 @@ class Slots:
                 part.written = only is not None
 
     def _write_back(self, part: PlaneSlots, named: Tensor) -> None:
-        ids, slots = self._map
+        ids, slots = self.map
         rows = named[slots].nonzero().flatten()
         row_bytes = part.plane.shape[1] * part.plane.element_size()
         for chunk in rows.split(max(1, _CHUNK_BYTES // row_bytes)) if len(rows) else ():
@@ -171,7 +171,7 @@ class Slots:
 
     def place(self, ids: Tensor) -> None:
         """Give slots to the rows `ids`, (capacity,) sorted. Rows that have one keep it, others leave."""
-        before, slots = self._map
+        before, slots = self.map
         if torch.equal(before, ids):
             return
         at = torch.searchsorted(before, ids).clamp_(max=len(before) - 1)
@@ -186,15 +186,15 @@ class Slots:
         self.epoch += 1
         for part in self._parts.values():
             part.valid &= ~free
-        self._map = ids, chosen
+        self.map = ids, chosen
 
     def reset(self, ids: Tensor | None) -> None:
         """Give slots to the rows `ids`, any number or none, and the memory of the slots so far back."""
         self.write_back()
         self._done()
         self._parts = {}
-        ids = self._map[0][:0] if ids is None else ids
-        self._map = ids, torch.arange(len(ids), device=self.device)
+        ids = self.map[0][:0] if ids is None else ids
+        self.map = ids, torch.arange(len(ids), device=self.device)
 
     def release(self, plane: Tensor) -> None:
         """Give the slots of `plane` back, which has all rows."""
@@ -212,7 +212,7 @@ class Slots:
         # Kept: it may be memory of a CUDA device, which only the parent has.
         self._of_parent, self._parts = self._parts, dict[tuple[object, ...], PlaneSlots]()
         self._lock = threading.Lock()
-        self._map = self._map[0][:0], self._map[1][:0]
+        self.map = self.map[0][:0], self.map[1][:0]
 
 
 _live: weakref.WeakSet[Slots] = weakref.WeakSet()

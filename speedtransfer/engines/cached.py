@@ -10,6 +10,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing, current_stream, keep_until_done, to_device
 from speedtransfer.engines.base import Engine, check_apart, check_host_index
+from speedtransfer.engines.cache_kernels import COUNTERS, are_suitable, move
 from speedtransfer.engines.cache_moves import Reading, existing, write_through
 from speedtransfer.engines.cache_policy import NO_ROW, CachePolicy
 from speedtransfer.engines.cache_slots import Ahead, Slots, close
@@ -56,8 +57,8 @@ class CachedEngine:
         self.device, self.takes_padding, self._policy = inner.device, inner.takes_padding, policy
         with torch.inference_mode(False), torch.no_grad():
             self.slots = Slots(inner, policy.choose(capacity), ahead)
-            # Hits and misses: rows, and their bytes.
-            self._counts = torch.zeros((2, 2), dtype=torch.int64, device=self.device)
+            # Hits, their bytes, misses and their bytes.
+            self._counts = torch.zeros((COUNTERS, 4), dtype=torch.int64, device=self.device)
         weakref.finalize(self, close, self.slots).atexit = at_exit
 
     @property
@@ -148,7 +149,7 @@ class CachedEngine:
     def counts(self) -> dict[str, int]:
         """Return what was gathered so far, by its name in `TableStats`: hits and misses are all rows gathered."""
         with self.slots.turn():
-            (hits, hit_bytes), (misses, miss_bytes) = self._counts.tolist()
+            hits, hit_bytes, misses, miss_bytes = self._counts.sum(0).tolist()
         names = "cache_hits", "cache_misses", "cache_hit_bytes", "cache_miss_bytes"
         return dict(zip(names, (hits, misses, hit_bytes, miss_bytes), strict=True))
 
@@ -161,6 +162,11 @@ class CachedEngine:
         slots = self.slots
         with slots.turn() as stream:
             slots.notice()
+            if are_suitable(slots, planes, rows):
+                seen = torch.empty_like(ids)
+                move(slots, "gather", planes, ids, rows, unsorted, seen, self._counts)
+                self._choose(seen)
+                return
             reading = Reading(slots, planes, ids, rows) if slots.may_have(ids) else None
             if stream is not None and reading is not None:
                 reading.fetch(unsorted)
@@ -172,7 +178,7 @@ class CachedEngine:
             with slots.turn():
                 exists = existing(ids, planes[0])
                 self._count(torch.zeros_like(exists), exists, planes)
-                self._choose(ids, exists)
+                self._choose(torch.where(exists, ids, NO_ROW))
         elif stream is None:
             reading.fetch(unsorted)
             with slots.turn():
@@ -181,16 +187,17 @@ class CachedEngine:
     def _finish(self, reading: Reading) -> None:
         reading.keep()
         self._count(reading.exists & ~reading.missing, reading.missing, reading.planes)
-        self._choose(reading.ids, reading.exists)
+        self._choose(torch.where(reading.exists, reading.ids, NO_ROW))
 
     def _count(self, hit: Tensor, missing: Tensor, planes: list[Tensor]) -> None:
+        row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
         rows = torch.stack((hit.sum(), missing.sum()))
-        self._counts[:, 0].add_(rows)
-        self._counts[:, 1].add_(rows, alpha=sum(plane.shape[1] * plane.element_size() for plane in planes))
+        self._counts[0, ::2].add_(rows)
+        self._counts[0, 1::2].add_(rows, alpha=row_bytes)
 
-    def _choose(self, ids: Tensor, exists: Tensor) -> None:
-        """Let the policy see what was gathered, and choose the rows anew where it is time."""
-        if self.capacity and self._policy.saw(torch.where(exists, ids, NO_ROW)):
+    def _choose(self, seen: Tensor) -> None:
+        """Let the policy see the rows (n,) that were gathered, and choose the rows anew where it is time."""
+        if self.capacity and self._policy.saw(seen):
             with torch.inference_mode(False):
                 self.slots.notice()
                 self.slots.place(self._policy.choose(self.capacity))

@@ -1,10 +1,10 @@
 """A step of torch's Adam, AdamW or SGD on active rows by one kernel, which reads and writes their state where it is stored.
 
-It takes the place of a gather, the optimizer's own operations and a scatter. Rows of ``idle="exact"`` had to catch up when they
-were read, for which their state was read along: the kernel takes that, and notes the step that they have taken. `plan_step` says whether the kernel does what
-the optimizer would do; where that is not known the step goes the ordinary way. While the optimizer steps the rows have no
-gradient, so that it leaves them alone. Only the gradient may differ after the step: it stays as it is, where foreach SGD with
-nesterov changes it.
+It takes the place of a gather, the optimizer's own operations and a scatter. Rows of ``idle="exact"`` have caught up when they
+were read, for which their state was read along: the kernel takes that, and notes the step that they have taken. `plan_step`
+says whether the kernel does what the optimizer would do; where that is not known the step goes the ordinary way. While the
+optimizer steps the rows have no gradient, so that it leaves them alone. Only the gradient may differ after the step: it stays
+as it is, where foreach SGD with nesterov changes it.
 
 Torch makes a step in several ways (foreach, fused, neither), each with a rounding of its own. The kernel has that of foreach,
 torch's default on CUDA, and is used where a first comparison on the device gives the same bits; with
