@@ -62,6 +62,7 @@ class Form:
     lookups: int = 1
     together: bool = False
     bag: bool = False
+    cached: bool = False
     scaled: bool = False
     trained: bool = True
     options: dict[str, Any] = field(default_factory=dict)
@@ -107,6 +108,7 @@ class Form:
             module: Any = (nn.EmbeddingBag if self.bag else nn.Embedding)(sizes.rows, sizes.dim, **options)
             return module
         options |= {"memory": self.memory, "idle": self.idle, **({"path": path} if self.memory == "mmap" else {})}
+        options |= {"cache_rows": sizes.rows, "cache_counts": torch.ones(sizes.rows)} if self.cached else {}
         if self.together:
             return _Multi([sizes.rows] * self.tables, sizes.dim, **options)
         module = (_Bag if self.bag else _Embedding)(sizes.rows, sizes.dim, **options)
@@ -174,6 +176,7 @@ FORMS: dict[str, Form | Words] = {
     "lazy, pageable": Form("pageable"),
     "lazy, mmap": Form("mmap"),
     "lazy, device": Form("device"),
+    "lazy, cache": Form(cached=True),
     "lazy, int8 and uint8 state": Form(options=_INT8),
     "lazy, bfloat16": Form(options=_BFLOAT16),
     "lazy, looked up twice": Form(lookups=2),
