@@ -261,6 +261,33 @@ vocabulary/vocabulary_stats.py: vocabulary_state
 engines/auto.py: engines_auto
 - name = wanted if wanted in names else names[0]
 + name = names[0]
+optim/fused_step.py: fused_step
+- taken = lag.now + (made is not None) if
++ taken = lag.now if
+- lag.record(made)
++ pass
+- rows.mark_steps()
++ pass
+- [given[name] for name in plan.planes] if given.keys() >= {*plan.planes} else []
++ []
+- read, written = () if held else plan.planes,
++ read, written = plan.planes,
+optim/state.py: fused_step
+- optimizer.state, False, self._numbers_of(state))
++ optimizer.state, False, {})
+kernels/step.cu: fused_step
+- write_lane<4>(step.last_step + row * step.last_stride,
++ write_lane<4>(step.last_step + row * 4,
+kernels/cache.cu: engines_cached
+- if (!kGather) plane.dirty[
++ if (kGather) plane.dirty[
+- found |= static_cast<long long>(given.planes[p].valid[slot]) << p;
++ found |= 1ll << p;
+- given.places == nullptr ? j : given.places[j]
++ j
+engines/cache_kernels.py: engines_cached
+- part.used, part.written = True, part.written or direction == "scatter"
++ part.used = True
 engines/cache_moves.py: engines_cached
 - if slots.epoch == self._epoch and out.dtype
 + if out.dtype

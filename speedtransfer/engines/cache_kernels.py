@@ -68,10 +68,10 @@ def move(
         lanes = max(lanes, row_bytes // lane)
         words += *pointers, part.valid.data_ptr(), part.dirty.data_ptr(), stride, row_bytes // lane, lane
     row_bytes = sum(plane.shape[1] * plane.element_size() for plane in planes)
-    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in (places, seen, counts)]
+    others = [0 if tensor is None else tensor.data_ptr() for tensor in (places, seen, counts)]
     argument = _CACHED.pack(
         *(ids.data_ptr(), len(ids), len(planes[0]), cached.data_ptr(), own.data_ptr(), len(cached), found.data_ptr()),
-        *(*pointers, row_bytes, len(planes), *words, *[0] * (8 * (_MAX_PLANES - len(planes)))),
+        *(*others, row_bytes, len(planes), *words, *[0] * (8 * (_MAX_PLANES - len(planes)))),
     )
 
     def queue() -> list[Tensor]:

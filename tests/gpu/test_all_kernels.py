@@ -9,7 +9,7 @@ import pkgutil
 import pytest
 import torch
 from cpu_kernels import CHECKS
-from engine_cases import any_bits
+from engine_cases import any_bits, cached
 
 from gpu.tools import check_same, pinned
 from speedtransfer.engines import MappedEngine
@@ -34,6 +34,19 @@ def test_rows_that_do_not_exist(device, width):
     engine.scatter([plane], torch.tensor([13, -1, 2**62], device=device), [torch.ones(3, width, device=device)])
     engine.wait()
     check_same([plane], [content])
+
+
+@pytest.mark.parametrize("width", [3, 8])
+def test_rows_of_a_cache(device, width):
+    engine, content = cached(4, "lfu", MappedEngine(device), device=device), any_bits((13, width), torch.float32)
+    plane, index = pinned(content), INDEX.to(device)
+    for ids in (index, index.unique(), index[:3]):
+        rows = torch.ones(len(ids), width, device=device)
+        engine.gather([plane], ids, [rows])
+        check_same([rows], [content[ids.cpu()]])
+    engine.scatter([plane], torch.arange(3, 14, device=device), [content.flip(0)[:11].to(device)])
+    engine.wait()
+    check_same([plane[3:]], [content.flip(0)[:10]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
