@@ -198,24 +198,17 @@ def fill_disk(monkeypatch, *folders):
 
 
 def test_a_full_disk_does_not_lose_the_vectors(folder, monkeypatch, tmp_path_factory):
-    temporary, data = tmp_path_factory.mktemp("temporary"), tmp_path_factory.mktemp("data")
+    temporary = tmp_path_factory.mktemp("temporary")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    corpus = Path("corpus.txt").rename(data / "corpus.txt")
-    for full, place in (([folder], data), ([folder, data], temporary)):
-        with monkeypatch.context() as patch:
-            fill_disk(patch, *full)
-            result = run("train", corpus, "-o", "out", *QUICK)
-        assert isinstance(result.exception, StorageError), result.output
-        (kept,) = place.glob("speedtransfer-vectors-*")
-        assert str(result.exception) == (
-            f"cannot write the vectors to 'out' (No space left on device); the vectors are in {str(kept)!r} instead"
-        )
-        assert names(kept) == ["settings.json", "vectors.txt", "vocab.txt"]
-        assert len(Vectors.load(kept)) == 50
-        assert names(folder) == []
-    fill_disk(monkeypatch, folder, data, temporary)
-    fails_with(StorageError, "nor could they be written beside", "train", corpus, "-o", "out", *QUICK)
-    assert (names(folder), len(names(temporary))) == ([], 1)
+    fill_disk(monkeypatch, folder)
+    message = "cannot write the vectors to 'out' (No space left on device); the vectors are in '"
+    fails_with(StorageError, message + str(temporary), *TRAIN, *QUICK)
+    (kept,) = temporary.glob("speedtransfer-vectors-*")
+    assert names(kept) == ["settings.json", "vectors.txt", "vocab.txt"]
+    assert len(Vectors.load(kept)) == 50
+    fill_disk(monkeypatch, folder, temporary)
+    fails_with(StorageError, "(No space left on device), nor to ", *TRAIN, *QUICK)
+    assert (names(folder), list(temporary.glob("speedtransfer-*"))) == (["corpus.txt"], [kept])
 
 
 def test_a_folder_that_another_run_fills_meanwhile_is_left_alone(folder, monkeypatch):
@@ -227,6 +220,7 @@ def test_a_folder_that_another_run_fills_meanwhile_is_left_alone(folder, monkeyp
         Path("out/vectors.txt").write_text("of the other")
 
     monkeypatch.setattr(Trainer, "train_step", train_step)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
     fails_with(StorageError, "another run has filled the folder 'out' meanwhile; the vectors are in", *TRAIN, *QUICK)
     assert Path("out/vectors.txt").read_text() == "of the other"
     (kept,) = folder.glob("speedtransfer-vectors-*")

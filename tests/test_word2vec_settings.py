@@ -24,7 +24,7 @@ from speedtransfer.word2vec.config import described, read_config
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.sampler import schedule_for
-from speedtransfer.word2vec.settings import SETTINGS, Keywords
+from speedtransfer.word2vec.settings import SETTINGS
 
 
 def test_memories_are_those_of_tables():
@@ -51,9 +51,6 @@ def test_signature_shows_every_setting():
         assert parameters[name].annotation == kinds[name]
     assert list(parameters)[:4] == ["corpus", "dim", "optimizer", "lr"]
     assert "settings" not in parameters
-    apart = {name: kinds.pop(name) for name in ("dim", "optimizer", "lr", "min_count", "max_words")}
-    assert get_type_hints(Keywords) == kinds
-    assert all(parameters[name].annotation == kind for name, kind in apart.items())
 
 
 def test_every_setting_is_described_on_the_command_line():

@@ -18,12 +18,11 @@ from functools import partial
 from typing import IO, Any
 
 import numpy as np
-from typing_extensions import Unpack
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
-from speedtransfer.word2vec.settings import Keywords, Settings
+from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
 from speedtransfer.word2vec.tokenise import LINE_END, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -77,7 +76,7 @@ class Corpus:
         report: Callable[[int], None] | None = None,
         *,
         settings: Settings | None = None,
-        **given: Unpack[Keywords],
+        **given: Any,
     ) -> None:
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)

@@ -75,8 +75,8 @@ class Word2Vec(nn.Module):
         self._files = TableFiles(settings.path)
         self._group = process_group
         self._files.check_none()
-        self._files.make_folder()
         try:
+            self._files.make_folder()
             self.input = self._make_table("input", self.num_words + buckets, settings)
             self.output = self._make_table("output", self.num_words, settings)
             reach = (1.0 if buckets else 0.5) / self.dim
@@ -104,7 +104,7 @@ class Word2Vec(nn.Module):
 
         The host does not wait for a CUDA device, unless tensors of `block` are there.
 
-        `block` is better prepared by `prepare`, in a thread. Without `with_loss` the loss is left out, which is faster. `rate`
+        `block` is better prepared by `prepare` of this model, in a thread. Without `with_loss` the loss is left out, which is faster. `rate`
         is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
         `processes` is how many train on blocks of their own: their movements are added, where gradients would be averaged.
 
@@ -137,15 +137,10 @@ class Word2Vec(nn.Module):
         return dataclasses.replace(block, places=self._places_of(block))
 
     def _places_of(self, block: Block) -> Places:
-        places = block.places
-        if places is not None and places.found_with == self._found_with(places.reach):
-            return places
+        if block.places is not None:
+            return block.places
         reach = int(torch.maximum(block.before, block.after).max()) if len(block.words) else 0
-        return Places.find(block, *self._found_with(reach))
-
-    def _found_with(self, reach: int) -> tuple[int, int, Subwords | None]:
-        """Return the arguments of `Places.find` that are the model's; `reach` is the widest window to a side."""
-        return self.num_words, draws_of(self.model, self.negative, reach), self.subwords
+        return Places.find(block, self.num_words, draws_of(self.model, self.negative, reach), self.subwords)
 
     @torch.no_grad()
     def word_vectors(self, num_words: int | None = None) -> Tensor:
@@ -196,7 +191,6 @@ class TableFiles:
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
         self._folder = None if path is None else Path(path)
         self.paths = {} if path is None else {name: Path(path, f"{name}.safetensors") for name in _TABLE_NAMES}
-        self._made: list[Path] = []  # folders, the innermost first
 
     def check_none(self) -> None:
         """Raise `StorageError` where one exists: before a long corpus is read, not after it."""
@@ -210,17 +204,15 @@ class TableFiles:
         """Make the folder where it is missing."""
         if self._folder is None:
             return
-        self._made = [folder for folder in (self._folder, *self._folder.parents) if not folder.exists()]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self.remove()
             raise StorageError(
                 f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
             ) from error
 
     def remove(self) -> None:
-        """Remove the files, and the folders that were made for them where nothing else is in them."""
+        """Remove the files, and their folder where nothing else is in it."""
         for file in filter(Path.exists, self.paths.values()):
             try:
                 file.unlink()
@@ -228,9 +220,9 @@ class TableFiles:
                 raise StorageError(
                     f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
                 ) from error
-        for folder in self._made:
+        if self._folder is not None:
             with contextlib.suppress(OSError):
-                folder.rmdir()
+                self._folder.rmdir()
 
 
 class _ZeroEmbedding(Embedding):

@@ -49,7 +49,7 @@ class Block:
         0: the reach of each word's context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
         probability that word2vec would have drawn it, see `pair_weight`.
     places : Places or None
-        Where its rows are in the tables of a model, as `Word2Vec.prepare` has found. None: not found yet.
+        Where its rows are in the tables of the model whose `Word2Vec.prepare` has found them. None: not found yet.
     """
 
     words: Tensor
@@ -76,7 +76,6 @@ class Places:
     num_pairs: Tensor  # all pairs, each as much as it counts; on the host
     num_predicted: Tensor  # the words that have another one in their window; on the host
     window: int  # as in `Block`
-    found_with: tuple[int, int, Subwords | None]  # `num_words`, `num_draws` and `subwords` of `find`
 
     @classmethod
     def find(cls, block: Block, num_words: int, num_draws: int, subwords: Subwords | None = None) -> Places:
@@ -108,7 +107,6 @@ class Places:
             (_side_weight(before, window) + _side_weight(after, window)).sum(),
             (sizes > 0).sum(),
             window,
-            (num_words, num_draws, subwords),
         )
 
     def to(self, device: torch.device) -> Places:

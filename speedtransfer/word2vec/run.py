@@ -6,8 +6,7 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-
-from typing_extensions import Unpack
+from typing import Any
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
@@ -18,7 +17,7 @@ from speedtransfer.word2vec.config import settings_of, shows_settings
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import SETTINGS, Keywords, Settings, check_path
+from speedtransfer.word2vec.settings import SETTINGS, Settings, check_path
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
@@ -66,7 +65,7 @@ def train(
     progress: bool = True,
     min_count: int = Settings.min_count,
     max_words: int | None = Settings.max_words,
-    **settings: Unpack[Keywords],
+    **settings: Any,
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 

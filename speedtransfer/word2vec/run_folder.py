@@ -107,7 +107,7 @@ def train_into(
             trainer.run(progress, callbacks, stop)
         save = _saver(trainer, corpus, suffix, output)  # by all processes, which have the rows together
         if is_first():
-            save_or_rescue(output, overwrite or resume, corpus, save)
+            save_or_rescue(output, overwrite or resume, save)
             _report(trainer, output, suffix, show)
     return stop.requested
 
@@ -180,35 +180,27 @@ def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Call
     return save
 
 
-def save_or_rescue(folder: Path, overwrite: bool, corpus: str, save: Callable[[Path], None]) -> None:
-    """Have `save` write into `folder`; where that fails, into a new folder beside the corpus or for temporary files.
+def save_or_rescue(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:
+    """Have `save` write into `folder`; where that fails, into a new folder for temporary files.
 
     Raises `StorageError` where `folder` cannot be written; the message names the place where the vectors are instead.
     """
     try:
         _fill(folder, overwrite, save)
-        return
     except OSError as error:
-        failure = error
-    problem = str(failure)
-    if not isinstance(failure, StorageError):
-        problem = f"cannot write the vectors to {str(folder)!r} ({failure.strerror or failure})"
-    beside = [Path(corpus).absolute().parent] if os.path.exists(corpus) else []
-    for place in (*beside, Path(tempfile.gettempdir()), Path.cwd()):
+        problem = f"cannot write the vectors to {str(folder)!r} ({error.strerror or error})"
+        problem = str(error) if isinstance(error, StorageError) else problem
+        kept = None
         try:
-            kept = Path(tempfile.mkdtemp(dir=place, prefix="speedtransfer-vectors-"))
+            kept = tempfile.mkdtemp(prefix="speedtransfer-vectors-")
+            save(Path(kept))
         except OSError:
-            continue
-        try:
-            save(kept)
-        except OSError:
-            shutil.rmtree(kept, ignore_errors=True)
-        else:
-            raise StorageError(f"{problem}; the vectors are in {str(kept)!r} instead") from failure
-    raise StorageError(
-        f"{problem}; nor could they be written beside the corpus or to {tempfile.gettempdir()!r}; make room, and --resume the "
-        "checkpoint if there is one"
-    ) from failure
+            if kept is not None:
+                shutil.rmtree(kept, ignore_errors=True)
+            raise StorageError(
+                f"{problem}, nor to {tempfile.gettempdir()!r}; make room, and --resume the checkpoint if there is one"
+            ) from error
+        raise StorageError(f"{problem}; the vectors are in {kept!r} instead") from error
 
 
 def _fill(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:

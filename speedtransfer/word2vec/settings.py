@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, check_size, suggest
 
@@ -253,34 +253,6 @@ class Settings:
         values["path"] = None if self.path is None else os.fspath(self.path)
         values["device"] = None if self.device is None else str(self.device)
         return values
-
-
-class Keywords(TypedDict, total=False):
-    """Settings that functions take by keyword alone, for type checkers; what each is, :class:`Settings` says."""
-
-    clip: float | None
-    options: Mapping[str, Any] | None
-    model: Literal["skipgram", "cbow"]
-    epochs: int | None
-    window: int
-    negative: int
-    sample: float
-    buckets: int
-    min_n: int
-    max_n: int
-    kind: Literal["text", "lines", "graph", "adjacency"]
-    phrases: int
-    phrase_threshold: float
-    walks: int
-    walk_length: int
-    p: float
-    q: float
-    block_words: int | None
-    shared_negatives: int | None
-    seed: int
-    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]
-    path: str | os.PathLike[str] | None
-    device: Any
 
 
 SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
