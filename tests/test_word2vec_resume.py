@@ -15,7 +15,6 @@ from forked import started_script
 from lazy_oracle import one_thread  # noqa: F401
 from typer.testing import CliRunner
 
-from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec.checkpoints import Checkpoints
@@ -114,18 +113,6 @@ def test_everything_is_taken_up(corpus, tmp_path):
     assert resumed.loss == straight.loss
 
 
-def test_how_often(corpus, tmp_path, monkeypatch):
-    steps = []
-    save = Checkpoints.save
-    monkeypatch.setattr(Checkpoints, "save", lambda self, trainer: (steps.append(trainer.step), save(self, trainer)))
-    a_epoch = len(Trainer(corpus, Settings(**QUICK)).sampler)
-    quietly(corpus, checkpoint=tmp_path / "epochs")
-    assert steps == [a_epoch, 2 * a_epoch]
-    steps.clear()
-    quietly(corpus, checkpoint=tmp_path / "steps", checkpoint_every=15)
-    assert steps == [*range(15, 2 * a_epoch, 15), 2 * a_epoch]
-
-
 def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
     """Not the one that training has while it leaves a core to another thread."""
     for threads, resume in ((2, False), (2, True), (1, True)):
@@ -138,17 +125,9 @@ def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"dim": 9}, "dim is 9 but the checkpoint .* was made with 8; pass that dim, or choose another checkpoint"),
-        ({"options": {"eps": 0.1}}, r"options is {'eps': 0.1} but the checkpoint .* was made with {}"),
-        ({"kind": "lines"}, "kind is 'lines' but the checkpoint .* was made with 'text'"),
-    ],
-)
-def test_other_settings(point, corpus, changes, message):
-    with pytest.raises(InvalidValueError, match=message):
-        quietly("not read", checkpoint=point, resume=True, **changes)
+def test_other_settings(point):
+    with pytest.raises(InvalidValueError, match=r"options is {'eps': 0.1} but the checkpoint .* was made with {}; pass"):
+        quietly("not read", checkpoint=point, resume=True, options={"eps": 0.1})
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +139,7 @@ def point(corpus, tmp_path_factory):
 
 def test_other_corpus(point):
     reordered = b" ".join(reversed(text().split()))
-    for content in (text(2000), text() + b" new" * 9, text().replace(b"w1 ", b"v1 "), reordered):
+    for content in (text().replace(b"w1 ", b"v1 "), reordered):
         with pytest.raises(InvalidValueError, match=r"is not that of checkpoint .* \(3,000 words, 50 distinct\)"):
             quietly(io.BytesIO(content), checkpoint=point, resume=True)
 
@@ -168,22 +147,16 @@ def test_other_corpus(point):
 def test_resuming_what_is_not_there(corpus, tmp_path):
     begun = quietly(corpus, checkpoint=tmp_path / "none", resume=True, epochs=1)
     assert begun.matrix.tobytes() == quietly(corpus, epochs=1).matrix.tobytes()
-    save_checkpoint(tmp_path / "other", torch.nn.Linear(1, 1), extra={"epoch": 3})
-    with pytest.raises(InvalidValueError, match="is of no word2vec run; choose another folder"):
-        quietly("not read", checkpoint=tmp_path / "other", resume=True)
 
 
-def test_checkpoint_of_another_run_is_kept(point, corpus, tmp_path):
+def test_checkpoint_of_another_run_is_kept(point, tmp_path):
     before = sorted(os.listdir(point))
     with pytest.raises(InvalidValueError, match="holds the checkpoint of a run; resume it, or choose another folder"):
         quietly("not read", checkpoint=point)
     assert sorted(os.listdir(point)) == before
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "one.tex").write_text("precious")
-    with pytest.raises(InvalidValueError, match=r"holds 'one.tex' and no checkpoint"):
-        quietly("not read", checkpoint=tmp_path / "thesis")
+    (tmp_path / "file").write_text("precious")
     with pytest.raises(StorageError, match="cannot write checkpoints to"):
-        quietly("not read", checkpoint=tmp_path / "thesis" / "one.tex" / "point")
+        quietly("not read", checkpoint=tmp_path / "file" / "point")
 
 
 def test_full_disk_does_not_end_training(corpus, tmp_path, monkeypatch, capsys):
