@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import math
 import signal
 import threading
@@ -77,17 +76,6 @@ def test_facts_about_a_run(corpus):
         trainer.train_step()
 
 
-@pytest.mark.parametrize("buckets", [0, 30])
-def test_vectors_of_the_frequent_words_leave_the_others_alone(corpus, buckets, monkeypatch):
-    trainer = Trainer(corpus, Settings(**QUICK, buckets=buckets))
-    whole, asked = trainer.vectors(), []
-    word_vectors = trainer.model.word_vectors
-    monkeypatch.setattr(trainer.model, "word_vectors", lambda *some: asked.append(some) or word_vectors(*some))
-    few = trainer.vectors(5)
-    assert (asked, few.words) == ([(5,)], whole.words[:5])
-    assert np.array_equal(few.matrix, whole.matrix[:5])
-
-
 def test_training_in_another_thread_leaves_a_core_to_the_one_that_draws_blocks(corpus):
     results = []
     thread = threading.Thread(target=lambda: results.append(quietly(corpus, epochs=1)))
@@ -118,7 +106,7 @@ def test_every_default_learning_rate_learns(corpus, name):
     assert float(after.loss) / int(after.num_pairs) < 0.9 * CHANCE
 
 
-@pytest.mark.parametrize(("name", "options"), [("adamw", {}), ("adagrad", {}), ("sgd", {"momentum": 0.9})])
+@pytest.mark.parametrize(("name", "options"), [("adamw", {}), ("sgd", {"momentum": 0.9})])
 def test_fused_kernels_train_as_single_calls_do(corpus, name, options):
     fused, single = (
         Trainer(corpus, Settings(**{**QUICK, "epochs": 1, "optimizer": name, "options": {**options, **choice}}))
@@ -133,26 +121,12 @@ def test_fused_kernels_train_as_single_calls_do(corpus, name, options):
     assert np.abs(ours).max() > 0.1
 
 
-def test_not_fused(monkeypatch):
-    for name, options, dtype in (
-        ("adamw", {"fused": False}, torch.float32),
-        ("adam", {"differentiable": True}, torch.float32),
-        ("adam", {}, torch.float64),
-        ("rmsprop", {}, torch.float32),
-    ):
-        optimizer = make_optimizer(name, [torch.nn.Parameter(torch.zeros(2, 2, dtype=dtype))], options=options)
-        assert not optimizer.param_groups[0].get("fused")
-
-    def step(self, closure=None):
-        if self.param_groups[0]["fused"]:
-            raise NotImplementedError("no fused kernel of it on this device")
-
-    monkeypatch.setattr(torch.optim.Adagrad, "step", step)
-    assert not make_optimizer("adagrad", [torch.nn.Parameter(torch.zeros(2, 2))]).param_groups[0]["fused"]
-
-
-def test_adamw_does_not_decay_by_default():
+def test_options_of_optimizers(monkeypatch):
     param = [torch.nn.Parameter(torch.zeros(1))]
+    assert not make_optimizer("adam", param, options={"differentiable": True}).param_groups[0]["fused"]
+    assert not make_optimizer("adam", [torch.nn.Parameter(param[0].data.double())]).param_groups[0]["fused"]
+    monkeypatch.setattr(torch.optim.Adagrad, "step", lambda self, closure=None: 1 / 0)  # it has no fused kernel here
+    assert not make_optimizer("adagrad", param).param_groups[0]["fused"]
     assert make_optimizer("adamw", param).param_groups[0]["weight_decay"] == 0
     assert make_optimizer("adamw", param, options={"weight_decay": 0.1}).param_groups[0]["weight_decay"] == 0.1
     assert make_optimizer("adam", param, lr=0.5).param_groups[0]["lr"] == 0.5
@@ -268,32 +242,14 @@ def test_bar_on_a_terminal():
 
 # --- schedules --------------------------------------------------------------------------------------------------------
 
-SCHEDULES = {
-    0: (50, 32),
-    640: (50, 32),
-    1000: (32, 32),
-    6_400: (5, 32),
-    12_799: (5, 32),
-    12_800: (5, 64),
-    1e12: (5, 16_384),
-}
+SCHEDULES = {0: (50, 32), 640: (50, 32), 1000: (32, 32), 12_799: (5, 32), 12_800: (5, 64), 1e12: (5, 16_384)}
 
 
 def test_schedule():
     for num_kept_words, chosen in SCHEDULES.items():
         assert choose_schedule(num_kept_words, None, None) == chosen
-        assert choose_schedule(num_kept_words, 3, 77) == (3, 77)
-        assert choose_schedule(num_kept_words, 1, None)[0] == 1
-        assert choose_schedule(num_kept_words, None, 5000)[1] == 5000
+    assert choose_schedule(640, None, 5000) == (50, 5000)
     assert choose_schedule(10_000, 100, None) == (100, 512)  # more epochs, larger blocks
-
-
-def test_a_schedule_has_about_a_thousand_steps_or_more():
-    for num_kept_words in (*range(1, 2000, 7), *range(2000, 600_000, 997)):
-        epochs, block_words = choose_schedule(num_kept_words, None, None)
-        steps = epochs * num_kept_words / block_words
-        assert steps >= 1000 or (epochs, block_words) == (50, 32)
-        assert steps < 2001 or block_words == 16_384
 
 
 def test_words_count_that_subsampling_keeps():
@@ -329,7 +285,6 @@ def test_a_small_text_is_learnt_by_default(optimizer, caplog):
     [
         (b"a b a b a b a b a b", {"sample": 1e-9}, r"sample=1e-09 leaves no two words in any of 2 blocks.*0 to keep every"),
         (b"a\nb\n" * 10, {"kind": "lines"}, r"each of the 20 lines or walks has one word .*pass kind='text'"),
-        (b"a\nb\n" * 10, {"kind": "lines", "model": "cbow"}, r"each of the 20 lines or walks has one word"),
         (planted_text(), {"optimizer": "sgd", "lr": 1e20, "epochs": 9}, r"lr=1e\+20 is too large for sgd: the loss is "),
         # The steps are so few that the loss is measured at the first only.
         (planted_text(), {"optimizer": "adagrad", "lr": 1e38, "options": {"eps": 1e-30}, "block_words": 2000},
@@ -341,23 +296,8 @@ def test_a_run_that_cannot_train_raises(text, settings, message):
         quietly(io.BytesIO(text), **settings)
 
 
-def test_a_loss_at_chance_is_reported(corpus, caplog):
-    quietly(corpus, lr=1e-9, epochs=2, block_words=200)
-    assert "little was learnt; pass more epochs than 2, a smaller block_words, or a larger lr" in caplog.messages[1]
-
-
-def test_running_losses_survive_a_break(corpus):
-    settings = Settings(**{**QUICK, "block_words": 512})
-    stopped, resumed = Trainer(corpus, settings), Trainer(corpus, settings)
-    for _ in range(33):
-        stopped.train_step()
-    resumed.load_state(json.loads(json.dumps(stopped.state())))
-    assert resumed.state() == stopped.state()
-
-
 def test_few_steps(caplog):
     assert warning_of_few_steps(FEW_STEPS, 5, 2048) == ""
-    assert "10 steps, too few" in warning_of_few_steps(10, 5, 2048)
     assert "a smaller block_words, such as 32, or more epochs than 5" in warning_of_few_steps(10, 5, 2048)
     assert "smaller" not in warning_of_few_steps(10, 50, 16)
     train(io.BytesIO(b"one two three four five six\n" * 4), 4, min_count=1, sample=0, device="cpu", progress=False)
@@ -367,10 +307,8 @@ def test_few_steps(caplog):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ([], ""),
         ([CHANCE], ""),
         ([2.6] * 20, ""),  # learnt within the first block, while it was measured
-        ([3.9, 2.4] + [2.6, 2.5] * 20, ""),
         ([2.7] * 10 + [CHANCE] * 40, "little was learnt"),
         ([900.0] + [4.4] * 60, "above the 4.159 that it began with; pass a smaller lr than 0.03"),
     ],
@@ -386,7 +324,6 @@ def test_loss(values, expected):
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, ""),
         ({"lr": 0.05, "optimizer": "sgd"}, ""),
         ({"lr": 0.06, "options": {"eps": 1.0}}, ""),
         ({"lr": 0.02, "optimizer": "rprop"}, ""),  # its steps are not a part of the gradient
