@@ -171,7 +171,7 @@ def test_the_last_figures_are_in_the_settings_of_the_run(tmp_path, sets, monkeyp
 
 
 def test_bad_sets_are_found_before_training(corpus, tmp_path):
-    with pytest.raises(StorageError, match="missing.txt"):
+    with pytest.raises(StorageError, match=r"missing\.txt"):
         quietly("not read", evaluate=[tmp_path / "missing.txt"])
     (tmp_path / "pairs.txt").write_text("chat chien 7\nw1 chat 2\n")
     with pytest.raises(InvalidValueError, match="'chat'"):

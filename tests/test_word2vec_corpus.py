@@ -6,14 +6,13 @@ import gzip
 import io
 import itertools
 import lzma
-import os
 import sys
 import tempfile
 
 import numpy as np
 import pytest
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Vocabulary
 from speedtransfer.word2vec import corpus as corpus_module
 from speedtransfer.word2vec import text as text_module
@@ -31,7 +30,6 @@ def test_literal():
     assert corpus.ids.tolist() == [0, 1, 0, 1, 0, 2, 2]
     assert corpus.ids.dtype == np.int32
     assert corpus.num_raw_words == 8
-    assert len(corpus) == 7
     few = corpus_of("b a x b a b c c", min_count=1, max_words=2)
     assert (few.vocabulary.words, few.ids.tolist()) == (["b", "a"], [0, 1, 0, 1, 0])
 
@@ -49,7 +47,7 @@ def test_lines_literal():
     assert corpus_of("b a\nb a", min_count=2).starts is None
 
 
-@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
+@pytest.mark.parametrize("chunk", [1, 7])
 def test_lines_in_many_blocks(monkeypatch, chunk):
     monkeypatch.setattr(corpus_module, "CHUNK_IDS", chunk)
     rng = np.random.default_rng(chunk)
@@ -74,42 +72,32 @@ def test_from_ids(tmp_path):
     assert Corpus.from_ids(ids, vocabulary).starts is None
 
 
-def test_ids_are_read_only_and_leave_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    corpus = corpus_of("a b " * 10)
-    if os.name == "posix":
-        assert list(tmp_path.iterdir()) == []
-    with pytest.raises(ValueError, match="read-only"):
-        corpus.ids[0] = 1
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("", "'the given file' holds no words; pass a corpus with text in it"),
         (" \n\t ", "holds no words"),
         ("alone " * 100, "the corpus has one distinct word, 'alone', but a model needs at least 2"),
-        ("a a a b b c", "min_count=5 leaves 0 of 3 distinct words .* pass min_count=2 or less"),
         ("a a a a a a b b c", "min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less"),
     ],
 )
 def test_too_little_text(text, message):
-    for kind in ("text", "lines"):
-        with pytest.raises(InvalidValueError, match=message):
-            corpus_of(text, kind=kind)
-    assert len(corpus_of("a a a b b c", min_count=2).vocabulary) == 2  # what the message offers
+    with pytest.raises(InvalidValueError, match=message):
+        corpus_of(text)
 
 
-@pytest.mark.parametrize("method", ["write", "flush", None])
-def test_no_room_for_the_numbers(monkeypatch, method):
+def test_no_room_for_the_numbers(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
-    full = type("FullDisk", (io.BytesIO,), {method or "none": refuse})
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuse if method is None else lambda **kwargs: full())
-    what = "does not fit as numbers" if method else "no temporary file for the corpus"
-    with pytest.raises(StorageError, match=rf"{what} .*No space left on device.*set TMPDIR"):
-        corpus_of("a b " * 10)
+    full = type("FullDisk", (io.BytesIO,), {"flush": refuse})
+    for make, what in (
+        (refuse, "no temporary file for the corpus"),
+        (lambda **kwargs: full(), "does not fit as numbers"),
+    ):
+        monkeypatch.setattr(tempfile, "TemporaryFile", make)
+        with pytest.raises(StorageError, match=rf"{what} .*No space left on device.*set TMPDIR"):
+            corpus_of("a b " * 10)
 
 
 # --- text -------------------------------------------------------------------------------------------------------------
@@ -120,12 +108,6 @@ WORDS = ["the", "cat", "sat", "on", "the", "mat", "été", "東京", "the", "end
 
 def words_of(source, **kwargs):
     return [word for piece in iter_pieces(source, **kwargs) for word in decode(piece).split()]
-
-
-@pytest.mark.parametrize("chunk_bytes", [12, 13, 14, 17, 64, 1 << 20])
-def test_words_do_not_depend_on_the_blocks(tmp_path, chunk_bytes):
-    (tmp_path / "a.txt").write_text(TEXT, newline="")
-    assert words_of(tmp_path / "a.txt", chunk_bytes=chunk_bytes) == WORDS
 
 
 @pytest.mark.parametrize("name", ["text8", "a.gz", "a.xz"])
@@ -154,15 +136,15 @@ def test_standard_input(monkeypatch):
 def test_pieces_are_cut_at_any_white_space():
     for space in filter(str.isspace, map(chr, range(0x110000))):
         data = space.join(["one", "été", "東京", "end"]).encode()
-        assert words_of(io.BytesIO(data), chunk_bytes=9) == ["one", "été", "東京", "end"]
         pieces = list(iter_pieces(io.BytesIO(data), chunk_bytes=9))
+        assert [word for piece in pieces for word in decode(piece).split()] == ["one", "été", "東京", "end"]
         assert len(pieces) > 1
         assert b"".join(piece.data for piece in pieces) == data
         assert [piece.position for piece in pieces] == [0, *itertools.accumulate(len(p.data) for p in pieces[:-1])]
         assert [piece.last for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 
 
-@pytest.mark.parametrize("chunk_bytes", [7, 16, 1 << 20])
+@pytest.mark.parametrize("chunk_bytes", [7, 1 << 20])
 def test_lines(tmp_path, chunk_bytes):
     text = "one two\n\nthree \u2028 four\r\nend"
     for name in ("a.txt", "b.txt"):
@@ -173,15 +155,21 @@ def test_lines(tmp_path, chunk_bytes):
     assert found == {repr(str(tmp_path / name)): text.split("\n") for name in ("a.txt", "b.txt")}
 
 
+def test_a_corpus_is_checked_as_it_is_numbered(monkeypatch):
+    with pytest.raises(InvalidValueError, match="no UTF-8 text: invalid start byte at byte 9"):
+        Corpus(io.BytesIO(b"some \xe6\x9d\xb1 \xff"))
+    monkeypatch.setattr("speedtransfer.word2vec.tokenise.WordTable._grow", lambda self, room: [0] * (1 << 60))
+    with pytest.raises(HostMemoryError, match="distinct words so far fill the memory; pass less text"):
+        corpus_of(" ".join(map(str, range(100_000))))
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"some text\0more", "is no text: byte 9 is NUL"),
-        (b"some text \xff\xfe", "is no UTF-8 text: invalid start byte at byte 10"),
         (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
         (b"x" * 100, "holds a word of over 20 bytes"),
         ("東".encode() * 50, "holds a word of over 20 bytes"),  # blocks of 20 bytes end within a character
-        (b"x" * 30 + b"\0" + b"x" * 30, "is no text: byte 30 is NUL"),
     ],
 )
 def test_rubbish(tmp_path, data, message):
@@ -192,23 +180,13 @@ def test_rubbish(tmp_path, data, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("suffix", "damage"), [("gz", "cut"), ("xz", "cut"), ("gz", "foreign")])
-def test_damaged_archive(tmp_path, suffix, damage):
-    packed = {"gz": gzip, "xz": lzma}[suffix].compress(b"word " * 10_000)
-    (tmp_path / f"a.{suffix}").write_bytes(packed[:-20] if damage == "cut" else b"not packed at all")
-    with pytest.raises(StorageError, match=rf"a\.{suffix}' is damaged, or not packed as its name says"):
-        words_of(tmp_path / f"a.{suffix}")
-
-
-def test_unreadable_file(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("text")
-
-    def refuse(*args, **kwargs):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("builtins.open", refuse)
-    with pytest.raises(StorageError, match=r"cannot read .*a\.txt' \(Permission denied\)"):
-        words_of(tmp_path / "a.txt")
+def test_damaged_archive(tmp_path):
+    packed = {f"cut.{kind.__name__}": kind.compress(b"word " * 10_000)[:-20] for kind in (gzip, lzma)}
+    for name, data in {**packed, "foreign.gzip": b"not packed at all"}.items():
+        path = (tmp_path / name).with_suffix(".gz" if name.endswith("gzip") else ".xz")
+        path.write_bytes(data)
+        with pytest.raises(StorageError, match=rf"{path.name}' is damaged, or not packed as its name says"):
+            words_of(path)
 
 
 def test_what_an_open_file_cannot_read(monkeypatch):
@@ -216,8 +194,6 @@ def test_what_an_open_file_cannot_read(monkeypatch):
         def read(self, size=-1):
             raise OSError(5, "Input/output error")
 
-    with pytest.raises(StorageError, match=r"cannot read 'the given file' \(Input/output error\)"):
-        words_of(Broken())
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(Broken()))
     with pytest.raises(StorageError, match=r"cannot read standard input \(Input/output error\)"):
         words_of("-")
@@ -244,13 +220,6 @@ def test_a_line_too_long_for_memory_is_refused(monkeypatch):
     assert source.read_bytes <= 5 << 20
 
 
-def test_long_lines_within_the_limit_are_read(monkeypatch):
-    monkeypatch.setattr(text_module, "LINE_BYTES", 250)
-    whole = "node " * 40 + "\n"
-    found = [line for _, lines in iter_lines(io.BytesIO(whole.encode() * 30), chunk_bytes=64) for line in lines]
-    assert found == [whole[:-1]] * 30 + [""]
-
-
 # --- vocabulary -------------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +243,7 @@ def test_a_word_that_never_occurs():
     assert vocabulary.noise().tolist() == [0.5, 0.5, 0]
 
 
-@pytest.mark.parametrize("max_words", [2, 3, 4, 5, 9, None])
+@pytest.mark.parametrize("max_words", [2, 4, 5, None])
 def test_choice_against_sorting(max_words):
     counts = {word: count for count, words in ((9, "x"), (4, "dbac"), (2, "é東z"), (1, "qr")) for word in words}
     vocabulary = Vocabulary.from_counts(counts, min_count=2, max_words=max_words)
@@ -290,16 +259,17 @@ def test_file_round_trip(tmp_path):
     assert (again.words, again.counts.tolist()) == (vocabulary.words, [30, 4, 4])
 
 
-def test_files_that_are_no_vocabulary(tmp_path):
-    path = tmp_path / "vocab.txt"
-    with pytest.raises(StorageError, match=r"cannot read .*No such file"):
-        Vocabulary.load(path)
-    path.write_text("the 3\nno count\n")
-    with pytest.raises(StorageError, match=r"line 2 of .* is 'no count.n', no word and count"):
-        Vocabulary.load(path)
-    path.write_text("the 99999999999999999999\n")
-    with pytest.raises(StorageError, match=r"line 1 of .*, no word and count"):
-        Vocabulary.load(path)
-    path.write_bytes(b"\xff\xfe 3\n")
-    with pytest.raises(StorageError, match="is no vocabulary"):
-        Vocabulary.load(path)
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (None, r"cannot read .*No such file"),
+        (b"the 3\nno count\n", r"line 2 of .* is 'no count.n', no word and count"),
+        (b"the 99999999999999999999\n", r"line 1 of .*, no word and count"),
+        (b"\xff\xfe 3\n", "is no vocabulary"),
+    ],
+)
+def test_files_that_are_no_vocabulary(tmp_path, data, message):
+    if data is not None:
+        (tmp_path / "vocab.txt").write_bytes(data)
+    with pytest.raises(StorageError, match=message):
+        Vocabulary.load(tmp_path / "vocab.txt")

@@ -40,20 +40,17 @@ def test_round_trip_of_every_format(vectors, tmp_path, suffix):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]  # gensim would put large arrays beside a .kv
     kept = vectors.counts.tolist() if suffix in (".safetensors", ".kv") else None
     assert (again.counts if again.counts is None else again.counts.tolist()) == kept
-    few = Vectors.load(path, max_words=2)
-    assert same(few, Vectors(WORDS[:2], vectors.matrix[:2]))
+    assert same(Vectors.load(path, max_words=2), Vectors(WORDS[:2], vectors.matrix[:2]))
     assert same(Vectors.load(path, max_words=99), vectors)
-    with pytest.raises(InvalidValueError, match="max_words is 0 but must be at least 1"):
-        Vectors.load(path, max_words=0)
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_round_trip_of_many_and_of_none(tmp_path, suffix):
-    for count in (0, 1, 10_000):  # more than are written at once
-        vectors = Vectors([f"w{i}" for i in range(count)], np.arange(count * 2, dtype=np.float32).reshape(count, 2))
-        vectors.save(tmp_path / f"v{suffix}")
-        again = Vectors.load(tmp_path / f"v{suffix}")
-        assert same(again, vectors)
+@pytest.mark.parametrize(("count", "dim"), [(0, 2), (10_000, 2), (30, 20_000)])  # more than are written or read at once
+def test_round_trip_of_many_and_of_none(tmp_path, suffix, count, dim):
+    matrix = np.arange(count * dim, dtype=np.float32).reshape(count, dim)
+    vectors = Vectors([f"w{i}" for i in range(count)], matrix)
+    vectors.save(tmp_path / f"v{suffix}")
+    assert same(Vectors.load(tmp_path / f"v{suffix}"), vectors)
 
 
 # --- gensim -----------------------------------------------------------------------------------------------------------
@@ -62,10 +59,8 @@ def test_round_trip_of_many_and_of_none(tmp_path, suffix):
 def test_gensim_loads_our_kv(vectors, tmp_path):
     vectors.save(tmp_path / "v.kv")
     theirs = models.KeyedVectors.load(str(tmp_path / "v.kv"))
-    assert theirs.index_to_key == WORDS
-    assert theirs.vectors.tobytes() == vectors.matrix.tobytes()
+    assert (theirs.index_to_key, theirs.vectors.tobytes()) == (WORDS, vectors.matrix.tobytes())
     assert theirs.get_vecattr("12", "count") == 3
-    assert theirs.most_similar("the", topn=1)[0][0] == vectors.most_similar("the", 1)[0][0]
 
 
 def test_we_load_gensims_kv_and_models(tmp_path):
@@ -86,7 +81,7 @@ def test_we_load_gensims_kv_and_models(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:unclosed file", "ignore::pytest.PytestUnraisableExceptionWarning")  # in gensim
-@pytest.mark.parametrize("suffix", [".txt", ".vec", ".bin", ".glove"])
+@pytest.mark.parametrize("suffix", [".txt", ".bin", ".glove"])
 def test_gensim_reads_what_we_write_and_we_what_it_writes(vectors, tmp_path, suffix):
     vectors = Vectors(["the", "été", "東京", "12", "xy"], vectors.matrix)  # gensim splits lines at any white space
     vectors.save(tmp_path / f"v{suffix}")
@@ -104,7 +99,7 @@ def test_gensim_reads_what_we_write_and_we_what_it_writes(vectors, tmp_path, suf
 # --- GloVe ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".glove", ".txt", ".vec"])
+@pytest.mark.parametrize("suffix", [".glove", ".txt"])
 def test_header_or_not(tmp_path, suffix):
     path = tmp_path / f"v{suffix}"
     path.write_text("2 3 1\n7 0.5 -1e-3\n")  # words of digits
@@ -143,8 +138,6 @@ def test_glove_that_could_not_be_read_back(tmp_path):
     for words, matrix in (([], np.zeros((0, 3))), (["a", "b"], [[1.0], [2]])):
         with pytest.raises(InvalidValueError, match=r"without a header, needs a word and a dim of 2 .*; save to \.txt"):
             Vectors(words, matrix).save(tmp_path / "v.glove")
-    with pytest.raises(InvalidValueError, match=r"holds white space, .* in \.glove files"):
-        Vectors(["New York"], [[1.0, 2]]).save(tmp_path / "v.glove")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -164,7 +157,7 @@ WHITE, HALF = r"is empty or holds white space.*save to \.safetensors", r"word 'x
 @pytest.mark.parametrize(
     ("suffix", "word", "message"),
     [
-        (".txt", "New York", WHITE), (".txt", "", WHITE), (".bin", "a\nb", WHITE), (".bin", "x\ud800", HALF),
+        (".txt", "", WHITE), (".glove", "New York", WHITE), (".bin", "a\nb", WHITE), (".bin", "x\ud800", HALF),
         (".safetensors", "x\ud800", HALF),
     ],
 )  # fmt: skip
@@ -178,7 +171,7 @@ def test_word_that_the_format_cannot_hold(tmp_path, suffix, word, message):
 # --- packed -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".vec", ".glove", ".bin"])
+@pytest.mark.parametrize("suffix", [".txt", ".bin"])
 def test_packed(vectors, tmp_path, suffix):
     vectors.save(tmp_path / f"v{suffix}")
     data = gzip.compress((tmp_path / f"v{suffix}").read_bytes())
@@ -189,25 +182,13 @@ def test_packed(vectors, tmp_path, suffix):
         path.write_bytes(damaged)
         with pytest.raises(StorageError, match=r"is no whole gzip file .*; get it again"):
             Vectors.load(path)
-    with pytest.raises(InvalidValueError, match=r"ends in '\.gz', which is only read, and only of \.txt, \.vec, \.bin"):
-        vectors.save(path)
+    message = r"ends in '\.gz', which is only read, and only of \.txt, \.vec, \.bin"
+    for attempt, name in ((vectors.save, path), (Vectors.load, tmp_path / "v.kv.gz")):
+        with pytest.raises(InvalidValueError, match=message):
+            attempt(name)
     path.write_bytes(gzip.compress(b"99999999 9999\n"))
     with pytest.raises(StorageError, match=r"is truncated: it has .* bytes but its header promises"):
         Vectors.load(path)
-
-
-def test_what_is_not_packed(vectors, tmp_path):
-    for name in ("v.safetensors.gz", "v.kv.gz"):
-        with pytest.raises(InvalidValueError, match="which is only read, and only of"):
-            Vectors.load(tmp_path / name)
-    with pytest.raises(InvalidValueError, match=r"ends in '\.gz' but vectors are"):
-        Vectors.load(tmp_path / "v.gz")
-
-
-def test_binary_larger_than_what_is_read_at_once(tmp_path):
-    vectors = Vectors([f"w{i}" for i in range(30)], np.random.default_rng(0).standard_normal((30, 20_000)))
-    vectors.save(tmp_path / "v.bin")
-    assert same(Vectors.load(tmp_path / "v.bin"), vectors)
 
 
 # --- damage -----------------------------------------------------------------------------------------------------------
@@ -230,20 +211,16 @@ ONE = struct.pack("<2f", 1, 2)
     [
         (".txt", b"", "line 1 of .* is no word2vec header"),
         (".txt", b"the 1\n", "line 1 of .* is no word2vec header .* but b'the 1"),
-        (".txt", b"a quick brown\n", "line 1 of .* is no word and vector .*could not convert"),
         (".txt", b"1 99999999999999999999\n", "promises vectors of 99999999999999999999 numbers"),
         (".txt", b"2 2\na 1 2\nb 1\n      ", r"line 3 of .* \(1 numbers, not 2\)"),
-        (".txt", b"2 2\na 1 2\nb 1 x\n", "line 3 of .*could not convert"),
         (".txt", b"2 2\na 1 2\n\xff\xfe 1 2\n", "line 3 of .*can't decode"),
         (".txt", b"2 2\na 1 2.000000000\n", "promises 2 words in its first line but holds only 1"),
         (".txt", b"1 2\na 1 2\nb 1 2\n", "promises 1 words in its first line but holds more"),
         (".txt", b"99999999999 100\na 1 2\n", "is truncated: it has .* bytes but its header promises"),
-        (".bin", b"no header here\n", "line 1 of .* is no word2vec header"),
         (".bin", HEAD + b"a " + ONE + b"b ", "is truncated: it has 16 bytes but its header promises at least 24"),
         (".bin", HEAD + b"a " + ONE + b"\nlong_word " + ONE[:4], "ends or is damaged at word 2 of 2, byte 14"),
         (".bin", HEAD + b"a " + ONE + b"\n\xff\xfe " + ONE, "has no UTF-8 word at word 2 of 2, byte 14"),
         (".bin", HEAD + b"a " + ONE + b"b " + ONE + b"tail", "goes on after its 2 words, at byte 24"),
-        (".bin", b"99999999999 100\n", "is truncated"),
         (".bin", b"1 1\n" + b"x" * 200_000, "ends or is damaged at word 1 of 1, byte 4"),
         (".safetensors", b"rubbish that is long enough", r"is no \.safetensors file or is truncated"),
     ],
@@ -298,12 +275,8 @@ def test_truncated_kv(tmp_path):
 
 def test_words_that_are_there_twice(tmp_path):
     (tmp_path / "v.txt").write_text("2 1\na 1\na 2\n")
-    (tmp_path / "v.bin").write_bytes(b"2 1\na " + struct.pack("<f", 1) + b"a " + struct.pack("<f", 2))
-    for name in ("v.txt", "v.bin"):
-        with pytest.raises(
-            StorageError, match=r"holds no word vectors \(word 'a' is there twice\); get the file again"
-        ):
-            Vectors.load(tmp_path / name)
+    with pytest.raises(StorageError, match=r"holds no word vectors \(word 'a' is there twice\); get the file again"):
+        Vectors.load(tmp_path / "v.txt")
 
 
 @pytest.mark.parametrize(
@@ -311,7 +284,6 @@ def test_words_that_are_there_twice(tmp_path):
     [
         ({"word_ends": np.array([2, 1], dtype="i8")}, "no rising positions"),
         ({"word_ends": np.array([1, 9], dtype="i8")}, "the words take 2 bytes but end elsewhere"),
-        ({"word_ends": np.array([1.0, 2])}, "no rising positions"),
         ({"word_ends": None}, "holds no words"),
         ({"word_ends": np.array([2], dtype="i8")}, "holds 1 words but 2 vectors"),
         ({"counts": np.array([1], dtype="i8")}, "counts have shape"),

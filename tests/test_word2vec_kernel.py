@@ -52,8 +52,9 @@ def check_equal(others, first):
 @pytest.mark.parametrize("weighted", [False, True], ids=["drawn", "weighted"])
 @pytest.mark.parametrize(
     ("num_words", "window", "num_rows", "pool", "num_draws", "dim"),
-    [(1, 3, 17, 4, 5, 5), (33, 5, 1000, 40, 30, 8), (50, 20, 17, 9, 10, 3), (130, 2, 40, 64, 1, 4), (300, 7, 500, 33, 12, 100)],
-)
+    [(1, 3, 17, 4, 5, 5), (33, 5, 1000, 40, 30, 8), (50, 20, 17, 9, 10, 3), (130, 2, 40, 64, 1, 4),
+     (300, 7, 500, 33, 12, 100)],
+)  # fmt: skip
 def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim, weighted, model):
     block = draw_block(num_words, window, 1, pool, num_rows)
     tables = draw_tables(dim, num_rows, torch.float32)

@@ -126,7 +126,9 @@ def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
 
 
 def test_other_settings(point):
-    with pytest.raises(InvalidValueError, match=r"options is {'eps': 0.1} but the checkpoint .* was made with {}; pass"):
+    with pytest.raises(
+        InvalidValueError, match=r"options is {'eps': 0.1} but the checkpoint .* was made with {}; pass"
+    ):
         quietly("not read", checkpoint=point, resume=True, options={"eps": 0.1})
 
 

@@ -35,15 +35,14 @@ def test_look_up(vectors):
 
 def test_unknown_words(vectors):
     message = "'france' (did you mean 'France'?) is not among the 5 words; check spelling and case"
-    for attempt in (lambda: vectors["france"], lambda: vectors.most_similar("france")):
-        with pytest.raises(UnknownWordError) as caught:
-            attempt()
-        assert str(caught.value) == message
-        assert isinstance(caught.value, KeyError)
+    with pytest.raises(KeyError) as caught:
+        vectors["france"]
+    assert str(caught.value) == message
     words = ["the", "Francee", "zzz", "été", "zzz", *(f"?{i}" for i in range(20))]
-    for attempt in (lambda: vectors[words], lambda: vectors.most_similar("the", negative=words)):
+    attempts = (vectors.doesnt_match, vectors.__getitem__, lambda words: vectors.most_similar("the", negative=words))
+    for attempt in attempts:
         with pytest.raises(UnknownWordError) as caught:
-            attempt()
+            attempt(words)
         assert str(caught.value).startswith("'Francee' (did you mean 'France'?), 'zzz', '?0', ")
         assert str(caught.value).endswith("'?7' and 12 more are not among the 5 words; check spelling and case")
         assert caught.value.words == ("Francee", "zzz", *(f"?{i}" for i in range(20)))
@@ -57,6 +56,10 @@ def test_cosines_by_hand():
     assert [word for word, _ in near] == ["northeast", "north", "nowhere"]
     assert [cosine for _, cosine in near] == pytest.approx([0.5**0.5, 0, 0])
     assert len(vectors.most_similar("east", topn=99)) == 4
+    assert vectors.most_similar(torch.tensor([2.0, 0]), 1) == [("east", pytest.approx(1))]
+    assert vectors.doesnt_match(word for word in ("north", "east")) == "east"  # equals: by the alphabet
+    assert vectors.rank("east", "north") == vectors.rank("east", "nowhere") == 2
+    assert vectors.n_similarity(["nowhere"], ["east"]) == 0.0
     assert vectors.most_similar("nowhere", 2) == [("east", 0.0), ("north", 0.0)]
     compass = Vectors(vectors.words, [[2.0, 0], [0, 1], [3, 3], [-1, 0], [-1, 5]])
     (best,) = compass.analogy("east", "northeast", "north", 1)  # (1, 1) / sqrt(2) - (1, 0) + (0, 1) = (-0.293, 1.707)
@@ -73,11 +76,10 @@ def test_a_tensor_is_taken_without_a_copy():
     assert Vectors(["a", "b"], rows.double().numpy()).matrix.dtype == np.float32
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".bin", ".glove"])
-def test_the_folder_of_a_run_has_the_counts(tmp_path, suffix):
+def test_the_folder_of_a_run_has_the_counts(tmp_path):
     """Of the vocabulary there: a .kv file made of the folder has them for gensim."""
     words, counts = ["the", "river", "bank"], [9, 5, 2]
-    Vectors(words, np.eye(3, dtype=np.float32)).save(tmp_path / f"vectors{suffix}")
+    Vectors(words, np.eye(3, dtype=np.float32)).save(tmp_path / "vectors.bin")
     Vocabulary(words, counts).save(tmp_path / "vocab.txt")
     assert Vectors.load(tmp_path).counts.tolist() == counts
     assert Vectors.load(tmp_path, max_words=2).counts.tolist() == counts[:2]
@@ -87,13 +89,6 @@ def test_the_folder_of_a_run_has_the_counts(tmp_path, suffix):
     for other in ("the 9\nbank 5\nriver 2\n", "no vocabulary\n"):
         (tmp_path / "vocab.txt").write_text(other)
         assert Vectors.load(tmp_path).counts is None
-
-
-def test_tensors_are_vectors():
-    vectors = Vectors(iter(["the", "of", "to"]), np.eye(3, 2, dtype=np.float32))
-    expected = vectors.most_similar(vectors.matrix[0])
-    assert vectors.most_similar(torch.from_numpy(vectors.matrix[0])) == expected
-    assert vectors.most_similar([torch.from_numpy(vectors.matrix[0])]) == expected
 
 
 # --- several words, counts, gensim ------------------------------------------------------------------------------------
@@ -109,14 +104,12 @@ def many():
 def test_several_words(many):
     assert many[["w3", "w1", "w3"]].tolist() == many.matrix[[3, 1, 3]].tolist()
     assert many[[]].shape == (0, 16)
-    assert many[np.array(["w3"])].shape == (1, 16)
     many[["w1", "w2"]][:] = 0  # a copy
     assert many.matrix[1].any()
 
 
-@pytest.mark.parametrize("rows_at_once", [64, 1 << 18])
-def test_most_similar_is_gensims(many, monkeypatch, rows_at_once):
-    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", rows_at_once)
+def test_most_similar_is_gensims(many, monkeypatch):
+    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", 64)
     for positive, negative in ((["w0"], []), (["w1", "w2"], ["w3"]), ([], ["w7"]), (["w8", "w8"], ["w9"])):
         ours = many.most_similar(positive=positive, negative=negative, topn=150)
         theirs = many.to_gensim().most_similar(positive=positive, negative=negative, topn=150)
@@ -125,24 +118,17 @@ def test_most_similar_is_gensims(many, monkeypatch, rows_at_once):
 
 
 def test_most_similar_to_vectors(many):
-    assert many.most_similar(many["w5"] * 3, 1) == [("w5", pytest.approx(1))]
     kv, offset = many.to_gensim(), many["w5"] - many["w6"]
     ours, theirs = many.most_similar([offset, "w9"], 5), kv.most_similar([offset, "w9"], topn=5)
     assert [word for word, _ in ours] == [word for word, _ in theirs]
     assert many.analogy("w1", "w2", "w3", 4) == many.most_similar(["w2", "w3"], 4, negative="w1")
 
 
-@pytest.mark.parametrize("rows_at_once", [64, 1 << 18])
-def test_other_names_of_gensim(many, monkeypatch, rows_at_once):
-    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", rows_at_once)
+def test_other_names_of_gensim(many, monkeypatch):
+    monkeypatch.setattr(lookup, "_ROWS_AT_ONCE", 64)
     kv = many.to_gensim()
-    direction = many["w5"] - many["w6"]
-    for ours, theirs in (
-        (many.similar_by_word("w3", 20), kv.similar_by_word("w3", topn=20)),
-        (many.similar_by_vector(direction, 20), kv.similar_by_vector(direction, topn=20)),
-    ):
-        assert [word for word, _ in ours] == [word for word, _ in theirs]
-        assert [cosine for _, cosine in ours] == pytest.approx([cosine for _, cosine in theirs], abs=1e-6)
+    assert many.similar_by_word("w3", 20) == many.most_similar("w3", 20)
+    assert many.similar_by_vector(many["w5"], 20) == many.most_similar(many["w5"], 20)
     rng = np.random.default_rng(2)
     for _ in range(20):
         first, second = ([f"w{i}" for i in rng.integers(500, size=size)] for size in rng.integers(1, 9, 2))
@@ -150,25 +136,10 @@ def test_other_names_of_gensim(many, monkeypatch, rows_at_once):
         assert many.n_similarity(first, second) == pytest.approx(float(kv.n_similarity(first, second)), abs=1e-6)
         assert many.rank(first[0], second[0]) == kv.rank(first[0], second[0])
         assert many.similarity(first[0], second[0]) == pytest.approx(kv.similarity(first[0], second[0]), abs=1e-6)
-    assert many.rank("w1", many.most_similar("w1", 3)[2][0]) == 3
-
-
-def test_other_names_of_gensim_by_hand():
-    vectors = Vectors(["east", "north", "northeast", "west", "nowhere"], [[2.0, 0], [0, 1], [3, 3], [-1, 0], [0, 0]])
-    assert vectors.doesnt_match(["east", "northeast", "north", "west"]) == "west"
-    assert vectors.doesnt_match(word for word in ("north", "east")) == "east"  # equals: by the alphabet
-    assert vectors.rank("east", "northeast") == vectors.rank("east", "east") == 1
-    assert vectors.rank("east", "north") == vectors.rank("east", "nowhere") == 2
-    assert vectors.n_similarity(["east", "north"], ["northeast"]) == pytest.approx(3 / 10**0.5)
-    assert vectors.n_similarity(["nowhere"], ["east"]) == 0.0
-    for call in (vectors.doesnt_match, lambda words: vectors.n_similarity(words, ["east"])):
-        with pytest.raises(UnknownWordError, match=r"'wset' \(did you mean 'west'"):
-            call(["east", "wset"])
 
 
 def test_to_gensim_and_back(many):
     kv = many.to_gensim()
-    assert isinstance(kv, models.KeyedVectors)
     assert np.shares_memory(kv.vectors, many.matrix)
     assert (len(kv), kv.vector_size, kv.get_index("w7")) == (500, 16, 7)
     assert kv.get_vecattr("w7", "count") == 493
@@ -179,7 +150,6 @@ def test_to_gensim_and_back(many):
     assert again.words == many.words
     assert again.matrix.tobytes() == many.matrix.tobytes()
     assert again.counts.tolist() == many.counts.tolist()
-    assert Vectors.from_gensim(Vectors(["a"], [[1.0]]).to_gensim()).counts is None
 
 
 def test_from_a_gensim_model():

