@@ -73,18 +73,12 @@ def assert_as_gensim(vectors, path, restrict_vocab=300_000):
     return ours
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_analogies_are_gensims(tmp_path, seed):
-    vectors = some_vectors(seed)
-    found = assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, seed))
-    assert 0.05 < found.accuracy < 0.95
-    assert_as_gensim(vectors, tmp_path / "questions.txt", restrict_vocab=60)
-
-
-@pytest.mark.parametrize("kinds", [1, 3, 8])
-def test_analogies_of_few_words_are_gensims(tmp_path, kinds):
-    vectors = some_vectors(kinds, kinds=kinds, dim=2)
-    assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, kinds))
+@pytest.mark.parametrize(("kinds", "dim"), [(60, 6), (1, 2), (3, 2)])
+def test_analogies_are_gensims(tmp_path, kinds, dim):
+    vectors = some_vectors(kinds, kinds, dim)
+    found = assert_as_gensim(vectors, write_questions(tmp_path / "questions.txt", vectors, kinds))
+    assert kinds < 60 or 0.05 < found.accuracy < 0.95
+    assert kinds < 60 or assert_as_gensim(vectors, tmp_path / "questions.txt", restrict_vocab=60)
 
 
 def test_analogies_in_small_pieces_are_the_same(tmp_path, monkeypatch):
@@ -117,11 +111,9 @@ def test_totals_and_unknown_words(tmp_path):
 # --- similarity -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("restrict_vocab", [300_000, 70])
-def test_similarity_is_gensims(tmp_path, seed, restrict_vocab):
-    rng = np.random.default_rng(seed)
-    vectors = some_vectors(seed)
+def test_similarity_is_gensims(tmp_path, restrict_vocab):
+    rng, vectors = np.random.default_rng(0), some_vectors()
     lines = ["# Word 1\tWord 2\tHuman (mean)"]
     for _ in range(150):
         a, b = (CASES[rng.integers(3)](str(word)) for word in rng.choice([*vectors.words, "unknown", "Other"], 2))
@@ -135,7 +127,6 @@ def test_similarity_is_gensims(tmp_path, seed, restrict_vocab):
     assert found.pearson == pytest.approx(pearson.statistic, abs=1e-6)  # gensim's cosines are float32
     assert found.oov_ratio == pytest.approx(oov_ratio, abs=1e-12)
     assert found.num_pairs + found.num_unknown == len(lines) - 1
-    assert evaluate(vectors, load_set(path), restrict_vocab) == found
 
 
 def test_a_word_is_as_near_to_itself_as_any_other(tmp_path):
@@ -158,7 +149,6 @@ def test_pairs_separated_by_white_space_or_tabs(tmp_path):
     (tmp_path / "spaces.txt").write_text("\ufeffa  b 2\na c 3\nb c 1")
     assert load_set(tmp_path / "spaces.txt").pairs == (("a", "b"), ("a", "c"), ("b", "c"))
     assert evaluate(vectors, tmp_path / "spaces.txt").num_pairs == 3
-    assert json.loads(json.dumps(found.as_dict(), allow_nan=False))["num_pairs"] == 3
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -194,7 +184,6 @@ WORDS = "four words or ': section', as lines of an analogy set are"
         ("a b 1\n\na b\n", rf"line 3 of .* is 'a b' but must be {PAIRS}; fix it, or put # before it"),
         ("word1\tword2\tscore\n", rf"line 1 of .*'word1\\tword2\\tscore' but must be {PAIRS}"),
         ("a\tb\t1\na\t\t2\n", "line 2 of"),
-        ("a\tb\tnan\n", "line 1 of"),
         ("a b c d\n", "line 1 of .* is 'a b c d' but must be ': section', as the first line of an analogy set is"),
         (": one\na b c d\na b c\n", f"line 3 of .* is 'a b c' but must be {WORDS}"),
         (": one\n" + "x" * 500 + "\n", r"line 2 of .* is 'x{57}\.\.\.' but must be"),
@@ -224,12 +213,10 @@ def test_files_that_are_no_sets(tmp_path):
             "q r 1\nr s 2\n",
             r"set 'set' has 0 pairs with vectors for all their words, .*; unknown are 'q', 'r', 's'; pass",
         ),
-        ("a b 1\nr s 2\n", "set 'set' has 1 pairs with vectors"),
         ("a b 1\n", "set 'set' has 1 pairs .* unknown are none"),
         ("a b 1\na c 1\n", "the scores of the 2 known pairs of set 'set' are all 1"),
         ("a d 1\nb b 2\n", "the cosines of the 2 known pairs of set 'set' are all 1"),
         (": x\nq r s t\nu v a b\n", "has 0 questions .* unknown are 'q', 'r', 's', 't', 'u' and 1 more"),
-        (": x\n", "has 0 questions"),
     ],
 )
 def test_sets_that_say_nothing(tmp_path, text, message):
@@ -240,18 +227,10 @@ def test_sets_that_say_nothing(tmp_path, text, message):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["a b 1\na c 2\n", ": x\na b c a\n"])
-def test_vectors_that_diverged(tmp_path, text):
-    (tmp_path / "set.txt").write_text(text)
-    for bad in (np.nan, np.inf):
-        vectors = Vectors(["a", "b", "c"], [[1.0, 0], [bad, 1], [1, 1]])
-        with pytest.raises(InvalidValueError, match=r"the vector of 'b' \(row 1\) holds nan, infinity .*smaller lr"):
-            evaluate(vectors, tmp_path / "set.txt")
-
-
-def test_zero_vectors(tmp_path):
-    vectors = Vectors(["a", "b", "c", "d"], [[1.0, 0], [0, 0], [1, 1], [0, 1]])
+def test_vectors_that_are_zero_or_diverged(tmp_path):
     (tmp_path / "set.txt").write_text("a b 1\na c 2\nc d 3\n")
+    vectors = Vectors(["a", "b", "c", "d"], [[1.0, 0], [0, 0], [1, 1], [0, 1]])
     assert np.isfinite(evaluate(vectors, tmp_path / "set.txt").spearman)
-    (tmp_path / "set.txt").write_text(": x\nb b a c\n")
-    assert evaluate(vectors, tmp_path / "set.txt").accuracy == 1.0
+    vectors.matrix[1, 0] = np.inf
+    with pytest.raises(InvalidValueError, match=r"the vector of 'b' \(row 1\) holds nan, infinity .*smaller lr"):
+        evaluate(vectors, tmp_path / "set.txt")

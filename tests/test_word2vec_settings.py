@@ -93,6 +93,8 @@ def settings_of(folder):
 
 
 def test_file_wins_over_defaults(folder):
+    Path("run.json").write_text('{"settings": {"epochs": null, "block_words": null, "options": null}}')
+    assert Settings(**read_config("run.json")) == Settings()
     assert read_config("run.toml") == {
         "dim": 12, "optimizer": "sgd", "lr": 0.001, "epochs": 1, "sample": 0.0,
         "options": {"momentum": 0.9, "nesterov": True},
@@ -127,13 +129,6 @@ def test_what_was_chosen_from_the_corpus_is_written_down_and_repeated(folder):
     assert schedule_for(Settings(epochs=3, sample=0), Corpus("corpus.txt")) == (3, 64)  # what would be chosen anew
 
 
-def test_what_is_chosen_can_be_left_open_in_a_file(folder):
-    Path("run.json").write_text('{"settings": {"epochs": null, "block_words": null, "options": null}}')
-    assert read_config("run.json") == {"epochs": None, "block_words": None, "options": None}
-    assert Settings(**read_config("run.json")) == Settings()
-    assert run("-o", "out", "--config", "run.json", "--epochs", "1").exit_code == 0
-
-
 @pytest.mark.parametrize(
     ("name", "content", "kind", "message"),
     [
@@ -141,12 +136,9 @@ def test_what_is_chosen_can_be_left_open_in_a_file(folder):
         ("bad.toml", "dim = '3'", InvalidTypeError, r"config 'bad.toml': dim is '3' \(str\) but must be an integer"),
         ("bad.toml", "lr = nan", InvalidValueError, "config 'bad.toml': lr is nan but must be finite"),
         ("bad.toml", "dim =\nlr = 1", InvalidValueError, "config 'bad.toml' is no TOML: .*line 1"),
-        ("bad.toml", b"\xff", InvalidValueError, "config 'bad.toml' is no TOML: .*can.t decode"),
         ("bad.toml", None, StorageError, r"cannot read config 'bad.toml' \(No such file"),
-        ("s.json", "{", InvalidValueError, "'s.json' is no JSON: "),
         ("s.json", "[" * 100_000, InvalidValueError, "'s.json' is no JSON: "),
         ("s.json", "[]", InvalidValueError, 'has no object "settings"; pass the settings.json of a run'),
-        ("s.json", '{"settings": 3}', InvalidValueError, 'has no object "settings"'),
         ("s.json", '{"settings": {"dimm": 3}}', InvalidValueError, "config 's.json' has 'dimm', not a setting"),
     ],
 )
@@ -158,12 +150,6 @@ def test_bad_files(folder, name, content, kind, message):
     assert re.search(message, str(result.exception))
     assert "\n" not in str(result.exception)
     assert not Path("out").exists()
-
-
-def test_settings_that_fit_only_together(folder):
-    Path("n.toml").write_text("min_n = 7")
-    assert isinstance(run("-o", "out", "--config", "n.toml").exception, InvalidValueError)
-    assert run("-o", "out", "--config", "n.toml", "--max-n", "8", "--epochs", 1).exit_code == 0
 
 
 # --- arguments -------------------------------------------------------------------------------------------------------
