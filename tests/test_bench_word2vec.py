@@ -52,8 +52,8 @@ def put_data(folder):
 # --- data ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [None, 2001])
-def test_the_text_in_lines(word2vec, tmp_path, words):
+def test_the_text_in_lines(word2vec, tmp_path):
+    words = 2001
     all_words = [f"w{number}" for number in range(3100)]
     (tmp_path / "text.txt").write_text("  ".join(all_words[:50]) + "\n\n" + "\t".join(all_words[50:]))
     facts = word2vec.prepare(tmp_path / "text.txt", tmp_path / "lines.txt", words)
@@ -61,25 +61,6 @@ def test_the_text_in_lines(word2vec, tmp_path, words):
     assert [word for line in lines for word in line] == all_words[:words]
     assert [len(line) for line in lines[:-1]] == [1000] * (len(lines) - 1)
     assert facts["words"] == len(all_words[:words])
-
-
-@pytest.mark.parametrize(
-    ("missing", "content", "message"),
-    [
-        ("wordsim/EN-WS-353-ALL.txt", None, "there is no wordsim/EN-WS-353-ALL.txt in 'data'; name the folder"),
-        ("wordsim/EN-RG-65.txt", "a\tb\t1\nc d\n", "line 2 of "),
-    ],
-)
-def test_data_that_cannot_be_read_end_with_2(word2vec, tmp_path, monkeypatch, capsys, missing, content, message):
-    monkeypatch.chdir(tmp_path)
-    path = put_data(Path("data")) / missing
-    path.unlink()
-    if content:
-        path.write_bytes(content) if isinstance(content, bytes) else path.write_text(content)
-    assert word2vec.main(["--data", "data", "--out", "out.json"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
-    assert not Path("out.json").exists()
 
 
 # --- runs ---------------------------------------------------------------------------------------------------------------
@@ -177,12 +158,6 @@ def test_vectors_are_asked_alike(tmp_path):
         outcome = {name: np.array(items, dtype=float) for name, items in found["items"].items()}
         assert outcome["p"] == pytest.approx([*(near[i, i + 1] for i in range(19)), np.nan], abs=1e-6, nan_ok=True)
         assert outcome["a"] == pytest.approx([*(i % 2 for i in range(18)), *[np.nan] * 12], nan_ok=True)
-
-
-def test_a_job_that_fails_says_why():
-    running = importlib.import_module("experiment")
-    with pytest.raises(running.RunError, match="KeyError: 'juggle'"):
-        running.run_job("word2vec_child.py", {"task": "juggle"})
 
 
 # --- differences ----------------------------------------------------------------------------------------------------------
