@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import random
 import re
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,11 +14,10 @@ import torch
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
 from speedtransfer.engines.calibration import Calibration
-from speedtransfer.errors import DeviceError, InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.errors import DeviceError, InvalidValueError, StorageError
 from speedtransfer.page_cache import PagesStayError
 from speedtransfer.planning import this_machine as module
 from speedtransfer.planning.machine import (
-    PUBLISHED,
     link_rates,
     load_machines,
     machine_given,
@@ -32,11 +29,6 @@ from speedtransfer.planning.rank import (
 )
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.units import parse_bytes
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,26 +55,15 @@ def test_each_has_what_a_gpu_has_with_a_source_and_a_year(machine):
 
 
 def test_names():
-    wanted = "h100-pcie h100-sxm h200 b200 gh200 gb200 gb300 a100-pcie a100-sxm a100-pcie-40gb a100-sxm-40gb"
-    wanted += " l4 l40s a10 t4 v100-pcie rtx-4090 rtx-5090 rtx-3090 k80 dgx-h100"
-    assert set(wanted.split()) <= {machine.name for machine in published_machines()}
     assert machine_given("H200") == machine_given("h200")
     for name, words in (("h20", "did you mean 'h200'"), ("nothing", "choose from 'k80'"), ("", "choose from")):
         with pytest.raises(InvalidValueError, match=f"machine is '{name}', which is neither a name nor .*{words}"):
             machine_given(name)
 
 
-def test_they_are_in_the_wheel():
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = told["tool"]["setuptools"]["package-data"]["speedtransfer.planning"]
-    assert any(PUBLISHED.match(pattern) for pattern in patterns)
-    assert any(requirement.startswith("pyyaml") for requirement in told["project"]["dependencies"])
-
-
 @pytest.mark.parametrize(
     ("text", "name", "gb_per_s"),
     [
-        ("PCIe 5.0 x16", "PCIe 5.0 x16", 63.015),
         ("pcie4 x8", "PCIe 4.0 x8", 15.754),
         ("PCIe Gen3 x16", "PCIe 3.0 x16", 15.754),
         ("PCI Express 2.0 x4", "PCIe 2.0 x4", 2.0),
@@ -100,9 +81,7 @@ def test_rates_of_links_by_the_standard(text, name, gb_per_s):
 @pytest.mark.parametrize(
     ("value", "per", "expected"),
     [
-        ("80 GB", "", 80e9),
         (" 94 GiB ", "", 94 * 2**30),
-        ("80e9", "", 80e9),
         ("80_000", "", 80_000),
         (".5 kB", "", 500),
         (8e10, "", 80e9),
@@ -110,14 +89,9 @@ def test_rates_of_links_by_the_standard(text, name, gb_per_s):
         ("much", "", "'much' but must be a size; write for instance 80 GB"),
         ("", "/s", "'' but must be a rate"),
         (True, "", "True but must be a size"),
-        ([1], "", "[1] but must be a size"),
         ("80 Gb/s", "/s", "has the unit 'Gb/s'; did you mean"),  # bits
-        ("80 GB", "/s", "has the unit 'GB'; did you mean"),
         ("80 GB/s", "", "has the unit 'GB/s'; did you mean"),
-        ("1 2", "", "has the unit '2'"),
-        ("0", "", "must be finite and above 0; leave it out"),
         ("-1 GB", "", "must be finite and above 0"),
-        (float("inf"), "", "must be finite and above 0"),
     ],
 )
 def test_sizes_and_rates_as_people_write_them(value, per, expected):
@@ -149,7 +123,6 @@ def test_one_machine(file):
     assert machine.link_up_bytes_per_s == link_rates("pcie4 x8")[1]
     assert machine.sources["host_bytes"] == "given"
     assert "measured by" in machine.sources["link_up_bytes_per_s"]
-    assert machine_given(file("device_bytes: 8e9", "box.yml")).name == "box"
     assert machine_given(file("device_bytes: 8e9", "machine")).device_bytes == 8e9
 
 
@@ -166,9 +139,6 @@ def test_based_on_a_published_one(file):
 
 
 def test_another_link_has_other_rates(file):
-    machine = machine_given(file("base: h200\nlink: PCIe 4.0 x16"))
-    assert machine.link_up_bytes_per_s == link_rates("PCIe 4.0 x16")[1]
-    assert "PCIe 4.0 x16" in machine.sources["link_up_bytes_per_s"]
     machine = machine_given(file("link: PCIe 4.0 x16\nlink_up_bytes_per_s: 20 GB/s"))
     assert (machine.link_up_bytes_per_s, machine.link_down_bytes_per_s) == (20e9, link_rates("PCIe 4.0 x16")[2])
     machine = machine_given(file("link: CXL 3\nlink_up_bytes_per_s: 60 GB/s\nlink_down_bytes_per_s: 50 GB/s"))
@@ -206,19 +176,15 @@ def test_prices_of_a_file(tmp_path):
 # Of a file of a machine; \\n begins a line.
 BAD_MACHINES = r"""
 - device: x -> a machine must be a mapping
-? [1]\n: 2 -> no YAML
 1: 2 -> must be a mapping of words to values
 a: [1 -> no YAML (while parsing a flow sequence
 device: x\ndevice_byte: 1 -> has a key 'device_byte'; did you mean 'device_bytes'
 device_bytes: 0 -> device_bytes is 0 but must be finite and above 0
 device_bytes: yes -> device_bytes is True but must be a size
-device_bytes: {a: 1} -> device_bytes is {'a': 1} but must be a size
-device_bytes: 2026-01-02 -> device_bytes is datetime.date(2026, 1, 2)
 host_bytes_per_s: 5 GB -> host_bytes_per_s is '5 GB', which has the unit 'GB'
 device: [1] -> device is [1] but must be plain text
 device: !!python/object/apply:os.system [ls] -> no YAML (could not determine a constructor
 devices: 0 -> devices is 0 but must be a whole number from 1 on
-devices: 1.5 -> devices is 1.5 but must be a whole number
 devices: null -> devices is null
 link: PCI 5 -> link is 'PCI 5', whose rates are not known here
 base: h20 -> base is 'h20'; did you mean 'h200'
@@ -235,9 +201,7 @@ BAD_PRICES = r"""
 h200: 5 -> 'h200' must be a mapping
 h200: {price: 5} -> has a key 'price'; choose from 'device_price'
 h200: {device_price: 0} -> device_price is 0 but must be finite and above 0
-h200: {date: 2026} -> has no price or no currency; write one of device_price, machine_price, hourly
 h200: {device_price: 5, date: 2026} -> has no price or no currency
-h200: {device_price: 5, currency: USD} -> date is None but must be one
 h200: {device_price: 5, currency: USD, date: May} -> date is 'May' but must be one
 h200: {hourly_price: 5, currency: USD, date: 2026, devices: 0} -> devices is 0 but must be a whole
 a: &a {device_price: 5, currency: USD, date: 2026}\nb: {<<: *a, currency: EUR} -> ['EUR', 'USD']; convert all prices to one
@@ -272,21 +236,6 @@ def test_files_that_cannot_be_read(tmp_path, file):
     ):
         with pytest.raises(InvalidValueError, match=words):
             machine_given(file(text))
-
-
-def test_random_bytes_are_a_message_and_no_traceback(file):
-    source, text = random.Random(0), PUBLISHED.read_bytes()[:3000]
-    for _ in range(40):
-        broken = bytearray(text)
-        for _ in range(source.randint(1, 4)):
-            broken[source.randrange(len(broken))] = source.choice(b"\x00\t:[]{}-#&*!|>'\"%@`\n 0x\xff")
-        path = message = file(bytes(broken))
-        try:
-            load_machines(path)
-        except SpeedtransferError as error:
-            message = str(error)
-        assert message.startswith(path)
-        assert "\n" not in message
 
 
 # --- this machine -------------------------------------------------------------------------------------------------------
@@ -406,12 +355,3 @@ def test_rates_of_a_disk(small, tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise")
     with pytest.raises(PagesStayError, match="this needs Linux"):
         module.disk_bytes_per_s(tmp_path)
-
-
-def test_bytes_are_counted_as_they_should(small, monkeypatch):
-    monkeypatch.setattr(module, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
-    monkeypatch.setattr(module, "_best_seconds", lambda call, device=None: (call(), 0.5)[1])
-    device = torch.device("cpu")
-    assert module.link_bytes_per_s(device) == (2 << 20, 2 << 20)
-    assert module.device_bytes_per_s(device) == module.host_bytes_per_s() == 4 << 20
