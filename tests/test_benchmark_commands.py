@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import struct
 import sys
@@ -11,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from rich.console import Console
 
 from speedtransfer.benchmark import commands
 from speedtransfer.benchmark.measure import EFFORT, Case, Group
@@ -21,7 +19,6 @@ from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main
 from speedtransfer.errors import HostMemoryError
-from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 CPU = torch.device("cpu")
@@ -112,13 +109,11 @@ transfr -> 'transfer'
 everything -> 'all'
 transfer --rows 0 -> --rows is 0 but must be at least 1
 transfer --table-bytes 65535 -> --table-bytes is 65535 but must be at least 65536
-transfer --table-bytes inf -> --table-bytes is inf
 transfer --seed -1 -> --seed is -1
 step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
 transfer --json missing/t.json -> 'missing' does not exist
 transfer --json folder -> name the file
 all --json file -> --json: 'file'
-all --json /proc/results -> --json: '/proc'
 transfer --plot file/plots -> --plot: 'file' is no folder
 """
 
@@ -146,22 +141,12 @@ def test_plots_without_matplotlib_name_the_extra(run, tmp_path, monkeypatch):
     assert files(tmp_path) == []
 
 
-@pytest.mark.parametrize(
-    ("case", "reason", "traceback"),
-    [
-        (
-            Case("bad method", lambda: None, failing(AssertionError("other rows")), role="ours"),
-            "WrongResultError: a gather: bad method gives a wrong result (other rows), so nothing is timed; please report it",
-            False,
-        ),
-        (ours("bad method", failing(RuntimeError("a fault"))), "RuntimeError: a fault", True),
-    ],
-)
-def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path, case, reason, traceback):
-    only(transfer=[group_of("a gather", case), group_of("a scatter", Case("good method", lambda: None))])
+def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path):
+    bad = ours("bad method", failing(RuntimeError("a fault")))
+    only(transfer=[group_of("a gather", bad), group_of("a scatter", Case("good method", lambda: None))])
     code, out, err = run("transfer", "--json", "t.json", "--device", "cpu")
-    assert (code, err) == (1, f"speedtransfer: error: 1 group failed: a gather ({reason})\n")
-    assert ("Traceback" in out) == traceback
+    assert (code, err) == (1, "speedtransfer: error: 1 group failed: a gather (RuntimeError: a fault)\n")
+    assert "Traceback" in out
     assert "good method" in out
     result = json.loads((tmp_path / "t.json").read_text())
     assert (result["complete"], list(result["failures"])) == (True, ["a gather"])
@@ -205,14 +190,6 @@ def test_a_group_is_not_begun_when_the_time_is_up(only):
     assert [group["skipped"] for group in result["groups"]] == ["the time was up"] * 2
 
 
-def test_a_narrow_terminal_gets_fewer_columns(only):
-    only(transfer=[group_of("a gather", ours(payload_bytes=10))])
-    for width in (79, 80):
-        console = Console(width=width, record=True, quiet=False, file=io.StringIO())
-        run_suite(SUITES["transfer"], CPU, True, console)
-        assert ("quartiles" in console.export_text()) == (width == 80)
-
-
 # --- reports ------------------------------------------------------------------------------------------------------------
 
 
@@ -242,18 +219,6 @@ def test_a_group_as_a_table():
     assert table.rows[0][:4] == ["one cudaMemcpy", "54.0", "roof", "0.93x"], "fastest first"
     assert table.ours == {"speedtransfer"}
     assert group_table(moved(512, "overhead")).header[-1] == "host"
-
-
-def test_columns_follow_what_a_group_is_about():
-    held = GroupResult("memory", {}, [case("ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000})])
-    assert group_table(held).header == ["", "host memory", "device memory"]
-    assert headlines(SUITES["memory"], [held]) == ["memory: ours 5.1 GB of the host, 10 MB of the device"]
-    trained = [case("FP32", figures={"moved_bytes": 4e6, "loss": 0.51}, memory={"host_bytes": 10**9})]
-    table = group_table(GroupResult("a step", {}, trained))
-    assert table.header == ["", "x FP32", "median", "quartiles", "moved bytes", "loss", "host memory"]
-    alone = [CaseResult("lanes 4", "ours", 0, figures={"alone": 16.4, "words": 123456}), CaseResult("none", "ours", 0)]
-    table = group_table(GroupResult("rates", {}, alone))
-    assert (table.header, table.rows) == (["", "alone", "words"], [["lanes 4", "16.4", "123,456"]]), "without times"
 
 
 def test_series_put_groups_side_by_side():
@@ -305,11 +270,3 @@ def test_what_is_recorded(suite):
     result["groups"][0]["cases"] = []
     assert plot(result) is None
     assert markdown(result)
-
-
-def test_units():
-    seconds = {2.5: "2.50 s", 0.0999: "99.9 ms", 1e-3: "1.00 ms", 9.996e-6: "10.0 us", 5e-9: "5.00 ns", None: ""}
-    assert {value: format_seconds(value) for value in seconds} == seconds
-    assert [format_share(share) for share in (1.234, 0.1, 0.034, None)] == ["123%", "10%", "3.4%", ""]
-    assert [format_ratio(ratio) for ratio in (0.5, 41.04, 410.4)] == ["0.50x", "41.0x", "410x"]
-    assert [format_count(count) for count in (999, 20_000, 1_500_000, 2e9)] == ["999", "20k", "1.5M", "2G"]

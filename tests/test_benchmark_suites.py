@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import signal
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -17,12 +15,11 @@ from speedtransfer.benchmark import cache, lookup, memory, precision, prefetch, 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
 from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES, contenders
 from speedtransfer.benchmark.measure import WrongResultError, measure
-from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.training_step import Batches
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 from speedtransfer.optim.probe import outcomes
-from speedtransfer.page_cache import PAGE, PagesStayError
+from speedtransfer.page_cache import PagesStayError
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
@@ -108,14 +105,6 @@ def test_sizes_are_checked(suite):
         module.groups(CPU, True, rows=1.5)
 
 
-def test_transfer_compares_every_size_and_memory():
-    groups = SUITES["transfer"].groups(CPU, False, rows=200, table_bytes=1 << 18)
-    assert {group.params["row_bytes"] for group in groups} == {4, 16, 64, 256, 512, 1024, 4096, 16384}
-    assert {group.params["memory"] for group in groups} == {"pageable", "mmap"}
-    with pytest.raises(InvalidValueError, match="must be at least"):
-        SUITES["transfer"].groups(CPU, True, table_bytes=10)
-
-
 # --- step ---------------------------------------------------------------------------------------------------------------
 
 
@@ -132,13 +121,6 @@ def taken_of(experiment, number, quick=True):
 
 def table_of(taken):
     return taken.model.tables[0].table
-
-
-def test_sizes():
-    assert list(step._sizes(10, 700)) == [10, 40, 160, 640]
-    assert list(step._sizes(10, 1300)) == [10, 40, 160, 640, 1280]
-    assert list(step._sizes(10, 90)) == [10, 20, 40, 80]
-    assert list(step._sizes(10, 5)) == [10]  # too large a size is an error of its cases
 
 
 def test_every_size_sees_the_same_accesses():
@@ -161,12 +143,6 @@ def test_every_size_sees_the_same_accesses():
     assert len(set(rows)) == 1
 
 
-def test_what_does_not_fit_beside_the_others_says_so():
-    found = measure(small_steps("size")[1], CPU, **FAST)
-    assert "takes 1.23 MB but" in found.cases[2].error
-    assert "2.3 MB of the host's memory together, of which those beside it leave 457 kB" in found.cases[2].error
-
-
 @pytest.mark.slow
 def test_the_experiments_of_a_full_run():
     groups = [g for g in step.groups(CPU, False, rows=300) if g.params["experiment"] not in ("size", step.SMALL)]
@@ -176,15 +152,7 @@ def test_the_experiments_of_a_full_run():
 
 @pytest.mark.parametrize(
     ("experiment", "number"),
-    [
-        ("size", 0),
-        ("size", 1),
-        ("size", 2),
-        ("small step", 3),
-        ("many tables", 1),
-        ("whole table", 0),
-        ("idle rows", 1),
-    ],
+    [("size", 0), ("size", 2), ("small step", 3), ("many tables", 1), ("whole table", 0), ("idle rows", 1)],
 )
 def test_a_wrong_step_is_noticed(experiment, number):
     case, taken = taken_of(experiment, number, quick=experiment not in ("many tables", "whole table"))
@@ -228,23 +196,6 @@ def test_steps_before_those_that_are_timed():
     seen = [exact.run.__self__._turn().tolist() for _ in range(20)]
     assert len(set(map(tuple, seen))) == 20
     assert [ids.tolist() for ids in lazy.run.__self__.task.timed[:20]] == seen
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_lazy_step_is_not_exact(number):
-    case, taken = taken_of("idle rows", number)
-    taken.contender = replace(taken.contender, exact=not taken.contender.exact)
-    with pytest.raises(AssertionError, match=r"not close|does not touch"):
-        case.check()
-
-
-def test_files_of_a_step_are_gone_afterwards(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    case, taken = taken_of("size", 3)
-    assert len(list(tmp_path.rglob("table.safetensors"))) == 1
-    del case, taken
-    gc.collect()
-    assert not list(tmp_path.iterdir())
 
 
 # --- precision and lookup -----------------------------------------------------------------------------------------------
@@ -313,7 +264,6 @@ def test_interrupting_the_parent_alone_ends_the_process():
 @pytest.mark.parametrize(
     ("rows", "taken", "problem"),
     [
-        (10_000_000, 1.04, ""),
         (10_000_000, 1.06, r"6\.0% beyond the 15,360,000,000 of its planes"),
         (1_000_000, 0.94, "the measurement is wrong"),
     ],
@@ -342,19 +292,6 @@ def test_what_a_table_may_take(monkeypatch, rows, taken, problem):
     assert memory.with_page_locked(150, 1000) == memory.with_page_locked(1150, 1000) == 1150
 
 
-def test_contenders_of_a_gpu_live_where_they_say():
-    """Their names and places; nothing is made."""
-    found = [(contender.name, contender.place, contender.planes) for contender in contenders(torch.device("cuda"))]
-    assert found == [
-        ("speedtransfer, pinned", "host", 3),
-        (SPARSE, "device", 3),
-        (DENSE, "device", 4),
-        ("speedtransfer, device", "device", 3),
-        (LAZY, "host", 3),
-        (MAPPED, "host", 3),
-    ]
-
-
 # --- tables in files ----------------------------------------------------------------------------------------------------
 
 
@@ -381,17 +318,6 @@ def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, m
         tables.drop_pages()
     with pytest.raises(PagesStayError, match="'weight' lies in no file"):
         TableFiles(in_memory)
-
-
-def test_no_page_is_wanted_twice():
-    made = ColdTables(ROWS, seed=0)
-    for _ in range(3):
-        ids = made.ids(5, 16, 2)
-        assert ids.shape == (5, 16, 2)
-        assert len((ids // 16).unique()) == 160
-        assert 0 <= ids.min() <= ids.max() < ROWS
-        assert ((128 + ids % 16 * 256) // PAGE == (128 + ids % 16 * 256 + 255) // PAGE).all()
-    assert ColdTables(10, seed=0).ids(100).max() < 10, "more ids than pages"
 
 
 def test_training_by_prefetch_and_without_is_the_same(tables, monkeypatch):
@@ -423,18 +349,6 @@ def test_as_many_batches_are_read_ahead_as_are_taken_and_a_wrong_row_is_noticed(
     monkeypatch.setattr(emb, "forward", lambda self, ids: torch.zeros(4, prefetch.FIELDS, DIM))
     with pytest.raises(AssertionError, match="not those of the table"):
         method.check()
-
-
-def test_what_is_hidden_is_said():
-    for without, in_memory, ahead, said in (
-        (50e-3, 10e-3, 30e-3, "50%"),
-        (50e-3, 10e-3, 51e-3, "none"),
-        (1e-2, 1e-2, 9e-3, "none"),
-    ):
-        times = {prefetch.WITHOUT: without, f"{prefetch.AHEAD}1": ahead, prefetch.IN_MEMORY: in_memory}
-        group = GroupResult("a step", {}, [CaseResult(name, "ours", 0, [each] * 5) for name, each in times.items()])
-        described = [prefetch.describe(group, case) for case in group.cases]
-        assert described == ["", f"{said} of the waiting hidden", ""]
 
 
 def test_hits_of_a_cache_are_those_computed(tables, monkeypatch):
