@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import json
 import sys
 from pathlib import Path
@@ -12,30 +11,20 @@ import numpy as np
 import pytest
 from lazy_oracle import one_thread  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from test_word2vec_resume import QUICK, QUIET, corpus, quietly, text  # noqa: F401
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.lazy import MissingPackageError
-from speedtransfer.word2vec import Corpus, Settings, Trainer, callbacks, train
+from speedtransfer.word2vec import Settings, Trainer, callbacks
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.optimizers import LR_END
-from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.run import make_callbacks
 from speedtransfer.word2vec.trainer import Callback
 
-QUICK = {"dim": 8, "epochs": 2, "block_words": 256, "shared_negatives": 32, "sample": 0, "device": "cpu"}
 CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/words_per_s"]
-
-
-def text(num_words=3000):
-    return " ".join(f"w{n}" for n in np.random.default_rng(0).integers(0, 50, num_words)).encode()
-
-
-@pytest.fixture(scope="module")
-def corpus():
-    return Corpus(io.BytesIO(text()))
 
 
 @pytest.fixture
@@ -49,10 +38,6 @@ def sets(tmp_path):
     (tmp_path / "pairs.txt").write_text("w1\tw2\t3\nw3\tw4\t1\nw5\tw6\t7\nw7\tw8\t2\nw1\tunknown\t5\n")
     (tmp_path / "analogies.txt").write_text(": one\nw1 w2 w3 w4\n: gram-two\nw5 w6 w7 w8\n")
     return [tmp_path / "pairs.txt", tmp_path / "analogies.txt"]
-
-
-def quietly(corpus, **changes):
-    return train(corpus, progress=False, **{**QUICK, **changes})
 
 
 def curves(folder):
@@ -94,7 +79,7 @@ def test_resumed_run_goes_on_with_its_curves(corpus, tmp_path, every_step):
                 raise RuntimeError("broken off")
 
     with pytest.raises(RuntimeError, match="broken off"):
-        Trainer(corpus, settings).run(TrainingProgress(enabled=False), [*broken, Break()])
+        Trainer(corpus, settings).run(QUIET, [*broken, Break()])
     vectors = quietly(corpus, checkpoint=tmp_path / "point", resume=True, tensorboard=tmp_path / "board")
     assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
     steps = [step for step, _ in curves(tmp_path / "board")["train/lr"]]
