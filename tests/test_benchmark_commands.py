@@ -19,6 +19,7 @@ from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main
 from speedtransfer.errors import HostMemoryError
+from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
 
 RESULTS = Path(__file__).resolve().parents[1] / "bench" / "results"
 CPU = torch.device("cpu")
@@ -270,3 +271,11 @@ def test_what_is_recorded(suite):
     result["groups"][0]["cases"] = []
     assert plot(result) is None
     assert markdown(result)
+
+
+def test_units():
+    seconds = {2.5: "2.50 s", 0.0999: "99.9 ms", 1e-3: "1.00 ms", 9.996e-6: "10.0 us", 5e-9: "5.00 ns", None: ""}
+    assert {value: format_seconds(value) for value in seconds} == seconds
+    assert [format_share(share) for share in (1.234, 0.1, 0.034, None)] == ["123%", "10%", "3.4%", ""]
+    assert [format_ratio(ratio) for ratio in (0.5, 41.04, 410.4)] == ["0.50x", "41.0x", "410x"]
+    assert [format_count(count) for count in (999, 20_000, 1_500_000, 2e9)] == ["999", "20k", "1.5M", "2G"]

@@ -25,12 +25,6 @@ class TextTable(NamedTuple):
     rows: list[list[str]]
     ours: frozenset[str] = frozenset()
 
-    def without(self, *labels: str) -> TextTable:
-        """Return the table without some columns."""
-        kept = [i for i, label in enumerate(self.header) if label not in labels]
-        rows = [[row[i] for i in kept] for row in self.rows]
-        return self._replace(header=[self.header[i] for i in kept], rows=rows)
-
 
 def groups_of(result: dict[str, Any]) -> list[GroupResult]:
     """Return the groups of a recorded suite."""

@@ -22,8 +22,6 @@ from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import Suite
 from speedtransfer.errors import SpeedtransferError, format_bytes
 
-_NARROW = 80  # a terminal with fewer columns has no room for all figures
-
 
 def run_suite(
     suite: Suite,
@@ -112,8 +110,6 @@ def _show(console: Console, group: GroupResult) -> None:
 
 def _show_table(console: Console, table: TextTable) -> None:
     """Print a table with its title; ours in bold."""
-    if console.width < _NARROW:
-        table = table.without("quartiles", "GB/s")
     made = Table(box=None, pad_edge=False)
     for number, label in enumerate(table.header):
         made.add_column(Text(label), justify="right" if number else "left", no_wrap=bool(number), overflow="fold")

@@ -104,9 +104,10 @@ class Word2Vec(nn.Module):
 
         The host does not wait for a CUDA device, unless tensors of `block` are there.
 
-        `block` is better prepared by `prepare` of this model, in a thread. Without `with_loss` the loss is left out, which is faster. `rate`
-        is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is the optimizer.
-        `processes` is how many train on blocks of their own: their movements are added, where gradients would be averaged.
+        `block` is better prepared by `prepare` of this model, in a thread. Without `with_loss` the loss is left out, which is
+        faster. `rate` is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is
+        the optimizer. `processes` is how many train on blocks of their own: their movements are added, where gradients would
+        be averaged.
 
         Returns
         -------
