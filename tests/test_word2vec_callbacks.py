@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from lazy_oracle import one_thread  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_word2vec_resume import QUICK, QUIET, corpus, quietly, text  # noqa: F401
+from test_word2vec_resume import QUICK, broken_off, corpus, quietly, text  # noqa: F401
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidValueError, StorageError
@@ -21,8 +21,6 @@ from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.optimizers import LR_END
-from speedtransfer.word2vec.run import make_callbacks
-from speedtransfer.word2vec.trainer import Callback
 
 CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/words_per_s"]
 
@@ -70,16 +68,7 @@ def test_curves_and_the_frequent_words_in_the_projector(corpus, tmp_path, every_
 
 
 def test_resumed_run_goes_on_with_its_curves(corpus, tmp_path, every_step):
-    settings = Settings(**QUICK)
-    broken = make_callbacks(settings, Checkpoints(tmp_path / "point", settings), tmp_path / "board")
-
-    class Break(Callback):
-        def after_step(self, trainer):
-            if trainer.step == len(trainer.sampler) + 3:
-                raise RuntimeError("broken off")
-
-    with pytest.raises(RuntimeError, match="broken off"):
-        Trainer(corpus, settings).run(QUIET, [*broken, Break()])
+    broken_off(corpus, 27, 24, tmp_path / "point", tmp_path / "board")
     vectors = quietly(corpus, checkpoint=tmp_path / "point", resume=True, tensorboard=tmp_path / "board")
     assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
     steps = [step for step, _ in curves(tmp_path / "board")["train/lr"]]

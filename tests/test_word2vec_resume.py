@@ -52,9 +52,9 @@ class BreakAt(Callback):
         raise AssertionError("training came to its end")
 
 
-def broken_off(corpus, step, every, folder, **changes):
+def broken_off(corpus, step, every, folder, tensorboard=None, **changes):
     settings = Settings(**{**QUICK, **changes})
-    callbacks = make_callbacks(settings, Checkpoints(folder, settings, every))
+    callbacks = make_callbacks(settings, Checkpoints(folder, settings, every), tensorboard)
     with pytest.raises(BreakError):
         Trainer(corpus, settings).run(QUIET, [*callbacks, BreakAt(step)])
 

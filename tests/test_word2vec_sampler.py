@@ -200,20 +200,16 @@ def test_pairs_of_skip_gram_count_as_often_as_they_would_have_been_drawn(blocks)
     assert pair_weight(torch.arange(1, WINDOW + 1), WINDOW).tolist() == pytest.approx(expected / WINDOW)
 
 
-@pytest.mark.parametrize("model", ["skipgram", "cbow"])
-def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(blocks, known, model):
+def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(blocks, known):
     """Also by the frequency of the word that they serve: the noise is the same for all."""
-    weight, expected, spans = np.zeros((2, len(COUNTED))), np.zeros(2), 0
+    weight, expected = np.zeros((2, len(COUNTED))), np.zeros(2)
     drawn = np.zeros(len(COUNTED))
-    for block in blocks[model]:
-        num_draws = DRAWS[model] * NEGATIVE
-        places = Places.find(block, len(COUNTED), num_draws)
-        reached = [side[:, None] >= torch.arange(1, WINDOW + 1) for side in (block.before, block.after)]
-        around = sum((side * pair_weight(torch.arange(1, WINDOW + 1), block.window)).sum(1) for side in reached).numpy()
-        predictions = np.minimum(around, 1) if model == "cbow" else around
-        assert float(places.num_pairs) == pytest.approx(around.sum())
+    for block in blocks["cbow"][:40]:
+        places = Places.find(block, len(COUNTED), DRAWS["cbow"] * NEGATIVE)
+        predictions = np.minimum((block.before + block.after).numpy(), 1)
+        assert int(places.num_predicted) == predictions.sum()
         negatives = places.outputs.ids[places.draws].numpy()
-        assert negatives.shape[1] == num_draws
+        assert negatives.shape[1] == DRAWS["cbow"] * NEGATIVE
         for number, of_span in enumerate(negatives):
             here = slice(number * places.span, (number + 1) * places.span)
             rare = block.words[here].numpy() >= 4
@@ -223,12 +219,10 @@ def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(bloc
                 served = NEGATIVE * predictions[here][chosen].sum()
                 weight[group] += served / negatives.shape[1] * counts
                 expected[group] += served
-            spans += 1
     assert_drawn_from(drawn, known.noise())
     for group in range(2):
         assert weight[group].sum() == pytest.approx(expected[group])
         assert weight[group] / expected[group] == pytest.approx(known.noise(), abs=0.01)
-    assert spans > 1000
 
 
 @pytest.mark.parametrize("pool", [1, 100, 512])
