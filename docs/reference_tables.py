@@ -20,7 +20,7 @@ from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.cli import app as root
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import table_size
-from speedtransfer.planning.optimizer_name import optimizer_named
+from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.planner import plan
 from speedtransfer.word2vec.config import described
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
@@ -160,7 +160,7 @@ def _ngram_sizes() -> str:
             table_size(
                 rows,
                 dim,
-                optimizer_named(given.get("optimizer", "AdamW")),
+                optimizer_given(given.get("optimizer", "AdamW")).make,
                 storage_dtype=getattr(torch, given["storage"]) if "storage" in given else None,
                 state_dtype=getattr(torch, given["state"]) if "state" in given else None,
                 idle=given.get("idle", "auto"),
@@ -192,7 +192,7 @@ def _step_bytes() -> str:
     """Return what a training step moves for a row, by optimizer: measured on a few rows, as `speedtransfer plan` does."""
     lines = []
     for words, optimizer, given in _STEPS:
-        size = table_size(_STEP_ROWS, _STEP_DIM, optimizer_named(optimizer), **given)
+        size = table_size(_STEP_ROWS, _STEP_DIM, optimizer_given(optimizer).make, **given)
         step = size.step(_STEP_ROWS)
         row = (f"{size.up_row_bytes:,.0f} B", f"{size.down_row_bytes:,.0f} B", format_bytes(round(step.up + step.down)))
         lines.append((words, *row, ", ".join(f"`{plane.name}`" for plane in size.planes)))

@@ -35,7 +35,7 @@ def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     if optimizer is None or (isinstance(optimizer, str) and optimizer.lower() == NONE):
         return Trainer("frozen", None)
     if isinstance(optimizer, str):
-        return Trainer(optimizer, optimizer_named(optimizer, label))
+        return Trainer(optimizer, _named(optimizer, label))
     if isinstance(optimizer, Optimizer):
         settings = {
             key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")
@@ -62,10 +62,8 @@ def _made_like(kind: type[Optimizer], settings: dict[str, Any], params: list[tor
 
 # The same maker for the same text: sizes of rows are kept by it.
 @functools.lru_cache(maxsize=64)
-def optimizer_named(text: str, label: str = "--optimizer") -> MakeOptimizer | None:
-    """Return what makes the optimizer that `text` names; None for "none"."""
-    if text.lower() == NONE:
-        return None
+def _named(text: str, label: str) -> MakeOptimizer:
+    """Return what makes the optimizer that `text` names."""
     name, given = _parsed(text, label)
     kind: Callable[..., Optimizer] = _class_named(name, label)
     make = functools.partial(kind, **given)
