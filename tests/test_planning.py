@@ -152,6 +152,12 @@ def test_lossless_first_then_smaller_then_files():
     assert "nothing fits; the smallest" in str(nothing)
 
 
+def test_torch_where_that_is_enough():
+    plan = st.plan((1000, 8), "SGD", batch=65_536, machine=gpu())
+    assert not plan.best.is_table
+    assert "keep torch.nn" in str(plan)
+
+
 def test_sizes_that_are_given_instead():
     plan = st.plan((1000, 8), machine=gpu(), host_memory="1kB", disk="2 TB")
     assert (plan.machine.host_bytes, plan.machine.disk_bytes) == (1000, 2e12)
