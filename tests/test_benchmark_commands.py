@@ -222,6 +222,15 @@ def test_a_group_as_a_table():
     assert group_table(moved(512, "overhead")).header[-1] == "host"
 
 
+def test_columns_follow_what_a_group_is_about():
+    held = GroupResult("memory", {}, [case("ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000})])
+    assert group_table(held).header == ["", "host memory", "device memory"]
+    assert headlines(SUITES["memory"], [held]) == ["memory: ours 5.1 GB of the host, 10 MB of the device"]
+    alone = [CaseResult("lanes 4", "ours", 0, figures={"alone": 16.4, "words": 123456}), CaseResult("none", "ours", 0)]
+    table = group_table(GroupResult("rates", {}, alone))
+    assert (table.header, table.rows) == (["", "alone", "words"], [["lanes 4", "16.4", "123,456"]]), "without times"
+
+
 def test_series_put_groups_side_by_side():
     (gather,) = series_tables(SUITES["transfer"], [moved(size) for size in (512, 64, 4096)])
     assert gather.header == ["", "64", "512", "4,096"]

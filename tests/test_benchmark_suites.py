@@ -15,6 +15,7 @@ from speedtransfer.benchmark import cache, lookup, memory, precision, prefetch, 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
 from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES, contenders
 from speedtransfer.benchmark.measure import WrongResultError, measure
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.training_step import Batches
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
@@ -122,6 +123,12 @@ def taken_of(experiment, number, quick=True):
 
 def table_of(taken):
     return taken.model.tables[0].table
+
+
+def test_sizes():
+    assert list(step._sizes(10, 700)) == [10, 40, 160, 640]
+    assert list(step._sizes(10, 1300)) == [10, 40, 160, 640, 1280]
+    assert list(step._sizes(10, 90)) == [10, 20, 40, 80]
 
 
 def test_every_size_sees_the_same_accesses():
@@ -321,6 +328,14 @@ def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, m
         TableFiles(in_memory)
 
 
+def test_no_page_is_wanted_twice():
+    ids = ColdTables(ROWS, seed=0).ids(5, 16, 2)
+    assert ids.shape == (5, 16, 2)
+    assert len((ids // 16).unique()) == 160
+    assert 0 <= ids.min() <= ids.max() < ROWS
+    assert ColdTables(10, seed=0).ids(100).max() < 10, "more ids than pages"
+
+
 def test_training_by_prefetch_and_without_is_the_same(tables, monkeypatch):
     """The dense part and the rows: one method on the file, the other in memory, with the same ids."""
     monkeypatch.setattr(tables, "drop_pages", lambda: None)
@@ -350,6 +365,14 @@ def test_as_many_batches_are_read_ahead_as_are_taken_and_a_wrong_row_is_noticed(
     monkeypatch.setattr(emb, "forward", lambda self, ids: torch.zeros(4, prefetch.FIELDS, DIM))
     with pytest.raises(AssertionError, match="not those of the table"):
         method.check()
+
+
+def test_what_is_hidden_is_said():
+    for ahead, said in ((30e-3, "50%"), (51e-3, "none")):
+        times = {prefetch.WITHOUT: 50e-3, f"{prefetch.AHEAD}1": ahead, prefetch.IN_MEMORY: 10e-3}
+        group = GroupResult("a step", {}, [CaseResult(name, "ours", 0, [each] * 5) for name, each in times.items()])
+        described = [prefetch.describe(group, case) for case in group.cases]
+        assert described == ["", f"{said} of the waiting hidden", ""]
 
 
 def test_hits_of_a_cache_are_those_computed(tables, monkeypatch):

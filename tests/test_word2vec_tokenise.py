@@ -13,9 +13,8 @@ from importlib.resources import files
 import numpy as np
 import pytest
 
-from speedtransfer.word2vec import Corpus
+from speedtransfer.word2vec import Corpus, tokenise
 from speedtransfer.word2vec import phrases as phrases_module
-from speedtransfer.word2vec import tokenise
 from speedtransfer.word2vec.phrases import count_pairs
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
