@@ -320,7 +320,7 @@ def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, m
     tables.drop_pages()
     assert tables.files.share_in_memory() < 0.01
     assert all(torch.equal(file.stored(name), in_memory.stored(name)) for name in file.planes)
-    assert not list(tmp_path.iterdir()), "nothing stays behind, whatever happens"
+    assert not list(tmp_path.glob("speedtransfer-*")), "nothing stays behind, whatever happens"
     monkeypatch.setattr(TableFiles, "share_in_memory", lambda self: 0.5)
     with pytest.raises(PagesStayError, match=r"50% of the pages .* TMPDIR"):
         tables.drop_pages()
