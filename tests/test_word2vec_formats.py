@@ -11,7 +11,7 @@ import safetensors.numpy
 from late import models
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.word2vec import Vectors, Vocabulary
+from speedtransfer.word2vec import Vectors, Vocabulary, formats_text
 from speedtransfer.word2vec.formats import FORMATS
 
 SUFFIXES = (".txt", ".vec", ".bin", ".safetensors")
@@ -225,7 +225,10 @@ ONE = struct.pack("<2f", 1, 2)
         (".safetensors", b"rubbish that is long enough", r"is no \.safetensors file or is truncated"),
     ],
 )
-def test_damaged_files(tmp_path, suffix, data, message):
+def test_damaged_files(tmp_path, suffix, data, message, monkeypatch):
+    monkeypatch.setattr(
+        formats_text, "_BYTES_AT_ONCE", 8 if len(data) < 100 else 1 << 20
+    )  # places count over all reads
     (tmp_path / f"v{suffix}").write_bytes(data)
     with pytest.raises(StorageError, match=message) as caught:
         Vectors.load(tmp_path / f"v{suffix}")
