@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import copy
 import gc
-import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -109,17 +108,6 @@ class Hashing(nn.Module):
         return self.rows(ids).double()
 
 
-class Scaled(nn.Embedding):
-    def forward(self, ids: Tensor) -> Tensor:
-        return super().forward(ids) * 2
-
-
-def replaced() -> nn.Module:
-    model = nn.Sequential(Scaled(50, 4, dtype=F64))
-    st.replace_embeddings(model, min_rows=0)
-    return model
-
-
 class Weighing(nn.Module):
     """Weights of the ids of bags that are learned."""
 
@@ -167,65 +155,46 @@ def features(sizes: Any, **options: Any) -> Callable[[], nn.Module]:
     return lambda: st.MultiEmbedding(sizes, 4, dtype=F64, **options)
 
 
-def by_id(kind: Any = st.Embedding, **options: Any) -> Callable[[], nn.Module]:
-    given = {name: options.pop(name) for name in ("max_norm", "padding_idx", "mode") if name in options}
-    return lambda: kind(30, 4, vocabulary=st.Vocabulary(seed=3, **options), dtype=F64, **given)
+def by_id(padding_idx: Any = None, **options: Any) -> Callable[[], nn.Module]:
+    return lambda: st.Embedding(30, 4, padding_idx, vocabulary=st.Vocabulary(seed=3, **options), dtype=F64)
 
 
 SMALL = [(ids,) for ids in drawn((6, 7), (5, 4), (9, 3), high=50)]
 TABLES = [(ids,) for ids in drawn((4, 3), (5, 2), (7, 6))]
 OFFSETS = [(ids, torch.tensor(at)) for ids, at in zip(drawn(9, 6), ([0, 2, 2, 7], [0, 0, 1, 4, 6]), strict=True)]
 WEIGHTED = [(ids, at, torch.rand(len(ids), dtype=F64)) for ids, at in OFFSETS]
-LAST = [(ids, torch.cat([at, torch.tensor([len(ids)])])) for ids, at in OFFSETS]
 SIZES = {"user": 20, "item": 20, "day": 25}
 PARTS = [(drawn(*shapes),) for shapes in ((3, (4, 5), 6), (5, (2, 6), 3), (4, (3, 2), 7))]
-NAMED = [(dict(zip(SIZES, part[0], strict=True)),) for part in PARTS]
-SOME = [({name: part for name, part in batch.items() if name != "item"},) for (batch,) in NAMED]
+SOME = [({"user": users, "day": days},) for ((users, _, days),) in PARTS]
 IDS = [(ids * 10**9 + 3,) for ids in drawn((4, 3), (5, 3), (6, 2), (4, 3))]
 # What is compiled, its batches, and whether torch.nn trains the same: not with other idle rows, or from other values.
 KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
     "exact": (Model, SMALL, True),
     "lazy": (lambda: Model(idle="lazy"), SMALL, False),
-    "by frequency": (lambda: Model(scale_grad_by_freq=True), SMALL, True),
     "cache": (lambda: Model(cache_rows=8), SMALL, True),
-    "int8": (lambda: Model(torch.float32, storage_dtype=torch.int8), SMALL, False),
-    "bfloat16": (lambda: Model(torch.bfloat16), SMALL, False),
     # Copies of its rows are in memory that is used again.
     "large": (
         lambda: st.Embedding(5000, 64, padding_idx=7, dtype=F64),
         [(ids,) for ids in drawn(3000, 2000, 2500, high=5000)],
         True,
     ),
-    "replaced": (replaced, SMALL, True),
     "n-grams": (Hashing, SMALL, False),
     "layers": (lambda: st.PerLayerEmbedding(20, layers=2, dim=3, padding_idx=1, dtype=F64), TABLES, False),
     "norm": (lambda: st.Embedding(20, 4, padding_idx=2, max_norm=0.8, dtype=F64), TABLES, True),
     "in turn": (InTurn, TABLES, False),
-    "bag mean": (bag(mode="mean"), TABLES, True),
     "bag max": (bag(mode="max", padding_idx=2), OFFSETS, True),
     "bag weights": (bag(mode="sum", padding_idx=3), WEIGHTED, True),
     "bag learned weights": (Weighing, TABLES, True),
-    "bag last": (bag(mode="mean", include_last_offset=True), LAST, True),
     "bag norm": (bag(mode="sum", max_norm=0.7, scale_grad_by_freq=True), OFFSETS, True),
-    "columns": (features([*SIZES.values()], padding_idx=2), [(ids,) for ids in drawn((4, 3), (5, 3), (7, 3))], True),
     "list": (features([*SIZES.values()], padding_idx=2), PARTS, True),
     "some features": (features(SIZES, padding_idx=2), SOME, False),
-    "features norm": (features(SIZES, max_norm=0.6), NAMED, True),
     "features alone": (Alone, TABLES, False),
-    "ids": (by_id(), IDS, False),
     "ids counted": (by_id(unseen="row", admit=2, padding_idx=3), IDS, False),
-    "ids norm": (by_id(max_norm=0.7), IDS, False),
-    "ids bag": (by_id(st.EmbeddingBag, mode="sum"), IDS, False),
-    "ids lru": (by_id(max_capacity=30, evict="lru"), IDS, False),
 }
 
 
-# Much like others.
-SLOW = {"int8", "bfloat16", "replaced", "bag mean", "bag last", "columns", "features norm", "ids norm", "ids bag"}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in KINDS])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind(name: str, backend: str) -> None:
     """A compiled model has the bits of the model itself, and the numbers of torch.nn, for batches of any size."""
     make, given, dense = KINDS[name]
@@ -258,16 +227,15 @@ def test_what_nothing_comes_to_has_no_gradient() -> None:
     assert weighing.bag.weight.grad is None
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("where", ["within", "around"])
-def test_effects_are_not_repeated_by_checkpoints(backend: str, where: str) -> None:
+def test_effects_are_not_repeated_by_checkpoints(where: str) -> None:
     def seen(compiles: bool) -> tuple[list[Tensor], dict[str, Tensor]]:
         torch.compiler.reset()
         torch.manual_seed(0)
         model = by_id(admit=3)()
         call = lambda ids: checkpoint(lambda ids: model(ids).tanh(), ids, use_reentrant=False)  # noqa: E731
         run: Any = call if where == "within" else model
-        run = compiled(run, backend) if compiles else run
+        run = compiled(run) if compiles else run
         outer = run if where == "within" else lambda ids: checkpoint(run, ids, use_reentrant=False)
         found = trained(outer, model, [(ids,) for ids in drawn((4, 3), (5, 3), (6, 2), (5, 2))])
         return found, {name: value for name, value in model.state_dict().items() if "origin" not in name}
@@ -295,19 +263,6 @@ PROGRAMS = parse(
 for number, ids in enumerate(batches):
     start = torch.zeros((), dtype=torch.float64, requires_grad=True)
     step(checkpoint(lambda x: run(ids) + x, start, use_reentrant=number % 2 == 0).mean())
-
-# accumulation, clipping and scaling
-scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
-for first, second in zip(batches[::2], batches[1::2]):
-    opt.zero_grad()
-    for ids in (first, second, first):
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = run(ids).mean()
-        scaler.scale(loss).backward()
-    scaler.unscale_(opt)
-    st.clip_grad_norm_([*model.parameters()], 0.5)
-    scaler.step(opt)
-    scaler.update()
 
 # backward twice, and hooks
 words.weight.register_hook(lambda grad: seen.append(grad.to_dense().clone()))
@@ -416,12 +371,11 @@ def outcome(program: Program, run: Any, model: nn.Module) -> list[Any]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 @pytest.mark.parametrize("options", [{}, {"sparse": True}], ids=str)
-def test_programs_are_those_of_the_model_itself(program: Program, options: Any, backend: str) -> None:
+def test_programs_are_those_of_the_model_itself(program: Program, options: Any) -> None:
     model, plain = pair(**options)
-    found = outcome(program, compiled(model, backend), model)
+    found = outcome(program, compiled(model), model)
     torch.testing.assert_close(found, outcome(program, plain, plain), rtol=1e-13, atol=1e-15)
     torch.testing.assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=1e-15)
 
@@ -430,9 +384,9 @@ def test_programs_are_those_of_the_model_itself(program: Program, options: Any, 
 
 
 class Tied(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.words = st.Embedding(50, 4, dtype=F64, **options)
+        self.words = st.Embedding(50, 4, dtype=F64)
 
     def forward(self, ids: Tensor) -> Tensor:
         weight, found = self.words.weight, self.words(ids).tanh()
@@ -440,13 +394,11 @@ class Tied(nn.Module):
         return scores + weight[ids].sum(-1) + weight.square().mean() + weight.shape[0]
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_rows": 4}], ids=str)
-@pytest.mark.parametrize("backend", BACKENDS[:2])
-def test_the_weight_used_beside_the_lookup(options: Any, backend: str) -> None:
+def test_the_weight_used_beside_the_lookup() -> None:
     torch.manual_seed(0)
-    model = Tied(**options)
+    model = Tied()
     plain = copy.deepcopy(model)
-    found = trained(torch.compile(model, backend=backend), model, SMALL)
+    found = trained(torch.compile(model, backend="aot_eager"), model, SMALL)
     torch.testing.assert_close(found, trained(plain, plain, SMALL), rtol=1e-10, atol=1e-12)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(model)(torch.tensor([1, 2]))
@@ -498,15 +450,14 @@ def second_gradients(model: Any, param: str) -> None:
 
 REFUSED = r"""
 second_gradients(Model(), "words.weight") -> InvalidTypeError: create_graph
-second_gradients(Weighing(), "weight") -> InvalidTypeError: create_graph
 changed_ids() -> RuntimeError: modified by an inplace operation
 copies_of_what_is_saved() -> InvalidTypeError: save_on_cpu
 compiled(st.Embedding(50, 4))(tensor([0, 50])) -> RowIndexError: index\[1\] is 50
 compiled(st.Embedding(9, 4, _freeze=True))(tensor([-1, 5])) -> RowIndexError: index\[0\] is -1
 torch.compile(st.Embedding(9, 4), backend="eager")(torch.ones(1)) -> InvalidTypeError: index\.long
 compiled(bag()())(tensor([[1, 20]])) -> RowIndexError: is 20
+torch.compile(bag()(), backend="aot_eager")(tensor([1, 2])) -> ValueError: offsets has to be a 1D Tensor
 compiled(multi)({"item": tensor([1]), "user": tensor([3, 20])}) -> RowIndexError: index\[1\] of feature '.*user' is 20
-compiled(multi["day"])(tensor([-1])) -> RowIndexError: index\[0\] of feature '.*day' is -1
 torch.compile(multi, backend="aot_eager")({"users": tensor([1])}) -> InvalidValueError: feature
 torch.export.export(Model().eval(), (batches(1)[0],), strict=True) -> Exception: to_dense
 """
@@ -517,21 +468,6 @@ def test_refused(refusal: Refusal) -> None:
     error = getattr(errors, refusal.error, None) or getattr(builtins, refusal.error)
     with pytest.raises(error, match=refusal.words):
         eval(refusal.call, globals() | {"tensor": torch.tensor, "multi": features(SIZES)()})
-
-
-def test_bags_that_torch_refuses() -> None:
-    module, ids = bag()(), drawn(6)[0]
-    run = torch.compile(module, backend="aot_eager")
-    for wrong in (
-        (ids,),
-        (ids, torch.tensor([1, 2])),
-        (ids, torch.tensor([0, 7])),
-        (ids.view(2, 3), torch.tensor([0])),
-    ):
-        with pytest.raises(Exception) as expected:  # noqa: PT011 - what torch says of it
-            module(*wrong)
-        with pytest.raises(expected.type, match=re.escape(str(expected.value)[:20])):
-            run(*wrong)
 
 
 # --- graphs, weights, copies, processes ----------------------------------------------------------------------------------
@@ -552,17 +488,16 @@ def test_one_graph_for_layers_that_share_code() -> None:
     assert torch.equal(compiled(layers[0])(ids), plain[0](ids))
 
 
-@pytest.mark.parametrize("backend", BACKENDS[:2])
-def test_weights_that_are_swapped(backend: str) -> None:
+def test_weights_that_are_swapped() -> None:
     model, plain = pair()
     other = {"words.weight": torch.randn(50, 4, dtype=F64, requires_grad=True)}
     ids = batches(1)[0]
-    run = torch.compile(model, backend=backend)
+    run = torch.compile(model, backend="aot_eager")
     expected = torch.func.functional_call(plain, other, (ids,))
     assert torch.equal(run(ids), plain(ids))
     # Around the compiled model, and within it.
     outside = torch.func.functional_call(run, {"_orig_mod.words.weight": other["words.weight"]}, (ids,))
-    inside = torch.compile(lambda ids: torch.func.functional_call(model, other, (ids,)), backend=backend)(ids)
+    inside = torch.compile(lambda ids: torch.func.functional_call(model, other, (ids,)), backend="aot_eager")(ids)
     for found in (outside, inside):
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
         (grad,) = torch.autograd.grad(found.sum(), [other["words.weight"]])

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.utils.rnn import pad_sequence
 
 import speedtransfer as st
 
@@ -132,7 +131,7 @@ def test_as_torch(form: str) -> None:
 
 
 @pytest.mark.parametrize("weighed", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("modes", ["sum", "mean", "max", {**MODES, "bought": "mean"}], ids=str)
 def test_many_ids(modes: Any, dtype: torch.dtype, weighed: bool) -> None:
     """So many that their order is known, by which gradients are summed."""
@@ -143,7 +142,7 @@ def test_many_ids(modes: Any, dtype: torch.dtype, weighed: bool) -> None:
         if modes[name] == "sum":
             weights[name] = torch.rand(sum(map(len, each)), dtype=dtype)
     found, wanted = ours(keyed(bags), weights), dense(bags, weights, modes)
-    close = {torch.float64: 1e-14, torch.float32: 1e-5, torch.bfloat16: 0.05}[dtype]
+    close = {torch.float64: 1e-14, torch.bfloat16: 0.05}[dtype]
     for name, part in wanted.items():
         torch.testing.assert_close(found[name], part, rtol=close, atol=close * float(part.detach().abs().max()))
     for each in (found, wanted):
@@ -178,8 +177,6 @@ def test_dense_ids_and_columns(last: bool) -> None:
     assert torch.equal(ours(columns[..., 0]), ours(columns[..., :1]))
     weighed = multi(mode="sum")
     assert torch.equal(weighed(columns, torch.full(columns.shape, 2.0)), weighed(columns) * 2)
-    padded = {name: pad_sequence(each, batch_first=True, padding_value=3) for name, each in batch().items()}
-    assert ours(padded)["seen"].shape == (4, DIM)
 
 
 def test_concatenated() -> None:
@@ -219,30 +216,12 @@ def test_weights(given: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
-OPTIMIZERS: dict[str, Callable[..., Any]] = {
-    "adamw": ADAMW,
-    "sgd": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
-    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.1),
-}
-ARGUMENTS = ("max_norm", "mode")
-TRAINED: list[dict[str, Any]] = [
-    {},
-    {"cache_rows": 4},
-    {"memory": "mmap"},
-    {"layout": "rows"},
-    {"max_norm": 1.0},
-    {"mode": "sum"},
-]
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("options", TRAINED, ids=str)
-def test_trains_as_torch(options: dict[str, Any], optimizer: str, tmp_path: Any) -> None:
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"max_norm": 1.0}, {"mode": "sum"}], ids=str)
+def test_trains_as_torch(options: dict[str, Any]) -> None:
     """Exact idle rows, a table that has no gradient in some steps, and reading ahead in others."""
-    both: dict[str, Any] = {"dtype": torch.float64} | {k: v for k, v in options.items() if k in ARGUMENTS}
-    path = {"path": tmp_path / "rows.npy"} if "memory" in options else {}
-    ours, dense = multi(**{**options, **path, **both}), Dense(**both)
-    opts = [OPTIMIZERS[optimizer](module.parameters()) for module in (ours, dense)]
+    both = {"dtype": torch.float64} | {name: value for name, value in options.items() if name != "cache_rows"}
+    ours, dense = multi(**{**options, **both}), Dense(**both)
+    opts = [ADAMW(module.parameters()) for module in (ours, dense)]
     for step in range(12):
         bags, ticket = batch(step), None
         if step % 3 == 1:
@@ -283,16 +262,10 @@ def test_from_modules_and_state_dicts() -> None:
         assert torch.equal(ours(ids)[name], tables[table](ids[name]))
     assert str(ours.load_state_dict(tables.state_dict())) == "<All keys matched successfully>"
     tables.load_state_dict(ours.state_dict())
-    for other, message in (
-        (nn.Embedding(7, 4), "'b' is a Embedding"),
-        (nn.EmbeddingBag(7, 3), "embedding_dim of 'b' is 3"),
-        (nn.EmbeddingBag(7, 4, scale_grad_by_freq=True), "scale_grad_by_freq of 'b' is True"),
-    ):
-        with pytest.raises((TypeError, ValueError), match=message):
-            st.MultiEmbeddingBag.from_modules({"a": tables["a"], "b": other})
+    with pytest.raises(TypeError, match="'b' is a Embedding"):
+        st.MultiEmbeddingBag.from_modules({"a": tables["a"], "b": nn.Embedding(7, 4)})
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
 def test_copies_and_swapped_weights() -> None:
     ours, bags = multi(), FORMS["pairs"](batch())
     expected = {name: part.detach() for name, part in ours(bags).items()}
@@ -304,8 +277,6 @@ def test_copies_and_swapped_weights() -> None:
     assert_same(functional_call(multi(seed=1), {"weight": values}, (bags,)), expected)
     assert_same(torch.compile(ours, backend="eager")(bags), expected)
     torch.testing.assert_close(ours["item"](torch.tensor([4])), dense["item"](torch.tensor([4])))
-    with pytest.raises(st.errors.InvalidTypeError, match="to_dense"):
-        torch.jit.script(ours)
 
 
 def test_a_vocabulary() -> None:
@@ -343,28 +314,15 @@ def but(**parts: Any) -> dict[str, Any]:
         (but(who=(PAIR[0], torch.tensor([0, 4]))), "offsets of feature 'who' go to 4 but there are 3 ids"),
         (but(who=(PAIR[0], torch.tensor([1, 2]))), r"offsets of feature 'who' begin with \[1\]"),
         (but(who=(PAIR[0], torch.tensor([]).long())), r"offsets of feature 'who' begin with \[\]"),
-        (but(who=(PAIR[0], torch.tensor([0.0]))), "feature 'who' has ids of shape"),
         (but(who=torch.tensor([1, 2])), r"the ids of feature 'who' are of shape \(2,\)"),
-        (but(who=Jagged(PAIR[0], torch.tensor([0, 2]))), "offsets of feature 'who' go to 2 but there are 3 ids"),
         (but(seen=torch.tensor([[1, 30]])), r"index\[1\] of feature 'seen of table item' is 30 but it has 30 rows"),
         (but(who=jagged([torch.ones(2, 3).long()])), "the ids of feature 'who' are nested but bags are 2-D"),
-        (
-            but(who=torch.nested.narrow(torch.ones(2, 4).long(), 1, 1, torch.tensor([1, 2]), layout=torch.jagged)),
-            "are nested",
-        ),
-        (but(who=[[1, 2], [3]]), "the ids of feature 'who' are a list that is no tensor"),
         (but(whose=PAIR), "ids has 'whose', which is not a feature; did you mean 'who'"),
         ({"who": PAIR}, "ids has no 'seen', a feature of table 'item'"),
-        ([PAIR], "ids is a list of 1 but there are 4 features"),
         (PAIR[0], r"ids has shape \(3,\) but must be \(bags, 4\)"),
-        (3, "ids is a int but must be of each of 4 features"),
         (Jagged(PAIR[0], torch.arange(4), ["seen", "who", "seen", "when"]), "feature 'seen' twice"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3]), [*FEATURES]), "ids has 4 offsets"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 9]), [*FEATURES]), "offsets of feature 'when' go to 9"),
-        (
-            Jagged(PAIR[0], torch.tensor([0, 2, *[1] * 6, 3]), [*FEATURES]),
-            r"offsets\[2\] of feature 'seen' is 1 after 2",
-        ),
         (Jagged(PAIR[0], torch.tensor([0, 2, 1, 3, 3]), [*FEATURES]), r"offsets\[2\] of feature 'who' is 1 after 2"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 3]), [*FEATURES], torch.ones(3)), "feature 'who' has weights but"),
     ],
@@ -384,9 +342,7 @@ def test_bad_ids(ids: Any, message: str) -> None:
     [
         ({"seen": torch.ones(2)}, "feature 'seen' has 2 weights but 3 ids"),
         ({"bought": torch.ones(3)}, "feature 'bought' has weights but its mode is 'max'"),
-        ({"sen": torch.ones(3)}, "'sen', which is not a feature; did you mean 'seen'"),
         (torch.ones(3), r"per_sample_weights has shape \(3,\) but must be \(bags, 4\)"),
-        (3, "per_sample_weights is a int but"),
     ],
 )
 def test_bad_weights(weights: Any, message: str) -> None:
@@ -401,19 +357,11 @@ def test_bad_weights(weights: Any, message: str) -> None:
         ({"features": {"x": "item", "y": "user"}}, "table 'hour' serves no feature"),
         ({"mode": {"who": "sum"}}, "mode of feature 'seen' is None"),
         ({"mode": "median"}, "mode of feature 'seen' is 'median'"),
-        ({"mode": {**MODES, "whose": "sum"}}, "mode of feature 'whose' is 'sum' but the features are"),
     ],
 )
 def test_bad_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         multi(**options)
-
-
-def test_widths_and_no_tables() -> None:
-    with pytest.raises(ValueError, match="num_embeddings is empty"):
-        st.MultiEmbeddingBag([], 4)
-    with pytest.raises(ValueError, match="have one width, and that of 'b' is another; make one for each width"):
-        st.MultiEmbeddingBag({"a": 3, "b": 4}, {"a": 4, "b": 8})
 
 
 def test_no_columns_of_one_tensor() -> None:

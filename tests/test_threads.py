@@ -32,7 +32,7 @@ import sys, tempfile, threading, traceback
 sys.setswitchinterval(1e-5)
 
 def at_once(use):
-    gate, got = threading.Barrier(8), [None] * 8
+    gate, got = threading.Barrier(4), [None] * 4
 
     def work(number):
         gate.wait()
@@ -41,7 +41,7 @@ def at_once(use):
         except BaseException:
             got[number] = traceback.format_exc()
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     [thread.start() for thread in threads]
     [thread.join() for thread in threads]
     return got
@@ -68,8 +68,7 @@ def trained(module, lookup, *ids):
     return module, optimizer
 
 def embedding(**options):
-    kind = options.pop("kind", st.Embedding)
-    module, optimizer = trained(*[kind(50, 8, _weight=weight(), **options)] * 2, *torch.arange(40).view(2, 5, 4))
+    module, optimizer = trained(*[st.Embedding(50, 8, _weight=weight(), **options)] * 2, *torch.arange(40).view(2, 5, 4))
     return [module.weight.tolist(), optimizer.state_dict()["state"][0]["exp_avg"].tolist()]
 
 def by_id():
@@ -79,25 +78,12 @@ def by_id():
     stats = module.vocabulary.stats()
     return module.vocabulary.rows(ids).tolist(), module.eval()(ids).tolist(), type(stats) is st.VocabularyStats
 
-def several():
-    module = st.MultiEmbedding({"a": 10, "b": 20}, 4)
-    nn.init.ones_(module.weight)
-    trained(module, lambda ids: sum(module({"a": ids, "b": ids + 3}).values()), torch.arange(5))
-    return module.weight.tolist()
-
 def ngrams():
     hashing = st.NgramHash(orders=(2, 3), heads=2, rows=100)
     tokens = torch.arange(12).view(2, 6)
     module = st.NgramEmbedding(hashing, 16)
     trained(module, module, tokens)
     return hashing(tokens).tolist(), module(tokens).tolist()
-
-def replaced():
-    model = nn.ModuleDict({"a": nn.Embedding(50, 8, _weight=weight()), "b": nn.Linear(8, 1)})
-    st.replace_embeddings(model, min_rows=1)
-    loader = [{"ids": torch.arange(4)}] * 3
-    rows = [model["a"](batch["ids"]).tolist() for batch in st.prefetch(loader, lambda b: {model["a"]: b["ids"]})]
-    return rows, st.full_state_dict(st.to_dense(model))["a.weight"].tolist(), str(st.summary(model))
 
 def files():
     module, optimizer = trained(*[st.Embedding(50, 8, _weight=weight())] * 2, torch.arange(4))
@@ -108,24 +94,12 @@ def files():
         extra = st.load_checkpoint(folder + "/saved", module, optimizer)
         return extra, module.weight.tolist(), st.Table.load(folder + "/rows.npy").gather([0, 3]).tolist()
 
-def of_kind(**options):
-    return lambda: embedding(**options)
-
 uses = {
     "embedding": embedding,
-    "bag": of_kind(kind=st.EmbeddingBag),
-    "int8": of_kind(storage_dtype=torch.int8),
-    "float8": of_kind(storage_dtype=torch.float8_e4m3fn),
-    "8-bit state": of_kind(state_dtype=torch.uint8),
-    "cache": of_kind(cache_rows=9),
-    "records": of_kind(layout="rows"),
-    "lazy": of_kind(idle="lazy"),
+    "8 bits": lambda: embedding(storage_dtype=torch.int8, state_dtype=torch.uint8),
+    "cache": lambda: embedding(cache_rows=9),
     "vocabulary": by_id,
-    "MultiEmbedding": several,
     "n-grams": ngrams,
-    "replace_embeddings": replaced,
-    "hash_ids": lambda: st.hash_ids(["a", "b"]).tolist(),
-    "plan": lambda: type(st.plan({"a": (1000, 8)}, optimizer="Adam", batch=10, machine="h200")).__name__,
     "files": files,
     "others": lambda: (st.speedtorch.DataGadget.__name__, st.word2vec.train.__name__),
 }
@@ -138,7 +112,7 @@ for name, (got, want) in found.items():
 """
 
 
-def test_first_use_of_everything_by_eight_threads() -> None:
+def test_first_use_of_everything_by_four_threads() -> None:
     """They get what one thread gets, whichever comes first."""
     ran = run_script(FIRST_USES)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
@@ -283,34 +257,6 @@ def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused() -> None:
     torch.testing.assert_close(end(True), end(False), rtol=0, atol=0)
 
 
-def test_threads_that_train_models_of_their_own() -> None:
-    def train(seed: int) -> Tensor:
-        emb = st.Embedding(ROWS, DIM, _weight=torch.full((ROWS, DIM), float(seed)))
-        optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1)
-        for number in range(15):
-            emb(torch.arange(number, number + 9)).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return emb.weight.detach().clone()
-
-    want = [train(seed) for seed in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        assert all(torch.equal(*pair) for pair in zip(pool.map(train, range(4)), want, strict=True))
-
-
-def test_planes_that_are_added_and_dropped_while_another_thread_goes_through_them() -> None:
-    emb = st.Embedding(ROWS, DIM, storage_dtype=torch.bfloat16)
-    table, rows = emb.table, emb._handle.rows
-    going = [iter(table._planes.values()), iter(rows._codecs.items())]
-    optimizer = torch.optim.Adam(emb.parameters())
-    emb(torch.tensor([1])).sum().backward()
-    optimizer.step()
-    going.append(iter(table._planes.values()))
-    table.add_plane("more")
-    table.drop_plane("more")
-    assert [len(list(each)) for each in going] == [1, 1, len(table.planes)]
-
-
 # --- another thread saves or reads a model that is training: it sees whole tables, and changes none -------------------------
 
 
@@ -329,37 +275,23 @@ class Noting(nn.Module):
         self.extra = state
 
 
-class NotingEmbedding(st.Embedding, Noting):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(ROWS, DIM, **options)
-        self.seen = []
-
+class NotingEmbedding(Noting, st.Embedding):
     def look(self, ids: Any) -> Any:
         return self(ids)
 
 
-class NotingMulti(st.MultiEmbedding, Noting):
-    def __init__(self) -> None:
-        super().__init__({"a": ROWS}, DIM)
-        self.seen = []
-
+class NotingMulti(Noting, st.MultiEmbedding):
     def look(self, ids: Any) -> Any:
-        return self({"a": ids})["a"]
+        return self([ids])[0]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        NotingEmbedding,
-        NotingMulti,
-        lambda: NotingEmbedding(cache_rows=4),
-        lambda: NotingEmbedding(vocabulary=st.Vocabulary()),
-    ],
-)
-def test_the_weight_stays_while_a_state_dict_is_made_and_loaded(make: Callable[[], Any]) -> None:
-    module = make()
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"vocabulary": st.Vocabulary()}], ids=str)
+@pytest.mark.parametrize("kind", [NotingEmbedding, NotingMulti])
+def test_the_weight_stays_while_a_state_dict_is_made_and_loaded(kind: Any, options: dict[str, Any]) -> None:
+    module = kind(ROWS if kind is NotingEmbedding else [ROWS], DIM, **copy.deepcopy(options))
+    module.seen = []
     if module.vocabulary is not None:
-        module(torch.arange(ROWS))
+        module.look(torch.arange(ROWS))
     weights = [id(param) for param in module.parameters()]
     state = copy.deepcopy(module.state_dict())
     module.load_state_dict(state)
