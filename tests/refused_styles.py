@@ -21,13 +21,6 @@ class Lamb(RowOptimizer):
         p.sub_(step * (p.norm().clamp(0, 10) / step.norm().clamp(min=1e-9)), alpha=group["lr"])
 
 
-class Lars(RowOptimizer):
-    """A local rate that is never more than the global one, which it therefore often equals."""
-
-    def update(self, p, g, state, group) -> None:
-        p.sub_(g, alpha=min(float(0.02 * p.norm() / (g.norm() + 1e-9)) / group["lr"], 1.0) * group["lr"])
-
-
 class Factored(RowOptimizer):
     """Second moments of rows and of columns, as in Adafactor."""
 
@@ -37,11 +30,6 @@ class Factored(RowOptimizer):
         rows.lerp_(g.square().mean(1), 0.1)
         columns.lerp_(g.square().mean(0), 0.1)
         p.sub_(g / (torch.outer(rows, columns) / (rows.mean() + 1e-9) + 1e-9).sqrt(), alpha=group["lr"])
-
-
-class ByLargest(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        p.sub_(g / g.abs().max().clamp(min=1), alpha=group["lr"])
 
 
 class FaintNorm(RowOptimizer):
@@ -86,17 +74,6 @@ class Held(RowOptimizer):
         p.sub_(self.momenta[p].mul_(0.9).add_(g), alpha=group["lr"])
 
 
-class HeldEarly(RowOptimizer):
-    """Momenta in a list of the constructor."""
-
-    def __init__(self, params: Any, lr: float = 0.05) -> None:
-        super().__init__(params, lr)
-        self.momenta = [torch.zeros_like(p) for group in self.param_groups for p in group["params"]]
-
-    def update(self, p, g, state, group) -> None:
-        p.sub_(self.momenta[0].mul_(0.9).add_(g), alpha=group["lr"])
-
-
 class InGroup(RowOptimizer):
     """A momentum in the parameter group."""
 
@@ -130,13 +107,6 @@ class FactorsLarge(RowOptimizer):
         p.sub_(g / (scale + 1e-9).sqrt(), alpha=group["lr"])
 
 
-class ClipsLarge(RowOptimizer):
-    """Clips the update of large parameters only."""
-
-    def update(self, p, g, state, group) -> None:
-        p.sub_(g / (g.norm() if len(p) > 100 else 1), alpha=group["lr"])
-
-
 class Langevin(RowOptimizer):
     def update(self, p, g, state, group) -> None:
         p.sub_(g + 0.1 * torch.randn_like(p), alpha=group["lr"])
@@ -146,13 +116,6 @@ class Transposed(RowOptimizer):
     def update(self, p, g, state, group) -> None:
         m = state.setdefault("m", torch.zeros_like(p.T)).lerp_(g.T, 0.1)
         p.sub_(m.T, alpha=group["lr"])
-
-
-class FlatMask(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        mask = state.setdefault("mask", torch.zeros(p.numel(), dtype=torch.bool))
-        mask |= g.flatten() != 0
-        p.sub_(g * mask.view(p.shape), alpha=group["lr"])
 
 
 class OfWeights(RowOptimizer):
@@ -201,21 +164,16 @@ class Crashes(RowOptimizer):
 
 REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     Lamb: ROW_BY_ROW,
-    Lars: ROW_BY_ROW,
     Factored: ROW_BY_ROW,
-    ByLargest: ROW_BY_ROW,
     FaintNorm: ROW_BY_ROW,
     FirstNorm: ROW_BY_ROW,
     Watches: "is not row by row: state 'mean' depends on the other rows",
     Held: rf"{OUTSIDE} \(momenta\)",
-    HeldEarly: rf"{OUTSIDE} \(momenta\)",
     InGroup: rf"{OUTSIDE} \(momentum_of\)",
     OfShape: "is invalid for input of size",
     FactorsLarge: ROW_BY_ROW,
-    ClipsLarge: ROW_BY_ROW,
     Langevin: "draws random numbers",
     Transposed: r"its state 'm' is \(\d+, 6\) for 6 rows and \(\d+, 5\) for 5, not one entry a row, rows first",
-    FlatMask: r"its state 'mask' is \(\d+,\) for 6 rows and \(\d+,\) for 5, not one entry a row",
     OfWeights: "state 'norm' of an untouched row has no one value to start from",
     Complex: "its state 'm' is torch.complex64, which no table can hold",
     Cleared: "its state 'sums.0' comes and goes",

@@ -112,7 +112,7 @@ def adam_steps(
 
 
 TOLERANCE = {torch.float32: 2e-6, torch.float64: 2e-12}
-BETAS = [(0.9, 0.999), (0.9, 0.99), (0.95, 0.95), (0.5, 0.9), (0.0, 0.999), (0.9, 0.0), (0.98, 0.9999), (0.9, 0.5)]
+BETAS = [(0.9, 0.999), (0.95, 0.95), (0.0, 0.999), (0.9, 0.0), (0.98, 0.9999), (0.9, 0.5)]
 
 
 @pytest.mark.sweep
@@ -133,7 +133,6 @@ def mixtures(count: int, lr: float, momentum: float, stays: float) -> list[IdleS
 ADAM = adam_steps(300, 0.9, 0.999, decay=0.5)
 OTHERS: dict[str, tuple[type[Rule], list[IdleStep]]] = {
     "floors": (Floors, [step._replace(root=1.0) for step in ADAM]),
-    "floors, faster": (Floors, [step._replace(root=1.0) for step in adam_steps(300, 0.9, 0.95)]),
     "floors that fall faster": (Floors, [step._replace(root=1.0) for step in adam_steps(300, 0.8, 0.7)]),
     "no denominator": (Sums, [*(step._replace(root=0.0, eps=1.0) for step in ADAM[:6]), *ADAM[6:]]),
     # The signs of what was taken alternate: no measure, so rows go step by step.
@@ -144,7 +143,7 @@ OTHERS: dict[str, tuple[type[Rule], list[IdleStep]]] = {
     # Products of a line and of the blocks after it are put together as matrices too.
     "mixtures of many blocks": (Mixes, mixtures(1_100, 0.0001, 0.999, 1.0)),
     # The table grows at 256 lines; a line is final after its horizon.
-    **{f"{count} steps": (Sums, adam_steps(count, 0.9, 0.999, decay=0.1)) for count in (1, 2, 3, 255, 256, 257, 600)},
+    **{f"{count} steps": (Sums, adam_steps(count, 0.9, 0.999, decay=0.1)) for count in (1, 255, 257, 600)},
 }
 
 
@@ -273,15 +272,6 @@ def test_a_step_into_which_an_interrupt_comes() -> None:
         assert (sums.count, sums.eps, sums.horizon) == (wanted.count, wanted.eps, wanted.horizon)
 
 
-def test_memory_of_a_long_history() -> None:
-    """Of 65,536 steps, after which rows are brought up to date and counting begins anew, however long training goes on."""
-    sums = History(Sums(torch.float32), torch.float32).sums
-    while len(sums.table) <= 1 << 16:
-        sums._grow()
-    assert sums.table.nbytes + sums.blocks.nbytes < 2e7
-    assert record(Sums(torch.float32), ADAM, torch.float32).horizon < 300, "lines before it are final"
-
-
 class OnDevice(torch.Tensor):
     """A number that says it is on a device, and counts how often the host reads it."""
 
@@ -358,20 +348,6 @@ def test_what_steps_make_of_numbers_is_known_without_reading(case: OptimizerCase
         read.append(sum(value.reads for value in there.values()))
     assert len(there) > 1
     assert read[0] == read[-1] > 0, "once, when they are new"
-
-
-@pytest.mark.parametrize("kwargs", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
-def test_optimizers_count_in_place_once_a_step(kwargs: dict[str, bool]) -> None:
-    param = torch.nn.Parameter(torch.ones(2, 2))
-    optimizer, scalars = torch.optim.AdamW([param], **kwargs), Scalars()
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for number in range(8):
-        optimizer.zero_grad()
-        (scaler.scale(param.sum()) * (math.inf if number in (3, 4) else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        count = optimizer.state[param]["step"]
-        assert count_of(scalars, count) == float(count)
 
 
 @pytest.mark.parametrize("kind", [Sums, Mixes])

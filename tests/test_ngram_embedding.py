@@ -4,31 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
-import itertools
 import math
-import pickle
-import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from lazy_oracle import (
-    one_thread,  # noqa: F401 - a fixture
-    tensors_in,
-)
 from refusals import check_refused, refusals
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ticket import _open as open_tickets
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-
-from ngram_lm import GPT
 
 VOCAB = 50
 
@@ -171,22 +158,6 @@ def test_the_lookup_finds_what_was_read_ahead():
         assert len(open_tickets[handle]) == waiting - 1
 
 
-def test_copies_pickles_checkpoints_and_dtypes(tmp_path):
-    torch.manual_seed(0)
-    module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, std=0.1, storage_dtype=torch.bfloat16)
-    tokens, hidden = tokens_of(2, 6), torch.randn(2, 6, 8)
-    expected = module(tokens, hidden)
-    assert torch.equal(copy.deepcopy(module)(tokens, hidden), expected)
-    assert torch.equal(pickle.loads(pickle.dumps(module))(tokens, hidden), expected)
-    optimizer = torch.optim.AdamW(module.parameters())
-    st.save_checkpoint(tmp_path / "c", module, optimizer)
-    other = st.NgramEmbedding(make_hash(), 6, 8, gate=True, storage_dtype=torch.bfloat16)
-    st.load_checkpoint(tmp_path / "c", other, torch.optim.AdamW(other.parameters()))
-    assert torch.equal(other(tokens, hidden), expected)
-    half = st.NgramEmbedding(make_hash(), 6, 8, gate=True, dtype=torch.bfloat16, std=0.1)
-    assert half(tokens, hidden.bfloat16()).dtype == torch.bfloat16
-
-
 @pytest.mark.parametrize("std", [0.0, 0.5])
 @pytest.mark.parametrize("way", ["made here", "copied", "made on the meta device"])
 def test_reset_parameters(std, way):
@@ -203,12 +174,6 @@ def test_reset_parameters(std, way):
     assert weight_of(module).square().mean().sqrt() == pytest.approx(std, rel=0.05)
     # Zeros are not written to a table that is new, whose pages take no memory.
     assert bool(module.embedding.table.version) == (std > 0 or "meta" not in way)
-
-
-def test_no_tokens():
-    module = st.NgramEmbedding(make_hash(), 6, 8, gate=True, conv=2)
-    for shape in ((2, 0), (0,), (0, 3)):
-        assert module(tokens_of(*shape), torch.zeros(*shape, 8)).shape == (*shape, 8)
 
 
 def test_tickets_in_the_place_of_tokens():
@@ -232,15 +197,11 @@ def test_gradients_of_each_sample():
 
 
 WRONG = {
-    "ngrams is a int but must be an NgramHash": {"ngrams": 3},
     "did you mean 'concat'": {"combine": "concatenate"},
     "gate needs out_dim": {"gate": True},
     "conv is 3 but follows the gate": {"conv": 3},
     "each layer projects its own part": {"layers": 2, "out_dim": 8},
-    "unexpected keyword argument 'memori'": {"memori": "pinned"},
-    "std is -0.1": {"std": -0.1},
     "padding_idx of embedding is 7 but the row of padding is None": {"embedding": st.Embedding(890, 4, padding_idx=7)},
-    "embedding is a Table": {"embedding": st.Table(890, 4)},
     "embedding is a EmbeddingBag": {"embedding": st.EmbeddingBag(890, 4)},
     "embedding is a PerLayerEmbedding": {"embedding": st.PerLayerEmbedding(890, 2, 2)},
 }
@@ -256,13 +217,10 @@ def test_wrong_arguments(message):
 WRONG_CALLS = """
 gated(tokens) -> InvalidValueError: pass hidden
 gated(tokens, torch.zeros(2, 1, 8)) -> InvalidValueError: hidden has shape \\(2, 1, 8\\) but what is looked up \\(2, 3, 8\\)
-plain(tokens, torch.zeros(2, 3, 8)) -> InvalidValueError: no gate
 plain(tokens + 40) -> RowIndexError: vocab_size is 50
 plain(gated.prefetch(tokens)) -> InvalidValueError: was made for
-next(iter(st.prefetch([tokens], lambda _: {plain.value: tokens}))) -> InvalidTypeError: which has no rows to read ahead
 make(table(890), memory="pageable") -> InvalidValueError: so are \\['memory'\\]
 make(table(891)) -> InvalidValueError: but the hash has
-make(table(890, 6)) -> InvalidValueError: make 4 values
 make(table(891), pad=49) -> InvalidValueError: padding_idx of embedding is None
 other.load_state_dict(plain.state_dict()) -> InvalidValueError: another hash
 """
@@ -318,162 +276,16 @@ def test_per_layer_embedding_of_pretrained_rows():
     assert torch.equal(module(ticket), rows[[4, 5]].view(2, 3, 4))
 
 
-# --- a small GPT with n-gram tables trains as one with nn.Embedding does: in float64, to the bit wherever no row is idle -
-
-WORDS, WIDTH, TIME = 60, 16, 12
-# Rows of a head. 16 heads have the next 16 primes: 438 rows in all, which a large batch touches every one of, and 7,150.
-FEW, MANY = 3, 400
-ALL_TOUCHED, SOME_IDLE = 96, 4  # windows of a batch
-
-
-class CheckpointedGPT(GPT):
-    """Computes the tables and the blocks once more in backward."""
-
-    reentrant = False
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        def rest(hidden: torch.Tensor) -> torch.Tensor:
-            hidden = self.blocks[0](hidden)
-            return self.blocks[1](hidden + self.ngrams(tokens))
-
-        hidden = self.tokens(tokens) + self.places(torch.arange(tokens.shape[1]))
-        return self.head(self.norm(checkpoint(rest, hidden, use_reentrant=self.reentrant)))
-
-
-class Reentrant(CheckpointedGPT):
-    reentrant = True
-
-
-def make_model(rows: int = MANY, kind: type[GPT] = GPT, **options) -> GPT:
-    """A model whose numbers depend on `rows` alone; ours with `options`, without any that of ``nn.Embedding``."""
-    torch.manual_seed(0)
-    model = kind(WORDS, WIDTH, 2, 2, TIME)
-    hashes = st.NgramHash((2, 3), 8, rows, vocab_size=WORDS, eos=1)
-    model.ngrams = st.NgramEmbedding(hashes, 4, WIDTH, std=0.1, device="cpu", **(options or {"idle": "lazy"}))
-    model.double()
-    if not options:
-        weight = model.ngrams.embedding.weight.detach().clone()
-        model.ngrams.embedding = nn.Embedding.from_pretrained(weight, freeze=False)
-    assert hashes.num_columns == 16
-    return model
-
-
-def batches_of(windows: int, steps: int = 12, seed: int = 1) -> list[torch.Tensor]:
-    """Tokens, the first ones more often than others."""
-    draw = torch.Generator().manual_seed(seed)
-    power = 1 if windows == ALL_TOUCHED else 2
-    return list((torch.rand(steps, windows, TIME + 1, generator=draw) ** power * WORDS).long())
-
-
-def train(model, batches, forward=None) -> list[float]:
-    """Train on batches, and return the losses."""
-    opt = model.opt = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
-    losses = []
-    for batch in batches:
-        opt.zero_grad()
-        loss = (forward or model.loss)(batch)
-        loss.backward()
-        losses.append(loss.item())
-        opt.step()
-    return losses
-
-
-def weights(model) -> dict[str, torch.Tensor]:
-    """All values, and of the table the state; what `state_dict` shows has caught up."""
-    found = {name: value.clone() for name, value in model.state_dict().items() if "extra_state" not in name}
-    state = model.opt.state_dict()
-    number = next(n for n, p in enumerate(model.parameters()) if p is model.ngrams.embedding.weight)
-    return {**found, **{f"state {name}": value for name, value in tensors_in(state["state"].get(number, {})).items()}}
-
-
-def idle_rows(model, batches) -> int:
-    """The most rows that a step leaves idle."""
-    hashes = model.ngrams.ngrams
-    return max(hashes.num_rows - len(hashes(batch[:, :-1]).unique()) for batch in batches)
-
-
-def assert_equal(ours, dense, our_losses, losses) -> None:
-    assert our_losses == losses
-    found, expected = weights(ours), weights(dense)
-    assert found.keys() == expected.keys()
-    assert [name for name, value in expected.items() if not torch.equal(found[name], value)] == []
-    start = make_model(FEW if dense.ngrams.ngrams.num_rows < 1000 else MANY).ngrams.embedding.weight
-    assert (dense.ngrams.embedding.weight - start).abs().max() > 1e-3
-
-
-def assert_close(ours, dense, our_losses, losses, loss=1e-14, table=2e-12) -> None:
-    assert our_losses == pytest.approx(losses, rel=0, abs=loss)
-    found, expected = weights(ours), weights(dense)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        scale = float(value.abs().max())
-        torch.testing.assert_close(
-            found[name], value, rtol=0, atol=table * scale, msg=lambda text, name=name: f"{name}: {text}"
-        )
-
-
-@pytest.mark.parametrize("windows", [ALL_TOUCHED, SOME_IDLE])
-def test_rows_are_those_of_dense_training(windows):
-    rows, batches = FEW if windows == ALL_TOUCHED else MANY, batches_of(windows)
-    ours, dense = make_model(rows, idle="exact"), make_model(rows)
-    assert idle_rows(ours, batches) == 0 if windows == ALL_TOUCHED else idle_rows(ours, batches) > 6000
-    check = assert_equal if windows == ALL_TOUCHED else assert_close
-    losses = train(dense, batches)
-    check(ours, dense, train(ours, batches), losses)
-    if windows == SOME_IDLE:
-        # Which says something: rows that stay put are far away.
-        lazy = train(make_model(idle="lazy"), batches)
-        assert lazy[-1] != pytest.approx(losses[-1], rel=0, abs=1e-6)
-
-
-@pytest.mark.parametrize("kind", [CheckpointedGPT, Reentrant])
-def test_activation_checkpointing_changes_nothing(kind):
-    batches = batches_of(SOME_IDLE, 6)
-    plain, ours = make_model(idle="exact"), make_model(idle="exact", kind=kind)
-    assert_equal(ours, plain, train(ours, batches), train(plain, batches))
-
-
-@pytest.mark.parametrize("when", ["at the begin of the step", "a batch ahead", "by the loader"])
-def test_reading_ahead_changes_nothing(when, monkeypatch):
-    batches, waits = batches_of(SOME_IDLE), []
-    wait = st.nn.Ticket.wait
-    monkeypatch.setattr(st.nn.Ticket, "wait", lambda *args: waits.append(wait(*args)) or waits[-1])
-    plain, ours = make_model(idle="exact"), make_model(idle="exact")
-    expected = train(plain, batches)
-    assert not waits
-    if when == "by the loader":
-        stream = st.prefetch(batches, lambda batch: {ours.ngrams: batch[:, :-1]}, depth=3)
-        losses = train(ours, stream)
-    else:
-        following = itertools.chain(batches[1:], [batches[-1]])
-
-        def loss(batch):
-            tokens = batch if when == "at the begin of the step" else next(following)
-            if when == "at the begin of the step" or batch is batches[0]:
-                ours.ngrams.prefetch(batch[:, :-1])
-            found = ours.loss(batch)
-            if when == "a batch ahead":
-                # Before the step, which changes some of these rows.
-                ours.ngrams.prefetch(tokens[:, :-1])
-            return found
-
-        losses = train(ours, batches, forward=loss)
-    # What was read ahead is what lookups have taken.
-    assert sum(ahead is not None for ahead in waits) == len(batches)
-    assert_equal(ours, plain, losses, expected)
-
-
 def test_a_ticket_that_nobody_keeps_is_kept_by_the_module():
-    model = make_model(idle="exact")
-    tokens = [batch[:, :-1] for batch in batches_of(SOME_IDLE, 12)]
-    tickets = weakref.WeakSet()
-    for part in tokens:
-        tickets.add(model.ngrams.prefetch(part))
+    module = st.NgramEmbedding(make_hash(), 4, std=0.1)
+    batches, tickets = [tokens_of(2, 6, seed=seed) for seed in range(12)], weakref.WeakSet()
+    for tokens in batches:
+        tickets.add(module.prefetch(tokens))
     gc.collect()
     assert len(tickets) == 8
-    expected = copy.deepcopy(model)(tokens[-1])
-    assert torch.equal(model(tokens[-1]), expected)
+    expected = copy.deepcopy(module)(batches[-1])
+    assert torch.equal(module(batches[-1]), expected)
     assert sum(ticket.is_waiting for ticket in tickets) == 7
-    del model
+    del module
     gc.collect()
     assert not tickets

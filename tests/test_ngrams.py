@@ -158,6 +158,7 @@ def test_shapes_dtypes_and_devices():
     with torch.device("meta"):
         made = st.NgramHash((2, 4), 3, 100, vocab_size=300)
     assert torch.equal(made.to_empty(device="cpu")(tokens), expected)
+    assert torch.equal(torch.func.vmap(ngrams)(tokens), expected)
     with torch.inference_mode():
         assert torch.equal(ngrams(tokens), expected)
     compiled = torch.compile(ngrams, fullgraph=True, backend="eager")
@@ -191,13 +192,6 @@ def test_statistics_count_what_a_dict_counts():
     assert (padded.ngrams, padded.collisions, padded.lookups, padded.rows_used) == ((3, 3), (0, 0), 24, 13)
 
 
-def test_transforms_of_torch_func():
-    ngrams = st.NgramHash(rows=100, vocab_size=50, eos=3, pad=4)
-    tokens = torch.randint(0, 50, (4, 30), generator=torch.Generator().manual_seed(0))
-    assert torch.equal(torch.func.vmap(ngrams)(tokens), ngrams(tokens))
-    assert (torch.func.vmap(ngrams)(torch.tensor([[7, 50]]))[0, 1] == -1).all()
-
-
 def test_made_where_models_have_no_values():
     token_map = torch.arange(50) // 2
     with torch.device("meta"):
@@ -206,27 +200,11 @@ def test_made_where_models_have_no_values():
     assert torch.equal(ngrams(tokens), st.NgramHash(rows=100, vocab_size=50, token_map=token_map)(tokens))
 
 
-def test_numbers_from_arrays():
-    expected = st.NgramHash((2, 3), 2, (100, 200), vocab_size=50, eos=[3, 4])
-    for kind in (torch.tensor, np.array):
-        found = st.NgramHash(kind([2, 3]), 2, kind([100, 200]), vocab_size=50, eos=kind([3, 4]))
-        assert torch.equal(found.get_extra_state(), expected.get_extra_state())
-
-
 def test_state_dict_of_another_hash_is_refused():
     options = {"orders": (2, 3), "heads": 2, "rows": 100, "vocab_size": 50, "eos": 3}
     state = st.NgramHash(**options).state_dict()
     st.NgramHash(**options).load_state_dict(state)
-    for other in (
-        {"eos": 4},
-        {"seed": 1},
-        {"rows": 200},
-        {"layer": 1},
-        {"vocab_size": 51},
-        {"bos": 1},
-        {"pad": 4},
-        {"token_map": torch.arange(50).flip(0)},
-    ):
+    for other in ({"eos": 4}, {"seed": 1}, {"rows": 200}, {"token_map": torch.arange(50).flip(0)}):
         with pytest.raises(InvalidValueError, match="another hash"):
             st.NgramHash(**{**options, **other}).load_state_dict(state)
     with pytest.raises(InvalidValueError, match="another hash"):
@@ -235,23 +213,15 @@ def test_state_dict_of_another_hash_is_refused():
 
 WRONG = {
     "orders is (3, 2) but must be ascending": {"orders": (3, 2)},
-    "orders is ()": {"orders": ()},
-    "heads is 0": {"heads": 0},
     "did you mean 'polynomial'": {"scheme": "polynom"},
     "rows is None and sizes is None": {"rows": None},
-    "sizes is [3], of which one": {"sizes": [3]},
     "rows is [5] but there are 2 orders": {"rows": [5]},
     "eos is 50 but vocab_size is 50": {"eos": 50},
-    "pad is -1": {"pad": -1},
-    "token_map has shape (3,)": {"token_map": torch.arange(3)},
     "token_map has -1": {"token_map": torch.arange(50) - 1},
     "multipliers has 1 numbers but an n-gram has up to 3": {"multipliers": [3]},
     "exceeds 63 bits; pass smaller multipliers": {"multipliers": [3, 5, -(-(2**63) // 49)]},
     "rows of a head exceeds 63 bits": {"rows": None, "sizes": [2**57] * 4, "scheme": "polynomial"},
-    "multipliers is given but": {"multipliers": [3, 5, 7], "scheme": "polynomial"},
     "rows is '5' (str) but must be an integer": {"rows": "5"},
-    "multipliers is 5 but must be a sequence of numbers; pass (5,)": {"multipliers": 5},
-    "token_map is a str that makes no tensor": {"token_map": "abc"},
 }
 
 
@@ -266,12 +236,8 @@ WRONG_CALLS = """
 ngrams(torch.tensor([[1, 2, 3], [4, 5, 50]])) -> RowIndexError: tokens\\[1, 2\\] is 50 but vocab_size is 50
 ngrams(torch.tensor([[1]]), torch.tensor([[77]])) -> RowIndexError: context\\[0, 0\\] is 77
 ngrams(torch.tensor([1.0])) -> InvalidTypeError: pass tokens.long\\(\\)
-ngrams([[1], [2, 3]]) -> InvalidTypeError: tokens is a list that makes no tensor \\(.*\\); pass a tensor of integers
-ngrams(torch.tensor(1)) -> InvalidValueError: no dimensions
 ngrams(torch.tensor([[1]]), torch.tensor([[1], [2]])) -> InvalidValueError: the last tokens before each
 engram(100, layers=[1, 15], layer=1) -> InvalidValueError: a number for each order
-engram([100], layers=(1, 2), layer=3) -> InvalidValueError: layer is 3 but layers is
-st.NgramHash.longcat(9, "x") -> InvalidValueError: ratio is 'x' but must be a number above 0; pass
 st.NgramHash((2, 3), 2, 2**50, vocab_size=1 << 17, scheme="polynomial") -> InvalidValueError: 63 bits; pass fewer rows, or
 meta_hash() -> InvalidValueError: make it with device="cpu"
 """

@@ -1,9 +1,11 @@
-"""The probe: what an optimizer keeps for a row, what it starts from, whether its update is row by row; refusals by name."""
+"""The probe: what an optimizer keeps for a row and starts from, whether its update is row by row; what is tried again."""
 
 from __future__ import annotations
 
+import functools
 import itertools
-import weakref
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +17,13 @@ from optimizer_cases import BASE, FUSED, REFUSED, OptimizerCase, case_named, som
 from refused_styles import REFUSED_STYLES
 from third_party import RowOptimizer
 from torch import nn
+from torch.optim import SGD, AdamW
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import PlaneSpec, find_handle, probe_optimizer
+from speedtransfer.optim import PlaneSpec, probe_optimizer
+from speedtransfer.optim.probe import Trial, outcomes
 
 
 def probe(
@@ -49,19 +53,6 @@ def test_planes_and_their_starts(case: OptimizerCase) -> None:
         assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-6))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [1, 5, 64])
-def test_dtypes_and_widths(dtype: torch.dtype, dim: int) -> None:
-    for name in ("adamw", "sgd-momentum", "rprop", "adagrad"):
-        assert {(spec.tail, spec.dtype) for spec in probe(case_named(name).make, dim, dtype).values()} == {
-            ((dim,), dtype)
-        }
-    # Steps too small for the precision of the table are no reason to refuse.
-    if dtype.itemsize == 2:
-        adadelta = probe(lambda params: torch.optim.Adadelta(params, lr=1e-3, eps=1e-4), dim, dtype)
-        assert set(adadelta) == {"square_avg", "acc_delta"}
-
-
 @pytest.mark.parametrize("case", some([*BASE, *FUSED]), ids=str)
 def test_a_learning_rate_of_zero_hides_nothing(case: OptimizerCase) -> None:
     assert set(probe(case.make, lr=0.0)) == set(case.planes)
@@ -76,13 +67,6 @@ def test_a_learning_rate_in_a_tensor(name: str) -> None:
         assert lr == rate
 
 
-def test_hyperparameters_of_the_group_count() -> None:
-    params = [nn.Parameter(torch.ones(4, 3)) for _ in range(2)]
-    opt = torch.optim.Adam([{"params": params[:1], "amsgrad": True}, {"params": params[1:]}])
-    names = [set(probe_optimizer(opt, g, p)) for g, p in zip(opt.param_groups, params, strict=True)]
-    assert names == [{"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}, {"exp_avg", "exp_avg_sq"}]
-
-
 def test_starts() -> None:
     """Zero where that does as well, as zero pages take no memory; from the rate and hyperparameters of the first step."""
     adamax = probe(lambda params: torch.optim.Adamax(params, eps=1e-3))
@@ -90,27 +74,6 @@ def test_starts() -> None:
     adagrad = probe(lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.5), lr=0.0)
     assert adagrad["sum"].initial == 0.5  # a schedule may start from a rate of zero
     assert probe(torch.optim.Rprop, lr=0.0)["step_size"].initial == 0  # lifted to its smallest at the first touch
-
-
-@pytest.mark.parametrize("flag", ["capturable", "differentiable"])
-def test_flags_that_cannot_work_here_say_so(flag: str) -> None:
-    """`capturable` needs a GPU and `differentiable` a parameter inside autograd: torch refuses both for a dense leaf."""
-    for module, error in ((nn.Embedding(9, 4), Exception), (speedtransfer.Embedding(9, 4), OptimizerError)):
-        opt = torch.optim.Adam(module.parameters(), **{flag: True})
-        module(torch.tensor([1])).sum().backward()
-        with pytest.raises(error, match=r"capturable|leaf Variable"):
-            opt.step()
-
-
-def test_handles_are_found_by_parameter_and_die_with_it(no_gc: None) -> None:
-    emb = speedtransfer.Embedding(4, 2)
-    weight = emb.weight
-    assert find_handle(nn.Parameter(torch.zeros(4, 2))) is None
-    table = weakref.ref(emb.table)
-    del emb
-    assert find_handle(weight).table is table()  # as torch's parameter outlives its module
-    del weight
-    assert table() is None, "no cycle keeps it until the next collection"
 
 
 def test_trials_do_not_fire_the_hooks_of_others() -> None:
@@ -131,19 +94,6 @@ def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_
     state = torch.get_rng_state()
     assert set(probe(lambda params: Draws(params, lr=0.1, momentum=0.9))) == {"momentum_buffer"}
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize("sparse", [True, False])
-@pytest.mark.parametrize("name", ["sgd-momentum", "adam", "adamw"])  # others read scalars that they make there
-def test_a_default_device_that_is_not_that_of_the_rows(name: str, sparse: bool) -> None:
-    """As torch.set_default_device("cuda") with tables on the host; "meta" holds no values at all."""
-    if name != "sgd-momentum" and torch.__version__ < "2.13":
-        pytest.skip("torch's own optimizers count their steps on the default device")
-    param = nn.Parameter(torch.ones(4, 3))
-    opt = case_named(name).make([param], foreach=False)
-    expected = probe_optimizer(opt, opt.param_groups[0], param, sparse)
-    with torch.device("meta"):
-        assert probe_optimizer(opt, opt.param_groups[0], param, sparse) == expected
 
 
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
@@ -184,6 +134,7 @@ def test_a_lack_of_memory_is_no_verdict(at: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [case.kind for case, _ in REFUSED if case.name in ("adafactor", "muon")])
+@pytest.mark.sweep
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("lr", [0.0, 1e-6, 1e-2])
 def test_dependence_between_rows_shows_at_any_learning_rate_and_precision(kind, dtype, lr) -> None:
@@ -343,3 +294,152 @@ def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
 
     # The second is not tried again.
     assert torch.equal(trained(betas=(0.731, 0.8)), trained(betas=(0.731, 0.8)))
+
+
+# --- what a trial has shown is used again for optimizers of torch that are the same, and for no others --------------------
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> list[type]:
+    """Forget what is known, and list the classes of the optimizers that trials step."""
+    monkeypatch.setattr(outcomes, "_known", {})
+    made: list[type] = []
+    step = Trial.step
+
+    def counted(self: Trial, grad: torch.Tensor) -> Any:
+        made.append(type(self.optimizer))
+        return step(self, grad)
+
+    monkeypatch.setattr(Trial, "step", counted)
+    return made
+
+
+def test_the_same_optimizer_is_tried_once(steps: list[type]) -> None:
+    first = probe(AdamW)
+    # The first optimizer of a class may have wrapped its step.
+    probe(AdamW)
+    count = len(steps)
+    again = probe(AdamW)
+    assert len(steps) == count > 0
+    assert (again, again.shared, again.gradient) == (first, first.shared, first.gradient)
+    # Each has its own.
+    again.clear()
+    assert set(probe(AdamW)) == {"exp_avg", "exp_avg_sq"}
+
+
+def with_method(params: Any) -> Any:
+    optimizer: Any = AdamW(params)
+    optimizer._init_group = types.MethodType(AdamW._init_group, optimizer)
+    return optimizer
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def in_a_mode() -> None:
+    with Mode():
+        probe(AdamW)
+
+
+OTHERS: list[Callable[[], Any]] = [
+    lambda: probe(functools.partial(AdamW, lr=0.5)),
+    lambda: probe(functools.partial(AdamW, lr=torch.tensor(1e-3))),
+    lambda: probe(functools.partial(AdamW, betas=(0.8, 0.9))),
+    lambda: probe(functools.partial(AdamW, weight_decay=-0.0)),
+    lambda: probe(functools.partial(AdamW, foreach=True)),
+    lambda: probe(torch.optim.Adam),
+    lambda: probe(type("Mine", (AdamW,), {})),
+    lambda: probe(with_method),
+    lambda: probe(AdamW, dtype=torch.float64),
+    lambda: probe(AdamW, dim=5),
+    in_a_mode,
+]
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_is_tried_itself(other: Callable[[], Any], steps: list[type]) -> None:
+    for _ in range(2):
+        probe(AdamW)
+    count = len(steps)
+    other()
+    assert len(steps) > count
+
+
+def by_mean(params: list[Any], grads: list[Any], *args: Any, lr: Any, **kwargs: Any) -> None:
+    for param, grad in zip(params, grads, strict=True):
+        param.sub_(lr * grad.mean())
+
+
+def step_by_mean(self: Any, closure: Any = None) -> None:
+    with torch.no_grad():
+        params = self.param_groups[0]["params"]
+        by_mean(params, [param.grad for param in params], lr=0.1)
+
+
+def patch_step(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SGD, "step", step_by_mean)
+
+
+def patch_functions(patch: pytest.MonkeyPatch) -> None:
+    for name in ("_single_tensor_sgd", "_multi_tensor_sgd"):
+        patch.setattr(sys.modules["torch.optim.sgd"], name, by_mean)
+
+
+def patch_code(patch: pytest.MonkeyPatch) -> None:
+    step: Any = SGD.step
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    # The code object of a function without free variables.
+    patch.setattr(step, "__code__", step_by_mean.__code__)
+    patch.setitem(step.__globals__, "by_mean", by_mean)
+
+
+@pytest.mark.usefixtures("steps")
+@pytest.mark.parametrize("patch", [patch_step, patch_functions, patch_code])
+def test_a_step_that_was_replaced_is_tried(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    sgd = functools.partial(SGD, lr=0.1)
+    assert [probe(sgd), probe(sgd)] == [{}, {}]
+    with monkeypatch.context() as patches:
+        patch(patches)
+        for _ in range(2):
+            with pytest.raises(OptimizerError, match="not row by row"):
+                probe(sgd)
+    assert probe(sgd) == {}
+
+
+@pytest.mark.usefixtures("steps")
+def test_failures_are_not_remembered_and_what_is_known_stays_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for _ in range(2):
+        with pytest.raises(OptimizerError, match="closure"):
+            probe(torch.optim.LBFGS)
+    assert not outcomes._known
+    monkeypatch.setattr(outcomes, "_LIMIT", 2)
+    for rate in (0.1, 0.2, 0.3, 0.4):
+        # State that begins with the rate is tried for each.
+        found = probe(functools.partial(torch.optim.Rprop, lr=rate), dim=int(rate * 10))
+        assert found["step_size"].initial == pytest.approx(rate)
+    assert 0 < len(outcomes._known) <= 2
+
+
+@pytest.mark.filterwarnings("ignore:it is not known what Mine does")
+def test_tables_of_a_step_are_tried_once(steps: list[type]) -> None:
+    """A subclass, which may do something else next time, a rate in a tensor or for each group; hooks do not matter."""
+
+    class Mine(AdamW):
+        pass
+
+    def count(make: Callable[[list[Any]], Any], tables: int) -> int:
+        embs, before = [speedtransfer.Embedding(9, 4) for _ in range(tables)], len(steps)
+        opt = make([emb.weight for emb in embs])
+        opt.register_step_pre_hook(lambda *_: None)
+        torch.stack([emb(torch.tensor([1, 2])) for emb in embs]).sum().backward()
+        opt.step()
+        return len(steps) - before
+
+    assert count(Mine, 9) == count(Mine, 1) > 0
+    assert count(lambda params: AdamW(params, lr=torch.tensor(0.5)), 1) > 0
+    assert count(lambda params: AdamW(params, lr=torch.tensor(0.5)), 9) == 0
+    rates = count(lambda params: SGD([{"params": [p], "lr": 0.1 + i} for i, p in enumerate(params)], lr=7), 9)
+    assert 0 < rates <= 2 * count(lambda params: SGD(params, lr=7, momentum=0.1), 1)
