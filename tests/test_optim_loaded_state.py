@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import LAZY, LazyOracle, exact
-from optimizer_cases import BASE, COUPLED, FUSED, OptimizerCase, case_named, some
+from lazy_oracle import LAZY, LazyOracle
+from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from torch import Tensor, nn, optim
 from torch.optim import lr_scheduler
 
@@ -99,30 +98,6 @@ def test_there_and_back(case: OptimizerCase) -> None:
     assert_equal(ours.train(5, 10).saved(), dense.saved())
 
 
-@pytest.mark.parametrize("case", some([*BASE, *COUPLED]), ids=str)
-def test_exact_state_goes_both_ways(case: OptimizerCase) -> None:
-    pair, fresh = exact(case, torch.float64), exact(case, torch.float64)
-    pair.train(pair.batches(40))
-    for to, source in ((0, 1), (1, 0)):
-        fresh.modules[to].load_state_dict(pair.modules[source].state_dict())
-        fresh.optimizers[to].load_state_dict(pair.optimizers[source].state_dict())
-    fresh.train(pair.batches(40, seed=1))
-    fresh.assert_same(1e-9)
-
-
-@pytest.mark.parametrize("first", ["module", "optimizer"])
-def test_copies_go_on(first: str) -> None:
-    pair = exact(case_named("adamw"))
-    for clone in (copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))):
-        pair.train(pair.batches(20))
-        if first == "optimizer":
-            pair.opt, pair.ours = clone((pair.opt, pair.ours))
-        else:
-            pair.ours, pair.opt = clone((pair.ours, pair.opt))
-    pair.train(pair.batches(20, seed=1))
-    pair.assert_same()
-
-
 @pytest.mark.parametrize("stepped", [False, True])
 def test_planes_never_pass_through_the_device_of_the_parameter(stepped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
@@ -185,14 +160,11 @@ def _same(state: State) -> State:
 LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
     "amsgrad off": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}, _same),
     "amsgrad on": (optim.Adam, {}, {"amsgrad": True}, _same),
-    "centered off": (optim.RMSprop, {"centered": True}, {"centered": False}, _same),
     "momentum off": (optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.1}, _same),
     "SGD momentum off": (optim.SGD, _SGD, {"momentum": 0.0}, _same),
     "SGD momentum on": (optim.SGD, {}, _SGD, _same),
-    "RMSprop momentum on": (optim.RMSprop, {}, {"momentum": 0.9}, _same),
     "a plane of others": (optim.Adam, {}, {}, lambda state: state | {"third": _plane(state) + 1}),
     "a vector of others": (optim.RAdam, {}, {}, lambda state: state | {"third": _plane(state)[:, 0] + 1}),
-    "a matrix of others": (optim.Adam, {}, {}, lambda state: state | {"third": torch.ones(3, 3)}),
     "a number of others": (optim.Adagrad, {}, {}, lambda state: state | {"third": torch.tensor(2.0)}),
     "words of others": (optim.Adam, {}, {}, lambda state: state | {"third": "x"}),
     "a plane in a dict": (optim.NAdam, {}, {}, lambda state: state | {"third": {"a": _plane(state) + 1}}),
@@ -200,13 +172,11 @@ LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
     "no second moments": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "exp_avg_sq"}),
     "no step": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "step"}),
     "None": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": None}),
-    "SGD None": (optim.SGD, _SGD, _SGD, lambda state: {"momentum_buffer": None}),
     "SGD empty": (optim.SGD, _SGD, _SGD, lambda state: {}),
     "single precision": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": state["exp_avg"].float()}),
     "transposed": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": state["exp_avg"].t().contiguous().t()}),
     "fewer rows": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": state["exp_avg"][1:]}),
     "no rows": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": torch.tensor(0.5)}),
-    "step int": (optim.Adam, {}, {}, lambda state: state | {"step": 5}),
     "step float": (optim.NAdam, {}, {}, lambda state: state | {"step": 5.0, "mu_product": 0.3}),
     "step of one": (optim.Adam, {}, {}, lambda state: state | {"step": torch.tensor([5.0])}),
     "step double": (optim.ASGD, {}, {}, lambda state: state | {"step": torch.tensor(5, dtype=torch.float64)}),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lazy_oracle import Twins, sparse, squared_loss
-from third_party import REFUSED_SPARSE, TAKERS, RowOptimizer, RowWiseAdagrad, SingleSparse
+from third_party import REFUSED_SPARSE, TAKERS, RowOptimizer, SingleSparse
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, SparseAdam
 
@@ -50,13 +49,6 @@ def test_what_steps_get(name: str) -> None:
     assert probe_optimizer(opt, opt.param_groups[0], param, sparse=True).gradient == gradient
     if name != "sparse-adam" and "decays" not in name and "maximize" not in name:
         assert probe_optimizer(opt, opt.param_groups[0], param).gradient == "dense"
-
-
-def test_dense_gradients_without_sparse() -> None:
-    twins = Twins(RowWiseAdagrad)
-    twins.train(twins.batches(12))
-    twins.assert_same(1e-6)
-    assert set(twins.ours.table.planes) == {"weight", "squares"}
 
 
 @pytest.mark.parametrize("momentum", [{"momentum": 0.9}, {"momentum": 0.8, "nesterov": True}], ids=str)
@@ -186,20 +178,6 @@ def test_training_goes_on(make: Callable[..., Optimizer], idle: str, how: str, t
     torch.testing.assert_close(other.ours.table.torch(), pair.ours.table.torch())
 
 
-def replaced(module: nn.Module) -> nn.Module:
-    model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
-    speedtransfer.replace_embeddings(model, min_rows=0)
-    return model[0]
-
-
-@pytest.mark.parametrize("made", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module)), replaced])
-def test_others_that_are_made_stay_sparse(made: Callable[[nn.Module], nn.Module]) -> None:
-    emb = made(speedtransfer.Embedding(9, 4, sparse=True))
-    emb(torch.tensor([1, 2])).sum().backward()
-    SparseAdam(emb.parameters()).step()
-    assert set(emb.table.planes) == {"weight", "exp_avg", "exp_avg_sq"}
-
-
 def test_trials_do_not_warn() -> None:
     param = nn.Parameter(torch.empty(0, 3))
     opt = Adagrad([param])
@@ -210,7 +188,7 @@ def test_trials_do_not_warn() -> None:
 
 
 @pytest.mark.parametrize("is_sparse", [False, True])
-@pytest.mark.parametrize("bad", [[1, 9], [-1, 2], [1 << 34, 2]])
+@pytest.mark.parametrize("bad", [[1, 9], [-1, 2]])
 def test_a_sparse_gradient_with_rows_that_do_not_exist(bad: list[int], is_sparse: bool) -> None:
     """Torch makes one without looking (check_invariants=False), and its own step writes outside of the weight."""
     emb = speedtransfer.Embedding(6, 3, memory="pageable", device="cpu", sparse=is_sparse)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
-import gc
 from typing import Any
 
 import pytest
 import torch
 from forked import run_script
-from lazy_oracle import LAZY, Twins, squared_loss
+from lazy_oracle import Twins, squared_loss
 from optimizer_cases import REFUSED, OptimizerCase, case_named
-from torch import Tensor, nn, optim
+from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import OptimizerError
@@ -35,17 +34,6 @@ def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
     assert torch.equal(twins.ours.table.torch(), before)
     twins.step()  # the new one goes on
     twins.assert_same()
-
-
-def test_an_optimizer_that_is_gone_leaves_nothing() -> None:
-    emb = LAZY.Embedding(9, 4)
-    for make, planes in ((lambda p: optim.Adam(p, amsgrad=True), 4), (lambda p: optim.SGD(p, lr=0.1), 1)):
-        opt = make(emb.parameters())
-        emb(torch.tensor([1, 2])).sum().backward()
-        opt.step()
-        assert len(emb.table.planes) == planes
-        del opt
-        gc.collect()
 
 
 @pytest.mark.parametrize(("case", "reason"), REFUSED, ids=str)
@@ -85,24 +73,6 @@ def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
     twins.use(*twins.modules)
     twins.train([(ids, target.double()) for ids, target in batches[3:]])
     twins.assert_same()
-
-
-class OwnState(torch.optim.SGD):
-    """Copies bring its hooks along."""
-
-    def __getstate__(self):
-        return self.__dict__.copy()
-
-
-def test_state_loads_into_a_copy_that_has_the_hooks_already() -> None:
-    twins = Twins(lambda params: OwnState(params, lr=0.1, momentum=0.9))
-    twins.train(twins.batches(2))
-    emb, opt = copy.deepcopy((twins.ours, twins.opt))
-    state = copy.deepcopy(twins.opt.state_dict())
-    opt.load_state_dict(state)
-    emb(torch.tensor([1])).sum().backward()
-    opt.step()
-    assert torch.equal(opt.state[emb.weight]["momentum_buffer"][2:], state["state"][0]["momentum_buffer"][2:])
 
 
 def pair(**options: Any) -> tuple[Any, Any]:
