@@ -71,34 +71,21 @@ def test_every_dtype(dtype):
     assert buffers.empty((4096, 257), dtype, CPU).data_ptr() % 64 == 0
 
 
-@pytest.mark.parametrize("num_bytes", [(1 << 18) - 1, 1 << 18, (1 << 18) + 1, (1 << 20) + 199])
-def test_sizes_around_the_limit(num_bytes):
-    tensor = buffers.empty((num_bytes,), torch.uint8, CPU).fill_(7)
-    assert tensor.numel() == num_bytes
-    assert tensor[-1] == 7
-
-
 # --- never while somebody sees it -------------------------------------------------------------------------------------
 
 VIEWS = {
     "itself": lambda t: t,
     "slice": lambda t: t[5:9],
     "last element": lambda t: t[-1:],
-    "view": lambda t: t.view(2, -1),
     "other dtype": lambda t: t.view(torch.int32)[::2],
-    "transposed": lambda t: t.view(2, -1).t(),
-    "expanded": lambda t: t[:1].expand(5),
     "detached": lambda t: t.detach(),
     "storage": lambda t: t.untyped_storage(),
     "numpy": lambda t: t.numpy(),
-    "slice of numpy": lambda t: t.numpy()[10:20],
-    "reshaped numpy": lambda t: t.numpy().reshape(2, -1).T[3:],
     "memoryview": lambda t: memoryview(t.numpy()),
     "dlpack": lambda t: torch.from_dlpack(t),
     "numpy of dlpack": lambda t: np.from_dlpack(t)[3:],
     "capsule": lambda t: torch.utils.dlpack.to_dlpack(t),
     "in a cycle": lambda t: (lambda box: box.append(box) or box)([t]),
-    "parameter": lambda t: torch.nn.Parameter(t),
     "in a module": lambda t: torch.nn.ParameterList([torch.nn.Parameter(t)]),
 }
 
@@ -156,10 +143,6 @@ def test_sizes_after_each_other_do_not_pile_up(pool):
         del_me = empty(size)
         del del_me
     assert pool.free_bytes <= 1.2 * 4 * (1 << 21)
-    for i in range(40):
-        del_me = empty(int(LARGE * 1.2**i) if i < 12 else LARGE * 8)
-        del del_me
-    assert pool.free_bytes <= 1.2 * 4 * LARGE * 8
 
 
 def test_more_than_the_system_gives(monkeypatch):

@@ -23,7 +23,7 @@ from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, writ
 
 FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # Those of torch in blocks of as many columns at most.
-KINDS = ("bfloat16", "float16", "int8", "float8", *FLOAT8, "e4m3fn/7", "e5m2/1")
+KINDS = ("bfloat16", "float16", "int8", "float8", *FLOAT8, "e4m3fn/7")
 
 
 def codec_of(kind: str, width: int) -> Codec:
@@ -115,7 +115,7 @@ def test_int8_is_within_a_step_of_its_scale(writes: int | None) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("width", [1, 2, 60, 128, 129, 131, 300, 512])
+@pytest.mark.parametrize("width", [1, 60, 128, 129, 300])
 @pytest.mark.parametrize("sign", ["any", "positive"])
 def test_8_bit_blocks_are_within_a_step_of_their_float(width: int, sign: str) -> None:
     codec = Blocks8(width)
@@ -175,18 +175,6 @@ def test_zeros_stay(kind: str, writes: int | None) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(0, 8), (3, 0), (0, 0)])
-def test_no_values(kind: str, shape: tuple[int, int]) -> None:
-    codec = codec_of(kind, shape[1])
-    parts = encode_rows(codec, torch.zeros(shape), keys_for(shape[0]))
-    assert {s: (p.shape[1], p.dtype) for s, p in parts.items()} == {
-        s: (p.width, p.dtype) for s, p in codec.parts.items()
-    }
-    if shape[1]:
-        assert decode_rows(codec, parts).shape == shape
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_stored_one_by_one(kind: str) -> None:
     """A row comes out the same alone and among others, also where the CPU takes some at a time."""
     width, rows = 100, convert._CHUNK // 100 + 10
@@ -239,7 +227,7 @@ def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 3, 16, 64, 100, 128, 130, 300])
+@pytest.mark.parametrize("width", [1, 3, 64, 100, 130])
 def test_kernels_give_the_bits_of_torch(kind: str, width: int) -> None:
     """Also for rows that begin at any address, where words of 16 bytes cannot be read."""
     kernels = cpu_kernels()
@@ -266,15 +254,6 @@ def test_kernels_round_every_float_as_torch_does() -> None:
         found = empty_parts(codec, len(values))
         kernels.launch("encode_rows", 1, 32, cuda_codecs.pack_encoding(codec, values, keys, found))
         check_parts(found, codec.encode(values, keys.bits(slice(None), 8)))
-
-
-def test_every_code_is_decoded_as_torch_does() -> None:
-    kernels, codec = cpu_kernels(), Blocks8(256)
-    codes = torch.arange(256).to(torch.uint8).expand(6, 256).contiguous()
-    scales = torch.tensor([[1.0], [-3.0], [2.0**-94], [-(2.0**-94)], [0.0], [math.nan]]).expand(6, 2).contiguous()
-    parts, found = {"": codes, SCALE: scales}, torch.empty(6, 256)
-    kernels.launch("decode_blocks", 1, 32, cuda_codecs.pack_decoding(parts, found))
-    same_values(found, codec.decode(parts, torch.empty(6, 256)))
 
 
 # --- numbers that are none --------------------------------------------------------------------------------------------
@@ -332,13 +311,9 @@ _REPEATS = 2000
     [
         ("bfloat16", 1.0),
         ("bfloat16", 1e-39),  # subnormal
-        ("float16", 1.0),
         ("float16", 1e-5),  # subnormal
-        ("float16", 1e-7),
         ("int8", 1.0),
-        ("int8", 1e-30),
         ("float8", 1.0),
-        ("float8", 1e-12),
         ("positive float8", 1.0),
     ],
 )
@@ -365,4 +340,4 @@ def test_layouts() -> None:
     assert Blocks8(300).parts == {"": (300, torch.uint8), SCALE: (3, torch.float32)}
     assert RowInt8(300).parts == {"": (300, torch.int8), SCALE: (1, torch.float32)}
     names = "bfloat16 float16 int8-row float8-block100 float8_e4m3fn-block100 float8_e5m2-block100 float8_e4m3fn-block7"
-    assert [codec_of(kind, 300).name for kind in KINDS] == [*names.split(), "float8_e5m2-block1"]
+    assert [codec_of(kind, 300).name for kind in KINDS] == names.split()

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
-from forked import run_script
 from test_encoding import keys_for, normal
 from torch import Tensor
 
@@ -79,7 +78,7 @@ def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
-@pytest.mark.parametrize(("width", "block"), [(1, None), (7, 3), (96, None), (131, None), (300, 300), (256, 32)])
+@pytest.mark.parametrize(("width", "block"), [(1, None), (7, 3), (131, None), (300, 300)])
 def test_to_the_nearest_is_the_cast_of_torch(dtype: torch.dtype, width: int, block: int | None) -> None:
     values = normal(90, width) * torch.logspace(-30, 30, 90)[:, None]
     values[::4] *= torch.logspace(0, -7, width)  # as far as below the smallest code
@@ -223,18 +222,3 @@ def test_names_say_all_that_a_checkpoint_must_know() -> None:
 def test_planes_that_are_none(dtype, blocks, scales, error, message) -> None:
     with pytest.raises(error, match=message):
         codec_of_planes(300, dtype, blocks, scales)
-
-
-def test_a_torch_without_scales_of_8_bits() -> None:
-    """They came with torch 2.7."""
-    code = (
-        "import torch\n"
-        "if hasattr(torch, 'float8_e8m0fnu'):\n"
-        "    del torch.float8_e8m0fnu\n"
-        "import speedtransfer as st\n"
-        "from speedtransfer.encoding.float8 import SCALE_DTYPES, codec_of_planes\n"
-        "print(SCALE_DTYPES, codec_of_planes(4, torch.float8_e4m3fn, 2, torch.bfloat16).name)\n"
-    )
-    result = run_script(code)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split("\n")[0] == "(torch.float32, torch.bfloat16) float8_e4m3fn-block2-bfloat16"

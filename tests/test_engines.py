@@ -144,10 +144,6 @@ class TestMappedLogic(PaddingCases, OnCpu):
         engine.scatter(halves, index, [torch.zeros(2, plane.shape[1]) for plane in planes])
         assert launches[1:] == ["scatter_converted"]
 
-    def test_a_plane_without_columns_is_not_launched_for(self, launches):
-        MappedEngine("cpu").gather([torch.zeros(9, 0)], torch.tensor([3, 1]), [torch.ones(2, 0)])
-        assert launches == []
-
     def test_a_row_that_does_not_exist_is_zeros(self, engine):
         planes, index = [torch.randn(9, 8), torch.randn(9, 3)], torch.tensor([8, 9, 0, -4])
         rows = [torch.ones(4, 8), torch.ones(4, 3)]

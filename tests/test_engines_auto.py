@@ -1,8 +1,5 @@
 """Choice by measurement with the CPU in the part of the device, and the engine of a table."""
 
-import itertools
-from types import SimpleNamespace
-
 import pytest
 import torch
 from test_engines import OnCpu
@@ -54,11 +51,6 @@ class TestChoice:
         assert engine.choose("gather", 8, 500) == "reference"
         assert engine.choose("gather", 700, 50_000) == "host"
         assert engine.choose("scatter", 16, 10) == "reference"
-
-    def test_engines_that_are_not_there_are_not_chosen(self):
-        made([("gather", 16, 10, {"other": 1e-9, "reference": 1e-6}), ("scatter", 16, 10, {"other": 1e-9})]).save()
-        assert self.engine().choose("gather", 16, 10) == "reference"
-        assert self.engine().choose("scatter", 16, 10) == "host"
 
     def test_an_engine_waits_for_what_others_may_still_do(self):
         calls = []
@@ -136,12 +128,6 @@ class TestChoice:
             engine.gather(planes[:1], index, rows[:1])
         assert used == [("host", "gather"), *[("reference", "scatter"), ("reference", "gather")] * 2]
 
-    def test_a_new_measurement_counts_at_once(self):
-        engine = self.engine()
-        for fastest in ("reference", "host", "reference"):
-            remember(CPU, made([("gather", 16, 10, {"host": 2.0, "reference": 2.0, fastest: 1.0})]))
-            assert engine.choose("gather", 16, 10) == fastest
-
     def test_tables_of_another_size(self):
         points = [
             (Point(d, 512, 1000, {"host": 1.0, "reference": 1.0, best: 0.5}, size))
@@ -183,23 +169,6 @@ class TestCalibration:
         assert "no such luck" in caplog.text
         none = timing.calibrate({"wrong": Wrong()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
         assert none.points == []
-
-    @pytest.mark.parametrize("slow", [0.0, 3.0])
-    def test_a_busy_machine_is_told(self, monkeypatch, caplog, slow):
-        """Where most samples of a call take longer than its best."""
-        clock = iter(itertools.accumulate(1.0 if n % 10 == 1 or not n % 2 else 1.0 + slow for n in itertools.count()))
-        monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-        timing.calibrate({"host": HostEngine()}, CPU, torch.zeros(1 << 16, dtype=torch.uint8), (16,), (100,))
-        assert ("4.0 times as long as at best; measure again by `speedtransfer calibrate`" in caplog.text) == (slow > 0)
-
-    def test_no_home(self, monkeypatch):
-        def no_home():
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.delenv("SPEEDTRANSFER_CACHE")
-        monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-        monkeypatch.setattr("pathlib.Path.home", no_home)
-        assert load(CPU) is None
 
     def test_other_versions_do_not_count(self, monkeypatch):
         made(POINTS).save()

@@ -318,15 +318,6 @@ def test_counts_of_steps_are_read_when_they_must_be() -> None:
         assert count_of(scalars, torch.tensor(2.0)) == 2
 
 
-def test_hyperparameters_on_a_device_are_read_once() -> None:
-    lr, scalars = on_device(torch.tensor(0.5)), Scalars()
-    for reads, value in ((1, 0.5), (2, 0.25)):
-        lr.fill_(value)  # as a scheduler does
-        assert [scalars.read("lr", lr) for _ in range(3)] == [value] * 3
-        assert lr.reads == reads
-    assert scalars.read("lr", 0.125) == 0.125
-
-
 @pytest.mark.parametrize("case", [case for case in ALL if case.kind in (torch.optim.ASGD, torch.optim.NAdam)], ids=str)
 @pytest.mark.parametrize("foreach", [False, True])
 def test_what_steps_make_of_numbers_is_known_without_reading(case: OptimizerCase, foreach: bool) -> None:

@@ -132,12 +132,6 @@ def by_closure(world: World, number: int) -> None:
     world.opt.step(closure)
 
 
-def scheduled(world: World, number: int) -> None:
-    for group in world.opt.param_groups:
-        group["lr"] = 0.05 / (1 + number)
-    plainly(world, number)
-
-
 def scaled(world: World, number: int) -> None:
     # A new one: torch's own takes no second step after an interrupt in the first.
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -281,29 +275,21 @@ KINDS = {
     "int8": Kind(embedding(storage_dtype=torch.int8), bound=0.2),
     "state8": Kind(embedding(state_dtype=torch.uint8), bound=0.2),
     "cache": Kind(embedding(cache_rows=8)),
-    "rows": Kind(embedding(layout="rows")),
     "file": Kind(in_file),
     "bag": Kind(embedding(st.EmbeddingBag), ids=lambda number: rows_of(number).view(2, 3)),
     "features": Kind(embedding(st.MultiEmbedding, [10, 30]), ids=features_of),
     "vocabulary": Kind(by_id(max_capacity=200), **IDS),
     "group": Kind(of_a_group(), uses=USES[:1]),
     "first": Kind(before=()),
-    "rmsprop": Kind(optimizer=optimizer(torch.optim.RMSprop, momentum=0.9)),
     "adagrad": Kind(optimizer=optimizer(torch.optim.Adagrad)),
-    "rprop": Kind(optimizer=optimizer(torch.optim.Rprop)),
-    "nadam": Kind(optimizer=optimizer(torch.optim.NAdam)),
     "sparse": Kind(
         embedding(sparse=True), optimizer(torch.optim.SparseAdam), groups=lambda m: m["tables"].parameters()
     ),
     "closure": Kind(step=by_closure),
-    "schedule": Kind(step=scheduled),
     "scaler": Kind(step=scaled),
     "zeros": Kind(step=with_zeros),
     "two groups": Kind(groups=two_groups),
-    "every row": Kind(ids=lambda number: torch.arange(ROWS) - 0 * number),
-    "int8 lazy": Kind(embedding(storage_dtype=torch.int8, idle="lazy")),
     "state8 lazy": Kind(embedding(state_dtype=torch.uint8, idle="lazy")),
-    "bfloat16": Kind(embedding(storage_dtype=torch.bfloat16, state_dtype=torch.bfloat16, idle="lazy")),
     "shared": Kind(of_a_group(memory="shared"), uses=USES[:1]),
     "apart": Kind(embedding(st.MultiEmbedding, [10, 30]), ids=features_of, step=apart),
     "full": Kind(by_id(14, max_capacity=14, evict="lru"), **NEW, like="growing ids"),
@@ -380,11 +366,6 @@ def update(world: World) -> None:
     world.emb.vocabulary.update(torch.arange(5) * FACTOR, torch.ones(5, DIM))
 
 
-def looped(world: World) -> None:
-    for number in st.prefetch(range(3, 7), lambda number: {world.emb: world.ids(number)}):
-        world.emb(world.ids(number)).sum()
-
-
 def given(world: World) -> Any:
     return torch.load(world.path / "given.pt")
 
@@ -404,7 +385,7 @@ def stepped(world: World) -> list[Tensor]:
     return world.rows()
 
 
-EXACT = ("exact", "coupled", "momentum", "int8", "state8", "cache", "rows", "file")
+EXACT = ("exact", "coupled", "momentum", "int8", "state8", "cache", "file")
 IN_PLACE = (*EXACT, "lazy", "bag")
 PLAIN = (*IN_PLACE, "features")
 ALL = (*PLAIN, "vocabulary", "group")
@@ -414,14 +395,10 @@ ACTS: dict[str, Act] = {
     "another optimizer": Act(taken_over, ("exact",), World.rows, others=(World.take_over,), **IN_PAIRS),
     "two backwards": Act(twice_backward, ("exact",), stepped, others=(lambda world: world.backward(3),), **IN_PAIRS),
     "weight.detach": Act(lambda world: world.emb.weight.detach() + 0, (*EXACT, "vocabulary")),
-    "weight[i]": Act(lambda world: world.emb.weight.detach()[4] + 0, ("exact", "int8", "cache")),
     "state_dict": Act(lambda world: (world.model.state_dict(), world.opt.state_dict()), (*PLAIN, "vocabulary")),
     "gather": Act(lambda world: world.emb.table[torch.arange(ROWS)], EXACT),
-    "wait": Act(lambda world: world.emb.table.wait(), ("cache",)),
     "flush": Act(lambda world: world.emb.table.flush(), ("file", "cache")),
-    "export": Act(lambda world: world.emb.vocabulary.export(), ("vocabulary",)),
     "prefetch": Act(ticket, ("exact", "int8", "cache", "file", "vocabulary")),
-    "loader": Act(looped, ("exact", "cache")),
     "save": Act(save, ALL, World.loaded),
     "load": Act(load, ALL),
     "load_state_dict": Act(
@@ -432,7 +409,6 @@ ACTS: dict[str, Act] = {
     "weight.copy_": Act(copy_rows, IN_PLACE),
     "table[ids] =": Act(scatter, tuple(name for name in PLAIN if name != "int8")),
     "reset_parameters": Act(reset, (*IN_PLACE, "vocabulary")),
-    "reset_parameters of features": Act(reset, ("features",), World.now, each=True),
     "to": Act(lambda world: world.model.to(torch.bfloat16), ("lazy",), World.now, each=True),
     "admit": Act(lambda world: world.emb(torch.arange(20) * 104729), ("vocabulary", "evicting"), World.admitted),
     "forget": Act(lambda world: world.emb.vocabulary.forget(rows_of(1) * FACTOR), ("vocabulary",), World.admitted),

@@ -29,10 +29,8 @@ LIMITS = (buffers.SMALL_BYTES, host._COMPILED_BYTES, 2 * jit.THREAD_BYTES, host.
 SIZES = sorted({1, *(limit // ROW_BYTES + d for limit in LIMITS for d in (-1, 0, 1))})
 NEAR = buffers.SMALL_BYTES // ROW_BYTES  # the first of the recycled ones
 FORMS: dict[str, dict[str, Any]] = {
-    **{dtype_name(t): {"dtype": t} for t in (torch.float32, torch.float64, torch.float16, torch.bfloat16)},
-    "int8": {"storage_dtype": torch.int8},
+    **{dtype_name(t): {"dtype": t} for t in (torch.float32, torch.float64, torch.bfloat16)},
     "float8": {"storage_dtype": torch.float8_e4m3fn},
-    "stored bfloat16": {"storage_dtype": torch.bfloat16},
     "exact": {"idle": "exact"},
     "by frequency": {"scale_grad_by_freq": True},
     "padding": {"padding_idx": 0},
@@ -129,19 +127,6 @@ def test_a_value_that_is_still_needed_cannot_be_changed_unnoticed(num: int) -> N
         out *= 2
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize("num", [NEAR - 1, NEAR])
-def test_second_gradients_after_a_change_in_place(num: int) -> None:
-    ours, dense, ids = pair(num, dtype=torch.float64)
-
-    def penalty(module: nn.Module, scale: Tensor) -> Tensor:
-        out = module(ids)
-        out *= scale
-        (grad,) = torch.autograd.grad(out.pow(3).sum(), scale, create_graph=True)
-        return out + grad
-
-    compare((ours, dense), penalty)
 
 
 @pytest.mark.parametrize("num", [NEAR - 1, NEAR])

@@ -90,7 +90,6 @@ THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "meta": lambda model: emptied(model, "meta"),
     "repr": ours_alone(repr),
     "to_dense": ours_alone(st.to_dense),
-    "summary": ours_alone(st.summary),
     "full_state_dict": ours_alone(st.full_state_dict),
     "functional_call": lambda model: (torch.func.functional_call(model, {"0.weight": ROWS}, (IDS,)), model)[1],
     "assign": lambda model: (setattr(model[0], "weight", model[0].weight), model)[1],
@@ -148,7 +147,7 @@ def test_what_needs_the_table_says_how_it_gets_the_rows(kind: str) -> None:
 @pytest.mark.parametrize("put", PUT)
 def test_features_see_it(put: str) -> None:
     ids = torch.tensor([[1, 7], [5, 0]])
-    for then in ("to", *COPIES, "average", "repr", "summary", "to_dense", "assign"):
+    for then in ("to", *COPIES, "average", "repr", "to_dense", "assign"):
         model: nn.Module = nn.Sequential(st.MultiEmbedding([12, 8], 4))
         PUT[put](model[0], nn.Parameter(ROWS.clone()))
         if put == "of another" and then == "assign":
@@ -176,25 +175,14 @@ def test_a_parameter_of_another_class_is_refused() -> None:
         lambda module: module.load_state_dict(dict.fromkeys(module.state_dict(), made), assign=True),
         lambda module: type(module).from_pretrained(made),
     ]
-    for module in (
-        st.Embedding(9, 2),
-        st.EmbeddingBag(9, 2),
-        st.Embedding(9, 2, device="meta"),
-        st.MultiEmbedding([9], 2),
-    ):
+    for module in (st.Embedding(9, 2), st.Embedding(9, 2, device="meta"), st.MultiEmbedding([9], 2)):
         before = module.weight
         for way in ways if hasattr(module, "from_pretrained") else ways[:3]:
             with pytest.raises(InvalidTypeError, match="cannot become a OnManifold"):
                 way(module)
         assert module.weight is before
-    with pytest.raises(InvalidTypeError, match="cannot become a UninitializedParameter"):
-        st.Embedding(9, 2).weight = nn.UninitializedParameter()
-    dense, emb = nn.Embedding(9, 2), st.Embedding(9, 2)
-    dense.weight = made
-    with pytest.raises(InvalidTypeError, match="weight of '0' is a OnManifold"):
-        st.MultiEmbedding.from_modules([dense])
-    emb.load_state_dict({"weight": made})
     # Without a table, as torch.nn has it.
+    emb = st.Embedding(9, 2)
     emb._parameters["weight"] = made
     assert type(emb.weight) is type(copy.deepcopy(emb).weight) is OnManifold
 
@@ -219,20 +207,12 @@ def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first
     assert torch.equal((before - other.weight).detach().sum(1), torch.tensor([0.0, 2.0, 2.0, *[0.0] * 6]))
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "int8": {"storage_dtype": torch.int8},
-    "bfloat16": {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8},
-    "cache": {"cache_rows": 7},
-    "rows": {"layout": "rows", "idle": "lazy"},
-}
+OPTIONS: list[dict[str, Any]] = [{}, {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8}, {"cache_rows": 7}]
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["embedding", "bag"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_to_the_meta_device_and_back(kind: str, options: str) -> None:
-    model = nn.Sequential(MAKE[kind][1](50, 8, padding_idx=2, **OPTIONS[options]), nn.Linear(8, 2))
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_to_the_meta_device_and_back(options: dict[str, Any]) -> None:
+    model = nn.Sequential(st.Embedding(50, 8, padding_idx=2, **options), nn.Linear(8, 2))
     opt = torch.optim.AdamW(model.parameters())
     model(IDS).sum().backward()
     opt.step()
@@ -245,7 +225,7 @@ def test_to_the_meta_device_and_back(kind: str, options: str) -> None:
         assert other[0].weight.requires_grad
         other = other if assign else other.to_empty(device="cpu")
         other.load_state_dict(kept, assign=assign)
-        torch.testing.assert_close(other(IDS), expected, rtol=0.1, atol=0.02 if options == "int8" else 1e-5)
+        torch.testing.assert_close(other(IDS), expected, rtol=0.1, atol=1e-5)
         assert repr(other) == shown
     assert torch.equal(model(IDS), expected)
     # Its optimizer goes on with what it has, as in torch.

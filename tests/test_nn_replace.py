@@ -11,7 +11,7 @@ from cases import COPIES
 from torch import Tensor, nn
 
 import speedtransfer
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.replace import Replaced
 
 
@@ -160,17 +160,6 @@ def test_names(names: Any) -> None:
     assert "not among the names" in report.left["words"]
 
 
-def test_bad_arguments() -> None:
-    for options, error, words in (
-        ({"min_rows": -1}, InvalidValueError, "min_rows is -1"),
-        ({"min_bytes": -1}, InvalidValueError, "min_bytes is -1"),
-        ({"names": [0]}, InvalidTypeError, r"names holds 0 \(int\), no pattern"),
-        ({"names": 0}, InvalidTypeError, "names is 0 but must be a pattern, several or a function"),
-    ):
-        with pytest.raises(error, match=words):
-            replace_embeddings(Model(), **options)
-
-
 def test_embeddings_by_bytes() -> None:
     model = nn.ModuleDict({"words": nn.Embedding(100, 8), "layers": nn.Embedding(100, 64)})
     model["halves"] = nn.Embedding(100, 64).bfloat16()
@@ -203,17 +192,57 @@ def test_a_dtype_that_no_table_holds_is_left(dtype: torch.dtype) -> None:
         replace_embeddings(model(), strict=True)
 
 
-def test_a_dtype_that_is_not_stored_in_another_is_left() -> None:
-    whole = torch.ones(9, 4, dtype=torch.int64)
-    for options, left in (
-        ({"storage_dtype": torch.bfloat16}, ["whole"]),
-        ({"state_dtype": torch.uint8}, ["whole", "wide"]),
-    ):
-        model = nn.ModuleDict({"real": nn.Embedding(9, 4), "whole": nn.Embedding.from_pretrained(whole)})
-        model["wide"] = nn.Embedding(9, 4, dtype=torch.float64)
-        report = replace_embeddings(model, **options)
-        assert list(report.left) == left
-        assert "which storage_dtype and state_dtype are not for" in report.left["whole"]
+# --- a weight that gets its table between forward and backward: the gradient of that forward is its own ------------------
+
+
+def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool = False) -> tuple[Any, list[float]]:
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(kind(50, 4, sparse=sparse), nn.Linear(4, 1)).double(), []
+    opt = torch.optim.SGD(model.parameters(), lr=0.1) if sparse else torch.optim.Adam(model.parameters(), lr=0.1)
+    if hooks:
+        model[0].weight.register_hook(lambda grad: grad * 2)
+        model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.sum().item()))
+
+    def loss(step: int) -> torch.Tensor:
+        return model(torch.arange(6).view(2, 3) * step % 50).square().sum()
+
+    loss(9).backward()
+    losses = loss(7), loss(5)
+    if replaced:
+        replace_embeddings(model)
+    losses[0].backward()
+    loss(3).backward()
+    losses[1].backward()
+    opt.step()
+    opt.zero_grad()
+    loss(2).backward()
+    opt.step()
+    return model[0].weight.detach().clone(), seen
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("how", [{}, {"sparse": True}, {"hooks": True}], ids=str)
+def test_the_gradient_of_a_forward_before_the_table(kind: Any, how: dict[str, Any]) -> None:
+    (expected, seen), (found, ours) = bound(kind, **how), bound(kind, True, **how)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours, seen)
+
+
+def test_rows_in_another_order_cannot_take_it() -> None:
+    model = nn.Sequential(nn.Embedding(50, 4))
+    loss = model(torch.arange(6)).square().sum()
+    replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
+    with pytest.raises(InvalidValueError, match=r"0\.weight is used by its node .* a forward before it got its table"):
+        loss.backward()
+
+
+def test_a_gradient_of_rows_by_number_keeps_a_vocabulary_away() -> None:
+    model = nn.Sequential(nn.Embedding(50, 4))
+    model(torch.arange(6)).sum().backward()
+    report = replace_embeddings(model, vocabulary=speedtransfer.Vocabulary())
+    assert "has a gradient" in report.left["0"]
+    assert type(model[0]) is nn.Embedding
+    assert model[0].weight.grad is not None
 
 
 # --- language models ----------------------------------------------------------------------------------------------------
@@ -254,7 +283,7 @@ class PerLayerModel(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"memory": "pageable"}, {"cache_rows": 20}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 20}], ids=str)
 def test_one_line_serves_a_model_from_a_table(dtype: torch.dtype, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
     model = PerLayerModel().eval()

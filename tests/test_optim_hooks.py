@@ -240,31 +240,6 @@ def test_a_step_within_a_step(decaying: Twins) -> None:
     decaying.assert_same()
 
 
-class Twice(torch.optim.SGD):
-    """Changes the weights by ``.data`` and a gradient, then by the step of its base."""
-
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.add_(param.grad, alpha=-0.1)
-        return super().step(closure)
-
-
-@pytest.mark.parametrize("where", ["pre", "post"])
-def test_a_write_in_a_step_within_a_step(where: str) -> None:
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    runs = [Run("torch", "sgd"), Run("auto", "sgd")]
-    for run in runs:
-        opt = Twice(run.emb.parameters(), lr=0.1)
-        (weight,) = opt.param_groups[0]["params"]
-        getattr(opt, f"register_step_{where}_hook")(lambda *_, weight=weight: [weight.data.mul_(0.9)].clear())
-        for ids, target in skewed_batches(ROWS, DIM, 4, 0, size=8, dtype=torch.float64):
-            opt.zero_grad()
-            squared_loss(run.emb(ids), target).backward()
-            opt.step()
-    assert_same(*runs, 1e-12)
-
-
 def test_a_step_within_a_step_that_fails(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = decaying.batches(6)
     decaying.train(batches[:3])

@@ -154,16 +154,6 @@ def test_an_optimizer_without_state_lets_rows_miss_steps(monkeypatch: pytest.Mon
     assert not whole
 
 
-def test_the_history_of_a_small_table_is_small() -> None:
-    """All rows are caught up at less cost than that of remembering what they have missed."""
-    pair = exact(OptimizerCase("adamw", torch.optim.AdamW, {"lr": 0.01}), num_rows=20, dim=4, size=4)
-    pair.train(pair.batches(400))
-    history = rows_of(pair.ours).lag._history
-    assert history.length < 300
-    assert history.sums.table.nbytes < 100_000
-    pair.assert_same(1e-4)
-
-
 # --- what outlives what -------------------------------------------------------------------------------------------------
 
 
@@ -248,14 +238,6 @@ def test_an_unknown_optimizer_is_lazy_with_one_warning() -> None:
     for ours, reference in zip(modules, dense, strict=True):
         assert ours.idle == "auto"
         assert_same(optimizer, ours, oracle, reference)
-
-
-def test_lazy_by_name_says_nothing() -> None:
-    module = st.Embedding(12, 5, idle="lazy")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train(module, OfSomebody(module.parameters(), lr=0.1))
-    assert rows_of(module).lag is None
 
 
 def test_one_table_and_two_optimizers_in_turn() -> None:

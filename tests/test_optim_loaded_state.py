@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import LAZY, LazyOracle
-from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
+from cases import saved
+from lazy_oracle import Twins, exact
+from optimizer_cases import BASE, COUPLED, FUSED, OptimizerCase, case_named, some
 from torch import Tensor, nn, optim
-from torch.optim import lr_scheduler
+from weight_world import assert_equal
 
 import speedtransfer as st
 from speedtransfer.errors import OptimizerError
@@ -21,85 +21,32 @@ from speedtransfer.errors import OptimizerError
 # --- there and back -----------------------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
-    """Two tables and something dense."""
-
-    def __init__(self, library: Any) -> None:
-        super().__init__()
-        self.words, self.tags, self.head = library.Embedding(31, 8), library.Embedding(11, 8), nn.Linear(8, 3)
-
-    def forward(self, words: Tensor, tags: Tensor) -> Tensor:
-        return self.head(self.words(words) + self.tags(tags))
-
-
-class Run:
-    """A model of `library` with an optimizer over two groups and a scheduler."""
-
-    def __init__(self, case: OptimizerCase, library: Any) -> None:
-        torch.manual_seed(4)
-        self.model = Model(library)
-        rest = [self.model.tags.weight, *self.model.head.parameters()]
-        self.opt = case.make([{"params": [self.model.words.weight]}, {"params": rest, "lr": case.kwargs["lr"] / 2}])
-        self.oracle = LazyOracle(self.opt, self.model.words, self.model.tags) if library is nn else None
-        self.scheduler = lr_scheduler.StepLR(self.opt, 3, 0.7)
-
-    def train(self, start: int, stop: int) -> Run:
-        for step in range(start, stop):
-            generator = torch.Generator().manual_seed(step)
-            words = (torch.rand(12, generator=generator) ** 2 * 30).long()
-            tags = torch.randint(10, (12,), generator=generator)
-            (self.oracle or self.opt).zero_grad()
-            (self.model(words, tags) - torch.randn(12, 3, generator=generator)).square().mean().backward()
-            (self.oracle or self.opt).step()
-            self.scheduler.step()
-        return self
-
-    def saved(self) -> dict[str, Any]:
-        """Through a file, as a checkpoint goes."""
-        parts = {"model": self.model, "opt": self.opt, "scheduler": self.scheduler}
-        torch.save({name: part.state_dict() for name, part in parts.items()}, file := io.BytesIO())
-        file.seek(0)
-        return torch.load(file, weights_only=True)
-
-    def load(self, saved: dict[str, Any]) -> Run:
-        for name, state in copy.deepcopy(saved).items():
-            getattr(self, name).load_state_dict(state)
-        return self
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("case", some([*BASE, *FUSED, *COUPLED]), ids=str)
+def test_there_and_back(case: OptimizerCase, idle: str) -> None:
+    """From ours to torch and from torch to ours, through a file; into a new optimizer and one that has trained already."""
+    pair, again = ((Twins(case.make) if idle == "lazy" else exact(case, torch.float64)) for _ in range(2))
+    for seed in range(3):
+        pair.train(pair.batches(8, seed=seed))
+        for to, source in ((0, 1), (1, 0)):
+            again.modules[to].load_state_dict(pair.modules[source].state_dict())
+            state = saved(pair.optimizers[source].state_dict(), weights_only=True)
+            again.optimizers[to].load_state_dict(state)
+            # Before any step.
+            assert_equal(saved(again.optimizers[to].state_dict()), state, 0.0 if idle == "lazy" else 1e-9, case.name)
+        pair, again = again, pair
+    pair.train(pair.batches(8, seed=4))
+    pair.assert_same(1e-9 if idle == "exact" else None)
 
 
-def assert_equal(ours: Any, dense: Any, where: str = "") -> None:
-    assert type(ours) is type(dense), where
-    if isinstance(ours, dict):
-        assert list(ours) == list(dense), where
-        for key, value in ours.items():
-            assert_equal(value, dense[key], f"{where}.{key}")
-    elif isinstance(ours, Tensor):
-        torch.testing.assert_close(ours, dense, rtol=0, atol=0, msg=lambda text: f"{where}: {text}")
-    else:
-        assert ours == dense, where
+def trained(steps: int) -> Twins:
+    twins = Twins(case_named("adamw").make)
+    twins.train(twins.batches(steps))
+    return twins
 
 
-@pytest.mark.parametrize("case", some([*BASE, *FUSED]), ids=str)
-def test_there_and_back(case: OptimizerCase) -> None:
-    dense = Run(case, nn)
-    assert_equal(Run(case, LAZY).saved()["opt"], dense.saved()["opt"])  # Adagrad has state before it steps
-    halfway = dense.train(0, 5).saved()
-    ours = Run(case, LAZY).load(halfway)
-    assert_equal(ours.saved(), halfway)  # before any step
-    ours.train(5, 10)
-    dense.train(5, 10)
-    assert_equal(ours.saved(), dense.saved())
-    back = Run(case, nn).load(ours.saved()).train(10, 14)
-    ours.train(10, 14)
-    assert_equal(ours.saved(), back.saved())
-    # Into an optimizer that has trained already, and into a new one of a model that has.
-    ours.load(halfway)
-    ours.opt.load_state_dict(ours.opt.state_dict())
-    assert_equal(ours.train(5, 10).saved(), dense.saved())
-
-
-@pytest.mark.parametrize("stepped", [False, True])
-def test_planes_never_pass_through_the_device_of_the_parameter(stepped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_planes_never_pass_through_the_device_of_the_parameter(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     usual = torch.optim.Optimizer._process_value_according_to_param_policy
 
@@ -108,34 +55,31 @@ def test_planes_never_pass_through_the_device_of_the_parameter(stepped: bool, mo
         return usual(param, value, *args, **kwargs)
 
     monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(cast))
-    saved = Run(case_named("adamw"), nn).train(0, 3).saved()
-    ours = Run(case_named("adamw"), LAZY)
-    if stepped:
-        ours.train(0, 2)
-    loaded = saved["opt"]["state"][0]["exp_avg"]
-    ours.opt.load_state_dict(saved["opt"])
-    assert max(sizes) == ours.model.head.weight.numel()  # nothing of the tables' size
-    assert ours.opt.state[ours.model.words.weight]["exp_avg"] is loaded  # not copied twice
+    state, ours = copy.deepcopy(trained(3).dense_opt.state_dict()), trained(steps)
+    loaded = state["state"][0]["exp_avg"]
+    ours.opt.load_state_dict(state)
+    # Nothing of the size of the table.
+    assert max(sizes) == 1
+    # It is not copied, and is the caller's.
+    assert ours.opt.state[ours.ours.weight]["exp_avg"] is loaded
     before = loaded.clone()
-    ours.train(3, 4)
-    assert torch.equal(loaded, before)  # the caller's
+    ours.train(ours.batches(1))
+    assert torch.equal(loaded, before)
 
 
-@pytest.mark.parametrize("stepped", [False, True])
-@pytest.mark.parametrize("shape", [(30, 8), (31, 7), (31,), (248,)])
-def test_state_of_another_shape_changes_nothing(stepped: bool, shape: tuple[int, ...]) -> None:
-    saved = Run(case_named("adamw"), nn).train(0, 3).saved()["opt"]
-    ours = Run(case_named("adamw"), LAZY)
-    if stepped:
-        ours.train(0, 2)
-    before = copy.deepcopy(ours.saved())
-    saved["state"][0]["exp_avg_sq"] = torch.zeros(shape)
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("shape", [(40, 16), (41, 15), (41,), (656,)])
+def test_state_of_another_shape_changes_nothing(steps: int, shape: tuple[int, ...]) -> None:
+    ours, state = trained(steps), copy.deepcopy(trained(3).dense_opt.state_dict())
+    before = copy.deepcopy(ours.opt.state_dict())
+    state["state"][0]["exp_avg_sq"] = torch.zeros(shape)
     with pytest.raises(
-        OptimizerError, match=r"'exp_avg_sq' has shape .* but the table needs \(31, 8\); load the state"
+        OptimizerError, match=r"'exp_avg_sq' has shape .* but the table needs \(41, 16\); load the state"
     ):
-        ours.opt.load_state_dict(saved)
-    assert_equal(ours.saved(), before)
-    ours.train(2, 4)
+        ours.opt.load_state_dict(state)
+    assert_equal(ours.opt.state_dict(), before, 0.0, "state")
+    ours.train(ours.batches(2))
+    ours.assert_same()
 
 
 # --- state dicts that are not quite what the optimizer would save: as in torch, or errors where torch raises -------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -329,7 +328,6 @@ USES: dict[str, Callable[[Any, Any, Any], Any]] = {
     "F.embedding": lambda model, optimizer, path: F.embedding(torch.arange(ROWS), model[0].weight).detach(),
     "full_state_dict": lambda model, optimizer, path: st.full_state_dict(model)["0.weight"].clone(),
     "deepcopy": lambda model, optimizer, path: copy.deepcopy(model)[0].weight.detach(),
-    "pickle": lambda model, optimizer, path: pickle.loads(pickle.dumps(model))[0].weight.detach(),
     "to_dense": lambda model, optimizer, path: st.to_dense(model)[0].weight.detach(),
     "state": lambda model, optimizer, path: optimizer.state_dict()["state"],
     "checkpoint": lambda model, optimizer, path: save(path, model, optimizer),

@@ -23,7 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import speedtransfer as st
 from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
-from speedtransfer.tables import stats
 
 ROWS, DIM = 500, 16
 
@@ -64,25 +63,6 @@ def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, hel
     assert torch.equal(emb(ticket), emb.table.torch()[ids])
 
 
-@forks
-def test_a_process_forked_while_a_thread_counts_its_rows_can_read(emb):
-    counts, go_on = threading.Event(), threading.Event()
-
-    def count() -> None:
-        with stats.counting:
-            counts.set()
-            go_on.wait(LIMIT_S)
-
-    thread = threading.Thread(target=count)
-    thread.start()
-    try:
-        assert counts.wait(LIMIT_S)
-        assert in_child(lambda: emb(torch.tensor([4])).shape == (1, DIM))
-    finally:
-        go_on.set()
-        thread.join()
-
-
 HELD = """
 import os, sys, time, torch, speedtransfer as st
 from speedtransfer.rows import Rows
@@ -97,7 +77,6 @@ kept = [emb.prefetch(torch.arange(100)) for _ in range(6)]
 ENDS = {
     "while reads are under way": "print('end')",
     "by an error": "print('end', flush=True); raise SystemExit(3)",
-    "in a loop": "for ids in st.prefetch([torch.arange(9)] * 9, lambda ids: {emb: ids}): break\nprint('end')",
     "in a forked process": (
         "sys.stdout.flush()\n"
         "child = os.fork()\n"
@@ -126,10 +105,9 @@ def test_python_ends(end):
 # --- data loaders -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("persistent", [False, True])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_that_are_forked_while_rows_are_read(persistent):
-    """Each epoch forks them anew, unless they persist, while rows of another table are under way."""
+def test_workers_that_are_forked_while_rows_are_read():
+    """Each epoch forks them anew while rows of another table are under way."""
     ends, ids = [], torch.randint(ROWS, (60, 3), generator=torch.Generator().manual_seed(0))
     for early in (False, True):
         torch.manual_seed(0)
@@ -141,7 +119,6 @@ def test_workers_that_are_forked_while_rows_are_read(persistent):
             batch_size=8,
             shuffle=True,
             num_workers=2,
-            persistent_workers=persistent,
             prefetch_factor=1,
             generator=shuffled,
         )
@@ -156,22 +133,6 @@ def test_workers_that_are_forked_while_rows_are_read(persistent):
         ends.append(emb.weight.detach().clone())
         assert not tickets._open[emb._handle] if early else True
     assert torch.equal(*ends)
-
-
-def test_a_loop_over_workers_may_be_left_and_begun_again(emb):
-    loader = DataLoader(TensorDataset(torch.arange(40)[:, None]), batch_size=4, num_workers=1)
-    source = st.prefetch(loader, lambda batch: {emb: batch[0]}, depth=2)
-    for _ in range(2):
-        for (batch,) in source:
-            assert torch.equal(emb(batch), emb.table.torch()[batch])
-            break
-    seen = []
-    for (batch,) in source:
-        seen += batch.tolist()
-        emb(batch)
-    assert seen == torch.arange(40)[:, None].tolist()
-    gc.collect()
-    assert not tickets._open[emb._handle]
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -255,16 +216,6 @@ def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(emb, no_
     assert rows() is None
 
 
-def test_rows_are_free_as_soon_as_a_loop_is_left(emb):
-    seen: list[weakref.ref] = []
-    loop = iter(st.prefetch([torch.arange(ROWS)] * 5, lambda ids: {emb: ids}, depth=3))
-    next(loop)
-    seen += [read_rows(ticket) for ticket in tickets._open[emb._handle]]
-    assert len(seen) == 4
-    loop.close()
-    assert [rows() for rows in seen] == [None] * 4
-
-
 def test_rows_of_a_ticket_dropped_while_it_is_read_are_freed_by_the_thread(emb, held):
     running, waiting = (emb.prefetch(torch.arange(ROWS)) for _ in range(2))
     assert held.begun.wait(LIMIT_S)
@@ -283,15 +234,3 @@ def test_rows_of_a_ticket_dropped_while_it_is_read_are_freed_by_the_thread(emb, 
     del other
     gc.collect()
     assert not logs
-
-
-def test_a_module_is_gone_with_its_table_though_tickets_were_made():
-    emb = st.Embedding(ROWS, DIM, memory="pageable", device="cpu")
-    emb(emb.prefetch(torch.tensor([1]))).sum().backward()
-    dropped = emb.prefetch(torch.tensor([2]))
-    dropped._future.result(LIMIT_S)
-    table, handle = weakref.ref(emb.table), weakref.ref(emb._handle)
-    del dropped, emb
-    gc.collect()
-    assert table() is None
-    assert handle() is None

