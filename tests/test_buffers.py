@@ -207,25 +207,6 @@ def test_a_tensor_may_die_while_the_pool_is_at_work(pool, monkeypatch):
 
 
 @forks
-def test_a_forked_process_does_not_disturb_its_parent():
-    tensor, free = empty().fill_(1), empty()
-    address = free.data_ptr()
-    del free
-
-    def child():
-        again = empty()  # the same address, but memory of the child
-        again.numpy()[:] = 2  # torch's own threads do not survive a fork
-        tensor.numpy()[:] = 3
-        return again.data_ptr() == address and bool(tensor.numpy()[0] == 3)
-
-    assert in_child(child)
-    assert tensor.eq(1).all()
-    again = empty()
-    assert again.data_ptr() == address
-    assert not again.eq(2).any()
-
-
-@forks
 def test_a_process_forked_while_a_thread_holds_the_lock(monkeypatch):
     monkeypatch.undo()  # only the pool of the package is told of forks
     pool = buffers._pool

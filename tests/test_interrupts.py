@@ -142,31 +142,11 @@ def scaled(world: World, number: int) -> None:
     scaler.update()
 
 
-def with_zeros(world: World, number: int) -> None:
-    world.opt.zero_grad(set_to_none=False)
-    world.backward(number)
-    nn.utils.clip_grad_norm_(world.tables.parameters(), 5.0)
-    world.opt.step()
-
-
 def loaded(world: World, number: int) -> None:
     """Load the state of the optimizer before the step."""
     if number == 3:
         world.opt.load_state_dict(copy.deepcopy(world.opt.state_dict()))
     plainly(world, number)
-
-
-def switched_on(world: World, number: int) -> None:
-    """Have state from the fourth step on."""
-    for group in world.opt.param_groups:
-        group["momentum"] = 0.9 if number > 2 else 0
-    plainly(world, number)
-
-
-def reading_ahead(world: World, number: int) -> None:
-    plainly(world, number)
-    for shift, table in enumerate(world.tables):
-        table.prefetch(world.ids(number + 1 + shift))
 
 
 def apart(world: World, number: int) -> None:
@@ -222,10 +202,6 @@ def growing(memory: str = "pageable", cache_rows: int = 0) -> Callable[[Path], n
 
 def optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> Any:
     return functools.partial(kind, lr=0.05, **options)
-
-
-def two_groups(model: nn.Module) -> list[dict[str, Any]]:
-    return [{"params": list(table.parameters()), "weight_decay": 0.1 * n} for n, table in enumerate(model["tables"])]
 
 
 def weight_sums(world: World) -> list[Tensor]:
@@ -287,16 +263,12 @@ KINDS = {
     ),
     "closure": Kind(step=by_closure),
     "scaler": Kind(step=scaled),
-    "zeros": Kind(step=with_zeros),
-    "two groups": Kind(groups=two_groups),
     "state8 lazy": Kind(embedding(state_dtype=torch.uint8, idle="lazy")),
     "shared": Kind(of_a_group(memory="shared"), uses=USES[:1]),
     "apart": Kind(embedding(st.MultiEmbedding, [10, 30]), ids=features_of, step=apart),
     "full": Kind(by_id(14, max_capacity=14, evict="lru"), **NEW, like="growing ids"),
     "growing ids": Kind(by_id(12, max_capacity=40), **NEW),
     "loaded": Kind(step=loaded),
-    "switched on": Kind(optimizer=optimizer(SGD), step=switched_on),
-    "prefetch": Kind(step=reading_ahead),
 }
 STEPPING = tuple(name for name, kind in KINDS.items() if kind.bound < 0.1)
 KINDS["evicting"] = Kind(by_id(20, 20, max_capacity=32, evict="lru"), **IDS)

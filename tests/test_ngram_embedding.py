@@ -183,19 +183,6 @@ def test_tickets_in_the_place_of_tokens():
     assert torch.equal(module(module.prefetch(tokens[:, 4:], tokens[:, :4]), hidden), expected)
 
 
-def test_gradients_of_each_sample():
-    module = st.NgramEmbedding(make_hash(), 6, 8, std=0.5, dtype=torch.float64)
-    params, tokens = {name: param.detach().clone() for name, param in module.named_parameters()}, tokens_of(3, 7)
-
-    def loss(values, series):
-        return torch.func.functional_call(module, values, (series,)).square().sum()
-
-    found = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(params, tokens)
-    for place, series in enumerate(tokens):
-        for name, grad in torch.func.grad(loss)(params, series).items():
-            assert torch.allclose(found[name][place], grad)
-
-
 WRONG = {
     "did you mean 'concat'": {"combine": "concatenate"},
     "gate needs out_dim": {"gate": True},

@@ -13,7 +13,6 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import speedtransfer
-from speedtransfer.optim.probe import probe_optimizer
 
 
 # Bit-equal: 16 columns fill whole vector registers, so no kernel treats a row differently for its place in the array.
@@ -135,19 +134,6 @@ def test_state_is_over_the_table() -> None:
     seen, plane = twins.opt.state[twins.ours.weight]["seen"], twins.ours.table.plane("seen")
     assert (seen.dtype, plane.dtype) == (torch.bool, torch.uint8)
     assert seen.data_ptr() == plane.data_ptr()
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
-def test_probe_of_other_dtypes(style: str, dtype: torch.dtype) -> None:
-    kind, planes = STYLES[style]
-    param = nn.Parameter(torch.empty(0, 6, dtype=dtype))
-    opt = kind([param])
-    specs = probe_optimizer(opt, opt.param_groups[0], param)
-    assert set(specs) == planes
-    for name, spec in specs.items():
-        start = None if name == "slow" else STARTS.get((style, name), 0.0)
-        assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-2))
 
 
 def test_a_step_that_fails_leaves_containers_whole() -> None:

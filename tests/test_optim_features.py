@@ -225,21 +225,6 @@ def test_the_gradient_of_a_feature() -> None:
     assert ours.weight.grad is None
 
 
-@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
-@pytest.mark.parametrize("again", [False, True])
-def test_sums_of_a_graph_whose_parts_are_used_one_by_one(again: bool) -> None:
-    ours, theirs = multi(), modules()
-    for embs in (ours, theirs):
-        opt = torch.optim.Adam(embs.parameters(), lr=0.1)
-        ids = [ids_of(0, feature) for feature in range(len(SIZES))]
-        rows = embs(ids) if embs is ours else [emb(part) for emb, part in zip(embs, ids, strict=True)]
-        for feature in (1, 3):
-            opt.zero_grad()
-            rows[feature].square().sum().backward(retain_graph=True, create_graph=again)
-            opt.step() if feature == 3 else None
-    assert_same(ours, theirs)
-
-
 def test_given_by_hand_and_written_to_as_a_whole() -> None:
     emb = multi()
     opt = torch.optim.SGD(emb.parameters(), lr=1.0, weight_decay=0.5)
@@ -273,13 +258,8 @@ def test_refused() -> None:
         opt.step()
     assert torch.equal(other.weight, before)
     assert opt.param_groups[0]["params"] == list(other.parameters())
-    plain = st.Embedding(sum(SIZES), DIM, dtype=torch.float64)
-    with pytest.raises(OptimizerError, match="a MultiEmbedding of the same features"):
-        torch.optim.Adam(plain.parameters()).load_state_dict(state)
     with pytest.raises(InvalidValueError, match="assign the weight of a MultiEmbedding of the same features"):
         other.weight = emb.weight
-    with pytest.raises(InvalidValueError, match=r"has 58 rows, those of 4 features, .* \(60, 3\)"):
-        emb.weight.data = torch.zeros(60, DIM).double()
     same = multi()
     same.weight = emb.weight
     assert same.table is emb.table

@@ -274,15 +274,3 @@ def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pyte
             optimizer.zero_grad()
         weights.append(module.weight.detach())
     torch.testing.assert_close(*weights, rtol=0, atol=1e-14)
-
-
-@pytest.mark.parametrize(("rows", "lookups"), [(1 << 16, 1), (8, 20)])
-def test_gradients_are_added_at_once_but_not_too_many(rows: int, lookups: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge, "MANY_ROWS", rows)
-    added, unique_rows = list[int](), merge.unique_rows
-    monkeypatch.setattr(merge, "unique_rows", lambda ids: added.append(len(ids)) or unique_rows(ids))
-    ours = st.Embedding(ROWS, DIM, dtype=torch.float64)
-    sum(decode(ours, seed) for seed in range(lookups)).backward()
-    assert max(added) < 3 * ROWS
-    # The first part is pending already.
-    assert lookups > 1 or len(added) == 2

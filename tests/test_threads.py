@@ -77,13 +77,6 @@ def by_id():
     stats = module.vocabulary.stats()
     return module.vocabulary.rows(ids).tolist(), module.eval()(ids).tolist(), type(stats) is st.VocabularyStats
 
-def ngrams():
-    hashing = st.NgramHash(orders=(2, 3), heads=2, rows=100)
-    tokens = torch.arange(12).view(2, 6)
-    module = st.NgramEmbedding(hashing, 16)
-    trained(module, module, tokens)
-    return hashing(tokens).tolist(), module(tokens).tolist()
-
 def files():
     module, optimizer = trained(*[st.Embedding(50, 8, _weight=weight())] * 2, torch.arange(4))
     with tempfile.TemporaryDirectory() as folder:
@@ -96,9 +89,7 @@ def files():
 uses = {
     "embedding": embedding,
     "8 bits": lambda: embedding(storage_dtype=torch.int8, state_dtype=torch.uint8),
-    "cache": lambda: embedding(cache_rows=9),
     "vocabulary": by_id,
-    "n-grams": ngrams,
     "files": files,
     "others": lambda: (st.speedtorch.DataGadget.__name__, st.word2vec.train.__name__),
 }

@@ -75,10 +75,6 @@ emb.weight.grad
 SWAP = parse(
     "swap",
     """
-# A new parameter, then the optimizer
-emb.weight = nn.Parameter(full.clone())
-opt = make_opt(model.parameters())
-emb.weight
 
 # A new parameter, with the optimizer made before
 # refused (copies): the old parameter has no rows of its own
@@ -90,11 +86,6 @@ emb.weight
 # More rows by a new parameter
 emb.weight = nn.Parameter(torch.cat([emb.weight.data, rows]))
 emb.num_embeddings = len(emb.weight)
-opt = make_opt(model.parameters())
-emb(torch.tensor([40, 43])), emb.weight.shape
-
-# More rows by .data, before the optimizer
-emb.weight.data = torch.cat([emb.weight.data, rows])
 opt = make_opt(model.parameters())
 emb(torch.tensor([40, 43])), emb.weight.shape
 
@@ -181,60 +172,10 @@ for _ in range(3):
     opt.step()
 bag.weight, bag(ids), (query @ bag.weight.T).shape, F.embedding_bag(ids, bag.weight)
 
-# A deep copy
-copied = copy.deepcopy(model)
-copied.emb.weight.data.add_(1.0)
-copied.emb.weight, emb.weight, copied.emb.weight is emb.weight
-
-# A deep copy of the weight
-copied = copy.deepcopy(emb.weight)
-copied.data.zero_()
-copied, emb.weight, isinstance(copied, nn.Parameter)
-
-# Pickle
-copied = pickle.loads(pickle.dumps(emb))
-copied.weight.data[0] = 1.0
-copied.weight, emb.weight
-
-# Pickle the weight
-copied = pickle.loads(pickle.dumps(emb.weight))
-copied, emb.weight
-
-# torch.save and torch.load of a module
-file = io.BytesIO()
-torch.save(emb, file)
-file.seek(0)
-torch.load(file, weights_only=False).weight
-
 # State of the optimizer, cleared
 opt.state.pop(emb.weight, None)
 opt.state.clear()
 opt = make_opt(model.parameters())
-
-# functional_call with gradients
-inner = {"weight": (emb.weight * 2)}
-torch.func.functional_call(emb, inner, (ids,)).square().sum().backward()
-opt.step()
-emb.weight
-
-# weight_norm
-# refused: torch makes a new parameter of the weight, which cannot be one of the table; apply it to what the module returns
-model.emb = emb = nn.utils.parametrizations.weight_norm(Embedding(40, 6))
-opt = make_opt(model.parameters())
-for _ in range(2):
-    step()
-emb.weight, sorted(name for name, _ in emb.named_parameters())
-
-# A parametrization
-class Double(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-nn.utils.parametrize.register_parametrization(emb, "weight", Double())
-opt = make_opt(model.parameters())
-step()
-nn.utils.parametrize.remove_parametrizations(emb, "weight")
-opt = make_opt(model.parameters())
-emb.weight
 
 # Delete
 weight = emb.weight
@@ -242,11 +183,6 @@ del emb.weight
 hasattr(emb, "weight"), list(emb.parameters())
 emb.weight = weight
 emb.weight is weight
-
-# register_parameter
-emb.register_parameter("weight", nn.Parameter(full.clone()))
-opt = make_opt(model.parameters())
-emb.weight, emb(ids)
 
 # A buffer of gradients, filled after it is assigned
 opt.zero_grad()
@@ -334,17 +270,6 @@ torch.autograd.grad(loss(), [emb.weight, query]), emb.weight.grad
 
 torch.autograd.grad(emb(ids).sum(), list(model.parameters()), allow_unused=True)
 
-# autograd.grad by hand into .grad
-opt.zero_grad()
-for p, grad in zip(model.parameters(), torch.autograd.grad(loss(), list(model.parameters()))):
-    p.grad = grad
-opt.step()
-
-# A penalty on the gradient
-grad = torch.autograd.grad(loss(), emb.weight, create_graph=True)[0]
-(grad.square().sum() + loss()).backward()
-opt.step()
-
 loss().backward(inputs=[emb.weight])
 opt.step()
 query.grad
@@ -380,30 +305,6 @@ for _ in range(3):
         p.data = kept[p]
     opt.step()
 
-# EMA put in for evaluation, and the weights put back
-shadow = {name: p.data.clone() * 0.5 for name, p in model.named_parameters()}
-backup = {}
-for name, p in model.named_parameters():
-    backup[name] = p.data
-    p.data = shadow[name]
-evaluated = emb(ids)
-for name, p in model.named_parameters():
-    p.data = backup[name]
-evaluated, emb(ids)
-
-# AveragedModel
-average = torch.optim.swa_utils.AveragedModel(model)
-for _ in range(3):
-    step()
-    average.update_parameters(model)
-average.module.emb.weight, list(average.state_dict().values())[1]
-
-# Renormalise in place after each step
-for _ in range(3):
-    step()
-    with torch.no_grad():
-        emb.weight.div_(emb.weight.norm(dim=-1, keepdim=True))
-
 # Hooks see the gradient of all uses once: a clipped sum is no sum of clipped parts, and a step in a hook is one
 seen, own = [], make_opt([emb.weight])
 emb.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
@@ -416,10 +317,6 @@ for _ in range(3):
     (emb(ids).sum() * 0.3 + emb(index).sum() * 0.4 + emb.weight.pow(2).sum()).backward()
 opt = make_opt([nn.Parameter(torch.zeros(1))])
 seen, int(own.state[emb.weight]["step"])
-
-# A hook and autograd.grad
-emb.weight.register_hook(lambda grad: grad * 3)
-torch.autograd.grad(emb(ids).sum() + emb(index).pow(2).sum(), emb.weight)[0]
 
 # A gradient that is held goes on
 opt.zero_grad()
@@ -434,15 +331,6 @@ emb.zero_grad()
 emb(index).sum().backward()
 [*found, held.clone(), held is emb.weight.grad]
 
-# A gradient that is kept and assigned again
-opt.zero_grad()
-loss().backward()
-held = emb.weight.grad
-step(5)
-emb.weight.grad = held
-loss(1).backward()
-held.clone(), held is emb.weight.grad
-
 # A row of a gradient of zeros, set
 opt.zero_grad()
 (loss() + emb.weight.square().sum()).backward()
@@ -455,30 +343,6 @@ opt.zero_grad(set_to_none=False)
 array[31] = 0.5
 loss().backward()
 found, emb.weight.grad.clone()
-
-# Frozen between forward and backward
-opt.zero_grad()
-value = emb(ids).sum() + emb.weight.pow(2).sum() + query.sum()
-emb.requires_grad_(False)
-value.backward()
-emb.requires_grad_(True)
-emb.weight.grad is None
-
-# LightGCN
-for _ in range(3):
-    nodes = torch.cat([emb.weight, items.weight])
-    users, things = torch.split((nodes + torch.sparse.mm(graph, nodes)) / 2, [40, 30])
-    score = (users[ids[0]] * things[ids[1] % 30]).sum(1)
-    opt.zero_grad()
-    (F.softplus(-score).mean() + 0.01 * emb(ids[0]).square().sum()).backward()
-    opt.step()
-
-# Several forwards, one backward
-first, second = emb(ids), emb((ids + 10) % 40)
-opt.zero_grad()
-(first.sum() * second.mean()).backward()
-opt.step()
-first.detach(), second.detach()
 
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
