@@ -28,7 +28,6 @@ FORMS = (
     (torch.float8_e4m3fn, torch.uint8),
     (torch.float8_e5m2, torch.bfloat16),
 )
-ROWS, DIM = 60, 32
 
 
 @functools.cache

@@ -168,6 +168,7 @@ WRITE = parse(
     """
 nn.init.uniform_(emb.weight, -0.1, 0.1)
 nn.init.normal_(emb.weight, std=0.02)
+nn.init.xavier_uniform_(emb.weight)
 nn.init.trunc_normal_(emb.weight, std=0.02)
 nn.init.orthogonal_(emb.weight)
 nn.init.sparse_(emb.weight, sparsity=0.1)

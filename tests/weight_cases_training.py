@@ -177,6 +177,14 @@ opt.state.pop(emb.weight, None)
 opt.state.clear()
 opt = make_opt(model.parameters())
 
+# weight_norm
+# refused: torch makes a new parameter of the weight, which cannot be one of the table; apply it to what the module returns
+model.emb = emb = nn.utils.parametrizations.weight_norm(Embedding(40, 6))
+opt = make_opt(model.parameters())
+for _ in range(2):
+    step()
+emb.weight, sorted(name for name, _ in emb.named_parameters())
+
 # Delete
 weight = emb.weight
 del emb.weight
@@ -305,6 +313,22 @@ for _ in range(3):
         p.data = kept[p]
     opt.step()
 
+# EMA of a deep copy
+average = copy.deepcopy(model)
+for _ in range(3):
+    step()
+    with torch.no_grad():
+        for a, p in zip(average.parameters(), model.parameters()):
+            a.mul_(0.9).add_(p, alpha=0.1)
+average.emb.weight, average.emb(ids)
+
+# AveragedModel
+average = torch.optim.swa_utils.AveragedModel(model)
+for _ in range(3):
+    step()
+    average.update_parameters(model)
+average.module.emb.weight, list(average.state_dict().values())[1]
+
 # Hooks see the gradient of all uses once: a clipped sum is no sum of clipped parts, and a step in a hook is one
 seen, own = [], make_opt([emb.weight])
 emb.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
@@ -343,6 +367,15 @@ opt.zero_grad(set_to_none=False)
 array[31] = 0.5
 loss().backward()
 found, emb.weight.grad.clone()
+
+# LightGCN
+for _ in range(3):
+    nodes = torch.cat([emb.weight, items.weight])
+    users, things = torch.split((nodes + torch.sparse.mm(graph, nodes)) / 2, [40, 30])
+    score = (users[ids[0]] * things[ids[1] % 30]).sum(1)
+    opt.zero_grad()
+    (F.softplus(-score).mean() + 0.01 * emb(ids[0]).square().sum()).backward()
+    opt.step()
 
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
