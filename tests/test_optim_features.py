@@ -258,6 +258,9 @@ def test_refused() -> None:
         opt.step()
     assert torch.equal(other.weight, before)
     assert opt.param_groups[0]["params"] == list(other.parameters())
+    plain = st.Embedding(sum(SIZES), DIM, dtype=torch.float64)
+    with pytest.raises(OptimizerError, match="a MultiEmbedding of the same features"):
+        torch.optim.Adam(plain.parameters()).load_state_dict(state)
     with pytest.raises(InvalidValueError, match="assign the weight of a MultiEmbedding of the same features"):
         other.weight = emb.weight
     same = multi()

@@ -229,6 +229,20 @@ def test_a_step_within_a_step(decaying: Twins) -> None:
     decaying.assert_same()
 
 
+@pytest.mark.parametrize("where", ["pre", "post"])
+def test_a_look_in_a_step_within_a_step(decaying: Twins, where: str) -> None:
+    emb, opt = decaying.ours, decaying.opt
+    seen: list[bool] = []
+    register = getattr(opt, f"register_step_{where}_hook")
+    register(lambda *_: seen.append(torch.equal(emb.weight, emb.table.torch())))
+    before = emb.weight.detach().clone()
+    decaying.train(decaying.batches(1))
+    assert seen == [True, True]
+    ids = decaying.batches(1)[0][0].unique()
+    assert torch.equal(emb.weight[ids], decaying.dense.weight[ids])
+    assert not torch.equal(emb.weight[ids], before[ids])
+
+
 def test_a_step_within_a_step_that_fails(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = decaying.batches(6)
     decaying.train(batches[:3])

@@ -178,16 +178,31 @@ class Late(RowOptimizer):
             state.setdefault("average", p.clone()).lerp_(p, 0.1)
 
 
-def test_state_that_is_made_later_than_in_any_trial_is_refused_when_it_is() -> None:
-    twins = Twins(Late)
+class Widens(RowOptimizer):
+    """Computes its state in double precision from its 41st step on."""
+
+    def update(self, p, g, state, group) -> None:
+        state["step"] = state.get("step", 0) + 1
+        m = state.get("m", torch.zeros_like(p))
+        state["m"] = m.lerp(g.to(m.dtype), 0.1) if state["step"] <= 40 else m.double()
+        p.sub_(state["m"].to(p.dtype), alpha=group["lr"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Late, "Late made state 'average' that it did not make in a trial of 24 steps"),
+        (Widens, r"state 'm' became \(\d+, 16\) torch.float64 for \d+ rows but its plane"),
+    ],
+)
+def test_state_that_changes_later_than_any_trial_is_refused_when_it_does(kind: Any, message: str) -> None:
+    twins = Twins(kind)
     batches = twins.batches(41)
     twins.train(batches[:40])
     twins.assert_same()
     before = twins.ours.table.torch().clone()
     for _ in range(2):  # and again: the row of the step is not lost in silence
-        with pytest.raises(
-            OptimizerError, match="Late made state 'average' that it did not make in a trial of 24 steps"
-        ):
+        with pytest.raises(OptimizerError, match=message):
             twins.train(batches[40:])
         assert torch.equal(twins.ours.table.torch(), before)
 
