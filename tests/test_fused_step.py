@@ -255,6 +255,7 @@ ORDINARY: dict[str, Make] = {
     "subclass": lambda params: Subclass(params, 0.01),
     "adamax": lambda params: torch.optim.Adamax(params, 0.01),
     "lr-tensor": lambda params: Adam(params, torch.tensor(0.01)),
+    "lr-numpy": lambda params: Adam(params, np.float64(0.01)),
     "capturable": lambda params: Adam(params, 0.01, capturable=True),
     "differentiable": lambda params: Adam(params, 0.01, differentiable=True, foreach=False),
     "too-large": lambda params: SGD(params, 0.1, weight_decay=1e39),
