@@ -376,6 +376,15 @@ def test_the_rows_used_most():
     assert [seen(policy, 2) for _ in range(4)] == [False, False, False, True]  # no further apart than `every`
 
 
+def test_what_is_long_ago_counts_less():
+    policy = LfuPolicy(CPU, every=1, decay=0.5)
+    seen(policy, *[7] * 8)
+    assert policy.choose(1).tolist() == [7]
+    for expected in (7, 4, 4):
+        seen(policy, 4, 4, 4)
+        assert policy.choose(1).tolist() == [expected]
+
+
 def test_rows_used_about_equally_often_do_not_take_turns():
     policy = LfuPolicy(CPU, every=1, decay=1.0)
     for used, cached_row in (([7] * 8, 7), ([4] * 9, 7), ([4] * 2, 4)):
