@@ -176,9 +176,9 @@ nn/new_rows.py: sizing
 nn/sizing.py: sizing
 - self.total_bytes - self.weight_bytes - self.scale_bytes
 + self.total_bytes - self.weight_bytes + self.scale_bytes
-nn/subclasses.py: optim_sparse
-- return ours if cls is _DENSE[ours] else _subclass(
-+ return _subclass(
+nn/subclasses.py: nn_replace
+- return ours if cls is _DENSE[ours] else subclass_of(
++ return subclass_of(
 nn/vocabulary_module.py: vocabulary
 - find_rows(id_space, ids, training and self.training,
 + find_rows(id_space, ids, training or self.training,

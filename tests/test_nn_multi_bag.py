@@ -323,6 +323,10 @@ def but(**parts: Any) -> dict[str, Any]:
         (Jagged(PAIR[0], torch.arange(4), ["seen", "who", "seen", "when"]), "feature 'seen' twice"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3]), [*FEATURES]), "ids has 4 offsets"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 9]), [*FEATURES]), "offsets of feature 'when' go to 9"),
+        (
+            Jagged(PAIR[0], torch.tensor([0, 2, *[1] * 6, 3]), [*FEATURES]),
+            r"offsets\[2\] of feature 'seen' is 1 after 2",
+        ),
         (Jagged(PAIR[0], torch.tensor([0, 2, 1, 3, 3]), [*FEATURES]), r"offsets\[2\] of feature 'who' is 1 after 2"),
         (Jagged(PAIR[0], torch.tensor([0, 1, 2, 3, 3]), [*FEATURES], torch.ones(3)), "feature 'who' has weights but"),
     ],
