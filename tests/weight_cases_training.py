@@ -17,6 +17,7 @@ emb.weight.grad.norm(), emb.weight.grad.norm(dim=1), torch.norm(emb.weight.grad,
 emb.weight.grad[3], emb.weight.grad[ids], emb.weight.grad[index], emb.weight.grad[mask], emb.weight.grad[2:9, 1]
 emb.weight.grad.sum(0), emb.weight.grad.mean(), emb.weight.grad.std(), (emb.weight.grad != 0).any(1).nonzero()
 emb.weight.grad.isnan().any(), torch.isfinite(emb.weight.grad).all(), bool((emb.weight.grad > 0).any())
+emb.weight.grad.clone(), emb.weight.grad.detach().cpu().numpy(), emb.weight.grad.tolist(), emb.weight.grad.data[3]
 emb.weight.grad * 2, emb.weight.grad + emb.weight.detach(), emb.weight.grad.flatten(), emb.weight.grad.t() @ emb.weight.grad
 F.cosine_similarity(emb.weight.grad, emb.weight.detach()), torch.dot(emb.weight.grad.view(-1), full.view(-1))
 torch.cat([p.grad.flatten() for p in model.parameters()]), [p.grad.norm().item() for p in model.parameters()]
@@ -28,8 +29,11 @@ nn.utils.clip_grad_norm_(model.parameters(), 0.1)
 nn.utils.clip_grad_norm_(emb.parameters(), 0.05, norm_type=1), nn.utils.clip_grad_norm_(items.weight, 1.0, norm_type="inf")
 nn.utils.clip_grad_value_(model.parameters(), 0.02)
 emb.weight.grad[3] = 0
+emb.weight.grad[mask] = 0.0
 emb.weight.grad[~mask] *= 0.5
+emb.weight.grad *= 0.5
 emb.weight.grad.mul_(mask[:, None])
+emb.weight.grad.data.mul_(0.1)
 emb.weight.grad.data[5] = 1.0
 emb.weight.grad.div_(2).clamp_(-0.1, 0.1)
 emb.weight.grad.zero_()
@@ -37,6 +41,8 @@ emb.weight.grad[30].fill_(0.5)
 emb.weight.grad.add_(full, alpha=0.01)
 emb.weight.grad += 0.1 * emb.weight.detach()
 emb.weight.grad.copy_(full)
+emb.weight.grad.nan_to_num_(nan=0.0)
+emb.weight.grad.sign_()
 torch.nan_to_num(emb.weight.grad, nan=0.0, posinf=1e5, neginf=-1e5, out=emb.weight.grad)
 torch.clamp(emb.weight.grad, -0.02, 0.02, out=emb.weight.grad), torch.mul(emb.weight.grad, 0.5, out=emb.weight.grad)
 torch.add(emb.weight.grad, full, alpha=0.01, out=emb.weight.grad)
@@ -60,6 +66,19 @@ emb.weight.grad.index_fill_(0, frozen, 0)
 # Every gradient by torch._foreach
 torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
 
+# Keep a gradient, zero it, put it back
+saved = [p.grad.clone() for p in model.parameters()]
+opt.zero_grad()
+loss().backward()
+for p, grad in zip(model.parameters(), saved):
+    p.grad.copy_(grad)
+
+# Conflicting gradients of two tasks
+first = emb.weight.grad.clone()
+opt.zero_grad()
+(2 * loss()).backward()
+emb.weight.grad -= first * (emb.weight.grad * first).sum() / first.norm() ** 2
+
 # A second backward adds
 loss().backward()
 emb.weight.grad
@@ -68,6 +87,18 @@ emb.weight.grad
 emb.weight.pow(2).sum().backward()
 emb.weight.grad
 
+# Decoupled weight decay by hand
+with torch.no_grad():
+    emb.weight.mul_(1 - 0.01)
+opt.step()
+emb.weight.grad
+
+# A step by hand instead of the optimizer's
+with torch.no_grad():
+    for p in model.parameters():
+        p -= 0.1 * p.grad
+opt.zero_grad()
+emb.weight.detach()
 """,
 )
 
@@ -75,6 +106,10 @@ emb.weight.grad
 SWAP = parse(
     "swap",
     """
+# A new parameter, then the optimizer
+emb.weight = nn.Parameter(full.clone())
+opt = make_opt(model.parameters())
+emb.weight
 
 # A new parameter, with the optimizer made before
 # refused (copies): the old parameter has no rows of its own
@@ -89,11 +124,23 @@ emb.num_embeddings = len(emb.weight)
 opt = make_opt(model.parameters())
 emb(torch.tensor([40, 43])), emb.weight.shape
 
+# More rows by .data, before the optimizer
+emb.weight.data = torch.cat([emb.weight.data, rows])
+opt = make_opt(model.parameters())
+emb(torch.tensor([40, 43])), emb.weight.shape
+
 # Copy into another module
 twin = Embedding(40, 6)
 twin.weight.data.copy_(emb.weight.data)
 twin.load_state_dict(emb.state_dict())
 twin.weight
+
+# Copy from torch.nn and back
+dense = nn.Embedding(40, 6)
+emb.weight.data.copy_(dense.weight.data)
+step()
+dense.weight.data.copy_(emb.weight.data)
+dense.weight
 
 # Share one weight between two embeddings
 twin = Embedding(40, 6)
@@ -125,6 +172,13 @@ emb.weight.requires_grad_(False)
 step()
 emb.weight.requires_grad, emb.weight.grad
 
+# Freeze and thaw
+emb.weight.requires_grad = False
+step()
+emb.weight.requires_grad = True
+step()
+emb.weight
+
 # Frozen by detach_, and thawed
 found = emb.weight.detach_() is emb.weight, emb.weight.requires_grad, emb(ids).requires_grad
 emb.weight.mul_(0.5)
@@ -132,10 +186,29 @@ emb.weight.requires_grad_()
 step()
 found
 
+# Penalty on a frozen table
+emb.requires_grad_(False)
+(emb.weight.pow(2).sum() + loss()).backward()
+emb.weight.grad
+
+# Parameter groups
+opt = make_opt([{"params": [emb.weight], "lr": 0.02}, {"params": [items.weight, query]}])
+step()
+
 # Add a parameter group
 opt = make_opt([query, items.weight])
 opt.add_param_group({"params": [emb.weight], "lr": 0.02})
 step()
+
+# Two optimizers
+opt = make_opt([emb.weight])
+other = make_opt([items.weight, query])
+for _ in range(3):
+    opt.zero_grad()
+    other.zero_grad()
+    loss().backward()
+    opt.step()
+    other.step()
 
 # A subclass with its own reset_parameters
 class Scaled(Embedding):
@@ -147,12 +220,25 @@ model.emb = emb = Scaled(40, 6, padding_idx=1)
 opt = make_opt(model.parameters())
 emb.weight
 
+# A subclass with its own forward
+class Scaled(Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * self.embedding_dim**0.5
+model.emb = emb = Scaled(40, 6)
+nn.init.normal_(emb.weight, std=0.1)
+opt = make_opt(model.parameters())
+
 # A subclass that looks up by hand
 class ByHand(Embedding):
     def forward(self, ids):
         return F.embedding(ids, self.weight, self.padding_idx)
 model.emb = emb = ByHand(40, 6, padding_idx=0)
 opt = make_opt(model.parameters())
+
+# from_pretrained
+model.emb = emb = Embedding.from_pretrained(full.clone(), freeze=False)
+opt = make_opt(model.parameters())
+emb.weight
 
 # The padding row of a whole-table use
 model.emb = emb = Embedding(40, 6, padding_idx=3)
@@ -172,10 +258,70 @@ for _ in range(3):
     opt.step()
 bag.weight, bag(ids), (query @ bag.weight.T).shape, F.embedding_bag(ids, bag.weight)
 
+# EmbeddingBag with weights of samples
+bag = EmbeddingBag(40, 6, mode="sum")
+bag.weight.data = full.clone()
+model.bag = bag
+opt = make_opt(model.parameters())
+bag(ids, per_sample_weights=ids * bias[0]).sum().backward()
+bag.weight.grad[2] = 0
+opt.step()
+bag.weight
+
+# A deep copy
+copied = copy.deepcopy(model)
+copied.emb.weight.data.add_(1.0)
+copied.emb.weight, emb.weight, copied.emb.weight is emb.weight
+
+# A deep copy of the weight
+copied = copy.deepcopy(emb.weight)
+copied.data.zero_()
+copied, emb.weight, isinstance(copied, nn.Parameter)
+
+# Pickle
+copied = pickle.loads(pickle.dumps(emb))
+copied.weight.data[0] = 1.0
+copied.weight, emb.weight
+
+# Pickle the weight
+copied = pickle.loads(pickle.dumps(emb.weight))
+copied, emb.weight
+
+# torch.save and torch.load of a state dict
+file = io.BytesIO()
+torch.save(model.state_dict(), file)
+file.seek(0)
+emb.weight.data.zero_()
+model.load_state_dict(torch.load(file))
+
+# torch.save and torch.load of a module
+file = io.BytesIO()
+torch.save(emb, file)
+file.seek(0)
+torch.load(file, weights_only=False).weight
+
+# State of the optimizer
+opt.state[emb.weight] if emb.weight in opt.state else None
+
 # State of the optimizer, cleared
 opt.state.pop(emb.weight, None)
 opt.state.clear()
 opt = make_opt(model.parameters())
+
+# half and back
+model.half().double() if emb.weight.dtype == torch.float64 else model.double().float()
+opt = make_opt(model.parameters())
+emb.weight
+
+# functional_call
+swapped = torch.func.functional_call(model.emb, {"weight": full * 2}, (ids,))
+swapped.sum(), emb(ids)
+
+# functional_call with gradients
+inner = {"weight": (emb.weight * 2)}
+torch.func.functional_call(emb, inner, (ids,)).square().sum().backward()
+opt.step()
+emb.weight
 
 # weight_norm
 # refused: torch makes a new parameter of the weight, which cannot be one of the table; apply it to what the module returns
@@ -185,12 +331,39 @@ for _ in range(2):
     step()
 emb.weight, sorted(name for name, _ in emb.named_parameters())
 
+# A parametrization
+class Double(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+nn.utils.parametrize.register_parametrization(emb, "weight", Double())
+opt = make_opt(model.parameters())
+step()
+nn.utils.parametrize.remove_parametrizations(emb, "weight")
+opt = make_opt(model.parameters())
+emb.weight
+
+# spectral_norm
+model.emb = emb = nn.utils.parametrizations.spectral_norm(Embedding(40, 6))
+emb.weight
+
 # Delete
 weight = emb.weight
 del emb.weight
 hasattr(emb, "weight"), list(emb.parameters())
 emb.weight = weight
 emb.weight is weight
+
+# register_parameter
+emb.register_parameter("weight", nn.Parameter(full.clone()))
+opt = make_opt(model.parameters())
+emb.weight, emb(ids)
+
+# A penalty list made in __init__
+penalised = [("emb", emb.weight), ("items", items.weight)]
+for _ in range(3):
+    opt.zero_grad()
+    (loss() + sum(0.1 * w.square().sum() for _, w in penalised)).backward()
+    opt.step()
 
 # A buffer of gradients, filled after it is assigned
 opt.zero_grad()
@@ -278,6 +451,17 @@ torch.autograd.grad(loss(), [emb.weight, query]), emb.weight.grad
 
 torch.autograd.grad(emb(ids).sum(), list(model.parameters()), allow_unused=True)
 
+# autograd.grad by hand into .grad
+opt.zero_grad()
+for p, grad in zip(model.parameters(), torch.autograd.grad(loss(), list(model.parameters()))):
+    p.grad = grad
+opt.step()
+
+# A penalty on the gradient
+grad = torch.autograd.grad(loss(), emb.weight, create_graph=True)[0]
+(grad.square().sum() + loss()).backward()
+opt.step()
+
 loss().backward(inputs=[emb.weight])
 opt.step()
 query.grad
@@ -293,12 +477,43 @@ for _ in range(3):
             p -= 0.1 * p.grad
     model.zero_grad()
 
+# SGD by hand, through .data
+for _ in range(3):
+    model.zero_grad()
+    loss().backward()
+    for p in model.parameters():
+        p.data.add_(p.grad.data, alpha=-0.1)
+
 # SGD by hand, assigned
 for _ in range(3):
     loss().backward()
     for p in model.parameters():
         p.data = p.data - 0.1 * p.grad
         p.grad = None
+
+# Adam by hand
+mean = [torch.zeros_like(p) for p in model.parameters()]
+square = [torch.zeros_like(p) for p in model.parameters()]
+for t in range(1, 4):
+    model.zero_grad()
+    loss().backward()
+    for p, m, v in zip(model.parameters(), mean, square):
+        m.mul_(0.9).add_(p.grad, alpha=0.1)
+        v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+        p.data.addcdiv_(m / (1 - 0.9**t), (v / (1 - 0.999**t)).sqrt() + 1e-8, value=-0.05)
+
+# An optimizer of four lines
+class Plain(torch.optim.Optimizer):
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+opt = Plain(model.parameters(), 0.1)
+step()
 
 # SAM with the old weights kept
 for _ in range(3):
@@ -313,6 +528,16 @@ for _ in range(3):
         p.data = kept[p]
     opt.step()
 
+# Lookahead
+slow = [p.detach().clone() for p in model.parameters()]
+for _ in range(2):
+    for _ in range(3):
+        step()
+    with torch.no_grad():
+        for p, s in zip(model.parameters(), slow):
+            s.add_(p - s, alpha=0.5)
+            p.copy_(s)
+
 # EMA of a deep copy
 average = copy.deepcopy(model)
 for _ in range(3):
@@ -322,12 +547,42 @@ for _ in range(3):
             a.mul_(0.9).add_(p, alpha=0.1)
 average.emb.weight, average.emb(ids)
 
+# EMA put in for evaluation, and the weights put back
+shadow = {name: p.data.clone() * 0.5 for name, p in model.named_parameters()}
+backup = {}
+for name, p in model.named_parameters():
+    backup[name] = p.data
+    p.data = shadow[name]
+evaluated = emb(ids)
+for name, p in model.named_parameters():
+    p.data = backup[name]
+evaluated, emb(ids)
+
 # AveragedModel
 average = torch.optim.swa_utils.AveragedModel(model)
 for _ in range(3):
     step()
     average.update_parameters(model)
 average.module.emb.weight, list(average.state_dict().values())[1]
+
+# A target network
+target = copy.deepcopy(model).requires_grad_(False)
+for _ in range(3):
+    step()
+    for t, p in zip(target.parameters(), model.parameters()):
+        t.data.copy_(0.9 * t.data + 0.1 * p.data)
+target.emb.weight, target.emb(ids)
+
+# Renormalise after each step (TransE)
+for _ in range(3):
+    step()
+    emb.weight.data = F.normalize(emb.weight.data, p=2, dim=-1)
+
+# Renormalise in place after each step
+for _ in range(3):
+    step()
+    with torch.no_grad():
+        emb.weight.div_(emb.weight.norm(dim=-1, keepdim=True))
 
 # Hooks see the gradient of all uses once: a clipped sum is no sum of clipped parts, and a step in a hook is one
 seen, own = [], make_opt([emb.weight])
@@ -342,6 +597,10 @@ for _ in range(3):
 opt = make_opt([nn.Parameter(torch.zeros(1))])
 seen, int(own.state[emb.weight]["step"])
 
+# A hook and autograd.grad
+emb.weight.register_hook(lambda grad: grad * 3)
+torch.autograd.grad(emb(ids).sum() + emb(index).pow(2).sum(), emb.weight)[0]
+
 # A gradient that is held goes on
 opt.zero_grad()
 emb(ids).sum().backward()
@@ -354,6 +613,15 @@ found += [held.clone(), held is emb.weight.grad]
 emb.zero_grad()
 emb(index).sum().backward()
 [*found, held.clone(), held is emb.weight.grad]
+
+# A gradient that is kept and assigned again
+opt.zero_grad()
+loss().backward()
+held = emb.weight.grad
+step(5)
+emb.weight.grad = held
+loss(1).backward()
+held.clone(), held is emb.weight.grad
 
 # A row of a gradient of zeros, set
 opt.zero_grad()
@@ -368,6 +636,20 @@ array[31] = 0.5
 loss().backward()
 found, emb.weight.grad.clone()
 
+# Frozen between forward and backward
+opt.zero_grad()
+value = emb(ids).sum() + emb.weight.pow(2).sum() + query.sum()
+emb.requires_grad_(False)
+value.backward()
+emb.requires_grad_(True)
+emb.weight.grad is None
+
+# The whole table in a loop
+for _ in range(3):
+    opt.zero_grad()
+    (F.cross_entropy(emb(ids[:, 0]) @ emb.weight.T, ids[:, 1]) + loss()).backward()
+    opt.step()
+
 # LightGCN
 for _ in range(3):
     nodes = torch.cat([emb.weight, items.weight])
@@ -376,6 +658,50 @@ for _ in range(3):
     opt.zero_grad()
     (F.softplus(-score).mean() + 0.01 * emb(ids[0]).square().sum()).backward()
     opt.step()
+
+# Two steps without zero_grad
+loss().backward()
+opt.step()
+opt.step()
+emb.weight.grad
+
+# Steps without a backward
+opt.step()
+opt.zero_grad()
+opt.step()
+
+# The gradient is there after a step
+opt.zero_grad()
+loss().backward()
+opt.step()
+emb.weight.grad
+
+# Gradients pile up over steps
+for _ in range(3):
+    loss().backward()
+    opt.step()
+emb.weight.grad
+
+# zero_grad(set_to_none=False)
+for _ in range(3):
+    opt.zero_grad(set_to_none=False)
+    loss().backward()
+    opt.step()
+emb.weight.grad
+
+# Accumulate over batches
+for _ in range(2):
+    opt.zero_grad()
+    for part in (ids[:1], ids[1:], (ids + 20) % 40):
+        emb(part).square().sum().backward()
+    opt.step()
+
+# Several forwards, one backward
+first, second = emb(ids), emb((ids + 10) % 40)
+opt.zero_grad()
+(first.sum() * second.mean()).backward()
+opt.step()
+first.detach(), second.detach()
 
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -388,6 +714,46 @@ kept = out.detach().clone()
 (out.sum() + loss()).backward()
 opt.step()
 torch.equal(out, kept)
+
+# A backward whose gradient is discarded
+(100 * loss()).backward()
+opt.zero_grad()
+step()
+
+# Backward twice through one graph
+opt.zero_grad()
+value = loss()
+value.backward(retain_graph=True)
+value.backward()
+opt.step()
+emb.weight.grad
+
+# A closure
+def closure():
+    opt.zero_grad()
+    value = loss()
+    value.backward()
+    return value
+opt.step(closure).item()
+
+# A scheduler
+scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
+for _ in range(3):
+    step()
+    scheduler.step()
+
+# Gradients of the table by finite differences
+step()
+before = loss().item()
+emb.weight.data[ids[0, 0], 0] += 1e-3
+loss().item() - before
+
+# Resume the optimizer
+step()
+saved = copy.deepcopy(opt.state_dict())
+opt = make_opt(model.parameters())
+opt.load_state_dict(saved)
+step()
 
 # opt.step() under a profiler's no_grad
 opt.zero_grad()

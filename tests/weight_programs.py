@@ -141,9 +141,9 @@ torch.utils.swap_tensors(query, nn.Parameter(torch.ones_like(query)))
 model.to(torch.float64); model.double(); model.cpu(); None
 """.strip().splitlines()
 
-# Not those of hooks, which `hooks` does not list; of gradients that torch keeps though rows are others; and of state
+# Not those of hooks, which `hooks` does not list; of gradients that torch keeps though rows or dtypes are others; and of state
 # that is read without asking for all of it first.
-_OTHERS = ("hook", "More rows", "State of the optimizer")
+_OTHERS = ("hook", "More rows", "half and back", "State of the optimizer")
 CHOSEN = [case for case in CASES if not (case.refused or any(words in case.title for words in _OTHERS))]
 PARTS = [part for case in CHOSEN for part in case.parts if "hook" not in part]
 LENGTH, NEAR, ANY = 16, 3, 2
