@@ -135,7 +135,7 @@ nn/bag_sums.py: nn_multi_bag
 + pass
 - sizes if padding is None else sizes - sizes
 + sizes if True else sizes - sizes
-nn/multi_bag.py: nn_multi_bag ranks/test_multi_bag_ranks.py
+nn/multi_bag.py: nn_multi_bag ranks/test_refusals.py cells
 - UsedFeatures(self._every() if whole else 0)
 + UsedFeatures(self._every())
 - super()._bits(self.features[name] for name in names)
@@ -170,10 +170,10 @@ nn/lookup_ops.py: nn_compile
 nn/multi.py: nn_multi
 - feature.load(module.weight.detach())
 + pass
-nn/new_rows.py: sizing
+nn/new_rows.py: planning_estimate
 - return self.dtype if storage_dtype is None else storage_dtype
 + return self.dtype
-nn/sizing.py: sizing
+nn/sizing.py: planning_estimate
 - self.total_bytes - self.weight_bytes - self.scale_bytes
 + self.total_bytes - self.weight_bytes + self.scale_bytes
 nn/subclasses.py: nn_replace
@@ -188,7 +188,7 @@ nn/weight_rows.py: growing
 tables/files.py: tables_files
 - key = names[0] if len(names) == 1 else "weight"
 + key = "weight"
-tables/growing.py: growing
+tables/growing.py: tables
 - if options.counts is not None:
 + if options.counts is None:
 tables/longer_files.py: growing
@@ -411,7 +411,7 @@ tables/chunks.py: tables
 tables/page_advice.py: tables_page_advice
 - compiled_module(_CALLS).ask_for(start, begins, ends, _PIECE_BYTES, mmap.MADV_WILLNEED)
 + pass
-tables/reserved.py: tables_growing
+tables/reserved.py: growing
 - os.ftruncate(self.number, after)
 + pass
 tables/row_cache.py: tables_cached

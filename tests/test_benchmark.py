@@ -1,18 +1,22 @@
-"""The core of the benchmarks: what is timed is right, and checked to be."""
+"""The benchmarks: what is timed is right, and checked to be; each suite runs small."""
 
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from speedtransfer.benchmark import methods
-from speedtransfer.benchmark.environment import commit_of, environment
+from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
+from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
+from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES, contenders
 from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.workload import Ids, Tables, distinct_ids, spread, workload, zipf_ids
-from speedtransfer.errors import HostMemoryError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
+from speedtransfer.page_cache import PagesStayError
 
 CPU = torch.device("cpu")
 FAST = {"turns": 1, "samples": 1, "min_sample_s": 0.0, "budget_s": 0.01}
@@ -90,14 +94,6 @@ def test_shares_and_the_way_through_json():
     assert GroupResult.from_json(data) == result
 
 
-def test_environment_names_machine_and_versions(tmp_path):
-    facts = environment(CPU)
-    assert not facts["cuda"]
-    assert facts["device"].startswith("CPU")
-    assert facts["versions"]["torch"] == torch.__version__
-    assert commit_of(tmp_path) == ("unknown", None)
-
-
 # --- workloads ----------------------------------------------------------------------------------------------------------
 
 
@@ -119,25 +115,6 @@ def test_zipf_ids_fall_as_one_over_the_rank(num_rows):
     assert first / second == pytest.approx(2, rel=0.1)
     places = spread(torch.arange(500), num_rows)
     assert len(places.unique()) == 500
-
-
-@pytest.mark.parametrize("memory", ["pageable", "mmap"])
-def test_tables_show_one_memory_as_rows_of_any_width(memory):
-    tables = Tables(CPU)
-    wide, narrow = tables.table(memory, 1 << 16, 128), tables.table(memory, 1 << 16, 1)
-    assert (wide.torch().shape, narrow.torch().shape) == ((128, 128), (16384, 1))
-    assert wide.memory == narrow.memory == memory
-    assert wide.torch().data_ptr() == narrow.torch().data_ptr()
-    assert len(narrow.torch().view(torch.int32).unique()) > 16300, "no two rows are alike, or hardly"
-    assert wide.path is None or not wide.path.parent.exists(), "nothing stays behind, whatever happens"
-
-
-def test_batches_for_scatter_name_no_row_twice():
-    work = workload(Tables(CPU).table("pageable", 1 << 16, 16), 500, "zipf", repeats=False)
-    assert {len(ids.host) for ids in work.sets} == {len(work.rows)}
-    assert all(len(ids.host.unique()) == len(ids.host) for ids in work.sets)
-    assert len(work.sets) >= 3
-    assert not torch.equal(work.sets[0].host, work.sets[1].host)
 
 
 # --- methods ------------------------------------------------------------------------------------------------------------
@@ -180,3 +157,266 @@ def test_methods_that_cross_are_right_without_a_device(work, direction, monkeypa
     assert len(found) == 3
     for method in found:
         methods.as_case(method, work, direction).check()
+
+
+# --- suites: each runs small, and its checks notice what is wrong -----------------------------------------------------
+
+
+ROWS = 4096  # of tables in files
+LAZY, EXACT, SPARSE, DENSE, MAPPED = (
+    "speedtransfer, pageable",
+    "speedtransfer, pageable, idle=exact",
+    "nn.Embedding(sparse=True) + SparseAdam",
+    "nn.Embedding + AdamW",
+    "speedtransfer, mmap",
+)
+READS = ["reads of the same pages on 1 thread", "reads of the same pages on 32 threads"]
+AHEAD = ["without prefetch", *(f"prefetch, depth {depth}" for depth in (1, 2, 4)), "table in memory", *READS]
+OURS, COPIES = (
+    ["speedtransfer", "speedtransfer, check=False", "engine: host", "engine: reference"],
+    ["memcpy", "copy past the cache"],
+)
+MOVES = {
+    "gather": [*OURS, "index_select(out=)", "t[idx]", *COPIES],
+    "scatter": [*OURS, "index_copy_", "t[idx] = rows", *COPIES],
+}
+# The options of a small run, and the cases of each group. What fits beside the others in little memory depends on the rows.
+RUNS = {
+    "step": ({"rows": 300}, [[LAZY, SPARSE, DENSE, MAPPED], [LAZY, SPARSE], [LAZY], [LAZY, EXACT, SPARSE, BY_HAND],
+             [LAZY, EXACT, SPARSE, DENSE]]),
+    "memory": ({"rows": 20_000}, [[LAZY, SPARSE, DENSE]]),
+    "precision": ({"rows": 300}, [[form.name for form in precision.FORMS[::3]]]),
+    "lookup": ({"rows": 500}, [[lookup.OURS, lookup.MODULE, lookup.FUNCTION]] * 3),
+    "prefetch": ({"rows": ROWS}, [AHEAD] * 2),
+    "transfer": ({"rows": 200, "table_bytes": 1 << 18}, [MOVES["gather"], MOVES["scatter"]] * 5),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """Few bytes, steps and lookups, and no processes."""
+    monkeypatch.setattr(step, "_QUICK_BYTES", 2.3e6)
+    for name in ("HISTORY", "QUICK_HISTORY"):
+        monkeypatch.setattr(step, name, 30)
+    monkeypatch.setattr(precision, "_QUICK_STEPS", 6)
+    monkeypatch.setattr(precision, "_QUICK_BATCHES", (16,))
+    monkeypatch.setattr(prefetch, "QUICK", prefetch.Sizes(examples=4, warm=5, steps=2, turns=1))
+    monkeypatch.setattr(cache, "_QUICK_LOOKUPS", 1000)
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    monkeypatch.setattr(memory, "in_process", lambda function, *arguments: function(*arguments))
+
+
+def drops_pages():
+    """Skip a test where pages of files cannot be dropped."""
+    try:
+        ColdTables(ROWS, seed=0).files.drop()
+    except PagesStayError as error:
+        pytest.skip(str(error))
+
+
+def run_all(groups):
+    """Measure every group once; return the names of the cases that ran in each."""
+    assert len({group.title for group in groups}) == len(groups)
+    return [[case.name for case in measure(group, CPU, **FAST).ran] for group in groups]
+
+
+@pytest.mark.parametrize("suite", RUNS)
+def test_each_runs_small(suite, in_this_process, monkeypatch):
+    """Contenders run and pass their checks; groups take options of others."""
+    options, names = RUNS[suite]
+    monkeypatch.setattr(precision, "FORMS", precision.FORMS[::3])
+    if suite == "prefetch":
+        drops_pages()
+    assert run_all(SUITES[suite].groups(CPU, True, **options, seed=1, whatever=1)) == names
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_sizes_are_checked(suite):
+    module = SUITES[suite].module
+    groups = module.groups(CPU, False, rows=1000, table_bytes=100_000)
+    assert len({group.title for group in groups}) == len(groups)
+    assert module.NOTE
+    with pytest.raises(InvalidValueError, match="rows is -1"):
+        module.groups(CPU, True, rows=-1)
+    with pytest.raises(InvalidTypeError, match=r"rows is 1\.5"):
+        module.groups(CPU, True, rows=1.5)
+
+
+# --- step ---------------------------------------------------------------------------------------------------------------
+
+
+def taken_of(experiment, number):
+    """A case of an experiment after its first step, and the step."""
+    small = [group for group in step.groups(CPU, True, rows=300) if group.params["experiment"] == experiment]
+    case = small[0].make()[number]
+    case.run()
+    return case, case.run.__self__
+
+
+@pytest.mark.parametrize(
+    ("experiment", "number"),
+    [
+        ("size", 0),
+        ("size", 2),
+        ("small step", 3),
+        ("idle rows", 1),
+    ],
+)
+def test_a_wrong_step_is_noticed(experiment, number):
+    case, taken = taken_of(experiment, number)
+    row, emb = taken.task.checked[0].flatten()[0], taken.model.tables[0]
+    (emb.table.torch() if case.role == "ours" else emb.weight.data)[row] += 1e-3
+    with pytest.raises(AssertionError, match="not close"):
+        case.check()
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_step_that_changes_other_rows_is_noticed(number):
+    case, taken = taken_of("size", number)
+    touched, emb = taken.task.touched, taken.model.tables[0]
+    idle = touched[~torch.isin(touched, taken.task.checked[0])][0]
+    (emb.table.torch() if case.role == "ours" else emb.weight.data)[idle] += 1e-6
+    if case.role == "ours":
+        with pytest.raises(AssertionError, match="rows that it does not touch"):
+            case.check()
+    else:
+        case.check()  # a dense optimizer may
+
+
+def test_new_ids_have_missed_steps():
+    """Before those that are timed all rows are touched, and then most are idle for long."""
+    case, taken = taken_of("idle rows", 1)
+    case.check()
+    last = taken.model.tables[0].table.read(torch.arange(300), ["idle.last_step"])["idle.last_step"]
+    assert last.max() == 1 + 14 + 30
+    assert len(last.unique()) > 5
+
+
+# --- precision and lookup -----------------------------------------------------------------------------------------------
+
+
+def test_a_training_that_goes_wrong_is_noticed():
+    """All forms begin with the same model and see the same batches."""
+    plain, _, more, _, far, *_ = (case.run.__self__ for case in precision._cases(CPU, 500, 64, 4, 0))
+    for training in (plain, far):
+        training.run()
+    assert plain.data is far.data
+    plain.check()
+    assert plain.figures["table_bytes"] == 3 * 500 * ROW_BYTES == plain.memory["host_bytes"]
+    far.reached["FP32"] = 0.1
+    with pytest.raises(AssertionError, match=r"FP32 with 0\.1000"):
+        far.check()
+    assert far.figures["moved_bytes"] / plain.figures["moved_bytes"] == 0.2578125
+    more.run()
+    more.model.rows.table.add_plane("more", 1)
+    with pytest.raises(AssertionError, match="holds"):
+        more.check()
+
+
+def test_wrong_rows_of_a_lookup_are_noticed():
+    lookups = lookup.Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
+    with pytest.raises(AssertionError, match="not those"):
+        lookups.check()
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_memory_of_a_table_in_a_process_of_its_own():
+    """With more rows than one step takes."""
+    taken = memory.measured(LAZY, "AdamW", 50_000, CPU)
+    planes = PLANES["AdamW"] * 50_000 * ROW_BYTES
+    assert planes <= taken["host_bytes"] <= planes + memory._BUFFERS_BYTES
+    assert taken["device_bytes"] == 0
+    with pytest.raises(HostMemoryError, match=r"failed: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB"):
+        memory.measured(LAZY, "AdamW", 10**12, CPU)
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken", "problem"),
+    [
+        (10_000_000, 1.06, r"6\.0% beyond the 15,360,000,000 of its planes"),
+        (1_000_000, 0.94, "the measurement is wrong"),
+    ],
+)
+def test_what_a_table_may_take(monkeypatch, rows, taken, problem):
+    asked = []
+
+    def measured(contender, optimizer, rows, device):
+        asked.append(contender)
+        planes = next(one.planes for one in contenders(device, optimizer) if one.name == contender)
+        return {"host_bytes": int(taken * planes * rows * ROW_BYTES), "device_bytes": 0}
+
+    def run_and_check(case):
+        case.run()
+        case.run()
+        case.check()
+
+    monkeypatch.setattr(memory, "measured", measured)
+    for case in memory.groups(CPU, False, rows=rows)[0].make():
+        if problem and (case.role == "ours" or taken < 1) and (taken > 1 or "mmap" not in case.name):
+            with pytest.raises((AssertionError, memory.MeasurementError), match=problem):
+                run_and_check(case)
+        else:
+            run_and_check(case)
+    assert asked == [LAZY, SPARSE, DENSE, MAPPED]  # once each
+    assert memory.with_page_locked(150, 1000) == memory.with_page_locked(1150, 1000) == 1150
+
+
+# --- tables in files ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    """Small ones, where pages can be dropped."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    drops_pages()
+    return ColdTables(ROWS, seed=0)
+
+
+def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, monkeypatch):
+    file, in_memory = tables.in_file[0].table, tables.in_memory[0].table
+    assert tables.files.names == file.planes == in_memory.planes == ("weight", "exp_avg", "exp_avg_sq")
+    for table in (file, in_memory):
+        table.scatter([5], torch.full((1, DIM), 3.0))
+    assert tables.files.share_in_memory() > 0.9
+    tables.drop_pages()
+    assert tables.files.share_in_memory() < 0.01
+    assert all(torch.equal(file.stored(name), in_memory.stored(name)) for name in file.planes)
+    assert not list(tmp_path.glob("speedtransfer-*")), "nothing stays behind, whatever happens"
+    monkeypatch.setattr(TableFiles, "share_in_memory", lambda self: 0.5)
+    with pytest.raises(PagesStayError, match=r"50% of the pages .* TMPDIR"):
+        tables.drop_pages()
+    with pytest.raises(PagesStayError, match="'weight' lies in no file"):
+        TableFiles(in_memory)
+
+
+def test_as_many_batches_are_read_ahead_as_are_taken_and_a_wrong_row_is_noticed(tables, monkeypatch):
+    asked, used = [], SimpleNamespace(is_waiting=False, is_changed=lambda: False, part=None)
+    emb = type(tables.in_file[0])
+    monkeypatch.setattr(emb, "prefetch", lambda self, ids: asked.append(ids) or used)
+    method = prefetch._Runs(tables, prefetch._Dense(8, 4), prefetch.Sizes(4, 5, 6, 1), True, depth=4)
+    method.before()
+    assert len(asked) == 9
+    method.run()
+    assert len(asked) == 15
+    monkeypatch.setattr(emb, "forward", lambda self, ids: torch.zeros(4, prefetch.FIELDS, DIM))
+    with pytest.raises(AssertionError, match="not those of the table"):
+        method.check()
+
+
+def test_hits_of_a_cache_are_those_computed(tables, monkeypatch):
+    (group,) = cache.groups(CPU, True, rows=ROWS)
+    found = measure(group, CPU, **FAST)
+    by_counts, by_use = (found.cases[number].figures for number in (3, 4))
+    assert by_counts["hit_share"] == pytest.approx(by_counts["computed_share"], abs=0.02)
+    assert 0 < by_use["hit_share"] < 1
+    assert cache.describe(found, found.cases[0]) == ""
+    assert cache.describe(found, found.cases[4]).endswith("% computed")
+    monkeypatch.setattr(cache, "expected_unique", lambda *about: 1e6)
+    with pytest.raises(WrongResultError, match=r"hits where 0\.0% are computed"):
+        measure(group, CPU, **FAST)

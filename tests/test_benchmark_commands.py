@@ -13,7 +13,7 @@ import torch
 
 from speedtransfer.benchmark import commands
 from speedtransfer.benchmark.measure import EFFORT, Case, Group
-from speedtransfer.benchmark.report import group_table, groups_of, headlines, markdown, missing, plot, series_tables
+from speedtransfer.benchmark.report import group_table, groups_of, markdown, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import SUITES, Suite
@@ -133,15 +133,6 @@ def test_bad_input_is_one_line_before_anything_is_measured(run, tmp_path, monkey
     assert (tmp_path / "file").read_text() == "precious"
 
 
-def test_plots_without_matplotlib_name_the_extra(run, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setattr(commands, "run_suite", failing(RuntimeError("it measures")))
-    code, _, err = run("transfer", "--plot", "plots")
-    assert code == 2
-    assert "speedtransfer[plot]" in err
-    assert files(tmp_path) == []
-
-
 def test_a_group_that_fails_is_an_error_and_the_others_are_measured(run, only, tmp_path):
     bad = ours("bad method", failing(RuntimeError("a fault")))
     only(transfer=[group_of("a gather", bad), group_of("a scatter", Case("good method", lambda: None))])
@@ -207,12 +198,6 @@ def moved(row_bytes, kind="ways"):
     return GroupResult(title, params, [case(name, role, payload / rate, payload) for name, role, rate in rates])
 
 
-def steps(rows, experiment="size"):
-    """A group of suite `step`."""
-    cases = [case("speedtransfer, pinned", "ours", 3e-3), case("nn.Embedding + AdamW", seconds=9e-3)]
-    return GroupResult(f"AdamW step of {rows:,} rows", {"experiment": experiment, "rows": rows}, cases)
-
-
 def test_a_group_as_a_table():
     table = group_table(moved(512))
     assert table.header == ["", "GB/s", "of roof", "x speedtransfer", "median", "quartiles"]
@@ -220,44 +205,6 @@ def test_a_group_as_a_table():
     assert table.rows[0][:4] == ["one cudaMemcpy", "54.0", "roof", "0.93x"], "fastest first"
     assert table.ours == {"speedtransfer"}
     assert group_table(moved(512, "overhead")).header[-1] == "host"
-
-
-def test_columns_follow_what_a_group_is_about():
-    held = GroupResult("memory", {}, [case("ours", memory={"host_bytes": 5_100_000_000, "device_bytes": 10_000_000})])
-    assert group_table(held).header == ["", "host memory", "device memory"]
-    assert headlines(SUITES["memory"], [held]) == ["memory: ours 5.1 GB of the host, 10 MB of the device"]
-    alone = [CaseResult("lanes 4", "ours", 0, figures={"alone": 16.4, "words": 123456}), CaseResult("none", "ours", 0)]
-    table = group_table(GroupResult("rates", {}, alone))
-    assert (table.header, table.rows) == (["", "alone", "words"], [["lanes 4", "16.4", "123,456"]]), "without times"
-
-
-def test_series_put_groups_side_by_side():
-    (gather,) = series_tables(SUITES["transfer"], [moved(size) for size in (512, 64, 4096)])
-    assert gather.header == ["", "64", "512", "4,096"]
-    assert gather.rows[0] == ["speedtransfer", "50.0 (93%)", "50.0 (93%)", "50.0 (93%)"]
-    groups = [steps(rows) for rows in (10**6, 10**7, 10**8)]
-    groups[0].cases.append(case("in one group of three"))
-    groups[2].cases[1] = CaseResult("nn.Embedding + AdamW", "other", 0, error="out of memory")
-    (table,) = series_tables(SUITES["step"], groups)
-    assert table.rows[1:] == [["nn.Embedding + AdamW", "9.00 ms", "9.00 ms", ""]]
-    skipped = GroupResult("gather from mmap", {}, [], "no room on disk")
-    assert missing({"groups": [group.to_json() for group in [*groups, skipped]]}) == [
-        "gather from mmap: no room on disk",
-        "AdamW step of 100,000,000 rows, nn.Embedding + AdamW: out of memory",
-    ]
-
-
-def test_groups_that_stand_alone_have_a_sentence():
-    again = moved(512)  # of two groups of a series with one value the first is in it
-    again.title, again.params["headline"] = "another", True
-    overhead, other = headlines(SUITES["transfer"], [moved(512), moved(512, "overhead"), again])
-    assert overhead.startswith("overhead: 1,000 rows of 512 B: speedtransfer 10.2 us (50.0 GB/s, 93% of the roof); ")
-    assert "; t[idx].to(device) 50.0x (1.00 GB/s, 1.9% of the roof)" in overhead
-    assert other.startswith("another: ")
-    group = steps(1000, "idle rows")
-    group.cases[1].samples_s = [1e-3, 2e-3, 3e-3]
-    (line,) = headlines(SUITES["step"], [group])
-    assert line == "AdamW step of 1,000 rows: speedtransfer, pinned 3.00 ms; nn.Embedding + AdamW 0.67x (noisy)"
 
 
 @pytest.mark.parametrize("suite", SUITES)

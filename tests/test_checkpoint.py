@@ -132,28 +132,19 @@ def itself() -> list:
 Point = namedtuple("Point", "x y")
 
 
-class Text(str):
-    """A subclass, which would come back as a str."""
-
-
 @pytest.mark.parametrize(
     ("value", "words"),
     [
         (lambda: 0, r"extra\['deep'\]\[0\] is a builtins.function"),
         (object(), r"builtins.object, which a checkpoint cannot hold; convert it to plain data"),
-        (int, "builtins.type"),
         (Point(1, 2), "Point"),
-        (Text("x"), "Text"),
         (deque([1]), "deque"),
         (np.array(["a"]), "array of <U1"),
-        (np.array([None]), "array of object"),
-        (np.datetime64("2020"), "datetime64"),
         (torch.eye(2).to_sparse(), r"torch.sparse_coo tensor"),
         (torch.empty(2, device="meta"), "on meta"),
         (2**20000, "integer of 20001 bits"),
         ({torch.ones(1): 1}, "tensor as a key"),
         (itself(), "deeper than 100 levels"),
-        ({Point(1, 2): 1}, r"key extra\['deep'\]\[0\]\[Point\(x=1, y=2\)\] is a"),
     ],
     ids=lambda v: v if isinstance(v, str) else type(v).__name__,
 )
@@ -239,6 +230,15 @@ def test_keys_may_be_renamed_by_hooks(tmp_path: Path) -> None:
     assert torch.equal(first[0].table.torch(), second[0].table.torch())
 
 
+SCHEDULERS = {
+    "lambda": lambda opt: lr.LambdaLR(opt, lambda step: 0.9**step),
+    "multi-step": lambda opt: lr.MultiStepLR(opt, [1, 2, 2]),
+    "one-cycle": lambda opt: lr.OneCycleLR(opt, 0.1, total_steps=20),
+    "sequential": lambda opt: lr.SequentialLR(opt, [lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)], [2]),
+    "plateau": lambda opt: lr.ReduceLROnPlateau(opt, patience=0),
+}
+
+
 def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> None:
     emb = st.Embedding(6, 2)
     opt = torch.optim.SGD(emb.parameters(), lr=1.0)
@@ -250,36 +250,6 @@ def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> Non
     opt.step()
     start[1] -= 1
     assert torch.equal(emb.table.torch(), start)
-
-
-def test_a_numpy_generator_and_a_plain_sampler(model: nn.Module, tmp_path: Path) -> None:
-    class Sampler:
-        def __init__(self) -> None:
-            self.state: Any = {"seen": [1, (2, 3)], "at": torch.arange(3)}
-
-        def state_dict(self) -> Any:
-            return self.state
-
-        def load_state_dict(self, state: Any) -> None:
-            self.state = state
-
-    generator, sampler = np.random.default_rng(4), Sampler()
-    st.save_checkpoint(tmp_path, model, generator=generator, sampler=sampler, nothing=None)
-    expected = generator.random(3)
-    other = Sampler()
-    other.state = None
-    st.load_checkpoint(tmp_path, model, generator=generator, sampler=other)
-    np.testing.assert_array_equal(generator.random(3), expected)
-    assert digest(other.state) == digest(sampler.state)
-
-
-SCHEDULERS = {
-    "lambda": lambda opt: lr.LambdaLR(opt, lambda step: 0.9**step),
-    "multi-step": lambda opt: lr.MultiStepLR(opt, [1, 2, 2]),
-    "one-cycle": lambda opt: lr.OneCycleLR(opt, 0.1, total_steps=20),
-    "sequential": lambda opt: lr.SequentialLR(opt, [lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)], [2]),
-    "plateau": lambda opt: lr.ReduceLROnPlateau(opt, patience=0),
-}
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import shutil
 import threading
 from pathlib import Path
@@ -60,13 +59,6 @@ def test_a_save_replaces_the_one_before_and_what_was_left(run: Run, tmp_path: Pa
     assert loaded(tmp_path) == run.digest()
 
 
-def test_a_first_save_goes_on_where_one_was_killed_and_makes_the_folders_above(run: Run, tmp_path: Path) -> None:
-    (tmp_path / LEFT).write_bytes(b"half")
-    for path in (tmp_path, tmp_path / "a" / "b"):
-        run.save(path)
-        assert_clean(path, *(["a"] if (path / "a").exists() else []))
-
-
 @pytest.mark.parametrize(
     "what", ["file", "foreign", "dangling", "other manifest", "damaged manifest", "linked manifest"]
 )
@@ -102,33 +94,6 @@ def test_too_little_room_is_noticed_first(run: Run, tmp_path: Path, monkeypatch:
     with pytest.raises(StorageError, match=r"needs 3\d\.\d kB but 12\.3 kB are free; free some space"):
         run.save(tmp_path / "point")
     assert not (tmp_path / "point").exists()
-
-
-@pytest.mark.parametrize("old", [False, True])
-def test_a_disk_that_fills_up(old: bool, run: Run, tmp_path: Path) -> None:
-    """The kernel itself refuses to write on: no file may exceed 4 kB."""
-    path = tmp_path / "point"
-    if old:
-        run.save(path)
-        before = loaded(path)
-        run.epochs(1)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
-    try:
-        with pytest.raises(
-            StorageError, match=r"cannot save to .*: it needs 3\d\.\d kB and .* are free; free some"
-        ) as caught:
-            run.save(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert "\n" not in str(caught.value)
-    if old:
-        assert_clean(path)
-        assert loaded(path) == before
-        run.save(path)
-        assert_clean(path)
-    else:
-        assert not path.exists()
 
 
 @pytest.mark.parametrize(

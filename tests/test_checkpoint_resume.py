@@ -195,26 +195,6 @@ def test_refused_before_anything_changes(tmp_path: Path) -> None:
     assert torch.equal(exact.table.torch(), before)
 
 
-@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
-def test_memories_load_each_other(memory: str, tmp_path: Path) -> None:
-    case = case_named("adamw-amsgrad")
-    run = Run(case)
-    seed_all(3)
-    run.epochs(1)
-    run.save(tmp_path / "point")
-    options = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
-    other = Run(case, 4, memory=memory, **options)
-    other.load(tmp_path / "point")
-    for each in (run, other):
-        seed_all(6)
-        each.epochs(1)
-    assert other.digest() == run.digest()
-    other.save(tmp_path / "back")
-    back = Run(case, 5)
-    back.load(tmp_path / "back")
-    assert back.digest() == run.digest()
-
-
 def test_two_optimizers(tmp_path: Path) -> None:
     def make() -> tuple:
         run = Run(case_named("sgd"))

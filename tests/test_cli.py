@@ -93,13 +93,6 @@ def test_info_ends_with_what_to_do_next(run, monkeypatch, reason, cupy, devices,
     assert re.search(r"\b3 threads *\n" if calibrated else r"\b1 thread *\n", out)
 
 
-@pytest.mark.parametrize(
-    "command", ["plan --rows 1e9 --dim 128 --lookups 65536", "calibrate --help", "word2vec demo --help"]
-)
-def test_commands_that_info_names_are_there(run, command):
-    assert run(*command.split())[0] == 0
-
-
 def test_calibrate_says_before_it_measures_that_nothing_can_be_kept(run, monkeypatch, tmp_path):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "file"))
@@ -162,15 +155,6 @@ def test_standard_input_that_is_closed_is_one_line(run, monkeypatch, tmp_path):
     assert err.count("\n") == 1
 
 
-def test_warnings_are_lines(run, monkeypatch, tmp_path):
-    (tmp_path / "short.txt").write_text("the river has a bank of stone\n" * 5)
-    code, _, err = run("word2vec", "train", str(tmp_path / "short.txt"), "-o", str(tmp_path / "out"), "--dim", "8")
-    assert code == 0
-    assert re.search(
-        r"^this run has \d+ steps, too few .* a smaller block_words, such as 16, or more ep", err, re.MULTILINE
-    )
-
-
 BAD = """
 word2vec train missing.txt -o out -> missing.txt
 word2vec train empty.txt -o out -> empty
@@ -208,16 +192,6 @@ def test_bad_input_is_one_line_and_exit_code_2(run, tmp_path, monkeypatch, bad):
     assert {path.relative_to(tmp_path).as_posix(): path.read_bytes() for path in files} == texts, "nothing is written"
 
 
-@pytest.mark.skipif(cuda_status().available, reason="CUDA works here")
-def test_pinned_without_cuda_says_why(run, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "good.txt").write_text("the river and the bank of stone " * 200)
-    code, _, err = run("word2vec", "train", "good.txt", "-o", "out", "--memory", "pinned")
-    assert code == 2
-    assert "CUDA" in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_help_imports_neither_torch_nor_numpy():
     """It is there at once."""
     commands = ["", "info", "plan", "word2vec", "word2vec train", "word2vec nearest"]
@@ -234,11 +208,6 @@ for command in {commands}:
     argv = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
     assert result.stdout.count("Usage:") == result.stdout.count("\nset()\n") == len(commands)
-
-
-def test_help_of_train_is_in_groups(run):
-    _, out, _ = run("word2vec", "train", "--help")
-    assert {"Corpus", "Model", "Training", "Memory", "Output"} <= set(re.findall(r"^╭─ (\w+) ─", out, re.MULTILINE))
 
 
 @pytest.mark.parametrize("command", ["bench", "plan"])

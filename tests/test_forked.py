@@ -270,6 +270,9 @@ def test_workers_of_a_loader_read_while_the_parent_trains(tmp_path: Path) -> Non
     torch.testing.assert_close(run.emb.weight, twin.emb.weight, rtol=0, atol=0)
 
 
+# --- modules ----------------------------------------------------------------------------------------------------------------
+
+
 def test_what_a_child_makes_is_its_own(tmp_path: Path) -> None:
     def train() -> Any:
         run = Training("mmap", tmp_path)
@@ -294,53 +297,6 @@ def test_a_copy_of_the_child_is_trained_by_it(tmp_path: Path) -> None:
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
     run.step(torch.tensor([1, 50]))
     torch.testing.assert_close(got, plain(run.emb.weight), rtol=0, atol=0)
-
-
-# --- modules ----------------------------------------------------------------------------------------------------------------
-
-FEATURES = {"a": EVERY[:20], "b": EVERY[:30]}
-# What makes a module in a file, what is looked up, what would change its rows, and the errors of that: torch makes a
-# RuntimeError of one.
-MODULES: dict[str, tuple[Callable[..., Any], Any, Callable[[Any], Any], type[Exception]]] = {
-    "max_norm": (
-        lambda **place: st.Embedding(ROWS, DIM, max_norm=30.0, **place),
-        EVERY,
-        lambda emb: (setattr(emb, "max_norm", 1.0), emb(EVERY)),
-        DeviceError,
-    ),
-    "bags": (
-        lambda **place: st.EmbeddingBag(ROWS, DIM, **place),
-        EVERY.view(20, 3),
-        lambda emb: emb.load_state_dict({name: value + 1 for name, value in emb.state_dict().items()}),
-        RuntimeError,
-    ),
-    "features": (
-        lambda **place: st.MultiEmbedding({"a": 20, "b": 40}, DIM, **place),
-        FEATURES,
-        lambda emb: emb["a"].weight.data.zero_(),
-        DeviceError,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", MODULES)
-def test_modules(tmp_path: Path, name: str) -> None:
-    make, ids, write, error = MODULES[name]
-    emb = make(memory="mmap", path=tmp_path / "t.npy")
-    opt = torch.optim.AdamW(emb.parameters())
-
-    def read(given: Any) -> list[Tensor]:
-        out = emb(given)
-        return list(out.values()) if isinstance(out, dict) else [out]
-
-    for given in (ids, {key: part[:2] for key, part in ids.items()} if isinstance(ids, dict) else ids[:5]):
-        sum(part.sum() for part in read(given)).backward()
-        opt.step()
-        opt.zero_grad()
-    got = in_child(lambda: plain([read(ids), emb.state_dict()]))
-    torch.testing.assert_close(got, plain([read(ids), emb.state_dict()]), rtol=0, atol=0)
-    with pytest.raises(error, match="forked"):
-        in_child(lambda: plain(write(emb)))
 
 
 @pytest.mark.parametrize("taken", [False, True])

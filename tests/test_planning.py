@@ -1,9 +1,10 @@
-"""st.plan: what it takes, recommends, measures, shows and refuses, and code that runs."""
+"""st.plan and `speedtransfer plan`: what they take, recommend, measure, show and refuse, and code that runs."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import sys
 
 import pytest
 import torch
@@ -11,8 +12,9 @@ from refusals import check_refused, refusals
 from torch import nn
 
 import speedtransfer as st
+from speedtransfer.cli import main
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.planning import planner
+from speedtransfer.planning import planner, this_machine
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.workload import make_workload
@@ -67,42 +69,15 @@ def test_sizes(sizes, names):
     assert [table.name for table in workload(sizes).tables] == names
 
 
-def test_other_numbers_of_rows():
-    given = workload((1000, 8), 100, 3, unique=50.0)
-    larger = given.with_rows(10)
-    assert larger.tables[0].rows == 10_000
-    ratio = 50 / expected_unique(1000, 1.05, 300)
-    assert larger.unique == pytest.approx(ratio * expected_unique(10_000, 1.05, 300))
-    assert given.with_rows(1).unique == pytest.approx(50)
-
-
 # --- optimizers ---------------------------------------------------------------------------------------------------------
-
-
-def made(given):
-    trainer = optimizer_given(given)
-    return trainer.name, trainer.make([nn.Parameter(torch.zeros(2))])
-
-
-@pytest.mark.parametrize("given", ["SGD(momentum=0.5)", torch.optim.SGD, lambda params: torch.optim.SGD(params, 0.1)])
-def test_every_way_makes_an_optimizer(given):
-    name, optimizer = made(given)
-    assert type(optimizer) is torch.optim.SGD
-    assert name in ("SGD(momentum=0.5)", "SGD", "<lambda>")
-
-
-def test_sizes_of_rows_are_kept_from_plan_to_plan():
-    # They are kept by what makes the optimizer.
-    assert optimizer_given("SGD(momentum=0.5)") == optimizer_given("SGD(momentum=0.5)")
-    assert optimizer_given("SGD(momentum=0.5)") != optimizer_given("SGD(momentum=0.6)")
 
 
 def test_one_that_was_made_has_its_hyperparameters():
     first = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], lr=0.5, betas=(0.1, 0.2), amsgrad=True)
     torch.optim.lr_scheduler.ExponentialLR(first, 0.5)  # which adds initial_lr to the group
-    name, optimizer = made(first)
-    group = optimizer.param_groups[0]
-    assert name == "AdamW"
+    trainer = optimizer_given(first)
+    group = trainer.make([nn.Parameter(torch.zeros(2))]).param_groups[0]
+    assert trainer.name == "AdamW"
     assert (group["lr"], group["betas"], group["amsgrad"], group["initial_lr"]) == (0.5, (0.1, 0.2), True, 0.5)
 
 
@@ -222,38 +197,25 @@ def test_a_cache_leaves_less_on_the_bus():
 REFUSED = r"""
 plan((0, 8)) -> InvalidValueError: rows of 'table' is 0 but must be at least 1
 plan((2**49, 8)) -> InvalidValueError: rows of 'table' is 562949953421312 but must be at most 2\*\*48
-plan((10, 2**30)) -> InvalidValueError: dim of 'table' is 1073741824 but must be at most 2\*\*20
 plan((1.5, 8)) -> InvalidValueError: rows of 'table' is 1.5 but must be a whole number; pass for instance 1e9
 plan((10, 8), batch=0) -> InvalidValueError: batch is 0 but must be at least 1
 plan((10, 8), lookups=0.5) -> InvalidValueError: lookups is 0.5 but must be a number from 1 on
 plan((10, 8), lookups={"tabel": 1}) -> InvalidValueError: names a table 'tabel', which is not there; did you mean 'table'
-plan((10, 8), zipf=-1) -> InvalidValueError: zipf is -1 but must be a number from 0 on
 plan((10, 8), unique=2.0) -> InvalidValueError: must be above 0 and at most the lookups and the rows of 'table', 1
 plan([(10, 8), (10, 8)], unique=1.0) -> InvalidValueError: unique is 1.0 for 2 tables; pass a dict
 plan([]) -> InvalidValueError: sizes are empty
 plan(nn.Linear(2, 2)) -> InvalidValueError: the model, a Linear, has no nn.Embedding
 plan(3) -> InvalidTypeError: sizes are 3 but must be
-plan([1, 2, 3]) -> InvalidTypeError: sizes are
-plan({"a": 3}) -> InvalidTypeError: sizes are
 plan((10, 8), idle="exat") -> InvalidValueError: idle is 'exat'
-plan((10, 8), dense_ms=float("nan")) -> InvalidValueError: dense_ms is nan
 plan((10, 8), storage_dtype="int9") -> InvalidValueError: storage_dtype is 'int9'; did you mean 'int8'
 plan((10, 8), machine="h2000") -> InvalidValueError: machine is 'h2000'
-plan((10, 8), machine=3) -> InvalidTypeError: machine is 3 \(int\)
 plan((10, 8), machine=Machine("m", device="GPU")) -> InvalidValueError: machine 'm' has no figure device_bytes
-plan((10, 8), host_memory="much") -> InvalidValueError: host_memory is 'much' but must be
-plan((10, 8), disk=-1) -> InvalidValueError: disk is
 plan((10, 8), "LBFGS") -> OptimizerError: LBFGS cannot train rows of a table
 plan((10, 8), "AdmW") -> InvalidValueError: optimizer is 'AdmW'; did you mean 'AdamW'
 plan((10, 8), lambda params: None) -> InvalidTypeError: optimizer makes a NoneType but must make an optimizer
-plan((10, 8), 3) -> InvalidTypeError: optimizer is 3 \(int\) but must be an optimizer
 plan((10, 8), "SGD(momentm=0.9)") -> InvalidValueError: unexpected keyword argument 'momentm'
-plan((10, 8), "SGD(lr=-1.0)") -> InvalidValueError: optimizer is 'SGD\(lr=-1.0\)' but Invalid learning rate
-plan((10, 8), "SGD(0.1)") -> InvalidValueError: must be a name with keyword arguments or without
 plan((10, 8), "SGD(lr=open('x'))") -> InvalidValueError: must be a name with keyword arguments or without
-plan((10, 8), "AdamW+") -> InvalidValueError: must be a name with keyword arguments or without
 plan((10, 8), "no_such_package.Lion") -> InvalidValueError: No module named 'no_such_package'; install it
-plan((10, 8), "torch.optim.Optimizer") -> InvalidValueError: optimizer is 'torch.optim.Optimizer'; choose from
 plan((10, 8), "os.path") -> InvalidValueError: is 'os.path' but os has no optimizers; choose one of torch.optim
 """
 
@@ -275,3 +237,134 @@ def test_a_disk_that_cannot_be_measured_is_not_said_to_be(monkeypatch, tmp_path)
     options = planner.make_options(work, planner.forms_for(work, None, None), ON_CPU)
     assert planner._with_disk_rate(ON_CPU, work, options) == ON_CPU
     assert asked == [(tmp_path,)]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+SIZES = ["--rows", "1e6", "--dim", "64", "--ranks", "4", "--lookups", "65536"]
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    # What this machine copies in a second is no matter here; test_planning_machines.py measures it.
+    monkeypatch.setattr(this_machine, "COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(this_machine, "_BUDGET_S", 0.01)
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["speedtransfer", "plan", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), *capfd.readouterr()
+
+    return run
+
+
+def lines(text: str) -> dict[str, list[str]]:
+    """The cells of a table, by the first."""
+    planes = text.partition("this machine:")[0]
+    rows = [line for line in planes.splitlines() if "  " in line]
+    return {cells[0]: cells[1:] for cells in ([c for c in row.split("  ") if c.strip()] for row in rows)}
+
+
+def test_bytes_and_times(run):
+    given = ["--unique", "1000", "--distinct-share", "0.5"]
+    code, out, _ = run(*SIZES, "--idle", "lazy", *given)
+    assert code == 0
+    assert "each looks up 1,000 distinct rows a step, 0.50 of these are distinct over all" in out
+    found = {name: [cell.strip() for cell in cells] for name, cells in lines(out).items()}
+    # 750 rows of others: 8 bytes of id, 256 of row, 256 of gradient; 500 rows owned, with two planes of state.
+    assert found["sharded"] == ["192 MB", "384 bytes", "6 kB", "192 kB", "192 kB", "5", "384 kB", "384 kB"]
+    assert found['memory="shared"'] == ["192 MB", "768 bytes", "6 kB", "192 kB", "6", "640 kB", "384 kB"]
+    assert found["nn.Embedding, DDP"] == ["1.02 GB", "384 MB", "1"]
+
+
+TABLE = ["--rows", "1000", "--dim", "160"]
+
+
+def test_one_process(run):
+    asked = ["--tokens", "50", "--rows-per-token", "16", "--unique", "500"]
+    code, out, _ = run(*TABLE, "--storage", "bfloat16", "--state", "uint8", *asked)
+    assert code == 0
+    told = " ".join(out.split())
+    assert "distinct" not in run(*TABLE)[1], "memory alone needs no lookups"
+    assert "table: 1,000 x 160, 800 lookups a step, 500 of them distinct" in told
+    # 320 bytes of weights; 160 with a scale of 8 bytes twice; 4 of the last step.
+    held = "320 kB of weights, 320 kB of state, 4 kB of last steps, 16 kB of scales, 660 bytes a row"
+    assert f"AdamW, idle rows exact, ids by Zipf's law with exponent 1.05; in bfloat16, uint8 state {held}" in told
+
+
+FAST = ["--rows", "1000", "--dim", "8", "--machine", "h200", "--host-memory", "512GB"]
+
+
+def test_several_tables_as_json_and_a_picture(run, tmp_path):
+    picture = tmp_path / "plan.png"
+    code, out, _ = run(*FAST, "--rows", "2000", "--batch", "64", "--json", "-", "--picture", str(picture))
+    assert code == 0
+    found = json.loads(out)
+    assert [(table["rows"], table["dim"], table["lookups"]) for table in found["tables"]] == [
+        (1000, 8, 64),
+        (2000, 8, 64),
+    ]
+    assert picture.stat().st_size > 5000
+    code, _, _ = run(*FAST, "--batch", "64", "--json", str(tmp_path / "plan.json"))
+    assert code == 0
+    assert json.loads((tmp_path / "plan.json").read_text())["batch"] == 64
+
+
+RANKED = ["--rows", "1e6", "--dim", "64", "--lookups", "65536", "--rank", "--host-memory", "64GB"]
+
+
+def test_machines_are_ranked(run, tmp_path):
+    own = tmp_path / "own.yaml"
+    own.write_text("base: h200\nname: mine\n")
+    prices = tmp_path / "prices.yaml"
+    prices.write_text("mine: {hourly_price: 3, currency: EUR, date: 2026}")
+    out = tmp_path / "ranking.json"
+    code, text, _ = run(*RANKED, "--machine", str(own), "--json", str(out), "--picture", str(tmp_path / "rank.png"))
+    assert code == 0
+    assert "by the time of a step" in text
+    data = json.loads(out.read_text())
+    assert {"h200", "a100-pcie", "mine"} <= {each["machine"] for each in data["ranked"]}
+    assert (tmp_path / "rank.png").read_bytes().startswith(b"\x89PNG")
+    code, text, _ = run(*RANKED, "--machine", str(own), "--by", "hour", "--prices", str(prices), "--json", "-")
+    assert json.loads(text)["ranked"][0]["machine"] == "mine"
+
+
+BASES = {"SIZES": SIZES, "TABLE": TABLE, "FAST": FAST, "RANKED": RANKED}
+# One of these, further arguments, and what is told.
+WRONG = """
+SIZES --comm-dtype in8 -> --comm-dtype is 'in8'; did you mean 'int8'?
+SIZES --distinct-share 0.1 -> --distinct-share is 0.1 but must be from 1 / --ranks to 1
+SIZES --tokens 4 -> --lookups is given, and --tokens or --rows-per-token too; pass one or the others
+SIZES --rank -> --rank is given with --ranks
+TABLE --ranks 2 -> --ranks is given without the lookups of a step
+TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
+TABLE --scale-block 64 --storage int8 -> --scale-block is 64 but --storage is 'int8', and only float8 rows have blocks; leave
+TABLE --by hour -> --by is 'hour' without --rank
+FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
+FAST --picture none/plan.png -> cannot write 'none/plan.png' (there is no folder 'none')
+FAST --picture plan.qqq -> 'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png
+RANKED --by hours -> --by is 'hours'; did you mean 'hour'?
+RANKED --prices none.yaml -> none.yaml
+"""
+
+
+@pytest.mark.parametrize("wrong", WRONG.strip().splitlines())
+def test_what_makes_no_sense_is_told_in_one_line(run, wrong):
+    arguments, words = wrong.split(" -> ")
+    sizes, *others = arguments.split()
+    code, _, err = run(*BASES[sizes], *others)
+    assert code == 2
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+def test_the_help_lists_what_there_is():
+    """It is shown without the modules that know."""
+    from speedtransfer.planning import command
+    from speedtransfer.planning.footprint import STATE, STORAGE
+    from speedtransfer.planning.rank import MEASURES
+
+    assert (tuple(STORAGE), tuple(STATE)) == (command.STORAGE_NAMES, command.STATE_NAMES)
+    assert tuple(MEASURES) == command.MEASURE_NAMES

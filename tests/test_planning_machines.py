@@ -1,15 +1,18 @@
-"""Machines as plans know them: published, from YAML files, and this one; and files of prices."""
+"""Machines as plans know them: published, from YAML files, and this one; and their order, by prices too."""
 
 from __future__ import annotations
 
 import dataclasses
+import io
+import json
 import os
 import re
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
+from rich.console import Console
 
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
@@ -17,18 +20,39 @@ from speedtransfer.engines.calibration import Calibration
 from speedtransfer.errors import DeviceError, InvalidValueError, StorageError
 from speedtransfer.page_cache import PagesStayError
 from speedtransfer.planning import this_machine as module
+from speedtransfer.planning.estimate import estimate_step
+from speedtransfer.planning.footprint import Form
 from speedtransfer.planning.machine import (
+    Machine,
     link_rates,
     load_machines,
     machine_given,
     published_machines,
 )
+from speedtransfer.planning.optimizer_name import optimizer_given
+from speedtransfer.planning.plan_picture import draw_ranking
 from speedtransfer.planning.rank import (
+    HOW_TO_PRICE,
+    MEASURES,
+    STEPS,
     Price,
+    as_table,
+    exchange_seconds,
+    one_of,
+    rank,
+    rank_machines,
     read_prices,
 )
 from speedtransfer.planning.this_machine import this_machine
+from speedtransfer.planning.workload import make_workload
+from speedtransfer.ranks.cost import StepCost, sharded_step
+from speedtransfer.ranks.row_counts import expected_counts, row_form
 from speedtransfer.units import parse_bytes
+
+if sys.version_info >= (3, 11):
+    pass
+else:
+    pass
 
 ROOT = Path(__file__).parents[1]
 
@@ -54,20 +78,10 @@ def test_each_has_what_a_gpu_has_with_a_source_and_a_year(machine):
     assert (machine.host_bytes is not None) == machine.name.startswith(("dgx", "g"))
 
 
-def test_names():
-    assert machine_given("H200") == machine_given("h200")
-    for name, words in (("h20", "did you mean 'h200'"), ("nothing", "choose from 'k80'"), ("", "choose from")):
-        with pytest.raises(InvalidValueError, match=f"machine is '{name}', which is neither a name nor .*{words}"):
-            machine_given(name)
-
-
 @pytest.mark.parametrize(
     ("text", "name", "gb_per_s"),
     [
-        ("pcie4 x8", "PCIe 4.0 x8", 15.754),
         ("PCIe Gen3 x16", "PCIe 3.0 x16", 15.754),
-        ("PCI Express 2.0 x4", "PCIe 2.0 x4", 2.0),
-        ("pcie-6-x16", "PCIe 6.0 x16", 121.0),
         ("nvlink c2c", "NVLink-C2C", 450.0),
     ],
 )
@@ -82,16 +96,11 @@ def test_rates_of_links_by_the_standard(text, name, gb_per_s):
     ("value", "per", "expected"),
     [
         (" 94 GiB ", "", 94 * 2**30),
-        ("80_000", "", 80_000),
-        (".5 kB", "", 500),
-        (8e10, "", 80e9),
         ("55.6 GB/s", "/s", 55.6e9),
         ("much", "", "'much' but must be a size; write for instance 80 GB"),
-        ("", "/s", "'' but must be a rate"),
         (True, "", "True but must be a size"),
         ("80 Gb/s", "/s", "has the unit 'Gb/s'; did you mean"),  # bits
         ("80 GB/s", "", "has the unit 'GB/s'; did you mean"),
-        ("-1 GB", "", "must be finite and above 0"),
     ],
 )
 def test_sizes_and_rates_as_people_write_them(value, per, expected):
@@ -162,48 +171,25 @@ def test_the_examples():
     assert all(each.source and "://" in each.source and len(each.date) >= 4 for each in prices.values())
 
 
-def test_prices_of_a_file(tmp_path):
-    path = tmp_path / "prices.yaml"
-    path.write_text(
-        "H200: {device_price: 32_000, hourly_price: 3.79, machine_price: 2.5e5, devices: 8, currency: EUR, "
-        "date: 2026-05-07, source: a list}\nl4: {device_price: 1, currency: EUR, date: 2026}"
-    )
-    found = read_prices(path)
-    assert found["h200"] == Price("H200", 32_000, 2.5e5, 3.79, 8, "EUR", "2026-05-07", "a list")
-    assert found["l4"] == Price("l4", 1, None, None, None, "EUR", "2026", None)
-
-
 # Of a file of a machine; \\n begins a line.
 BAD_MACHINES = r"""
 - device: x -> a machine must be a mapping
-1: 2 -> must be a mapping of words to values
 a: [1 -> no YAML (while parsing a flow sequence
 device: x\ndevice_byte: 1 -> has a key 'device_byte'; did you mean 'device_bytes'
 device_bytes: 0 -> device_bytes is 0 but must be finite and above 0
 device_bytes: yes -> device_bytes is True but must be a size
-host_bytes_per_s: 5 GB -> host_bytes_per_s is '5 GB', which has the unit 'GB'
-device: [1] -> device is [1] but must be plain text
 device: !!python/object/apply:os.system [ls] -> no YAML (could not determine a constructor
 devices: 0 -> devices is 0 but must be a whole number from 1 on
-devices: null -> devices is null
 link: PCI 5 -> link is 'PCI 5', whose rates are not known here
 base: h20 -> base is 'h20'; did you mean 'h200'
-sources: x -> `sources` must be a mapping
 device: x\nsources: {device_bytes: y} -> `sources` has a key 'device_bytes'
 machines: {} -> `machines` is empty
-machines: [a] -> `machines` must be a mapping
-machines:\n  a: 5 -> 'a' must be a mapping
-machines:\n  a: {}\nmachine: 1 -> `machines` is empty or not alone
 machines:\n  a:\n    base: a -> base is 'a'
 """
 BAD_PRICES = r"""
 {} -> has the currencies []
-h200: 5 -> 'h200' must be a mapping
 h200: {price: 5} -> has a key 'price'; choose from 'device_price'
-h200: {device_price: 0} -> device_price is 0 but must be finite and above 0
-h200: {device_price: 5, date: 2026} -> has no price or no currency
 h200: {device_price: 5, currency: USD, date: May} -> date is 'May' but must be one
-h200: {hourly_price: 5, currency: USD, date: 2026, devices: 0} -> devices is 0 but must be a whole
 a: &a {device_price: 5, currency: USD, date: 2026}\nb: {<<: *a, currency: EUR} -> ['EUR', 'USD']; convert all prices to one
 """
 BAD_FILES = [(load_machines, line) for line in BAD_MACHINES.strip().splitlines()]
@@ -282,20 +268,6 @@ def test_what_is_free_now(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_system_does_not_say_is_a_note(monkeypatch, tmp_path):
-    asked = []
-    machine = this_machine(tmp_path / "missing", rates=["disk"])
-    assert (machine.disk_bytes, machine.disk_bytes_per_s) == (None, None)
-    assert sum("missing' is not known: No such file or directory" in note for note in machine.notes) == 2
-    usage = lambda folder: asked.append(folder) or SimpleNamespace(free=7_000)  # noqa: E731
-    monkeypatch.setattr(module.shutil, "disk_usage", usage)
-    monkeypatch.setattr(module, "physical_bytes", lambda: 0)
-    monkeypatch.chdir(tmp_path)
-    machine = this_machine()  # of the current folder
-    assert (machine.disk_bytes, asked, machine.host_bytes) == (7_000, [tmp_path], None)
-    assert "host memory is not known: the system does not say" in machine.notes
-
-
 def test_a_gpu(gpu, monkeypatch):
     machine = this_machine()
     assert (machine.device, machine.devices, machine.device_bytes) == ("GPU A", 2, 64e9)
@@ -355,3 +327,188 @@ def test_rates_of_a_disk(small, tmp_path, monkeypatch):
     monkeypatch.delattr(os, "posix_fadvise")
     with pytest.raises(PagesStayError, match="this needs Linux"):
         module.disk_bytes_per_s(tmp_path)
+
+
+# --- machines in order: by a step's time, bandwidth or price, each with the best configuration on it ------------------
+
+
+def moved(machine: Machine) -> float:
+    """A step that brings bytes over the link and reads them in the GPU's memory; 20 GB must fit."""
+    if machine.figure("device_bytes") < 20e9:
+        raise InvalidValueError(f"it needs 20 GB but {machine.name} has {machine.figure('device_bytes') / 1e9:g}")
+    return 1e9 / machine.figure("link_up_bytes_per_s") + 1e9 / machine.figure("device_bytes_per_s")
+
+
+def price(name: str, devices: int | None = None, *prices: float | None) -> dict[str, Price]:
+    return {name.lower(): Price(name, *prices, devices=devices, currency="USD", date="2026", source=None)}
+
+
+SLOW = Machine("slow", "a GPU", 24e9, 1e12, link="bus", link_up_bytes_per_s=1e10, link_down_bytes_per_s=1e10)
+FAST = Machine("fast", "a GPU", 24e9, 5e11, link="bus", link_up_bytes_per_s=5e10, link_down_bytes_per_s=5e10)
+SMALL = Machine("small", "a GPU", 8e9, 1e11, link_up_bytes_per_s=1e9)
+CHEAP = price("slow", None, 100, 1000, 1) | price("fast", None, 1000, 2000, 3)  # steps of 0.101 and 0.022 s
+
+
+def names(ranking) -> list[str]:
+    return [each.machine.name for each in ranking.ranked]
+
+
+def test_by_time():
+    ranking = rank([SLOW, FAST, SMALL, Machine("empty")], moved)
+    assert names(ranking) == ["fast", "slow"]
+    assert ranking.ranked[0].seconds == pytest.approx(0.022)
+    assert ranking.ranked[0].performance == pytest.approx(1 / 0.022)
+    (small, reason), (_, unknown) = ranking.left_out
+    assert (small, reason) == (SMALL, "it needs 20 GB but small has 8")
+    assert "machine 'empty' has no figure device_bytes" in unknown
+    ranking = rank(published_machines(), moved, devices=1)
+    assert names(ranking)[0] == "gh200"
+    assert {machine.name for machine, _ in ranking.left_out} == {"k80", "v100-pcie", "v100-sxm", "t4"}
+
+
+@pytest.mark.parametrize(
+    ("by", "expected"),
+    [
+        ("bandwidth", ["slow", "fast"]),
+        ("device-price", ["slow", "fast"]),  # 9.9 / 100 and 45 / 1000
+        ("machine-price", ["fast", "slow"]),
+        ("hour", ["fast", "slow"]),
+    ],
+)
+def test_by_another_measure(by, expected):
+    ranking = rank([SLOW, FAST], moved, by=by, prices=CHEAP)
+    assert names(ranking) == expected
+    values = [MEASURES[by].value(each) for each in ranking.ranked]
+    assert values == sorted(values, reverse=True)
+
+
+def test_what_has_no_price_comes_last_by_time():
+    others = [Machine(name, "a GPU", 24e9, 1e12, link_up_bytes_per_s=up) for name, up in (("d", 1e11), ("c", 1e12))]
+    ranking = rank([others[0], SLOW, others[1], FAST], moved, by="hour", prices=CHEAP)
+    assert names(ranking) == ["fast", "slow", "c", "d"]
+    assert ranking.ranked[0].cost == pytest.approx(3 * STEPS * 0.022 / 3600)
+    assert ranking.ranked[2].cost is None
+
+
+def test_as_many_machines_as_have_the_gpus():
+    box = price("slow", 4, 10, 100, 1)
+    for devices, machines in ((1, 1), (4, 1), (5, 2), (8, 2)):
+        found = rank([SLOW], moved, devices=devices, prices=box).ranked[0]
+        paid = (found.device_price, found.machine_price, found.hourly_price)
+        assert paid == (10 * devices, 100 * machines, machines)
+        assert found.performance == pytest.approx(devices / 0.101)
+        assert found.bandwidth == devices * 1e12
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"by": "tim"}, "by is 'tim'; did you mean 'time'?"),
+        ({"by": "hour"}, "no machine that fits has a hourly_price; give one in a file of prices (--prices"),
+        ({"devices": 0}, "devices is 0 but must be at least 1"),
+        (
+            {"prices": price("fst", None, 1, None, None)},
+            "a price is given for 'fst', which is not a machine; did you mean 'fast'",
+        ),
+    ],
+)
+def test_what_makes_no_sense(options, words):
+    with pytest.raises(InvalidValueError, match=re.escape(words)):
+        rank([SLOW, FAST], moved, **options)
+
+
+def shown(ranking) -> tuple[str, list[list[str]]]:
+    written = io.StringIO()
+    Console(width=140, file=written).print(as_table(ranking))
+    return " ".join(written.getvalue().split()), [line.split() for line in written.getvalue().splitlines()]
+
+
+def test_how_it_is_shown():
+    odd = Machine("[red]odd[/]", "a GPU", 24e9, 1e12, link_up_bytes_per_s=1e10)
+    text, lines = shown(rank([SLOW, FAST, SMALL, odd], moved))
+    assert ["fast", "22.0", "ms", "45.5", "1.00x", "500"] in lines
+    assert ["slow", "101", "ms", "9.9", "0.22x", "1,000"] in lines
+    for words in ("small: it needs 20 GB but small has 8", HOW_TO_PRICE, "[red]odd[/]"):
+        assert words in text
+    assert "USD" not in text
+    text, lines = shown(rank([SLOW, FAST], moved, prices=CHEAP, by="hour", devices=2))
+    assert "fast, 2 GPUs 22.0 ms" in text
+    # Two machines of one GPU each, 6 USD an hour, 11,000 s for a million batches.
+    fast = next(line for line in lines if line[:1] == ["fast,"])
+    assert fast[-6:] == ["2,000", "0.46x", "4,000", "1.00x", "6.00", "18.33"]
+    assert "by the cost of the steps, by the hour" in text
+    assert HOW_TO_PRICE not in text
+    assert "prices in USD, of 2026, as given" in text
+    assert "the workload fits on none of the machines" in shown(rank([SMALL], moved))[0]
+
+
+def test_data_and_a_picture(tmp_path):
+    ranking = rank([SLOW, FAST, SMALL], moved, prices=CHEAP)
+    data = ranking.data()
+    assert json.loads(json.dumps(data)) == data
+    fast, slow = data["ranked"]
+    assert (fast["machine"], fast["devices"], fast["hourly_price"]) == ("fast", 1, 3)
+    relative = {"time": 1, "bandwidth": 0.5, "device-price": 0.4591, "machine-price": 1, "hour": 1}
+    assert fast["relative"] == pytest.approx(relative, rel=1e-3)
+    assert slow["cost"] == pytest.approx(STEPS * 0.101 / 3600)
+    assert data["left_out"] == [{"machine": "small", "devices": 1, "reason": "it needs 20 GB but small has 8"}]
+    assert data["prices"][0]["name"] == "slow"
+    draw_ranking(tmp_path / "a.png", ranking)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(StorageError):
+        draw_ranking(tmp_path / "none" / "a.png", rank([SLOW], moved))
+
+
+# --- by the best configuration ------------------------------------------------------------------------------------------
+
+BIG = Machine("big", "Test GPU", 90e9, 2e12, host_bytes=500e9, host_bytes_per_s=1e11, peer_bytes_per_s=1e11)
+BIG = dataclasses.replace(BIG, link_up_bytes_per_s=2e10, link_down_bytes_per_s=2e10)
+FOUR = dataclasses.replace(BIG, name="four", devices=4)
+
+
+def of(rows: int, optimizer: object = "AdamW", batch: int = 1_000_000):
+    return make_workload((rows, 64), optimizer_given(optimizer), batch, 4, 0.0, None, "exact")
+
+
+def test_the_best_configuration_counts():
+    narrow = dataclasses.replace(BIG, name="narrow", device_bytes=20e9, link_up_bytes_per_s=1e10)
+    ranking = rank_machines(of(100_000_000), [Form()], [narrow, BIG])
+    assert names(ranking) == ["big", "narrow"]
+    # 77 GB of planes: on the device of the one, in host memory of the other.
+    for memory, machine, found in zip(("device", "pinned"), (BIG, narrow), ranking.ranked, strict=True):
+        wanted = estimate_step(of(100_000_000), Form(), memory, machine)
+        assert found.seconds == pytest.approx(wanted.ahead_s)
+
+
+def test_several_gpus_share_the_rows_out():
+    workload = of(100_000_000)
+    found = rank_machines(workload, [Form()], [FOUR]).ranked[0]
+    table = workload.tables[0]
+    # Uniform ids: 16 million lookups of 4 processes, and of one 4 million.
+    share = 1e8 * (1 - (1 - 1e-8) ** 16e6) / (4 * table.unique)
+    cost = sharded_step([expected_counts(row_form(64, idle="exact"), table.unique, share, 4)], 4)
+    features, unique = ((25_000_000, 4_000_000),), share * table.unique
+    owned = dataclasses.replace(table, rows=25_000_000, features=features, unique=unique)
+    alone = estimate_step(dataclasses.replace(workload, tables=(owned,)), Form(), "device", one_of(FOUR))
+    assert found.seconds == pytest.approx(alone.ahead_s + exchange_seconds(FOUR, cost), rel=1e-6)
+    assert found.performance == pytest.approx(4 / found.seconds)
+    trained, frozen = (rank_machines(of(1_000_000, how), [Form()], [FOUR]).ranked[0] for how in ("SGD", None))
+    assert frozen.seconds < trained.seconds, "frozen tables send no gradients"
+
+
+def test_what_one_process_has():
+    box = Machine("box", devices=4, host_bytes=400e9, pinned_bytes=200e9, host_bytes_per_s=1e11, device_bytes=8e9)
+    machine = one_of(box)
+    assert (machine.devices, machine.host_bytes, machine.pinned_bytes) == (1, 100e9, 50e9)
+    assert (machine.device_bytes, machine.host_bytes_per_s, machine.link_up_bytes_per_s) == (8e9, 2.5e10, None)
+    machine = one_of(machine_given("gb200"))  # no link is faster than its share of host memory
+    assert machine.link_up_bytes_per_s == machine.host_bytes_per_s == 381e9 / 2
+
+
+def test_rate_between_gpus():
+    cost = StepCost(ids=1e9, rows=2e9, gradients=1e9, calls=10)
+    assert exchange_seconds(Machine("x", peer_bytes_per_s=4e9), cost) == pytest.approx(1.0005)
+    by_host = Machine("x", link_up_bytes_per_s=2e10, link_down_bytes_per_s=2e10)
+    assert exchange_seconds(by_host, cost) == pytest.approx(0.4005)
+    with pytest.raises(InvalidValueError, match="has no figure link_down_bytes_per_s"):
+        exchange_seconds(Machine("x"), cost)

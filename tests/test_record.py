@@ -6,14 +6,11 @@ import importlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import tarfile
 import time
 import types
 from pathlib import Path
 
-import psutil
 import pytest
 
 from speedtransfer.benchmark.measure import Case, Group
@@ -107,26 +104,6 @@ def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
 # --- checks -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def up_when(record, monkeypatch):
-    """Return a function of a path: a program's time is up once that exists, however busy the machine is."""
-    running = importlib.import_module("experiment")
-
-    def wait_for(path):
-        class Process(subprocess.Popen):
-            def wait(self, timeout=None):
-                if timeout is not None and timeout > running.GRACE_S:
-                    while not path.exists() and self.poll() is None:
-                        time.sleep(0.02)
-                    raise subprocess.TimeoutExpired(self.args, 0)
-                return super().wait(timeout)
-
-        monkeypatch.setattr(running.subprocess, "Popen", Process)
-        return running
-
-    return wait_for
-
-
 @pytest.mark.parametrize(
     ("code", "problem", "complete"),
     [(1, "1 failed", True), (None, "stopped at its time limit", False), (-9, "ended with exit code -9", False)],
@@ -146,25 +123,6 @@ def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, cod
     found = store.read(tree / "found.json")
     assert [found[key] for key in ("passed", "failed", "skipped", "complete")] == [2, 1, 1, complete]
     assert (found["files"], found["failures"]) == ({"test_a": 1, "test_b": 1}, {"tests/gpu/test_a::y": "why"})
-
-
-def is_dead(pid):
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # not yet waited for by whoever inherits it
-    except psutil.NoSuchProcess:
-        return True
-
-
-def test_what_hangs_is_stopped_with_all_it_has_started(tmp_path, up_when):
-    """Also where it does not listen."""
-    deaf = "import os, pathlib, signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-    child = deaf + "pathlib.Path('new').write_text(str(os.getpid())); os.rename('new', 'child'); time.sleep(1000)"
-    start = f"import subprocess, sys; print('begin', flush=True); subprocess.run([sys.executable, '-c', {child!r}])"
-    running = up_when(tmp_path / "child")
-    assert running.run([sys.executable, "-c", deaf + start], 1000, cwd=tmp_path) == (None, "begin\n")
-    child = int((tmp_path / "child").read_text())
-    while not is_dead(child):  # the limit that every test has ends this where it lives on
-        time.sleep(0.02)
 
 
 # --- suites -------------------------------------------------------------------------------------------------------------
@@ -190,16 +148,6 @@ def test_a_suite_that_breaks_keeps_its_other_groups(record, store, tmp_path, mon
     assert [len(g["cases"]) for g in found["groups"]] == [1, 0, 1]
     assert found["failures"] == {"breaks": "RuntimeError: a fault of ours"}
     assert (found["complete"], found["more"]) == (True, 1)
-
-
-@pytest.mark.slow
-def test_a_suite_in_a_process_of_its_own(record, store, tree, capfd):
-    assert run(record, tree, "tax", quick=True, seconds=500) == 0
-    found = store.read(result_of(store, tree, "tax", ".quick"))
-    assert not result_of(store, tree, "tax").exists()
-    assert (found["suite"], found["quick"], found["complete"], found["failures"]) == ("tax", True, True, {})
-    assert found["environment"]["device"] == "NVIDIA H200"
-    assert found["groups"][-1]["title"] in capfd.readouterr().out
 
 
 def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, monkeypatch, capsys):

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -139,31 +138,3 @@ def test_no_page_is_wider_than_the_screen(site, pages):
     done = subprocess.run(argv, capture_output=True, text=True, timeout=500)
     found = json.loads(BeautifulSoup(done.stdout, "html.parser").pre.get_text())
     assert found == {"seen": 2 * len(names), "wide": []}
-
-
-def test_names_of_torch_lead_to_its_documentation(tmp_path):
-    """With an inventory that knows them, as where there is a network: not in titles, links and code."""
-    names = "torch.nn.Embedding py:class 1 generated/torch.nn.Embedding.html#$ -\nos.fork py:function 1 library/os.html#$ -\n"
-    head = "".join(f"# {line}\n" for line in ("Sphinx inventory version 2", "Project: p", "Version: 1", "zlib"))
-    (tmp_path / "made.inv").write_bytes(head.encode() + zlib.compress(names.encode()))
-    (tmp_path / "conf.py").write_text(
-        f"import runpy\nglobals().update(runpy.run_path({str(DOCS / 'conf.py')!r}))\nhtml_static_path = html_css_files = []\n"
-        "intersphinx_mapping = {'torch': ('https://example.org/', 'made.inv')}\n"
-    )
-    (tmp_path / "index.md").write_text(
-        "# `os.fork`\n\n`torch.nn.Embedding`, [`os.fork`](#os-fork), `torch.nn.Linear`, `os`\n\n```\ntorch.nn.Embedding\n```\n"
-    )
-    argv = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", str(tmp_path), str(tmp_path / "html")]
-    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    page = BeautifulSoup((tmp_path / "html" / "index.html").read_text(encoding="utf-8"), "html.parser")
-    (link,) = page.article.find_all("a", href=re.compile("^https://example.org/"))
-    assert link["href"] == "https://example.org/generated/torch.nn.Embedding.html#torch.nn.Embedding"
-    assert link.get_text() == "torch.nn.Embedding"
-
-
-def test_code_of_the_api_is_shown(site, pages):
-    source = site / "_modules" / "speedtransfer" / "nn" / "embedding.html"
-    links = [a["href"] for a in pages[site / "api" / "modules.html"].article.select("a:has(.viewcode-link)")]
-    assert "../_modules/speedtransfer/nn/embedding.html#Embedding" in links
-    assert "class" in BeautifulSoup(source.read_text(encoding="utf-8"), "html.parser").pre.get_text()

@@ -282,15 +282,6 @@ def test_a_variable_takes_batches_of_any_size():
 # --- variables --------------------------------------------------------------------------------------------------------
 
 
-def test_dummy_inputs():
-    weights, _ = made()
-    positive, negative = weights.variableTransformer(batchSize=2, posPerBatch=1, negPerBatch=3)
-    assert positive.tolist() == [[0], [1]]
-    assert negative.tolist() == [[2, 3, 4], [5, 6, 7]]
-    assert weights.variableTransformer(2, 2).tolist() == [[0, 1], [2, 3]]
-    assert weights.variableTransformer(2, 2).dtype == np.int64
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_first_values_and_names_of_the_rows(kind):
     switcher, _ = made(kind, 500, 4)

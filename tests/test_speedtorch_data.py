@@ -157,6 +157,15 @@ def test_another_file_may_have_another_shape():
     assert gadget.getNumpyVersion().shape == (3,)
 
 
+def test_floats_are_no_integers():
+    with pytest.raises(InvalidTypeError, match="float32 but the rows hold"):
+        opened(np.zeros((2, 1), dtype=np.int32)).insertData(torch.ones(1), 0)
+    matrix = SpeedTorch.COM(2)
+    matrix.comInit()
+    matrix.CUPYCom = np.array([[1, 2], [3, 2**32 - 1]])
+    assert matrix.getNumpyVersion().tolist() == [[1, 2], [3, 2**32 - 1]]
+
+
 @pytest.mark.parametrize("shape", [(6, 3), (4, 2, 2), (5,)], ids=str)
 def test_what_is_inserted_into_a_mapped_file_goes_there(shape):
     gadget = opened(np.zeros(shape, dtype=np.float32), "mmap")
@@ -247,15 +256,6 @@ def test_integers_are_taken_where_they_fit(dtype, value, given, fits):
     else:
         with pytest.raises(InvalidValueError, match=f"has the value {value} but the rows hold torch.{dtype}; clamp it"):
             gadget.insertData(torch.tensor([value], dtype=given), 0)
-
-
-def test_floats_are_no_integers():
-    with pytest.raises(InvalidTypeError, match="float32 but the rows hold"):
-        opened(np.zeros((2, 1), dtype=np.int32)).insertData(torch.ones(1), 0)
-    matrix = SpeedTorch.COM(2)
-    matrix.comInit()
-    matrix.CUPYCom = np.array([[1, 2], [3, 2**32 - 1]])
-    assert matrix.getNumpyVersion().tolist() == [[1, 2], [3, 2**32 - 1]]
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (6,)], ids=str)

@@ -75,12 +75,6 @@ def test_safetensors_and_we_read_what_the_other_writes(tmp_path, dtype, shape):
         assert file.get_slice("weight").get_shape() == list(shape)
 
 
-def test_saved_files_can_be_read_by_whom_new_files_can(tmp_path):
-    (tmp_path / "other").write_text("x")
-    st.Table(3, 5, device="cpu", memory="pageable").save(tmp_path / "a.npy")
-    assert (tmp_path / "a.npy").stat().st_mode == (tmp_path / "other").stat().st_mode
-
-
 # --- files with several tensors ---------------------------------------------------------------------------------------
 
 
@@ -95,13 +89,6 @@ def several(tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     return tmp_path / "model.safetensors", tensors
-
-
-def test_key_names_the_tensor(several):
-    path, tensors = several
-    for key in ("users", "items", "flags"):
-        for memory in MEMORIES:
-            assert_same_bits(load(path, memory, key=key).torch(), tensors[key])
 
 
 def test_a_table_inside_a_file_leaves_the_others(several):
@@ -181,6 +168,11 @@ def test_rubbish(tmp_path):
         assert path.read_bytes() == content
 
 
+# --- files that others use: caches of downloads, hard links ------------------------------------------------------------
+
+VARIABLES = [name for name in shared_caches._FOLDERS if name]
+
+
 @pytest.mark.parametrize("memory", MEMORIES)
 @pytest.mark.parametrize(
     ("name", "standard", "message"),
@@ -195,11 +187,6 @@ def test_bad_paths(tmp_path, name, standard, message, memory):
     (tmp_path / "folder.npy").mkdir()
     with refused(standard, message):
         load(tmp_path / name, memory)
-
-
-# --- files that others use: caches of downloads, hard links ------------------------------------------------------------
-
-VARIABLES = [name for name in shared_caches._FOLDERS if name]
 
 
 @pytest.fixture

@@ -64,16 +64,6 @@ def test_large_planes_only(tmp_path, monkeypatch, parts, told):
     assert at_random(st.Table.load(tmp_path / "t.safetensors", "mmap", "cpu").torch()) == told
 
 
-@linux
-@pytest.mark.parametrize("lacking", ["system", "memory"])
-def test_not_told_where_nobody_knows(tmp_path, monkeypatch, all_large, lacking):
-    if lacking == "system":
-        monkeypatch.setattr(advice, "_CAN_ADVISE", False)
-    else:
-        monkeypatch.setattr(advice, "physical_bytes", lambda: 0)
-    assert not at_random(st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu").torch())
-
-
 def test_a_plane_that_is_dropped_is_forgotten(tmp_path, all_large):
     gc.collect()  # what other tests left
     before = len(advice._at_random)

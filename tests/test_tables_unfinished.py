@@ -138,6 +138,18 @@ def test_the_next_write_waits_for_the_last():
     assert done == list(range(50))
 
 
+def test_nothing_is_kept_once_it_is_written():
+    behind, held = Behind(), {1}
+    reference = weakref.ref(held)
+    behind.begin(functools.partial(len, held))
+    del held
+    behind._future.result(10)
+    deadline = time.monotonic() + 10
+    while reference() is not None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert reference() is None
+
+
 def test_what_failed_is_made_again():
     behind, calls = Behind(), []
 
@@ -184,15 +196,3 @@ def test_a_forked_process_has_what_was_written():
         behind.finish()
         os._exit(memory[0])
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-
-
-def test_nothing_is_kept_once_it_is_written():
-    behind, held = Behind(), {1}
-    reference = weakref.ref(held)
-    behind.begin(functools.partial(len, held))
-    del held
-    behind._future.result(10)
-    deadline = time.monotonic() + 10
-    while reference() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert reference() is None

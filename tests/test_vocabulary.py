@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -52,29 +51,20 @@ def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None
 
 WRONG = [
     ({"capacity": 0}, "at least 1"),
-    ({"capacity": 1.5}, "must be an integer"),
     ({"max_capacity": 0}, "at least 1"),
     ({"capacity": 5, "max_capacity": 4}, "but capacity is 5"),
     ({"max_capacity": "48"}, "such as '48 GB'"),
-    ({"max_capacity": "0 GB"}, "above 0"),
     ({"max_capacity": "0.5 B"}, "such as"),
     ({"max_capacity": 1e6}, "or math.inf"),
-    ({"max_capacity": math.nan}, "or math.inf"),
-    ({"max_capacity": [1]}, "or math.inf"),
-    ({"max_capacity": True}, "or math.inf"),
     ({"admit": "alwys"}, "did you mean 'always'"),
     ({"admit": 0}, "from 1 to"),
-    ({"admit": 2**32}, "from 1 to"),
     ({"admit": 0.5}, "must be 'always'"),
-    ({"admit": True}, "must be 'always'"),
     ({"evict": "LRU"}, "did you mean 'lru'"),
     ({"evict": 0}, "must be positive"),
     ({"evict": 1.5}, "or a callable"),
-    ({"evict": True}, "or a callable"),
     ({"unseen": "zero"}, "did you mean 'zeros'"),
     ({"seed": 1.5}, "must be an int"),
     ({"half_life": 0}, "positive number of steps"),
-    ({"half_life": "a"}, "positive number of steps"),
     ({"on_evict": 3}, "pass a function"),
     ({"deferred": 1}, "True or False"),
 ]
@@ -116,13 +106,10 @@ def test_a_vocabulary_of_another_module() -> None:
 # --- ids --------------------------------------------------------------------------------------------------------------
 
 FORMS: list[tuple[Any, list[int]]] = [
-    ([1, 2], [1, 2]),
     ((1, 2), [1, 2]),
-    (range(3), [0, 1, 2]),
     (7, [7]),
     ([], []),
     ([2**63, -1], [-(2**63), -1]),
-    (torch.tensor(3), [3]),
     (torch.tensor([255], dtype=torch.uint8), [255]),
     (np.array([2**64 - 1], dtype=np.uint64), [-1]),
     (torch.tensor([2**63 - 1], dtype=torch.uint64), [2**63 - 1]),
@@ -176,22 +163,7 @@ def test_padding_of_unsigned_ids() -> None:
     assert set(vocabulary.state_dict()["numbers"].tolist()) >= {-(2**63)}
 
 
-def test_what_is_set_counts_as_used() -> None:
-    module, vocabulary = made()
-    trained(module, sgd(module), 1, 2)
-    vocabulary.update([1], torch.ones(1, DIM))
-    assert vocabulary.state_dict()["last_use"][vocabulary.rows([1, 2])].tolist() == [1, 0]
-
-
 # --- gradients that come late -----------------------------------------------------------------------------------------
-
-
-def test_a_step_makes_room_for_as_many_ids_as_came_lately() -> None:
-    module, vocabulary = made(4, evict="lru")
-    optimizer = sgd(module)
-    trained(module, optimizer, 1, 2)
-    trained(module, optimizer, 3, 4)
-    assert set(vocabulary.ids().tolist()) == {3, 4}
 
 
 def test_rows_of_the_lookup_itself_stay() -> None:
@@ -317,17 +289,6 @@ def test_gradients_given_for_all_rows(way: str, idle: str) -> None:
     assert torch.allclose(module(ids(1, 2)), before - 0.1)
     assert torch.equal(module(ids(3, 4, 5)), new)
     assert not module.eval()(ids(99)).any()
-
-
-def test_a_step_with_a_zero_gradient_moves_no_row_of_an_id_that_came_since() -> None:
-    module, vocabulary = made(2, module={"idle": "lazy"}, evict="lru")
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-    trained(module, optimizer, 0, 1)
-    optimizer.zero_grad(set_to_none=False)
-    before = module(ids(4, 5)).detach().clone()
-    optimizer.step()
-    assert torch.equal(module(ids(4, 5)), before)
-    assert set(vocabulary.ids().tolist()) == {4, 5}
 
 
 # --- training that admits nothing -------------------------------------------------------------------------------------
@@ -625,20 +586,6 @@ def test_weights_that_mean_other_ids() -> None:
     dense.weight = module.weight
     with pytest.raises(InvalidTypeError, match="in the order in which ids came"):
         dense(ids(1))
-
-
-def test_a_head_that_shares_the_weight() -> None:
-    module, _ = made(4, max_capacity=100)
-    module(ids(100, 200))
-    head = nn.Linear(DIM, 5, bias=False)
-    head.weight = module.weight
-    hidden = torch.randn(2, DIM)
-    out = head(hidden)
-    module(torch.arange(50))
-    out.sum().backward()
-    sgd(module).step()
-    assert out.shape == (2, 5)
-    assert head(hidden).shape == (2, module.num_embeddings)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

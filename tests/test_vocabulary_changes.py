@@ -163,22 +163,6 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
-def test_rows_whose_gradient_comes_late_are_among_them() -> None:
-    embedding, optimizer = trained()
-    held = embedding(IDS[:1]).square().sum()
-    train(embedding, optimizer, IDS[1:2])
-    clock = embedding.vocabulary.clock
-    optimizer.zero_grad()
-    held.backward()
-    optimizer.step()
-    assert IDS[0] in embedding.vocabulary.changed_since(clock).ids
-    # That gradient is not cleared, and moves the rows again.
-    clock = embedding.vocabulary.clock
-    embedding(IDS[2:3]).sum().backward()
-    optimizer.step()
-    assert IDS[0] in embedding.vocabulary.changed_since(clock).ids
-
-
 def test_all_rows_when_idle_ones_have_moved() -> None:
     embedding, optimizer = trained(idle="exact")
     clock = embedding.vocabulary.clock
@@ -295,13 +279,3 @@ def test_what_does_not_fit_changes_nothing() -> None:
     # Rows of ids that go make room.
     assert len(fitting.ids) == 8
     small.vocabulary.update(fitting)
-
-
-def test_exports() -> None:
-    one, other = trained(4)[0], trained(2)[0]
-    ids, rows = one.vocabulary.export()
-    plain = nn.Embedding.from_pretrained(rows)
-    wanted = ids[[2, 0, 5]]
-    assert torch.equal(plain(torch.searchsorted(ids, wanted)), read(one, wanted))
-    other.vocabulary.update(ids, rows)
-    assert torch.equal(read(other, ids), rows)

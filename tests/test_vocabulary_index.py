@@ -192,12 +192,6 @@ def test_bad_calls_say_what_to_do():
     assert index.find(array([1, 3, 4])).tolist() == [1, -1, -1]
 
 
-def test_uint64_ids_are_the_same_bits():
-    index = IdIndex.of(np.array([2**64 - 1, 2**63], dtype=np.uint64), array([5, 6]))
-    assert index.find(array([-1, LOW, HIGH])).tolist() == [5, 6, -1]
-    assert index.find(np.array([2**63, 0], dtype=np.uint64)).tolist() == [6, -1]
-
-
 def test_more_than_the_machine_has_is_refused():
     index = IdIndex.of(array([5]), array([6]))
     with pytest.raises(HostMemoryError, match="max_capacity"):
@@ -327,15 +321,10 @@ BAD = [
     (["a", None], r"values\[1\] is None \(NoneType\) .* replace missing values"),
     ([["a", "b"], ["c", 3]], r"values\[1\]\[1\] is 3 \(int\) .* pass them to the module directly"),
     (7, r"values is 7 \(int\) .* pass them to the module directly"),
-    ({"a": 1}, r"\(dict\)"),
-    ([bytearray(b"a")], r"values\[0\] is bytearray"),
     ([("a", 1)], r"values\[0\] is \('a', 1\)"),
-    ([("a", ["b"])], r"values\[0\]"),
     (np.array([["a", 2]], dtype=object), r"values\[0\]\[1\] is 2"),
-    (np.zeros(3), "dtype float64 .* replace missing values"),
     (torch.arange(3), r"dtype torch.int64 .* pass them to the module directly"),
     ([["a"], ["b", "c"]], "lists of 1 and of 2"),
-    (["a", ["b"]], "a list beside a value"),
 ]
 
 
@@ -343,11 +332,6 @@ BAD = [
 def test_other_values_are_refused(values, message):
     with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
         hash_ids(values)
-
-
-def test_a_salt_is_a_name():
-    with pytest.raises(InvalidTypeError, match=r"salt is 3 \(int\)"):
-        hash_ids(["a"], 3)
 
 
 def test_mix64_golden():
@@ -395,26 +379,6 @@ def test_never_too_low(data):
         assert (estimate(sketch, ids) >= array(exact.values())).all()
         assert (estimate(sketch, ids) <= limit).all()
     assert estimate(sketch, array([])).shape == (0,)
-
-
-def test_exact_while_ids_are_few():
-    """Skewed counts of half as many ids as counters in a line: hardly any estimate is too high."""
-    rng = np.random.default_rng(0)
-    ids = np.concatenate([np.arange(2500), np.arange(2500) << 48, -1 - np.arange(5000)])
-    drawn = rng.choice(ids, 100_000, p=(weights := 1 / np.arange(1, 10_001)) / weights.sum())
-    sketch, exact = Sightings(20_000, 4, 2**64 - 1, 2**32 - 1), collections.Counter(drawn.tolist())
-    for batch in np.split(drawn, 20):
-        sketch.add(*np.unique(batch, return_counts=True))
-    too_high = estimate(sketch, array(exact)) - array(exact.values())
-    assert too_high.min() == 0
-    assert (too_high > 0).mean() < 0.02
-    never_seen = np.arange(10_000, 20_000)
-    assert (estimate(sketch, never_seen) > 0).mean() < 0.06  # 0.4 ** 4 of them share every counter
-
-
-@pytest.mark.parametrize(("limit", "dtype"), [(255, "uint8"), (256, "uint16"), (65_536, "uint32")])
-def test_counters_are_no_larger_than_their_limit(limit, dtype):
-    assert Sightings(10, 2, 0, limit).state.dtype == np.dtype(dtype)
 
 
 def test_state_goes_to_another_sketch():

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from optimizer_cases import case_named
@@ -19,7 +18,6 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, OptimizerError
-from speedtransfer.vocabulary.id_index import IdIndex
 
 DIM = 3
 IDS = torch.arange(30) * 2**59 - 2**62
@@ -89,11 +87,9 @@ def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Pat
     "settings",
     [
         {"evict": "lfu", "half_life": 3.0},
-        {"evict": 3, "max_capacity": 40},
         {"admit": 2, "capacity": 14},
-        {"evict": lambda ids, last_use, counts: counts, "unseen": "row", "admit": 2},
     ],
-    ids=["lfu", "unused", "admit", "callable"],
+    ids=["lfu", "admit"],
 )
 def test_admission_and_eviction_go_on(settings: dict[str, Any]) -> None:
     whole = Run(**settings)
@@ -225,24 +221,6 @@ def test_too_many_ids_change_nothing(tmp_path: Path) -> None:
     small.optimizer.load_state_dict(large.optimizer.state_dict())
     with pytest.raises(OptimizerError, match="shape"):
         small.train(8)
-
-
-def test_a_checkpoint_makes_one_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of millions of ids it takes seconds: the one by which the ids are checked is the one that the module gets."""
-    run, other = Run(), Run(capacity=9)
-    run.train(0, 1, 2)
-    st.save_checkpoint(tmp_path, run.net, run.optimizer)
-    made: list[int] = []
-    insert = IdIndex.insert
-
-    def counted(index: IdIndex, ids: np.ndarray, rows: np.ndarray) -> None:
-        made.append(len(ids))
-        insert(index, ids, rows)
-
-    monkeypatch.setattr(IdIndex, "insert", counted)
-    st.load_checkpoint(tmp_path, other.net, other.optimizer)
-    assert made == [len(run.vocabulary)]
-    run.check_equal(other)
 
 
 def _set(name: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -415,16 +393,6 @@ def test_rows_that_are_assigned_are_those_of_the_ids_from_0_on() -> None:
     emb.weight = nn.Parameter(torch.arange(8.0).view(4, 2))
     assert emb(torch.tensor([3, 0])).tolist() == [[6.0, 7.0], [0.0, 1.0]]
     assert emb.vocabulary.ids().tolist() == [0, 1, 2, 3]
-
-
-def test_a_model_that_forgets_its_rows_keeps_settings_and_room() -> None:
-    net = train(model())
-    capacity, settings = net[0].vocabulary.capacity, net[0].vocabulary.__getstate__()
-    net.to("meta")
-    assert net[0].vocabulary.__getstate__() == settings
-    assert net[0].num_embeddings == capacity
-    net.to_empty(device="cpu")
-    assert (net[0].vocabulary.capacity, len(net[0].vocabulary)) == (capacity, 0)
 
 
 REFUSED: dict[str, Callable[[nn.Module], Any]] = {

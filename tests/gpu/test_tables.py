@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, numbers, one_line
-from opened_cases import write_parts
+from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, numbers, one_line, write_parts
 from safetensors.torch import save_file
 from table_cases import TableContract
 from table_cases.base import TableOfRecords

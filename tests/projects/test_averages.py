@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn, update_bn
+from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from projects.pairs import WAYS, Outcome, compare
 from projects.two_towers import loader, make, scores
@@ -54,20 +54,6 @@ def ema_pytorch(way: str) -> Outcome:
     return outcome(model, losses, ema.ema_model)
 
 
-def ema_pytorch_lerp(way: str) -> Outcome:
-    """Updated by one foreach call, and put back into the model at the end."""
-    from ema_pytorch import EMA
-
-    def start(model):
-        return EMA(model, beta=0.9, update_after_step=0, update_every=1, use_foreach=True)
-
-    model, ema, losses = train(way, start, lambda ema, model: ema.update())
-    before = copy.deepcopy(model)
-    ema.copy_params_from_ema_to_model()
-    assert torch.equal(scores(model), scores(ema.ema_model))
-    return outcome(before, losses, model)
-
-
 def torch_ema(way: str) -> Outcome:
     from torch_ema import ExponentialMovingAverage
 
@@ -95,12 +81,6 @@ def timm(name: str):
     return getattr(module, name)
 
 
-def timm_v2(way: str) -> Outcome:
-    make_ema = timm("ModelEmaV2")
-    model, ema, losses = train(way, lambda model: make_ema(model, decay=0.9), lambda ema, model: ema.update(model))
-    return outcome(model, losses, ema.module)
-
-
 def timm_v3(way: str) -> Outcome:
     make_ema = functools.partial(timm("ModelEmaV3"), decay=0.9, use_warmup=True)
     model, ema, losses = train(way, make_ema, lambda ema, model: ema.update(model))
@@ -113,10 +93,6 @@ def torch_average(way: str, optimizer: str = "AdamW", **options) -> Outcome:
     if not options:
         update_bn(loader(), average)
     return outcome(model, losses, average.module, count=average.n_averaged, state=dict(average.state_dict()))
-
-
-def torch_ema_model(way: str) -> Outcome:
-    return torch_average(way, "Adagrad", multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
 
 
 def torch_swa(way: str) -> Outcome:
@@ -179,8 +155,8 @@ def target_network(way: str) -> Outcome:
     return outcome(model, losses, target)
 
 
-OF_TORCH = (torch_average, torch_ema_model, torch_swa, by_hand, target_network)
-OF_PACKAGES = (ema_pytorch, ema_pytorch_lerp, torch_ema, timm_v2, timm_v3)
+OF_TORCH = (torch_average, torch_swa, by_hand, target_network)
+OF_PACKAGES = (ema_pytorch, torch_ema, timm_v3)
 
 
 @pytest.mark.sweep
@@ -196,7 +172,7 @@ def test_averages(run, way, double):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("run", OF_PACKAGES, ids=lambda run: run.__name__)
 def test_averages_of_packages(run, way, double):
-    package = run.__name__.removesuffix("_lerp")
+    package = run.__name__
     if not package.startswith("timm"):
         pytest.importorskip(package, reason=f"{package} is not installed: make projects")
     compare(run, way, double)

@@ -84,11 +84,6 @@ def gpt2_untied(way: str) -> Outcome:
     return outcome(model, train(model), count=[model.num_parameters(exclude_embeddings=True)])
 
 
-def gpt2_momentum(way: str) -> Outcome:
-    model = gpt2(way, tied=False)
-    return outcome(model, train(model, optimizer=torch.optim.SGD, lr=0.1, momentum=0.9))
-
-
 def bert_classifier(way: str) -> Outcome:
     model = bert(way)
     return outcome(model, train(model))
@@ -142,21 +137,7 @@ def resized(way: str, tied: bool, size: int) -> Outcome:
     return outcome(model, losses + train(model, 3), start=start)
 
 
-def tied_again(way: str) -> Outcome:
-    """The words' table is exchanged for another, and the head tied to it."""
-    model = gpt2(way, tied=True)
-    with classes(way, "transformers"):
-        other = nn.Embedding(VOCABULARY, SMALL["n_embd"])
-    model.set_input_embeddings(other)
-    model.tie_weights()
-    assert model.lm_head.weight is model.get_input_embeddings().weight
-    return outcome(model, train(model))
-
-
-RUNS = {
-    run.__name__: (run,)
-    for run in (gpt2_tied, gpt2_untied, gpt2_momentum, bert_classifier, checkpointed, frozen, penalised, tied_again)
-}
+RUNS = {run.__name__: (run,) for run in (gpt2_tied, gpt2_untied, bert_classifier, checkpointed, frozen, penalised)}
 RUNS |= {
     f"resized {'tied' if tied else 'untied'} {size}": (resized, tied, size)
     for tied in (True, False)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given, settings
+from hypothesis import strategies as some
 
 import speedtransfer as st
 from ranks.pair import wrap
@@ -19,7 +22,9 @@ from speedtransfer.ranks.cost import (
     sharded_step,
     shared_step,
 )
+from speedtransfer.ranks.partition import BUCKETS
 from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts, expected_counts, row_form
+from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
 
 ROWS = 500
 
@@ -230,3 +235,126 @@ def test_expected_counts_are_the_formulas_of_even_owners():
     assert ddp_sparse_step(1000, 512, 4).sent == 3 * 1000 * 520
     assert ddp_dense_step(10_000, 512, 4).sent == 1.5 * 10_000 * 512
     assert sharded_step([], 4) == StepCost()
+
+
+# --- which rank has which row, and how many rows are asked of whom ----------------------------------------------------
+
+
+NUM_ROWS = some.one_of(some.integers(0, 40), some.integers(4000, 4200), some.integers(0, 30_000))
+
+
+def owners(partition: Partition, ids: torch.Tensor) -> torch.Tensor:
+    return partition.places(ids) // partition.per_rank
+
+
+@given(NUM_ROWS, some.integers(1, 70))
+@example(0, 1)
+@example(0, 5)
+@example(1, 1)
+@example(1, 7)
+@example(2, 3)
+@example(BUCKETS, 2)
+@example(BUCKETS - 1, 64)
+@example(2 * BUCKETS + 1, 3)
+@settings(max_examples=60, deadline=None)
+def test_every_id_has_one_place_on_one_rank(num_rows, ranks):
+    partition = Partition(num_rows, ranks)
+    ids = torch.arange(num_rows)
+    places = partition.places(ids)
+    assert torch.equal(places.sort().values, ids), "a permutation"
+    assert torch.equal(partition.ids(places), ids), "and its inverse"
+    sizes = [partition.size(rank) for rank in range(ranks)]
+    assert sum(sizes) == num_rows
+    assert max(sizes) <= partition.per_rank <= max(1, -(-num_rows // ranks))
+    parts = [partition.ids_of(rank) for rank in range(ranks)]
+    assert [len(part) for part in parts] == sizes
+    for rank, part in enumerate(parts):
+        assert bool((owners(partition, part) == rank).all())
+        assert torch.equal(partition.places(part) - partition.start(rank), torch.arange(len(part)))
+    assert torch.equal(torch.cat(parts).sort().values, ids)
+
+
+@given(some.integers(1, 20_000), some.integers(1, 9), some.integers(1, 9), some.data())
+@settings(max_examples=30, deadline=None)
+def test_a_part_of_a_shard(num_rows, ranks, others, data):
+    partition, ids = Partition(num_rows, ranks), torch.arange(num_rows)
+    rank = data.draw(some.integers(0, ranks - 1))
+    start = data.draw(some.integers(0, partition.size(rank)))
+    stop = data.draw(some.integers(start, partition.size(rank)))
+    assert torch.equal(partition.ids_of(rank, start, stop), partition.ids_of(rank)[start:stop])
+    # The order does not know the number of ranks: a checkpoint of other processes is read by ranges.
+    assert torch.equal(partition.places(ids), Partition(num_rows, others).places(ids))
+
+
+# --- rows that are asked for more often than others ------------------------------------------------------------------------
+
+MANY = 1_000_000
+
+
+@pytest.mark.parametrize("num_rows", [3, 4094, 30_000])
+def test_a_bucket_is_every_so_many_th_row(num_rows):
+    # So that a bucket of a checkpoint is one strided copy of an nn.Embedding.
+    ids = Partition(num_rows, 1).ids_of(0)
+    ends = (ids.diff() != BUCKETS).nonzero().flatten() + 1
+    for bucket in ids.tensor_split(ends):
+        assert torch.equal(bucket, torch.arange(int(bucket[0]), num_rows, BUCKETS)[: len(bucket)])
+        assert int(bucket[0]) < BUCKETS
+        assert int(bucket[-1]) + BUCKETS >= num_rows
+
+
+def test_many_rows():
+    """Of 2**40 rows: nothing of their number is made."""
+    partition = Partition(2**40, 64)
+    ids = torch.tensor([0, 1, 2**31, 2**40 - 1])
+    assert torch.equal(partition.ids(partition.places(ids)), ids)
+    assert sum(partition.size(rank) for rank in range(64)) == 2**40
+
+
+def load(ids: torch.Tensor, ranks: int, num_rows: int = MANY) -> float:
+    """The rows that the busiest owner is asked for, over the mean."""
+    asked = torch.bincount(owners(Partition(num_rows, ranks), ids), minlength=ranks).double()
+    return float(asked.max() / asked.mean())
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_frequent_rows_spread(ranks):
+    rng = np.random.default_rng(0)
+    # Id 0 is the most frequent; or, of hashed ids, the frequent ones are anywhere. Eight batches stand for those of all ranks.
+    ids = torch.cat([torch.from_numpy(draw(rng, MANY, 1.05, 65_536)) for _ in range(8)])
+    for each in (ids, ids * 7_368_787 % MANY):
+        assert load(each, ranks) <= 1.06
+
+
+@pytest.mark.parametrize("stride", [2, 10, 64, 100, 4096])
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_ids_with_a_stride_spread(stride, ranks):
+    ids = torch.arange(0, 10 * MANY, stride)
+    assert load(ids, ranks, 10 * MANY) <= 1.06
+    assert load(ids[: max(len(ids) // 10, 30 * ranks)], ranks, 10 * MANY) <= 1.25
+
+
+def draw(rng: np.random.Generator, rows: int, exponent: float, lookups: int) -> np.ndarray:
+    """Distinct ids of a batch of a Zipf law."""
+    below = np.cumsum(np.arange(1, rows + 1, dtype=np.float64) ** -exponent)
+    return np.unique(np.searchsorted(below / below[-1], rng.random(lookups)))
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.8, 1.0, 1.2])
+def test_expected_numbers_are_the_means_of_drawn_ones(exponent):
+    rng, rows, lookups = np.random.default_rng(1), 3000, 2000
+    drawn = [[draw(rng, rows, exponent, lookups) for _ in range(4)] for _ in range(60)]
+    each = np.mean([len(ids) for ranks in drawn for ids in ranks])
+    assert each == pytest.approx(expected_unique(rows, exponent, lookups), rel=0.01)
+    shares = [len(np.unique(np.concatenate(ranks))) / sum(map(len, ranks)) for ranks in drawn]
+    assert np.mean(shares) == pytest.approx(expected_distinct_share(rows, exponent, lookups, 4), rel=0.01)
+    asked = load(torch.from_numpy(np.concatenate([ids for ranks in drawn for ids in ranks])), 4, rows)
+    assert asked == pytest.approx(expected_imbalance(Partition(rows, 4), exponent, lookups), abs=0.01)
+
+
+def test_large_tables():
+    # Drawn once with 10M rows and 65,536 lookups by each of 8 processes: 26,073 unique rows, 0.72 of them distinct.
+    assert expected_unique(10_000_000, 1.05, 65_536) == pytest.approx(26_070, rel=0.005)
+    assert expected_distinct_share(10_000_000, 1.05, 65_536, 8) == pytest.approx(0.72, abs=0.005)
+    assert expected_distinct_share(10_000_000, 1.05, 65_536, 64) == pytest.approx(0.47, abs=0.005)
+    assert 1 <= expected_imbalance(Partition(10_000_000, 64), 1.2, 65_536) < 1.03
+    assert expected_unique(10**12, 0.0, 1000) == pytest.approx(1000)

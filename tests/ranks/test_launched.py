@@ -8,9 +8,6 @@ import os
 import random
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
 import warnings
 from pathlib import Path
@@ -116,6 +113,7 @@ def go_wrong(how: str) -> str:
     return "alive"
 
 
+@pytest.mark.slow
 def test_what_goes_wrong_is_shown_with_its_rank(two):
     assert two(go_wrong, "nothing") == ["alive"] * 2
     with pytest.raises(RankError, match=r"--- rank 1: TimeoutError: no answer in 1 s(.|\n)*in go_wrong"):
@@ -127,14 +125,15 @@ def test_what_goes_wrong_is_shown_with_its_rank(two):
     alive, error = two.fails(go_wrong, "warn", fresh=False)
     assert alive == "alive"
     assert isinstance(error, UserWarning)
-    # Who cannot reach the others says so.
+    assert two(go_wrong, "nothing") == ["alive"] * 2
+
+
+def test_who_cannot_reach_the_others_says_so(two):
     error, died = two.fails(go_wrong, "die", timeout=10)
     assert isinstance(died, DeadRankError)
     assert isinstance(error, ProcessGroupError)
-    assert re.search(
-        r"rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \(", str(error)
-    )
-    assert two(go_wrong, "nothing") == ["alive"] * 2
+    words = r"rank 0 of 2, process \d+ on \S+, could not reach the others where it looks up rows \("
+    assert re.search(words, str(error))
 
 
 # --- word2vec: the vocabulary is shared out, blocks are taken in turns, one process writes the vectors -------------------
@@ -206,39 +205,13 @@ def test_corpora_that_differ_are_told(two, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["torchrun", "another"])
-def test_word2vec_joins_what_a_launcher_starts(tmp_path, launcher):
+def test_word2vec_joins_what_a_launcher_starts(tmp_path):
     path, run = text(tmp_path / "topics.txt"), tmp_path / "run"
-    command = [
-        "-m",
-        "speedtransfer",
-        "word2vec",
-        "train",
-        str(path),
-        "--dim",
-        "16",
-        "--min-count",
-        "1",
-        "--sample",
-        "0",
-    ]
-    command += ["--kind", "lines", "--epochs", "4", "--block-words", "256", "-o", str(run)]
-    if launcher == "torchrun":
-        done = torchrun(*command, world=2)
-        assert done.returncode == 0, done.stdout
-        told = done.stdout
-    else:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
-        env = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-        env["PYTHONPATH"] = os.pathsep.join(sys.path)
-        how = {"stdout": subprocess.PIPE, "text": True}
-        each = [subprocess.Popen([sys.executable, *command], env=env | {"RANK": str(rank)}, **how) for rank in (0, 1)]
-        told = "".join(process.communicate(timeout=300)[0] for process in each)
-        assert [process.returncode for process in each] == [0, 0]
-    assert told.count("vectors: ") == 1
+    options = "--dim 16 --min-count 1 --sample 0 --kind lines --epochs 4 --block-words 256"
+    command = ["-m", "speedtransfer", "word2vec", "train", str(path), *options.split(), "-o", str(run)]
+    done = torchrun(*command, world=2)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("vectors: ") == 1
     vectors = Vectors.load(run / "vectors.txt")
     assert apart(vectors.words, torch.as_tensor(vectors.matrix).numpy()) > 0.3
     assert json.loads((run / "settings.json").read_text())["corpus_words"] == 8000

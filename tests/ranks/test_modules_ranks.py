@@ -10,12 +10,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from in_child import in_child, plain
 from torch import nn
 
 import speedtransfer as st
 from ranks.pair import DIM, ROWS, ids, rows_of, table, tables, told
-from speedtransfer.errors import DeviceError, ProcessGroupError
 from speedtransfer.nn.tracing import ONE_GRAPH
 from speedtransfer.optim import gradient_exchange
 from speedtransfer.ranks import exchange_of
@@ -232,6 +230,12 @@ def test_trains(two, options):
     assert first.isfinite().all()
 
 
+# --- a child of fork of a process: it reads what there is in memory, and sends no messages -------------------------------
+
+
+# --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
+
+
 def hottest() -> tuple[int, int]:
     """A cache of the rows with the largest counts, of those that each process owns."""
     counts = torch.arange(100) % 50
@@ -245,40 +249,6 @@ def hottest() -> tuple[int, int]:
 
 def test_counts_of_a_cache(two):
     assert two(hottest) == [(10, 0)] * 2
-
-
-# --- a child of fork of a process: it reads what there is in memory, and sends no messages -------------------------------
-
-
-def forked(kind: str) -> list[object]:
-    pair = tables(kind, torch.optim.AdamW, idle="exact")
-    pair.train(0, 1, 2)
-    every = torch.arange(pair.ours.num_embeddings)
-    table = pair.ours.table.local
-    stored = {name: table.stored(name).clone() for name in table.planes}
-    found: list[object] = []
-    for use in (lambda: plain(pair.ours(every)), lambda: plain(pair.ours.table.scatter([0], torch.ones(1, 1)))):
-        try:
-            found.append(in_child(lambda use=use: use()))
-        except Exception as error:
-            found.append(type(error))
-    same = all(torch.equal(table.stored(name), before) for name, before in stored.items())
-    return [*found, same, plain(pair.ours(every))]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@KINDS
-def test_a_child_of_a_rank(two, kind):
-    for lookup, write, same, want in two(forked, kind):
-        if kind == "shared":
-            torch.testing.assert_close(lookup, want, rtol=0, atol=0)
-        else:
-            assert lookup is ProcessGroupError
-        assert write in (ProcessGroupError, DeviceError)
-        assert same
-
-
-# --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
 
 
 def trained_by_default() -> tuple[bool, torch.Tensor]:

@@ -175,9 +175,7 @@ def test_a_rank_that_dies_has_the_others_raise_soon(two, kind, where):
 
 THEN: dict[str, Callable[[Run, Path], Any]] = {
     "go on": lambda run, path: run.steps(*range(ODD + 1, STEPS)),
-    "look up": lambda run, path: run.emb(ids(0)),
     "save": lambda run, path: st.save_checkpoint(path, run.emb, run.opt),
-    "full_state_dict": lambda run, path: st.full_state_dict(run.emb),
 }
 
 
@@ -202,11 +200,8 @@ def interrupted(kind: str, then: str, path: Path, within: str, at: int) -> tuple
     ("kind", "then", "within", "at"),
     [
         ("sharded", "go on", "_enter", 4),
-        ("sharded", "look up", "adam", 3),
         ("sharded", "save", "_enter", 4),
-        ("sharded", "full_state_dict", "adam", 3),
         ("shared", "go on", "_enter", 4),
-        ("shared", "save", "adam", 3),
         ("replicas", "go on", "_enter", 4),
     ],
 )

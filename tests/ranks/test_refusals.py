@@ -72,6 +72,7 @@ emb(torch.tensor([(0, -1)[rank]])) -> ^ProcessGroupError: rank 1 refused its ids
 emb(torch.tensor([0.5, 0.0])) -> ^InvalidTypeError
 emb(torch.tensor([ROWS])) -> ^RowIndexError
 sum(emb(torch.tensor([1])).sum() for _ in range({KEPT + 1})).backward() -> more than {KEPT} lookups
+multi(dict(x=(ids() % 3, torch.tensor([[0, 4, 5], [0, 4, 2]][rank])))) -> rank 1 // offsets.2. of feature 'x' is 2 after 4
 emb.prefetch(torch.tensor([5, ROWS])[rank:][:1]) -> ^ProcessGroupError: rank 1 refused its ids // ^RowIndexError
 (emb.prefetch(ids()), emb(ids() + rank)) -> rank 0: rows ahead.*rank 1: weight after 0 steps .lookup \\d+, in training
 st.Embedding(ROWS, DIM, memory="pageable", cache_rows=9, cache_counts=torch.arange(7), **group) -> but the table has 50 rows
@@ -160,6 +161,7 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
     pair = tables(kind)
     pair.backward()
     bag, before = table(kind, make=st.EmbeddingBag), rows_of(pair.ours)
+    multi = table(kind, {"x": 3}, DIM, make=st.MultiEmbeddingBag)
 
     def check() -> None:
         assert torch.equal(rows_of(pair.ours), before)
@@ -167,7 +169,7 @@ def of_tables(kind: str) -> tuple[dict[str, Any], Any]:
         assert pair.train(1, 2) < 1e-12
 
     group = {"process_group": dist.group.WORLD} | ({"memory": "shared"} if kind == "shared" else {})
-    return {"emb": pair.ours, "bag": bag, "group": group}, check
+    return {"emb": pair.ours, "bag": bag, "multi": multi, "group": group}, check
 
 
 def of_vocabularies() -> tuple[dict[str, Any], Any]:

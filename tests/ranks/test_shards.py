@@ -258,25 +258,6 @@ def test_an_overflow_of_one_row_skips_the_step_of_all(two, kind, fused):
     assert two(one_row_overflows, kind, fused) == [(512.0, True)] * 2
 
 
-def clipped(kind: str) -> list[list[float]]:
-    """Return norms and dense weights, by each way that torch takes norms."""
-    found = []
-    for norm in (1.0, 2.0, math.inf):
-        for foreach in (None, True, False):
-            clip = functools.partial(nn.utils.clip_grad_norm_, foreach=foreach)
-            pair = nets(kind)
-            assert pair.train(0, 1, 2, clip=0.1, norm=norm, clipped=clip) < 1e-12
-            found.append(pair.ours.outer.weight.flatten().tolist())
-    return found
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_norms_are_those_of_all_whatever_way_torch_takes(two, kind):
-    # Else replicas would drift apart.
-    first, second = two(clipped, kind)
-    assert first == second
-
-
 def nonfinite(kind: str) -> list[str]:
     emb = table(kind)
     (emb(torch.tensor([7])).sum() * (float("nan") if dist.get_rank() else 1.0)).backward()

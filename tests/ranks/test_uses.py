@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import init
 from torch.utils.checkpoint import checkpoint
 
 from ranks.pair import DIM, ROWS, Pair, ids, nets, squares, table, tables, told
@@ -124,24 +123,6 @@ def checkpointed(kind: str) -> float:
 
 
 @use
-def closure(kind: str) -> float:
-    pair = tables(kind, torch.optim.Adagrad)
-    for step in range(3):
-
-        def ours(step=step):
-            pair.opt.zero_grad()
-            loss = squares(pair.ours, ids(step))
-            loss.backward()
-            return loss
-
-        pair.opt.step(ours)
-        pair.one_opt.zero_grad()
-        pair.one_backward(step)
-        pair.one_opt.step()
-    return pair.distance()
-
-
-@use
 def in_threads(kind: str) -> float:
     pair = tables(kind)
     losses = {turn: squares(pair.ours, ids(turn)) for turn in range(4)}
@@ -185,15 +166,6 @@ def lookups_that_are_never_used(kind: str) -> float:
 def many_lookups(kind: str) -> float:
     """As decoders, which look a row up for each word."""
     return nets(kind, torch.optim.Adagrad, 70, pair={"batch": lambda step, rank: ids(step, rank, 140)}).train(0, 1)
-
-
-@use
-def another_optimizer(kind: str) -> float:
-    pair = tables(kind, torch.optim.Adam, idle="exact")
-    pair.train(0, 1, 2)
-    sgd = lambda each: torch.optim.SGD(each.parameters(), lr=0.3, momentum=0.9)  # noqa: E731
-    pair.opt, pair.one_opt = sgd(pair.ours), sgd(pair.one)
-    return pair.train(3, 4)
 
 
 # --- gradients ------------------------------------------------------------------------------------------------------------
@@ -266,35 +238,8 @@ def functions_of_gradients(kind: str) -> float:
     return max(abs(float(each(pair.ours.weight.grad)) - float(each(pair.one.weight.grad))) for each in functions)
 
 
-# Of all rows; test_cells.py has more.
-SET = [
-    lambda w: init.normal_(w, 1.0, 2.0),
-    lambda w: init.kaiming_uniform_(w, a=math.sqrt(5), mode="fan_out"),
-    lambda w: init.kaiming_normal_(w.data, mode="fan_out", nonlinearity="relu"),
-    lambda w: w.data.normal_(generator=torch.Generator().manual_seed(4)),
-    lambda w: w.data.random_(0, 10),
-    lambda w: w.data.div_(3),
-    lambda w: w.data.sub_(1, alpha=3),
-    lambda w: w.data.copy_(torch.arange(DIM)),
-    lambda w: w.data.copy_(torch.arange(ROWS * DIM).view(ROWS, DIM)),
-]
-
-
-@use
-def rows_that_are_set(kind: str) -> float:
-    pair, drawn = tables(kind), []
-    for function in SET:
-        for emb in (pair.ours, pair.one):
-            torch.manual_seed(11)
-            with torch.no_grad():
-                function(emb.weight)
-            drawn.append(float(torch.rand(1)))
-        assert pair.distance() == 0
-    return max(abs(a - b) for a, b in zip(drawn[::2], drawn[1::2], strict=True))
-
-
 @KINDS
 @pytest.mark.parametrize("name", USES)
 def test_numbers_of_one_process(two, three, kind, name):
-    ranks = three if name in ("functions_of_gradients", "rows_that_are_set") else two
+    ranks = three if name == "functions_of_gradients" else two
     assert max(ranks(USES[name], kind)) < 1e-12

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.pair import DIM, Net, Pair, ids, nets, sgd_with_momentum, squares, table, wrap
+from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, table, wrap
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
 needs_ignored_params = pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
@@ -187,20 +186,3 @@ def test_a_model_of_a_destroyed_group_changes_no_order_of_messages(two):
     two(leave_behind)
     assert max(two(under_fsdp, "sharded", timeout=5)) < 1e-12
     two(collect)
-
-
-def read_in_place(path: str) -> float:
-    """Frozen rows of files, which every process opens, below parameters that are trained."""
-    found = []
-    for way in (wrap, wrap_fsdp):
-        made = [st.Embedding.from_pretrained(st.Table.open(path, "rows.{}", device="cpu")) for _ in range(2)]
-        found.append(Pair(*map(Net, made), wrap=way).train(0, 1, 2))
-    return max(found)
-
-
-@needs_ignored_params
-def test_tables_that_are_read_in_place(two, tmp_path):
-    for number in range(2):
-        rows = torch.randn(25, DIM, dtype=torch.float64)
-        save_file({f"rows.{number}": rows}, tmp_path / f"{number}.safetensors")
-    assert max(two(read_in_place, str(tmp_path))) < 1e-12

@@ -2,9 +2,8 @@
 
 from table_cases.files import FileCases, GrowCases
 from table_cases.gather import GatherCases
-from table_cases.planes import PlaneCases
 from table_cases.scatter import ConvertCases, ScatterCases
-from table_cases.values import CopyCases, ValueCases
+from table_cases.values import CopyCases, PlaneCases, ValueCases
 
 
 class TableContract(GatherCases, ScatterCases, PlaneCases, ValueCases, ConvertCases, FileCases, CopyCases, GrowCases):
