@@ -77,7 +77,7 @@ class Step:
                 handle.features.begin(handle, optimizer)
             pending.refresh()
             apart = handle.features is not None and handle.features.is_apart
-            fuses = not pending.in_place and handle.table.runs_kernels and not apart
+            fuses = not pending.in_place and handle.rows.table.runs_kernels and not apart
             self._fused = plan_step(state, optimizer, group, pending.state_rows) if fuses else None
             if self._fused is None:
                 ids = None if pending.in_place else pending.ids
