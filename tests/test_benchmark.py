@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
+import os
+import signal
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -420,3 +424,16 @@ def test_hits_of_a_cache_are_those_computed(tables, monkeypatch):
     monkeypatch.setattr(cache, "expected_unique", lambda *about: 1e6)
     with pytest.raises(WrongResultError, match=r"hits where 0\.0% are computed"):
         measure(group, CPU, **FAST)
+
+
+def interrupt_parent():
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(1000)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("fresh_signals")
+def test_interrupting_the_parent_alone_ends_the_process():
+    with pytest.raises(KeyboardInterrupt):
+        memory.in_process(interrupt_parent)
+    assert not multiprocessing.active_children()
