@@ -96,6 +96,16 @@ def test_one_read_for_all(reads: list[int]) -> None:
     assert reads == [4, 4]
 
 
+def test_an_array_over_the_rows_is_read_each_time(reads: list[int]) -> None:
+    _, emb = twins()
+    rows, ids = emb.table.numpy(), torch.randint(0, 50, (8, 4))
+    for _ in range(3):
+        emb[0](ids[:, 0])
+        rows[50 + ids[0, 1]] += 1
+        same(emb[1](ids[:, 1])[0].detach(), torch.from_numpy(rows[50 + ids[0, 1]]).clone())
+    assert not reads
+
+
 def between(what: str, model: nn.Module, ids: Tensor) -> None:
     """Do something between the lookups of two features."""
     if what == "weight":

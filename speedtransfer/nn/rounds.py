@@ -20,7 +20,7 @@ from speedtransfer.nn.active import activate
 from speedtransfer.nn.feature_ids import first_beyond, in_table
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import INTEGERS
-from speedtransfer.nn.ticket import open_tickets
+from speedtransfer.nn.ticket import open_tickets, place_of
 from speedtransfer.nn.weight_calls import in_transform
 from speedtransfer.optim import Handle, UsedFeatures, find_handle
 from speedtransfer.optim.anchor import kept
@@ -160,7 +160,7 @@ class Rounds(threading.local):
             parts = torch.unsafe_split_with_sizes(frozen_lookup(handle, index, None, feature.scale_grad_by_freq), sizes)
         self._stamp = _stamp(handle)
         for (asked, ids), values, rows in zip(found, given.split(sizes), parts, strict=True):
-            expected = _place_on_device(ids) if ids.is_cuda else values.view(ids.shape)
+            expected = place_of(ids) if ids.is_cuda else values.view(ids.shape)
             self._parts[asked.number] = _Part(asked, expected, rows.view(*ids.shape, rows.shape[-1]))
         return self._parts.pop(wanted[0].number).rows
 
@@ -178,14 +178,13 @@ def _may_read_ahead(feature: Any, handle: Handle, ids: Any) -> bool:
     if type(ids) is not Tensor or ids.dtype not in INTEGERS or not ids.dim() or not ids.numel():
         return False
     table, owners = handle.rows.table, handle.owners
-    # Where lookups write, or ask others; where somebody else writes.
+    # Where lookups write, or ask others.
     if feature._keys is not None or feature.max_norm is not None or not owners.has_whole:
         return False
-    if (
-        table.memory == "shared"
-        or table._place.turns is not None
-        or (handle.state is not None and handle.state.running)
-    ):
+    # Where somebody else writes: other processes, or arrays over the memory, unseen; where a step has to be undone first.
+    if table.memory == "shared" or table._place.turns is not None or table.is_viewed:
+        return False
+    if handle.state is not None and handle.state.running:
         return False
     if ids.is_cuda and (ids.device != table.device or ids.is_inference()):
         return False
@@ -209,20 +208,13 @@ def _stamp(handle: Handle) -> tuple[Any, ...]:
     table = handle.rows.table
     stream = (current_stream(table.device), capture_number()) if table.device.type == "cuda" else None
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), handle.requires_grad
-    # Arrays over the memory are written to unseen.
-    unseen = object() if table.is_viewed else None
-    return table.version, handle.step.count, modes, stream, unseen
-
-
-def _place_on_device(ids: Tensor) -> tuple[Any, ...]:
-    """Return where ids on a CUDA device lie, and how often torch has written to them."""
-    return ids.data_ptr(), ids.shape, ids.stride(), ids.dtype, ids._version
+    return table.version, handle.step.count, modes, stream
 
 
 def _is_as_expected(expected: Any, ids: Tensor) -> bool:
     """Tell whether `ids` are what was expected: by their values, on a device by their place."""
     if ids.is_cuda:
-        return bool(expected == _place_on_device(ids))
+        return bool(expected == place_of(ids))
     return expected.dtype == ids.dtype and torch.equal(expected, ids)
 
 
