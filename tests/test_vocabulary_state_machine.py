@@ -336,7 +336,11 @@ class VocabularyMachine(RuleBasedStateMachine):
     def step(self) -> None:
         if self.zeroed:
             return
-        self.clock += self.ours.weight.grad is not None
+        if self.ours.weight.grad is not None:
+            # Also those of a gradient that an earlier step had, too.
+            for id in self.pending & self.known:
+                self.last_use[id] = self.clock
+            self.clock += 1
         for optimizer in self.optimizers:
             optimizer.step()
         self.forget_unknown()
