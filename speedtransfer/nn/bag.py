@@ -13,6 +13,7 @@ from speedtransfer.nn.embedding import check_pretrained
 from speedtransfer.nn.lookup import bag_lookup
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
+from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import FoundRows, Ticket
 from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
@@ -70,6 +71,8 @@ class EmbeddingBag(TableModule, nn.EmbeddingBag):
             ids = input.ids.view(input.shape) if isinstance(input, Ticket) else input
             return super().forward(ids, offsets, per_sample_weights)
         training = torch.is_grad_enabled() and self._handle.requires_grad
+        if not self._handle.owners.has_whole:
+            input = ask(self, input)
 
         def look_up(ids: Any, padding: int | None) -> Tensor:
             spare = padding is not None

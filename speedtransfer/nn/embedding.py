@@ -15,6 +15,7 @@ from speedtransfer.nn.active import activate, rows_for_lookup
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.options import TableOptions, takes_options
+from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule, shape_of
 from speedtransfer.nn.ticket import Ticket
 from speedtransfer.nn.vocabulary_lookup import refuse_without_rows
@@ -128,6 +129,8 @@ class Embedding(TableModule, nn.Embedding):
             return super().forward(input.ids.view(input.shape) if isinstance(input, Ticket) else input)
         handle, padding = self._handle, self.padding_idx
         training = torch.is_grad_enabled() and handle.requires_grad
+        if not handle.owners.has_whole:
+            input = ask(self, input)
         if handle.id_space.come_and_go:
             return self._read_by_id(input, training, functools.partial(self._look_up, training=training))
         if not handle.id_space.by_row:

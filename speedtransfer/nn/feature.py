@@ -19,6 +19,7 @@ from speedtransfer.nn.fused_lookup import read_ahead
 from speedtransfer.nn.lookup import frozen_lookup, lookup
 from speedtransfer.nn.lookup_ops import looks_up, new_key
 from speedtransfer.nn.module_state import check_assigned, receive, with_placeholders, with_weight
+from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.ticket import Ticket, known_again, rows_in
 from speedtransfer.nn.tracing import refuse_to_quantize, unrecorded
 from speedtransfer.nn.vocabulary_lookup import refuse_without_rows, without_rows
@@ -100,6 +101,9 @@ class Feature(nn.Embedding, VocabularyModule):
         rows = None if self._rounds is None else self._rounds.take(self, weight, input)
         if rows is not None:
             return rows
+        handle = find_handle(weight)
+        if handle is not None and not handle.owners.has_whole:
+            input = ask(self, input)
         found = find(self, weight, input)
         return look_up(self, weight, found.index, found.padded, UsedFeatures(1 << self.number))
 

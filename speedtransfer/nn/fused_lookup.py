@@ -18,7 +18,7 @@ from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait, rows_in, to_row_numbers
 from speedtransfer.optim import Handle
 from speedtransfer.optim.shards import Route, check_counts
-from speedtransfer.ranks import Exchange, Segment
+from speedtransfer.ranks import AT_ONCE, Exchange, Segment
 from speedtransfer.tables import UniqueRows, unique_rows
 
 
@@ -29,24 +29,23 @@ class FusedPart:
     ----------
     groups : UniqueRows
         Of the ids.
+    training : bool
+        Whether the rows are trained.
+    fused, route : FusedLookups, Route
+        What is read together with it; who asks whom for what.
     """
+
+    fused: FusedLookups
+    route: Route
 
     def __init__(self, ticket: Ticket, training: bool) -> None:
         self.handle: Any = ticket._handle
         rows, device = self.handle.num_rows, self.handle.table.device
         given, padding_idx = rows_in(ticket._given), ticket._padding_idx
         self.groups = unique_rows(ticket.ids, rows, given, padding_idx, grouped=device.type == "cuda").to(device)
-        self._training = training
+        self.training = training
         # The rows that came, what this process has read for all, and the state of the table then.
         self._came: tuple[Tensor, dict[str, Tensor], int] | None = None
-
-    def begin(self, fused: FusedLookups, route: Route) -> None:
-        """Begin to read what all processes ask of this one."""
-        self._fused, self.route = fused, route
-        planes = None if self._training or self.handle.rows.lag is not None else ("weight",)
-        # From the host: those of a device would be padded.
-        owned = route.owned.cpu()
-        self.ahead: Any = begin_to_read(self.handle.rows, owned, tuple(owned.shape), None, planes, None)
 
     def arrive(self, rows: Tensor, read: dict[str, Tensor]) -> None:
         """Keep the rows that have come."""
@@ -55,49 +54,92 @@ class FusedPart:
     def take(self) -> tuple[UniqueRows, Tensor, Route, dict[str, Tensor]] | None:
         """Return the unique rows of the ids, their values, and the route and what was read for it; None where they are old."""
         if self._came is None:
-            self._fused.pull()
+            self.fused.pull()
         assert self._came is not None
         rows, read, changes = self._came
         return None if changes != self.handle.owners.changes else (self.groups, rows, self.route, read)
 
 
 class FusedLookups:
-    """The parts of one batch in the tables of one process group, which all processes make."""
+    """The parts of one batch in the tables of one process group, which all processes make.
 
-    def __init__(self, exchange: Exchange, handles: list[Any], parts: list[FusedPart], error: Exception | None) -> None:
-        self._exchange, self._about = exchange, "ids ahead, of " + ", ".join(map(str, handles))
-        if error is not None:
-            exchange.agree("looks up rows", [-1] * len(handles), self._about)
-            raise error
-        placed = [part.handle.owners.lookups.by_owner(part.groups.ids) for part in parts]
-        sends = torch.stack([count for _, _, count in placed], 1)
-        counts = check_counts(exchange.agree("looks up rows", sends, self._about)).T.tolist()
+    Parameters
+    ----------
+    exchange : Exchange
+    parts : list of FusedPart
+    placed : list of tuple
+        What `ShardLookups.by_owner` gives for each.
+    counts : list of list of int
+        How many ids come from each rank, for each.
+    """
+
+    def __init__(self, exchange: Exchange, parts: list[FusedPart], placed: list[Any], counts: list[list[int]]) -> None:
+        self._exchange = exchange
         ids = [
             Segment(places.unsqueeze(1), n.tolist(), got) for (places, _, n), got in zip(placed, counts, strict=True)
         ]
-        for part, place, segment, got in zip(parts, placed, ids, exchange.move("ids", ids), strict=True):
-            lookups = part.handle.owners.lookups
-            part.begin(self, lookups.routed(place[1], segment.sends, segment.receives, got[:, 0]))
         # A ticket may be gone before; the others need what it asks for.
-        self._work = [(part.handle, part.route, part.ahead, weakref.ref(part)) for part in parts]
+        self._work, self._ahead = list[tuple[Any, Route, weakref.ref[FusedPart]]](), list[Any]()
+        for part, place, segment, got in zip(parts, placed, ids, exchange.move("ids", ids), strict=True):
+            route = part.handle.owners.lookups.routed(place[1], segment.sends, segment.receives, got[:, 0])
+            part.fused, part.route = self, route
+            self._work.append((part.handle, route, weakref.ref(part)))
+
+    def begin(self, parts: list[FusedPart]) -> None:
+        """Begin to read what all processes ask of this one."""
+        for part in parts:
+            planes = None if part.training or part.handle.rows.lag is not None else ("weight",)
+            # From the host: those of a device would be padded.
+            owned = part.route.owned.cpu()
+            self._ahead.append(begin_to_read(part.handle.rows, owned, tuple(owned.shape), None, planes, None))
 
     @torch.no_grad()
     def pull(self) -> None:
         """Let the rows of all tables come."""
-        self._exchange.agree("looks up rows", [0], self._about.replace("ids", "rows", 1))
+        found: list[Any] = [None] * len(self._work)
+        if self._ahead:
+            self._exchange.agree(
+                "looks up rows", [0] * AT_ONCE, "rows ahead, of " + ", ".join(str(each[0]) for each in self._work)
+            )
+            found = [ahead.result() for ahead in self._ahead]
         reads, segments = [], list[Segment]()
-        for handle, route, ahead, _ in self._work:
-            found = ahead.result()
-            found.take()
-            reads.append(handle.owners.lookups.read(route.owned, None, found))
+        for (handle, route, _), ahead in zip(self._work, found, strict=True):
+            if ahead is not None:
+                ahead.take()
+            reads.append(handle.owners.lookups.read(route.owned, None, ahead))
             sent = reads[-1][1].values()
             segments += [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in sent]
         received = iter(self._exchange.move("rows", segments))
-        for (handle, route, _, reference), (read, sent) in zip(self._work, reads, strict=True):
+        for (handle, route, reference), (read, sent) in zip(self._work, reads, strict=True):
             rows = handle.owners.lookups.arranged(route, {name: next(received) for name in sent})
             part = reference()
             if part is not None:
                 part.arrive(rows, read)
+        # One that nobody takes would keep the tables of the others.
+        self._work.clear()
+
+
+def look_up_together(pairs: list[tuple[Any, Tensor]], named: int) -> list[Ticket] | None:
+    """Return a ticket for each pair of a module and ids, whose rows have come. Collective.
+
+    `named` is the same in all processes, and not 0, if they ask for rows of the same tables; None: they do not.
+    """
+    try:
+        tickets = [_ticket(module, ids, False) for module, ids in pairs]
+        parts = [FusedPart(ticket, ticket._handle.requires_grad) for ticket in tickets]
+    except Exception:
+        # It is told where these ids are looked up, if they are.
+        return None
+    every = [part.handle.owners.lookups for part in parts]
+    placed = [lookups.by_owner(part.groups.ids) for lookups, part in zip(every, parts, strict=True)]
+    sends = torch.stack([count for _, _, count in placed], 1)
+    counts = every[0].agree_on_counts(sends, torch.is_grad_enabled() and parts[0].training, named)
+    if counts is None:
+        return None
+    FusedLookups(every[0].exchange, parts, placed, counts).pull()
+    for ticket, part in zip(tickets, parts, strict=True):
+        ticket.part = part
+    return tickets
 
 
 def read_ahead(module: Any, ids: Any) -> Ticket:
@@ -149,8 +191,19 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
         parts.append(ticket.part)
         tickets.append(ticket)
     for exchange, (handles, parts) in groups.items():
-        FusedLookups(exchange, handles, parts, errors.get(exchange))
+        _send_ahead(exchange, handles, parts, errors.get(exchange))
     for ticket in tickets:
         if ticket.part is not None:
             begin_to_wait(ticket)
     return tickets
+
+
+def _send_ahead(exchange: Exchange, handles: list[Any], parts: list[FusedPart], error: Exception | None) -> None:
+    """Send the ids of one batch to those who have their rows, who begin to read."""
+    about = "ids ahead, of " + ", ".join(map(str, handles))
+    if error is not None:
+        exchange.agree("looks up rows", [-1] * len(handles), about)
+        raise error
+    placed = [part.handle.owners.lookups.by_owner(part.groups.ids) for part in parts]
+    counts = check_counts(exchange.agree("looks up rows", torch.stack([count for _, _, count in placed], 1), about))
+    FusedLookups(exchange, parts, placed, counts.T.tolist()).begin(parts)

@@ -19,6 +19,7 @@ from speedtransfer.nn.lookup_ops import looks_up
 from speedtransfer.nn.module_state import with_placeholders, with_weight
 from speedtransfer.nn.options import TableOptions, refuse_vocabulary, takes_options
 from speedtransfer.nn.rounds import Rounds, split
+from speedtransfer.nn.shard_rounds import ask
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.ticket import known_again
 from speedtransfer.nn.tracing import refuse_to_export
@@ -218,6 +219,9 @@ class MultiEmbedding(FeatureModules, TableModule):
         """
         refuse_to_export(self)
         weight = self.weight
+        handle = find_handle(weight)
+        if handle is not None and not handle.owners.has_whole:
+            ids = ask(self, ids)
         found = find(self, weight, ids)
         shapes, used = found.shapes, UsedFeatures(self._every() if found.shapes is None else 0)
         rows = look_up(self, weight, found.index, found.padded, used)

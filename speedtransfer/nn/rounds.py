@@ -28,7 +28,7 @@ from speedtransfer.optim.anchor import kept
 _top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 
 
-class _Place(NamedTuple):
+class Place(NamedTuple):
     """Where the ids of a feature lie beside those of the first of its round, and how they are laid out.
 
     `offset` counts elements, or with `in_turn` tensors of ids. Their first dimension is as long as that of the first.
@@ -40,7 +40,7 @@ class _Place(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, ids: Tensor, first: Tensor) -> _Place | None:
+    def of(cls, ids: Tensor, first: Tensor) -> Place | None:
         """Return that of `ids`, in the memory of `first`; None: they are of another length."""
         if ids.shape[0] != first.shape[0] or ids.dtype != first.dtype:
             return None
@@ -65,7 +65,7 @@ class _Asked(NamedTuple):
     start: int
     num_rows: int
     padding: int
-    place: _Place
+    place: Place
 
 
 class _Part(NamedTuple):
@@ -116,7 +116,7 @@ class Rounds(threading.local):
                 return part.rows
         memory = ids.untyped_storage().data_ptr()
         first = self._firsts.setdefault(memory, ids)
-        place = _Place.of(ids, first)
+        place = Place.of(ids, first)
         if place is None:
             return None
         padding = -1 if feature.padding_idx is None else feature.padding_idx

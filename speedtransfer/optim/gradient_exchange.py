@@ -139,7 +139,7 @@ def _moved(
 def described(handle: Any) -> str:
     """Name the table, and what its optimizer makes of gradients: processes that differ in it would drift apart."""
     owners, optimizer = handle.owners, None if handle.state is None else handle.state.optimizer()
-    text: str = owners.so_far
+    text: str = owners.looked_up
     if handle.pending.grad is not None:
         text += " with a gradient"
     if owners.failures:

@@ -142,7 +142,7 @@ class RankIdOwners(IdOwners):
     def _about_ids(self, admit: bool) -> str:
         training = torch.is_grad_enabled() and self.handle.requires_grad
         kind = f"{'in training' if training else 'without gradients'}, admitting {'new ids' if admit else 'none'}"
-        return f"{self._shards.so_far} (lookup {self._shards.lookups.count}, {kind})"
+        return f"{self._shards.looked_up} ({kind})"
 
     def refuse_ids(self, admit: bool) -> None:  # noqa: D102
         self._exchange.agree(_POINT, [-1, 0], self._about_ids(admit))

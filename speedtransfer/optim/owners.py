@@ -52,6 +52,11 @@ class Owners:
         """The table, and how many steps it has made: an interrupt may have come into one in some processes."""
         return f"{self.handle} after {self.steps} steps"
 
+    @property
+    def looked_up(self) -> str:
+        """The same, and how many lookups gradients may come from: each process must have made them."""
+        return self.so_far
+
     def is_alive(self) -> bool:
         """Tell whether the table still has these."""
         handle = self._handle()

@@ -56,6 +56,11 @@ class Sharded(Owners):
         self.changes = 0
         self.share_rows()
 
+    @property
+    def looked_up(self) -> str:  # noqa: D102
+        # Rows that were asked for ahead are taken without a message.
+        return f"{self.so_far} and {self.lookups.count} lookups"
+
     def check_rows(self, rows: Tensor) -> None:
         """Raise for one of `rows` (n,), within the whole table, that its process does not have."""
         missing = self.partition.first_missing(rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 from speedtransfer.cuda import to_device
 from speedtransfer.dtypes import rows_at
 from speedtransfer.errors import ProcessGroupError
-from speedtransfer.ranks import Exchange, Partition, Segment, to_words
+from speedtransfer.ranks import AT_ONCE, Exchange, Partition, Segment, to_words
 from speedtransfer.tables import padded_unique, trimmed, unique_rows
 
 # Lookups that a gradient may still come for, and those of them that keep the rows that the owner has read.
@@ -119,13 +119,11 @@ class ShardLookups:
 
     def refuse(self, error: Exception, training: bool) -> None:
         """Tell the others that this process cannot look its ids up, and raise `error`."""
-        self.exchange.agree("looks up rows", [-1], self._about(training))
+        self._ask(torch.full((self.exchange.ranks, 1), -1, device="cpu"), training, 0)
         raise error
 
     def _about(self, training: bool) -> str:
-        return (
-            f"{self._owner.owners.so_far} (lookup {self.count}, {'in training' if training else 'without gradients'})"
-        )
+        return f"{self._owner.owners.looked_up} ({'in training' if training else 'without gradients'})"
 
     def look_up(
         self,
@@ -200,10 +198,34 @@ class ShardLookups:
     def _route(self, ids: Tensor, training: bool) -> Route:
         """Agree with the others who asks whom for what, and send the ids."""
         places, order, sends = self.by_owner(ids)
-        told = check_counts(self.exchange.agree("looks up rows", sends.unsqueeze(1), self._about(training)))
-        counts = told[:, 0].tolist()
+        found = None
+        while found is None:
+            # Where others have asked for rows of other tables, too, they do as this process does.
+            found = self.agree_on_counts(sends.unsqueeze(1), training)
+        (counts,) = found
         (got,) = self.exchange.move("ids", [Segment(places.unsqueeze(1), sends.tolist(), counts)])
         return self.routed(order, sends.tolist(), counts, got[:, 0])
+
+    def agree_on_counts(self, sends: Tensor, training: bool, named: int = 0) -> list[list[int]] | None:
+        """Return for each table how many ids come from each rank, given how many go to each, ``(ranks, tables)``.
+
+        The first table is this. `named` is a number for the others that are asked for together with it; None: the processes do
+        not all ask for the same.
+        """
+        told = self._ask(sends, training, named)
+        first = check_counts(told[:, 1 : 1 + sends.shape[1]])
+        if bool((told[:, 0] != named).any()):
+            return None
+        rest = sends[:, first.shape[1] :].contiguous()
+        others = [self.exchange.numbers(rest, "looks up rows")] if rest.shape[1] else []
+        counts: list[list[int]] = torch.cat([first, *others], 1).T.tolist()
+        return counts
+
+    def _ask(self, sends: Tensor, training: bool, named: int) -> Tensor:
+        message = torch.zeros(self.exchange.ranks, AT_ONCE, dtype=torch.int64, device="cpu")
+        some = sends[:, : AT_ONCE - 1]
+        message[:, 0], message[:, 1 : 1 + some.shape[1]] = named, some
+        return self.exchange.agree("looks up rows", message, self._about(training))
 
     def routed(self, order: Tensor, sends: list[int], receives: list[int], places: Tensor) -> Route:
         """Return the route of ids: of this process in `order`, of all at `places` here."""

@@ -3,6 +3,7 @@
 from speedtransfer.lazy import lazy_names
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
 from speedtransfer.ranks.exchange import (
+    AT_ONCE,
     DifferenceError,
     Exchange,
     Segment,
@@ -18,6 +19,7 @@ from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
 
 __all__ = [
+    "AT_ONCE",
     "DifferenceError",
     "EqualSteps",
     "Exchange",

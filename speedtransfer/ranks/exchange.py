@@ -36,7 +36,7 @@ POINTS = (
     "reads a corpus",
 )
 # The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
-_VALUES = 6
+AT_ONCE = 6
 # Bits that a number of a message has for others.
 _WORD = 62
 
@@ -157,11 +157,11 @@ class Exchange:
         values = torch.as_tensor(values, dtype=torch.int64, device="cpu").expand(self.ranks, -1)
         count = values.shape[1]
         tag = (POINTS.index(point) << 56) | (min(count, (1 << 16) - 1) << 40) | self._number
-        first = torch.zeros(self.ranks, 2 + _VALUES, dtype=torch.int64, device="cpu")
+        first = torch.zeros(self.ranks, 2 + AT_ONCE, dtype=torch.int64, device="cpu")
         first[:, 0], first[:, 1] = tag, zlib.crc32(about.encode())
-        first[:, 2 : 2 + count] = values[:, :_VALUES]
+        first[:, 2 : 2 + count] = values[:, :AT_ONCE]
         what = f"{point} ({about})" if about else point
-        got = self._numbers(first, what)
+        got = self.numbers(first, what)
         if bool((got[:, 0] != tag).any()):
             where = f"{point} (meeting {self._number}" + (f": {about})" if about else ")")
             kind = DifferenceError if bool((got[:, 0] >> 56 == tag >> 56).all()) else ProcessGroupError
@@ -170,11 +170,12 @@ class Exchange:
             )
         if bool((got[:, 1] != first[0, 1]).any()):
             self._differ(point, about)
-        if count <= _VALUES:
+        if count <= AT_ONCE:
             return got[:, 2 : 2 + count]
-        return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous(), what)], 1)
+        return torch.cat([got[:, 2:], self.numbers(values[:, AT_ONCE:].contiguous(), what)], 1)
 
-    def _numbers(self, values: Tensor, what: str) -> Tensor:
+    def numbers(self, values: Tensor, what: str) -> Tensor:
+        """Send each rank its row of `values`, ``(ranks, n)`` int64 on the host, and return theirs; all send as many."""
         sent = values.to(self._device())
         got = torch.empty_like(sent)
         with self._told_of_failure(what):
@@ -208,7 +209,7 @@ class Exchange:
         """Return the texts of all processes, in the order of ranks."""
         letters = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = torch.full((self.ranks, 1), len(letters) if text else 0, device="cpu")
-        counts = self._numbers(sizes, "tells texts")[:, 0].tolist()
+        counts = self.numbers(sizes, "tells texts")[:, 0].tolist()
         if not any(counts):
             return [""] * self.ranks
         parts = self.gather("control", letters[: len(text.encode()), None], counts)[:, 0].split(counts)
@@ -240,8 +241,10 @@ class Exchange:
             return []
         device = segments[0].values.device
         width = [s.values.shape[1] * s.values.element_size() for s in segments]
+        # Flat first: where there are none, the strides may be those of one value expanded.
         as_bytes = [
-            s.values.contiguous().view(torch.uint8).view(len(s.values), w) for s, w in zip(segments, width, strict=True)
+            s.values.contiguous().view(-1).view(torch.uint8).view(len(s.values), w)
+            for s, w in zip(segments, width, strict=True)
         ]
         sizes = [
             [sum(s.sends[r] * w for s, w in zip(segments, width, strict=True)) for r in range(self.ranks)],

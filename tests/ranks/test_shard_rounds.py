@@ -1,0 +1,253 @@
+"""Lookups in tables of several processes by parts of one tensor of ids: in one exchange, and the numbers of one by one."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import speedtransfer as st
+from ranks.pair import told
+
+ROWS, DIM, COLUMNS = 40, 4, 4
+
+KINDS = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "int8": {"idle": "lazy", "storage_dtype": torch.int8, "comm_dtype": torch.int8},
+    "cached": {"cache_rows": 5, "memory": "pageable"},
+}
+
+
+class Net(nn.Module):
+    """A table for each column, or, as `fused`, a feature of one; `apart` looks up by copies, which nothing is known of."""
+
+    def __init__(self, kind: str, apart: bool, fused: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        options: Any = {"process_group": dist.group.WORLD, **KINDS[kind]}
+        if fused:
+            self.one: Any = st.MultiEmbedding([ROWS] * COLUMNS, DIM, padding_idx=[None, 1, None, 2], **options)
+            self.tables = list(self.one.values())
+        else:
+            self.tables = nn.ModuleList(
+                st.EmbeddingBag(ROWS, DIM, mode="sum", **options)
+                if number == 2
+                else st.Embedding(ROWS, DIM, padding_idx=number or None, **options)
+                for number in range(COLUMNS)
+            )
+        self.apart, self.bags = apart, () if fused else (2,)
+        self.opt = torch.optim.AdamW(self.parameters(), lr=0.05)
+        self.handle = self.tables[0]._handle
+
+    def look_up(self, number: int, ids: torch.Tensor, column: int) -> torch.Tensor:
+        some = ids[:, column : column + 1] if number in self.bags else ids[:, column]
+        return self.tables[number](some.clone() if self.apart else some)
+
+    def forward(self, ids: torch.Tensor, numbers: Any = range(COLUMNS)) -> torch.Tensor:
+        return sum(self.look_up(number, ids, number).sin().sum() for number in numbers)
+
+    def train_on(self, ids: torch.Tensor, numbers: Any = range(COLUMNS)) -> int:
+        """Make a step, and return how many messages it took."""
+        traffic = self.handle.owners.exchange.traffic
+        before = traffic.calls
+        self.opt.zero_grad()
+        self(ids, numbers).backward()
+        self.opt.step()
+        return traffic.calls - before
+
+    def rows(self) -> torch.Tensor:
+        with torch.no_grad():
+            return torch.stack([table(torch.arange(ROWS)[:, None]).view(ROWS, DIM) for table in self.tables])
+
+
+def batch(step: int, size: int = 6) -> torch.Tensor:
+    return torch.randint(
+        0, ROWS, (size, COLUMNS), generator=torch.Generator().manual_seed(100 * step + dist.get_rank())
+    )
+
+
+def calls_of_steps(kind: str, fused: bool) -> tuple[list[int], list[int]]:
+    one, two = Net(kind, False, fused), Net(kind, True, fused)
+    calls = [[net.train_on(batch(step)) for step in range(4)] for net in (one, two)]
+    assert torch.equal(one.rows(), two.rows())
+    return calls[0], calls[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+def test_the_same_bits_in_fewer_messages(two, kind, fused):
+    for together, apart in two(calls_of_steps, kind, fused):
+        # How many ids, ids, rows; who has gradients, and these.
+        assert together[1:] == [5] * 3
+        assert apart[1:] == [3 * COLUMNS + 2] * 3
+
+
+# --- what people do between lookups ---------------------------------------------------------------------------------------
+
+
+class Programs:
+    """Random programs, the same in all processes, of both nets; what differs between processes is the ids."""
+
+    def __init__(self, seed: int) -> None:
+        self.random, self.mine = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
+        kind, fused = self.random.choice([*KINDS]), self.random.random() < 0.5
+        self.nets = [Net(kind, apart, fused) for apart in (False, True)]
+        self.step = 0
+
+    def run(self, length: int) -> None:
+        for _ in range(length):
+            self.step += 1
+            acts = [
+                self.train,
+                self.train,
+                self.train,
+                self.evaluate,
+                self.write,
+                self.between,
+                self.again,
+                self.beyond,
+            ]
+            self.random.choice(acts)()
+        assert torch.equal(self.nets[0].rows(), self.nets[1].rows())
+
+    def ids(self) -> torch.Tensor:
+        # One process may have a single sample, or none.
+        return batch(self.step, self.mine.choice([1, 0, 2, 6]) if self.random.random() < 0.4 else 6)
+
+    def numbers(self) -> list[int]:
+        numbers = list(range(COLUMNS))
+        if self.random.random() < 0.3:
+            self.random.shuffle(numbers)
+        return numbers[: self.random.choice([COLUMNS, COLUMNS, 2])]
+
+    def train(self) -> None:
+        ids, numbers = self.ids(), self.numbers()
+        for net in self.nets:
+            net.train_on(ids, numbers)
+
+    def evaluate(self) -> None:
+        ids, mode = self.ids(), self.random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
+        with mode():
+            one, two = (net(ids) for net in self.nets)
+        assert torch.equal(one, two)
+
+    def write(self) -> None:
+        """The weights change between two lookups, or a step comes between."""
+        ids, number, how = self.ids(), self.random.randrange(1, COLUMNS), self.random.choice(["data", "step"])
+        found = []
+        for net in self.nets:
+            before = net.look_up(0, ids, 0).sum()
+            if how == "data":
+                net.tables[0].weight.data.mul_(0.5)
+                net.tables[number].weight.data.mul_(0.5)
+            else:
+                before.backward()
+                net.opt.step()
+            found.append(net.look_up(number, ids, number).detach())
+        assert torch.equal(*found)
+
+    def between(self) -> None:
+        """The ids change between two lookups: all, or by NumPy, which torch does not see."""
+        ids, seen = batch(self.step, self.mine.choice([1, 6])), self.random.random() < 0.5
+        found = []
+        for net in self.nets:
+            mine = ids.clone()
+            first = net.look_up(0, mine, 0)
+            if seen:
+                mine.fill_(3)
+            else:
+                mine.numpy().fill(3)
+            found.append(first.sum() + net.look_up(1, mine, 1).sum())
+            found[-1].backward()
+            net.opt.step()
+        assert torch.equal(*found)
+
+    def again(self) -> None:
+        """Lookups are made a second time in backward."""
+        ids, reentrant = self.ids(), self.random.random() < 0.5
+        for net in self.nets:
+            net.opt.zero_grad()
+            scale = torch.ones(1, requires_grad=True)
+            checkpoint(lambda scale, net=net: net(ids) * scale, scale, use_reentrant=reentrant).sum().backward()
+            net.opt.step()
+
+    def beyond(self) -> None:
+        """An id that there is not, in a column after the first: the error comes where it is looked up."""
+        ids = batch(self.step)
+        ids[1, 2] = ROWS
+        for net in self.nets:
+            first = net.look_up(0, ids, 0)
+            net.look_up(1, ids, 1)
+            assert "RowIndexError" in told(lambda net=net: net.look_up(2, ids, 2)), self.step
+            first.sum().backward()
+            net.opt.step()
+
+
+def run_programs(seeds: Iterable[int], length: int) -> None:
+    for seed in seeds:
+        Programs(seed).run(length)
+
+
+def test_some_programs(two):
+    two(run_programs, range(6), 14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(6, 60, 6))
+def test_programs(two, first):
+    two(run_programs, range(first, first + 6), 14)
+
+
+def look_up_on_one_rank() -> str:
+    net = Net("lazy", False)
+    for step in range(2):
+        net.train_on(batch(step))
+    loss = net(batch(2)) + net(batch(3), range(COLUMNS - dist.get_rank()))
+    return told(loss.backward)
+
+
+def test_rows_that_one_process_does_not_take_are_an_error(two):
+    for said in two(look_up_on_one_rank):
+        assert said.startswith("DifferenceError: the processes differ where one brings gradients")
+        assert "3.weight after 2 steps and 4 lookups" in said
+        assert "3.weight after 2 steps and 3 lookups" in said
+
+
+def free_tables() -> list[bool]:
+    net = Net("lazy", False)
+    for step in range(2):
+        net.train_on(batch(step))
+    net(batch(2), range(2))
+    tables = [weakref.ref(table._handle.table) for table in net.tables]
+    del net
+    gc.collect()
+    return [table() is None for table in tables]
+
+
+def test_rows_that_nobody_takes_keep_no_table(two):
+    assert two(free_tables) == [[True] * COLUMNS] * 2
+
+
+def see_others(kind: str) -> list[bool]:
+    """The ids of one process lie otherwise: it asks alone, and so do the others."""
+    one, two = Net(kind, False), Net(kind, True)
+    for step in range(4):
+        ids = batch(step)
+        if dist.get_rank() and step % 2:
+            ids = ids.t().contiguous().t()
+        one.train_on(ids)
+        two.train_on(ids)
+    return [torch.equal(one.rows(), two.rows())]
+
+
+def test_ids_that_lie_otherwise_in_one_process(two):
+    assert two(see_others, "exact") == [[True], [True]]
