@@ -62,8 +62,8 @@ class _Round:
 
     def __init__(self, expected: dict[weakref.ref[Any], _Others]) -> None:
         self.modules = set[weakref.ref[Any]]()
-        # By the memory of their ids: the first, what torch had counted of its changes, and all.
-        self.firsts = dict[int, tuple[Tensor, int]]()
+        # By the memory of their ids: the first, and all.
+        self.firsts = dict[int, Tensor]()
         self.asked = dict[int, list[_Asked]]()
         # What is expected after the first lookup; what has come for modules that are there and was not taken.
         self.expected = expected
@@ -74,7 +74,7 @@ class _Round:
         expected = dict[weakref.ref[Any], _Others]()
         for memory, asked in self.asked.items():
             if len(asked) > 1:
-                before, strides = self.expected.get(asked[0].module), self.firsts[memory][0].stride()
+                before, strides = self.expected.get(asked[0].module), self.firsts[memory].stride()
                 known = before is not None and before[:2] == (strides, asked[1:])
                 expected[asked[0].module] = before if known and before is not None else _named(strides, asked)
         return _Round(expected)
@@ -83,13 +83,13 @@ class _Round:
         """Return a ticket for the ids of a module, or the ids."""
         self.modules.add(reference)
         memory = ids.untyped_storage().data_ptr()
-        first, version = self.firsts.setdefault(memory, (ids, ids._version))
+        first = self.firsts.setdefault(memory, ids)
         came = self.came.pop(module, None)
         if came is not None and came.is_for(ids):
             self.asked.setdefault(memory, []).append(came.asked)
             return came.ticket
         place = Place.of(ids, first)
-        if place is None or ids._version != version:
+        if place is None:
             return ids
         self.asked.setdefault(memory, []).append(_Asked(reference, place))
         others = self.expected.get(reference) if first is ids else None
@@ -100,7 +100,7 @@ class _Round:
         pairs = [(module, ids)]
         for each in others.asked:
             other, beside = each.module(), each.place.beside(ids)
-            if each.module in self.modules or other is None or beside is None or not _may_ask(other, beside):
+            if other is None or beside is None or not _may_ask(other, beside):
                 return ids
             pairs.append((other, beside))
         tickets = look_up_together(pairs, others.named)
@@ -133,7 +133,7 @@ _rounds = _Rounds()
 
 def ask(module: Any, ids: Any) -> Any:
     """Return what `module`, whose rows other processes have too, is to look up in the place of `ids`: these, or a ticket."""
-    if not _may_ask(module, ids) or kept.joins is not None or torch._C._current_graph_task_id() >= 0:
+    if not _may_ask(module, ids) or kept.joins is not None:
         return ids
     exchange, reference = module._handle.owners.exchange, weakref.ref(module)
     now = _rounds.of.get(exchange)
