@@ -234,7 +234,7 @@ def free_tables() -> list[bool]:
     last = net.tables[-1]
     del net
     gc.collect()
-    assert last._handle.table.num_rows == ROWS
+    assert last.num_embeddings == ROWS
     return [table() is None for table in tables]
 
 
