@@ -242,17 +242,40 @@ def test_rows_that_nobody_takes_keep_no_table(two):
     assert two(free_tables) == [[True] * (COLUMNS - 1)] * 2
 
 
-def see_others(kind: str) -> list[bool]:
-    """The ids of one process lie otherwise: it asks alone, and so do the others."""
-    one, two = Net(kind, False), Net(kind, True)
-    for step in range(4):
-        ids = batch(step)
-        if dist.get_rank() and step % 2:
-            ids = ids.t().contiguous().t()
+OTHERWISE = {
+    "turned": lambda ids: ids.t().contiguous().t(),
+    # Whose ids could lie in one way or the other.
+    "one sample": lambda ids: ids[:1],
+}
+
+
+def see_others(how: str) -> list[bool]:
+    one, two = Net("exact", False), Net("exact", True)
+    for step in range(5):
+        ids = OTHERWISE[how](batch(step)) if dist.get_rank() and step % 2 else batch(step)
         one.train_on(ids)
         two.train_on(ids)
     return [torch.equal(one.rows(), two.rows())]
 
 
-def test_ids_that_lie_otherwise_in_one_process(two):
-    assert two(see_others, "exact") == [[True], [True]]
+@pytest.mark.parametrize("how", OTHERWISE)
+def test_ids_that_lie_otherwise_in_one_process(two, how):
+    """It asks alone, and so do the others."""
+    assert two(see_others, how) == [[True], [True]]
+
+
+def compiled(backend: str) -> list[bool]:
+    torch._dynamo.reset()
+    nets = [Net("lazy", apart) for apart in (False, True)]
+    for net in nets:
+        for module in (net, torch.compile(net, backend=backend)):
+            for step in range(3):
+                net.opt.zero_grad()
+                module(batch(step)).backward()
+                net.opt.step()
+    return [torch.equal(nets[0].rows(), nets[1].rows())]
+
+
+@pytest.mark.slow
+def test_compiled(two):
+    assert two(compiled, "aot_eager", timeout=120, limit=240) == [[True], [True]]
