@@ -19,7 +19,6 @@ from speedtransfer.nn.fused_lookup import is_read_together, look_up_together
 from speedtransfer.nn.lookup_ops import INTEGERS
 from speedtransfer.nn.rounds import Place
 from speedtransfer.nn.ticket import Ticket, open_tickets
-from speedtransfer.optim.anchor import kept
 from speedtransfer.ranks import Exchange
 
 log = logging.getLogger(__name__)
@@ -133,7 +132,7 @@ _rounds = _Rounds()
 
 def ask(module: Any, ids: Any) -> Any:
     """Return what `module`, whose rows other processes have too, is to look up in the place of `ids`: these, or a ticket."""
-    if not _may_ask(module, ids) or kept.joins is not None:
+    if not _may_ask(module, ids):
         return ids
     exchange, reference = module._handle.owners.exchange, weakref.ref(module)
     now = _rounds.of.get(exchange)
