@@ -328,7 +328,8 @@ def run(program: list[str], setting: Setting, watch: bool) -> Outcome:
                     assert_equal(worlds[1].state(), worlds[0].state(), 1e-9, "state")
             except AssertionError as error:
                 # A gradient of zeros times NaN is NaN in all rows of torch's, in ours in the active ones (docs/limits.md).
-                lost = any(param.isnan().any() for param in worlds[0].names["model"].parameters())
+                params = list(worlds[0].names["model"].parameters())
+                lost = any(one is not None and plain(one).isnan().any() for p in params for one in (p, p.grad))
                 return Outcome("refused" if lost else "differs", number, str(error))
     return Outcome("equal")
 
