@@ -318,7 +318,7 @@ def run(program: list[str], setting: Setting, watch: bool) -> Outcome:
             if isinstance(ours, Exception) or isinstance(theirs, Exception):
                 if isinstance(ours, Exception) and isinstance(theirs, Exception):
                     continue
-                # With max_norm a lookup writes to the weight, whose rows a graph of torch may need as they were; ours has them.
+                # With max_norm a lookup writes to the weight, which a graph of torch may need as it was; ours has it.
                 written = "modified by an inplace operation" in str(theirs) and "max_norm" in setting.module
                 refused = isinstance(ours, SpeedtransferError) or "read-only" in str(ours) or written
                 return Outcome("refused" if refused else "differs", number, f"ours: {ours!r}; torch: {theirs!r}")

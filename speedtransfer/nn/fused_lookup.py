@@ -7,7 +7,7 @@ the rows of all come in one message, as they are by then.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,8 @@ from speedtransfer.dtypes import rows_at
 from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait, rows_in, to_row_numbers
 from speedtransfer.optim import Handle
-from speedtransfer.optim.shards import Route, check_counts
-from speedtransfer.ranks import AT_ONCE, Exchange, Segment
+from speedtransfer.optim.shards import Route
+from speedtransfer.ranks import Exchange, Segment, check_counts
 from speedtransfer.tables import UniqueRows, unique_rows
 
 
@@ -98,9 +98,8 @@ class FusedLookups:
         """Let the rows of all tables come."""
         found: list[Any] = [None] * len(self._work)
         if self._ahead:
-            self._exchange.agree(
-                "looks up rows", [0] * AT_ONCE, "rows ahead, of " + ", ".join(str(each[0]) for each in self._work)
-            )
+            about = "rows ahead, of " + ", ".join(str(each[0]) for each in self._work)
+            self._exchange.agree_on_counts("looks up rows", torch.zeros(self._exchange.ranks, 1), 0, about)
             found = [ahead.result() for ahead in self._ahead]
         reads, segments = [], list[Segment]()
         for (handle, route, _), ahead in zip(self._work, found, strict=True):
@@ -119,10 +118,12 @@ class FusedLookups:
         self._work.clear()
 
 
-def look_up_together(pairs: list[tuple[Any, Tensor]], named: int) -> list[Ticket] | None:
-    """Return a ticket for each pair of a module and ids, whose rows have come. Collective.
+def look_up_together(
+    pairs: Sequence[tuple[Any, Tensor]], agree: Callable[[list[FusedPart], Tensor], list[list[int]] | None]
+) -> list[Ticket] | None:
+    """Return a ticket for each pair of a module and ids, whose rows have come; None: the processes do not all ask for these.
 
-    `named` is the same in all processes, and not 0, if they ask for rows of the same tables; None: they do not.
+    `agree` takes the parts and how many ids go to each rank, ``(ranks, n)``, and returns how many come, or None. Collective.
     """
     try:
         tickets = [_ticket(module, ids, False) for module, ids in pairs]
@@ -130,13 +131,11 @@ def look_up_together(pairs: list[tuple[Any, Tensor]], named: int) -> list[Ticket
     except Exception:
         # It is told where these ids are looked up, if they are.
         return None
-    every = [part.handle.owners.lookups for part in parts]
-    placed = [lookups.by_owner(part.groups.ids) for lookups, part in zip(every, parts, strict=True)]
-    sends = torch.stack([count for _, _, count in placed], 1)
-    counts = every[0].agree_on_counts(sends, torch.is_grad_enabled() and parts[0].training, named)
+    placed = [part.handle.owners.lookups.by_owner(part.groups.ids) for part in parts]
+    counts = agree(parts, torch.stack([count for _, _, count in placed], 1))
     if counts is None:
         return None
-    FusedLookups(every[0].exchange, parts, placed, counts).pull()
+    FusedLookups(parts[0].handle.owners.exchange, parts, placed, counts).pull()
     for ticket, part in zip(tickets, parts, strict=True):
         ticket.part = part
     return tickets

@@ -17,6 +17,7 @@ from speedtransfer.nn.containers import Container, is_container
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.new_table import make_handle
 from speedtransfer.nn.options import TableOptions, check_model, complete, takes_options
+from speedtransfer.nn.shard_rounds import watch
 from speedtransfer.nn.subclasses import empty_table_module, table_class
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.nn.weight import TableWeight, is_ordinary
@@ -175,6 +176,8 @@ def replace_embeddings(
         group.replace(model, name)
         report.append(name)
         report.notes[name] = group.about()
+    if options["process_group"] is not None and report:
+        watch(model)
     return report
 
 

@@ -1,27 +1,34 @@
 """Lookups in tables that processes share out, made one after the other, in one exchange.
 
-The first of a round asks for what the round before asked for by parts of the same tensor of ids, such as its columns; the
-others take what has come. The processes tell each other whether they all ask for the same: if not, each lookup asks by itself.
+A model that is watched asks when its forward begins for what the forward before looked up by parts of its arguments. Elsewhere
+the first lookup of a round asks for what the round before looked up by parts of the same tensor of ids, such as its columns.
+The others take what has come. The processes tell each other whether they all ask for the same: if not, each lookup asks alone.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import weakref
 import zlib
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from speedtransfer.nn.fused_lookup import is_read_together, look_up_together
+from speedtransfer.nn.fused_lookup import FusedPart, is_read_together, look_up_together
 from speedtransfer.nn.lookup_ops import INTEGERS
 from speedtransfer.nn.rounds import Place
 from speedtransfer.nn.ticket import Ticket, open_tickets
 from speedtransfer.ranks import Exchange
 
 log = logging.getLogger(__name__)
+
+# How many ids come from each rank, for each table.
+Counts: TypeAlias = list[list[int]]
 
 
 class _Asked(NamedTuple):
@@ -42,11 +49,17 @@ class _Others(NamedTuple):
 class _Came(NamedTuple):
     """Rows that have come before their turn: for ids that lie as `beside`, had been changed so often, and had these values."""
 
-    asked: _Asked
     beside: Tensor
     version: int
     values: Tensor
     ticket: Ticket
+    # None: by the arguments of a model.
+    asked: _Asked | None
+
+    @classmethod
+    def of(cls, ids: Tensor, ticket: Ticket, asked: _Asked | None = None) -> _Came:
+        """Return that of `ids` as they are now."""
+        return cls(ids, ids._version, ids.clone(), ticket, asked)
 
     def is_for(self, ids: Tensor) -> bool:
         beside = self.beside
@@ -59,14 +72,14 @@ class _Came(NamedTuple):
 class _Round:
     """The lookups of a round; one ends where a module looks up again."""
 
-    def __init__(self, expected: dict[weakref.ref[Any], _Others]) -> None:
+    def __init__(self, expected: dict[weakref.ref[Any], _Others], came: Any = ()) -> None:
         self.modules = set[weakref.ref[Any]]()
         # By the memory of their ids: the first, and all.
         self.firsts = dict[int, Tensor]()
         self.asked = dict[int, list[_Asked]]()
         # What is expected after the first lookup; what has come for modules that are there and was not taken.
         self.expected = expected
-        self.came: weakref.WeakKeyDictionary[Any, _Came] = weakref.WeakKeyDictionary()
+        self.came: weakref.WeakKeyDictionary[Any, _Came] = weakref.WeakKeyDictionary(came)
 
     def next(self) -> _Round:
         """Return the round after this, in which what this one was asked is expected."""
@@ -76,7 +89,7 @@ class _Round:
                 before, strides = self.expected.get(asked[0].module), self.firsts[memory].stride()
                 known = before is not None and before[:2] == (strides, asked[1:])
                 expected[asked[0].module] = before if known and before is not None else _named(strides, asked)
-        return _Round(expected)
+        return _Round(expected, {module: each for module, each in self.came.items() if each.asked is None})
 
     def ask(self, module: Any, reference: weakref.ref[Any], ids: Tensor) -> Any:
         """Return a ticket for the ids of a module, or the ids."""
@@ -85,7 +98,8 @@ class _Round:
         first = self.firsts.setdefault(memory, ids)
         came = self.came.pop(module, None)
         if came is not None and came.is_for(ids):
-            self.asked.setdefault(memory, []).append(came.asked)
+            if came.asked is not None:
+                self.asked.setdefault(memory, []).append(came.asked)
             return came.ticket
         place = Place.of(ids, first)
         if place is None:
@@ -102,29 +116,129 @@ class _Round:
             if other is None or beside is None or not _may_ask(other, beside):
                 return ids
             pairs.append((other, beside))
-        tickets = look_up_together(pairs, others.named)
+
+        def agree(parts: list[FusedPart], sends: Tensor) -> Counts | None:
+            training = torch.is_grad_enabled() and parts[0].training
+            return parts[0].handle.owners.lookups.agree_on_counts(sends, training, others.named)
+
+        tickets = look_up_together(pairs, agree)
         if tickets is None:
             return ids
         for each, ticket, (other, beside) in zip(others.asked, tickets[1:], pairs[1:], strict=True):
-            self.came[other] = _Came(each, beside, beside._version, beside.clone(), ticket)
+            self.came[other] = _Came.of(beside, ticket, each)
         return tickets[0]
 
 
 def _named(strides: tuple[int, ...], asked: list[_Asked]) -> _Others:
-    modules = [each.module() for each in asked]
-    tables = [
-        f"{None if module is None else module._handle} {getattr(module, 'number', '')} {each.place}"
-        for module, each in zip(modules, asked, strict=True)
-    ]
     log.info("lookups of %d modules by parts of one tensor of ids are made in one exchange from now on", len(asked))
-    return _Others(strides, asked[1:], 1 + zlib.crc32("; ".join(tables).encode()))
+    return _Others(strides, asked[1:], _number(asked))
+
+
+def _number(asked: Iterable[_Asked | _Argument]) -> int:
+    """Return a number, not 0, that is the same in all processes for lookups of the same tables in the same places."""
+    told = []
+    for reference, *where in asked:
+        module = reference()
+        told.append(f"{None if module is None else module._handle} {getattr(module, 'number', '')} {where}")
+    return 1 + zlib.crc32("; ".join(told).encode())
+
+
+class _Argument(NamedTuple):
+    """A module that has looked up by a part of an argument of the model that it is in: of one row of it, if `in_row`."""
+
+    module: weakref.ref[Any]
+    name: str
+    in_row: bool
+    place: Place
+
+    def ids_in(self, arguments: dict[str, Tensor]) -> Tensor | None:
+        """Return the ids that the module is expected to look up, if they are there."""
+        found = arguments.get(self.name)
+        if found is None or not found.dim() or not found.shape[0]:
+            return None
+        return self.place.beside(found[0] if self.in_row else found)
+
+
+class _Forwards:
+    """The forwards of a model, which begin with a meeting of the processes if the one before has looked up several times."""
+
+    def __init__(self) -> None:
+        # The arguments of the last forward; how many lookups it made, and those by parts of the arguments.
+        self._arguments = dict[str, Tensor]()
+        self._lookups = dict[Exchange, int]()
+        self._asked = dict[Exchange, dict[weakref.ref[Any], _Argument]]()
+
+    def begin(self, arguments: dict[str, Tensor]) -> None:
+        """Ask for what the forward before has looked up."""
+        lookups, asked = self._lookups, self._asked
+        self._arguments, self._lookups, self._asked = arguments, {}, {}
+        for exchange, count in lookups.items():
+            if count > 1 and not exchange.is_destroyed():
+                now = _rounds.of[exchange] = _rounds.of.get(exchange, _Round({})).next()
+                now.came.clear()
+                self._ask(exchange, now, asked.get(exchange, {}).values())
+
+    def _ask(self, exchange: Exchange, now: _Round, asked: Collection[_Argument]) -> None:
+        found = [(each.module(), each.ids_in(self._arguments)) for each in asked]
+        pairs = [(module, ids) for module, ids in found if module is not None and ids is not None]
+        told = False
+
+        def agree(_: Any, sends: Tensor) -> Counts | None:
+            nonlocal told
+            told = True
+            return exchange.agree_on_counts("begins a forward", sends, _number(asked))
+
+        if 1 < len(pairs) == len(found) and all(itertools.starmap(_may_ask, pairs)):
+            for (module, ids), ticket in zip(pairs, look_up_together(pairs, agree) or (), strict=False):
+                now.came[module] = _Came.of(ids, ticket)
+        if not told:
+            exchange.agree_on_counts("begins a forward", torch.zeros(exchange.ranks, 1), 0)
+
+    def note(self, exchange: Exchange, reference: weakref.ref[Any], ids: Tensor | None) -> None:
+        """Take note of a lookup, by ids that may be asked for before their turn."""
+        self._lookups[exchange] = self._lookups.get(exchange, 0) + 1
+        if ids is None:
+            return
+        memory = ids.untyped_storage().data_ptr()
+        for name, argument in self._arguments.items():
+            if argument.untyped_storage().data_ptr() == memory:
+                in_row = argument.shape[0] != ids.shape[0]
+                place = None if in_row and argument.dim() < 2 else Place.of(ids, argument[0] if in_row else argument)
+                if place is not None:
+                    found = _Argument(reference, name, in_row, place)
+                    self._asked.setdefault(exchange, {}).setdefault(reference, found)
+                return
+
+
+def watch(model: nn.Module) -> None:
+    """Have the forward of `model` ask for the rows of all its tables that processes share out in one exchange."""
+    if _begin_forward not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_begin_forward, with_kwargs=True)
+
+
+def _begin_forward(model: nn.Module, args: Any, kwargs: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    leaves, _ = tree_flatten_with_path((args, kwargs))
+    given = [(path, leaf) for path, leaf in leaves if type(leaf) is Tensor and leaf.dtype in INTEGERS and leaf.numel()]
+    forwards = _rounds.forwards.get(model)
+    if forwards is None:
+        forwards = _rounds.forwards[model] = _Forwards()
+    _rounds.now = weakref.ref(forwards)
+    forwards.begin({keystr(path): ids for path, ids in given})
 
 
 class _Rounds(threading.local):
-    """The rounds of a thread, by the processes that the lookups ask."""
+    """The rounds of a thread by the processes that the lookups ask, and the forwards of models, the last of which is `now`."""
 
     def __init__(self) -> None:
         self.of: weakref.WeakKeyDictionary[Exchange, _Round] = weakref.WeakKeyDictionary()
+        self.forwards: weakref.WeakKeyDictionary[nn.Module, _Forwards] = weakref.WeakKeyDictionary()
+        self.now: Callable[[], _Forwards | None] = _none
+
+
+def _none() -> None:
+    """Return None, as a reference to what is gone does."""
 
 
 _rounds = _Rounds()
@@ -132,9 +246,12 @@ _rounds = _Rounds()
 
 def ask(module: Any, ids: Any) -> Any:
     """Return what `module`, whose rows other processes have too, is to look up in the place of `ids`: these, or a ticket."""
-    if not _may_ask(module, ids):
+    exchange, reference, forwards = module._handle.owners.exchange, weakref.ref(module), _rounds.now()
+    may_ask = _may_ask(module, ids)
+    if forwards is not None:
+        forwards.note(exchange, reference, ids if may_ask else None)
+    if not may_ask:
         return ids
-    exchange, reference = module._handle.owners.exchange, weakref.ref(module)
     now = _rounds.of.get(exchange)
     if now is None or reference in now.modules:
         now = _rounds.of[exchange] = _Round({}) if now is None else now.next()

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from speedtransfer.errors import ProcessGroupError
 from speedtransfer.optim.sharded import Sharded
-from speedtransfer.optim.shards import Asked, check_counts
-from speedtransfer.ranks import Exchange, Interleaved, Segment, from_words
+from speedtransfer.optim.shards import Asked
+from speedtransfer.ranks import Exchange, Interleaved, Segment, check_counts, from_words
 from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owners_of
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE

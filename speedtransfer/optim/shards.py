@@ -18,8 +18,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import to_device
 from speedtransfer.dtypes import rows_at
-from speedtransfer.errors import ProcessGroupError
-from speedtransfer.ranks import AT_ONCE, Exchange, Partition, Segment, to_words
+from speedtransfer.ranks import Exchange, Partition, Segment, to_words
 from speedtransfer.tables import padded_unique, trimmed, unique_rows
 
 # Lookups that a gradient may still come for, and those of them that keep the rows that the owner has read.
@@ -119,7 +118,8 @@ class ShardLookups:
 
     def refuse(self, error: Exception, training: bool) -> None:
         """Tell the others that this process cannot look its ids up, and raise `error`."""
-        self._ask(torch.full((self.exchange.ranks, 1), -1, device="cpu"), training, 0)
+        none = torch.full((self.exchange.ranks, 1), -1, device="cpu")
+        self.exchange.tell_counts("looks up rows", none, 0, self._about(training))
         raise error
 
     def _about(self, training: bool) -> str:
@@ -207,25 +207,8 @@ class ShardLookups:
         return self.routed(order, sends.tolist(), counts, got[:, 0])
 
     def agree_on_counts(self, sends: Tensor, training: bool, named: int = 0) -> list[list[int]] | None:
-        """Return for each table how many ids come from each rank, given how many go to each, ``(ranks, tables)``.
-
-        The first table is this. `named` is a number for the others that are asked for together with it; None: the processes do
-        not all ask for the same.
-        """
-        told = self._ask(sends, training, named)
-        first = check_counts(told[:, 1 : 1 + sends.shape[1]])
-        if bool((told[:, 0] != named).any()):
-            return None
-        rest = sends[:, first.shape[1] :].contiguous()
-        others = [self.exchange.numbers(rest, "looks up rows")] if rest.shape[1] else []
-        counts: list[list[int]] = torch.cat([first, *others], 1).T.tolist()
-        return counts
-
-    def _ask(self, sends: Tensor, training: bool, named: int) -> Tensor:
-        message = torch.zeros(self.exchange.ranks, AT_ONCE, dtype=torch.int64, device="cpu")
-        some = sends[:, : AT_ONCE - 1]
-        message[:, 0], message[:, 1 : 1 + some.shape[1]] = named, some
-        return self.exchange.agree("looks up rows", message, self._about(training))
+        """Return for this table, and those that are asked for together with it, what `Exchange.agree_on_counts` does."""
+        return self.exchange.agree_on_counts("looks up rows", sends, named, self._about(training))
 
     def routed(self, order: Tensor, sends: list[int], receives: list[int], places: Tensor) -> Route:
         """Return the route of ids: of this process in `order`, of all at `places` here."""
@@ -305,11 +288,3 @@ class ShardLookups:
         self._lookups = {n: each for n, each in self._lookups.items() if n > self._before_step and n not in gone}
         self._before_step = self.count
         self._answered.clear()
-
-
-def check_counts(counts: Tensor) -> Tensor:
-    """Return `counts`, ``(ranks, n)``; raise if those of a rank are negative, which could not look its ids up."""
-    if bool((counts < 0).any()):
-        rank = int((counts < 0).any(1).int().argmax())
-        raise ProcessGroupError(f"rank {rank} refused its ids (its own message says why), so no process looked any up")
-    return counts

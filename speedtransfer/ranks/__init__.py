@@ -3,12 +3,12 @@
 from speedtransfer.lazy import lazy_names
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
 from speedtransfer.ranks.exchange import (
-    AT_ONCE,
     DifferenceError,
     Exchange,
     Segment,
     Traffic,
     as_int64,
+    check_counts,
     exchange_of,
     from_words,
     is_first,
@@ -19,7 +19,6 @@ from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
 
 __all__ = [
-    "AT_ONCE",
     "DifferenceError",
     "EqualSteps",
     "Exchange",
@@ -29,6 +28,7 @@ __all__ = [
     "SharedMemory",
     "Traffic",
     "as_int64",
+    "check_counts",
     "equal_steps",
     "exchange_of",
     "from_words",

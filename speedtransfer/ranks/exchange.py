@@ -34,9 +34,10 @@ POINTS = (
     "finds ids",
     "brings gradients at a step",
     "reads a corpus",
+    "begins a forward",
 )
 # The first message of each meeting has this many numbers whatever is to be told: gloo ends a process that gets another size.
-AT_ONCE = 6
+_VALUES = 6
 # Bits that a number of a message has for others.
 _WORD = 62
 
@@ -157,11 +158,11 @@ class Exchange:
         values = torch.as_tensor(values, dtype=torch.int64, device="cpu").expand(self.ranks, -1)
         count = values.shape[1]
         tag = (POINTS.index(point) << 56) | (min(count, (1 << 16) - 1) << 40) | self._number
-        first = torch.zeros(self.ranks, 2 + AT_ONCE, dtype=torch.int64, device="cpu")
+        first = torch.zeros(self.ranks, 2 + _VALUES, dtype=torch.int64, device="cpu")
         first[:, 0], first[:, 1] = tag, zlib.crc32(about.encode())
-        first[:, 2 : 2 + count] = values[:, :AT_ONCE]
+        first[:, 2 : 2 + count] = values[:, :_VALUES]
         what = f"{point} ({about})" if about else point
-        got = self.numbers(first, what)
+        got = self._numbers(first, what)
         if bool((got[:, 0] != tag).any()):
             where = f"{point} (meeting {self._number}" + (f": {about})" if about else ")")
             kind = DifferenceError if bool((got[:, 0] >> 56 == tag >> 56).all()) else ProcessGroupError
@@ -170,12 +171,32 @@ class Exchange:
             )
         if bool((got[:, 1] != first[0, 1]).any()):
             self._differ(point, about)
-        if count <= AT_ONCE:
+        if count <= _VALUES:
             return got[:, 2 : 2 + count]
-        return torch.cat([got[:, 2:], self.numbers(values[:, AT_ONCE:].contiguous(), what)], 1)
+        return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous(), what)], 1)
 
-    def numbers(self, values: Tensor, what: str) -> Tensor:
-        """Send each rank its row of `values`, ``(ranks, n)`` int64 on the host, and return theirs; all send as many."""
+    def agree_on_counts(self, point: str, sends: Tensor, named: int, about: str = "") -> list[list[int]] | None:
+        """Return for each table how many ids come from each rank, given how many go to each, ``(ranks, tables)``.
+
+        `named` is a number for the tables; None: they are not the same in all processes.
+        """
+        told = self.tell_counts(point, sends, named, about)
+        first = check_counts(told[:, 1 : 1 + sends.shape[1]])
+        if bool((told[:, 0] != named).any()):
+            return None
+        rest = sends[:, first.shape[1] :].contiguous()
+        others = [self._numbers(rest, point)] if rest.shape[1] else []
+        counts: list[list[int]] = torch.cat([first, *others], 1).T.tolist()
+        return counts
+
+    def tell_counts(self, point: str, sends: Tensor, named: int, about: str) -> Tensor:
+        """Send the first message of `agree_on_counts`; a count of -1 refuses."""
+        message = torch.zeros(self.ranks, _VALUES, dtype=torch.int64, device="cpu")
+        some = sends[:, : _VALUES - 1]
+        message[:, 0], message[:, 1 : 1 + some.shape[1]] = named, some
+        return self.agree(point, message, about)
+
+    def _numbers(self, values: Tensor, what: str) -> Tensor:
         sent = values.to(self._device())
         got = torch.empty_like(sent)
         with self._told_of_failure(what):
@@ -209,7 +230,7 @@ class Exchange:
         """Return the texts of all processes, in the order of ranks."""
         letters = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8)
         sizes = torch.full((self.ranks, 1), len(letters) if text else 0, device="cpu")
-        counts = self.numbers(sizes, "tells texts")[:, 0].tolist()
+        counts = self._numbers(sizes, "tells texts")[:, 0].tolist()
         if not any(counts):
             return [""] * self.ranks
         parts = self.gather("control", letters[: len(text.encode()), None], counts)[:, 0].split(counts)
@@ -299,6 +320,14 @@ class Exchange:
         dist.broadcast(moved, dist.get_global_rank(self.group, 0), group=self.group)
         self.traffic.calls += 1
         return moved.view(values.dtype).to(values.device)
+
+
+def check_counts(counts: Tensor) -> Tensor:
+    """Return `counts`, ``(ranks, n)``; raise if those of a rank are negative, which could not look its ids up."""
+    if bool((counts < 0).any()):
+        rank = int((counts < 0).any(1).int().argmax())
+        raise ProcessGroupError(f"rank {rank} refused its ids (its own message says why), so no process looked any up")
+    return counts
 
 
 def as_int64(word: int) -> int:

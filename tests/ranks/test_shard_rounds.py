@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import weakref
@@ -283,3 +284,109 @@ def compiled(backend: str) -> list[bool]:
 @pytest.mark.slow
 def test_compiled(two):
     assert two(compiled, "aot_eager", timeout=120, limit=240) == [[True], [True]]
+
+
+# --- models whose forward asks for all tables when it begins --------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """Tables of two widths, which `batch` has ids for by name, and `rest` as rows; one is looked up by other ids."""
+
+    def __init__(self, apart: bool, kind: str = "lazy") -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.tables = nn.ModuleDict({name: nn.Embedding(ROWS, 2 + number % 2) for number, name in enumerate("abcdef")})
+        st.replace_embeddings(self, min_rows=0, process_group=dist.group.WORLD, **KINDS[kind])
+        self.apart = apart
+        if apart:
+            self._forward_pre_hooks.clear()
+        self.opt = torch.optim.AdamW(self.parameters(), lr=0.05)
+        self.between: Any = None
+
+    def forward(self, batch: dict[str, torch.Tensor], rest: torch.Tensor, order: str = "abcdef") -> torch.Tensor:
+        total = torch.zeros(())
+        for number, name in enumerate(order):
+            ids = rest["ef".index(name)] if name in "ef" else batch[name]
+            if name == "d":
+                ids = (ids + 1) % ROWS
+            total = total + self.tables[name](ids.clone() if self.apart else ids).sin().sum()
+            if number == 1 and self.between is not None:
+                self.between(self)
+        return total
+
+
+def model_batch(step: int, size: int = 6) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    draw = torch.Generator().manual_seed(100 * step + dist.get_rank())
+    batch = {name: torch.randint(0, ROWS, (size, 1 + number), generator=draw) for number, name in enumerate("abcd")}
+    return batch, torch.randint(0, ROWS, (2, size), generator=draw)
+
+
+def train_model(model: Model, *args: Any, **options: Any) -> int:
+    traffic = model.tables["a"]._handle.owners.exchange.traffic
+    before = traffic.calls
+    model.opt.zero_grad()
+    model(*args, **options).backward()
+    model.opt.step()
+    return traffic.calls - before
+
+
+def same_rows(models: list[Model]) -> bool:
+    with torch.no_grad():
+        found = [[table(torch.arange(ROWS)) for table in model.tables.values()] for model in models]
+    return all(map(torch.equal, *found))
+
+
+def calls_of_model(kind: str) -> list[list[int]]:
+    models = [Model(apart, kind) for apart in (False, True)]
+    calls = [[train_model(model, *model_batch(step)) for step in range(3)][1:] for model in models]
+    assert same_rows(models)
+    return calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_asks_for_all_that_its_arguments_have(two, kind):
+    # How many ids, ids, rows; d by itself; who has gradients, and these.
+    assert two(calls_of_model, kind) == [[[8, 8], [20, 20]]] * 2
+
+
+def write_between(model: Model) -> None:
+    model.tables["c"].weight.data.mul_(0.5)
+
+
+def step_between(model: Model) -> None:
+    model.tables["a"](torch.arange(3)).sum().backward()
+    model.opt.step()
+
+
+def run_models(seeds: Iterable[int], length: int) -> None:
+    for seed in seeds:
+        rng, mine = random.Random(seed), random.Random(seed * 10 + dist.get_rank())
+        kind = rng.choice([*KINDS])
+        models = [Model(apart, kind) for apart in (False, True)]
+        for step in range(length):
+            size = mine.choice([0, 1, 3]) if rng.random() < 0.3 else 6
+            order = rng.choice(["abcdef", "abcdef", "abcdef", "fedcba", "dabc", "ab", "abcadef", "aabb", "d"])
+            between = rng.choice([None, None, None, write_between, step_between])
+            evaluates, beyond, one = rng.random() < 0.2, rng.random() < 0.1, rng.randrange(2)
+            said = []
+            for model in models:
+                given = model_batch(step, size)
+                if beyond and dist.get_rank() == one:
+                    given[0]["b"] = torch.full((2, 2), ROWS)
+                model.between = between
+                with torch.set_grad_enabled(not evaluates):
+                    use = model if evaluates else functools.partial(train_model, model)
+                    said.append(told(functools.partial(use, *given, order=order)))
+            assert said[0] == said[1]
+            assert ("RowIndexError" in said[0] or "refused" in said[0]) == (beyond and "b" in order), said
+        assert same_rows(models)
+
+
+def test_some_models(two):
+    two(run_models, range(5), 14)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(5, 65, 6))
+def test_models(two, first):
+    two(run_models, range(first, first + 6), 14)
