@@ -373,7 +373,7 @@ def run_models(seeds: Iterable[int], length: int) -> None:
                 given = model_batch(step, size)
                 if beyond and dist.get_rank() == one:
                     given[0]["b"] = torch.full((2, 2), ROWS)
-                model.between = between
+                model.between = None if evaluates and between is step_between else between
                 with torch.set_grad_enabled(not evaluates):
                     use = model if evaluates else functools.partial(train_model, model)
                     said.append(told(functools.partial(use, *given, order=order)))
