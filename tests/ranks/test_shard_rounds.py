@@ -164,7 +164,8 @@ class Programs:
             mine = ids.clone()
             first = net.look_up(0, mine, 0)
             if how == "torch":
-                mine.fill_(3)
+                # Which changes the values of one process alone.
+                mine.clamp_(max=(ROWS, 3)[dist.get_rank()])
             elif how == "numpy":
                 # Which torch does not see.
                 mine.numpy().fill(3)
@@ -367,12 +368,14 @@ def run_models(seeds: Iterable[int], length: int) -> None:
             size = mine.choice([0, 1, 3]) if rng.random() < 0.3 else 6
             order = rng.choice(["abcdef", "abcdef", "abcdef", "fedcba", "dabc", "ab", "abcadef", "aabb", "d"])
             between = rng.choice([None, None, None, write_between, step_between])
-            evaluates, beyond, one = rng.random() < 0.2, rng.random() < 0.1, rng.randrange(2)
+            evaluates, beyond, hollow, one = *(rng.random() < part for part in (0.2, 0.1, 0.2)), rng.randrange(2)
             said = []
             for model in models:
                 given = model_batch(step, size)
                 if beyond and dist.get_rank() == one:
                     given[0]["b"] = torch.full((2, 2), ROWS)
+                if hollow and dist.get_rank() == one:
+                    given[0]["c"] = given[0]["c"][:0]
                 model.between = None if evaluates and between is step_between else between
                 with torch.set_grad_enabled(not evaluates):
                     use = model if evaluates else functools.partial(train_model, model)
