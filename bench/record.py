@@ -210,7 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     description = (__doc__ or "").partition("\n\n")[0]
     parser = argparse.ArgumentParser(prog="bench/record.py", description=description, epilog=HELP)
     commands = parser.add_subparsers(dest="command", required=True, metavar="{gpu,here,status}")
-    usual = [part for part in MEASURED if part not in ("gpu", "peers", "plan_accuracy")]
+    usual = [part for part in MEASURED if part not in ("gpu", "peers", "plan_accuracy", "hosts")]
     for name, parts, default in (
         ("gpu", (*CHECKS, *MEASURED), [*CHECKS, *usual, "gpu"]),
         ("here", MEASURED, usual),

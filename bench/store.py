@@ -27,6 +27,7 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
     "gpu": "What a training step takes of a GPU",
     "peers": "Training steps beside other libraries",
     "plan_accuracy": "Planned beside measured times of a step",
+    "hosts": "Planned beside measured steps of two hosts",
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
 # Of scripts of their own: idle.py and word2vec.py need data that are not here, record_examples.py runs examples.

@@ -20,6 +20,7 @@ STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "floa
 STATE_NAMES = "float32", "bfloat16", "uint8"
 MEASURE_NAMES = "time", "bandwidth", "device-price", "machine-price", "hour"
 COMM_NAMES = "float32", "bfloat16", "int8"
+LINK_NAMES = "10GbE", "25GbE", "100GbE", "IB"
 
 
 def plan(
@@ -100,12 +101,22 @@ def plan(
         typer.Option(help="Distinct rows of all processes over the sum of those of each.", show_default="by --zipf"),
     ] = None,
     comm_dtype: Annotated[str, typer.Option(help=f"Of gradients sent: {', '.join(COMM_NAMES)}.")] = "float32",
+    hosts: Annotated[
+        int | None, typer.Option(help="Hosts that share the rows out; with --link.", show_default="one")
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Between --hosts: {', '.join(LINK_NAMES)}, or a rate and a delay: 10Gbit,0.05ms.", show_default=False
+        ),
+    ] = None,
 ) -> None:
     """Tell what tables take with their optimizer's state, where they fit, how long a step is, and what to use.
 
     On this machine a step is measured, with large tables cut to fewer rows; for
-    another machine it is estimated from that machine's figures. With --ranks the
-    command computes what several processes hold and send.
+    another machine it is estimated from that machine's figures. With --hosts it
+    is the plan of one of several hosts, and of what they send one another; with
+    --ranks the command computes what several processes hold and send.
     """
     import torch
     from rich.console import Console
@@ -113,7 +124,7 @@ def plan(
     from speedtransfer.planning.footprint import STATE, STORAGE, Form, forms_for, size_of
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
-    from speedtransfer.planning.planner import plan_workload
+    from speedtransfer.planning.planner import hosts_given, plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
     from speedtransfer.planning.shown_ranks import show_ranks
     from speedtransfer.planning.workload import make_workload
@@ -142,8 +153,10 @@ def plan(
         raise InvalidValueError(f"--dense-ms is {dense_ms} but must be a number from 0 on; pass one, or leave it out")
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
-    for option, wants in {"--unique": unique is not None, "--ranks": ranks is not None, "--rank": rank}.items():
-        if wants and asked is None:
+    shared = hosts_given(hosts, link, "--")
+    given_with_lookups = {"--unique": unique, "--ranks": ranks, "--hosts": hosts, "--rank": rank or None}
+    for option, value in given_with_lookups.items():
+        if value is not None and asked is None:
             raise InvalidValueError(f"{option} is given without the lookups of a step; pass --lookups as well")
     for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
         if value is not None and not rank:
@@ -154,7 +167,7 @@ def plan(
     forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     if ranks is not None and asked is not None:
         check_size(ranks, "--ranks", 1)
-        for option, value in {"--rank": rank, "--json": json, "--picture": picture}.items():
+        for option, value in {"--rank": rank, "--hosts": hosts, "--json": json, "--picture": picture}.items():
             if value:
                 raise InvalidValueError(f"{option} is given with --ranks, which prints a table; leave out one of them")
         if len(sizes) > 1 or trainer.make is None:
@@ -173,6 +186,8 @@ def plan(
         if path is not None:
             _check_writable(Path(path))
     if rank:
+        if shared is not None:
+            raise InvalidValueError("--rank is given with --hosts; pass one of them, --devices for GPUs of a machine")
         machines, paid = _machines(machine, host_memory, disk), None if prices is None else read_prices(prices)
         how: Any = {"dense_s": dense_ms / 1e3, "by": by or "time", "devices": devices, "prices": paid}
         ranking = rank_machines(workload, forms, machines, **how)
@@ -183,7 +198,7 @@ def plan(
             draw_ranking(picture, ranking)
         return
     measured = measure and asked is not None
-    found = plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measured)
+    found = plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measured, shared)
     _write(json, found.data(), lambda: console.print(as_renderable(found, steps=asked is not None)))
     if picture is not None:
         found.draw(picture)

@@ -197,9 +197,12 @@ def _slowness(option: Option) -> tuple[float, float, int]:
 # --- code -----------------------------------------------------------------------------------------------------------------
 
 
-def code_for(workload: Workload, form: Form, memory: str) -> str:
-    """Return the Python that makes the tables: of a model a call of ``replace_embeddings``, of sizes the modules."""
-    options = [f"memory={memory!r}"]
+def code_for(workload: Workload, form: Form, memory: str, shared: bool = False) -> str:
+    """Return the Python that makes the tables: of a model a call of ``replace_embeddings``, of sizes the modules.
+
+    Those that are `shared` have their rows in all processes of a group.
+    """
+    options = ['process_group="world"'] * shared + [f"memory={memory!r}"]
     # A table that is not trained has no state.
     given = form.arguments if workload.trainer.make is not None else {**form.arguments, "state_dtype": None}
     options += [f"{name}={value}" for name, value in given.items() if value is not None]

@@ -1,4 +1,4 @@
-"""Pictures of plans: the time of a step against the size of the tables, and machines in order."""
+"""Pictures of plans: the time of a step against the size of the tables, bytes of hosts, and machines in order."""
 
 from __future__ import annotations
 
@@ -6,11 +6,22 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from speedtransfer.drawing import COLOURS, INK, QUIET, bars, legend_below, plain_numbers, require_matplotlib, tidy
+from speedtransfer.drawing import (
+    COLOURS,
+    INK,
+    QUIET,
+    bars,
+    legend_below,
+    line_style,
+    plain_numbers,
+    require_matplotlib,
+    tidy,
+)
 from speedtransfer.errors import format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, PAGEABLE, PINNED, SPARSE, footprint, misfit
+from speedtransfer.planning.hosts import Hosts
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.rank import Ranking
 from speedtransfer.planning.workload import Workload
@@ -101,6 +112,32 @@ def _show_bytes(axis: Any) -> None:
     axis.set_major_locator(LogLocator(numticks=6))
     axis.set_major_formatter(FuncFormatter(lambda value, _: format_bytes(value)))
     axis.set_minor_formatter(NullFormatter())
+
+
+def draw_hosts(path: Path, hosts: Hosts) -> None:
+    """Draw the bytes that the mean and the busiest owner send in a step, by the number of hosts, as a PNG."""
+    figure = require_matplotlib()(4.8, 3.6)
+    axes, found = figure.subplots(), list(hosts.by_number())
+    for name, number, factors in (
+        ("the busiest owner", 1, [each.busiest for each in found]),
+        ("the mean", 0, [1.0] * len(found)),
+    ):
+        sent = [each.cost.sent * factor for each, factor in zip(found, factors, strict=True)]
+        axes.plot([each.number for each in found], sent, label=name, **line_style(number, ours=number == 0))
+    tidy(axes)
+    axes.set_xscale("log", base=2)
+    axes.set_ylim(bottom=0)
+    plain_numbers(axes, "x")
+    axes.set_xticks([each.number for each in found])
+    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+    axes.set_xlabel("hosts", fontsize=10, color=QUIET)
+    work = hosts.workload
+    rows, ids = sum(table.rows for table in work.tables), f"ids by Zipf's law with exponent {work.zipf:g}"
+    title = f"bytes that an owner sends in a step\n{rows:,} rows, {work.lookups:,} lookups a host, {ids}"
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+    legend_below(figure, axes)
+    with replace_file(path) as file:
+        figure.savefig(file, format="png")
 
 
 def draw_ranking(path: Path, ranking: Ranking) -> None:

@@ -15,7 +15,8 @@ from rich.text import Text
 
 from speedtransfer.errors import check_png, format_bytes
 from speedtransfer.planning.configurations import Option
-from speedtransfer.planning.footprint import DEVICE, MMAP, SPARSE, Bytes, Form, is_exact, size_of, state_planes
+from speedtransfer.planning.footprint import DENSE, DEVICE, MMAP, SPARSE, Bytes, Form, is_exact, size_of, state_planes
+from speedtransfer.planning.hosts import Hosts
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.units import format_count, format_ratio, format_seconds, format_share
@@ -79,6 +80,8 @@ class Plan:
         Caches of several sizes for the best configuration with rows in host memory, or for the first that there is.
     dense_bytes : float
         Bytes of all other parameters of the model, with gradients and state.
+    hosts : Hosts or None
+        Of several hosts what they send one another; all else is then of one of them, with its share of the rows.
     """
 
     workload: Workload
@@ -90,6 +93,7 @@ class Plan:
     smallest: Option | None
     cache: tuple[CacheSize, ...] = ()
     dense_bytes: float = 0.0
+    hosts: Hosts | None = None
 
     def __str__(self) -> str:
         console = Console(file=io.StringIO(), width=WIDTH, highlight=False, color_system=None)
@@ -118,10 +122,11 @@ class Plan:
             "best": None if self.best is None else self.best.data(),
             "smallest": None if self.smallest is None else self.smallest.data(),
             "cache": [dataclasses.asdict(size) for size in self.cache],
+            "hosts": None if self.hosts is None else self.hosts.data(),
         }
 
     def draw(self, path: str | Path) -> None:
-        """Draw the time of a step against the size of the tables, by memory, as a PNG.
+        """Draw the time of a step against the size of the tables, by memory, as a PNG; of hosts the bytes of each.
 
         Parameters
         ----------
@@ -138,8 +143,11 @@ class Plan:
         """
         path = check_png(path)
         # Drawing is loaded where a picture is wanted.
-        from speedtransfer.planning.plan_picture import draw_plan
+        from speedtransfer.planning.plan_picture import draw_hosts, draw_plan
 
+        if self.hosts is not None:
+            draw_hosts(path, self.hosts)
+            return
         draw_plan(path, self.workload, self.machine, self.options, self.best)
 
 
@@ -153,6 +161,8 @@ def as_renderable(plan: Plan, steps: bool = True) -> RenderableType:
     parts += [Text(line) for line in _notes(plan)]
     if plan.cache and steps:
         parts += [Text(""), _cache(plan)]
+    if plan.hosts is not None:
+        parts += [Text(""), *(Text(line) for line in _hosts(plan, plan.hosts))]
     parts += [Text(""), *(Text(line) for line in _advice(plan))]
     return Group(*parts)
 
@@ -165,6 +175,8 @@ def _row_bytes(plan: Plan, form: Form) -> str:
 
 def _about(plan: Plan, steps: bool) -> Iterable[str]:
     work = plan.workload
+    if plan.hosts is not None:
+        yield f"one of {plan.hosts.number:,} hosts, with its share of the rows; distinct are those that any of them looks up"
 
     def looked_up(part: Load | Workload) -> str:
         return f", {part.lookups:,} lookups a step, {part.unique:,.0f} of them distinct" if steps else ""
@@ -291,6 +303,22 @@ def _cache(plan: Plan) -> TextTable:
     return table
 
 
+def _hosts(plan: Plan, hosts: Hosts) -> Iterable[str]:
+    """Yield what hosts send one another, and the time of a step with it."""
+    cost, parts = hosts.cost, {name: format_seconds(seconds) for name, seconds in hosts.parts.items()}
+    kinds = {name: format_bytes(getattr(cost, name)) for name in ("ids", "rows", "gradients", "control")}
+    yield f"{hosts.number:,} hosts, a process each, by {hosts.link}"
+    yield f"a step sends from each: {', '.join(f'{size} of {name}' for name, size in kinds.items())}"
+    yield f"    the busiest owner has {hosts.busiest:.2f} times the mean, which is waited for"
+    yield (
+        f"    {parts['bytes']} for the bytes, {parts['delays']} for {hosts.delays} delays one after another, "
+        f"{parts['calls']} for {cost.calls} calls: {format_seconds(hosts.seconds)}"
+    )
+    if plan.best is not None and plan.best.step_s is not None:
+        both = format_seconds(plan.best.step_s + hosts.seconds)
+        yield f"a step of all hosts: {format_seconds(plan.best.step_s)} as above and the exchange, {both}"
+
+
 def _advice(plan: Plan) -> Iterable[str]:
     best, smallest = plan.best, plan.smallest
     if best is None:
@@ -321,6 +349,6 @@ def _why(plan: Plan, best: Option) -> str:
         return f"{words}: the fastest that fits"
     why = _LOST[best.level]
     dense = plan.options[0]
-    if dense.fits and dense.step_s and best.step_s:
+    if dense.memory == DENSE and dense.fits and dense.step_s and best.step_s:
         why += f", {format_ratio(dense.step_s / best.step_s)} the speed of dense nn.Embedding"
     return f"{words}: {why}"

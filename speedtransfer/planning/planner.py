@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidValueError, check_size, suggest
 from speedtransfer.nn.options import IDLE, Idle
 from speedtransfer.planning.configurations import (
     MEASURED,
     Option,
     best_option,
+    code_for,
     estimated,
     make_options,
     smallest_option,
@@ -39,6 +40,7 @@ from speedtransfer.planning.footprint import (
     moved,
     sparse_way,
 )
+from speedtransfer.planning.hosts import Link, link_given, one_share, shared_by
 from speedtransfer.planning.machine import Machine, machine_given, with_memory
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
@@ -68,6 +70,8 @@ def plan(
     state_dtype: torch.dtype | str | None = None,
     scale_block: int | None = None,
     dense_ms: float = 0.0,
+    hosts: int | None = None,
+    link: str | None = None,
     measure: bool = True,
     progress: bool | None = None,
 ) -> Plan:
@@ -106,6 +110,11 @@ def plan(
         Columns that share a scale of float8 rows.
     dense_ms : float
         Milliseconds of a step of the rest of the model, which are added.
+    hosts : int, optional
+        Plan one of so many hosts, a process each, which share the rows of all tables out (``process_group=``). Lookups and
+        samples are those of one host.
+    link : str, optional
+        With `hosts`: what connects them, "10GbE", "25GbE", "100GbE" or "IB", or a rate and a delay one way, "10Gbit,0.05ms".
     measure : bool
         False: times are estimated here as for any other machine, from bandwidths that are measured in about a second each.
     progress : bool, optional
@@ -130,7 +139,18 @@ def plan(
     dense_ms = checked_number(dense_ms, "dense_ms", 0.0)
     workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
     forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
-    return plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measure, progress)
+    shared = hosts_given(hosts, link)
+    return plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measure, shared, progress)
+
+
+def hosts_given(hosts: int | None, link: str | None, dashes: str = "") -> tuple[int, Link] | None:
+    """Return the hosts and their link, None where there is one host; options have `dashes` in errors."""
+    if (hosts is None) != (link is None):
+        one, other = ("hosts", "link") if link is None else ("link", "hosts")
+        raise InvalidValueError(
+            f"{dashes}{one} is given without {dashes}{other}; pass both, for instance 16 hosts and the link 25GbE"
+        )
+    return None if hosts is None else (check_size(hosts, f"{dashes}hosts", 2), link_given(link, f"{dashes}link"))
 
 
 def plan_workload(
@@ -141,9 +161,11 @@ def plan_workload(
     disk: str | float | None,
     dense_s: float,
     measure: bool,
+    shared: tuple[int, Link] | None = None,
     progress: bool | None = None,
 ) -> Plan:
-    """Return the plan of a workload in some forms; else as :func:`plan`."""
+    """Return the plan of a workload in some forms, `shared` out by so many hosts; else as :func:`plan`."""
+    whole, workload = workload, workload if shared is None else one_share(workload, shared[0])
     # An optimizer that cannot train rows raises here, before anything is measured.
     held = {form: bytes_of(workload, form) for form in forms}
     here = machine is None
@@ -151,14 +173,22 @@ def plan_workload(
     target = with_memory(own, host_memory, disk, own.pinned_bytes if here else None)
     check_machine(target)
     options = make_options(workload, forms, target, dense_s)
+    if shared is not None:
+        # Modules of torch are in each host as a whole.
+        options = [
+            replace(option, code=code_for(whole, option.form, option.memory, shared=True))
+            for option in options
+            if option.is_table
+        ]
     if here and measure:
         target = _with_disk_rate(target, workload, options)
         options = _measured(options, workload, target, progress)
     else:
         options = [estimated(option, workload, target) for option in options]
     best, smallest = best_option(options), smallest_option(options)
-    cache = _caches(workload, options, best, target)
-    return Plan(workload, target, here, held, tuple(options), best, smallest, cache, dense_bytes(workload))
+    cache = _caches(workload, options, best, target) if shared is None else ()
+    hosts = None if shared is None else shared_by(whole, (best or options[0]).form, *shared)
+    return Plan(workload, target, here, held, tuple(options), best, smallest, cache, dense_bytes(workload), hosts)
 
 
 def _with_disk_rate(machine: Machine, workload: Workload, options: Sequence[Option]) -> Machine:

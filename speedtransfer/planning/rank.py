@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,8 @@ from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
 from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
-from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form, check_machine, is_exact, state_planes
+from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form, check_machine
+from speedtransfer.planning.hosts import counts_of, one_share
 from speedtransfer.planning.machine import (
     Machine,
     mapping_of,
@@ -26,10 +26,8 @@ from speedtransfer.planning.machine import (
     published_machines,
     read_yaml,
 )
-from speedtransfer.planning.workload import Load, Workload
+from speedtransfer.planning.workload import Workload
 from speedtransfer.ranks.cost import StepCost, sharded_step
-from speedtransfer.ranks.row_counts import expected_counts, row_form
-from speedtransfer.ranks.zipf import expected_unique
 from speedtransfer.units import format_ratio, format_seconds, parse_bytes
 
 STEPS = 1e6  # batches that the price of an hour is turned into the cost of
@@ -246,18 +244,12 @@ def rank_machines(
     def estimate(machine: Machine) -> float:
         ranks, one = machine.devices, one_of(machine) if machine.devices > 1 else machine
         check_machine(one)
-        shares = [_distinct_share(table, workload.zipf, ranks) for table in workload.tables]
-        pairs = list(zip(workload.tables, shares, strict=True))
-        owned = replace(workload, tables=tuple(_shard(*pair, ranks) for pair in pairs)) if ranks > 1 else workload
+        owned = one_share(workload, ranks) if ranks > 1 else workload
         found = [estimated(option, owned, one) for option in make_options(owned, forms, one, dense_s)]
         best, seconds = _best([option for option in found if ranks == 1 or option.is_table])
         if ranks == 1:
             return seconds
-        of_row: Any = {"state_planes": state_planes(workload), "idle": "exact" if is_exact(workload) else "lazy"}
-        rows = [row_form(table.dim, **best.form.arguments, **of_row) for table in workload.tables]
-        counts = [
-            expected_counts(row, table.unique, share, ranks) for row, (table, share) in zip(rows, pairs, strict=True)
-        ]
+        counts = counts_of(workload, best.form, ranks)
         cost = sharded_step(counts, ranks, training=workload.trainer.make is not None)
         return seconds + exchange_seconds(machine, cost)
 
@@ -302,19 +294,6 @@ def _best(options: Sequence[Option]) -> tuple[Option, float]:
     if not seconds:
         raise InvalidValueError(f"a rate that rows in {best.memory!r} memory need is not known")
     return best, seconds
-
-
-def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
-    """Return the distinct rows that all processes look up over the sum of those of each."""
-    together = sum(expected_unique(rows, zipf, ranks * count) for rows, count in table.features)
-    return together / (ranks * sum(expected_unique(rows, zipf, count) for rows, count in table.features))
-
-
-def _shard(table: Load, share: float, ranks: int) -> Load:
-    """Return what one process owns of a table: of a step it updates the rows that any process looks up."""
-    rows = math.ceil(table.rows / ranks)
-    unique = min(share * table.unique, rows)
-    return dataclasses.replace(table, rows=rows, features=((rows, table.lookups),), unique=unique)
 
 
 # --- as a table -----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts
 # Numbers of 8 bytes in the first message of a meeting, two of which name it; the others are what is told.
 _MESSAGE, _NAMES = 8, 2
 _ID_BYTES = 8
+# What a connection of TCP sends before an answer: ten segments (RFC 6928) in frames of 1,500 bytes.
+_AT_ONCE = 10 * 1448
 
 
 @dataclass(frozen=True)
@@ -38,35 +40,54 @@ class StepCost:
         return self.control + self.ids + self.rows + self.gradients
 
 
-def sharded_step(lookups: Sequence[RowCounts], ranks: int, *, training: bool = True) -> StepCost:
-    """Return the cost of a step of tables made with ``process_group=...``, one lookup each and one backward for all.
+Call = tuple[str, float]  # what a collective call sends, as in StepCost, and the bytes of it to all others
+
+
+def sharded_calls(lookups: Sequence[RowCounts], ranks: int, *, training: bool = True) -> list[Call]:
+    """Return the collective calls of a step of tables made with ``process_group=...``, in their order.
 
     Each lookup is a meeting of the processes, a message of ids and one of rows; the end of backward is a meeting and a message
     of gradients for all tables. Left out: the first step (one meeting more for each table), and steps without any gradient.
     Without `training` it is a step of evaluation.
     """
-    if not lookups:
-        return StepCost()
-    meetings, messages = [_meeting(1, ranks)] * len(lookups), 2 * len(lookups)
-    if training:
-        meetings.append(_meeting(len(lookups), ranks))
-        messages += 1
+    calls: list[Call] = []
+    for each in lookups:
+        calls += _meeting(1, ranks)
+        calls += [("ids", _ID_BYTES * each.asked_of_others), ("rows", each.form.sent * each.served_to_others)]
+    if training and lookups:
+        gradients = sum(each.form.gradient * each.asked_of_others for each in lookups)
+        calls += [*_meeting(len(lookups), ranks), ("gradients", gradients)]
+    return calls
+
+
+def delays_of(calls: Sequence[Call], ranks: int) -> int:
+    """Return how many times the delay of the network, one way, calls by gloo take that follow each other.
+
+    Of each message the receiver says that it is ready, and then the sender sends it. What TCP does not send at once follows as
+    answers come: about a delay more. Messages to several processes are on their way at the same time.
+    """
+    return sum(2 + (sent > _AT_ONCE * (ranks - 1)) for _, sent in calls)
+
+
+def sharded_step(lookups: Sequence[RowCounts], ranks: int, *, training: bool = True) -> StepCost:
+    """Return the cost of a step of tables made with ``process_group=...``: :func:`sharded_calls` says of which calls."""
     state = [each.form.state if training else 0 for each in lookups]
-    return StepCost(
-        control=sum(sent for sent, _ in meetings),
-        ids=sum(_ID_BYTES * each.asked_of_others for each in lookups),
-        rows=sum(each.form.sent * each.served_to_others for each in lookups),
-        gradients=sum(each.form.gradient * each.asked_of_others for each in lookups) if training else 0.0,
-        calls=sum(calls for _, calls in meetings) + messages,
-        bus_up=sum((each.form.stored + more) * each.served for each, more in zip(lookups, state, strict=True)),
-        bus_down=sum((each.form.stored + each.form.state) * each.served for each in lookups) if training else 0.0,
-    )
+    up = sum((each.form.stored + more) * each.served for each, more in zip(lookups, state, strict=True))
+    down = sum((each.form.stored + each.form.state) * each.served for each in lookups) if training else 0.0
+    return _cost(sharded_calls(lookups, ranks, training=training), up, down)
 
 
-def _meeting(numbers: int, ranks: int) -> tuple[int, int]:
-    """Return bytes sent and calls of a meeting at which each process tells each other so many numbers."""
+def _cost(calls: Sequence[Call], bus_up: float, bus_down: float) -> StepCost:
+    sent = dict.fromkeys((kind for kind, _ in calls), 0.0)
+    for kind, count in calls:
+        sent[kind] += count
+    return StepCost(**sent, calls=len(calls), bus_up=bus_up, bus_down=bus_down)
+
+
+def _meeting(numbers: int, ranks: int) -> list[Call]:
+    """Return the calls of a meeting at which each process tells each other so many numbers."""
     more = max(0, numbers - (_MESSAGE - _NAMES))
-    return (ranks - 1) * 8 * (_MESSAGE + more), 1 + (more > 0)
+    return [("control", (ranks - 1) * 8 * count) for count in (_MESSAGE, more) if count]
 
 
 def shared_step(tables: Sequence[RowCounts], ranks: int) -> StepCost:
@@ -80,16 +101,12 @@ def shared_step(tables: Sequence[RowCounts], ranks: int) -> StepCost:
     """
     if not tables:
         return StepCost()
-    meetings = [_meeting(len(tables), ranks)] * 2 + [_meeting(1, ranks)] * 2 * len(tables)
+    ids = sum(_ID_BYTES * each.asked_of_others for each in tables)
+    gradients = sum(each.form.gradient * each.asked_of_others for each in tables)
+    meetings = _meeting(len(tables), ranks) * 2 + _meeting(1, ranks) * 2 * len(tables)
     changed = sum((each.form.stored + each.form.state) * each.served for each in tables)
-    return StepCost(
-        control=sum(sent for sent, _ in meetings),
-        ids=sum(_ID_BYTES * each.asked_of_others for each in tables),
-        gradients=sum(each.form.gradient * each.asked_of_others for each in tables),
-        calls=sum(calls for _, calls in meetings) + 2,
-        bus_up=sum(each.form.stored * each.asked for each in tables) + changed,
-        bus_down=changed,
-    )
+    read = sum(each.form.stored * each.asked for each in tables)
+    return _cost([*meetings, ("ids", ids), ("gradients", gradients)], read + changed, changed)
 
 
 def replicas_step(tables: Sequence[ReplicaCounts], ranks: int) -> StepCost:
@@ -98,16 +115,12 @@ def replicas_step(tables: Sequence[ReplicaCounts], ranks: int) -> StepCost:
     The processes meet at the end of backward; then all get ids and gradients of each table from all, in messages padded to the
     longest. Rows need no network, but each process updates all rows that any of them has looked up.
     """
-    control, calls = _meeting(len(tables), ranks)
+    calls = _meeting(len(tables), ranks)
+    for each in tables:
+        longest = (ranks - 1) * each.largest
+        calls += [("ids", _ID_BYTES * longest), ("gradients", each.form.gradient * longest)]
     changed = sum((each.form.stored + each.form.state) * each.distinct for each in tables)
-    return StepCost(
-        control=control,
-        ids=sum((ranks - 1) * _ID_BYTES * each.largest for each in tables),
-        gradients=sum((ranks - 1) * each.form.gradient * each.largest for each in tables),
-        calls=calls + 2 * len(tables),
-        bus_up=sum(each.form.stored * each.asked for each in tables) + changed,
-        bus_down=changed,
-    )
+    return _cost(calls, sum(each.form.stored * each.asked for each in tables) + changed, changed)
 
 
 def ddp_sparse_step(unique: float, gradient_bytes: int, ranks: int) -> StepCost:

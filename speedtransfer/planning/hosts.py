@@ -1,0 +1,185 @@
+"""Tables whose rows several processes share out: what each of them has, and what they send one another in a step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
+from speedtransfer.planning.footprint import Form, is_exact, state_planes
+from speedtransfer.planning.workload import Load, Workload
+from speedtransfer.ranks import Partition
+from speedtransfer.ranks.cost import StepCost, delays_of, sharded_calls, sharded_step
+from speedtransfer.ranks.row_counts import RowCounts, expected_counts, row_form
+from speedtransfer.ranks.zipf import expected_imbalance, expected_unique
+from speedtransfer.units import format_seconds
+
+# Of a collective call by gloo, beyond the network: what the processes do for it (bench/experiments/hosts.py).
+CALL_S = 0.6e-3
+
+
+class Link(NamedTuple):
+    """What connects hosts: bytes per second each way, and seconds that a byte is on its way."""
+
+    name: str
+    bytes_per_s: float
+    delay_s: float
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({format_bytes(self.bytes_per_s)}/s each way, {format_seconds(self.delay_s)} one way)"
+
+
+_ETHERNET = "the rate by IEEE 802.3, of which TCP has 1,448 of 1,538 bytes a frame; the delay is assumed"
+LINKS = {
+    each.name: each
+    for each in (
+        Link("10GbE", 1.25e9 * 1448 / 1538, 30e-6, _ETHERNET),
+        Link("25GbE", 3.125e9 * 1448 / 1538, 30e-6, _ETHERNET),
+        Link("100GbE", 12.5e9 * 1448 / 1538, 30e-6, _ETHERNET),
+        Link("IB", 25e9, 10e-6, "HDR InfiniBand, 200 Gbit/s; the delay, of TCP over it, is assumed"),
+    )
+}
+_GIVEN = re.compile(r"([\d.]+) *([kMGT]?)bit(?:/s)? *, *([\d.]+) *(us|ms|s)")
+
+
+def link_given(link: Any, label: str = "link") -> Link:
+    """Return the link of a name, in any case, or of a rate and a delay such as "10Gbit,0.05ms"; errors call it `label`."""
+    if not isinstance(link, str):
+        raise InvalidTypeError(
+            f"{label} is {link!r} ({type(link).__name__}) but must be text; pass for instance '25GbE'"
+        )
+    known = {name.lower(): found for name, found in LINKS.items()}
+    if link.lower() in known:
+        return known[link.lower()]
+    try:
+        rate, unit, delay, of_second = _GIVEN.fullmatch(link.strip()).groups()  # type: ignore[union-attr]
+        bits = float(rate) * 1e3 ** " kMGT".index(unit or " ")
+        seconds = float(delay) * {"us": 1e-6, "ms": 1e-3, "s": 1.0}[of_second]
+    except (AttributeError, ValueError):
+        bits = seconds = 0.0
+    if not bits:
+        raise InvalidValueError(
+            f"{label} is {link!r}{suggest(link, LINKS)}; or a rate and a delay such as '10Gbit,0.05ms'"
+        )
+    return Link(link.strip(), bits / 8, seconds, "given")
+
+
+# --- what one process has and sends -------------------------------------------------------------------------------------
+
+
+def one_share(workload: Workload, ranks: int) -> Workload:
+    """Return what one of so many processes has of the tables: of a step it updates the rows that any process looks up."""
+    tables = []
+    for table in workload.tables:
+        rows = math.ceil(table.rows / ranks)
+        unique = min(_distinct_share(table, workload.zipf, ranks) * table.unique, rows)
+        tables.append(dataclasses.replace(table, rows=rows, features=((rows, table.lookups),), unique=unique))
+    return dataclasses.replace(workload, tables=tuple(tables))
+
+
+def counts_of(workload: Workload, form: Form, ranks: int) -> list[RowCounts]:
+    """Return the rows that a mean process asks for and serves, of each table."""
+    how: Any = {"state_planes": state_planes(workload), "idle": "exact" if is_exact(workload) else "lazy"}
+    return [
+        expected_counts(
+            row_form(table.dim, **form.arguments, **how),
+            table.unique,
+            _distinct_share(table, workload.zipf, ranks),
+            ranks,
+        )
+        for table in workload.tables
+    ]
+
+
+def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
+    """Return the distinct rows that all processes look up over the sum of those of each."""
+    together = sum(expected_unique(rows, zipf, ranks * count) for rows, count in table.features)
+    return together / (ranks * sum(expected_unique(rows, zipf, count) for rows, count in table.features))
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """What hosts with a process each, which share the rows of tables out, send one another in a step.
+
+    Attributes
+    ----------
+    workload : Workload
+        Whole tables, with the lookups of one host.
+    form : Form
+    number : int
+        Hosts.
+    link : Link
+    cost : StepCost
+        Of a mean host.
+    delays : int
+        One-way delays of the network that follow each other.
+    busiest : float
+        Rows that the host is asked for that is asked for most, over the mean.
+    """
+
+    workload: Workload
+    form: Form
+    number: int
+    link: Link
+    cost: StepCost
+    delays: int
+    busiest: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of bytes, of delays and of what the processes do for the calls; they follow each other."""
+        return {
+            "bytes": self.busiest * self.cost.sent / self.link.bytes_per_s,
+            "delays": self.delays * self.link.delay_s,
+            "calls": self.cost.calls * CALL_S,
+        }
+
+    @property
+    def seconds(self) -> float:
+        """All of the exchange, none of it hidden."""
+        return sum(self.parts.values())
+
+    def data(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        kinds = ("control", "ids", "rows", "gradients")
+        return {
+            "hosts": self.number,
+            "link": self.link._asdict(),
+            "sent": {kind: getattr(self.cost, kind) for kind in kinds},
+            "calls": self.cost.calls,
+            "delays": self.delays,
+            "busiest": self.busiest,
+            "seconds": self.parts,
+        }
+
+    def by_number(self) -> Iterator[Hosts]:
+        """Yield the same for 2 to 1,024 hosts, each with as many lookups."""
+        for power in range(1, 11):
+            yield shared_by(self.workload, self.form, 2**power, self.link)
+
+
+def shared_by(workload: Workload, form: Form, number: int, link: Link) -> Hosts:
+    """Return the exchange of a step of tables that so many hosts share out."""
+    check_size(number, "hosts", 2)
+    counts, training = counts_of(workload, form, number), workload.trainer.make is not None
+    calls = sharded_calls(counts, number, training=training)
+    cost = sharded_step(counts, number, training=training)
+    busiest = _busiest(workload, counts, number)
+    return Hosts(workload, form, number, link, cost, delays_of(calls, number), busiest)
+
+
+def _busiest(workload: Workload, counts: Sequence[RowCounts], number: int) -> float:
+    """Return the load of the busiest owner over the mean, as if it were the same one for all tables."""
+    whole = above = 0.0
+    for table, count in zip(workload.tables, counts, strict=True):
+        sent = count.asked_of_others * (count.form.sent + count.form.gradient)
+        unique = [expected_unique(rows, workload.zipf, each) for rows, each in table.features]
+        for (rows, each), part in zip(table.features, unique, strict=True):
+            whole += sent * part / sum(unique)
+            above += sent * part / sum(unique) * expected_imbalance(Partition(rows, number), workload.zipf, each)
+    return above / whole
