@@ -58,6 +58,7 @@ SECTIONS = (
     Section("mixed precision", ("mixed",), title=EXPERIMENTS["mixed"]),
     Section("beside others", ("peers",), title=EXPERIMENTS["peers"]),
     Section("plan accuracy", ("plan_accuracy",), title=EXPERIMENTS["plan_accuracy"]),
+    Section("two hosts", ("hosts",), title=EXPERIMENTS["hosts"]),
 )
 
 

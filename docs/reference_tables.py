@@ -20,8 +20,10 @@ from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.cli import app as root
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import table_size
+from speedtransfer.planning.hosts import LINKS
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.planner import plan
+from speedtransfer.units import format_seconds
 from speedtransfer.word2vec.config import described
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
@@ -243,6 +245,26 @@ def _plan(sizes: Any, **given: Any) -> str:
     return f"```text\n{plan(sizes, **given)}\n```"
 
 
+def _links() -> str:
+    rows = (
+        (f"`{each.name}`", f"{format_bytes(each.bytes_per_s)}/s", format_seconds(each.delay_s), each.source)
+        for each in LINKS.values()
+    )
+    return _table(("link", "each way", "one way", "from"), rows)
+
+
+def _hosts() -> str:
+    """Return the numbers of the picture _static/hosts.png, which the command above it draws."""
+    found = plan((10**9, 128), batch=65_536, hosts=16, link="25GbE", machine="h200", host_memory="2TB").hosts
+    assert found is not None
+    rows = (
+        (f"{each.number:,}", format_bytes(each.cost.sent), f"{each.busiest:.2f}", format_seconds(each.seconds))
+        for each in found.by_number()
+    )
+    titles = ("hosts", "sent by each", "the busiest over the mean", "exchange of a step, 25GbE")
+    return _table(titles, rows)
+
+
 _START = ("quickstart", "move-your-model", "how-it-works", "notebooks", "limits")
 
 
@@ -271,6 +293,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "third-party optimizers": _third_party,
     "bench": lambda: _options("bench"),
     "plan": lambda: _options("plan"),
+    "links": _links,
+    "plan hosts": _hosts,
     "ngram sizes": _ngram_sizes,
     "plan criteo": lambda: _plan(
         [(rows, 128) for rows in CRITEO_ROWS], optimizer="Adagrad", batch=65_536, machine="h200", host_memory="512GB"

@@ -218,6 +218,23 @@ def test_plans_are_compared_with_what_a_step_takes(suites, monkeypatch, tmp_path
     assert not list(tmp_path.iterdir())
 
 
+RECORDED = sorted((ROOT / "bench" / "results").glob("*/hosts.json"))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.parent.name)
+def test_steps_of_two_hosts_take_what_is_planned(suites, path):
+    """Where the delays of the network are most of it; and of many or few bytes, on a fast or a slow wire."""
+    hosts, near = suites["hosts"].module, 0
+    for group in map(GroupResult.from_json, json.loads(path.read_text(encoding="utf-8"))["groups"]):
+        assert [case.name for case in group.ran] == list(hosts.CASES)
+        for case in group.ran:
+            took = hosts.measured(case)
+            if hosts.exchange(group, hosts.CASES[case.name]).parts["delays"] > took / 2:
+                near += 1
+                assert hosts.planned(group, case) == pytest.approx(took, rel=0.25), (group.title, case.name)
+    assert near >= len(RECORDED) * len(hosts.CASES)
+
+
 def test_peers_compares_tables_before_it_times_steps(suites):
     peers, tables = suites["peers"].module, importlib.import_module("peer_tables")
     by_title = {

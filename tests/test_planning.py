@@ -15,10 +15,12 @@ import speedtransfer as st
 from speedtransfer.cli import main
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.planning import planner, this_machine
+from speedtransfer.planning.hosts import CALL_S, LINKS, link_given
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.zipf import expected_unique
+from speedtransfer.units import format_seconds
 
 # --- workloads ----------------------------------------------------------------------------------------------------------
 
@@ -194,6 +196,48 @@ def test_a_cache_leaves_less_on_the_bus():
     assert all(a.up > b.up and a.step_s >= b.step_s for a, b in itertools.pairwise(plan.cache))
 
 
+def test_one_of_several_hosts():
+    """It has its share of the rows, of which a step updates those that any host looks up; bytes and times by hand."""
+    given = {"batch": 1000, "zipf": 0.0, "idle": "lazy", "storage_dtype": "float32", "machine": gpu(), "dense_ms": 3}
+    plan = st.plan({"t": (1_000_000, 64)}, hosts=4, link="10Gbit, 2ms", **given)
+    alone, found = plan.workload.tables[0], plan.hosts
+    assert alone.rows == 250_000
+    assert alone.unique == pytest.approx(expected_unique(1_000_000, 0.0, 4000) / 4)
+    away = 0.75 * expected_unique(1_000_000, 0.0, 1000)
+    assert (found.cost.ids, found.cost.rows) == (pytest.approx(8 * away), pytest.approx(256 * away))
+    assert found.cost.sent == pytest.approx(520 * away + 2 * 3 * 64)
+    # Five calls; rows and gradients, of 64 kB to each, wait for answers.
+    assert found.parts["delays"] == pytest.approx(12 * 2e-3)
+    assert found.parts["bytes"] == pytest.approx(found.busiest * found.cost.sent / 1.25e9)
+    assert found.parts["calls"] == 5 * CALL_S
+    assert 1 <= found.busiest < 1.01
+    assert not any(option.memory.startswith("nn.") for option in plan.options)
+    assert 'st.Embedding(1000000, 64, process_group="world", memory=' in plan.best.code
+    text = " ".join(str(plan).split())
+    assert "4 hosts, a process each, by 10Gbit, 2ms (1.25 GB/s each way, 2.00 ms one way)" in text
+    assert f"a step of all hosts: {format_seconds(plan.best.step_s)} as above and the exchange, " in text
+    assert format_seconds(plan.best.step_s + found.seconds) in text
+    assert st.plan((10, 8), None, hosts=2, link="IB", machine=gpu()).hosts.cost.gradients == 0, "a frozen table"
+
+
+def test_owners_of_many_hosts_are_asked_for_about_as_much():
+    """Of ids by Zipf's law, the first of which every host asks one owner for."""
+    hosts = st.plan((100_000_000, 64), batch=65_536, hosts=8, link="ib", machine=gpu()).hosts
+    found = {each.number: each for each in hosts.by_number()}
+    assert list(found) == [2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+    assert found[8] == hosts
+    assert 1 <= found[2].busiest < found[64].busiest < found[1024].busiest < 1.2
+    assert found[2].cost.rows < found[1024].cost.rows < 2 * found[2].cost.rows
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_have_a_source(name):
+    link = link_given(name.upper())
+    assert link.source
+    assert 1e9 < link.bytes_per_s < 1e11
+    assert 1e-6 < link.delay_s < 1e-3
+
+
 REFUSED = r"""
 plan((0, 8)) -> InvalidValueError: rows of 'table' is 0 but must be at least 1
 plan((2**49, 8)) -> InvalidValueError: rows of 'table' is 562949953421312 but must be at most 2\*\*48
@@ -207,6 +251,13 @@ plan([]) -> InvalidValueError: sizes are empty
 plan(nn.Linear(2, 2)) -> InvalidValueError: the model, a Linear, has no nn.Embedding
 plan(3) -> InvalidTypeError: sizes are 3 but must be
 plan((10, 8), idle="exat") -> InvalidValueError: idle is 'exat'
+plan((10, 8), hosts=4) -> InvalidValueError: hosts is given without link; pass both
+plan((10, 8), link="IB") -> InvalidValueError: link is given without hosts; pass both
+plan((10, 8), hosts=1, link="IB") -> InvalidValueError: hosts is 1 but must be at least 2
+plan((10, 8), hosts=4, link="25GbX") -> InvalidValueError: link is '25GbX'; did you mean '25GbE'
+plan((10, 8), hosts=4, link="0Gbit,1ms") -> InvalidValueError: or a rate and a delay such as '10Gbit,0.05ms'
+plan((10, 8), hosts=4, link="1.2.3Gbit,1ms") -> InvalidValueError: or a rate and a delay such as '10Gbit,0.05ms'
+plan((10, 8), hosts=4, link=10) -> InvalidTypeError: link is 10 \(int\) but must be text; pass for instance '25GbE'
 plan((10, 8), storage_dtype="int9") -> InvalidValueError: storage_dtype is 'int9'; did you mean 'int8'
 plan((10, 8), machine="h2000") -> InvalidValueError: machine is 'h2000'
 plan((10, 8), machine=Machine("m", device="GPU")) -> InvalidValueError: machine 'm' has no figure device_bytes
@@ -312,6 +363,19 @@ def test_several_tables_as_json_and_a_picture(run, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["batch"] == 64
 
 
+def test_hosts_as_json_and_a_picture(run, tmp_path):
+    """Which is that of their bytes."""
+    picture = tmp_path / "hosts.png"
+    shared = ["--lookups", "64", "--hosts", "4", "--link", "25GbE"]
+    code, out, _ = run(*FAST, *shared, "--json", "-", "--picture", str(picture))
+    assert code == 0
+    found = json.loads(out)["hosts"]
+    assert (found["hosts"], found["calls"], found["link"]["name"]) == (4, 5, "25GbE")
+    assert found["sent"].keys() == {"control", "ids", "rows", "gradients"}
+    assert found["seconds"].keys() == {"bytes", "delays", "calls"}
+    assert picture.stat().st_size > 5000
+
+
 RANKED = ["--rows", "1e6", "--dim", "64", "--lookups", "65536", "--rank", "--host-memory", "64GB"]
 
 
@@ -338,6 +402,10 @@ SIZES --comm-dtype in8 -> --comm-dtype is 'in8'; did you mean 'int8'?
 SIZES --distinct-share 0.1 -> --distinct-share is 0.1 but must be from 1 / --ranks to 1
 SIZES --tokens 4 -> --lookups is given, and --tokens or --rows-per-token too; pass one or the others
 SIZES --rank -> --rank is given with --ranks
+SIZES --hosts 4 --link IB -> --hosts is given with --ranks
+FAST --lookups 2 --hosts 4 -> --hosts is given without --link; pass both
+RANKED --hosts 4 --link IB -> --rank is given with --hosts
+TABLE --hosts 2 --link IB -> --hosts is given without the lookups of a step
 TABLE --ranks 2 -> --ranks is given without the lookups of a step
 TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
 TABLE --scale-block 64 --storage int8 -> --scale-block is 64 but --storage is 'int8', and only float8 rows have blocks; leave
@@ -367,4 +435,4 @@ def test_the_help_lists_what_there_is():
     from speedtransfer.planning.rank import MEASURES
 
     assert (tuple(STORAGE), tuple(STATE)) == (command.STORAGE_NAMES, command.STATE_NAMES)
-    assert tuple(MEASURES) == command.MEASURE_NAMES
+    assert (tuple(MEASURES), tuple(LINKS)) == (command.MEASURE_NAMES, command.LINK_NAMES)

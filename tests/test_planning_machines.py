@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,7 +33,6 @@ from speedtransfer.planning.plan_picture import draw_ranking
 from speedtransfer.planning.rank import (
     HOW_TO_PRICE,
     MEASURES,
-    STEPS,
     Price,
     as_table,
     exchange_seconds,
@@ -48,11 +46,6 @@ from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.cost import StepCost, sharded_step
 from speedtransfer.ranks.row_counts import expected_counts, row_form
 from speedtransfer.units import parse_bytes
-
-if sys.version_info >= (3, 11):
-    pass
-else:
-    pass
 
 ROOT = Path(__file__).parents[1]
 
@@ -386,8 +379,6 @@ def test_what_has_no_price_comes_last_by_time():
     others = [Machine(name, "a GPU", 24e9, 1e12, link_up_bytes_per_s=up) for name, up in (("d", 1e11), ("c", 1e12))]
     ranking = rank([others[0], SLOW, others[1], FAST], moved, by="hour", prices=CHEAP)
     assert names(ranking) == ["fast", "slow", "c", "d"]
-    assert ranking.ranked[0].cost == pytest.approx(3 * STEPS * 0.022 / 3600)
-    assert ranking.ranked[2].cost is None
 
 
 def test_as_many_machines_as_have_the_gpus():
@@ -433,9 +424,9 @@ def test_how_it_is_shown():
     assert "USD" not in text
     text, lines = shown(rank([SLOW, FAST], moved, prices=CHEAP, by="hour", devices=2))
     assert "fast, 2 GPUs 22.0 ms" in text
-    # Two machines of one GPU each, 6 USD an hour, 11,000 s for a million batches.
+    # Two machines of one GPU each, 6 USD an hour.
     fast = next(line for line in lines if line[:1] == ["fast,"])
-    assert fast[-6:] == ["2,000", "0.46x", "4,000", "1.00x", "6.00", "18.33"]
+    assert fast[-5:] == ["2,000", "0.46x", "4,000", "1.00x", "6.00"]
     assert "by the cost of the steps, by the hour" in text
     assert HOW_TO_PRICE not in text
     assert "prices in USD, of 2026, as given" in text
@@ -446,11 +437,10 @@ def test_data_and_a_picture(tmp_path):
     ranking = rank([SLOW, FAST, SMALL], moved, prices=CHEAP)
     data = ranking.data()
     assert json.loads(json.dumps(data)) == data
-    fast, slow = data["ranked"]
+    fast, _ = data["ranked"]
     assert (fast["machine"], fast["devices"], fast["hourly_price"]) == ("fast", 1, 3)
     relative = {"time": 1, "bandwidth": 0.5, "device-price": 0.4591, "machine-price": 1, "hour": 1}
     assert fast["relative"] == pytest.approx(relative, rel=1e-3)
-    assert slow["cost"] == pytest.approx(STEPS * 0.101 / 3600)
     assert data["left_out"] == [{"machine": "small", "devices": 1, "reason": "it needs 20 GB but small has 8"}]
     assert data["prices"][0]["name"] == "slow"
     draw_ranking(tmp_path / "a.png", ranking)

@@ -27,7 +27,6 @@ from speedtransfer.planning.footprint import (
     sparse_way,
 )
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.timed_trial import TrialTime
 from speedtransfer.planning.workload import BAG, EMBEDDING, MULTI, Load, Workload
 
 MEASURED, ESTIMATED = "measured", "estimated"
@@ -55,8 +54,8 @@ class Option:
         Python that makes it.
     same : bool
         Whether it trains with the optimizer that was asked for; else its numbers are others, and it is not recommended.
-    trial : TrialTime, optional
-        What was measured.
+    trial : float, optional
+        Seconds of a step that were measured.
     estimate : Estimate, optional
         What follows from the figures of the machine. Of a "mmap" table that was measured: the disk alone.
     dense_s : float
@@ -70,7 +69,7 @@ class Option:
     reason: str
     code: str
     same: bool = True
-    trial: TrialTime | None = None
+    trial: float | None = None
     estimate: Estimate | None = None
     dense_s: float = 0.0
 
@@ -101,7 +100,7 @@ class Option:
         """Seconds of a step without reading ahead, with the rest of the model as it was given."""
         if self.trial is not None:
             disk = 0.0 if self.estimate is None else self.estimate.disk_s
-            return self.trial.seconds + disk + self.dense_s
+            return self.trial + disk + self.dense_s
         return None if self.estimate is None else self.estimate.seconds + self.dense_s
 
     @property
@@ -116,7 +115,7 @@ class Option:
         """What a step waits for longest: "host", "bus", "copies", "compute" or "disk"; empty where that is not known."""
         if self.trial is not None:
             disk = 0.0 if self.estimate is None else self.estimate.disk_s
-            return "disk" if disk > self.trial.seconds else ""
+            return "disk" if disk > self.trial else ""
         return "" if self.estimate is None else self.estimate.bound
 
     @property

@@ -1,20 +1,7 @@
-r"""Estimate the time of a training step of tables from the figures of a machine, where it cannot be measured.
+"""Estimate the time of a training step of tables from the figures of a machine, where it cannot be measured.
 
-A step reads `up` bytes of rows and state from where the table lives, computes with them, and writes `down` bytes back:
-
-========= =====================================================================================================
-part      seconds
-========= =====================================================================================================
-host      calls of the host for each table and step, as counted in bench/results: assumed, see `HOST`
-bus       `up` over the link to the device, plus `down` over the link from it
-copies    of "pageable" and "mmap" tables on a machine with a GPU: the host reads and writes all these bytes twice
-compute   bytes of the rows of a step, with gradient and state, each read and written twice, over the bandwidth of the
-          memory that they are in
-disk      of "mmap": pages of the distinct rows that the page cache does not hold, read and written back
-========= =====================================================================================================
-
-Without reading ahead they follow each other; only a host that queues its work ("device" and "pinned") is done meanwhile. With
-:func:`speedtransfer.prefetch` the slowest of them decides.
+docs/plan.md has the parts of a step. Without reading ahead they follow each other; only a host that queues its work ("device"
+and "pinned") is done meanwhile. With :func:`speedtransfer.prefetch` the slowest of them decides.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class Plan:
         }
 
     def draw(self, path: str | Path) -> None:
-        """Draw the time of a step against the size of the tables, by memory, as a PNG; of hosts the bytes of each.
+        """Draw the time of a step in each memory, or of hosts the bytes that each sends by their number, as a PNG.
 
         Parameters
         ----------

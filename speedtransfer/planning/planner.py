@@ -45,7 +45,7 @@ from speedtransfer.planning.machine import Machine, machine_given, with_memory
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
 from speedtransfer.planning.this_machine import this_machine
-from speedtransfer.planning.timed_trial import TrialTime, time_tables, time_torch
+from speedtransfer.planning.timed_trial import time_tables, time_torch
 from speedtransfer.planning.workload import Workload, checked_number, dtype_name, make_workload
 from speedtransfer.progress import LateBar
 
@@ -225,7 +225,7 @@ def _measured(options: Sequence[Option], workload: Workload, machine: Machine, p
     return found
 
 
-def _trial(option: Option, workload: Workload, device: torch.device) -> TrialTime:
+def _trial(option: Option, workload: Workload, device: torch.device) -> float:
     if option.memory == DENSE:
         return time_torch(workload, workload.trainer.make, False, device)
     if option.memory == SPARSE:

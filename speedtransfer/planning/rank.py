@@ -30,7 +30,6 @@ from speedtransfer.planning.workload import Workload
 from speedtransfer.ranks.cost import StepCost, sharded_step
 from speedtransfer.units import format_ratio, format_seconds, parse_bytes
 
-STEPS = 1e6  # batches that the price of an hour is turned into the cost of
 CALL_S = 50e-6  # of a collective call; a round number, and no machine's
 _PRICES = ("device_price", "machine_price", "hourly_price")
 _PARSERS: dict[str, Callable[[Any], Any]] = {
@@ -109,11 +108,6 @@ class Ranked:
         rate = machine.host_bytes_per_s if machine.device is None else machine.device_bytes_per_s
         return None if rate is None else rate * (1 if machine.device is None else machine.devices)
 
-    @property
-    def cost(self) -> float | None:
-        """What `STEPS` batches cost where the machine is paid by the hour."""
-        return None if self.hourly_price is None else self.hourly_price * STEPS / self.performance / 3600
-
     def per(self, price: float | None) -> float | None:
         """Return the performance over a price; None where that is not known."""
         return None if price is None else self.performance / price
@@ -173,7 +167,6 @@ class Ranking:
                 "batches_per_s": each.performance,
                 "bandwidth_bytes_per_s": each.bandwidth,
                 **{price: getattr(each, price) for price in _PRICES},
-                "cost": each.cost,
                 "relative": {measure: values[number] for measure, values in shares.items()},
                 "sources": dict(each.machine.sources),
             }
@@ -181,7 +174,7 @@ class Ranking:
         ]
         left_out = [{"machine": one.name, "devices": one.devices, "reason": reason} for one, reason in self.left_out]
         prices = [asdict(price) for price in self.prices]
-        return {"by": self.by, "steps": STEPS, "ranked": ranked, "left_out": left_out, "prices": prices}
+        return {"by": self.by, "ranked": ranked, "left_out": left_out, "prices": prices}
 
 
 def rank(
@@ -349,7 +342,6 @@ def _columns(ranking: Ranking) -> Iterator[tuple[str, list[str]]]:
     yield "machine", cells(lambda each: each.machine_price, _money)
     yield "x per machine price", shares("machine-price")
     yield "hour", cells(lambda each: each.hourly_price, _money)
-    yield f"{STEPS / 1e6:g}M batches", cells(lambda each: each.cost, _money)
 
 
 def _money(value: float) -> str:

@@ -13,7 +13,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,20 +41,6 @@ _MAX_DRAWN = 1 << 22
 _MIX = 0x9E3779B1  # prime, near 2**32 divided by the golden ratio: spreads numbers that count up
 
 
-@dataclass(frozen=True)
-class TrialTime:
-    """Seconds of a step: whatever it looks up, in proportion to its distinct rows and lookups, and to rows of the tables."""
-
-    fixed_s: float
-    unique_s: float
-    rows_s: float = 0.0
-
-    @property
-    def seconds(self) -> float:
-        """All of a step."""
-        return self.fixed_s + self.unique_s + self.rows_s
-
-
 def trial_bytes() -> int:
     """Return how many bytes the tables of a trial may take here."""
     return max(1 << 20, min(TRIAL_BYTES, int(_TRIAL_PART * available_bytes())))
@@ -63,8 +48,8 @@ def trial_bytes() -> int:
 
 def time_tables(
     workload: Workload, form: Form, memory: str, device: torch.device, folder: Path, budget: int | None = None
-) -> TrialTime:
-    """Measure a step of tables in one memory and form; files of tables are made in `folder`, and removed.
+) -> float:
+    """Return the seconds of a step of tables in one memory and form; files of tables are made in `folder`, and removed.
 
     Tables are cut to `budget` bytes in all, by default to :func:`trial_bytes`.
     """
@@ -83,11 +68,11 @@ def time_tables(
         fixed, whole = steps.measured(few=True), steps.measured()
         del steps, modules
     fixed = min(fixed, whole)
-    return TrialTime(fixed, (whole - fixed) * cut.times)
+    return fixed + (whole - fixed) * cut.times
 
 
-def time_torch(workload: Workload, make: MakeOptimizer | None, sparse: bool, device: torch.device) -> TrialTime:
-    """Measure a step of modules of torch: ``nn.Embedding`` and ``nn.EmbeddingBag``, dense or sparse.
+def time_torch(workload: Workload, make: MakeOptimizer | None, sparse: bool, device: torch.device) -> float:
+    """Return the seconds of a step of modules of torch: ``nn.Embedding`` and ``nn.EmbeddingBag``, dense or sparse.
 
     A dense one is measured with few and with more rows, as its step reads and writes all of them.
     """
@@ -99,7 +84,7 @@ def time_torch(workload: Workload, make: MakeOptimizer | None, sparse: bool, dev
         few, whole = steps.measured(few=True), steps.measured()
         few = min(few, whole)
         if sparse or make is None:
-            return TrialTime(few, (whole - few) * cut.times)
+            return few + (whole - few) * cut.times
         del steps
         less = [tuple(max(1, rows // _FEWER) for rows in of_table) for of_table in cut.rows]
         steps = _Steps(workload, cut, _of_torch(workload, less, sparse, device), make, device, device)
@@ -108,7 +93,7 @@ def time_torch(workload: Workload, make: MakeOptimizer | None, sparse: bool, dev
     had, fewer = (_values(workload, rows) for rows in (cut.rows, less))
     by_value = (few - small) / max(1, had - fewer)
     planned = sum(table.rows * table.dim for table in workload.tables)
-    return TrialTime(max(0.0, small - by_value * fewer), (whole - few) * cut.times, by_value * planned)
+    return max(0.0, small - by_value * fewer) + (whole - few) * cut.times + by_value * planned
 
 
 def _of_torch(

@@ -48,14 +48,6 @@ class Load:
         """Lookups of a step."""
         return sum(count for _, count in self.features)
 
-    def with_rows(self, factor: float, zipf: float) -> Load:
-        """Return a table with `factor` times the rows, as often looked up."""
-        scaled = tuple((max(1, round(rows * factor)), count) for rows, count in self.features)
-        # Numbers that were given, and not computed, stay in proportion.
-        ratio = self.unique / max(_expected(self.features, zipf), 1e-12)
-        unique = min(_expected(scaled, zipf) * ratio, sum(rows for rows, _ in scaled), self.lookups)
-        return replace(self, rows=sum(rows for rows, _ in scaled), features=scaled, unique=unique)
-
 
 @dataclass(frozen=True)
 class Workload:
@@ -81,10 +73,6 @@ class Workload:
     def unique(self) -> float:
         """Distinct rows of a step in all tables, expected."""
         return sum(table.unique for table in self.tables)
-
-    def with_rows(self, factor: float) -> Workload:
-        """Return a workload whose tables have `factor` times the rows."""
-        return replace(self, tables=tuple(table.with_rows(factor, self.zipf) for table in self.tables))
 
 
 def _expected(features: Sequence[tuple[int, int]], zipf: float) -> float:

@@ -18,7 +18,9 @@ from speedtransfer.ranks.cost import (
     StepCost,
     ddp_dense_step,
     ddp_sparse_step,
+    delays_of,
     replicas_step,
+    sharded_calls,
     sharded_step,
     shared_step,
 )
@@ -235,6 +237,19 @@ def test_expected_counts_are_the_formulas_of_even_owners():
     assert ddp_sparse_step(1000, 512, 4).sent == 3 * 1000 * 520
     assert ddp_dense_step(10_000, 512, 4).sent == 1.5 * 10_000 * 512
     assert sharded_step([], 4) == StepCost()
+
+
+def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
+    def delays(unique: float, ranks: int, tables: int = 1) -> int:
+        counts = [expected_counts(row_form(64), unique, 1.0, ranks)] * tables
+        return delays_of(sharded_calls(counts, ranks), ranks)
+
+    # A meeting, ids and rows; a meeting and gradients. Each to each process is ready, and then sends.
+    assert (delays(20, 2), delays(20, 2, 4)) == (10, 28)
+    # Rows and gradients of 256 bytes are more than TCP sends at once; of many processes each gets a part.
+    assert (delays(256, 2), delays(256, 2, 4), delays(256, 4)) == (12, 33, 12)
+    assert delays(256, 8) == 10
+    assert delays_of(sharded_calls([expected_counts(row_form(64), 20, 1.0, 2)], 2, training=False), 2) == 6
 
 
 # --- which rank has which row, and how many rows are asked of whom ----------------------------------------------------
