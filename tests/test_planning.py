@@ -193,7 +193,7 @@ def test_a_cache_leaves_less_on_the_bus():
     plan = st.plan((100_000_000, 64), batch=65_536, machine=gpu(device=10e9))
     assert plan.best.memory == "pinned"
     assert len(plan.cache) >= 3
-    assert all(a.up > b.up and a.step_s >= b.step_s for a, b in itertools.pairwise(plan.cache))
+    assert all(a.up > b.up for a, b in itertools.pairwise(plan.cache))
 
 
 def test_one_of_several_hosts():

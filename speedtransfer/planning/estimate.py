@@ -86,14 +86,8 @@ class Estimate:
         return max(("host", "bus", "copies", "compute", "disk"), key=lambda name: parts[name])
 
 
-def estimate_step(
-    workload: Workload, form: Form, memory: str, machine: Machine, cached: float = 0.0
-) -> Estimate | None:
-    """Return the time of a step; None where a rate that it needs is not known of the machine.
-
-    `memory` is one of the memories, or a module of torch; a cache on the device serves the share `cached` of the distinct rows
-    of a step.
-    """
+def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine) -> Estimate | None:
+    """Return the time of a step in one of the memories, or of a module of torch; None where a rate for it is not known."""
     gpu = machine.device is not None
     near = machine.device_bytes_per_s if gpu else machine.host_bytes_per_s
     up_rate, down_rate = machine.link_up_bytes_per_s, machine.link_down_bytes_per_s
@@ -108,8 +102,7 @@ def estimate_step(
             whole = bytes_of(workload, Form())
             touched += 2 * (whole.weight + whole.state) + 2 * whole.weight
         return Estimate(host_s=_host_s(workload, DENSE, Form()), compute_s=touched / near, queued=gpu)
-    step = moved(workload, form)
-    up, down = (1 - cached) * step.up, (1 - cached) * step.down
+    up, down = moved(workload, form)
     host_s = _host_s(workload, _kind(workload), form)
     compute_s = 4 * active / near
     disk_s = 0.0

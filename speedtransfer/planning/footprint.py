@@ -147,15 +147,12 @@ class Footprint(NamedTuple):
         counted as such.
     host : float
         Host memory, page-locked or not.
-    pinned : float
-        Page-locked host memory, which is part of `host`.
     disk : float
         Files of tables.
     """
 
     device: float = 0.0
     host: float = 0.0
-    pinned: float = 0.0
     disk: float = 0.0
 
 
@@ -202,7 +199,7 @@ def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> 
     on_gpu = machine.device is not None
     table = float(bytes_of(workload, form).total)
     device = active_bytes(workload, on_gpu) + dense_bytes(workload)
-    host = pinned = disk = 0.0
+    host = disk = 0.0
     if memory in (DENSE, SPARSE):
         held = bytes_of(workload, Form())
         gradient = held.weight if memory == DENSE and workload.trainer.make is not None else 0
@@ -214,10 +211,8 @@ def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> 
     else:
         host = table
     if on_gpu and memory in (PAGEABLE, MMAP):
-        host, pinned = host + _RING_BYTES, float(_RING_BYTES)
-    if memory == PINNED:
-        pinned = host
-    return Footprint(device, host, pinned, disk) if on_gpu else Footprint(0.0, host + device, 0.0, disk)
+        host += _RING_BYTES
+    return Footprint(device, host, disk) if on_gpu else Footprint(0.0, host + device, disk)
 
 
 def misfit(need: Footprint, machine: Machine) -> str:
@@ -226,18 +221,14 @@ def misfit(need: Footprint, machine: Machine) -> str:
     for words, wanted, have in (
         (f"memory on the {machine.device or 'device'}", need.device, machine.device_bytes),
         ("host memory", need.host, machine.host_bytes),
-        ("page-locked host memory", need.pinned, machine.pinned_bytes or machine.host_bytes),
         ("disk", need.disk, machine.disk_bytes),
     ):
         if not wanted:
             continue
         if have is None:
-            # Of page-locked memory the same has been said.
-            if words != "page-locked host memory":
-                reasons.append(f"needs {format_bytes(wanted)} of {words}; how much {machine.name!r} has is not known")
+            reasons.append(f"needs {format_bytes(wanted)} of {words}; how much {machine.name!r} has is not known")
         elif wanted > have:
-            said = words != "page-locked host memory" or need.host <= (machine.host_bytes or math.inf)
-            reasons += [f"needs {format_bytes(wanted)} of {words}, {format_bytes(have)} are available"] * said
+            reasons.append(f"needs {format_bytes(wanted)} of {words}, {format_bytes(have)} are available")
     return "; ".join(reasons)
 
 

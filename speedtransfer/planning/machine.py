@@ -50,8 +50,6 @@ class Machine:
         What one GPU can send to the others of the machine while all do; None: by way of host memory.
     host_bytes, host_bytes_per_s : float, optional
         Host memory that a process may take, and its bandwidth.
-    pinned_bytes : float, optional
-        Host memory that may be page-locked; None: all of `host_bytes`.
     disk_bytes, disk_bytes_per_s : float, optional
         Free room for files of tables, and the rate of random reads of rows.
     devices : int
@@ -72,7 +70,6 @@ class Machine:
     peer_bytes_per_s: float | None = None
     host_bytes: float | None = None
     host_bytes_per_s: float | None = None
-    pinned_bytes: float | None = None
     disk_bytes: float | None = None
     disk_bytes_per_s: float | None = None
     devices: int = 1
@@ -139,8 +136,8 @@ def link_rates(text: str) -> tuple[str, float, float, str]:
     return name, up * rate, down * rate, f"{shares} of the {rate / 1e9:.1f} GB/s of {name}, {source}"
 
 
-def with_memory(machine: Machine, host_memory: Any = None, disk: Any = None, pinned: float | None = None) -> Machine:
-    """Return a machine with bytes such as "512GB" in place of its own; of the host memory `pinned` may be page-locked."""
+def with_memory(machine: Machine, host_memory: Any = None, disk: Any = None) -> Machine:
+    """Return a machine with bytes such as "512GB" in place of its own."""
     changed: dict[str, Any] = {}
     for label, value in (("host_memory", host_memory), ("disk", disk)):
         if value is None:
@@ -152,8 +149,6 @@ def with_memory(machine: Machine, host_memory: Any = None, disk: Any = None, pin
             changed[f"{label.removesuffix('_memory')}_bytes"] = parse_bytes(value)
         except InvalidValueError as error:
             raise InvalidValueError(f"{label} is {error}") from None
-    if "host_bytes" in changed:
-        changed["pinned_bytes"] = min(changed["host_bytes"], pinned or changed["host_bytes"])
     sources = {**machine.sources, **dict.fromkeys(changed, "given")}
     return dataclasses.replace(machine, **changed, sources=sources) if changed else machine
 
@@ -166,7 +161,7 @@ _MOST_BYTES = 1 << 20  # of a YAML file
 _PARSERS: dict[str, Callable[[Any], Any]] = {
     "device": parse_text,
     "devices": parse_count,
-    **{f"{name}_bytes": parse_bytes for name in ("device", "host", "pinned", "disk")},
+    **{f"{name}_bytes": parse_bytes for name in ("device", "host", "disk")},
     **{
         f"{name}_bytes_per_s": lambda value: parse_bytes(value, "/s")
         for name in ("device", "link_up", "link_down", "peer", "host", "disk")

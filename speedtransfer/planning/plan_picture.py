@@ -24,7 +24,7 @@ from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.rank import Ranking
 from speedtransfer.planning.workload import Workload
 from speedtransfer.system import replace_file
-from speedtransfer.units import format_seconds
+from speedtransfer.units import format_count, format_seconds
 
 
 def draw_plan(path: Path, workload: Workload, machine: Machine, options: Sequence[Option], best: Option | None) -> None:
@@ -63,8 +63,9 @@ def draw_hosts(path: Path, hosts: Hosts) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.set_xlabel("hosts", fontsize=10, color=QUIET)
     work = hosts.workload
-    rows, ids = sum(table.rows for table in work.tables), f"ids by Zipf's law with exponent {work.zipf:g}"
-    title = f"bytes that an owner sends in a step\n{rows:,} rows, {work.lookups:,} lookups a host, {ids}"
+    rows = format_count(sum(table.rows for table in work.tables))
+    about = f"{rows} rows, {work.lookups:,} lookups a host, Zipf exponent {work.zipf:g}"
+    title = f"bytes that an owner sends in a step\n{about}"
     axes.set_title(title, fontsize=10.5, color=INK, loc="left")
     legend_below(figure, axes)
     with replace_file(path) as file:

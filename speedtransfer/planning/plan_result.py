@@ -46,8 +46,6 @@ class CacheSize:
         Of the distinct rows of a step, the part that it serves: those that are used most, for good.
     up, down : float
         Bytes that a step still moves over the bus.
-    step_s : float or None
-        Of a step of the configuration with the cache, estimated; None where that is not known.
     """
 
     rows: int
@@ -55,7 +53,6 @@ class CacheSize:
     share: float
     up: float
     down: float
-    step_s: float | None
 
 
 @dataclass(frozen=True)
@@ -271,7 +268,7 @@ def _remark(option: Option, steps: bool) -> str:
         known = "unknown" if "not known" in option.reason else "no room"
         places = {"memory on the": "device", "host memory": "host memory", "disk": "disk"}
         short = [place for words, place in places.items() if f"of {words}" in option.reason]
-        return f"{known}: {', '.join(short) or 'page-locked memory'}"
+        return f"{known}: {', '.join(short)}"
     if not steps:
         return "fits"
     parts = [option.how] if option.how else ["time not known"]
@@ -295,11 +292,11 @@ def _notes(plan: Plan) -> Iterable[str]:
 
 def _cache(plan: Plan) -> TextTable:
     table = TextTable("a cache of", box=None, pad_edge=False)
-    for label in ("takes", "serves", "left up", "left down", "step, estimated"):
+    for label in ("takes", "serves", "left up", "left down"):
         table.add_column(label, justify="right", no_wrap=True)
     for size in plan.cache:
         cells = [format_bytes(size.num_bytes), format_share(size.share), format_bytes(size.up), format_bytes(size.down)]
-        table.add_row(f"{format_count(size.rows)} rows", *cells, format_seconds(size.step_s))
+        table.add_row(f"{format_count(size.rows)} rows", *cells)
     return table
 
 

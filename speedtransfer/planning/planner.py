@@ -170,7 +170,7 @@ def plan_workload(
     held = {form: bytes_of(workload, form) for form in forms}
     here = machine is None
     own = this_machine(rates=() if measure else _BANDWIDTHS) if here else machine_given(machine)
-    target = with_memory(own, host_memory, disk, own.pinned_bytes if here else None)
+    target = with_memory(own, host_memory, disk)
     check_machine(target)
     options = make_options(workload, forms, target, dense_s)
     if shared is not None:
@@ -262,10 +262,7 @@ def _caches(
     if _CACHED[-1] > largest > 0 and largest * rows >= 1:
         shares.append(largest)
     step = moved(workload, chosen.form)
-    found = []
-    for share, served in zip(shares, served_share(workload, shares), strict=True):
-        timed = estimate_step(workload, chosen.form, chosen.memory, machine, served) if on_gpu else None
-        left, seconds = 1 - served, None if timed is None else timed.seconds
-        size = int(share * rows), int(share * total)
-        found.append(CacheSize(*size, served, left * step.up, left * step.down, seconds))
-    return tuple(found)
+    return tuple(
+        CacheSize(int(share * rows), int(share * total), served, (1 - served) * step.up, (1 - served) * step.down)
+        for share, served in zip(shares, served_share(workload, shares), strict=True)
+    )

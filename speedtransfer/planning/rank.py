@@ -37,7 +37,7 @@ _PARSERS: dict[str, Callable[[Any], Any]] = {
     "devices": parse_count,
     **dict.fromkeys(("currency", "date", "source"), parse_text),
 }
-_SHARED = ("host_bytes", "pinned_bytes", "disk_bytes", "host_bytes_per_s", "disk_bytes_per_s")
+_SHARED = ("host_bytes", "disk_bytes", "host_bytes_per_s", "disk_bytes_per_s")
 
 
 @dataclass(frozen=True)
