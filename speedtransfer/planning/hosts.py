@@ -104,22 +104,10 @@ def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Hosts:
-    """What hosts with a process each, which share the rows of tables out, send one another in a step.
+    """What so many hosts, a process each, send one another in a step of tables that they share out.
 
-    Attributes
-    ----------
-    workload : Workload
-        Whole tables, with the lookups of one host.
-    form : Form
-    number : int
-        Hosts.
-    link : Link
-    cost : StepCost
-        Of a mean host.
-    delays : int
-        One-way delays of the network that follow each other.
-    busiest : float
-        Rows that the host is asked for that is asked for most, over the mean.
+    The workload has whole tables and the lookups of one host. The cost is that of a mean host, `delays` of the network, one
+    way, follow each other, and `busiest` are the rows that the busiest owner is asked for, over the mean.
     """
 
     workload: Workload
