@@ -217,6 +217,9 @@ def test_one_of_several_hosts():
     assert "4 hosts, a process each, by 10Gbit, 2ms (1.25 GB/s each way, 2.00 ms one way)" in text
     assert f"a step of all hosts: {format_seconds(plan.best.step_s)} as above and the exchange, " in text
     assert format_seconds(plan.best.step_s + found.seconds) in text
+    several = st.plan([(1000, 8)] * 26, hosts=2, link="IB", machine=gpu())
+    assert (several.hosts.cost.calls, several.hosts.apart) == (7, 81)
+    assert "where the ids of all tables are parts of one tensor; else 81 calls" in str(several)
     assert st.plan((10, 8), None, hosts=2, link="IB", machine=gpu()).hosts.cost.gradients == 0, "a frozen table"
 
 

@@ -101,7 +101,7 @@ def exchange(group: GroupResult, case: Case) -> Hosts:
     sizes = [(feature,) * case.tables] if case.together else [(feature,)] * case.tables
     unique = ROWS * (1 - (1 - 1 / ROWS) ** case.ids)
     loads = [Load("", ROWS * len(each), DIM, each, unique * len(each)) for each in sizes]
-    return shared_by(Workload(tuple(loads), 1, 0.0, optimizer_given("AdamW")), Form(), RANKS, link)
+    return shared_by(Workload(tuple(loads), 1, 0.0, optimizer_given("AdamW")), Form(), RANKS, link, together=False)
 
 
 # --- two hosts ------------------------------------------------------------------------------------------------------------

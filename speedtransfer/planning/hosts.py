@@ -107,7 +107,8 @@ class Hosts:
     """What so many hosts, a process each, send one another in a step of tables that they share out.
 
     The workload has whole tables and the lookups of one host. The cost is that of a mean host, `delays` of the network, one
-    way, follow each other, and `busiest` are the rows that the busiest owner is asked for, over the mean.
+    way, follow each other, and `busiest` are the rows that the busiest owner is asked for, over the mean. With ids of all
+    tables in one tensor there are the calls of the cost, else those `apart`.
     """
 
     workload: Workload
@@ -117,6 +118,7 @@ class Hosts:
     cost: StepCost
     delays: int
     busiest: float
+    apart: int
 
     @property
     def parts(self) -> dict[str, float]:
@@ -140,6 +142,7 @@ class Hosts:
             "link": self.link._asdict(),
             "sent": {kind: getattr(self.cost, kind) for kind in kinds},
             "calls": self.cost.calls,
+            "calls_apart": self.apart,
             "delays": self.delays,
             "busiest": self.busiest,
             "seconds": self.parts,
@@ -151,14 +154,15 @@ class Hosts:
             yield shared_by(self.workload, self.form, 2**power, self.link)
 
 
-def shared_by(workload: Workload, form: Form, number: int, link: Link) -> Hosts:
-    """Return the exchange of a step of tables that so many hosts share out."""
+def shared_by(workload: Workload, form: Form, number: int, link: Link, together: bool = True) -> Hosts:
+    """Return the exchange of a step of tables that so many hosts share out and look up `together`, by parts of one tensor."""
     check_size(number, "hosts", 2)
-    counts, training = counts_of(workload, form, number), workload.trainer.make is not None
-    calls = sharded_calls(counts, number, training=training)
-    cost = sharded_step(counts, number, training=training)
-    busiest = _busiest(workload, counts, number)
-    return Hosts(workload, form, number, link, cost, delays_of(calls, number), busiest)
+    counts = counts_of(workload, form, number)
+    how: Any = {"training": workload.trainer.make is not None, "together": together}
+    delays = delays_of(sharded_calls(counts, number, **how), number)
+    apart = len(sharded_calls(counts, number, training=how["training"]))
+    cost, busiest = sharded_step(counts, number, **how), _busiest(workload, counts, number)
+    return Hosts(workload, form, number, link, cost, delays, busiest, apart)
 
 
 def _busiest(workload: Workload, counts: Sequence[RowCounts], number: int) -> float:

@@ -311,6 +311,8 @@ def _hosts(plan: Plan, hosts: Hosts) -> Iterable[str]:
         f"    {parts['bytes']} for the bytes, {parts['delays']} for {hosts.delays} delays one after another, "
         f"{parts['calls']} for {cost.calls} calls: {format_seconds(hosts.seconds)}"
     )
+    if hosts.apart > cost.calls:
+        yield f"    where the ids of all tables are parts of one tensor; else {hosts.apart} calls"
     if plan.best is not None and plan.best.step_s is not None:
         both = format_seconds(plan.best.step_s + hosts.seconds)
         yield f"a step of all hosts: {format_seconds(plan.best.step_s)} as above and the exchange, {both}"

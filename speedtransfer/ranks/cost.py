@@ -43,17 +43,20 @@ class StepCost:
 Call = tuple[str, float]  # what a collective call sends, as in StepCost, and the bytes of it to all others
 
 
-def sharded_calls(lookups: Sequence[RowCounts], ranks: int, *, training: bool = True) -> list[Call]:
+def sharded_calls(
+    lookups: Sequence[RowCounts], ranks: int, *, training: bool = True, together: bool = False
+) -> list[Call]:
     """Return the collective calls of a step of tables made with ``process_group=...``, in their order.
 
-    Each lookup is a meeting of the processes, a message of ids and one of rows; the end of backward is a meeting and a message
-    of gradients for all tables. Left out: the first step (one meeting more for each table), and steps without any gradient.
-    Without `training` it is a step of evaluation.
+    Each lookup is a meeting of the processes, a message of ids and one of rows, or all `together` are, where their ids are
+    parts of one tensor; the end of backward is a meeting and a message of gradients for all tables. Left out: the first step
+    (one meeting more for each table), and steps without any gradient. Without `training` it is a step of evaluation.
     """
     calls: list[Call] = []
-    for each in lookups:
-        calls += _meeting(1, ranks)
-        calls += [("ids", _ID_BYTES * each.asked_of_others), ("rows", each.form.sent * each.served_to_others)]
+    for asked in [lookups] if together else [[each] for each in lookups]:
+        ids = sum(_ID_BYTES * each.asked_of_others for each in asked)
+        rows = sum(each.form.sent * each.served_to_others for each in asked)
+        calls += [*_meeting(len(asked), ranks), ("ids", ids), ("rows", rows)]
     if training and lookups:
         gradients = sum(each.form.gradient * each.asked_of_others for each in lookups)
         calls += [*_meeting(len(lookups), ranks), ("gradients", gradients)]
@@ -69,12 +72,14 @@ def delays_of(calls: Sequence[Call], ranks: int) -> int:
     return sum(2 + (sent > _AT_ONCE * (ranks - 1)) for _, sent in calls)
 
 
-def sharded_step(lookups: Sequence[RowCounts], ranks: int, *, training: bool = True) -> StepCost:
+def sharded_step(
+    lookups: Sequence[RowCounts], ranks: int, *, training: bool = True, together: bool = False
+) -> StepCost:
     """Return the cost of a step of tables made with ``process_group=...``: :func:`sharded_calls` says of which calls."""
     state = [each.form.state if training else 0 for each in lookups]
     up = sum((each.form.stored + more) * each.served for each, more in zip(lookups, state, strict=True))
     down = sum((each.form.stored + each.form.state) * each.served for each in lookups) if training else 0.0
-    return _cost(sharded_calls(lookups, ranks, training=training), up, down)
+    return _cost(sharded_calls(lookups, ranks, training=training, together=together), up, down)
 
 
 def _cost(calls: Sequence[Call], bus_up: float, bus_down: float) -> StepCost:

@@ -252,6 +252,14 @@ def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
     assert delays_of(sharded_calls([expected_counts(row_form(64), 20, 1.0, 2)], 2, training=False), 2) == 6
 
 
+@pytest.mark.parametrize(("tables", "together", "apart"), [(1, 5, 5), (4, 5, 14), (26, 7, 81)])
+def test_calls_are_those_of_the_table_in_processes_md(tables, together, apart):
+    counts = [expected_counts(row_form(64), 20, 1.0, 2)] * tables
+    costs = [sharded_step(counts, 2, together=how) for how in (True, False)]
+    assert [cost.calls for cost in costs] == [together, apart]
+    assert costs[0].rows == costs[1].rows == tables * 10 * 256
+
+
 # --- which rank has which row, and how many rows are asked of whom ----------------------------------------------------
 
 
