@@ -33,14 +33,12 @@ from speedtransfer.planning.workload import Load, Workload
 
 NOTE = (
     "Two processes by gloo, each on a core of one machine, which the wire needs too; frames of 1,500 bytes, AdamW, uniform "
-    "ids. Times are those of the fastest of 40 steps, as other work ran on the machine. One process: the same tables and ids "
-    "without a group, in one of the two. Planned: that and the exchange."
+    "ids. Times are those of the fastest of 40 steps, as other work ran on the machine. Planned: the step of one process "
+    "without a group, measured beside, and the exchange."
 )
 BY = ("delay_ms", "delay one way, ms")
 COLUMNS = {
-    "measured": lambda group, case: f"{1e3 * measured(case):.3g} ms",
-    "planned": lambda group, case: f"{1e3 * planned(group, case):.3g} ms",
-    "one process": lambda group, case: f"{case.figures[ALONE]:.3g} ms",
+    "measured (planned), ms": lambda group, case: f"{1e3 * measured(case):.3g} ({1e3 * planned(group, case):.3g})",
 }
 VALUE = (lambda case: 1e3 * measured(case), "milliseconds, measured")
 ALONE = "one process, ms"
@@ -67,7 +65,7 @@ CASES = {
 
 def series(group: GroupResult) -> str:
     """Return the rate of the wire."""
-    return f"{group.params['gbit']} Gbit/s, by the delay one way in ms"
+    return f"{group.params['gbit']} Gbit/s"
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:

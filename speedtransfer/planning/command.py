@@ -154,9 +154,14 @@ def plan(
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
     shared = hosts_given(hosts, link, "--")
-    given_with_lookups = {"--unique": unique, "--ranks": ranks, "--hosts": hosts, "--rank": rank or None}
-    for option, value in given_with_lookups.items():
-        if value is not None and asked is None:
+    wanting = {
+        "--unique": unique is not None,
+        "--ranks": ranks is not None,
+        "--hosts": shared is not None,
+        "--rank": rank,
+    }
+    for option, wants in wanting.items():
+        if wants and asked is None:
             raise InvalidValueError(f"{option} is given without the lookups of a step; pass --lookups as well")
     for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
         if value is not None and not rank:
