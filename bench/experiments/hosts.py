@@ -33,7 +33,7 @@ from speedtransfer.planning.workload import Load, Workload
 
 NOTE = (
     "Two processes by gloo, each on a core of one machine, which the wire needs too; frames of 1,500 bytes, AdamW, uniform "
-    "ids. Times are those of the fastest of 40 steps, as other work ran on the machine. Planned: the step of one process "
+    "ids. Times are those of the fastest of 20 steps, as other work ran on the machine. Planned: the step of one process "
     "without a group, measured beside, and the exchange."
 )
 BY = ("delay_ms", "delay one way, ms")
@@ -43,21 +43,25 @@ COLUMNS = {
 VALUE = (lambda case: 1e3 * measured(case), "milliseconds, measured")
 ALONE = "one process, ms"
 ROWS, DIM, RANKS = 10_000, 64, 2
-_STEPS, _WARM, _LIMIT_S = 46, 6, 600
+_STEPS, _WARM, _LIMIT_S = 26, 6, 900
 _NAMES, _ADDRESSES = ("st-host-a", "st-host-b"), ("10.77.0.1", "10.77.0.2")
 
 
 class Case(NamedTuple):
-    """So many tables, or features of one `MultiEmbedding`, and the ids of a step in each."""
+    """So many tables, or features of one `MultiEmbedding`, and the ids of a step in each, or `parts` of one tensor."""
 
     tables: int
     ids: int
     together: bool = False
+    parts: bool = False
 
 
 CASES = {
     "1 table": Case(1, 256),
     "4 tables": Case(4, 256),
+    "4 tables, ids in one tensor": Case(4, 256, parts=True),
+    "26 tables": Case(26, 256),
+    "26 tables, ids in one tensor": Case(26, 256, parts=True),
     "MultiEmbedding of 26": Case(26, 256, True),
     "1 table, 8,192 ids": Case(1, 8192),
 }
@@ -99,7 +103,7 @@ def exchange(group: GroupResult, case: Case) -> Hosts:
     sizes = [(feature,) * case.tables] if case.together else [(feature,)] * case.tables
     unique = ROWS * (1 - (1 - 1 / ROWS) ** case.ids)
     loads = [Load("", ROWS * len(each), DIM, each, unique * len(each)) for each in sizes]
-    return shared_by(Workload(tuple(loads), 1, 0.0, optimizer_given("AdamW")), Form(), RANKS, link, together=False)
+    return shared_by(Workload(tuple(loads), 1, 0.0, optimizer_given("AdamW")), Form(), RANKS, link, together=case.parts)
 
 
 # --- two hosts ------------------------------------------------------------------------------------------------------------
@@ -166,7 +170,9 @@ def _steps_of(case: Case, steps: int, group: Any) -> list[float]:
     optimizer = torch.optim.AdamW([param for module in modules for param in module.parameters()])
     shape, found = (case.ids, case.tables) if case.together else (case.ids,), list[float]()
     for _ in range(steps):
-        ids = [torch.randint(ROWS, shape, generator=draw) for _ in modules]
+        ids: Any = [torch.randint(ROWS, shape, generator=draw) for _ in modules]
+        if case.parts:
+            ids = torch.stack(ids)
         if group is not None:
             dist.barrier()
         start = time.perf_counter()

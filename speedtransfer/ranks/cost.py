@@ -56,7 +56,7 @@ def sharded_calls(
     for asked in [lookups] if together else [[each] for each in lookups]:
         ids = sum(_ID_BYTES * each.asked_of_others for each in asked)
         rows = sum(each.form.sent * each.served_to_others for each in asked)
-        calls += [*_meeting(len(asked), ranks), ("ids", ids), ("rows", rows)]
+        calls += [*_meeting(1 + len(asked), ranks), ("ids", ids), ("rows", rows)]
     if training and lookups:
         gradients = sum(each.form.gradient * each.asked_of_others for each in lookups)
         calls += [*_meeting(len(lookups), ranks), ("gradients", gradients)]
