@@ -1,6 +1,6 @@
 """Train with Accelerate on several hosts: all is prepared but the optimizer's state, which its table keeps where it is.
 
-accelerate launch --num_machines 2 --machine_rank 0 --num_processes 2 --main_process_ip ... accelerate_train.py run
+torchrun --nnodes 2 --nproc-per-node 1 ... accelerate_train.py run
 """
 
 import argparse

@@ -1,0 +1,58 @@
+"""Start the examples of several hosts as two hosts would: two launchers, of a process each."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+CLUSTER = ROOT / "examples" / "cluster"
+
+
+def free_port() -> str:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return str(taken.getsockname()[1])
+
+
+def start(*command: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
+    out = subprocess.PIPE
+    # A session of its own, so that what it has started can be ended with it.
+    return subprocess.Popen(
+        command, cwd=folder, env=settings, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def end(*processes: subprocess.Popen[str], timeout: float = 300) -> str:
+    """Wait for processes, and return what they printed; AssertionError: one of them failed."""
+    try:
+        printed = [process.communicate(timeout=timeout)[0] for process in processes]
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                # To a launcher, which ends its workers: they have sessions of their own.
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait(30)
+    assert not any(process.returncode for process in processes), "\n---\n".join(printed)
+    return "".join(printed)
+
+
+def torchrun(*args: str, folder: Path, **env: str) -> subprocess.Popen[str]:
+    return start(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *args, folder=folder, **env)
+
+
+def two_nodes(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]:
+    """Start two launchers of torchrun, which know the address of the first; `args`: options, the script, its arguments."""
+    static = "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()
+    return [torchrun(*static, "--node-rank", str(rank), *args, folder=folder, **env) for rank in range(2)]
+
+
+def losses(printed: str) -> dict[int, float]:
+    """Return the losses that were printed, by step or epoch."""
+    return {int(at): float(loss) for at, loss in re.findall(r"(?:step|epoch) (\d+): loss (\S+)", printed)}
