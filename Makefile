@@ -139,7 +139,7 @@ $(PROJECTS)/.ready: pyproject.toml setup.py constraints.txt tests/projects/requi
 
 # ARGS="-k recbole": those alone.
 projects: $(PROJECTS)/.ready
-	OMP_NUM_THREADS=1 $(PROJECTS)/bin/python -m pytest tests/projects tests/ranks/test_cluster.py $(ARGS)
+	OMP_NUM_THREADS=1 $(PROJECTS)/bin/python -m pytest tests/projects $(ARGS)
 
 # Others' libraries pin what nothing else should have to take, and TFRA wants TensorFlow; what does not install is named.
 PEERS ?= .venv-peers
