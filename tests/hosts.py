@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -23,10 +22,7 @@ def free_port() -> str:
 def start(*command: str, folder: Path, **env: str) -> subprocess.Popen[str]:
     settings = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env}
     out = subprocess.PIPE
-    # A session of its own, so that what it has started can be ended with it.
-    return subprocess.Popen(
-        command, cwd=folder, env=settings, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
+    return subprocess.Popen(command, cwd=folder, env=settings, stdout=out, stderr=subprocess.STDOUT, text=True)
 
 
 def end(*processes: subprocess.Popen[str], timeout: float = 300) -> str:
@@ -34,11 +30,15 @@ def end(*processes: subprocess.Popen[str], timeout: float = 300) -> str:
     try:
         printed = [process.communicate(timeout=timeout)[0] for process in processes]
     finally:
+        # A launcher of torchrun ends its workers, which have sessions of their own.
         for process in processes:
-            if process.poll() is None:
-                # To a launcher, which ends its workers: they have sessions of their own.
-                os.killpg(process.pid, signal.SIGTERM)
-                process.wait(30)
+            process.terminate()
+        for process in processes:
+            try:
+                process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.communicate()
     assert not any(process.returncode for process in processes), "\n---\n".join(printed)
     return "".join(printed)
 
@@ -51,6 +51,23 @@ def two_nodes(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str
     """Start two launchers of torchrun, which know the address of the first; `args`: options, the script, its arguments."""
     static = "--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", free_port()
     return [torchrun(*static, "--node-rank", str(rank), *args, folder=folder, **env) for rank in range(2)]
+
+
+def elastic(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]:
+    """Start two launchers of torchrun, the first of which has the rendezvous."""
+    where = [
+        "--nnodes",
+        "2",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"127.0.0.1:{free_port()}",
+        "--rdzv-id",
+        "tables",
+    ]
+    # The name of a machine need not resolve to an address that it has; and here both would have the rendezvous.
+    where += ["--local-addr", "127.0.0.1", "--rdzv-conf"]
+    return [torchrun(*where, f"is_host={host}", *args, folder=folder, **env) for host in ("true", "false")]
 
 
 def losses(printed: str) -> dict[int, float]:

@@ -12,7 +12,7 @@ import logging
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -62,6 +62,7 @@ class _Came(NamedTuple):
         return cls(ids, ids._version, ids.clone(), ticket, asked)
 
     def is_for(self, ids: Tensor) -> bool:
+        """Tell whether `ids` are those, as they were."""
         beside = self.beside
         if ids.data_ptr() != beside.data_ptr() or ids.shape != beside.shape or ids.dtype != beside.dtype:
             return False
@@ -163,22 +164,27 @@ class _Forwards:
     """The forwards of a model, which begin with a meeting of the processes if the one before has looked up several times."""
 
     def __init__(self) -> None:
-        # The arguments of the last forward; how many lookups it made, and those by parts of the arguments.
+        # The arguments of the last forward, and the first in each memory; how many lookups it made, and those by parts of
+        # the arguments, of which some are named by a number.
         self._arguments = dict[str, Tensor]()
+        self._memories = dict[int, str]()
+        self._numbers = dict[Exchange, tuple[list[_Argument], int]]()
         self._lookups = dict[Exchange, int]()
         self._asked = dict[Exchange, dict[weakref.ref[Any], _Argument]]()
 
     def begin(self, arguments: dict[str, Tensor]) -> None:
         """Ask for what the forward before has looked up."""
         lookups, asked = self._lookups, self._asked
-        self._arguments, self._lookups, self._asked = arguments, {}, {}
+        self._arguments, self._lookups, self._asked, self._memories = arguments, {}, {}, {}
+        for name, argument in arguments.items():
+            self._memories.setdefault(argument.untyped_storage().data_ptr(), name)
         for exchange, count in lookups.items():
             if count > 1 and not exchange.is_destroyed():
                 now = _rounds.of[exchange] = _rounds.of.get(exchange, _Round({})).next()
                 now.came.clear()
-                self._ask(exchange, now, asked.get(exchange, {}).values())
+                self._ask(exchange, now, list(asked.get(exchange, {}).values()))
 
-    def _ask(self, exchange: Exchange, now: _Round, asked: Collection[_Argument]) -> None:
+    def _ask(self, exchange: Exchange, now: _Round, asked: list[_Argument]) -> None:
         found = [(each.module(), each.ids_in(self._arguments)) for each in asked]
         pairs = [(module, ids) for module, ids in found if module is not None and ids is not None]
         told = False
@@ -186,7 +192,9 @@ class _Forwards:
         def agree(_: Any, sends: Tensor) -> Counts | None:
             nonlocal told
             told = True
-            return exchange.agree_on_counts("begins a forward", sends, _number(asked))
+            if self._numbers.get(exchange, (None,))[0] != asked:
+                self._numbers[exchange] = asked, _number(asked)
+            return exchange.agree_on_counts("begins a forward", sends, self._numbers[exchange][1])
 
         if 1 < len(pairs) == len(found) and all(itertools.starmap(_may_ask, pairs)):
             for (module, ids), ticket in zip(pairs, look_up_together(pairs, agree) or (), strict=False):
@@ -199,15 +207,15 @@ class _Forwards:
         self._lookups[exchange] = self._lookups.get(exchange, 0) + 1
         if ids is None:
             return
-        memory = ids.untyped_storage().data_ptr()
-        for name, argument in self._arguments.items():
-            if argument.untyped_storage().data_ptr() == memory:
-                in_row = argument.shape[0] != ids.shape[0]
-                place = None if in_row and argument.dim() < 2 else Place.of(ids, argument[0] if in_row else argument)
-                if place is not None:
-                    found = _Argument(reference, name, in_row, place)
-                    self._asked.setdefault(exchange, {}).setdefault(reference, found)
-                return
+        name = self._memories.get(ids.untyped_storage().data_ptr())
+        if name is None:
+            return
+        argument = self._arguments[name]
+        in_row = argument.shape[0] != ids.shape[0]
+        place = None if in_row and argument.dim() < 2 else Place.of(ids, argument[0] if in_row else argument)
+        if place is not None:
+            found = _Argument(reference, name, in_row, place)
+            self._asked.setdefault(exchange, {}).setdefault(reference, found)
 
 
 def watch(model: nn.Module) -> None:

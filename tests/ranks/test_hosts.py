@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hosts import CLUSTER, end, free_port, losses, start, torchrun, two_nodes
+from hosts import CLUSTER, elastic, end, free_port, losses, start, torchrun
 
 TRAIN = str(CLUSTER / "train.py")
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="clusters of Linux")
@@ -33,10 +33,7 @@ def check(printed: str, alone: dict[int, float], last: int) -> None:
 
 @pytest.mark.slow
 def test_c10d_and_on_as_one_process(alone, tmp_path):
-    where = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", "tables"]
-    # The name of a machine need not resolve to an address that it has.
-    where += ["--nnodes", "2", "--local-addr", "127.0.0.1"]
-    check(end(*(torchrun(*where, TRAIN, "run", "--steps", "40", folder=tmp_path) for _ in range(2))), alone, 40)
+    check(end(*elastic(TRAIN, "run", "--steps", "40", folder=tmp_path)), alone, 40)
     printed = end(torchrun(TRAIN, "run", "--steps", "60", folder=tmp_path))
     assert "1 processes, from step 40" in printed
     check(printed, alone, 60)
@@ -44,8 +41,9 @@ def test_c10d_and_on_as_one_process(alone, tmp_path):
 
 @pytest.mark.slow
 def test_a_worker_is_killed(alone, tmp_path):
+    """By c10d: static launchers count their restarts apart, and processes of different counts wait for each other."""
     options = ["--max-restarts", "2", TRAIN, "run", "--steps", "300"]
-    hosts = two_nodes(*options, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    hosts = elastic(*options, folder=tmp_path, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
     try:
         until = time.monotonic() + 200
         while not (tmp_path / "run" / "manifest.json").exists():
