@@ -46,10 +46,9 @@ def test_every_public_name_is_in_the_api(site):
 
 # What each page must have: figures, flags of commands, tabs for each build of torch, code that can be copied.
 SHOWN = {
-    "benchmarks": ("results/", "transfer.png"),
-    "optimizers": ("idle.png",),
+    "benchmarks": ("results/",),
+    "results": ("transfer.png", "idle.png"),
     "word2vec": ("gensim", "--shared-negatives", "--checkpoint-every", "--restrict", "--max-words"),
-    "migration": ("speedtorch_loop",),
     "quickstart": ("copybutton.js",),
     "memory": (),
 }
