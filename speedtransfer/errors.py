@@ -114,13 +114,17 @@ def check_loader(value: object, name: str) -> None:
         )
 
 
+def is_url(path: object) -> bool:
+    """Tell whether `path` is a URL."""
+    return bool(_URL.match(str(path)))
+
+
 def check_no_url(path: object, name: str = "path") -> None:
     """Raise `InvalidValueError` where `path` is a URL: as a path it would be that of folders on this machine."""
-    text = str(path)
-    if _URL.match(text):
+    if is_url(path):
         raise InvalidValueError(
-            f"{name} is the URL {text!r} but must be a path of this machine; mount the store, or pass a local path and copy "
-            "what is there (fsspec, rclone)"
+            f"{name} is the URL {str(path)!r} but must be a path of this machine; mount the store, or pass a "
+            "local path and copy what is there (fsspec, rclone)"
         )
 
 

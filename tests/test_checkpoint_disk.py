@@ -18,7 +18,7 @@ from optimizer_cases import case_named
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.checkpoint import save
+from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.errors import InvalidValueError, StorageError
 
 LEFT = f"model-{'5' * 32}.safetensors"
@@ -171,15 +171,15 @@ def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commit, inner = save.commit, Run(case_named("adamw"), 3)
+    commit, inner = Folder.commit, Run(case_named("adamw"), 3)
 
-    def late(path: Path, text: bytes) -> None:
-        monkeypatch.setattr(save, "commit", commit)
+    def late(folder: Folder, content: dict[str, Any]) -> None:
+        monkeypatch.setattr(Folder, "commit", commit)
         inner.save(tmp_path)  # another one starts later and ends first
         assert len(os.listdir(tmp_path)) == 7
-        commit(path, text)
+        commit(folder, content)
 
-    monkeypatch.setattr(save, "commit", late)
+    monkeypatch.setattr(Folder, "commit", late)
     run.save(tmp_path)
     assert_clean(tmp_path)
     assert loaded(tmp_path) == run.digest()

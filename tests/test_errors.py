@@ -90,8 +90,6 @@ def test_a_url_is_no_path(url, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     emb = st.Embedding(10, 4)
     calls = [
-        lambda: st.save_checkpoint(url, emb, progress=False),
-        lambda: st.load_checkpoint(url, emb, progress=False),
         lambda: emb.table.save(url),
         lambda: st.Table.load(url),
         lambda: st.Embedding(10, 4, memory="mmap", path=url),

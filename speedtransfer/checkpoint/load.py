@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.save import check_arguments
+from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.table_rows import Readers
 from speedtransfer.checkpoint.tensors import TensorReader
 from speedtransfer.checkpoint.together import Processes, ShardReader, files_to_check, processes_of
@@ -47,7 +48,7 @@ def load_checkpoint(
     Parameters
     ----------
     path : path-like
-        The folder.
+        The folder, or its URL. From a store all bytes are read twice, first to be checked.
     model : nn.Module
         Made as the one that was saved.
     optimizer : torch.optim.Optimizer, optional
@@ -74,19 +75,19 @@ def load_checkpoint(
     processes = processes_of("loads", [model, optimizer, *objects.values()])
     with ExitStack() as stack:
         with processes.together():
-            path, optimizers, others = check_arguments(path, model, optimizer, objects)
-        content, readers = _open_alike(path, processes, stack)
+            place, optimizers, others = check_arguments(path, model, optimizer, objects)
+        content, readers = _open_alike(place, processes, stack)
         with processes.together():
             _check_names(content, {*optimizers, *others}, set(objects))
             for reader in readers.values():
                 reader.check_size()
-        checked = files_to_check(processes, readers)
+        checked = files_to_check(processes, place, readers)
         size = sum(reader.facts["bytes"] for reader in [*checked, *readers.values()])
-        bar = stack.enter_context(processes.progress(f"loading {path.name}", size, progress))
+        bar = stack.enter_context(processes.progress(f"loading {place.name}", size, progress))
         with processes.together():
             for reader in checked:
                 reader.check(bar.advance)
-        with processes.together(), manifest.damage_told(path / manifest.NAME):
+        with processes.together(), manifest.damage_told(place.file(manifest.NAME)):
             files = content["files"]
             shards = ShardReader(files, readers) if manifest.rows_roles(files) else None
             saved_model = SavedModel(content["model"], model, Readers(readers["model"], shards))
@@ -124,35 +125,37 @@ def load_checkpoint(
     return extra
 
 
-def _open_alike(path: Path, processes: Processes, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
+def _open_alike(
+    place: Folder | Store, processes: Processes, stack: ExitStack
+) -> tuple[dict[str, Any], dict[str, TensorReader]]:
     """Open the same checkpoint in all processes, until `stack` ends."""
     for left in reversed(range(_TRIES)):
         with ExitStack() as opened:
             with processes.together():
-                content, readers = open_checkpoint(path, opened)
+                content, readers = open_checkpoint(place, opened)
             if len(processes.numbers(int(content["sha256"][:12], 16)).unique()) == 1:
                 stack.push(opened.pop_all())
                 break
         if not left:
-            processes.check_same(f"the checkpoint {str(path.absolute())!r} of SHA-256 {content['sha256'][:12]}")
+            processes.check_same(f"the checkpoint {str(place)!r} of SHA-256 {content['sha256'][:12]}")
     return content, readers
 
 
-def open_checkpoint(path: Path, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
+def open_checkpoint(place: Folder | Store, stack: ExitStack) -> tuple[dict[str, Any], dict[str, TensorReader]]:
     """Open the manifest and its files, until `stack` ends. A saver may put new ones in their place meanwhile: then again."""
     for left in reversed(range(_TRIES)):
-        raw = manifest.read_bytes(path)
-        content = manifest.parse(raw, path / manifest.NAME)
+        raw = place.read_manifest()
+        content = manifest.parse(raw, place.file(manifest.NAME))
         readers: dict[str, TensorReader] = {}
         try:
-            with ExitStack() as opened, manifest.damage_told(path / manifest.NAME):
+            with ExitStack() as opened, manifest.damage_told(place.file(manifest.NAME)):
                 for role, facts in content["files"].items():
-                    readers[role] = TensorReader(path / facts["name"], facts)
+                    readers[role] = TensorReader(place, facts)
                     opened.enter_context(readers[role].file)
                 stack.push(opened.pop_all())
             break
         except StorageError:
-            if not left or manifest.read_bytes(path) == raw:
+            if not left or place.read_manifest() == raw:
                 raise
     return content, readers
 

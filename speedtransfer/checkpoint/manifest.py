@@ -8,18 +8,15 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 import re
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
 from speedtransfer.checkpoint.plain_data import find_shards, find_tensors
-from speedtransfer.checkpoint.tensors import open_plain
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, format_bytes
 from speedtransfer.untrusted import MAX_JSON_VALUES, parse_json
 from speedtransfer.version import __version__
@@ -30,6 +27,7 @@ FORMAT = "speedtransfer checkpoint"
 FORMAT_VERSIONS = (1, 2)
 ROLES = ("model", "optimizer", "objects")
 FILE_NAME = re.compile(rf"(?:{'|'.join(ROLES)}|rows-[0-9]{{1,9}})-[0-9a-f]{{32}}\.safetensors")
+_TEMPORARY = re.compile(r"\.manifest-[0-9a-f]{32}\.json")
 MAX_BYTES = 1 << 28
 _HEAD = '{{"sha256":"{}",\n'
 _HEAD_BYTES = len(_HEAD.format("0" * 64))
@@ -65,26 +63,15 @@ def _head_of(body: bytes) -> bytes:
     return _HEAD.format(hashlib.sha256(body).hexdigest()).encode()
 
 
-def read_bytes(folder: Path) -> bytes:
-    """Return the bytes of the manifest in `folder`, unchecked. StorageError: there is none, or none of such a size."""
-    path = folder / NAME
-    if not folder.is_dir():
-        raise StorageError(f"there is no checkpoint folder {str(folder)!r}; check the path")
-    try:
-        with os.fdopen(open_plain(path), "rb") as file:
-            raw = file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise StorageError(f"{str(folder)!r} holds no {NAME}, so no finished checkpoint; check the path") from None
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); use another checkpoint") from error
+def limited(raw: bytes, path: str) -> bytes:
+    """Return the bytes of the manifest at `path`. StorageError: they are more than one has."""
     if len(raw) > MAX_BYTES:
-        raise StorageError(f"{str(path)!r} exceeds {format_bytes(MAX_BYTES)}, which no manifest does; check the path")
+        raise StorageError(f"{path!r} exceeds {format_bytes(MAX_BYTES)}, which no manifest does; check the path")
     return raw
 
 
-def peek(folder: Path) -> dict[str, Any]:
-    """Return the manifest in `folder`, unchecked; empty where it is none in JSON. StorageError if it cannot be read."""
-    raw = read_bytes(folder)
+def _peek(raw: bytes) -> dict[str, Any]:
+    """Return a manifest, unchecked; empty where it is none in JSON."""
     try:
         content = parse_json(raw)
     except ValueError:
@@ -92,20 +79,36 @@ def peek(folder: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def names_in(folder: Path) -> set[str] | None:
-    """Return the data files that the manifest in `folder` names, none without a manifest; None if it cannot be read."""
-    if not os.path.lexists(folder / NAME):
-        return set()
+def names_in(raw: bytes) -> set[str] | None:
+    """Return the data files that a manifest names; None if it is none."""
     try:
-        names = {facts["name"] for facts in peek(folder)["files"].values()}
+        names = {facts["name"] for facts in _peek(raw)["files"].values()}
         # What leads out of the folder is nobody's data file.
         return {name for name in names if FILE_NAME.fullmatch(name)}
-    except (StorageError, TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError):
         return None
 
 
+def is_ours(name: str) -> bool:
+    """Tell whether a file of this name is of a checkpoint, or of a save that was killed."""
+    return bool(FILE_NAME.fullmatch(name) or _TEMPORARY.fullmatch(name))
+
+
+def check_target(path: object, names: list[str], read: Callable[[], bytes]) -> None:
+    """Raise `InvalidValueError` where files of these names, the manifest that `read` reads, are of no checkpoint."""
+    if NAME in names:
+        if _peek(read()).get("format") != FORMAT:
+            raise InvalidValueError(
+                f"path {str(path)!r} holds a {NAME} that is none of a checkpoint; choose another path, or remove it"
+            )
+    elif foreign := sorted(name for name in names if not is_ours(name)):
+        raise InvalidValueError(
+            f"path {str(path)!r} holds {foreign[0]!r} and no checkpoint; choose an empty or new folder"
+        )
+
+
 @contextlib.contextmanager
-def damage_told(path: Path) -> Iterator[None]:
+def damage_told(path: object) -> Iterator[None]:
     """Raise `StorageError` where what is in the manifest at `path` makes the block raise."""
     try:
         yield
@@ -116,7 +119,7 @@ def damage_told(path: Path) -> Iterator[None]:
         raise StorageError(f"{str(path)!r} is damaged ({what}); use another checkpoint") from error
 
 
-def parse(raw: bytes, path: Path) -> dict[str, Any]:
+def parse(raw: bytes, path: object) -> dict[str, Any]:
     """Return the manifest, its sections and names of files known to be good. StorageError: it is foreign, damaged or later."""
     with damage_told(path):
         content = parse_json(raw, finite=True)

@@ -5,22 +5,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import posixpath
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
 from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.folder import NewFiles, check_room, check_target, commit, new_files
+from speedtransfer.checkpoint.folder import Folder, NewFiles
 from speedtransfer.checkpoint.model import encode_model
 from speedtransfer.checkpoint.objects import encode_generators, rng_states, state_methods
 from speedtransfer.checkpoint.optimizer import encode_optimizer
 from speedtransfer.checkpoint.plain_data import encode, find_shards
+from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.table_rows import Keeps
 from speedtransfer.checkpoint.tensors import TensorPlan
-from speedtransfer.checkpoint.together import Processes, check_sees, processes_of
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_no_url
+from speedtransfer.checkpoint.together import Processes, processes_of
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, is_url
 from speedtransfer.ranks import Partition
 
 
@@ -47,7 +51,8 @@ def save_checkpoint(
     Parameters
     ----------
     path : path-like
-        A folder: new, empty, or of an earlier checkpoint.
+        A folder: new, empty, or of an earlier checkpoint. A URL, as ``"s3://bucket/run"``, is a folder of an object store,
+        which fsspec reaches with the package that it names; files that a killed save has finished stay there.
     model : nn.Module
         Every entry of its state dict, the rows of tables among them.
     optimizer : torch.optim.Optimizer, optional
@@ -73,9 +78,9 @@ def save_checkpoint(
     """
     processes = processes_of("saves", [model, optimizer, *objects.values()])
     with processes.together():
-        path, optimizers, others = check_arguments(path, model, optimizer, objects)
-        check_target(path)
-        is_new = not path.exists()
+        place, optimizers, others = check_arguments(path, model, optimizer, objects)
+        place.check_target()
+        is_new = not place.exists()
     processes.prepare()
     with processes.together():
         plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
@@ -102,23 +107,28 @@ def save_checkpoint(
     processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
     need = int(processes.numbers(need).sum())
     with contextlib.ExitStack() as stack:
-        files = _new_files(path, processes, list(plans), need, is_new, stack)
-        with processes.together(), processes.progress(f"saving {path.name}", need, progress) as bar:
-            facts = {
-                role: {**plan.write(files[role], bar.advance), **own.get(role, {})} for role, plan in plans.items()
-            }
-            for role, file in files.items():
-                facts[role]["name"] = Path(file.name).name
+        files = _new_files(place, processes, list(plans), need, is_new, stack)
+        with processes.together(), processes.progress(f"saving {place.name}", need, progress) as bar:
+            facts = {}
+            for role, plan in plans.items():
+                name = posixpath.basename(Path(files[role].name).as_posix())
+                facts[role] = {"name": name, **plan.write(files[role], bar.advance), **own.get(role, {})}
+                place.finish(files[role])
         files.reported = not processes.is_first
         told = processes.texts(json.dumps(facts))
         with processes.together():
             if processes.is_first:
                 content["files"] = {role: fact for text in told for role, fact in json.loads(text).items()}
-                commit(path, manifest.to_bytes(content))
+                place.commit(content)
 
 
 def _new_files(
-    path: Path, processes: Processes, roles: list[str], need: int, is_new: bool, stack: contextlib.ExitStack
+    place: Folder | Store,
+    processes: Processes,
+    roles: list[str],
+    need: int,
+    is_new: bool,
+    stack: contextlib.ExitStack,
 ) -> NewFiles:
     """Make files for `roles` until `stack` ends: first those of rank 0, which the others must see."""
     unique = processes.unique()
@@ -126,12 +136,12 @@ def _new_files(
     files = NewFiles()
     with processes.together():
         if processes.is_first:
-            check_room(path, need)
-            files = stack.enter_context(new_files(path, names, need, is_new))
+            place.check_room(need)
+            files = stack.enter_context(place.new_files(names, need, is_new))
     with processes.together():
         if not processes.is_first:
-            check_sees(path, f"rows-0-{unique}.safetensors")
-            files = stack.enter_context(new_files(path, names, need, is_new))
+            place.check_sees(f"rows-0-{unique}.safetensors")
+            files = stack.enter_context(place.new_files(names, need, is_new))
     return files
 
 
@@ -152,15 +162,9 @@ def _ranges(content: dict[str, Any], processes: Processes) -> dict[str, list[int
 
 def check_arguments(
     path: str | os.PathLike[str], model: object, optimizer: object, objects: dict[str, Any]
-) -> tuple[Path, dict[str, Optimizer], dict[str, Any]]:
-    """Return the path, the optimizers and the other objects by name, all known to be of a kind that can be saved."""
-    check_no_url(path)
-    try:
-        path = Path(path)
-    except TypeError:
-        raise InvalidTypeError(f"path is {path!r} but must be the path of a folder; pass a string or Path") from None
-    if "\0" in str(path):
-        raise InvalidValueError(f"path {str(path)!r} has a NUL, which no path has; remove it")
+) -> tuple[Folder | Store, dict[str, Optimizer], dict[str, Any]]:
+    """Return the place, the optimizers and the other objects by name, all known to be of a kind that can be saved."""
+    place = _place(path)
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"model is a {type(model).__name__} but must be a torch.nn.Module; pass the model itself"
@@ -177,4 +181,19 @@ def check_arguments(
             raise InvalidTypeError(
                 f"{name} is a {type(value).__name__} without state_dict() and load_state_dict(); pass plain values in extra="
             )
-    return path, optimizers, others
+    return place, optimizers, others
+
+
+def _place(path: object) -> Folder | Store:
+    if is_url(path):
+        if not isinstance(path, str):
+            raise InvalidTypeError(f"path is {path!r}, a URL that a Path has changed; pass it as a string")
+        parts = urlsplit(path)
+        return Folder(Path(url2pathname(parts.path))) if parts.scheme == "file" else Store(path)
+    try:
+        folder = Path(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise InvalidTypeError(f"path is {path!r} but must be the path of a folder; pass a string or Path") from None
+    if "\0" in str(folder):
+        raise InvalidValueError(f"path {str(folder)!r} has a NUL, which no path has; remove it")
+    return Folder(folder)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import math
 import os
-import stat
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -20,6 +19,10 @@ from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.safetensors_io import METADATA, Entry, check_entry, header_bytes, make_header
 from speedtransfer.tables import CHUNK_BYTES, read_ahead, row_chunks
 from speedtransfer.untrusted import parse_json
+
+if TYPE_CHECKING:
+    from speedtransfer.checkpoint.folder import Folder
+    from speedtransfer.checkpoint.store import Store
 
 
 class PickedRows:
@@ -75,7 +78,7 @@ class TensorPlan:
         return len(header_bytes(self.header())) + sum(tensor.nbytes for tensor in self.tensors.values())
 
     def write(self, file: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Write the file to the disk itself and return what the manifest says of it."""
+        """Write the file and return what the manifest says of it."""
         header, digest = self.header(), hashlib.sha256()
         chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)
         values: Iterator[Any] = (chunk.view(torch.uint8).numpy().data for chunk in chunks)
@@ -83,10 +86,7 @@ class TensorPlan:
             digest.update(data)
             file.write(data)
             advance(len(data))
-        size = file.tell()
-        file.flush()
-        os.fsync(file.fileno())
-        return {"bytes": size, "sha256": digest.hexdigest(), "tensors": header}
+        return {"bytes": file.tell(), "sha256": digest.hexdigest(), "tensors": header}
 
 
 def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:
@@ -113,16 +113,6 @@ def read_chunks(tensor: Tensor | PickedRows) -> Iterator[Tensor]:
         yield chunk.reshape(-1)
 
 
-def open_plain(path: Path) -> int:
-    """Return a descriptor of the file at `path`, which must be an ordinary one: no link, no pipe. OSError if it is not."""
-    # A pipe would block for ever; a link may lead anywhere.
-    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    if not stat.S_ISREG(os.fstat(handle).st_mode):
-        os.close(handle)
-        raise OSError(0, "it is no ordinary file")
-    return handle
-
-
 class TensorReader:
     """The tensors of one file, which is held open, so that what is read is what was checked.
 
@@ -130,8 +120,8 @@ class TensorReader:
     in `facts` are not such as lie in a file one after the other.
     """
 
-    def __init__(self, path: Path, facts: dict[str, Any]) -> None:
-        self.path, self.facts = path, facts
+    def __init__(self, place: Folder | Store, facts: dict[str, Any]) -> None:
+        self.path, self.facts = place.file(facts["name"]), facts
         self._entries: dict[str, Entry] = {}
         self._end = 0  # of the last tensor
         for name, entry in facts["tensors"].items():
@@ -141,19 +131,14 @@ class TensorReader:
                     f"tensor {name[:60]!r} has another place in the file, or more than dtype, shape and place"
                 )
             self._end = found.end
-        try:
-            # Whoever closes it leaves tensors of `mapped` alive.
-            self.file = os.fdopen(open_plain(path), "rb", buffering=0)
-        except OSError as error:
-            raise StorageError(
-                f"cannot open {path.name!r} of checkpoint {str(path.parent)!r} ({error.strerror}); use another checkpoint"
-            ) from error
+        # Whoever closes it leaves tensors of `mapped` alive.
+        self.file: Any = place.open(facts["name"])
         # `check` finds out whether this is so.
         self._begin = facts["bytes"] - self._end
 
     def check_size(self) -> int:
         """Return the size of the file. StorageError: it is not the one that was written."""
-        size = os.fstat(self.file.fileno()).st_size
+        size = self.file.seek(0, os.SEEK_END)
         if size != self.facts["bytes"]:
             raise self._damaged(f"has {size} bytes but {self.facts['bytes']} were written")
         return size
@@ -179,7 +164,7 @@ class TensorReader:
             raise self._damaged("has another header than the manifest says")
 
     def _damaged(self, what: str) -> StorageError:
-        return StorageError(f"{str(self.path)!r} {what}: it is damaged or was replaced; use another checkpoint")
+        return StorageError(f"{self.path!r} {what}: it is damaged or was replaced; use another checkpoint")
 
     def _read(self, start: int, target: Any) -> Any:
         """Fill the buffer `target` from byte `start` on and return it."""
@@ -194,7 +179,7 @@ class TensorReader:
         except StorageError:
             raise
         except OSError as error:
-            raise StorageError(f"cannot read {str(self.path)!r} ({error.strerror}); check the disk") from error
+            raise StorageError(f"cannot read {self.path!r} ({error.strerror}); check the disk") from error
         return target
 
     def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -226,7 +211,9 @@ class TensorReader:
         return tensor
 
     def mapped(self, name: str) -> Tensor:
-        """Return a tensor over the file itself, to be copied from at once: it takes no memory of its own."""
+        """Return a tensor to be copied from at once: over the file itself, without memory of its own, on a disk."""
+        if not isinstance(self.file, io.FileIO):
+            return self.read(name)
         dtype, shape, begin, end = self._entries[name]
         if begin == end:
             return torch.empty(shape, dtype=dtype, device="cpu")

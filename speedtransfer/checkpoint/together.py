@@ -7,7 +7,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.folder import Folder
+from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.tensors import TensorReader
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.optim import Handle, find_handle
 from speedtransfer.progress import ByteProgress
 from speedtransfer.ranks import Exchange
@@ -118,19 +119,10 @@ def processes_of(point: str, values: Iterable[object]) -> Processes:
     return Processes(point, exchange, handles)
 
 
-def check_sees(path: Path, name: str) -> None:
-    """Raise `StorageError` unless the file that rank 0 has made in the folder `path` is there in this process too."""
-    if not os.path.lexists(path / name):
-        raise StorageError(
-            f"rank 0 has made {name!r} in its folder, which is not in {str(path.absolute())!r} here; give all processes the "
-            "same path, on a file system that they share"
-        )
-
-
-def files_to_check(processes: Processes, readers: dict[str, TensorReader]) -> list[TensorReader]:
+def files_to_check(processes: Processes, place: Folder | Store, readers: dict[str, TensorReader]) -> list[TensorReader]:
     """Return the files whose bytes this process checks: its share, or all where others may have copies of their own."""
-    stats = [os.fstat(reader.file.fileno()) for reader in readers.values()]
-    seen = zlib.crc32(json.dumps([(stat.st_ino, stat.st_ctime_ns) for stat in stats]).encode())
+    stamps = [place.stamp(reader.facts["name"], reader.file) for reader in readers.values()]
+    seen = zlib.crc32(json.dumps(stamps).encode())
     alike = len(processes.numbers(seen).unique()) == 1
     return list(readers.values())[processes.rank :: processes.ranks] if alike else list(readers.values())
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
+import weakref
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -26,10 +27,16 @@ backward_lock = fork_safe_lock()
 _running: FrameType | None = None
 
 
-def _alive() -> list[Owners]:
-    found = [(reference, reference()) for reference in all_owners]
-    all_owners[:] = [reference for reference, owners in found if owners is not None and owners.is_alive()]
-    return [owners for _, owners in found if owners is not None and owners.is_alive()]
+def _alive() -> dict[Owners, Any]:
+    """Return those whose tables still have them, with the handles, which the garbage collector leaves for as long."""
+    found = {}
+    for reference in all_owners:
+        owners = reference()
+        handle = None if owners is None else owners._handle()
+        if owners is not None and handle is not None and handle.owners is owners:
+            found[owners] = handle
+    all_owners[:] = [weakref.ref(owners) for owners in found]
+    return found
 
 
 def _forget(owners: Owners) -> None:
@@ -76,7 +83,8 @@ def exchange_gradients(only: Iterable[Owners] | None = None) -> None:
 def _exchange_all(only: Iterable[Owners] | None) -> None:
     chosen = None if only is None else set(only)
     groups: dict[Exchange, list[Owners]] = {}
-    for owners in _alive():
+    alive = _alive()
+    for owners in alive:
         # A model of a group that was destroyed may still be there, but is not trained.
         is_past = owners.exchange.is_destroyed() and not owners.has_left()
         if not is_past and (chosen is None or owners in chosen) and owners.is_open(chosen is not None):
@@ -89,8 +97,10 @@ def _exchange_all(only: Iterable[Owners] | None) -> None:
                 numbers = _announced(exchange, several, point)
             except DifferenceError:
                 # In all processes. Some may not have collected the tables of a model that is gone.
+                alive.clear()
                 gc.collect()
-                several = [owners for owners in several if owners.is_alive()]
+                alive = _alive()
+                several = [owners for owners in several if owners in alive]
                 numbers = _announced(exchange, several, point)
             _exchange(exchange, several, numbers, point)
         except BaseException:

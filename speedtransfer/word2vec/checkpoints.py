@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from speedtransfer.checkpoint import load_checkpoint, manifest, save_checkpoint
-from speedtransfer.checkpoint.folder import check_target
+from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.cuda import resolve_device
@@ -74,7 +74,7 @@ class Checkpoints(Callback):
             self._facts = _facts_of_run(path)
             self._check_settings()
             return
-        check_target(path)
+        Folder(path).check_target()
         check_writable(path, "checkpoints")
         if exists and not overwrite:
             raise InvalidValueError(
@@ -170,7 +170,7 @@ class Checkpoints(Callback):
 
     def remove(self) -> None:
         """Remove the checkpoint of an earlier run, which `overwrite` lets this one replace."""
-        names = manifest.names_in(self.path) if os.path.lexists(self.path / manifest.NAME) else None
+        names = Folder(self.path).named()
         if names and not self.resumes:
             for name in (manifest.NAME, *names):  # the manifest first: without it there is no checkpoint
                 (self.path / name).unlink(missing_ok=True)
@@ -192,14 +192,14 @@ class Checkpoints(Callback):
         tables = TableFiles(settings.path)
         if any(file.exists() for file in tables.paths.values()):
             with ExitStack() as stack:
-                for reader in open_checkpoint(self.path, stack)[1].values():
+                for reader in open_checkpoint(Folder(self.path), stack)[1].values():
                     reader.check(lambda num_bytes: None)
         tables.remove()
 
 
 def _facts_of_run(path: Path) -> dict[str, Any]:
     """Return what a run, of any version, has saved in the checkpoint at `path` beside its tensors."""
-    content = manifest.parse(manifest.read_bytes(path), path / manifest.NAME)
+    content = manifest.parse(Folder(path).read_manifest(), path / manifest.NAME)
     try:
         facts: dict[str, Any] = decode(content["extra"], _no_tensor)["word2vec"]
         is_run = all(isinstance(facts[part], dict) for part in ("settings", "corpus", "training"))

@@ -17,6 +17,7 @@ from ranks.checkpoint_job import EXACT, Job, run
 from ranks.run import DeadRankError, torchrun
 from ranks.test_checkpoint_ranks import assert_alike, save_and_go_on, save_then_draw
 from speedtransfer.checkpoint import load, together
+from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.errors import ProcessGroupError, StorageError
 
 
@@ -108,13 +109,26 @@ def test_damage_is_refused_by_all(role, damage, folders, two, three, tmp_path):
         assert re.search(word, said), said
 
 
+def save_where_each_has_a_store() -> str:
+    job = Job(EXACT)
+    with pytest.raises((StorageError, ProcessGroupError)) as raised:
+        job.save("memory://run")
+    return str(raised.value)
+
+
+def test_a_store_of_each_process_is_refused(two):
+    first, second = two(save_where_each_has_a_store)
+    assert "is not there as it was written; give all processes a store that they share" in first
+    assert "rank 0 failed where it saves" in second
+
+
 def load_while_saved(path: Path) -> list:
     """Rank 1 still opens the checkpoint before."""
     found, opened = [], load.open_checkpoint
 
     def slow(point, stack):
         found.append(point)
-        return opened(path / "before" if len(found) == 1 and dist.get_rank() == 1 else point, stack)
+        return opened(Folder(path / "before") if len(found) == 1 and dist.get_rank() == 1 else point, stack)
 
     load.open_checkpoint = slow
     try:

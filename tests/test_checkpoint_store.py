@@ -1,0 +1,159 @@
+"""Checkpoints in object stores, by URL: what a folder of a disk promises."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from checkpoint_cases import Run, seed_all
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from in_child import kill_at_line, run_child
+from optimizer_cases import case_named
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+
+
+@pytest.fixture(params=["memory", "local"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    # To fsspec a local path is a store as any other.
+    yield f"memory://bucket{tmp_path}/run" if request.param == "memory" else f"local://{tmp_path}/run"
+    MemoryFileSystem.store.clear()
+
+
+def objects(url: str) -> dict[str, bytes]:
+    fs, root = fsspec.core.url_to_fs(url)
+    fs.invalidate_cache()
+    return {Path(name).name: fs.cat_file(name) for name in fs.ls(root, detail=False)} if fs.exists(root) else {}
+
+
+def trained(epochs: int = 2) -> Run:
+    seed_all(5)
+    run = Run(case_named("adamw"))
+    run.epochs(epochs)
+    return run
+
+
+def test_a_run_goes_on_from_a_store(url: str) -> None:
+    run = trained()
+    run.save(url, extra="old")
+    first = objects(url)
+    run.epochs(1)
+    run.save(url, extra="new")
+    second = objects(url)
+    assert len(first) == len(second) == 4
+    assert set(first) & set(second) == {"manifest.json"}
+    run.epochs(1)
+    other = Run(case_named("adamw"), seed=1)
+    assert other.load(url) == "new"
+    other.epochs(1)
+    assert other.digest() == run.digest()
+
+
+def test_what_is_in_a_store_is_what_a_disk_has(url: str, tmp_path: Path) -> None:
+    emb = st.Embedding(50, 4, storage_dtype=torch.int8)
+    st.save_checkpoint(url, emb)
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name, data in objects(url).items():
+        (folder / name).write_bytes(data)
+    for place in (folder, folder.as_uri()):
+        copy = st.Embedding(50, 4, storage_dtype=torch.int8)
+        st.load_checkpoint(place, copy)
+        assert torch.equal(copy.weight.detach() + 0, emb.weight.detach() + 0)
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove"])
+@pytest.mark.parametrize("role", ["model", "manifest"])
+def test_damage_is_refused_before_anything_changes(url: str, role: str, damage: str) -> None:
+    trained().save(url)
+    other = Run(case_named("adamw"), seed=1)
+    before = other.digest()
+    fs, root = fsspec.core.url_to_fs(url)
+    name = next(f"{root}/{name}" for name in objects(url) if name.startswith(role))
+    raw = bytearray(fs.cat_file(name))
+    raw[-5] ^= 1
+    if damage == "remove":
+        fs.rm_file(name)
+    else:
+        fs.pipe_file(name, bytes(raw[:-1] if damage == "cut" else raw))
+    with pytest.raises(StorageError):
+        other.load(url)
+    assert other.digest() == before
+
+
+class Failing(LocalFileSystem):
+    """A store that fails at a number of a call, with an error of its own."""
+
+    protocol = "failing"
+    left = 10**9
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        file = super()._open(path, mode=mode, **options)
+        write = file.write
+
+        def failing(data: Any) -> Any:
+            Failing.left -= 1
+            if Failing.left < 0:
+                raise ConnectionError("the link is down")
+            return write(data)
+
+        file.write = failing
+        return file
+
+
+def test_a_save_that_fails_leaves_the_checkpoint_before(tmp_path: Path) -> None:
+    fsspec.register_implementation("failing", Failing, clobber=True)
+    url, run = f"failing://{tmp_path}/run", trained()
+    for left in (0, 3, 20):
+        Failing.left = left
+        with pytest.raises(StorageError, match=r"cannot write to .*the link is down"):
+            run.save(url)
+        assert not os.listdir(tmp_path / "run")
+    Failing.left = 10**9
+    run.save(url, extra=1)
+    before = objects(url)
+    Failing.left = 20
+    with pytest.raises(StorageError):
+        run.save(url, extra=2)
+    assert objects(url) == before
+    assert run.load(url) == 1
+
+
+@pytest.mark.parametrize("step", [37, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_a_line(step: int, tmp_path: Path) -> None:
+    url, run = f"local://{tmp_path}/run", trained(1)
+    run.save(url, extra=0)
+    numbers, line = set(), 1
+    while True:
+        ended = run_child(lambda line=line: (kill_at_line(line, ("checkpoint/store.py",)), run.save(url, extra=line)))
+        numbers.add(Run(case_named("adamw"), seed=1).load(url))
+        if ended:
+            break
+        line += step
+    assert line > 60
+    assert 0 in numbers
+    assert line in numbers
+
+
+def test_bad_places(tmp_path: Path) -> None:
+    emb = st.Embedding(4, 2)
+    for bad, error, words in [
+        ("nosuch://bucket/run", InvalidValueError, "Protocol not known"),
+        (Path("s3://bucket/run"), InvalidTypeError, "pass it as a string"),
+    ]:
+        for call in (st.save_checkpoint, st.load_checkpoint):
+            with pytest.raises(error, match=words):
+                call(bad, emb)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    for name, words in [("other", "holds 'notes.txt' and no checkpoint"), ("other/notes.txt", "is no folder")]:
+        with pytest.raises(InvalidValueError, match=words):
+            st.save_checkpoint(f"local://{tmp_path}/{name}", emb)
+    with pytest.raises(StorageError, match=r"holds no manifest.json, so no finished checkpoint"):
+        st.load_checkpoint(f"local://{tmp_path}/none", emb)
