@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import posixpath
 from collections.abc import Iterator
@@ -121,10 +122,8 @@ class Store:
         files = NewFiles()
         try:
             with self._told("write to"):
-                self._fs.makedirs(self._root, exist_ok=True)  # in stores that have folders
                 for role, name in names.items():
-                    opened = self._fs.open(self._path(name), "wb", block_size=CHUNK_BYTES)
-                    files[role] = _Told(self, opened)  # type: ignore[assignment]
+                    files[role] = _Told(self, self._begun(name))  # type: ignore[assignment]
             yield files
         except BaseException as error:
             current = self.named()
@@ -135,6 +134,16 @@ class Store:
                     with contextlib.suppress(Exception):
                         self._fs.rm_file(self._path(name))
             raise
+
+    def _begun(self, name: str) -> Any:
+        """Return a file to write."""
+        begin = functools.partial(self._fs.open, self._path(name), "wb", block_size=CHUNK_BYTES)
+        try:
+            return begin()
+        except FileNotFoundError:
+            # Not before: it would make a bucket of a name that is mistyped.
+            self._fs.makedirs(self._root, exist_ok=True)
+            return begin()
 
     def finish(self, file: BinaryIO) -> None:
         """Have the store take a file."""
