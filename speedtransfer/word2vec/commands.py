@@ -6,16 +6,17 @@ What needs torch is imported when a command runs: ``--help`` answers without it.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import commands_vectors
-from speedtransfer.word2vec.config import described, read_config, shows_settings
+from speedtransfer.word2vec.config import described, read_config
 from speedtransfer.word2vec.settings import SETTINGS, Settings
 
 app = typer.Typer(
@@ -53,9 +54,7 @@ class _InGroups(TyperCommand):
 
 
 def _as_option(name: str, kind: Any) -> Any:
-    """Return how typer takes a setting; `options` comes as pairs."""
-    if name == "options":
-        return None
+    """Return how typer takes a setting."""
     about = SETTINGS[name].metadata
     choices = about["choices"]
     return Annotated[
@@ -67,6 +66,19 @@ def _as_option(name: str, kind: Any) -> Any:
             rich_help_panel=about["panel"],
         ),
     ]
+
+
+def _with_settings(function: Any) -> Any:
+    """Show typer each setting in place of ``**flags``, but for `options`, which come as pairs."""
+    signature = inspect.signature(function, eval_str=True)
+    *shown, _ = signature.parameters.values()
+    for name, kind in get_type_hints(Settings).items():
+        if name != "options":
+            option, default = _as_option(name, kind), SETTINGS[name].default
+            shown.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option))
+    function.__signature__ = signature.replace(parameters=shown)
+    function.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return function
 
 
 def _read_settings(
@@ -90,7 +102,7 @@ def _read_settings(
 
 
 @app.command(cls=_InGroups)
-@shows_settings(_as_option)
+@_with_settings
 def train(
     ctx: typer.Context,
     corpus: Annotated[

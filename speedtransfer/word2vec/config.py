@@ -1,4 +1,4 @@
-"""Settings from keyword arguments, TOML files and the `settings.json` of a run; signatures that list them."""
+"""Settings from keyword arguments, TOML files and the `settings.json` of a run."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypedDict
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
 from speedtransfer.untrusted import open_file, parse_json
-from speedtransfer.word2vec.settings import SETTINGS, Settings, check_setting
+from speedtransfer.word2vec.settings import SETTINGS, Kind, Memory, Model, Settings, check_setting
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,7 +24,38 @@ _MOST_BYTES = 1 << 20
 # What gensim's Word2Vec calls settings that are here too.
 _OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+
+class CorpusSettings(TypedDict, total=False):
+    """For type checkers: the settings that :class:`Corpus` takes by name only."""
+
+    kind: Kind
+    phrases: int
+    phrase_threshold: float
+    walks: int
+    walk_length: int
+    p: float
+    q: float
+    seed: int
+
+
+class TrainingSettings(CorpusSettings, total=False):
+    """For type checkers: the settings that `train` takes by name only."""
+
+    clip: float | None
+    options: Mapping[str, Any] | None
+    model: Model
+    epochs: int | None
+    window: int
+    negative: int
+    sample: float
+    buckets: int
+    min_n: int
+    max_n: int
+    block_words: int | None
+    shared_negatives: int | None
+    memory: Memory
+    path: str | os.PathLike[str] | None
+    device: Any
 
 
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -85,33 +116,6 @@ def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -
             here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
             raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{here}")
     return Settings(**given, **more)
-
-
-def shows_settings(
-    annotate: Callable[[str, Any], Any] = lambda name, kind: kind, names: Collection[str] = SETTINGS
-) -> Callable[[Function], Function]:
-    """Return a decorator for a function with ``**settings``: its signature then lists each setting, with its default.
-
-    ``help``, notebooks and typer, which read the signature at run time, see names, types and defaults of the settings `names`.
-    `annotate` takes name and type of a setting and returns its annotation, or None to leave the setting out.
-    """
-
-    def decorate(function: Function) -> Function:
-        signature = inspect.signature(function, eval_str=True)
-        shown = {n: p for n, p in signature.parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD}
-        kinds = get_type_hints(Settings)
-        for name, field in SETTINGS.items():
-            annotation = None if name in shown or name not in names else annotate(name, kinds[name])
-            if annotation is not None:
-                shown[name] = inspect.Parameter(
-                    name, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
-                )
-        signature = signature.replace(parameters=list(shown.values()))
-        function.__signature__ = signature  # type: ignore[attr-defined]
-        function.__annotations__ = {n: p.annotation for n, p in shown.items()} | {"return": signature.return_annotation}
-        return function
-
-    return decorate
 
 
 def described(name: str) -> str | None:

@@ -15,12 +15,12 @@ import hashlib
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
-from speedtransfer.word2vec.config import settings_of, shows_settings
+from speedtransfer.word2vec.config import CorpusSettings, settings_of
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.text import Source, name_of
@@ -28,8 +28,11 @@ from speedtransfer.word2vec.tokenise import LINE_END, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary
 from speedtransfer.word2vec.walks import read_graph, write_walks
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 CHUNK_IDS = 1 << 22
-_SETTINGS = ("min_count", "max_words", "kind", "phrases", "phrase_threshold", "walks", "walk_length", "p", "q", "seed")
+_SETTINGS = {"min_count", "max_words", *CorpusSettings.__optional_keys__}
 _DROPPED = -2
 
 
@@ -67,7 +70,6 @@ class Corpus:
         The text is empty, is no UTF-8, is no graph, or leaves fewer than two words in the vocabulary.
     """
 
-    @shows_settings(names=_SETTINGS)
     def __init__(
         self,
         source: Source,
@@ -76,7 +78,7 @@ class Corpus:
         report: Callable[[int], None] | None = None,
         *,
         settings: Settings | None = None,
-        **given: Any,
+        **given: Unpack[CorpusSettings],
     ) -> None:
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)

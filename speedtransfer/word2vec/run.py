@@ -6,14 +6,14 @@ import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.callbacks import Evaluations, TensorBoard
 from speedtransfer.word2vec.checkpoints import Checkpoints
-from speedtransfer.word2vec.config import settings_of, shows_settings
+from speedtransfer.word2vec.config import TrainingSettings, settings_of
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
@@ -21,6 +21,9 @@ from speedtransfer.word2vec.settings import SETTINGS, Settings, check_path
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def make_callbacks(
@@ -49,7 +52,6 @@ def make_trainer(
     return Trainer(corpus, settings)
 
 
-@shows_settings()
 def train(
     corpus: Source | Corpus,
     dim: int = Settings.dim,
@@ -65,7 +67,7 @@ def train(
     progress: bool = True,
     min_count: int = Settings.min_count,
     max_words: int | None = Settings.max_words,
-    **settings: Any,
+    **settings: Unpack[TrainingSettings],
 ) -> Vectors:
     """Train word vectors: skip-gram or CBOW with negative sampling, by any optimizer that works row by row.
 

@@ -11,11 +11,14 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, check_size, suggest
 
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
+Model = Literal["skipgram", "cbow"]
+Kind = Literal["text", "lines", "graph", "adjacency"]
+Memory = Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]  # `tables.MEMORIES`, and two more
 
 
 def check_number(value: Any, name: str, rule: str, within: float = math.inf, default: float | None = None) -> float:
@@ -56,8 +59,8 @@ def _number(panel: str, default: float | None, rule: str, within: float = math.i
     return field(default=default, metadata=_about(panel, check, none))
 
 
-def _choice(panel: str, *choices: str) -> Any:
-    """The first is the default."""
+def _choice(panel: str, kind: Any) -> dict[str, Any]:
+    choices = get_args(kind)
 
     def check(value: Any, name: str) -> str:
         if not isinstance(value, str):
@@ -66,7 +69,7 @@ def _choice(panel: str, *choices: str) -> Any:
             raise InvalidValueError(f"{name} is {value!r}, not one of its values{suggest(value, choices)}")
         return value
 
-    return field(default=choices[0], metadata=_about(panel, check, choices=choices))
+    return _about(panel, check, choices=choices)
 
 
 def _check_optimizer(value: Any, name: str) -> str:
@@ -183,7 +186,7 @@ class Settings:
     lr: float | None = _number("Optimizer", None, "above 0", none="the optimizer's")
     clip: float | None = _number("Optimizer", None, "above 0")
     options: Mapping[str, Any] | None = field(default=None, metadata=_about("Optimizer", _check_options))
-    model: Literal["skipgram", "cbow"] = _choice("Model", "skipgram", "cbow")
+    model: Model = field(default="skipgram", metadata=_choice("Model", Model))
     epochs: int | None = _size("Training", None, minimum=1, none="chosen from the corpus; usually 5")
     window: int = _size("Model", 5, minimum=1)
     negative: int = _size("Model", 5, minimum=1)
@@ -193,7 +196,7 @@ class Settings:
     buckets: int = _size("Model", 0, minimum=0)
     min_n: int = _size("Model", 3, minimum=1)
     max_n: int = _size("Model", 6, minimum=1)
-    kind: Literal["text", "lines", "graph", "adjacency"] = _choice("Corpus", "text", "lines", "graph", "adjacency")
+    kind: Kind = field(default="text", metadata=_choice("Corpus", Kind))
     phrases: int = _size("Corpus", 0, minimum=0)
     phrase_threshold: float = _number("Corpus", 10.0, "above 0")
     walks: int = _size("Corpus", 10, minimum=1)
@@ -203,9 +206,7 @@ class Settings:
     block_words: int | None = _size("Training", None, minimum=2, none="chosen from the corpus; usually 16384")
     shared_negatives: int | None = _size("Training", None, minimum=1)
     seed: int = _size("Training", 1, minimum=0)
-    memory: Literal["auto", "pinned", "pageable", "mmap", "device", "shared"] = _choice(
-        "Memory", "auto", "pinned", "pageable", "mmap", "device", "shared"
-    )  # `tables.MEMORIES`
+    memory: Memory = field(default="auto", metadata=_choice("Memory", Memory))
     path: str | os.PathLike[str] | None = field(default=None, metadata=_about("Memory", check_path))
     device: Any = field(default=None, metadata=_about("Memory", None, none="cuda if there is one"))
 
