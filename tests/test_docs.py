@@ -30,7 +30,7 @@ from speedtransfer.benchmark import measure
 from speedtransfer.cli import app
 from speedtransfer.engines import auto
 from speedtransfer.engines.calibration import load
-from speedtransfer.word2vec import Settings, demo
+from speedtransfer.word2vec import Settings, run_folder
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -103,7 +103,9 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
     monkeypatch.setenv("SPEEDTRANSFER_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(measure.EFFORT, True, {"turns": 1, "samples": 1, "budget_s": 0.0})
     monkeypatch.setattr(auto, "PLANE_BYTES", 1 << 20)
-    monkeypatch.setattr(demo.run_demo, "__defaults__", (False, Settings(dim=8, epochs=1, block_words=20_000), print))
+    monkeypatch.setattr(
+        run_folder.run_demo, "__defaults__", (False, Settings(dim=8, epochs=1, block_words=20_000), print)
+    )
     assert {argv[0] for argv in ours("README")} == {"info", "word2vec", "bench", "calibrate"}
     for argv in ours("README"):
         small = ["--rows", "100", "--table-bytes", "262144"] if argv[0] == "bench" else []

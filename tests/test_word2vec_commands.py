@@ -24,7 +24,7 @@ from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary
 from speedtransfer.word2vec.commands import app
-from speedtransfer.word2vec.demo import run_demo
+from speedtransfer.word2vec.run_folder import run_demo
 from speedtransfer.word2vec.settings import SETTINGS
 from speedtransfer.word2vec.trainer import Trainer
 

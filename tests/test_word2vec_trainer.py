@@ -18,15 +18,16 @@ from speedtransfer.word2vec import Corpus, Settings, Trainer, train
 from speedtransfer.word2vec import progress as progress_module
 from speedtransfer.word2vec import trainer as trainer_module
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, FALLBACK_LR, LR_END, make_optimizer, set_lr
-from speedtransfer.word2vec.outcome import (
+from speedtransfer.word2vec.progress import (
     FEW_STEPS,
     Losses,
+    StopOnSignal,
+    TrainingProgress,
     warning_of_few_steps,
     warning_of_loss,
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
 from speedtransfer.word2vec.sampler import choose_schedule, schedule_for
 from speedtransfer.word2vec.trainer import Callback
 

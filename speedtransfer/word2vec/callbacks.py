@@ -49,7 +49,6 @@ class Evaluations(Callback):
             self._evaluate(trainer)
 
     def _evaluate(self, trainer: Trainer) -> None:
-        self._progress.busy("evaluating")
         self._last_step = trainer.step
         vectors = trainer.vectors(EVALUATED_WORDS)  # a new object each time, as it caches lengths
         epochs = round(trainer.step / trainer.steps_an_epoch, 3)

@@ -30,25 +30,12 @@ GRADIENTS = 4  # version of what `sampler` draws and `gradients` computes: a run
 
 
 class Checkpoints(Callback):
-    """Save a run every so many steps, at a signal to stop and at the end; restore a trainer from a saved run.
+    """Save a run `every` so many steps (an epoch), at a signal to stop and at the end; restore a trainer from a saved run.
 
-    Making it checks the folder `path` and, where it is to be resumed, the settings; nothing is written.
-
-    Parameters
-    ----------
-    path : Path
-    settings : Settings
-        Those of the run.
-    every : int, optional
-        Steps from one save to the next; None: an epoch.
-    resume : bool
-        Go on from the checkpoint in `path`, if there is one (`resumes`); begin otherwise.
-    overwrite : bool
-        Replace the checkpoint of another run at the first save.
-    when_stopped : bool
-        Save at a signal to stop, and at no other time.
-    own_tables : bool
-        Table files in `settings.path` are of the saved run, wherever they were when it was saved.
+    Making it checks the folder `path` and, where it is to be resumed, the settings; nothing is written. With `resume` the run
+    goes on from the checkpoint in `path`, if there is one, and with `overwrite` replaces that of another run when first saved.
+    `when_stopped`: it is saved at a signal to stop, and at no other time. `own_tables`: table files in `settings.path` are of
+    the saved run, wherever they were when it was saved.
     """
 
     def __init__(
@@ -148,7 +135,6 @@ class Checkpoints(Callback):
             self._progress.log(f"checkpoint in {str(self.path)!r}: resume it to train on from here")
 
     def _try_to_save(self, trainer: Trainer) -> None:
-        self._progress.busy("saving")
         try:
             self.save(trainer)
         except StorageError as error:  # a full disk is no reason to lose the run

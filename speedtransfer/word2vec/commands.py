@@ -183,7 +183,7 @@ def demo(
     output: Annotated[Path, typer.Option("-o", "--output", help="Folder of the run.")], overwrite: _Overwrite = False
 ) -> None:
     """Train on the World Factbook, which comes with the package: one or two minutes on two cores."""
-    from speedtransfer.word2vec.demo import run_demo
+    from speedtransfer.word2vec.run_folder import run_demo
 
     _exit_after(run_demo(output, overwrite, show=typer.echo))
 

@@ -30,7 +30,7 @@ from speedtransfer.word2vec.places import Block, Places
 # makes one. With a third less analogies were 0.02 lower, with twice as many those of CBOW 0.02 higher, for a tenth more time.
 DRAWS = {"skipgram": 6, "cbow": 3}
 # Negatives in the pool for every `sampler.GROUP_WORDS` words. AdamW does not bear a pool in which each word stands for many:
-# with 128 for skip-gram the vectors fell into one dimension (`outcome.warning_of_vectors`).
+# with 128 for skip-gram the vectors fell into one dimension (`progress.warning_of_vectors`).
 POOLS = {"skipgram": 512, "cbow": 256}
 
 

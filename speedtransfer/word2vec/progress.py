@@ -1,7 +1,8 @@
-"""What a training run shows, a bar or a line every ten seconds, and the signals that end it after a step."""
+"""What a training run shows: a bar or a line every ten seconds, and warnings where it trains little; signals that end it."""
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -11,11 +12,24 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from torch.optim import Optimizer
 
 from speedtransfer.errors import printable
+from speedtransfer.word2vec.corpus import Corpus
+from speedtransfer.word2vec.gradients import RATES
+from speedtransfer.word2vec.optimizers import DEFAULT_OPTIONS, STEPS_AS_GIVEN
+from speedtransfer.word2vec.settings import Settings
 
 LINE_EVERY_S = 10.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+FEW_STEPS = 100
+MOST_WORDS = 10_000  # whose vectors are checked
+_MAX_RATE_RATIO = 8.0  # to the usual rate, either way: some corpora and models are best that far from it
+_MIN_LOSS_RATIO = 0.99  # to the loss of untrained vectors: above it little has been learned
+_MAX_LOSS_RATIO = 1.01  # to the same: batches differ by less
+_MAX_SHARE_OF_DIMENSION = 0.25  # of the squared length of vectors, where some 0.02 is usual
+_MEAN_DECAY = 0.95  # of the running mean, from one measurement to the next
 
 
 def format_loss(loss: float) -> str:
@@ -77,11 +91,6 @@ class TrainingProgress:
         elif self._line_is_due():
             self.log(f"{epoch}  {share:.0%}  {facts}  {timedelta(seconds=round(left_s))} left")
 
-    def busy(self, what: str) -> None:
-        """Show that training waits for something, such as "saving"."""
-        if self._bar is not None:
-            self._bar.update(self._task, description=what)
-
     def _line_is_due(self) -> bool:
         now = time.monotonic()
         if not self._enabled or now - self._last_line < LINE_EVERY_S:
@@ -130,3 +139,116 @@ class StopOnSignal:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         self._previous.clear()
+
+
+class Losses:
+    """Running means of the loss per pair: `mean` over some 20 measurements, for people; `recent` over 8, for warnings."""
+
+    def __init__(self) -> None:
+        self.count, self.recent = 0, math.nan
+        self._loss_sum = self._pair_sum = 0.0
+
+    @property
+    def mean(self) -> float:
+        """Nan before the first measurement."""
+        return self._loss_sum / self._pair_sum if self._pair_sum else math.nan
+
+    def add(self, loss: float, num_pairs: float) -> None:
+        """Add a measurement: the loss summed over `num_pairs` pairs."""
+        self._loss_sum = _MEAN_DECAY * self._loss_sum + loss
+        self._pair_sum = _MEAN_DECAY * self._pair_sum + num_pairs
+        if num_pairs:
+            self.count += 1
+            if self.count == 1:
+                self.recent = loss / num_pairs
+            self.recent += (loss / num_pairs - self.recent) / min(self.count, 8)
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps."""
+        return {"loss_sum": self._loss_sum, "pair_sum": self._pair_sum, "losses": [self.count, self.recent]}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, which may hold more."""
+        self._loss_sum, self._pair_sum = state["loss_sum"], state["pair_sum"]
+        self.count, self.recent = int(state["losses"][0]), state["losses"][1]
+
+
+def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
+    """Return a warning of a run with so few steps that vectors hardly move; "" where there are enough."""
+    if num_steps >= FEW_STEPS:
+        return ""
+    words = num_steps * block_words // (4 * FEW_STEPS)  # per block, for some hundred steps
+    fitting = 1 << max(words, 16).bit_length() - 1
+    smaller = f"a smaller block_words, such as {fitting}, or " if fitting < block_words else ""
+    return (
+        f"this run has {num_steps} steps, too few to train much (fewer than {FEW_STEPS}); pass {smaller}more epochs than "
+        f"{epochs}"
+    )
+
+
+def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
+    """Return a warning of a learning rate far from word2vec's; "" where it is near, or cannot be compared."""
+    name, lr, usual = settings.optimizer.lower(), settings.first_lr, RATES[settings.model]
+    scaled = "eps" in DEFAULT_OPTIONS.get(name, {})
+    eps = float(optimizer.defaults["eps"]) if scaled else 1.0
+    if settings.lr is None or eps == 0 or (not scaled and name not in STEPS_AS_GIVEN):
+        return ""
+    rate = lr / eps
+    if usual / _MAX_RATE_RATIO <= rate <= usual * _MAX_RATE_RATIO:
+        return ""
+    divided = f" with eps={eps:g}" if scaled else ""
+    less = "less than an eighth of" if rate < usual else "more than eight times"
+    return (
+        f"lr={lr:g}{divided} moves rows at {rate:.2g}, {less} the usual rate, {usual:g}; for that pass "
+        f"lr={usual * eps:.3g}, or drop lr"
+    )
+
+
+def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
+    """Return a warning of a loss that did not fall; "" where it did.
+
+    Every run begins at chance, since the rows of the output table are zeros: the loss that it began with need not be measured,
+    and what the first block learns while it is measured does not count against the end.
+    """
+    if losses.count < 2:
+        return ""
+    chance = (1 + settings.negative) * math.log(2)
+    if losses.recent > _MAX_LOSS_RATIO * chance:
+        return (
+            f"the loss ended at {losses.recent:.4g}, above the {chance:.4g} that it began with; pass a smaller lr than "
+            f"{settings.first_lr:g}"
+        )
+    if losses.recent > _MIN_LOSS_RATIO * chance:
+        return (
+            f"the loss ended at {losses.recent:.4g} and that of vectors which know nothing is {chance:.4g}: little "
+            f"was learnt; pass more epochs than {epochs}, a smaller block_words, or a larger lr than "
+            f"{settings.first_lr:g}"
+        )
+    return ""
+
+
+def warning_of_vectors(vectors: Tensor, settings: Settings) -> str:
+    """Return a warning of vectors (words, dim) that share much of their length in one dimension; "" where they do not."""
+    shares = vectors.mean(0).square() / vectors.square().sum(1).mean()
+    share = float(shares.max())
+    if not share > max(_MAX_SHARE_OF_DIMENSION, 10 / settings.dim):  # nan: all are zero
+        return ""
+    return (
+        f"the vectors have {share:.0%} of their squared length in common, in dimension {int(shares.argmax())}, which leaves "
+        f"little to tell words apart by; pass more shared_negatives than {settings.pool}, a smaller lr than "
+        f"{settings.first_lr:g}, or optimizer='sgd'"
+    )
+
+
+def why_nothing_was_learned(corpus: Corpus, settings: Settings, num_steps: int) -> str:
+    """Return the message of an error where no step had a pair of words."""
+    starts, num_words = corpus.starts, len(corpus)
+    if starts is not None and len(starts) == num_words:
+        return (
+            f"each of the {num_words} lines or walks has one word of the vocabulary, so no word has another beside it; "
+            "pass kind='text' for one stream of words, or a smaller min_count"
+        )
+    return (
+        f"sample={settings.sample:g} leaves no two words in any of {num_steps} blocks of this small corpus; "
+        "pass a larger sample, or 0 to keep every word"
+    )

@@ -10,42 +10,38 @@ import contextlib
 import json
 import math
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_no_url, format_bytes, printable
+from speedtransfer.lazy import MissingPackageError
 from speedtransfer.ranks import is_first, joined
-from speedtransfer.system import keep_mode
+from speedtransfer.system import keep_mode, program
 from speedtransfer.version import __version__, version_of
+from speedtransfer.word2vec import formats
 from speedtransfer.word2vec.callbacks import remove_curves
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.formats import (
-    BOARD,
-    CHECKPOINT,
-    NGRAMS,
-    OWN_FILES,
-    OWN_FOLDERS,
-    SETTINGS,
-    TABLES,
-    VECTORS,
-    VOCABULARY,
-    check_format,
-)
 from speedtransfer.word2vec.model import TableFiles
+from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
 from speedtransfer.word2vec.run import make_callbacks, make_trainer
 from speedtransfer.word2vec.settings import Settings, check_writable, existing_folder
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
+from speedtransfer.word2vec.vectors import Vectors
+
+# A small corpus: many passes, and a subsampling threshold that leaves it words to learn from.
+DEMO_SETTINGS: dict[str, Any] = {"dim": 64, "optimizer": "adamw", "epochs": 25, "sample": 1e-3, "memory": "auto"}
 
 
 def train_into(
@@ -63,22 +59,15 @@ def train_into(
     evaluate: Sequence[Path] = (),
     evaluate_every: float = 1.0,
 ) -> int | None:
-    """Train on `corpus` and fill the folder `output`; return the signal that stopped it early, if one did.
+    """Train on `corpus`, a path or "-", and fill the folder `output`; return the signal that stopped it early, if one did.
 
-    The arguments are those of the command ``train``; `corpus` is a path, or "-", and `show` is called with each line of the
-    report.
-
-    Raises
-    ------
-    SpeedtransferError
-        As `speedtransfer.word2vec.train`; and where `output` exists and is neither to be resumed nor overwritten, or cannot be
-        written: then the message names the place where the vectors are.
+    The arguments are those of the command ``train``; `show` is called with each line of the report.
     """
-    suffix = check_format(format)
+    suffix = formats.check_format(format)
     _check_output(output, overwrite or resume)
-    tables_within = settings.path is not None and Path(settings.path) == output / TABLES
+    tables_within = settings.path is not None and Path(settings.path) == output / formats.TABLES
     checkpoints = Checkpoints(
-        output / CHECKPOINT,
+        output / formats.CHECKPOINT,
         settings,
         checkpoint_every,
         resume,
@@ -86,7 +75,9 @@ def train_into(
         when_stopped=not (resume or checkpoint_every),
         own_tables=tables_within,
     )
-    callbacks = make_callbacks(settings, checkpoints, output / BOARD if curves else None, evaluate, evaluate_every)
+    callbacks = make_callbacks(
+        settings, checkpoints, output / formats.BOARD if curves else None, evaluate, evaluate_every
+    )
     if resume and not checkpoints.resumes and not overwrite and _holds_a_run(output):
         raise InvalidValueError(
             f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoints.path)!r} to resume; "
@@ -118,44 +109,35 @@ def _check_output(path: Path, overwrite: bool) -> None:
     if path.exists() and not path.is_dir():
         raise InvalidValueError(f"output folder {str(path)!r} exists and is a file; choose another folder")
     if path.exists() and not overwrite:
-        stopped = os.path.lexists(path / CHECKPOINT / manifest.NAME)
+        stopped = os.path.lexists(path / formats.CHECKPOINT / manifest.NAME)
         remedy = ", or pass --resume to go on or --overwrite" if stopped else " or pass --overwrite"
         raise InvalidValueError(f"output folder {str(path)!r} exists; choose another folder{remedy}")
     check_writable(path, "vectors")
 
 
 def _holds_a_run(path: Path) -> bool:
-    return any((path / name).exists() for name in OWN_FILES)
+    return any((path / name).exists() for name in formats.OWN_FILES)
 
 
 def _clear(folder: Path, checkpoints: Checkpoints) -> None:
     """Remove what an earlier run left in the folder that this one does not go on from."""
-    TableFiles(folder / TABLES).remove()
-    remove_curves(folder / BOARD)
+    TableFiles(folder / formats.TABLES).remove()
+    remove_curves(folder / formats.BOARD)
     checkpoints.remove()
-    for name in OWN_FOLDERS:
+    for name in formats.OWN_FOLDERS:
         with contextlib.suppress(OSError):  # it does not exist, or has something else in it
             (folder / name).rmdir()
 
 
 def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Callable[[Path], None]:
-    """Return what writes vectors, those of n-grams if any, vocabulary and settings of a run into a folder.
-
-    The settings do not name table files within `run_folder`, since another run with these settings has them in a folder of
-    its own.
-    """
+    """Return what writes vectors, those of n-grams if any, vocabulary and settings of a run into a folder."""
     vectors, ngrams = trainer.vectors(), trainer.ngram_vectors()
     settings = trainer.settings.as_dict()
-    if trainer.settings.path == run_folder / TABLES:
-        settings["path"] = None
+    if trainer.settings.path == run_folder / formats.TABLES:
+        settings["path"] = None  # another run with these settings has table files in a folder of its own
     facts: dict[str, Any] = {
         # What the bits of the vectors depend on.
-        "versions": {
-            "speedtransfer": __version__,
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-            "numba": version_of("numba"),
-        },
+        "versions": {"speedtransfer": __version__} | {name: version_of(name) for name in ("torch", "numpy", "numba")},
         "device": str(trainer.model.input.table.device),
         "threads": torch.get_num_threads(),
         "corpus": corpus,
@@ -171,20 +153,17 @@ def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Call
     }
 
     def save(folder: Path) -> None:
-        vectors.save(folder / (VECTORS + suffix))
-        trainer.corpus.vocabulary.save(folder / VOCABULARY)
+        vectors.save(folder / (formats.VECTORS + suffix))
+        trainer.corpus.vocabulary.save(folder / formats.VOCABULARY)
         if ngrams is not None:
-            ngrams.save(folder / NGRAMS)
-        (folder / SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            ngrams.save(folder / formats.NGRAMS)
+        (folder / formats.SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
 
     return save
 
 
 def save_or_rescue(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:
-    """Have `save` write into `folder`; where that fails, into a new folder for temporary files.
-
-    Raises `StorageError` where `folder` cannot be written; the message names the place where the vectors are instead.
-    """
+    """Have `save` write into `folder`; where that fails, into a new folder for temporary files, which the error names."""
     try:
         _fill(folder, overwrite, save)
     except OSError as error:
@@ -204,10 +183,7 @@ def save_or_rescue(folder: Path, overwrite: bool, save: Callable[[Path], None]) 
 
 
 def _fill(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:
-    """Have `save` write files beside `folder`, and move them into place, where those of an earlier run go.
-
-    Where `save` fails nothing is changed.
-    """
+    """Have `save` write files beside `folder`, and move them into place, where those of an earlier run go."""
     staging = Path(tempfile.mkdtemp(dir=existing_folder(folder.parent), prefix=f".{folder.name}."))
     try:
         save(staging)
@@ -218,7 +194,7 @@ def _fill(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:
         for name in written:
             keep_mode(staging / name, folder / name)
             os.replace(staging / name, folder / name)
-        for name in OWN_FILES.difference(written):
+        for name in formats.OWN_FILES.difference(written):
             (folder / name).unlink(missing_ok=True)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -232,6 +208,25 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
         f"{trainer.words_per_s:,.0f} words/s, loss {format_loss(trainer.loss)}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )
-    show(printable(f"vectors: {folder / (VECTORS + suffix)}"))
+    show(printable(f"vectors: {folder / (formats.VECTORS + suffix)}"))
     if trainer.settings.buckets:
-        show(printable(f"n-grams: {folder / NGRAMS}, for words outside the vocabulary"))
+        show(printable(f"n-grams: {folder / formats.NGRAMS}, for words outside the vocabulary"))
+
+
+def run_demo(output: Path, overwrite: bool = False, settings: Settings | None = None, show: Any = print) -> int | None:
+    """Train on the World Factbook (CIA, public domain, CC0), and write vectors and a picture; otherwise as `train_into`."""
+    settings = settings or Settings(**DEMO_SETTINGS)
+    with resources.as_file(resources.files(__package__).joinpath("corpora", "world_factbook.words.txt.gz")) as corpus:
+        stop_signal = train_into(output, str(corpus), settings, overwrite=overwrite, show=show)
+    show(f"World Factbook: dim {settings.dim}, {settings.optimizer}, {settings.epochs} epochs")
+    vectors, picture = Vectors.load(output), str(output / formats.PICTURE)
+    for word in ("france", "coffee", "copper", "river", "march", "navy"):
+        if word in vectors:
+            show(f"  {word:8} -> {', '.join(near for near, _ in vectors.most_similar(word, 6))}")
+    try:
+        plot(vectors, picture, title="World Factbook: words that occur alike stand together")
+    except MissingPackageError as error:
+        picture = f"none ({error})"
+    show(printable(f"picture: {picture}"))
+    show(printable(f"next: {program()} word2vec analogy {shlex.quote(str(output))} china chinese france"))
+    return stop_signal

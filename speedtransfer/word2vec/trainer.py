@@ -20,17 +20,18 @@ from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
-from speedtransfer.word2vec.outcome import (
+from speedtransfer.word2vec.places import Block
+from speedtransfer.word2vec.progress import (
     MOST_WORDS,
     Losses,
+    StopOnSignal,
+    TrainingProgress,
     warning_of_few_steps,
     warning_of_loss,
     warning_of_rate,
     warning_of_vectors,
     why_nothing_was_learned,
 )
-from speedtransfer.word2vec.places import Block
-from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress
 from speedtransfer.word2vec.sampler import Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.subwords import NgramVectors
@@ -195,20 +196,9 @@ class Trainer:
     ) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
 
-        Table files of memory "mmap" are removed where this fails: they would stop the next run.
-
-        Parameters
-        ----------
-        progress : TrainingProgress
-        callbacks : sequence of Callback
-            Called in this order.
-        stop : StopOnSignal, optional
-            One that has been entered; by default one of its own.
-
-        Raises
-        ------
-        InvalidValueError, OptimizerError
-            As `train_step`; also where subsampling has left no pair of words at all, or a vector is not finite at the end.
+        `callbacks` are called in their order; `stop` has been entered, by default one of its own is. Raises as `train_step`;
+        also where subsampling has left no pair of words at all, or a vector is not finite at the end. Table files of memory
+        "mmap" are removed where it fails: they would stop the next run.
         """
         try:
             for callback in callbacks:
