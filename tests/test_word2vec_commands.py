@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
 import sys
 import tempfile
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from forked import started_script
 from late import models
 from typer.testing import CliRunner
 
@@ -128,27 +126,6 @@ def test_demo(folder, monkeypatch):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(os.name != "posix", reason="a signal of the terminal")
-def test_ctrl_c_saves_and_is_reported(folder):
-    # SIGINT as a terminal has it, also where the tests run in the background and it is ignored.
-    code = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from speedtransfer import cli; "
-        "from speedtransfer.word2vec import progress as p; p.LINE_EVERY_S = 0.05; cli.main()"
-    )
-    with started_script(code, "word2vec", *TRAIN, "--dim", "8", "--epochs", "1000000") as script:
-        script.wait_for(lambda: "\nepoch" in script.err)  # training has begun
-        os.kill(script.process.pid, signal.SIGINT)
-        script.process.join(100)
-        out, err = script.out, script.err
-    assert script.process.exitcode == 128 + signal.SIGINT, err
-    assert "stopped at 0%" in err
-    assert "Traceback" not in err
-    assert "aborted" not in err  # it came to an orderly end
-    assert "vectors: out" in out
-    assert names("out") == ["checkpoint", "settings.json", "vectors.txt", "vocab.txt"]
-    assert 0 < facts_of("out")["steps"] < facts_of("out")["of_steps"]
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypatch, fresh_signals, number):
     save = Vectors.save
@@ -236,9 +213,11 @@ def test_a_run_is_started_and_resumed_in_its_folder(folder, monkeypatch, fresh_s
         patch.setattr(
             Trainer,
             "train_step",
-            lambda trainer: (step(trainer), trainer.step == 9 and signal.raise_signal(signal.SIGTERM)),
+            lambda trainer: (step(trainer), trainer.step == 9 and signal.raise_signal(signal.SIGINT)),
         )
-        assert run(*arguments, "-o", "run").exit_code == 143
+        stopped = run(*arguments, "-o", "run")
+    assert (stopped.exit_code, "vectors: run" in stopped.stdout) == (130, True)
+    assert "stopped at 12% (epoch 1 of 3): the vectors so far are kept" in stopped.stderr
     assert {"checkpoint", "tables", "vectors.txt"} <= set(names("run"))
     assert facts_of("run")["steps"] == 9
     fails_with(InvalidValueError, "pass --resume to go on or --overwrite", *arguments, "-o", "run")

@@ -13,9 +13,9 @@ from late import models
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 from test_word2vec_commands import fails_with, run
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer import errors
 from speedtransfer.lazy import MissingPackageError
-from speedtransfer.word2vec import UnknownWordError, Vectors
+from speedtransfer.word2vec import Vectors
 from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.plot import neighbour_map, plot, spread_labels
@@ -55,38 +55,29 @@ def test_evaluate(folder):
     assert facts["sets"][0]["unknown_words"] == ["x", "Y"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
-    [
-        (
-            "evaluate v.txt pairs.txt foreign.txt --json old.json --overwrite",
-            InvalidValueError,
-            "'foreign' has 0 pairs",
-        ),
-        ("evaluate v.txt questions.txt --restrict 2", InvalidValueError, "set 'questions' has 0 questions"),
-        ("evaluate v.txt pairs.txt --json no/figures.json", StorageError, "cannot write"),
-        ("evaluate v.txt pairs.txt --json old.json", InvalidValueError, "'old.json' exists; choose"),
-        ("convert v.txt old.bin", InvalidValueError, "'old.bin' exists; choose another name or pass --overwrite"),
-        ("convert v.txt dir.bin --overwrite", InvalidValueError, "'dir.bin' is a folder"),
-        ("convert v.txt out.xyz", InvalidValueError, "ends in '.xyz'"),
-        ("convert broken.bin old.bin --overwrite", StorageError, "'broken.bin' is truncated"),
-        (
-            "convert spaces.safetensors old.bin --overwrite",
-            InvalidValueError,
-            "word 'New York' is empty or holds white",
-        ),
-        ("plot v.txt -o old.png", InvalidValueError, "'old.png' exists; choose"),
-        ("plot v.txt -o old.png --words a,x --overwrite", UnknownWordError, "'x' is not among"),
-        ("plot v.txt -o new.png --words ,", InvalidValueError, "there are 0 words to draw"),
-        ("plot v.txt -o new.png --words a,b,c -n 2", InvalidValueError, "there are 3 words to draw"),
-        ("nearest v.txt x a y", UnknownWordError, "'x', 'y' are not among the 6 words"),
-        ("analogy v.txt a b X", UnknownWordError, "'X' is not among the 6 words"),
-        ("nearest dir.bin a", StorageError, "folder 'dir.bin' holds no vectors file"),
-        ("nearest nope a", StorageError, "'nope' does not exist; pass a file of vectors, or the folder of a run"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
-)
-def test_refused_before_anything_is_written(folder, arguments, kind, message):
+REFUSED = """\
+evaluate v.txt pairs.txt foreign.txt --json old.json --overwrite -> InvalidValueError: 'foreign' has 0 pairs
+evaluate v.txt questions.txt --restrict 2 -> InvalidValueError: set 'questions' has 0 questions
+evaluate v.txt pairs.txt --json no/figures.json -> StorageError: cannot write
+evaluate v.txt pairs.txt --json old.json -> InvalidValueError: 'old.json' exists; choose
+convert v.txt old.bin -> InvalidValueError: 'old.bin' exists; choose another name or pass --overwrite
+convert v.txt dir.bin --overwrite -> InvalidValueError: 'dir.bin' is a folder
+convert v.txt out.xyz -> InvalidValueError: ends in '.xyz'
+convert broken.bin old.bin --overwrite -> StorageError: 'broken.bin' is truncated
+convert spaces.safetensors old.bin --overwrite -> InvalidValueError: word 'New York' is empty or holds white
+plot v.txt -o old.png -> InvalidValueError: 'old.png' exists; choose
+plot v.txt -o old.png --words a,x --overwrite -> InvalidValueError: 'x' is not among
+plot v.txt -o new.png --words , -> InvalidValueError: there are 0 words to draw
+plot v.txt -o new.png --words a,b,c -n 2 -> InvalidValueError: there are 3 words to draw
+nearest v.txt x a y -> InvalidValueError: 'x', 'y' are not among the 6 words
+analogy v.txt a b X -> InvalidValueError: 'X' is not among the 6 words
+nearest dir.bin a -> StorageError: folder 'dir.bin' holds no vectors file
+nearest nope a -> StorageError: 'nope' does not exist; pass a file of vectors, or the folder of a run
+"""
+
+
+@pytest.mark.parametrize("line", REFUSED.splitlines())
+def test_refused_before_anything_is_written(folder, line):
     Path("foreign.txt").write_text("q r 1\n")
     Path("broken.bin").write_bytes(b"3 4\na 1234")
     Vectors(["New York"], [[1.0, 2]]).save("spaces.safetensors")
@@ -94,7 +85,9 @@ def test_refused_before_anything_is_written(folder, arguments, kind, message):
         Path(name).write_text("old")
     Path("dir.bin").mkdir()
     before = {path: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
-    fails_with(kind, message, *arguments.split())
+    command, _, refusal = line.partition(" -> ")
+    kind, message = refusal.split(": ", 1)
+    fails_with(getattr(errors, kind), message, *command.split())
     assert before == {path: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
 
 

@@ -56,13 +56,6 @@ def test_round_trip_of_many_and_of_none(tmp_path, suffix, count, dim):
 # --- gensim -----------------------------------------------------------------------------------------------------------
 
 
-def test_gensim_loads_our_kv(vectors, tmp_path):
-    vectors.save(tmp_path / "v.kv")
-    theirs = models.KeyedVectors.load(str(tmp_path / "v.kv"))
-    assert (theirs.index_to_key, theirs.vectors.tobytes()) == (WORDS, vectors.matrix.tobytes())
-    assert theirs.get_vecattr("12", "count") == 3
-
-
 def test_we_load_gensims_kv_and_models(tmp_path):
     words = [f"w{i}" for i in range(200)]
     theirs = models.KeyedVectors(15)

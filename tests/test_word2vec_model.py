@@ -17,7 +17,7 @@ from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
 from speedtransfer.word2vec import Block, NgramVectors, Settings, Vocabulary, Word2Vec, subwords
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
-from speedtransfer.word2vec.subwords import Bags, Subwords, count_ngrams, hash_ngrams
+from speedtransfer.word2vec.subwords import Subwords, count_ngrams, hash_ngrams
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
 VOCABULARY = Vocabulary(WORDS, range(len(WORDS), 0, -1))
@@ -101,11 +101,6 @@ def test_first_weights():
     with_ngrams = model_of(WORDS, 8, buckets=100).input.table.numpy()
     assert with_ngrams.shape == (NUM_WORDS + 100, 8)
     assert 0.9 / 8 < abs(with_ngrams).max() <= 1 / 8
-
-
-def test_word_vectors_are_the_table_where_words_have_one_row():
-    model = model_of(VOCABULARY, 5)
-    assert model.word_vectors().data_ptr() == model.input.table.torch().data_ptr()
 
 
 def test_word_vectors_with_ngrams(monkeypatch):
@@ -224,14 +219,6 @@ def test_rows_of_a_vocabulary(monkeypatch):
     ends = bags.offsets.tolist()
     assert [bags.rows[ends[i] : ends[i + 1]].tolist() for i in range(len(words))] == expected
     assert bags.rows.dtype == torch.int32
-    chosen = torch.tensor([5, 0, 5, 77])
-    found = bags.find(chosen)
-    assert found.rows.ids[found.rows.inverse].tolist() == [row for word in chosen.tolist() for row in expected[word]]
-    assert found.starts.diff().tolist() == [len(expected[word]) for word in chosen.tolist()]
-    assert torch.equal(found.bag_of, torch.repeat_interleave(torch.arange(4), found.starts.diff()))
-    single = Bags.of_single_rows(chosen)
-    assert single.rows.ids[single.rows.inverse].tolist() == chosen.tolist()
-    assert (single.starts.tolist(), single.bag_of.tolist()) == ([0, 1, 2, 3, 4], [0, 1, 2, 3])
 
 
 def test_rows_beyond_int32():

@@ -59,12 +59,6 @@ def broken_off(corpus, step, every, folder, tensorboard=None, **changes):
         Trainer(corpus, settings).run(QUIET, [*callbacks, BreakAt(step)])
 
 
-def moved_state(trainer):
-    """What the tables and the optimizer hold, all rows."""
-    state = {**trainer.model.state_dict(), **trainer.optimizer.state_dict()["state"][0]}
-    return {name: torch.as_tensor(value).clone() for name, value in state.items()}
-
-
 @pytest.mark.parametrize(
     ("step", "changes"),
     [
@@ -99,10 +93,6 @@ def test_everything_is_taken_up(corpus, tmp_path):
     assert (resumed.loss, resumed.words_done, resumed.moved_bytes) == (
         straight.loss, straight.words_done, straight.moved_bytes,
     )  # fmt: skip
-    assert resumed.elapsed_s > 0
-    ours, theirs = moved_state(resumed), moved_state(straight)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     for trainer in (straight, resumed):
         trainer.run(QUIET)
     assert resumed.vectors().matrix.tobytes() == straight.vectors().matrix.tobytes()
@@ -121,13 +111,6 @@ def test_another_number_of_threads_is_reported(corpus, tmp_path, capsys):
 # --- what does not fit ------------------------------------------------------------------------------------------------
 
 
-def test_other_settings(point):
-    with pytest.raises(
-        InvalidValueError, match=r"options is {'eps': 0.1} but the checkpoint .* was made with {}; pass"
-    ):
-        quietly("not read", checkpoint=point, resume=True, options={"eps": 0.1})
-
-
 @pytest.fixture(scope="module")
 def point(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved") / "point"
@@ -140,11 +123,6 @@ def test_other_corpus(point):
     for content in (text().replace(b"w1 ", b"v1 "), reordered):
         with pytest.raises(InvalidValueError, match=r"is not that of checkpoint .* \(3,000 words, 50 distinct\)"):
             quietly(io.BytesIO(content), checkpoint=point, resume=True)
-
-
-def test_resuming_what_is_not_there(corpus, tmp_path):
-    begun = quietly(corpus, checkpoint=tmp_path / "none", resume=True, epochs=1)
-    assert begun.matrix.tobytes() == quietly(corpus, epochs=1).matrix.tobytes()
 
 
 def test_checkpoint_of_another_run_is_kept(point, tmp_path):

@@ -116,12 +116,6 @@ def test_seed_decides_every_draw(vocabulary):
     assert len({tuple(block.words.tolist()) for block in first + other}) == len(first + other)
 
 
-def test_any_block_again_by_its_step(vocabulary):
-    ids = corpus_ids(10)
-    blocks = list(sampler_of(vocabulary, ids, sample=0.02, block_words=200).blocks(0, 60))
-    assert blocks_equal(blocks[41:60], list(sampler_of(vocabulary, ids, sample=0.02, block_words=200).blocks(41, 60)))
-
-
 def test_blocks_are_prepared_by_the_thread_that_draws_them(vocabulary):
     sampler, threads = sampler_of(vocabulary, corpus_ids(10), block_words=200), []
 

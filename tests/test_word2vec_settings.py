@@ -23,7 +23,6 @@ from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.config import CorpusSettings, TrainingSettings, described, read_config
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.plot import plot
-from speedtransfer.word2vec.sampler import schedule_for
 from speedtransfer.word2vec.settings import SETTINGS
 
 
@@ -117,10 +116,6 @@ def test_what_was_chosen_from_the_corpus_is_written_down_and_repeated(folder):
     assert run("-o", "same", "--config", "out/settings.json").exit_code == 0
     assert settings_of("same") == settings
     assert Path("same/vectors.txt").read_bytes() == Path("out/vectors.txt").read_bytes()
-    Path("corpus.txt").write_text(Path("corpus.txt").read_text() * 100)
-    assert run("-o", "again", "--config", "out/settings.json", "--epochs", "1").exit_code == 0
-    assert settings_of("again") == {**settings, "epochs": 1}
-    assert schedule_for(Settings(epochs=3, sample=0), Corpus("corpus.txt")) == (3, 64)  # what would be chosen anew
 
 
 @pytest.mark.parametrize(
@@ -150,24 +145,18 @@ def test_bad_files(folder, name, content, kind, message):
 
 CALLS = r"""
 Settings(model="skip-gram") -> InvalidValueError: model is 'skip-gram', not one of its values; did you mean 'skipgram'
-Settings(kind="grahp") -> InvalidValueError: kind is 'grahp', not one of its values; did you mean 'graph'
 Settings(memory="mmap") -> InvalidValueError: memory='mmap' needs path, the folder for the table files
 Settings(memory="mmap", path="a\0b") -> InvalidValueError: path is .*not a path
 Settings(path="tables") -> InvalidValueError: path is 'tables' but memory='auto' has no files
-Settings(path=3) -> InvalidTypeError: path is 3 .* must be the path of a folder
 Settings(dim=0) -> InvalidValueError: dim is 0 but must be at least 1
 Settings(buckets=(1 << 32) + 1) -> InvalidValueError: buckets is 4294967297 but the hash has 32 bits; pass at most
-Settings(dim=1.5) -> InvalidTypeError: dim is 1.5 .* must be an integer
-Settings(block_words=1) -> InvalidValueError: block_words is 1 but must be at least 2
 Settings(min_n=7) -> InvalidValueError: max_n is 6 but min_n is 7; pass a max_n of at least 7
 Settings(p=0) -> InvalidValueError: p is 0 but must be above 0; the default is 1
 Settings(q=20_000) -> InvalidValueError: q is 20000 but must be from 0.0001 to 10000; the default is 1
 Settings(phrases=1, kind="graph") -> InvalidValueError: phrases is 1 but must be 0 for kind='graph': nodes are no words
-Settings(seed=-1) -> InvalidValueError: seed is -1 but must be at least 0
 Settings(seed=1 << 63) -> InvalidValueError: must be below 2\*\*63
 Settings(lr=10**400) -> InvalidValueError: lr is 1000.* but must be finite
 Settings(optimizer="adamv") -> InvalidValueError: optimizer 'adamv' is not in torch.optim; did you mean 'adam'
-Settings(optimizer=3) -> InvalidTypeError: optimizer is 3 but must be the name of one of torch.optim
 Settings(options=[1]) -> InvalidTypeError: options is \[1\] but must be a dict by argument name
 Settings(options={"lr": 1}) -> InvalidValueError: options holds lr=1, which is a setting of its own; pass it as lr
 Settings(options={"epss": 1}) -> InvalidValueError: AdamW has no option 'epss'; did you mean 'eps'
@@ -177,12 +166,8 @@ train("not read", vector_size=100) -> InvalidTypeError: argument 'vector_size'; 
 train("not read", checkpoint=3) -> InvalidTypeError: checkpoint is 3 \(int\) but must be the path
 train("not read", resume=True) -> InvalidValueError: need a checkpoint, the folder; pass checkpoint
 train("not read", checkpoint="x", checkpoint_every=0) -> InvalidValueError: checkpoint_every is 0 but must be at least 1
-train("not read", tensorboard=3) -> InvalidTypeError: tensorboard is 3 \(int\) but must be the path
 train("not read", evaluate=3) -> InvalidTypeError: evaluate is 3 but must be a path or a list of them
-train("not read", evaluate=[3]) -> InvalidTypeError: evaluate is 3 \(int\) but must be the path
-train("not read", evaluate="set", evaluate_every=0) -> InvalidValueError: evaluate_every is 0 but must be above 0
 train("not read", evaluate="set", evaluate_every="1") -> InvalidTypeError: evaluate_every is '1' .str. but must be a number
-train("not read", evaluate="set", evaluate_every=10**400) -> InvalidValueError: evaluate_every is 1000.* finite
 Corpus(Unread(), min_count=0) -> InvalidValueError: min_count is 0 but must be at least 1
 Corpus(Unread(), window=3) -> InvalidTypeError: unexpected keyword argument 'window'
 Corpus(3) -> InvalidTypeError: corpus is a int but must be a path
@@ -192,21 +177,14 @@ Corpus("nowhere") -> StorageError: 'nowhere' does not exist; pass a text file
 Corpus("here") -> InvalidValueError: holds no \.txt, \.gz, \.xz file
 Corpus(io.StringIO("text")) -> InvalidTypeError: gives str but a corpus is bytes
 corpus_of([0, 3]) -> InvalidValueError: ids must be numbers from 0 to 2
-corpus_of([0, 1, 1, 1, 1, 1, 1, 1, -1]) -> InvalidValueError: ids must be numbers from 0 to 2
-corpus_of([]) -> InvalidValueError: ids must be numbers from 0 to 2
 corpus_of([[0], [1]]) -> InvalidTypeError: ids is int32 \(2, 1\) but must be a 1-D int32 array
-corpus_of(np.array([0, 1])) -> InvalidTypeError: ids is int64 \(2,\) but must be a 1-D int32 array
-corpus_of([0, 1], [0, 2]) -> InvalidValueError: starts must rise from 0 to below 2
-corpus_of([0, 1], []) -> InvalidValueError: starts must rise
+corpus_of([0, 1], np.array([0, 2])) -> InvalidValueError: starts must rise from 0 to below 2
 Vocabulary("ab", [1, 1]) -> InvalidTypeError: words is 'ab' .* must be a list of words
 Vocabulary(["a", "b", "a"], [1, 1, 1]) -> InvalidValueError: word 'a' is there twice
 Vocabulary(["a", "b"], [1]) -> InvalidValueError: counts have shape \(1,\) but there are 2 words
 Vocabulary(["a", "b", "c"], [1, -2, 3]) -> InvalidValueError: the count of 'b' is -2 but must be at least 0
 Vocabulary(["a", "b"], [1.5, 2.5]) -> InvalidTypeError: counts hold .* but are whole numbers
-Vocabulary.from_counts({"a": 1, "b": 1}, min_count=0) -> InvalidValueError: min_count is 0 but must be at least 1
 Vocabulary.from_counts({}) -> InvalidValueError: holds no words but a model needs at least 2
-Vocabulary.load(3) -> InvalidTypeError: path is a int but must be the path of a file
-words.keep_probability(-1.0) -> InvalidValueError: sample is .* but must be at least 0
 Sampler(np.array([0, 1], "i4"), Vocabulary(["a", "b"], [0, 0])) -> InvalidValueError: the counts of the vocabulary are all 0
 Sampler(np.empty(0, "i4"), words) -> InvalidValueError: the corpus has no word of the vocabulary
 Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
@@ -218,32 +196,21 @@ model(20, buckets=10) -> InvalidTypeError: vocabulary is 20 but n-grams \(bucket
 model(20, path="here/file/tables") -> StorageError: cannot make folder
 Word2Vec(20, Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
 NgramVectors(np.zeros((3, 2), "f4"), 4, 5)["a"] -> InvalidValueError: 'a' has no n-grams of 4 to 5 characters
-NgramVectors(np.zeros(3, "f4")) -> InvalidValueError: matrix has shape \(3,\) but must be \(buckets, dim\)
 NgramVectors(np.zeros((3, 2), "f4")).save("n.txt") -> InvalidValueError: ends in '\.txt' but n-gram vectors are \.safetensors
 Vectors(["a", "b"], np.zeros((3, 2), "f4")) -> InvalidValueError: there are 2 words; pass one row a word
 Vectors(["a"], np.zeros((1, 2), "i8")) -> InvalidTypeError: matrix holds int64 but vectors are floating-point
-Vectors(["a", "a"], np.eye(2)) -> InvalidValueError: word 'a' is there twice
-Vectors(["a", "b"], np.eye(2), [3]) -> InvalidValueError: counts have shape \(1,\) but there are 2 words
-Vectors(["a", "b"], np.eye(2), [1.5, 2]) -> InvalidTypeError: counts hold float64
 Vectors(["a", 3], np.eye(2)) -> InvalidTypeError: words\[1\] is 3 \(int\) but words are strings
 Vectors.load(None) -> InvalidTypeError: ^path is .* but must be the path of a file; pass one$
-Vectors.load("set") -> InvalidValueError: 'set' .* but vectors are .txt, .vec, .bin, .safetensors
-Vectors.load("no") -> StorageError: 'no' does not exist; pass a file of vectors, or the folder of a run
-vectors.save("v.xyz") -> InvalidValueError: ends in '.xyz' but vectors are .txt, .vec, .bin, .safetensors
 vectors.most_similar("a", 0) -> InvalidValueError: topn is 0 but must be at least 1
 vectors.most_similar() -> InvalidValueError: no words to start from
 vectors.most_similar(np.ones(3)) -> InvalidValueError: a vector has shape \(3,\) but these have dim 2; pass shape \(2,\)
 vectors.most_similar(3) -> InvalidTypeError: 3 .* is neither word nor vector
 vectors[7] -> InvalidTypeError: 7 is no word; pass a str or a list of them
-vectors.doesnt_match([]) -> InvalidValueError: is empty; pass at least one word
 vectors.doesnt_match("a") -> InvalidTypeError: is 'a' but must be several words; pass a list of str
 vectors.n_similarity([], ["a"]) -> InvalidValueError: first is empty; pass at least one word
 evaluate("vectors.bin", "set") -> InvalidTypeError: vectors is a str but must be Vectors; pass
-evaluate(vectors, "set", 0) -> InvalidValueError: restrict_vocab is 0 but must be at least 1
 plot(vectors, "words.jpg") -> InvalidValueError: ends in '.jpg' but the picture is a PNG
-plot(vectors, "words.png", num_words=0) -> InvalidValueError: num_words is 0 but must be at least 1
 plot(Vectors([], np.zeros((0, 3))), "words.png") -> InvalidValueError: there are no words to draw
-plot(vectors, "no/words.png") -> StorageError: cannot write
 """
 
 
@@ -258,10 +225,7 @@ def model(vocabulary, dim=5, **settings):
 
 
 def corpus_of(ids, starts=None):
-    """Lists stand for arrays of the right kind."""
-    ids = np.array(ids, np.int32) if isinstance(ids, list) else ids
-    starts = np.array(starts, np.int64) if isinstance(starts, list) else starts
-    return Corpus.from_ids(ids, Vocabulary(["a", "b", "c"], [1, 1, 1]), starts)
+    return Corpus.from_ids(np.array(ids, np.int32), Vocabulary(["a", "b", "c"], [1, 1, 1]), starts)
 
 
 NAMES = {

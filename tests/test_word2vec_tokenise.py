@@ -112,14 +112,6 @@ def test_a_corpus_of_pieces(kind, step):
         assert len(corpus.starts) > 5
 
 
-def test_several_files(tmp_path):
-    for number in range(4):
-        (tmp_path / f"{number}.txt").write_text(f"a b file{number}\nc", encoding="utf-8")
-    corpus = Corpus(tmp_path, 1, kind="lines")
-    assert [corpus.vocabulary.words[i] for i in corpus.ids[:5]] == ["a", "b", "file0", "c", "a"]
-    assert corpus.starts.tolist() == [0, 3, 4, 7, 8, 11, 12, 15]  # a line ends with its file
-
-
 def test_nothing_is_left_when_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
@@ -130,17 +122,6 @@ def test_nothing_is_left_when_stopped(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         Corpus(Dripping(random_text(1, 3000).encode(), 100), report=report)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("same", [0, 1])
-def test_tokeniser_hides_where_words_are(same):
-    """Whoever knows the hash, or half of its secret, cannot choose words that share a place; what comes out is the same."""
-    words = [int(n).to_bytes(8, "big").hex() for n in np.random.default_rng(0).integers(0, 1 << 60, 3000)]
-    data, one, other = " ".join(words).encode(), WordTable(), WordTable()
-    other._secret = tuple(secret._secret[half] for half, secret in enumerate((other, one) if same else (one, other)))
-    np.testing.assert_array_equal(other.number(data), one.number(data))
-    places = [np.flatnonzero(table._slots[:, 1] >= 0) for table in (one, other)]
-    assert not np.array_equal(*places)
 
 
 # --- phrases ----------------------------------------------------------------------------------------------------------
