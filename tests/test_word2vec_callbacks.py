@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Settings, Trainer, callbacks
+from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.optimizers import LR_END
@@ -105,6 +106,13 @@ def test_evaluation_does_not_disturb(corpus, tmp_path, sets, capsys, every_step)
     steps = len(Trainer(corpus, Settings(**QUICK)).sampler)
     assert [step for step, _ in seen["evaluation/pairs/spearman"]] == [steps // 2, steps, 3 * steps // 2, 2 * steps]
     assert seen["evaluation/pairs/spearman"][-1][1] == pytest.approx(last.spearman)
+
+
+def test_a_checkpoint_has_the_last_figures(corpus, tmp_path, sets, monkeypatch):
+    saved = []
+    monkeypatch.setattr(Checkpoints, "save", lambda self, trainer: saved.append(trainer.evaluation))
+    quietly(corpus, evaluate=sets[0], checkpoint=tmp_path / "point")
+    assert [[figures["epochs"] for figures in one] for one in saved] == [[1], [2]]
 
 
 def test_when(corpus, sets, capsys):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from late import models
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
+from refusals import refusals
 from test_word2vec_commands import fails_with, run
 
 from speedtransfer import errors
@@ -76,8 +77,8 @@ nearest nope a -> StorageError: 'nope' does not exist; pass a file of vectors, o
 """
 
 
-@pytest.mark.parametrize("line", REFUSED.splitlines())
-def test_refused_before_anything_is_written(folder, line):
+@pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
+def test_refused_before_anything_is_written(folder, refusal):
     Path("foreign.txt").write_text("q r 1\n")
     Path("broken.bin").write_bytes(b"3 4\na 1234")
     Vectors(["New York"], [[1.0, 2]]).save("spaces.safetensors")
@@ -85,9 +86,7 @@ def test_refused_before_anything_is_written(folder, line):
         Path(name).write_text("old")
     Path("dir.bin").mkdir()
     before = {path: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
-    command, _, refusal = line.partition(" -> ")
-    kind, message = refusal.split(": ", 1)
-    fails_with(getattr(errors, kind), message, *command.split())
+    fails_with(getattr(errors, refusal.error), refusal.words, *refusal.call.split())
     assert before == {path: path.is_dir() or path.read_bytes() for path in folder.iterdir()}
 
 

@@ -10,7 +10,6 @@ import torch
 from cpu_kernels import cpu_kernels
 from test_word2vec_gradients import draw_block, draw_tables
 from test_word2vec_model import BUCKETS, WORDS
-from test_word2vec_model import draw_block as draw_words
 
 from speedtransfer.cuda import kernel_source
 from speedtransfer.word2vec import gradients, spans
@@ -66,7 +65,7 @@ def test_rows_move_as_in_torch(num_words, window, num_rows, pool, num_draws, dim
 
 @pytest.mark.parametrize("model", MODELS)
 def test_words_of_several_rows(model):
-    block, subwords = draw_words(60), Subwords(WORDS, BUCKETS, 3, 6)
+    block, subwords = draw_block(60, 4, k=6, num_rows=len(WORDS)), Subwords(WORDS, BUCKETS, 3, 6)
     places = Places.find(block, len(WORDS), 7, subwords)
     tables = draw_tables(6, len(WORDS) + BUCKETS, torch.float32)
     check_same(train(tables, places, model), train_in_torch(tables, places, model))

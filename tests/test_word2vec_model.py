@@ -11,10 +11,11 @@ import safetensors.numpy
 import torch
 from late import fasttext
 from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
+from test_word2vec_gradients import draw_block as draw_windows
 from test_word2vec_gradients import train
 
 from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
-from speedtransfer.word2vec import Block, NgramVectors, Settings, Vocabulary, Word2Vec, subwords
+from speedtransfer.word2vec import NgramVectors, Settings, Vocabulary, Word2Vec, subwords
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
 from speedtransfer.word2vec.subwords import Subwords, count_ngrams, hash_ngrams
@@ -28,17 +29,8 @@ def model_of(vocabulary, dim, **settings):
     return Word2Vec(vocabulary, Settings(dim=dim, device="cpu", **settings))
 
 
-def draw_block(num_words, vocabulary=NUM_WORDS, window=4, groups=2, k=6, seed=0):
-    """Return a block of two sequences, whose windows end where they meet."""
-    generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(0, vocabulary, (num_words,), generator=generator)
-    windows = torch.randint(1, window + 1, (num_words,), generator=generator)
-    negatives = torch.randint(0, vocabulary, (groups * k,), generator=generator)
-    place, cut = torch.arange(num_words), num_words // 3
-    first, end = torch.where(place < cut, 0, cut), torch.where(place < cut, cut, num_words)
-    return Block(
-        words, torch.minimum(windows, place - first), torch.minimum(windows, end - 1 - place), negatives, num_words
-    )
+def draw_block(num_words, vocabulary=NUM_WORDS, window=4):
+    return draw_windows(num_words, window, k=6, num_rows=vocabulary)
 
 
 def rows_of(buckets, words=WORDS, min_n=3, max_n=6):

@@ -253,11 +253,14 @@ def test_words_count_that_subsampling_keeps():
 def test_a_small_text_is_learnt_by_default(caplog):
     """In a thread other than the main one, which handles no signals."""
     trainer = Trainer(Corpus(io.BytesIO(planted_text(4000, topics=5))), Settings(dim=16, device="cpu"))
+    used = Callback()
+    used.after_step = lambda trainer: setattr(used, "threads", torch.get_num_threads())
     torch.set_num_threads(2)
-    thread = threading.Thread(target=trainer.run, args=[QUIET])
+    thread = threading.Thread(target=trainer.run, args=[QUIET, [used]])
     thread.start()
     thread.join()
     assert (caplog.messages, trainer.step) == ([], trainer.num_steps)
+    assert used.threads == 1, "a core is left to the thread that draws blocks"
     assert trainer.loss < BASE_RATE - 0.1
     vectors = trainer.vectors()
     near = [other[:2] == word[:2] for word in vectors.words for other, _ in vectors.most_similar(word, 7)]

@@ -60,6 +60,7 @@ def test_graphs_out_of_text():
         ("a b c\n", r"line 1 of .* has the weight 'c', not a number"),
         ("# x\na b 0\n", r"line 2 of .* has the weight 0 but a weight is above 0 and finite"),
         ("a b inf\n", "has the weight inf but"),
+        ("# a b\n", "holds no edges"),
     ],
 )
 def test_no_edge_list(text, message):
