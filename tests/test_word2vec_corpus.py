@@ -63,20 +63,6 @@ def test_from_ids(tmp_path):
     assert Corpus.from_ids(ids, vocabulary).starts is None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "'the given file' holds no words; pass a corpus with text in it"),
-        (" \n\t ", "holds no words"),
-        ("alone " * 100, "the corpus has one distinct word, 'alone', but a model needs at least 2"),
-        ("a a a a a a b b c", "min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less"),
-    ],
-)
-def test_too_little_text(text, message):
-    with pytest.raises(InvalidValueError, match=message):
-        corpus_of(text)
-
-
 def test_no_room_for_the_numbers(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -145,29 +131,10 @@ def test_lines(tmp_path):
     assert found == {repr(str(tmp_path / name)): text.split("\n") for name in ("a.txt", "b.txt")}
 
 
-def test_a_corpus_is_checked_as_it_is_numbered(monkeypatch):
-    with pytest.raises(InvalidValueError, match="no UTF-8 text: invalid start byte at byte 9"):
-        Corpus(io.BytesIO(b"some \xe6\x9d\xb1 \xff"))
+def test_more_distinct_words_than_memory(monkeypatch):
     monkeypatch.setattr("speedtransfer.word2vec.tokenise.WordTable._grow", lambda self, room: [0] * (1 << 60))
     with pytest.raises(HostMemoryError, match="distinct words so far fill the memory; pass less text"):
         corpus_of(" ".join(map(str, range(100_000))))
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"some text\0more", "is no text: byte 9 is NUL"),
-        (b"cut short \xe6\x9d", "is no UTF-8 text: unexpected end of data at byte 10"),
-        (b"x" * 100, "holds a word of over 20 bytes"),
-        ("東".encode() * 50, "holds a word of over 20 bytes"),  # blocks of 20 bytes end within a character
-    ],
-)
-def test_rubbish(tmp_path, data, message):
-    (tmp_path / "rubbish.txt").write_bytes(data)
-    with pytest.raises(InvalidValueError, match=message) as caught:
-        words_of(tmp_path / "rubbish.txt", chunk_bytes=20)
-    assert "rubbish.txt" in str(caught.value)
-    assert "\n" not in str(caught.value)
 
 
 def test_damaged_archive(tmp_path):
@@ -235,19 +202,3 @@ def test_file_round_trip(tmp_path):
     assert (tmp_path / "vocab.txt").read_text(encoding="utf-8") == "the 30\nété 4\n東京 4\n"
     again = Vocabulary.load(tmp_path / "vocab.txt")
     assert (again.words, again.counts.tolist()) == (vocabulary.words, [30, 4, 4])
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (None, r"cannot read .*No such file"),
-        (b"the 3\nno count\n", r"line 2 of .* is 'no count.n', no word and count"),
-        (b"the 99999999999999999999\n", r"line 1 of .*, no word and count"),
-        (b"\xff\xfe 3\n", "is no vocabulary"),
-    ],
-)
-def test_files_that_are_no_vocabulary(tmp_path, data, message):
-    if data is not None:
-        (tmp_path / "vocab.txt").write_bytes(data)
-    with pytest.raises(StorageError, match=message):
-        Vocabulary.load(tmp_path / "vocab.txt")

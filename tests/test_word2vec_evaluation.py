@@ -9,7 +9,7 @@ import pytest
 import scipy
 from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Vectors, lookup
 from speedtransfer.word2vec.evaluation import Section, Similarity, evaluate, load_set
 
@@ -172,59 +172,6 @@ def test_interval_of_accuracy_is_wilsons(right, of):
 
 
 # --- bad input --------------------------------------------------------------------------------------------------------
-
-PAIRS = r"'word word score', as lines of a similarity set are \(an analogy set begins with ': section'\)"
-WORDS = "four words or ': section', as lines of an analogy set are"
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "holds no lines to evaluate with"),
-        ("a b 1\n\na b\n", rf"line 3 of .* is 'a b' but must be {PAIRS}; fix it, or put # before it"),
-        ("word1\tword2\tscore\n", rf"line 1 of .*'word1\\tword2\\tscore' but must be {PAIRS}"),
-        ("a\tb\t1\na\t\t2\n", "line 2 of"),
-        ("a b c d\n", "line 1 of .* is 'a b c d' but must be ': section', as the first line of an analogy set is"),
-        (": one\na b c d\na b c\n", f"line 3 of .* is 'a b c' but must be {WORDS}"),
-        (": one\n" + "x" * 500 + "\n", r"line 2 of .* is 'x{57}\.\.\.' but must be"),
-    ],
-)
-def test_malformed_sets(tmp_path, text, message):
-    (tmp_path / "set.txt").write_text(text)
-    with pytest.raises(StorageError, match=message) as caught:
-        load_set(tmp_path / "set.txt")
-    assert "\n" not in str(caught.value)
-    assert str(tmp_path / "set.txt") in str(caught.value)
-
-
-def test_files_that_are_no_sets(tmp_path):
-    (tmp_path / "set.txt").write_bytes(b"a b 1\n\xff\xfe\n")
-    with pytest.raises(StorageError, match="is no UTF-8 text"):
-        load_set(tmp_path / "set.txt")
-    for path in (tmp_path / "missing.txt", tmp_path):
-        with pytest.raises(StorageError, match=r"cannot read .*check the path"):
-            load_set(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "q r 1\nr s 2\n",
-            r"set 'set' has 0 pairs with vectors for all their words, .*; unknown are 'q', 'r', 's'; pass",
-        ),
-        ("a b 1\n", "set 'set' has 1 pairs .* unknown are none"),
-        ("a b 1\na c 1\n", "the scores of the 2 known pairs of set 'set' are all 1"),
-        ("a d 1\nb b 2\n", "the cosines of the 2 known pairs of set 'set' are all 1"),
-        (": x\nq r s t\nu v a b\n", "has 0 questions .* unknown are 'q', 'r', 's', 't', 'u' and 1 more"),
-    ],
-)
-def test_sets_that_say_nothing(tmp_path, text, message):
-    vectors = Vectors(["a", "b", "c", "d"], [[1.0, 0], [0, 1], [1, 1], [2, 0]])
-    (tmp_path / "set.txt").write_text(text)
-    with pytest.raises(InvalidValueError, match=message) as caught:
-        evaluate(vectors, tmp_path / "set.txt")
-    assert "\n" not in str(caught.value)
 
 
 def test_vectors_that_are_zero_or_diverged(tmp_path):

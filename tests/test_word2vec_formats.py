@@ -127,13 +127,6 @@ def test_words_with_spaces(tmp_path, header):
         Vectors.load(path)
 
 
-def test_glove_that_could_not_be_read_back(tmp_path):
-    for words, matrix in (([], np.zeros((0, 3))), (["a", "b"], [[1.0], [2]])):
-        with pytest.raises(InvalidValueError, match=r"without a header, needs a word and a dim of 2 .*; save to \.txt"):
-            Vectors(words, matrix).save(tmp_path / "v.glove")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_safetensors_are_safetensors_and_hold_any_word(tmp_path):
     words = ["New York", "a\nb", "", "été"]
     Vectors(words, np.eye(4, dtype=np.float32)).save(tmp_path / "v.safetensors")
@@ -142,23 +135,6 @@ def test_safetensors_are_safetensors_and_hold_any_word(tmp_path):
     assert tensors["vectors"].tolist() == np.eye(4).tolist()
     assert tensors["words"].tobytes().decode() == "".join(words)
     assert Vectors.load(tmp_path / "v.safetensors").words == words
-
-
-WHITE, HALF = r"is empty or holds white space.*save to \.safetensors", r"word 'x\\ud800' cannot be written as UTF-8"
-
-
-@pytest.mark.parametrize(
-    ("suffix", "word", "message"),
-    [
-        (".txt", "", WHITE), (".glove", "New York", WHITE), (".bin", "a\nb", WHITE), (".bin", "x\ud800", HALF),
-        (".safetensors", "x\ud800", HALF),
-    ],
-)  # fmt: skip
-def test_word_that_the_format_cannot_hold(tmp_path, suffix, word, message):
-    (tmp_path / f"v{suffix}").write_text("old")
-    with pytest.raises(InvalidValueError, match=message):
-        Vectors(["a", word], np.eye(2, dtype=np.float32)).save(tmp_path / f"v{suffix}")
-    assert (tmp_path / f"v{suffix}").read_text() == "old"
 
 
 # --- packed -----------------------------------------------------------------------------------------------------------
@@ -187,45 +163,16 @@ def test_packed(vectors, tmp_path, suffix):
 # --- damage -----------------------------------------------------------------------------------------------------------
 
 
-def test_files_that_cannot_be_read_or_written(tmp_path):
-    for suffix in SUFFIXES:
-        with pytest.raises(StorageError, match=r"cannot read .*No such file"):
-            Vectors.load(tmp_path / f"missing{suffix}")
-        with pytest.raises(StorageError, match="cannot write"):
-            Vectors(["a"], [[1.0]]).save(tmp_path / "no" / f"v{suffix}")
-
-
-HEAD = b"2 2\n"
-ONE = struct.pack("<2f", 1, 2)
-
-
-@pytest.mark.parametrize(
-    ("suffix", "data", "message"),
-    [
-        (".txt", b"", "line 1 of .* is no word2vec header"),
-        (".txt", b"the 1\n", "line 1 of .* is no word2vec header .* but b'the 1"),
-        (".txt", b"1 99999999999999999999\n", "promises vectors of 99999999999999999999 numbers"),
-        (".txt", b"2 2\na 1 2\nb 1\n      ", r"line 3 of .* \(1 numbers, not 2\)"),
-        (".txt", b"2 2\na 1 2\n\xff\xfe 1 2\n", "line 3 of .*can't decode"),
-        (".txt", b"2 2\na 1 2.000000000\n", "promises 2 words in its first line but holds only 1"),
-        (".txt", b"1 2\na 1 2\nb 1 2\n", "promises 1 words in its first line but holds more"),
-        (".txt", b"99999999999 100\na 1 2\n", "is truncated: it has .* bytes but its header promises"),
-        (".bin", HEAD + b"a " + ONE + b"b ", "is truncated: it has 16 bytes but its header promises at least 24"),
-        (".bin", HEAD + b"a " + ONE + b"\nlong_word " + ONE[:4], "ends or is damaged at word 2 of 2, byte 14"),
-        (".bin", HEAD + b"a " + ONE + b"\n\xff\xfe " + ONE, "has no UTF-8 word at word 2 of 2, byte 14"),
-        (".bin", HEAD + b"a " + ONE + b"b " + ONE + b"tail", "goes on after its 2 words, at byte 24"),
-        (".bin", b"1 1\n" + b"x" * 200_000, "ends or is damaged at word 1 of 1, byte 4"),
-        (".safetensors", b"rubbish that is long enough", r"is no \.safetensors file or is truncated"),
-    ],
-)
-def test_damaged_files(tmp_path, suffix, data, message, monkeypatch):
-    monkeypatch.setattr(
-        formats_text, "_BYTES_AT_ONCE", 8 if len(data) < 100 else 1 << 20
-    )  # places count over all reads
-    (tmp_path / f"v{suffix}").write_bytes(data)
-    with pytest.raises(StorageError, match=message) as caught:
-        Vectors.load(tmp_path / f"v{suffix}")
-    assert "\n" not in str(caught.value)
+def test_places_in_a_binary_file_count_over_all_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr(formats_text, "_BYTES_AT_ONCE", 8)
+    one = struct.pack("<2f", 1, 2)
+    for second, place in (
+        (b"\n\xff\xfe " + one, "word at word 2 of 2, byte 14"),
+        (b"b " + one + b"tail", "at byte 24"),
+    ):
+        (tmp_path / "v.bin").write_bytes(b"2 2\na " + one + second)
+        with pytest.raises(StorageError, match=place):
+            Vectors.load(tmp_path / "v.bin")
 
 
 def load_or_refuse(path):
@@ -267,35 +214,3 @@ def test_truncated_kv(tmp_path):
     for thing in ({}, [1], models.KeyedVectors):
         path.write_bytes(pickle.dumps(thing))
         assert load_or_refuse(path) is None
-
-
-def test_words_that_are_there_twice(tmp_path):
-    (tmp_path / "v.txt").write_text("2 1\na 1\na 2\n")
-    with pytest.raises(StorageError, match=r"holds no word vectors \(word 'a' is there twice\); get the file again"):
-        Vectors.load(tmp_path / "v.txt")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"word_ends": np.array([2, 1], dtype="i8")}, "no rising positions"),
-        ({"word_ends": np.array([1, 9], dtype="i8")}, "the words take 2 bytes but end elsewhere"),
-        ({"word_ends": None}, "holds no words"),
-        ({"word_ends": np.array([2], dtype="i8")}, "holds 1 words but 2 vectors"),
-        ({"counts": np.array([1], dtype="i8")}, "counts have shape"),
-        ({"counts": np.array([1.0, 2])}, "counts hold float64"),
-        ({"vectors": np.zeros((2, 2), dtype="i4")}, "matrix holds int32"),
-    ],
-)
-def test_safetensors_that_make_no_sense(tmp_path, change, message):
-    tensors = {
-        "vectors": np.zeros((2, 2), dtype="f4"),
-        "word_ends": np.array([1, 2], dtype="i8"),
-        "words": np.frombuffer(b"ab", dtype="u1"),
-    }
-    safetensors.numpy.save_file(tensors, tmp_path / "v.safetensors")
-    assert Vectors.load(tmp_path / "v.safetensors").words == ["a", "b"]
-    changed = {name: array for name, array in {**tensors, **change}.items() if array is not None}
-    safetensors.numpy.save_file(changed, tmp_path / "v.safetensors")
-    with pytest.raises(StorageError, match=message):
-        Vectors.load(tmp_path / "v.safetensors")

@@ -251,14 +251,9 @@ def test_a_file_and_back(tmp_path):
 
 def test_bad_files(tmp_path):
     path = tmp_path / "ngrams.safetensors"
-    with pytest.raises(StorageError, match="cannot read"):
-        NgramVectors.load(path)
     rows = {"ngrams": np.zeros((3, 2), np.float32)}
     path.write_bytes(safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "x"}))
     with pytest.raises(StorageError, match="does not say min_n and max_n"):
-        NgramVectors.load(path)
-    path.write_bytes(safetensors.numpy.save({"vectors": rows["ngrams"]}))
-    with pytest.raises(InvalidValueError, match="has no tensor 'ngrams'"):
         NgramVectors.load(path)
     whole = safetensors.numpy.save(rows, metadata={"min_n": "3", "max_n": "6"})
     for size in range(0, len(whole), 7):

@@ -52,23 +52,6 @@ def test_graphs_out_of_text():
     assert (len(graph), graph.weights) == (4, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a b\n\nc\n", r"line 3 of 'the given file' has 1 fields, 'c', but an edge is 'node node' or .*; fix it"),
-        ("a b 1\na b c d\n", r"line 2 of .* has 4 fields, 'a b c d', .* pass kind='adjacency'"),
-        ("a b c\n", r"line 1 of .* has the weight 'c', not a number"),
-        ("# x\na b 0\n", r"line 2 of .* has the weight 0 but a weight is above 0 and finite"),
-        ("a b inf\n", "has the weight inf but"),
-        ("# a b\n", "holds no edges"),
-    ],
-)
-def test_no_edge_list(text, message):
-    with pytest.raises(InvalidValueError, match=message) as caught:
-        graph_of(text)
-    assert "\n" not in str(caught.value)
-
-
 def test_lines_are_counted_in_each_file_and_over_blocks(tmp_path):
     edge = f"{'a' * 50} {'b' * 50}\n"
     (tmp_path / "a.txt").write_text(edge * 15_000)

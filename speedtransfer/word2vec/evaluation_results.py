@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 Question = tuple[str, str, str, str]
@@ -57,11 +57,8 @@ class Similarity:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the figures for JSON."""
-        return {
-            "kind": "similarity", "name": self.name, "spearman": self.spearman, "interval": list(self.interval),
-            "pearson": self.pearson, "num_pairs": self.num_pairs, "num_unknown": self.num_unknown,
-            "oov_ratio": self.oov_ratio, "unknown_words": list(self.unknown_words),
-        }  # fmt: skip
+        more = {"interval": list(self.interval), "oov_ratio": self.oov_ratio, "unknown_words": list(self.unknown_words)}
+        return {"kind": "similarity", **asdict(self), **more}
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from datetime import timedelta
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -61,9 +61,7 @@ class TrainingProgress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -80,11 +78,7 @@ class TrainingProgress:
             self.log(f"reading: {num_words:,} words")
 
     def training(self, epoch: str, share: float, words_per_s: float, loss: float, left_s: float) -> None:
-        """Show the state of training.
-
-        `epoch` is such as "epoch 2/5", `share` what is done (0 to 1), `words_per_s` of the corpus, `loss` the running mean per
-        pair, `left_s` the seconds left at this speed.
-        """
+        """Show the state of training: an `epoch` such as "epoch 2/5", the `share` that is done, and how long it goes on."""
         facts = f"{words_per_s:,.0f} words/s  loss {format_loss(loss)}"
         if self._bar is not None:
             self._bar.update(self._task, description=epoch, total=1.0, completed=share, facts=facts)
@@ -133,9 +127,7 @@ class StopOnSignal:
         elif number == signal.SIGINT:
             raise KeyboardInterrupt
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         self._previous.clear()
