@@ -122,13 +122,6 @@ def test_tables_in_files(tmp_path):
         assert torch.equal(model.word_vectors(), vectors)
 
 
-def test_a_table_that_exists_is_neither_overwritten_nor_are_others_left_beside_it(tmp_path):
-    (tmp_path / "output.safetensors").write_text("old")
-    with pytest.raises(StorageError, match="exists and would be overwritten"):
-        model_of(20, 5, memory="mmap", path=tmp_path)
-    assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("output.safetensors", "old")]
-
-
 def test_a_failure_while_filling_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr("speedtransfer.Table.uniform_", lambda *given, **named: 1 / 0)
     with pytest.raises(ZeroDivisionError):

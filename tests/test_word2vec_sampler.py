@@ -108,14 +108,6 @@ def blocks_equal(first, second):
     return all(torch.equal(getattr(a, n), getattr(b, n)) for a, b in zip(first, second, strict=True) for n in names)
 
 
-def test_seed_decides_every_draw(vocabulary):
-    ids = corpus_ids(10)
-    first, second, other = (epoch_of(sampler_of(vocabulary, ids, s, sample=0.02, block_words=200)) for s in (5, 5, 6))
-    assert blocks_equal(first, second)
-    assert not torch.equal(first[0].words, other[0].words)
-    assert len({tuple(block.words.tolist()) for block in first + other}) == len(first + other)
-
-
 def test_blocks_are_prepared_by_the_thread_that_draws_them(vocabulary):
     sampler, threads = sampler_of(vocabulary, corpus_ids(10), block_words=200), []
 

@@ -197,12 +197,11 @@ def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarra
         chunk = chunk[chunk != _DROPPED]
         line_ends = np.flatnonzero(chunk == LINE_END)
         if len(line_ends):
-            # After line ends, however many, the next word begins a sequence.
-            starts.append(end + np.unique(line_ends - np.arange(len(line_ends))))
+            starts.append(end + line_ends - np.arange(len(line_ends)))  # where the next word will be
             chunk = chunk[chunk != LINE_END]
         ids[end : end + len(chunk)] = chunk
         end += len(chunk)
     left = ids[:end].view(np.ndarray)
     left.flags.writeable = False
-    begun = np.unique(np.concatenate(starts))
+    begun = np.unique(np.concatenate(starts))  # line ends may follow one another
     return left, begun[begun < end]
