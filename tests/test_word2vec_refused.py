@@ -13,6 +13,7 @@ from refusals import Refusal, check_refused, refusals
 
 from speedtransfer import word2vec
 from speedtransfer.word2vec import Corpus, Vectors, Vocabulary
+from speedtransfer.word2vec.config import read_config
 from speedtransfer.word2vec.places import Places
 from speedtransfer.word2vec.plot import plot
 
@@ -87,6 +88,14 @@ plot(Vectors([], np.zeros((0, 3))), "words.png") -> InvalidValueError: there are
 """
 # What files hold. A text of 2,000,000 letters is a word that does not end.
 FILES = r"""
+read_config("bad.toml") -> StorageError: cannot read config 'bad.toml' \(No such file
+read_config(file("bad.toml", "dims = 3")) -> InvalidValueError: config 'bad.toml' has 'dims', not a setting; did you mean 'dim'
+read_config(file("bad.toml", "dim = '3'")) -> InvalidTypeError: config 'bad.toml': dim is '3' \(str\) but must be an integer
+read_config(file("bad.toml", "lr = nan")) -> InvalidValueError: config 'bad.toml': lr is nan but must be finite
+read_config(file("bad.toml", "dim =\nlr = 1")) -> InvalidValueError: config 'bad.toml' is no TOML: .*line 1
+read_config(file("s.json", "[" * 100_000)) -> InvalidValueError: 's.json' is no JSON:
+read_config(file("s.json", "[]")) -> InvalidValueError: has no object "settings"; pass the settings.json of a run
+read_config(file("s.json", '{"settings": {"dimm": 3}}')) -> InvalidValueError: 's.json' has 'dimm', not a setting
 read("") -> InvalidValueError: 'the given file' holds no words; pass a corpus with text in it
 read(" \n\t ") -> InvalidValueError: holds no words
 read("alone " * 100) -> InvalidValueError: the corpus has one distinct word, 'alone', but a model needs at least 2
@@ -191,7 +200,7 @@ def named(word):
 NAMES = {
     **{name: getattr(word2vec, name) for name in word2vec.__all__}, "np": np, "torch": torch, "io": io, "plot": plot,
     "Places": Places, "Unread": Unread, "model": model, "corpus_of": corpus_of, "read": read, "file": file,
-    "stored": stored, "named": named,
+    "stored": stored, "named": named, "read_config": read_config,
 }  # fmt: skip
 
 
