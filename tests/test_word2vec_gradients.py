@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from speedtransfer.word2vec import Block, gradients, lane_rows
 from speedtransfer.word2vec.gradients import DRAWS, MODELS, block_gradients
@@ -169,18 +168,6 @@ def check_steps(num_words, window, groups, k, dim, negative, num_rows, model, ra
         torch.testing.assert_close(grad, (table - expected) / rate, rtol=1e-5, atol=1e-8)
 
 
-@pytest.mark.parametrize(("words", "span"), [([], 1), ([3], 1), ([1, 2, 3], 3), ([1, 2, 1, 3], 2), (list(range(17)) * 2, 16),
-                                             ([1] * 5, 1), (list(range(100)), 16)])  # fmt: skip
-def test_words_at_once(words, span):
-    words, zeros = torch.tensor(words, dtype=torch.int64), torch.zeros(len(words), dtype=torch.int64)
-    block = Block(words, zeros, zeros, torch.tensor([0, 1, 2, 3]), len(words))
-    places = Places.find(block, 100, num_draws=3)
-    assert places.span == span
-    assert places.draws.shape == (-(-len(words) // span), 3)
-    more = Places.find(block, 100, num_draws=9)
-    assert more.draws.shape == (len(places.draws), 4)  # the pool has no more
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_extreme_scores_and_both_ways_agree(model, monkeypatch):
     block = draw_block(300, 5, 2, 16, num_rows=40)
@@ -195,38 +182,6 @@ def test_extreme_scores_and_both_ways_agree(model, monkeypatch):
     torch.testing.assert_close(compiled.loss, plain.loss)
     for grad, expected in zip(compiled_grads, plain_grads, strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-3, atol=5e-2)
-
-
-class Operations(TorchDispatchMode):
-    """Notes torch's operations: their names, and whether they accumulate."""
-
-    def __init__(self):
-        super().__init__()
-        self.names, self.overwriting = set(), set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        self.names.add(name)
-        if name.startswith("index_put") and not (args[3] if len(args) > 3 else (kwargs or {}).get("accumulate")):
-            self.overwriting.add(name)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("with_loss", [True, False])
-@pytest.mark.parametrize("model", MODELS)
-def test_on_a_device_nothing_is_read_and_nothing_added_in_any_order(model, with_loss):
-    """On the device "meta", which has no values: what the host reads there raises."""
-    block, device = draw_block(300, 3), torch.device("meta")
-    places = places_of(block, NUM_ROWS, model).to(device)
-    rows = [torch.empty(len(groups.ids), 4, device=device) for groups in (places.bags.rows, places.outputs)]
-    with Operations() as operations:
-        result = block_gradients(*rows, places, model=model, with_loss=with_loss)
-    assert [result.center.shape, result.context.shape] == [tensor.shape for tensor in rows]
-    assert result.num_pairs.device.type == "cpu"
-    assert "mm" in operations.names
-    in_any_order = ("index_add", "scatter_add", "scatter_reduce", "put_", "cumsum", "bincount")
-    assert not [name for name in operations.names if name.startswith(in_any_order)]
-    assert not operations.overwriting  # with accumulate index_put_ sorts first
 
 
 # --- vectors for numba ------------------------------------------------------------------------------------------------

@@ -11,9 +11,8 @@ import scipy
 import torch
 from late import models
 
-from speedtransfer.word2vec import Block, Sampler, Settings, Vocabulary
-from speedtransfer.word2vec.gradients import DRAWS, MODELS
-from speedtransfer.word2vec.places import Places, pair_weight
+from speedtransfer.word2vec import Sampler, Settings, Vocabulary
+from speedtransfer.word2vec.places import pair_weight
 from speedtransfer.word2vec.sampler import GROUP_WORDS
 
 COUNTS = [400, 200, 100, 50, 25, 10, 5, 1]
@@ -136,84 +135,21 @@ def test_block_of_more_words_than_there_are(vocabulary):
     assert len(block.negatives) == 512 * -(-len(ids) // GROUP_WORDS)
 
 
-# --- what is trained on, counted -------------------------------------------------------------------------------------
-
-COUNTED = np.array([900, 500, 300, 150, 80, 40, 20, 10])
-WORDS = [f"w{i}" for i in range(len(COUNTED))]
-WINDOW, NEGATIVE, SAMPLE = 5, 5, 0.01
-
-
-@pytest.fixture(scope="module")
-def known():
-    return Vocabulary(WORDS, COUNTED)
-
-
-@pytest.fixture(scope="module")
-def blocks(known):
-    ids = np.repeat(np.arange(len(COUNTED), dtype=np.int32), COUNTED * 60)
-    np.random.default_rng(0).shuffle(ids)
-    settings = {"seed": 4, "window": WINDOW, "sample": SAMPLE, "block_words": 2000, "shared_negatives": 128}
-    samplers = {model: Sampler(ids, known, Settings(model=model, **settings)) for model in MODELS}
-    return {model: [sampler.block(step) for step in range(3 * len(sampler))] for model, sampler in samplers.items()}
-
-
-@pytest.fixture(scope="module")
-def gensim():
-    model = models.Word2Vec(vector_size=2, min_count=1, sample=SAMPLE, negative=NEGATIVE)
-    model.build_vocab_from_freq(dict(zip(WORDS, COUNTED.tolist(), strict=True)))
-    return model
-
-
-def test_words_are_kept_with_the_probabilities_of_gensim(known, gensim):
-    theirs = [gensim.wv.get_vecattr(word, "sample_int") / 2**32 for word in WORDS]
-    assert known.keep_probability(SAMPLE) == pytest.approx(theirs, abs=1e-8)
+def test_words_are_kept_and_drawn_with_the_probabilities_of_gensim(vocabulary):
+    gensim = models.Word2Vec(vector_size=2, min_count=1, sample=0.01)
+    gensim.build_vocab_from_freq(dict(zip(vocabulary.words, COUNTS, strict=True)))
+    theirs = [gensim.wv.get_vecattr(word, "sample_int") / 2**32 for word in vocabulary.words]
+    assert vocabulary.keep_probability(0.01) == pytest.approx(theirs, abs=1e-8)
     assert min(theirs) < 0.3
-
-
-def test_noise_is_that_of_gensim(known, gensim):
     cumulated = gensim.cum_table.astype(float) / gensim.cum_table[-1]
-    assert np.cumsum(known.noise()) == pytest.approx(cumulated, abs=1e-8)
+    assert np.cumsum(vocabulary.noise()) == pytest.approx(cumulated, abs=1e-8)
+    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(20), sample=0.01, block_words=500))
+    words = np.bincount(torch.cat([block.words for block in blocks]).numpy(), minlength=len(COUNTS))
+    assert words / (np.array(COUNTS) * 20) == pytest.approx(np.minimum(theirs, 1), abs=0.1)
 
 
-def test_pairs_of_skip_gram_count_as_often_as_they_would_have_been_drawn(blocks):
-    expected = np.arange(WINDOW, 0, -1)
-    assert all(
-        (block.before[WINDOW:-WINDOW] == WINDOW).all() and block.window == WINDOW for block in blocks["skipgram"]
-    )
-    assert pair_weight(torch.arange(1, WINDOW + 1), WINDOW).tolist() == pytest.approx(expected / WINDOW)
-
-
-def test_negatives_by_frequency_stand_for_as_many_a_prediction_as_asked_for(blocks, known):
-    """Also by the frequency of the word that they serve: the noise is the same for all."""
-    weight, expected = np.zeros((2, len(COUNTED))), np.zeros(2)
-    drawn = np.zeros(len(COUNTED))
-    for block in blocks["cbow"][:40]:
-        places = Places.find(block, len(COUNTED), DRAWS["cbow"] * NEGATIVE)
-        predictions = np.minimum((block.before + block.after).numpy(), 1)
-        assert int(places.num_predicted) == predictions.sum()
-        negatives = places.outputs.ids[places.draws].numpy()
-        assert negatives.shape[1] == DRAWS["cbow"] * NEGATIVE
-        for number, of_span in enumerate(negatives):
-            here = slice(number * places.span, (number + 1) * places.span)
-            rare = block.words[here].numpy() >= 4
-            counts = np.bincount(of_span, minlength=len(COUNTED))
-            drawn += counts
-            for group, chosen in enumerate((~rare, rare)):
-                served = NEGATIVE * predictions[here][chosen].sum()
-                weight[group] += served / negatives.shape[1] * counts
-                expected[group] += served
-    assert_drawn_from(drawn, known.noise())
-    for group in range(2):
-        assert weight[group].sum() == pytest.approx(expected[group])
-        assert weight[group] / expected[group] == pytest.approx(known.noise(), abs=0.01)
-
-
-@pytest.mark.parametrize("pool", [1, 100, 512])
-@pytest.mark.parametrize("num_draws", [1, 30])
-def test_spans_use_all_of_the_pool_alike(pool, num_draws):
-    """Where some words of the pool were used seven times and others never, vectors by AdamW fell into one dimension."""
-    words, zeros = torch.arange(16 * pool), torch.zeros(16 * pool, dtype=torch.int64)
-    places = Places.find(Block(words, zeros, zeros, torch.arange(pool), len(words)), 16 * pool, num_draws)
-    assert places.draws.shape == (pool, min(pool, num_draws))
-    drawn = places.outputs.ids[places.draws]
-    assert (torch.bincount(drawn.flatten(), minlength=pool)[:pool] == min(pool, num_draws)).all()
+def test_pairs_of_skip_gram_count_as_often_as_they_would_have_been_drawn(vocabulary):
+    blocks = epoch_of(sampler_of(vocabulary, corpus_ids(), sample=0, window=5))
+    assert all((block.before[5:-5] == 5).all() and (block.after[5:-5] == 5).all() for block in blocks)
+    assert {block.window for block in blocks} == {5}
+    assert pair_weight(torch.arange(1, 6), 5).tolist() == pytest.approx([1, 0.8, 0.6, 0.4, 0.2])
