@@ -63,13 +63,6 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
     A TOML file holds names of :class:`Settings` and their values; `options` is a table. Of a file that ends in ``.json``, the
     ``settings.json`` of a run, the object "settings" is read.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        The file is not TOML (or JSON), names a setting that does not exist, or has a bad value for one.
-    StorageError
-        The file cannot be read.
     """
     path = Path(path)
     where = f"config {str(path)!r}"

@@ -134,11 +134,7 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
     """Read word2vec or GloVe text: two fields in the first line are a header, more are a word and its vector.
 
     GloVe's own files hold a few words with spaces (``. . .``), which may be in the first line: the dim is that of most lines.
-
-    Raises
-    ------
-    StorageError
-        The file is missing or damaged; the message names the line.
+    Of a damaged file the message of the `StorageError` names the line.
     """
     with reading(path) as file:
         first = file.readline(HEADER_BYTES)

@@ -87,12 +87,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Return the optimizer called `name` over `params`, with torch's fused kernel where there is one for them.
 
-    `options` are further arguments, over those of `DEFAULT_OPTIONS`; `lr` is by default `default_lr`.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        Unknown name; an option or learning rate that the optimizer does not take.
+    `options` are further arguments, over those of `DEFAULT_OPTIONS`; `lr` is by default `default_lr`. Raises for an unknown
+    name, and for an option or learning rate that the optimizer does not take.
     """
     kind, params = find_optimizer(name), list(params)
     if options and "lr" in options:  # the schedule would replace it

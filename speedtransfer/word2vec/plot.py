@@ -31,24 +31,9 @@ def plot(
 ) -> None:
     """Draw the first `num_words` words, the most frequent where `train` made the vectors, or those near `words`, as a map.
 
-    The font is matplotlib's own: letters it lacks (Chinese, for instance) show as boxes.
-
-    Parameters
-    ----------
-    vectors : Vectors
-    path : path-like
-        The PNG file; an old one stays whole until the new one is.
-    num_words : int
-    title : str, optional
-    words : sequence of str, optional
-        Draw these, in bold, and the words nearest to them, as many for each.
-
-    Raises
-    ------
-    InvalidValueError
-        `path` does not end in .png, or there are no words, or more in `words` than `num_words`.
-    MissingPackageError
-        matplotlib or scikit-learn is not installed.
+    The font is matplotlib's own: letters it lacks (Chinese, for instance) show as boxes. `path` is a PNG file; an old one
+    stays whole until the new one is. With `words` these are drawn, in bold, and the words nearest to them, as many for each. Needs
+    matplotlib and scikit-learn.
     """
     path = check_png(path)
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))

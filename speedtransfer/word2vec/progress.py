@@ -94,18 +94,13 @@ class TrainingProgress:
 
 
 class StopOnSignal:
-    """Within this context the first SIGINT (Ctrl-C) or SIGTERM sets `requested` and does nothing else.
+    """Within this context the first SIGINT (Ctrl-C) or SIGTERM sets `requested`, its number, and does nothing else.
 
     An exception between two writes would leave weights and optimizer state of different steps. Ctrl-C after that raises
     KeyboardInterrupt; another SIGTERM does nothing, since ``timeout`` and job schedulers send several.
 
     In a thread other than the main one nothing is changed, nor is a signal that the program ignores or handles itself: one
     that is ignored, as SIGINT is in background jobs of a script, stays so.
-
-    Attributes
-    ----------
-    requested : int or None
-        The number of the signal.
     """
 
     def __init__(self) -> None:
