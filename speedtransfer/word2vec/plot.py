@@ -32,8 +32,8 @@ def plot(
     """Draw the first `num_words` words, the most frequent where `train` made the vectors, or those near `words`, as a map.
 
     The font is matplotlib's own: letters it lacks (Chinese, for instance) show as boxes. `path` is a PNG file; an old one
-    stays whole until the new one is. With `words` these are drawn, in bold, and the words nearest to them, as many for each. Needs
-    matplotlib and scikit-learn.
+    stays whole until the new one is. With `words` these are drawn, in bold, and the words nearest to them, as many for each.
+    Needs matplotlib and scikit-learn.
     """
     path = check_png(path)
     num_words = min(check_size(num_words, "num_words", 1), len(vectors))
