@@ -189,6 +189,40 @@ def test_extreme_scores_and_both_ways_agree(model, monkeypatch):
 DTYPES = [np.float32, np.float64]
 
 
+def random_rows(count, dim, dtype, seed=0):
+    """Rows as wide as whole vectors, zero from `dim` on."""
+    rows = lane_rows.zero_rows(count, dim, dtype)
+    rows[:, :dim] = np.random.default_rng(seed).normal(size=(count, dim))
+    return rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [1, 150])
+def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
+    """One by one: numba keeps what it has compiled of `compiled` when a function that it calls has changed."""
+    rows, others, into = random_rows(8, dim, dtype), random_rows(WIDTH, dim, dtype, 1), random_rows(8, dim, dtype, 4)
+    weights, shares = random_rows(1, 6, dtype, 2), random_rows(8, WIDTH, dtype, 3)
+    chosen, by_column, scores = (
+        np.array([0, 3, 3, 15, 1, 2]),
+        np.zeros((dim, WIDTH), dtype),
+        np.zeros((8, WIDTH), dtype),
+    )
+    expected = weights[0, 1:5] @ others[chosen[1:5]]
+    pairs = [(np.asarray(lane_rows.score(rows, 1, others, 7), dtype), rows[1] @ others[7])]
+    for anew in (True, False):
+        lane_rows.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
+        pairs.append((into[2].copy(), expected if anew else 2 * expected))
+    lane_rows.set_columns(by_column, others)
+    lane_rows.set_scores(scores, rows, by_column)
+    pairs.append((scores, rows @ others.T))
+    added, products = others.copy(), np.full_like(rows, 9)
+    lane_rows.add_products(added, shares, rows)
+    lane_rows.set_products(products, shares, others)
+    pairs += [(added, others + shares.T @ rows), (products, shares @ others)]
+    for found, wanted in pairs:
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(dtype).eps)
+
+
 @njit
 def sigmoid_of(scores: np.ndarray, heights: np.ndarray, found: np.ndarray) -> None:
     for n in range(0, scores.shape[1], WIDTH):
