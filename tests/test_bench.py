@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import scipy
 import torch
 
 from speedtransfer.benchmark.measure import measure
@@ -175,22 +174,6 @@ def test_every_method_comes_to_the_loss_of_one_process(suites, kind):
     sent = [case.figures["sent_bytes"] * case.figures["steps"] for case in found.ran]
     assert max(sent[1:]) < sent[0]
     assert f"| {found.ran[0].name} | " in shown("exchange", [found]).replace("**", "")
-
-
-def test_what_did_not_come_to_the_loss_is_told(suites, monkeypatch):
-    exchange, how = suites["exchange"].module, ("gradients", suites["exchange"].module._QUICK, 2, 16, 1)
-    whole = {"losses": [0.5, 0.3], "sent_bytes": 160.0, "seconds": [1.0]}
-    found = {"all-reduce": whole, "one_bit_hook": {"losses": [0.5, 0.4], "sent_bytes": 10.0, "seconds": []}}
-    alone = {"all-reduce": {"losses": [0.5, 0.3]}}
-    monkeypatch.setattr(exchange, "train", lambda ranks, *_: found if ranks > 1 else alone)
-    first, signs = exchange._measured(*how)
-    assert first.figures == {"steps": 16.0, "sent_bytes": 10.0, "loss": 0.3}
-    assert signs.error == "did not come to a loss of 0.303 in 48 steps"
-    groups = [GroupResult("train", {"kind": "gradients", "ranks": 2}, [first, signs])]
-    assert "- not run: train, one_bit_hook: did not come" in shown("exchange", groups)
-    alone["all-reduce"]["losses"] = [0.5, 0.31]
-    with pytest.raises(AssertionError, match=r"0\.3, but one process 0\.31"):
-        exchange._measured(*how)
 
 
 @pytest.mark.parametrize("package", ["speedtransfer", "speedtransfer.ranks"])
@@ -425,37 +408,6 @@ def test_a_stopped_run_goes_on(word2vec, report, small, tmp_path, monkeypatch, c
     assert f"[1/3] {large}, skip-gram, speedtransfer, Adagrad, dim 8, seed 1: " in text
     assert "Analogies say nothing on a corpus of this size" in text
     assert len(report.draw(found).axes) == 2 * (1 + len(PAIRS) + 1)
-
-
-def test_vectors_are_asked_alike(tmp_path):
-    """Words of equal count lie in another order, and the same questions are asked; the answers by hand."""
-    child, words = importlib.import_module("word2vec_child"), [f"w{number:02}" for number in range(40)]
-    matrix = np.random.default_rng(0).standard_normal((40, 6)).astype("f4")
-    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
-    near, right = unit[:20] @ unit[:20].T, 0
-    questions = [": any"]
-    for a, b, c in ((i, i + 1, i + 2) for i in range(30)):
-        scores = (unit[:20] @ (unit[b] - unit[a] + unit[c])).tolist() if c < 20 else [0.0] * 20
-        best = max(set(range(20)) - {a, b, c}, key=scores.__getitem__)
-        right += c < 20 and a % 2
-        questions.append(" ".join(words[i] for i in (a, b, c, best if a % 2 else (best + 1) % 20)))
-    (tmp_path / "set.txt").write_text("\n".join(questions))
-    (tmp_path / "pairs.txt").write_text(
-        "".join(f"{words[i]}\t{words[i + 1]}\t{i % 7}\n" for i in range(19)) + "w00 nil 3"
-    )
-    expected = scipy.stats.spearmanr([near[i, i + 1] for i in range(19)], [i % 7 for i in range(19)]).statistic
-    sets = [("a", str(tmp_path / "set.txt")), ("p", str(tmp_path / "pairs.txt"))]
-    for order in (np.arange(40), np.arange(40)[::-1]):
-        np.save(tmp_path / "vectors.npy", matrix[order])
-        (tmp_path / "words.txt").write_text("".join(f"{words[row]} 7\n" for row in order))
-        found = child.evaluate({"folder": str(tmp_path), "restrict": 20, "sets": sets})
-        assert found["asked"] == {"a": 18, "a, semantic": 18, "a, syntactic": 0, "p": 19}
-        assert found["scores"]["a"] == found["scores"]["a, semantic"] == pytest.approx(right / 18)
-        assert found["scores"]["a, syntactic"] is None
-        assert found["scores"]["p"] == pytest.approx(expected)
-        outcome = {name: np.array(items, dtype=float) for name, items in found["items"].items()}
-        assert outcome["p"] == pytest.approx([*(near[i, i + 1] for i in range(19)), np.nan], abs=1e-6, nan_ok=True)
-        assert outcome["a"] == pytest.approx([*(i % 2 for i in range(18)), *[np.nan] * 12], nan_ok=True)
 
 
 # --- differences ----------------------------------------------------------------------------------------------------------

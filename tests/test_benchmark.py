@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import multiprocessing
-import os
-import signal
-import time
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
-from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES, contenders
+from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES
 from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.suites import SUITES
-from speedtransfer.benchmark.workload import Ids, Tables, distinct_ids, spread, workload, zipf_ids
-from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
+from speedtransfer.benchmark.workload import Ids, Tables, workload
+from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.page_cache import PagesStayError
 
 CPU = torch.device("cpu")
@@ -96,29 +92,6 @@ def test_shares_and_the_way_through_json():
     data = result.to_json()
     data["cases"][0]["device_s"] = None  # of an earlier version
     assert GroupResult.from_json(data) == result
-
-
-# --- workloads ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("num_rows", "count"), [(10, 10), (2**33, 1000)])
-def test_distinct_ids(num_rows, count):
-    ids = distinct_ids(num_rows, count, torch.Generator().manual_seed(0))
-    assert len(ids.unique()) == len(ids) == count
-    assert 0 <= ids.min() <= ids.max() < num_rows
-    assert (ids[1:] < ids[:-1]).any(), "in random order"
-
-
-@pytest.mark.parametrize("num_rows", [500, 2**31 + 11])
-def test_zipf_ids_fall_as_one_over_the_rank(num_rows):
-    draw = torch.Generator().manual_seed(0)
-    ids, more = (zipf_ids(num_rows, 100_000, draw) for _ in range(2))
-    assert 0 <= ids.min() <= ids.max() < num_rows
-    assert not torch.equal(ids, more)
-    first, second = ((ids == row).sum().item() for row in spread(torch.arange(2), num_rows))
-    assert first / second == pytest.approx(2, rel=0.1)
-    places = spread(torch.arange(500), num_rows)
-    assert len(places.unique()) == 500
 
 
 # --- methods ------------------------------------------------------------------------------------------------------------
@@ -245,8 +218,6 @@ def test_sizes_are_checked(suite):
     assert module.NOTE
     with pytest.raises(InvalidValueError, match="rows is -1"):
         module.groups(CPU, True, rows=-1)
-    with pytest.raises(InvalidTypeError, match=r"rows is 1\.5"):
-        module.groups(CPU, True, rows=1.5)
 
 
 # --- step ---------------------------------------------------------------------------------------------------------------
@@ -262,12 +233,7 @@ def taken_of(experiment, number):
 
 @pytest.mark.parametrize(
     ("experiment", "number"),
-    [
-        ("size", 0),
-        ("size", 2),
-        ("small step", 3),
-        ("idle rows", 1),
-    ],
+    [("size", 0), ("size", 2), ("small step", 3), ("idle rows", 1)],
 )
 def test_a_wrong_step_is_noticed(experiment, number):
     case, taken = taken_of(experiment, number)
@@ -277,17 +243,12 @@ def test_a_wrong_step_is_noticed(experiment, number):
         case.check()
 
 
-@pytest.mark.parametrize("number", [0, 2])
-def test_a_step_that_changes_other_rows_is_noticed(number):
-    case, taken = taken_of("size", number)
+def test_a_step_that_changes_other_rows_is_noticed():
+    case, taken = taken_of("size", 0)
     touched, emb = taken.task.touched, taken.model.tables[0]
-    idle = touched[~torch.isin(touched, taken.task.checked[0])][0]
-    (emb.table.torch() if case.role == "ours" else emb.weight.data)[idle] += 1e-6
-    if case.role == "ours":
-        with pytest.raises(AssertionError, match="rows that it does not touch"):
-            case.check()
-    else:
-        case.check()  # a dense optimizer may
+    emb.table.torch()[touched[~torch.isin(touched, taken.task.checked[0])][0]] += 1e-6
+    with pytest.raises(AssertionError, match="rows that it does not touch"):
+        case.check()
 
 
 def test_new_ids_have_missed_steps():
@@ -343,32 +304,19 @@ def test_memory_of_a_table_in_a_process_of_its_own():
 @pytest.mark.parametrize(
     ("rows", "taken", "problem"),
     [
+        (10_000_000, 1.04, None),
         (10_000_000, 1.06, r"6\.0% beyond the 15,360,000,000 of its planes"),
         (1_000_000, 0.94, "the measurement is wrong"),
     ],
 )
 def test_what_a_table_may_take(monkeypatch, rows, taken, problem):
-    asked = []
-
-    def measured(contender, optimizer, rows, device):
-        asked.append(contender)
-        planes = next(one.planes for one in contenders(device, optimizer) if one.name == contender)
-        return {"host_bytes": int(taken * planes * rows * ROW_BYTES), "device_bytes": 0}
-
-    def run_and_check(case):
-        case.run()
+    planes = PLANES["AdamW"] * rows * ROW_BYTES
+    monkeypatch.setattr(memory, "measured", lambda *about: {"host_bytes": int(taken * planes), "device_bytes": 0})
+    case = memory.groups(CPU, False, rows=rows)[0].make()[0]
+    wrong = pytest.raises((AssertionError, memory.MeasurementError), match=problem)
+    with wrong if problem else contextlib.nullcontext():
         case.run()
         case.check()
-
-    monkeypatch.setattr(memory, "measured", measured)
-    for case in memory.groups(CPU, False, rows=rows)[0].make():
-        if problem and (case.role == "ours" or taken < 1) and (taken > 1 or "mmap" not in case.name):
-            with pytest.raises((AssertionError, memory.MeasurementError), match=problem):
-                run_and_check(case)
-        else:
-            run_and_check(case)
-    assert asked == [LAZY, SPARSE, DENSE, MAPPED]  # once each
-    assert memory.with_page_locked(150, 1000) == memory.with_page_locked(1150, 1000) == 1150
 
 
 # --- tables in files ----------------------------------------------------------------------------------------------------
@@ -399,20 +347,6 @@ def test_pages_of_all_planes_are_dropped_and_nothing_is_lost(tables, tmp_path, m
         TableFiles(in_memory)
 
 
-def test_as_many_batches_are_read_ahead_as_are_taken_and_a_wrong_row_is_noticed(tables, monkeypatch):
-    asked, used = [], SimpleNamespace(is_waiting=False, is_changed=lambda: False, part=None)
-    emb = type(tables.in_file[0])
-    monkeypatch.setattr(emb, "prefetch", lambda self, ids: asked.append(ids) or used)
-    method = prefetch._Runs(tables, prefetch._Dense(8, 4), prefetch.Sizes(4, 5, 6, 1), True, depth=4)
-    method.before()
-    assert len(asked) == 9
-    method.run()
-    assert len(asked) == 15
-    monkeypatch.setattr(emb, "forward", lambda self, ids: torch.zeros(4, prefetch.FIELDS, DIM))
-    with pytest.raises(AssertionError, match="not those of the table"):
-        method.check()
-
-
 def test_hits_of_a_cache_are_those_computed(tables, monkeypatch):
     (group,) = cache.groups(CPU, True, rows=ROWS)
     found = measure(group, CPU, **FAST)
@@ -424,16 +358,3 @@ def test_hits_of_a_cache_are_those_computed(tables, monkeypatch):
     monkeypatch.setattr(cache, "expected_unique", lambda *about: 1e6)
     with pytest.raises(WrongResultError, match=r"hits where 0\.0% are computed"):
         measure(group, CPU, **FAST)
-
-
-def interrupt_parent():
-    os.kill(os.getppid(), signal.SIGINT)
-    time.sleep(1000)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("fresh_signals")
-def test_interrupting_the_parent_alone_ends_the_process():
-    with pytest.raises(KeyboardInterrupt):
-        memory.in_process(interrupt_parent)
-    assert not multiprocessing.active_children()

@@ -96,15 +96,6 @@ def test_transfer_writes_figures_pictures_and_report(run, tmp_path):
         assert words in out
 
 
-def test_all_writes_a_file_for_each_suite(run, only, tmp_path):
-    only(transfer=[group_of("a gather", ours(payload_bytes=10), kind="other")], cache=[])
-    code, out, err = run("all", "--json", "results", "--plot", "plots", "--rows", "5", "--device", "cpu")
-    assert code == 0, err
-    assert files(tmp_path) == ["plots/report.md", "results/cache.json", "results/transfer.json"]
-    assert json.loads((tmp_path / "results/cache.json").read_text())["options"] == {"seed": 0, "rows": 5}
-    assert "a gather" in out
-
-
 BAD = """
 transfr -> 'transfer'
 everything -> 'all'

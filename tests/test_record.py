@@ -15,7 +15,7 @@ import pytest
 
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.cuda import CudaStatus, cuda_status
+from speedtransfer.cuda import cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SUITE = {"quick": False, "failures": {}, "groups": [GroupResult("a", {}).to_json()]}
@@ -239,20 +239,3 @@ def test_without_a_device_each_refuses_in_one_line(record, capsys):
     assert capsys.readouterr() == ("", 2 * reason)
     assert importlib.import_module("launches").main([]) == 2
     assert capsys.readouterr().err.startswith("error: this counts on the emulated GPU")
-
-
-def test_options(record, store, monkeypatch, capsys):
-    asked = []
-    monkeypatch.setattr(record, "record", lambda tasks, end, archive: asked.append((list(tasks), archive)) or 0)
-    found = CudaStatus(True, "", "14.2", "13.0", "13.0", ("NVIDIA Test 1",))
-    monkeypatch.setattr("speedtransfer.cuda.cuda_status", lambda: found)
-    assert record.main(["here", "--only", "step,tax", "--quick", "--limit", "60", "--total", "90"]) == 0
-    assert record.main(["gpu", "--archive", "a.tgz"]) == 0
-    usual = (*store.CHECKS, *store.SUITES, "tax", "mixed", "exchange", "gpu")
-    assert asked == [
-        ([record.Task(part, 60.0, True) for part in ("step", "tax")], None),
-        ([record.Task(part, 300.0) for part in usual], Path("a.tgz")),
-    ]
-    with pytest.raises(SystemExit):
-        record.main(["here", "--only", "tests"])
-    assert "there is no part tests of here; choose from transfer, " in capsys.readouterr().err
