@@ -148,7 +148,7 @@ def mixed(suites, monkeypatch):
 
 
 @pytest.mark.slow
-def test_every_form_is_measured_and_judged(mixed, monkeypatch):
+def test_every_form_is_measured(mixed):
     found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
     assert [case.name for case in found.ran] == [form.name for form in mixed.FORMS]
     for case in found.ran:
@@ -157,11 +157,6 @@ def test_every_form_is_measured_and_judged(mixed, monkeypatch):
     text = shown("mixed", [found])
     assert "- the device lists " in text
     assert "| accuracy, by windows of a batch | 128 |" in text
-    case = mixed.Training(mixed.FORMS[2], mixed._QUICK, 64, CPU, 0, {"loss": 1.0, "seconds": 1.0})
-    case.run()
-    monkeypatch.setattr(mixed.Training, "evaluate", lambda training: (0.1, 1.2))
-    with pytest.raises(AssertionError, match=r"ends with a loss of 1\.2000, FP32 with 1\.0000"):
-        case.check()
 
 
 @pytest.mark.slow
@@ -314,11 +309,6 @@ TOPICS, WORDS_A_TOPIC = 6, 8
 PAIRS = ("WS-353", "RG-65", "MTurk-287", "SimLex-999", "RW")
 
 
-@pytest.fixture(autouse=True)
-def scripts(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
-
-
 @pytest.fixture
 def word2vec():
     return importlib.import_module("word2vec")
@@ -345,12 +335,6 @@ def put_data(folder):
     questions = ": topics\nt0w0 t0w1 t1w0 t1w1\n: gram1\nt4w0 t4w1 t5w0 t5w1\nt4w0 t4w1 t5w0 other\n"
     folder.joinpath("wordsim/questions-words.txt").write_text(questions)
     return folder
-
-
-# --- data ---------------------------------------------------------------------------------------------------------------
-
-
-# --- runs ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -436,6 +420,3 @@ def test_differences_that_are_known(report, monkeypatch, ours, theirs, gold, val
     assert found == report.bootstrap(ours, theirs, gold), "the same draws each time"
     assert found["value"] == pytest.approx(value)
     assert [found["low"], found["high"]] == pytest.approx([low, high], abs=0.2 * HALF)
-
-
-# --- what is shown ------------------------------------------------------------------------------------------------------

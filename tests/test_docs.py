@@ -280,16 +280,6 @@ def test_a_notebook_runs_at_the_small_size(path, tmp_path):
     assert path.read_bytes() == before, "a small run leaves the outputs that readers see"
 
 
-@pytest.mark.slow
-def test_a_notebook_that_fails_is_not_written(tmp_path):
-    path = tmp_path / "one.ipynb"
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("1 / 0", id="one")]), path)
-    done = convert(path, tmp_path / "out")
-    assert done.returncode != 0
-    assert "ZeroDivisionError" in done.stderr
-    assert not (tmp_path / "out" / "one.ipynb").exists()
-
-
 @every_notebook
 def test_names_that_a_notebook_imports_are_there(path):
     found = 0

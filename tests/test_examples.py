@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import ngram_lm
 import parallel
-from ngram_lm import END, PAIRS, UNKNOWN, WAYS, batches, read_tokens, windows_of
+from ngram_lm import END, PAIRS, UNKNOWN, WAYS, read_tokens
 from parallel import DATA_PARALLEL, ONE, ORDINARY, SHARDED, SHARED
 
 # --- a small GPT with n-gram tables --------------------------------------------------------------------------------------
@@ -79,15 +79,6 @@ def test_words_by_number(tmp_path):
     training, validation, vocabulary = read_tokens(None, 1000)  # the shipped text
     assert len(training) > 9 * len(validation) - 10 > 500_000
     assert 0 <= int(training.min()) <= int(training.max()) < vocabulary == 1000
-
-
-def test_windows_overlap_by_one_token():
-    windows = windows_of(torch.arange(10), 3)
-    assert windows.tolist() == [[0, 1, 2, 3], [3, 4, 5, 6], [6, 7, 8, 9]]
-    stream = batches(windows, 2, seed=0)
-    seen = [next(stream) for _ in range(4)]
-    assert all(batch.shape == (2, 4) for batch in seen)
-    assert len({tuple(batch[:, 0].tolist()) for batch in seen}) > 1
 
 
 # --- one device and several ----------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_a_release_and_what_comes_after(release, tree):
     assert (tree / "CHANGELOG.md").read_text().count("unreleased") == 1
 
 
-@pytest.mark.parametrize("version", ["", "1", "v1.2.3", "1.2.3.post1", "1.2.3\n"])
+@pytest.mark.parametrize("version", ["v1.2.3", "1.2.3.post1", "1.2.3\n"])
 def test_what_is_no_version(release, tree, version):
     with pytest.raises(ValueError, match=re.escape("a version is 1.2.3, 1.2.3rc1 or 1.2.3.dev0")):
         release("set_version").set_version(tree, version, "2030-01-02")
@@ -154,9 +154,6 @@ def test_metadata(editable):
         metadata.setdefault(name, []).append(value)
     assert (metadata["License-Expression"], metadata["License-File"]) == (["Apache-2.0"], ["LICENSE"])
     assert metadata["Author"] == ["speedtransfer developers"]
-    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    for part in ("Version 2.0, January 2004", "END OF TERMS AND CONDITIONS"):
-        assert part in text
     language = "Programming Language :: Python :: "
     pythons = [c.removeprefix(language) for c in metadata["Classifier"] if c.startswith(f"{language}3.")]
     assert metadata["Requires-Python"] == [f">={pythons[0]}"]
@@ -224,7 +221,7 @@ def test_the_cuda_extra_is_that_of_torch(tmp_path, driver, torch_cuda, index, ex
 
 # --- types --------------------------------------------------------------------------------------------------------------
 
-# A script of a user. Both checkers report an "ignore" that is not needed: a bad value that they do not see.
+# A script of a user. An "ignore" that is not needed is reported: a bad value that mypy does not see.
 SCRIPT = """
 import torch
 from typing_extensions import assert_type
@@ -295,24 +292,12 @@ def installed(kind: str, folder: Path) -> Path:
     return made / "bin" / "python"
 
 
-def check(command: list[str], script: str, folder: Path) -> None:
-    (folder / "script.py").write_text(script)
-    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
-    done = subprocess.run([*command, "script.py"], cwd=folder, env=alone, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
 def test_mypy_knows_the_public_names(kind, tmp_path, cache):
-    python = installed(kind, tmp_path)
-    options = ["--strict", "--python-executable", str(python), "--cache-dir", str(cache)]
-    check([sys.executable, "-m", "mypy", *options], SCRIPT, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("pyright") is None, reason="pyright is not installed: npm install -g pyright")
-@pytest.mark.parametrize("kind", ["build_wheel", "build_editable"])
-def test_pyright_knows_the_public_names(kind, tmp_path):
-    command = ["pyright", "--pythonpath", str(installed(kind, tmp_path))]
-    check(command, f"# pyright: reportUnnecessaryTypeIgnoreComment=true\n{SCRIPT}", tmp_path)
+    options = ["--strict", "--python-executable", str(installed(kind, tmp_path)), "--cache-dir", str(cache)]
+    (tmp_path / "script.py").write_text(SCRIPT)
+    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    command = [sys.executable, "-m", "mypy", *options, "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=alone, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
