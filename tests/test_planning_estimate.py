@@ -232,11 +232,11 @@ FORMS = [
     ("AdamW", {"storage_dtype": "int8"}),
     ("AdamW", {"state_dtype": "uint8", "idle": "lazy"}),
 ]
-ROWS, DIM = 200_000, 64
+MANY_ROWS, DIM = 200_000, 64
 
 
 def need(name, given, memory):
-    plan = st.plan((ROWS, DIM), name, machine=MACHINE, zipf=0.0, **given)
+    plan = st.plan((MANY_ROWS, DIM), name, machine=MACHINE, zipf=0.0, **given)
     (found,) = [each for each in plan.options if each.memory == memory]
     return found.need
 
@@ -245,7 +245,7 @@ def need(name, given, memory):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/smaps_rollup")
 def test_memory_of_a_process():
     forms = [(name, {"storage_dtype": "float32", **given}) for name, given in FORMS]
-    result = run_script(CHILD, json.dumps([ROWS, DIM, forms]))
+    result = run_script(CHILD, json.dumps([MANY_ROWS, DIM, forms]))
     assert result.returncode == 0, result.stderr
     planned = [need(name, given, "pageable").host for name, given in forms]
     assert json.loads(result.stdout) == pytest.approx(planned, rel=0.02)
@@ -253,7 +253,7 @@ def test_memory_of_a_process():
 
 def test_file_of_a_table(tmp_path):
     path = tmp_path / "rows.safetensors"
-    table = st.Embedding(ROWS, DIM, device="cpu", memory="mmap", path=path, idle="lazy")
+    table = st.Embedding(MANY_ROWS, DIM, device="cpu", memory="mmap", path=path, idle="lazy")
     planned = need("SGD", {"storage_dtype": "float32", "idle": "lazy"}, "mmap").disk
     assert path.stat().st_size == pytest.approx(planned, rel=0.02)
     del table
