@@ -57,6 +57,7 @@ COLUMNS = {
     "host us": lambda r: round(r["host_us"]),
 }
 WARM, TIMED = 5, 40
+SIZES = Sizes(rows=1_000_000, lookups=98_304, dim=128)
 RETURN_ZERO = b"\x31\xc0\xc3"  # xor eax, eax; ret
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")  # by cuBLAS, which is not emulated
 HERE = Path(__file__).name
@@ -68,18 +69,13 @@ def main(arguments: list[str] | None = None) -> int:
         prog="bench/launches.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="forms with that in their name")
-    parser.add_argument("--rows", type=int, default=1_000_000)
-    parser.add_argument("--lookups", type=int, default=98_304)
-    parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--write", action="store_true", help="write the result; of --only into what is there")
     args = parser.parse_args(arguments)
     if fakegpu is None:
         print("error: this counts on the emulated GPU; run it by cuda-emulator/run (see --help)", file=sys.stderr)
         return 2
-    sizes = Sizes(args.rows, args.lookups, args.dim)
     about = header(ROOT, "launches")
-    stored = read(PATH) if PATH.exists() else {}
-    before = stored.get("forms", {}) if stored.get("sizes") == sizes._asdict() else {}
+    before = read(PATH)["forms"] if PATH.exists() else {}
     forms: dict[str, Any] = {}
     print(_line(["form", *COLUMNS]), flush=True)
     os.environ.setdefault("FAKE_DEVICE_BYTES", str(8 << 30))
@@ -88,14 +84,14 @@ def main(arguments: list[str] | None = None) -> int:
             # Without a calibration that an emulated run has left: it would choose the engine.
             os.environ["SPEEDTRANSFER_CACHE"] = folder
             try:
-                forms[name] = in_process(count, name, sizes, Path(folder))
+                forms[name] = in_process(count, name, Path(folder))
                 _show(name, forms[name], before.get(name, {}))
             except SpeedtransferError as error:
                 forms[name] = {"error": str(error)}
                 print(f"{name:40} {error}", flush=True)
     if args.write:
         complete = set(forms) >= set(FORMS)
-        write(PATH, {**about, "sizes": sizes._asdict(), "forms": {**before, **forms}, "complete": complete})
+        write(PATH, {**about, "sizes": SIZES._asdict(), "forms": {**before, **forms}, "complete": complete})
         print(f"wrote {PATH.relative_to(ROOT)}")
     return int(any("error" in result for result in forms.values()))
 
@@ -116,7 +112,7 @@ def _line(cells: list[str]) -> str:
 # --- in a process of its own --------------------------------------------------------------------------------------------
 
 
-def count(form: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
+def count(form: str, folder: Path) -> dict[str, Any]:
     """Return what a warm step does: launches, operations, waits by where they come from, copies, allocations, host time.
 
     Files of tables go to `folder`.
@@ -125,7 +121,7 @@ def count(form: str, sizes: Sizes, folder: Path) -> dict[str, Any]:
     from gpu import emulated
 
     emulated.install()
-    step = FORMS[form].build(sizes, torch.device("cuda", 0), folder)
+    step = FORMS[form].build(SIZES, torch.device("cuda", 0), folder)
     for _ in range(WARM):
         step()
     torch.cuda.synchronize()

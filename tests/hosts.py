@@ -55,18 +55,9 @@ def two_nodes(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str
 
 def elastic(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]:
     """Start two launchers of torchrun, the first of which has the rendezvous."""
-    where = [
-        "--nnodes",
-        "2",
-        "--rdzv-backend",
-        "c10d",
-        "--rdzv-endpoint",
-        f"127.0.0.1:{free_port()}",
-        "--rdzv-id",
-        "tables",
-    ]
+    where = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     # The name of a machine need not resolve to an address that it has; and here both would have the rendezvous.
-    where += ["--local-addr", "127.0.0.1", "--rdzv-conf"]
+    where += ["--rdzv-id", "tables", "--local-addr", "127.0.0.1", "--rdzv-conf"]
     return [torchrun(*where, f"is_host={host}", *args, folder=folder, **env) for host in ("true", "false")]
 
 

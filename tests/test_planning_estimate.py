@@ -145,13 +145,6 @@ def test_how_torch_trains_sparse_gradients(optimizer, found):
 # --- ids of trials -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "zipf"), [(1000, 1.05), (3_000_000, 0.0), (1 << 40, 1.2)])
-def test_distinct_ids_are_as_many_as_expected(rows, zipf):
-    draw = np.random.default_rng(0)
-    found = [len(np.unique(draw_ids(rows, zipf, 20_000, draw))) for _ in range(5)]
-    assert np.mean(found) == pytest.approx(expected_unique(rows, zipf, 20_000), rel=0.02)
-
-
 @pytest.mark.parametrize(("rows", "zipf"), [(5000, 1.05), (2_000_000, 0.8)])
 def test_rows_that_a_cache_serves(rows, zipf):
     cached = [0, rows // 100, rows // 3, rows]

@@ -22,7 +22,7 @@ from speedtransfer.nn import Embedding
 DIM = 128
 ROW_BYTES = DIM * 4  # float32
 # Planes of a table with weights and optimizer state.
-PLANES = {"AdamW": 3, "SGD": 1, "SGD with momentum": 2, "RMSprop": 2, "Adamax": 3}
+PLANES = {"AdamW": 3, "SGD": 1}
 BY_HAND = "rows by hand, unchecked"
 
 Embed = Callable[[int, int], nn.Module]
@@ -73,9 +73,6 @@ _OPTIMIZERS = {
     "AdamW": _training(torch.optim.AdamW, fused=True),
     "SparseAdam": _training(torch.optim.SparseAdam),
     "SGD": _training(torch.optim.SGD),
-    "SGD with momentum": _training(torch.optim.SGD, momentum=0.9, foreach=True),
-    "RMSprop": _training(torch.optim.RMSprop, foreach=True),
-    "Adamax": _training(torch.optim.Adamax, foreach=True),
 }
 
 

@@ -40,8 +40,7 @@ NOTE = (
 )
 BY = ("rows", "rows of the table")
 IDLE, SMALL, MANY, WHOLE = "idle rows", "small step", "many tables", "whole table"
-HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed, with AdamW; a third with the others
-OTHERS = ("SGD with momentum", "RMSprop", "Adamax")
+HISTORY, QUICK_HISTORY = 300, 20  # steps before any is timed
 
 _ROWS, _LOOKUPS = 1_000_000, 98_304  # of the smallest table
 _QUICK_ROWS, _QUICK_LOOKUPS, _QUICK_BYTES = 20_000, 8_192, 600e6
@@ -81,7 +80,7 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
     found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
     found += _model_groups(device, rows, seed, history, quick)
-    found += _idle_groups(device, batches, room, history, quick)
+    found.append(_idle_group(device, batches, room, history))
     if not quick:
         found.append(group(4 * rows, in_file, "file", ", in a file"))
     return found
@@ -177,23 +176,17 @@ def _model_cases(
 # --- new ids in every step ----------------------------------------------------------------------------------------------
 
 
-def _idle_groups(
-    device: torch.device, batches: Batches, room: dict[str, float], history: int, quick: bool
-) -> Iterator[Group]:
-    """Yield a group for each optimizer, `quick` for AdamW only: exact against lazy, and for AdamW against torch."""
-    for optimizer in ("AdamW",) if quick else ("AdamW", *OTHERS):
-        steps = history if optimizer == "AdamW" else max(1, history // 3)
-        title = f"{optimizer} step with new ids, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
-        params = {"experiment": IDLE, "optimizer": optimizer, "rows": batches.rows, "dim": DIM, "history": steps}
-        make = functools.partial(_idle_cases, optimizer, device, batches, room, steps)
-        yield Group(f"{title}, after {steps:,} steps", make, params)
+def _idle_group(device: torch.device, batches: Batches, room: dict[str, float], history: int) -> Group:
+    """Return the group of exact rows against lazy ones and torch."""
+    title = f"AdamW step with new ids, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
+    params = {"experiment": IDLE, "optimizer": "AdamW", "rows": batches.rows, "dim": DIM, "history": history}
+    make = functools.partial(_idle_cases, device, batches, room, history)
+    return Group(f"{title}, after {history:,} steps", make, params)
 
 
-def _idle_cases(
-    optimizer: str, device: torch.device, batches: Batches, room: dict[str, float], history: int
-) -> list[Case]:
-    (lazy, *others), (exact, *_) = contenders(device, optimizer), contenders(device, optimizer, idle="exact")
-    rivals = [one for one in others if one.role == "other"] if optimizer == "AdamW" else []
+def _idle_cases(device: torch.device, batches: Batches, room: dict[str, float], history: int) -> list[Case]:
+    (lazy, *others), (exact, *_) = contenders(device), contenders(device, idle="exact")
+    rivals = [one for one in others if one.role == "other"]
 
     def draw(count: int, seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(batches.seed + seed)
