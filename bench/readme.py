@@ -45,7 +45,7 @@ class Section(NamedTuple):
 
 STEPS = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
 IDLE_ROWS = "Training with dense, exact, lazy and SparseAdam's idle rows"
-FIGURES = Section("figures", ())  # of all suites, in short
+FIGURES = Section("figures", ())  # of the suites without a section of their own, in short
 SECTIONS = (
     FIGURES,
     Section("in numbers", ("step", "peers", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS, "README.md"),
@@ -147,7 +147,8 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
             short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
         pages[page] += [text, _image(path, title, page)]
-        short += [report.markdown(result, short=True), _image(path, title, figures)]
+        if not any(section.parts[:1] == (result["suite"],) for section in SECTIONS if section.page == FIGURES.page):
+            short += [report.markdown(result, short=True), _image(path, title, figures)]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     for section in SECTIONS:
         page = root / section.page
