@@ -59,18 +59,10 @@ def in_child(function: Callable[[], Any]) -> Any:
     return result
 
 
-REFUSAL = "this torch does not go backward in a child of fork once the parent has"
-
-
-def is_refusal_of_torch(said: object) -> bool:
-    """Tell whether a child has `said` that it cannot go backward, as its parent has: torch 2.6, whatever the module."""
-    return torch.__version__ < "2.13" and "autograd's threading in combination with fork" in str(said)
-
-
 def skip_where_torch_refuses(said: object) -> None:
-    """Skip a test whose child of fork has said so."""
-    if is_refusal_of_torch(said):
-        pytest.skip(REFUSAL)
+    """Skip a test whose child has `said` that it cannot go backward, as its parent has: torch 2.6, whatever the module."""
+    if torch.__version__ < "2.13" and "autograd's threading in combination with fork" in str(said):
+        pytest.skip("this torch does not go backward in a child of fork once the parent has")
 
 
 def plain(value: Any) -> Any:

@@ -163,10 +163,6 @@ def test_lower_layers_have_never_heard_of_training(layer):
         assert not [name for name in imports_of(path) if name.startswith(("torch.nn", "torch.optim", "torch.autograd"))]
 
 
-def test_every_part_has_a_layer():
-    assert {part_of(path) for path in FILES} == set().union(*LAYERS)
-
-
 def test_imports_are_light_and_start_no_cuda():
     """Names are imported when they are used, and no others are shown; in a Python of its own."""
     heavy = ["cupy", "numba", "rich", "typer", "safetensors", "torch._dynamo", "torch.testing", "yaml"]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from forked import run_script
 from optimizer_cases import BASE, some
+from refusals import check_refused, refusals
 
 import speedtransfer as st
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 from speedtransfer.nn.sizing import StepBytes, table_size
 from speedtransfer.planning.estimate import CODEC_US, HOST, Estimate, disk_bytes, estimate_step, served_share
 from speedtransfer.planning.footprint import (
@@ -360,19 +360,21 @@ def test_nothing_outside_changes():
             assert table_size(ROWS, 8) == size
 
 
-def test_what_cannot_be_is_refused():
-    with pytest.raises(InvalidValueError, match="rows is 0"):
-        table_size(0, 8)
-    with pytest.raises(InvalidTypeError, match=r"dim is 1\.5"):
-        table_size(10, 1.5)
-    with pytest.raises(InvalidTypeError, match=r"storage_dtype is torch\.int32"):
-        table_size(10, 8, storage_dtype=torch.int32)
-    with pytest.raises(OptimizerError, match=r"LBFGS .*closure"):
-        table_size(10, 8, torch.optim.LBFGS)
-    with pytest.raises(OptimizerError, match="idle='exact' does not know what Unknown does"):
-        table_size(10, 8, Unknown, idle="exact")
+REFUSED = r"""
+table_size(0, 8) -> InvalidValueError: rows is 0
+table_size(10, 1.5) -> InvalidTypeError: dim is 1\.5
+table_size(10, 8, storage_dtype=torch.int32) -> InvalidTypeError: storage_dtype is torch\.int32
+table_size(10, 8, torch.optim.LBFGS) -> OptimizerError: LBFGS .*closure
+table_size(10, 8, Unknown, idle="exact") -> OptimizerError: idle='exact' does not know what Unknown does
+table_size(10, 8).step(11) -> InvalidValueError: distinct is 11 but must be from 0 to the number of rows, 10
+"""
+
+
+@pytest.mark.parametrize("refusal", refusals(REFUSED), ids=str)
+def test_what_cannot_be_is_refused(refusal):
+    check_refused(refusal, table_size=table_size, torch=torch, Unknown=Unknown)
+
+
+def test_momentum_is_state_and_what_is_unknown_is_not_exact():
     assert not table_size(10, 8, Unknown).exact
-    with pytest.raises(InvalidValueError, match="distinct is 11 but must be from 0 to the number of rows, 10"):
-        table_size(10, 8).step(11)
-    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
-    assert table_size(10, 8, momentum).state_bytes == 320
+    assert table_size(10, 8, functools.partial(torch.optim.SGD, momentum=0.9)).state_bytes == 320
