@@ -164,7 +164,7 @@ RUNS = {
     "memory": ({"rows": 20_000}, [[LAZY, SPARSE, DENSE]]),
     "precision": ({"rows": 300}, [[form.name for form in precision.FORMS[::3]]]),
     "lookup": ({"rows": 500}, [[lookup.OURS, lookup.MODULE, lookup.FUNCTION]] * 3),
-    "prefetch": ({"rows": ROWS}, [AHEAD] * 2),
+    "prefetch": ({"rows": ROWS}, [AHEAD]),
     "transfer": ({"rows": 200, "table_bytes": 1 << 18}, [MOVES["gather"], MOVES["scatter"]] * 5),
 }  # fmt: skip
 

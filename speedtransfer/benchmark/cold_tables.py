@@ -13,7 +13,7 @@ import os
 import tempfile
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +79,12 @@ class TableFiles:
         counted = [pages_in_memory(block, start) for block, start in self._maps.values()]
         return sum(inside for inside, _ in counted) / max(1, sum(total for _, total in counted))
 
-    def pages(self, rows: Tensor, planes: Sequence[str]) -> list[tuple[int, np.ndarray]]:
+    def pages(self, rows: Tensor) -> list[tuple[int, np.ndarray]]:
         """Return a descriptor and the page numbers (n,) in which `rows` (n,) begin, for each plane, for `read_pages`."""
         index = rows.numpy()
         return [
-            (self.descriptors[name], (self._places[name][0] + index * self._places[name][1]) // PAGE) for name in planes
+            (self.descriptors[name], (self._places[name][0] + index * self._places[name][1]) // PAGE)
+            for name in self.names
         ]
 
 

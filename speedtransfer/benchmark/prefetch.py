@@ -33,7 +33,6 @@ FIELDS = 8  # lookups per example
 WITHOUT, AHEAD, IN_MEMORY = "without prefetch", "prefetch, depth ", "table in memory"
 PREADS = "reads of the same pages on {} threads"
 DEPTHS, THREADS = (1, 2, 4), (1, 32)
-TRAINING, EVALUATION = "training", "evaluation"
 
 _ROWS, _QUICK_ROWS = 1 << 22, 1 << 18
 _SHARE = 0.25  # share of the host's memory for the table in memory and its state
@@ -51,7 +50,7 @@ class Sizes(NamedTuple):
 
 FULL, QUICK = Sizes(256, 5, 12, 4), Sizes(64, 5, 8, 3)
 # Networks that take about a tenth of the time that the disk needs for a batch, and more than that time.
-WIDTHS, QUICK_WIDTHS = {TRAINING: (512, 2048), EVALUATION: (2048,)}, {TRAINING: (1024,), EVALUATION: (1024,)}
+WIDTHS, QUICK_WIDTHS = (512, 2048), (1024,)
 
 
 def describe(group: GroupResult, case: CaseResult) -> str:
@@ -66,20 +65,22 @@ def describe(group: GroupResult, case: CaseResult) -> str:
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Make groups for training and evaluation with each width of the network; tables are always on the CPU."""
+    """Make a group for each width of the network; tables are always on the CPU."""
     fitting = int(host_room(_SHARE) / (4 * DIM * _PLANES))
     rows = check_size(rows or min(_QUICK_ROWS if quick else _ROWS, fitting), "rows", 1)
     sizes, tables = QUICK if quick else FULL, ColdTables(rows, seed)
     lookups = sizes.examples * FIELDS
-    about = f"{lookups:,} lookups in {rows:,} x {DIM} float32 in a file, MLP of width {{}}"
-    found = []
-    for experiment, title in ((TRAINING, "AdamW step"), (EVALUATION, "lookup for evaluation")):
-        for width in (QUICK_WIDTHS if quick else WIDTHS)[experiment]:
-            params = {"experiment": experiment, "rows": rows, "dim": DIM, "lookups": lookups, "width": width}
-            make = functools.partial(_cases, tables, experiment == TRAINING, width, sizes)
-            effort = {"turns": sizes.turns, "samples": 1}
-            found.append(Group(f"{title}, {about.format(width)}", make, params, effort=effort))
-    return found
+    about = f"AdamW step, {lookups:,} lookups in {rows:,} x {DIM} float32 in a file, MLP of width"
+    effort = {"turns": sizes.turns, "samples": 1}
+    return [
+        Group(
+            f"{about} {width}",
+            functools.partial(_cases, tables, width, sizes),
+            {"experiment": "training", "rows": rows, "dim": DIM, "lookups": lookups, "width": width},
+            effort,
+        )
+        for width in (QUICK_WIDTHS if quick else WIDTHS)
+    ]
 
 
 class _Dense(nn.Module):
@@ -101,11 +102,8 @@ class _Dense(nn.Module):
 class _Runs:
     """Runs of steps on a table, with `prefetch` of a depth or, with depth 0, without."""
 
-    def __init__(
-        self, tables: ColdTables, dense: _Dense, sizes: Sizes, training: bool, depth: int = 0, in_file: bool = True
-    ) -> None:
-        self.tables, self.dense, self.sizes, self.training = tables, dense, sizes, training
-        self.depth, self.in_file = depth, in_file
+    def __init__(self, tables: ColdTables, dense: _Dense, sizes: Sizes, depth: int = 0, in_file: bool = True) -> None:
+        self.tables, self.dense, self.sizes, self.depth, self.in_file = tables, dense, sizes, depth, in_file
         self._batches: Iterator[Tensor] | None = None
 
     def before(self) -> None:
@@ -127,8 +125,7 @@ class _Runs:
     def check(self) -> None:
         emb, _ = self._table()
         ids = self.tables.ids(self.sizes.examples, FIELDS)
-        with torch.set_grad_enabled(self.training):
-            found = emb(emb.prefetch(ids) if self.depth else ids).detach()
+        found = emb(emb.prefetch(ids) if self.depth else ids).detach()
         assert torch.equal(found, emb.table.torch()[ids]), "rows are not those of the table"
 
     def _table(self) -> tuple[Embedding, torch.optim.Optimizer]:
@@ -136,41 +133,37 @@ class _Runs:
 
     def _take(self, batches: Iterator[Tensor], count: int) -> None:
         emb, optimizer = self._table()
-        with torch.set_grad_enabled(self.training):
-            for _ in range(count):
-                loss = self.dense.loss(emb(next(batches)))
-                if self.training:
-                    loss.backward()
-                    for one in (optimizer, self.dense.optimizer):
-                        one.step()
-                        one.zero_grad()
+        for _ in range(count):
+            self.dense.loss(emb(next(batches))).backward()
+            for one in (optimizer, self.dense.optimizer):
+                one.step()
+                one.zero_grad()
 
 
 class _Reads:
     """Reads the pages that a run of steps needs, one by one."""
 
-    def __init__(self, tables: ColdTables, sizes: Sizes, training: bool, threads: int) -> None:
-        self.tables, self.sizes, self.training, self.threads = tables, sizes, training, threads
+    def __init__(self, tables: ColdTables, sizes: Sizes, threads: int) -> None:
+        self.tables, self.sizes, self.threads = tables, sizes, threads
 
     def before(self) -> None:
         self.tables.drop_pages()
 
     def run(self) -> None:
         files = self.tables.files
-        names = files.names if self.training else ("weight",)
         rows = self.tables.ids(self.sizes.steps * self.sizes.examples * FIELDS)
-        read_pages(files.pages(rows, names), self.threads)
+        read_pages(files.pages(rows), self.threads)
 
 
-def _cases(tables: ColdTables, training: bool, width: int, sizes: Sizes) -> list[Case]:
+def _cases(tables: ColdTables, width: int, sizes: Sizes) -> list[Case]:
     dense = _Dense(width, sizes.examples)
-    page_bytes = sizes.examples * FIELDS * PAGE * (_PLANES if training else 1)
-    step: Callable[..., _Runs] = functools.partial(_Runs, tables, dense, sizes, training)
+    page_bytes = sizes.examples * FIELDS * PAGE * _PLANES
+    step: Callable[..., _Runs] = functools.partial(_Runs, tables, dense, sizes)
     methods = {WITHOUT: step()} | {f"{AHEAD}{depth}": step(depth) for depth in DEPTHS}
     pages: dict[str, Any] = {"payload_bytes": page_bytes, "parts": sizes.steps}
     found = [Case.of(name, method, "ours", **pages) for name, method in methods.items()]
     found.append(Case.of(IN_MEMORY, step(in_file=False), parts=sizes.steps))
     for threads in THREADS:
         name = PREADS.format(threads).replace("1 threads", "1 thread")
-        found.append(Case.of(name, _Reads(tables, sizes, training, threads), "roof", **pages))
+        found.append(Case.of(name, _Reads(tables, sizes, threads), "roof", **pages))
     return found
