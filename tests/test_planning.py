@@ -385,7 +385,10 @@ RANKED --hosts 4 --link IB -> --rank is given with --hosts
 TABLE --hosts 2 --link IB -> --hosts is given without the lookups of a step
 TABLE --ranks 2 -> --ranks is given without the lookups of a step
 TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
-TABLE --scale-block 64 --storage int8 -> --scale-block is 64 but --storage is 'int8', and only float8 rows have blocks; leave
+TABLE --scale-block 64 --storage int8 -> scale_block is 64 but storage_dtype is torch.int8, and only float8 rows have blocks
+TABLE --idle exat -> idle is 'exat'
+TABLE --storage int9 -> storage_dtype is 'int9'; did you mean 'int8'
+FAST --dense-ms inf -> --dense-ms is inf but must be a number from 0 on
 TABLE --by hour -> --by is 'hour' without --rank
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
 FAST --picture none/plan.png -> cannot write 'none/plan.png' (there is no folder 'none')

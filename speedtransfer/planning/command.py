@@ -121,13 +121,13 @@ def plan(
     import torch
     from rich.console import Console
 
-    from speedtransfer.planning.footprint import STATE, STORAGE, Form, forms_for, size_of
+    from speedtransfer.planning.footprint import Form, forms_for, size_of
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import hosts_given, plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
     from speedtransfer.planning.shown_ranks import show_ranks
-    from speedtransfer.planning.workload import make_workload
+    from speedtransfer.planning.workload import checked_number, make_workload
 
     if len(dim) not in (1, len(rows)):
         raise InvalidValueError(
@@ -135,22 +135,9 @@ def plan(
         )
     sizes = list(zip(rows, dim * len(rows) if len(dim) == 1 else dim, strict=True))
     per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
-    for option, name, choices in (
-        ("--idle", idle, ("auto", "exact", "lazy")),
-        ("--storage-dtype", storage_dtype, STORAGE),
-        ("--state-dtype", state_dtype, STATE),
-        ("--by", by, MEASURE_NAMES),
-        ("--comm-dtype", comm_dtype, COMM_NAMES),
-    ):
-        if name is not None and name not in choices:
-            raise InvalidValueError(f"{option} is {name!r}{suggest(name, choices)}")
-    if scale_block is not None and storage_dtype is not None and not storage_dtype.startswith("float8"):
-        raise InvalidValueError(
-            f"--scale-block is {scale_block} but --storage is {storage_dtype!r}, and only float8 rows have blocks; "
-            "leave it out, or pass --storage float8_e4m3fn"
-        )
-    if not 0 <= dense_ms < math.inf:
-        raise InvalidValueError(f"--dense-ms is {dense_ms} but must be a number from 0 on; pass one, or leave it out")
+    if comm_dtype not in COMM_NAMES:
+        raise InvalidValueError(f"--comm-dtype is {comm_dtype!r}{suggest(comm_dtype, COMM_NAMES)}")
+    checked_number(dense_ms, "--dense-ms", 0.0)
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
     shared = hosts_given(hosts, link, "--")

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidValueError, check_size, suggest
-from speedtransfer.nn.options import IDLE, Idle
+from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.nn.options import Idle
 from speedtransfer.planning.configurations import (
     MEASURED,
     Option,
@@ -134,8 +134,6 @@ def plan(
     StorageError
         The file of a machine cannot be read.
     """
-    if not isinstance(idle, str) or idle not in IDLE:
-        raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
     dense_ms = checked_number(dense_ms, "dense_ms", 0.0)
     workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
     forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)

@@ -14,6 +14,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
+from speedtransfer.nn.options import IDLE
 from speedtransfer.nn.table_module import TableModule
 from speedtransfer.planning.optimizer_name import Trainer
 from speedtransfer.ranks.zipf import expected_unique
@@ -83,6 +84,8 @@ def make_workload(
     given: Any, trainer: Trainer, batch: Any, lookups: Any, zipf: Any, unique: Any, idle: str
 ) -> Workload:
     """Check and complete what :func:`speedtransfer.plan` is given, which documents it."""
+    if not isinstance(idle, str) or idle not in IDLE:
+        raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
     batch = check_size(batch, "batch", 1)
     exponent = checked_number(zipf, "zipf", 0.0)
     found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), 0)
