@@ -255,14 +255,6 @@ def test_what_a_gpu_is_asked_runs_small_and_what_needs_one_says_so(suites):
     names = [*(", ".join(way) for way in gpu.WAYS), "nn.Embedding, SGD", "nn.Embedding, AdamW"]
     assert [case.name for case in found["step"][0].ran] == names
 
-    def cases(scale):
-        yield "fails", lambda: 1 / 0
-        yield "runs", lambda: {"ms": 1.0}
-
-    fails, runs = gpu._measured(cases, gpu.TINY)
-    assert fails.error == "ZeroDivisionError: division by zero"
-    assert (runs.error, runs.figures) == ("", {"ms": 1.0})
-
 
 # --- idle rows ----------------------------------------------------------------------------------------------------------
 
