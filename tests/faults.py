@@ -58,9 +58,8 @@ def faults_of(text: str) -> Iterator[Fault]:
     """Yield all faults that can be put into a module."""
     for node in ast.walk(ast.parse(text)):
         changed: list[tuple[ast.expr | ast.stmt, str]] = []
-        if isinstance(node, ast.AugAssign | ast.Raise | ast.Delete):
-            changed.append((node, "pass"))
-        elif isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant | ast.Yield):
+        is_call = isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant | ast.Yield)
+        if is_call or isinstance(node, ast.AugAssign | ast.Raise | ast.Delete):
             changed.append((node, "pass"))
         elif isinstance(node, _CONDITIONAL):
             changed.append((node.test, f"not ({ast.unparse(node.test)})"))

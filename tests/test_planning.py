@@ -227,8 +227,6 @@ def test_owners_of_many_hosts_are_asked_for_about_as_much():
     assert found[1024].parts["bytes"] == found[1024].busiest * found[1024].cost.sent / link.bytes_per_s
 
 
-
-
 REFUSED = r"""
 plan((0, 8)) -> InvalidValueError: rows of 'table' is 0 but must be at least 1
 plan((2**49, 8)) -> InvalidValueError: rows of 'table' is 562949953421312 but must be at most 2\*\*48

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from bs4 import BeautifulSoup
@@ -71,6 +72,19 @@ def pages(site):
     made = {"search.html", "genindex.html", "py-modindex.html"}
     paths = [path for path in sorted(site.rglob("*.html")) if path.name not in made and "_static" not in path.parts]
     return {path: BeautifulSoup(path.read_text(encoding="utf-8"), "html.parser") for path in paths}
+
+
+def test_links_lead_to_what_is_there(site, pages):
+    named = {path: {tag["id"] for tag in page.find_all(id=True)} for path, page in pages.items()}
+    for path, page in pages.items():
+        for link in page.article.find_all("a", href=True):
+            url = urlsplit(link["href"])
+            if url.scheme:
+                continue
+            target = (path.parent / unquote(url.path)).resolve() if url.path else path
+            assert target.exists(), (path.name, link["href"])
+            if url.fragment and target in named:
+                assert unquote(url.fragment) in named[target], (path.name, link["href"])
 
 
 # Loads page after page into a frame of each width and writes the names of those that are wider than it into its own text.
