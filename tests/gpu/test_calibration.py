@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import speedtransfer as st
-from gpu.tools import check_same, hold
+from gpu.tools import hold
 from speedtransfer.engines import auto, calibration
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
@@ -18,7 +18,6 @@ from speedtransfer.engines.calibration import (
     remember,
 )
 from speedtransfer.engines.timing import NUM_ROWS, ROW_BYTES
-from speedtransfer.errors import HostMemoryError
 from speedtransfer.planning.this_machine import this_machine
 
 NAMES = ("mapped", "staged")
@@ -80,47 +79,6 @@ class TestMeasured:
             assert getattr(machine, name) > 0, machine.notes
             assert machine.sources[name].startswith("measured")
         assert torch.cuda.memory_allocated(device) == before
-
-    def test_no_memory_for_the_larger_planes(self, device, monkeypatch, caplog):
-        allocate, sizes = auto.pinned_empty, []
-
-        def refuse_second(num_bytes, device):
-            sizes.append(num_bytes)
-            if len(sizes) == 2:
-                raise HostMemoryError("no room; none at all")
-            return allocate(1 << 20, device)
-
-        monkeypatch.setattr(auto, "pinned_empty", refuse_second)
-        found = auto.calibrate_device(device, sizes=[1 << 20, 4 << 20, 16 << 20])
-        assert {point.plane_bytes for point in found.points} == {1 << 20}
-        assert sizes == [1 << 20, 4 << 20]
-        assert "larger tables are not measured: no room; none at all" in caplog.text
-
-
-def train(device, memory="pinned", before=lambda step, table: None, between=lambda step, table: None):
-    """Return the planes after some steps; `before` and `between` (backward and step) do something to the table."""
-    torch.manual_seed(0)
-    emb = st.Embedding(3000, 64, idle="lazy", memory=memory, device=device)
-    opt = torch.optim.AdamW(emb.parameters(), lr=0.01)
-    generator = torch.Generator().manual_seed(1)
-    for step in range(18):
-        before(step, emb.table)
-        ids = torch.randint(3000, (500,), generator=generator)
-        opt.zero_grad()
-        emb(ids.to(device) if step % 2 else ids).square().sum().backward()
-        between(step, emb.table)
-        opt.step()
-    return [emb.table.plane(name).cpu().clone() for name in emb.table.planes]
-
-
-class TestChosen:
-    def test_another_choice_at_every_step(self, device):
-        def before(step, table):
-            pair = NAMES[step // 2 % 2], NAMES[step % 2]
-            choose(device, *pair)
-            assert tuple(table._engine.choose(direction, 256, 500) for direction in ("gather", "scatter")) == pair
-
-        check_same(train(device, before=before), train(device, "device"))
 
 
 class TestInFlight:

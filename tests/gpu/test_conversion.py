@@ -15,7 +15,6 @@ from speedtransfer.encoding.codecs import Blocks8, Cast, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
 from speedtransfer.encoding.float8 import BlocksFloat8
 from speedtransfer.encoding.rounding import Keys, write_key
-from speedtransfer.engines import MappedEngine
 
 PAIRS = [
     pytest.param(*pair, id="-".join(str(dtype).removeprefix("torch.") for dtype in pair))
@@ -69,31 +68,6 @@ def check_conversion(engine, device, store, stored, dense, width, step=1):
 @pytest.mark.parametrize(("memory", "name"), [*WAYS, ("mmap", "staged")])
 def test_hard_values(device, tmp_path, memory, name, stored, dense):
     check_conversion(ENGINES[name](device), device, store_in(memory, device, tmp_path), stored, dense, 24)
-
-
-@pytest.mark.parametrize(("stored", "dense"), PAIRS)
-@pytest.mark.parametrize("memory", ["pinned", "device"])
-def test_misaligned_and_strided(device, tmp_path, memory, stored, dense):
-    """Planes that start and continue at any element, rows too: no lane is as wide as it could be."""
-    engine = MappedEngine(device)
-    values = hard_values(stored)[::37].contiguous()
-    for shift, width, gap, row_shift in itertools.product((0, 1, 2, 3), (8, 12, 13), (0, 1, 4), (0, 1, 3)):
-        stride = width + gap
-        flat = values[: shift + 41 * stride]
-        there = store_in(memory, device, tmp_path)(flat)
-        plane, expected = (t.as_strided((41, width), (stride, 1), shift) for t in (there, flat))
-        index = torch.randint(41, (60,))
-        rows = torch.zeros(60 * width + row_shift, dtype=dense, device=device)[row_shift:].view(60, width)
-        engine.gather([plane], index.to(device), [rows])
-        same_values(rows, expected[index].to(dense))
-        new = torch.zeros(9 * width + row_shift, dtype=dense)[row_shift:].view(9, width)
-        new.copy_(values[-9 * width :].view(9, width))
-        on_device = torch.zeros(9 * width + row_shift, dtype=dense, device=device)[row_shift:].view(9, width).copy_(new)
-        whole = flat.clone()
-        whole.as_strided((41, width), (stride, 1), shift)[[40, 0, 7, 8, 9, 33, 2, 1, 20]] = new.to(stored)
-        engine.scatter([plane], torch.tensor([40, 0, 7, 8, 9, 33, 2, 1, 20], device=device), [on_device])
-        engine.wait()
-        same_values(there, whole)  # and the gaps as they were
 
 
 # --- small forms: the bits of the CPU -----------------------------------------------------------------------------------

@@ -77,13 +77,6 @@ def assert_counted(found, expected):
     assert expected.gathered_rows <= found.gathered_rows <= expected.gathered_rows + NUM_ROWS
 
 
-@pytest.mark.parametrize("fused_by_torch", [{"foreach": False}, {"fused": True}], ids=["single", "fused"])
-def test_another_rounding_than_the_kernels(fused_by_torch, device, fused, monkeypatch):
-    monkeypatch.delenv(SWITCH)
-    train("pinned", device, lambda params: AdamW(params, 0.01, **fused_by_torch))
-    assert fused == []
-
-
 @pytest.mark.parametrize(
     ("memory", "dim", "layout", "idle"),
     [("pinned", 16, "planes", "lazy"), ("pinned", 7, "rows", "exact"), ("device", 16, "planes", "exact")],
@@ -118,43 +111,6 @@ def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
     expected, _ = train("pinned", device, make)
     assert len(fused) == 11
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-@pytest.mark.parametrize(
-    ("memory", "engine", "options"),
-    [
-        ("pageable", None, {}),
-        ("pinned", "staged", {}),
-        ("device", "reference", {}),
-        ("pinned", None, {"capturable": True}),
-    ],
-)
-def test_where_kernels_do_not_reach(memory, engine, options, device, fused):
-    train(memory, device, lambda params: Adam(params, 0.01, **options), engine=engine)
-    assert fused == []
-
-
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_rows_that_are_read_ahead(idle, device, fused, monkeypatch):
-    """With their state, which the kernel takes; where more are read already the ordinary way writes beside what comes next."""
-
-    def run():
-        torch.manual_seed(3)
-        emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle=idle)
-        optimizer = OPTIMIZERS["adam"](emb.parameters())
-        lookups, ticket = [ids.to(device) for ids, _ in skewed_batches(NUM_ROWS, DIM, 8)], None
-        for number, (ids, following) in enumerate(zip(lookups, [*lookups[1:], lookups[0]], strict=True)):
-            optimizer.zero_grad()
-            emb(ids if ticket is None else ticket).square().sum().backward()
-            ticket = emb.prefetch(following) if number % 2 else None
-            optimizer.step()
-            ticket = ticket or emb.prefetch(following)
-        return {"weight": emb.table.torch(), **optimizer.state[emb.weight]}
-
-    found = run()
-    assert len(fused) == 3
-    monkeypatch.setenv(SWITCH, "0")
-    assert_same(found, run())
 
 
 @pytest.mark.parametrize(("name", "steps"), [("adam", 11), ("adam-fused", 0)])

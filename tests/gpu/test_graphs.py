@@ -140,6 +140,16 @@ class OneBag(st.MultiEmbeddingBag):
         return super().forward([ids.view(3, -1)])[0]
 
 
+class Columns(st.MultiEmbedding):
+    """Features that are looked up one after the other: the first of them reads the rows of all."""
+
+    def __init__(self, rows, dim, **options):
+        super().__init__([rows] * 4, dim, **options)
+
+    def forward(self, ids):
+        return sum(feature(ids.view(3, 4)[:, number]) for number, feature in enumerate(self.values()))
+
+
 FORMS = {
     "adamw": {},
     "adamw-fused": {"optimizer": adamw(fused=True)},
@@ -155,6 +165,7 @@ FORMS = {
     "bag-sum": bag("sum", padding_idx=3),
     "bag-max": bag("max"),
     "multi-bag": {"make": OneBag},
+    "features": {"make": Columns},
 }
 
 
@@ -269,19 +280,6 @@ class TestAfterReplays:
         plain.step()
         torch.testing.assert_close(state, plain.opt.state_dict()["state"][0]["exp_avg"], rtol=1e-5, atol=1e-5)
 
-    def test_auto_stays_with_mapped(self, device, monkeypatch):
-        plain, graphed = Training(device), Training(device)
-        engine = graphed.table._engine
-        monkeypatch.setattr(engine, "choose", lambda *args: "staged")
-        plain.warm_up()
-        graphed.warm_up()
-        graphed.capture()
-        for ids in batches():
-            plain.steps([ids, ids])
-            graphed.steps([ids], graphed.graph.replay)
-            graphed.steps([ids])
-        check_close(graphed.result(), plain.result())
-
     def test_an_id_out_of_range(self, pair):
         _, graphed = pair
         graphed.steps([torch.full((IDS,), ROWS)], graphed.graph.replay)
@@ -310,6 +308,7 @@ REFUSED = {
         {"memory": "pageable"},
         r"whose rows the host moves \(memory='pageable'\).*memory='pinned' or 'device'",
     ),
+    "cache": ({"cache_rows": 10}, "cache_rows"),
     "ids": ({"forward": host_ids}, "by ids on the host .* tensor on the device"),
     "activate": ({"forward": lambda emb, ids: emb.activate(ids).rows}, r"activate\(\), .* call the module"),
     "whole": ({"forward": lambda emb, ids: emb.weight * 2}, "a use of all of weight .*emb"),

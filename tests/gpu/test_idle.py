@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from lazy_oracle import skewed_batches, squared_loss
-from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named
+from optimizer_cases import ALL, COUPLED, OptimizerCase
 from torch import nn
 from torch.optim import lr_scheduler
 
@@ -28,26 +28,6 @@ def train(module, make, device, steps=120, dtype=torch.float32):
 
 def ours(memory, device, folder, **options):
     return embedding_in(memory, folder, device, ROWS, DIM, **{"idle": "exact", **options})
-
-
-@pytest.mark.parametrize("memory", ["pinned", "device"])
-def test_rows_looked_at_by_ids_on_the_host(memory, device, tmp_path, monkeypatch):
-    """They catch up on the device, and the record of their steps is written from there: engines take no other rows."""
-    emb = ours(memory, device, tmp_path)
-    optimizer = torch.optim.AdamW(emb.parameters(), lr=0.05)
-    for ids, target in skewed_batches(ROWS, DIM, 5, size=8):
-        optimizer.zero_grad()
-        squared_loss(emb(ids.to(device)), target.to(device)).backward()
-        optimizer.step()
-    engine, written = emb.table._engine, []
-    scatter = engine.scatter
-    monkeypatch.setattr(
-        engine, "scatter", lambda planes, ids, rows, *more: (written.extend(rows), scatter(planes, ids, rows, *more))
-    )
-    first, second = (emb.table.gather(range(ROWS)).clone() for _ in range(2))
-    assert {rows.device for rows in written} == {device}
-    assert torch.equal(first, second)
-    assert torch.equal(second.cpu(), emb.table.torch().cpu())
 
 
 def without_kernels(monkeypatch):
@@ -119,19 +99,6 @@ def test_steps_that_a_scaler_skips_on_the_device(case, memory, trusted, device, 
     torch.testing.assert_close(ours_here, modules[1].weight.detach().cpu(), rtol=0, atol=2e-4)
 
 
-def test_an_evaluation_in_inference_mode_comes_first(device, tmp_path):
-    """What it has sent to the device is of use in training."""
-    module = ours("pinned", device, tmp_path)
-    optimizer = case_named("adam-weight-decay").make(module.parameters())
-    ids = torch.arange(8, device=device)
-    for _ in range(3):
-        optimizer.zero_grad()
-        module(ids).sum().backward()
-        optimizer.step()
-        with torch.inference_mode():
-            assert module(ids + 20).isfinite().all()
-
-
 def _pair(device, make):
     """Return a dense module and a table of the same weights, each with its optimizer."""
     dense, table = nn.Embedding(6, 2).to(device), st.Embedding(6, 2, device=device, memory="pinned", idle="exact")
@@ -143,21 +110,6 @@ def _pair(device, make):
 def _check_equal(pair):
     (dense, _), (table, _) = pair
     torch.testing.assert_close(table.weight.detach().cpu(), dense.weight.detach().cpu(), rtol=1e-5, atol=1e-5)
-
-
-def test_a_learning_rate_written_through_its_data_is_seen(device):
-    def make(params):
-        return torch.optim.Adam(params, lr=torch.tensor(0.1, device=device), capturable=True)
-
-    pair = _pair(device, make)
-    for number, ids in enumerate(([0, 1], [2, 3], [4], [5])):
-        for module, optimizer in pair:
-            if number == 2:
-                optimizer.param_groups[0]["lr"].data.mul_(10)
-            optimizer.zero_grad()
-            module(torch.tensor(ids, device=device)).square().sum().backward()
-            optimizer.step()
-    _check_equal(pair)
 
 
 @pytest.mark.parametrize("default", ["cpu", "cuda"])

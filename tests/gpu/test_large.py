@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from cases import assert_same_bits, numbers
 from engine_cases import any_bits
 
-from gpu.tools import DEVICE_ENGINES, ENGINES, check_same, table_in
+from gpu.tools import DEVICE_ENGINES, ENGINES, check_same
 from speedtransfer.cuda import pinned_empty
 
 WIDTH = 64
@@ -86,15 +85,3 @@ def test_a_call_of_more_than_2_to_the_31_elements(engine, plane, device):
     check_same([plane[index[places.to(device)].to(plane.device)]], [expected])
     engine.scatter([plane], index[-1:], [words(index[-1:]).view(torch.uint8)])
     engine.wait()
-
-
-@pytest.mark.parametrize("memory", ["pageable", "mmap", "device"])
-def test_a_table(memory, device, tmp_path):
-    num_rows, dim = 70_000_000, 32
-    table = table_in(memory, tmp_path, num_rows, dim, device, dtype=torch.int8)
-    edge = 2**31 // dim
-    index = torch.tensor([num_rows - 1, edge - 1, edge, edge + 1, 0, 1])
-    rows = numbers((len(index), dim), torch.int8)
-    table.scatter(index, rows.to(device))
-    assert_same_bits(table.gather(index), rows)
-    assert not table.gather([2, edge - 2, edge + 2, num_rows - 2]).any()

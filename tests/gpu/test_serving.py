@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.nn import lookup_ops
 from speedtransfer.nn.tracing import ONE_GRAPH
 
 try:
@@ -63,38 +62,6 @@ def test_few_ids_are_one_launch(device):
             launches = [str(call) for call in calls if "launch" in str(call)]
             assert len(launches) == 1, launches
             assert "gather_rows" in launches[0]
-
-
-@pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
-@pytest.mark.parametrize("memory", ["pinned", "device", "pageable"])
-def test_the_operators(device, memory):
-    """What a compiled graph calls, with the gradient that the lookup itself leaves."""
-    torch.manual_seed(1)
-    emb = st.Embedding(40, 4, padding_idx=2, memory=memory, device=device, idle="lazy")
-    plain = copy.deepcopy(emb)
-    opts = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (emb, plain)]
-    anchor = emb._handle.anchor
-    assert anchor.leaf.device.type == "cuda"
-    rest = None, None, anchor.leaf, emb._key, "Embedding.forward", [], 4, None, True, False, False
-    for ids in (torch.tensor([[1, 2], [1, 7]]), torch.tensor([[7, 7], [2, 9]])):
-        ids = ids.to(device)
-        args = [ids], *rest
-        expected = plain(ids)
-        # The emulator does not know operators that are not torch's: their functions are called there.
-        found, number = lookup_ops._lookup(*args) if fakegpu else torch.ops.speedtransfer.lookup(*args)
-        assert torch.equal(found.detach().cpu(), expected.detach().cpu())
-        for opt in opts:
-            opt.zero_grad()
-        if fakegpu:
-            lookup_ops._deposit([2 * found], number, *args)
-        else:
-            found.square().sum().backward()
-        expected.square().sum().backward()
-        for opt in opts:
-            opt.step()
-        del found, number
-        assert not anchor.lookups
-        assert torch.equal(emb.table.torch().cpu(), plain.table.torch().cpu())
 
 
 @pytest.mark.skipif(fakegpu is not None, reason="the emulator compiles nothing")

@@ -21,8 +21,6 @@ from gpu.tools import (
     no_garbage,  # noqa: F401 - a fixture
     pinned,
     store_in,
-    synchronizing,
-    table_in,
 )
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
@@ -45,23 +43,6 @@ def not_waiting(*streams):
     held = [hold(stream) for stream in streams]
     yield
     assert not any(event.query() for event in held), "it was waited for"
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_a_table_waits_for_what_makes_the_rows(device, tmp_path, memory):
-    table, side = table_in(memory, tmp_path, 500, 9, device).fill_(1), torch.cuda.Stream()
-    index, rows = torch.arange(500, device=device), torch.zeros(500, 9, device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        hold(side, 50)
-        rows.fill_(4)
-        table.scatter(index, rows)
-    assert table.gather(index).eq(4).all()
-    with torch.cuda.stream(side):
-        hold(side, 50)
-        rows.fill_(6)
-        table.scatter(index, rows)
-    assert table.torch().eq(6).all()
 
 
 class TestNothingElse:
@@ -99,43 +80,9 @@ class TestNothingElse:
         other.synchronize()
         check_same([ours, theirs], [table.torch(), table.torch()])
 
-    @pytest.mark.parametrize("memory", MEMORIES)
-    def test_a_whole_training_step(self, device, tmp_path, memory):
-        kwargs = {"path": tmp_path / "rows.npy"} if memory == "mmap" else {}
-        emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device, **kwargs)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-        mine, other, ids = torch.cuda.Stream(), torch.cuda.Stream(), torch.randint(1000, (64,)).to(device)
-
-        def step():
-            with torch.cuda.stream(mine):
-                emb(ids).square().sum().backward()
-                opt.step()
-                opt.zero_grad()
-                emb.table.wait()
-            mine.synchronize()
-
-        for _ in range(4):
-            step()
-        with not_waiting(other):
-            step()
-
 
 class TestTheHost:
     """It comes back while the device has not even begun."""
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    @pytest.mark.parametrize("where", ["cuda", "cpu"])
-    def test_gather(self, device, memory, where):
-        table, mine = st.Table(1000, 64, memory=memory, device=device).normal_(), torch.cuda.Stream()
-        index = torch.randint(1000, (5000,))
-        given = index.to(device) if where == "cuda" else index
-        with torch.cuda.stream(mine):
-            table.gather(given)
-            torch.cuda.synchronize()
-            with not_waiting(mine):
-                rows = table.gather(given)
-        mine.synchronize()
-        check_same([rows], [table.torch().cpu()[index]])
 
     def test_staged_copies_run_on(self, device):
         """The host gathers and is done: its copies need not be, and are in order."""
@@ -198,25 +145,6 @@ class TestEventsOfTheStagedEngine:
         assert freed
         side.synchronize()
         check_same([rows], [plane])
-
-
-class TestTorchsOwnWaits:
-    """torch.cuda.set_sync_debug_mode: operations of torch that make the host wait."""
-
-    @pytest.mark.parametrize("memory", NO_HOST)
-    def test_none_in_gather_and_scatter(self, device, memory):
-        table = st.Table(1000, 64, memory=memory, device=device)
-        table.add_plane("m", 3, torch.bfloat16)
-        index, host_index = torch.arange(500, device=device), torch.arange(500)
-        for mode in ("default", "error"):
-            with synchronizing(mode):
-                rows = table.gather(index)
-                table.gather(host_index)
-                table.gather(index.int().view(5, 100), dtype=torch.float16)
-                both = table.gather(index, ["weight", "m"])
-                out = table.gather(index, out=rows)
-                table.scatter(index, out, check=False)
-                table.scatter(host_index, both, check=False)
 
 
 def test_a_stream_of_another_library(device):

@@ -246,6 +246,7 @@ class TestOpenedThroughACache(ReadOnly):
 
 class TestPinnedThroughACache(Made, TableContract):
     memory = "pinned"
+    test_calls_on_another_stream_see_the_rows = OnCuda.test_calls_on_another_stream_see_the_rows
 
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
         return super().make(num_rows, dim, dtype, cache_rows=3, **kwargs)
@@ -297,17 +298,3 @@ def test_modules_of_opened_tables(opened, device):
     moved = st.Embedding.from_pretrained(st.Table.open(parts, device="cpu")).to(device)
     assert_same_bits(moved(ids), dense[ids])
     assert_same_bits(moved.cpu()(IDS), values[IDS])
-
-
-def test_opened_float8_with_scales(tmp_path, device):
-    codes = numbers((301, 16), torch.float32).to(torch.float8_e4m3fn)
-    scales = torch.randint(118, 134, (301, 4), dtype=torch.uint8).view(torch.float8_e8m0fnu)
-    for number, part in enumerate(torch.arange(301).split(100)):
-        tensors = {f"w.{number}": codes[part[0] : part[-1] + 1], f"s.{number}": scales[part[0] : part[-1] + 1]}
-        save_file(tensors, tmp_path / f"{number}.safetensors")
-    expected = codes.float() * scales.float().repeat_interleave(4, 1)
-    table = st.Table.open(tmp_path, "w.{}", scale_key="s.{}", device=device)
-    for dtype in (None, torch.bfloat16):
-        emb = st.Embedding.from_pretrained(table, dtype=dtype)
-        assert_same_bits(emb(IDS.to(device)), expected[IDS].to(dtype or torch.float32))
-    assert_same_bits(emb.float().weight.detach().clone(), expected)

@@ -10,7 +10,6 @@ from gpu.tools import (
     synchronizing,
 )
 from speedtransfer.errors import RowIndexError
-from speedtransfer.rows import Rows
 
 MEMORIES = ["pinned", "pageable", "mmap"]
 ROWS, DIM, BATCH = 400, 16, 96
@@ -24,31 +23,6 @@ def batches(steps, ids_on, seed=1):
     generator = torch.Generator().manual_seed(seed)
     skewed = torch.rand(steps, BATCH, generator=generator) ** 3 * ROWS
     return [ids.long().to(ids_on) for ids in skewed]
-
-
-@pytest.fixture
-def fetched(monkeypatch):
-    """The number of rows of each read."""
-    seen, fetch = [], Rows.fetch
-
-    def noted(rows, ids, *more):
-        seen.append(len(ids))
-        return fetch(rows, ids, *more)
-
-    monkeypatch.setattr(Rows, "fetch", noted)
-    return seen
-
-
-@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
-@pytest.mark.parametrize("memory", MEMORIES)
-def test_what_was_not_written_is_not_read_again(device, tmp_path, fetched, memory, ids_on):
-    emb = module(device, memory, tmp_path, idle="lazy")
-    ids = torch.arange(10, 30, device=ids_on)
-    ticket = emb.prefetch(ids)
-    ticket._future.result()
-    found = emb(ids)
-    assert len(fetched) == 1
-    assert torch.equal(found.cpu(), emb.table.torch().cpu()[10:30])
 
 
 @pytest.mark.parametrize("memory", MEMORIES)
@@ -84,22 +58,6 @@ def test_ids_changed_where_torch_does_not_see_it(device, tmp_path):
     assert not ticket.is_waiting
     with pytest.raises(RowIndexError, match="was changed between prefetch and the lookup"):
         emb.table.wait()
-
-
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize("ids_on", ["cpu", "cuda"])
-def test_ids_out_of_range(device, tmp_path, memory, ids_on):
-    emb = module(device, memory, tmp_path, idle="lazy")
-    ids = torch.tensor([1, ROWS, 2], device=ids_on)
-    ticket = emb.prefetch(ids)
-
-    def look_up():
-        emb(ids)
-        emb.table.wait()
-
-    with pytest.raises(RowIndexError, match=f"{ROWS}"):
-        look_up()
-    assert not ticket.is_waiting
 
 
 def test_a_fault_is_not_lost_in_a_thread(device, tmp_path):

@@ -273,36 +273,6 @@ def test_a_whole_model_under_autocast_with_a_scaler(device, tmp_path):
     assert_close(results[0], results[-1], 1e-3)
 
 
-@pytest.mark.parametrize("memory", ["pinned", "mmap"])
-def test_to_the_cpu_and_back(device, tmp_path, memory):
-    """Rows of the host stay where they are, their state with them."""
-    found = []
-    for places in (("cpu",), ("cpu", device)):
-        emb = embedding("pageable" if len(places) == 1 else memory, tmp_path, places[-1])
-        opt = case_named("adamw").make([emb.weight])
-        pointer = emb.table.torch().data_ptr()
-        for step, (ids, target) in enumerate(skewed_batches(NUM_ROWS, DIM, 9)):
-            where = places[step // 3 % len(places)]
-            emb.to(where)
-            assert emb.table.device == torch.device(where)
-            opt.zero_grad()
-            squared_loss(emb(ids.to(where)), target.to(where)).backward()
-            opt.step()
-        assert emb.table.torch().data_ptr() == pointer
-        found.append(planes_of(emb, opt))
-    assert_close(*found, 1e-4)
-
-
-def test_device_memory_to_the_cpu_and_back(device, tmp_path):
-    emb = embedding("device", tmp_path, device)
-    before = emb.table.torch().clone()
-    emb.cpu()
-    assert emb.table.torch().device.type == "cpu"
-    assert emb(torch.tensor([3])).device.type == "cpu"
-    emb.to(device)
-    check_same([emb.table.torch()], [before])
-
-
 def test_one_model_of_every_memory_on_two_streams(device, tmp_path):
     """Forward and backward on a stream of their own, the step on the default one, as some loops have it."""
     embs = [embedding(memory, tmp_path, device) for memory in MEMORIES]
@@ -394,12 +364,3 @@ def test_padding_in_the_gradient_of_a_gradient(device):
             (grad,) = torch.autograd.grad(module(ids).tanh().sum(), module.weight, create_graph=True)
             (grad**2).sum().backward()
         torch.testing.assert_close(pair[0].weight.grad.to_dense(), pair[1].weight.grad)
-
-
-def test_an_old_gradient_that_is_read_does_not_become_the_new_one(device):
-    ours, _ = padded_pair(device)
-    ours(torch.tensor([1, 1, 2], device=device)).sum().backward()
-    old, ours.weight.grad = ours.weight.grad, None
-    ours(torch.tensor([5, 6, 6], device=device)).sum().backward()
-    repr(old)
-    assert ours.weight.grad.to_dense()[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0]

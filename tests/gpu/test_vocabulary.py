@@ -222,27 +222,3 @@ def test_a_lookup_by_a_ticket_waits_for_the_ids_of_the_ticket_alone(device, defe
         loss.backward()
         opt.step()
         opt.zero_grad()
-
-
-def test_a_buffer_that_is_filled_anew_is_noticed(device):
-    module, batch = module_on(device), torch.arange(3, device=device)
-
-    def refilled() -> Any:
-        for start in range(4):
-            batch.copy_(torch.arange(start, start + 3, device=device))
-            yield batch
-
-    with pytest.raises(st.errors.InvalidValueError, match="copies"):
-        list(map(module, st.prefetch(refilled(), lambda ids: {module: ids})))
-
-
-def test_moving_the_module_keeps_its_ids():
-    torch.manual_seed(0)
-    module = st.Embedding(8, 4, vocabulary=st.Vocabulary(max_capacity=50))
-    ids = torch.tensor([3, -7, 2**40])
-    expected = module(ids)
-    found = module.cuda()(ids.cuda())
-    assert found.is_cuda
-    assert torch.equal(found.cpu(), expected)
-    module(torch.arange(30, device="cuda"))
-    assert torch.equal(module.cpu()(ids), expected)

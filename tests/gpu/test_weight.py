@@ -12,7 +12,7 @@ from torch import nn
 from weight_world import EXACT, LAZY
 
 import speedtransfer as st
-from gpu.tools import embedding_in, hold, synchronizing
+from gpu.tools import embedding_in, synchronizing
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 
@@ -128,21 +128,6 @@ def test_writes(pair, device, name):
     torch.testing.assert_close(emb(ids), dense(ids), rtol=1e-5, atol=tolerance(emb))
 
 
-def test_a_read_waits_for_a_step_that_is_on_its_way(pair, device):
-    emb, _ = pair
-    optimizers = [torch.optim.SGD(module.parameters(), lr=0.5) for module in pair]
-    side, ids = torch.cuda.Stream(), torch.tensor([1, 4, 4], device=device)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(side):
-        hold(side, 20)
-        for module, optimizer in zip(pair, optimizers, strict=True):
-            module(ids).sum().backward()
-            optimizer.step()
-        found, expected = (module.weight.detach().clone() for module in pair)
-    side.synchronize()
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance(emb, 1.0))
-
-
 class TestMemory:
     def test_construction_of_adagrad_takes_none_on_the_device(self, device):
         """Neither does the first step, which fills its plane of state in chunks."""
@@ -176,47 +161,20 @@ class TestMemory:
         assert emb.weight.norm() > 0
 
 
-class TestWaits:
-    """What makes the host wait for the device, in a loop that is warm."""
-
-    @staticmethod
-    def waits(memory, device, loop):
-        emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device)
-        head = nn.Linear(16, 16, device=device)
-        opt = torch.optim.AdamW([*emb.parameters(), *head.parameters()], lr=0.1)
-        scaler = torch.amp.GradScaler(device.type)
-        ids = torch.randint(1000, (64, 10)).to(device)
-        for _ in range(3):
-            loop(emb, head, opt, scaler, ids)
+@pytest.mark.parametrize("memory", ["pinned", "device"])
+def test_a_step_with_clipping_waits_once_at_most(device, memory):
+    emb = st.Embedding(1000, 16, idle="lazy", memory=memory, device=device)
+    opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+    ids = torch.randint(1000, (64, 10)).to(device)
+    for mode in ("default", "default", "default", "warn"):
         torch.cuda.synchronize()
-        with synchronizing("warn") as found:
-            loop(emb, head, opt, scaler, ids)
-        return found
-
-    @pytest.mark.parametrize("memory", ["pinned", "device"])
-    def test_none_more_with_clipping(self, device, memory):
-        def loop(emb, head, opt, scaler, ids):
+        with synchronizing(mode) as found:
             opt.zero_grad()
-            head(emb(ids)).sum().backward()
-            nn.utils.clip_grad_norm_([*emb.parameters(), *head.parameters()], 1.0)
-            nn.utils.clip_grad_value_([*emb.parameters(), *head.parameters()], 1.0)
+            emb(ids).sum().backward()
+            nn.utils.clip_grad_norm_(emb.parameters(), 1.0)
+            nn.utils.clip_grad_value_(emb.parameters(), 1.0)
             opt.step()
-
-        assert len(self.waits(memory, device, loop)) <= 1
-
-    @pytest.mark.parametrize("memory", ["pinned", "device"])
-    def test_that_of_a_scaler(self, device, memory):
-        """It looks whether a gradient was infinite."""
-
-        def loop(emb, head, opt, scaler, ids):
-            opt.zero_grad()
-            scaler.scale(head(emb(ids)).sum()).backward()
-            scaler.unscale_(opt)
-            nn.utils.clip_grad_norm_([*emb.parameters(), *head.parameters()], 1.0)
-            scaler.step(opt)
-            scaler.update()
-
-        assert len(self.waits(memory, device, loop)) <= 2
+    assert len(found) <= 1
 
 
 # --- training by all of it ----------------------------------------------------------------------------------------------

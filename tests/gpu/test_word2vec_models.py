@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from gpu.tools import synchronizing
 from speedtransfer.word2vec import Block, Corpus, Settings, Trainer, Vocabulary, Word2Vec, spans
 from speedtransfer.word2vec.progress import TrainingProgress
 
@@ -100,15 +99,3 @@ def test_training_is_that_of_the_host(kind, buckets):
         found.append([trainer.model.word_vectors(), trainer.model.output.table.torch(), torch.tensor(trainer.loss)])
     for host, ours in zip(*found, strict=True):
         torch.testing.assert_close(ours.cpu(), host, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("memory", ["pinned", "pageable"])
-@pytest.mark.parametrize(("kind", "buckets"), KINDS)
-def test_steps_of_a_trainer_wait_for_the_loss_alone(kind, buckets, memory):
-    trainer = trainer_on("cuda", kind, buckets, memory)
-    for _ in range(15):
-        trainer.train_step()
-    for waits in (0, 1, 0):  # the loss is measured every 16 steps
-        with synchronizing("warn") as of_torch:
-            trainer.train_step()
-        assert len(of_torch) == waits, of_torch
