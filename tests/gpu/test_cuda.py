@@ -7,6 +7,8 @@ import sys
 import pytest
 import torch
 
+import speedtransfer as st
+from gpu.tools import embedding_in, hold
 from speedtransfer import cuda
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.errors import DeviceError, HostMemoryError, InvalidTypeError
@@ -133,3 +135,37 @@ class TestLoadKernel:
             DeviceError, match=r"cannot compile no_such_kernel of rows.cu for cuda:\d+: .+; reinstall CuPy"
         ):
             cuda.load_kernel("rows.cu", "no_such_kernel", device)
+
+
+class TestDevices:
+    @pytest.mark.parametrize("name", ["cuda", 0, torch.device("cuda"), None], ids=repr)
+    def test_ways_to_name_it(self, name):
+        with torch.cuda.device(0):
+            assert st.Table(4, 2, device=name).gather([1]).device == torch.device("cuda", 0)
+            emb = st.Embedding(4, 2, device="cuda:0" if name is None else name)
+            assert emb.weight.device == torch.device("cuda", 0)
+
+    @pytest.mark.parametrize("make", [st.Table, st.Embedding])
+    def test_one_too_many(self, make):
+        count = torch.cuda.device_count()
+        with pytest.raises(DeviceError, match=rf"sees {count} CUDA devices; pass 'cuda:{count - 1}'"):
+            make(4, 2, device=f"cuda:{count}")
+
+    @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+    @pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap", "device"])
+    def test_training_on_one_that_is_not_current(self, device, tmp_path, memory):
+        other = torch.device("cuda", 1)
+        emb = embedding_in(memory, tmp_path, other, 100, 8, idle="lazy")
+        before, side = emb.table.torch().cpu().clone(), torch.cuda.Stream(other)
+        opt = torch.optim.SGD(emb.parameters(), lr=1.0)
+        with torch.cuda.stream(side):
+            for ids in (torch.tensor([3, 5]), torch.tensor([5, 7], device=other)):
+                opt.zero_grad()
+                emb(ids).sum().backward()
+                hold(side, 20)
+                opt.step()
+        before[[3, 5, 5, 7]] -= torch.tensor([1.0, 2.0, 2.0, 1.0])[:, None]
+        torch.testing.assert_close(emb.table.gather(range(100)).cpu(), before)
+        assert torch.cuda.current_device() == device.index
+        table = emb.table.to(device)
+        torch.testing.assert_close(table.gather(range(100)).cpu(), before)

@@ -1,4 +1,4 @@
-"""Features and n-grams on a CUDA device: launches, waits, ids that are out of range. Their training: test_training.py."""
+"""Features, bags of features and n-grams on a CUDA device: training, launches, waits, ids that are out of range."""
 
 import contextlib
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import speedtransfer as st
-from gpu.tools import embedding_in
+from gpu.tools import embedding_in, synchronizing
 from speedtransfer.engines import mapped
 from speedtransfer.errors import RowIndexError
 
@@ -90,6 +90,78 @@ def test_ids_out_of_range_of_features(device):
         with pytest.raises(RowIndexError, match=rf"index\[4, {feature}\] of feature '{feature}' is {value}"):
             ours(ids.cpu())
     assert ours(good).shape == (5, 4, DIM)
+
+
+# --- features one by one, and bags of features: the numbers of torch ------------------------------------------------------
+
+NAMED = {"a": 40, "b": 600, "c": 50}
+BAGS = {"x": ("a", "sum"), "y": ("b", "mean"), "z": ("a", "max")}
+
+
+def features(module, ids):
+    return [module[name](ids[:, number]) for number, name in enumerate(NAMED)]
+
+
+def bags(module, ids):
+    if not isinstance(module, nn.ModuleDict):
+        return [*module(ids).values()]
+    found = []
+    for name, (table, mode) in BAGS.items():
+        module[table].mode = mode
+        found.append(module[table](*ids[name]))
+    return found
+
+
+def pair(device, memory, folder, look_up, **options):
+    """Return our module and those of torch, of the same weights."""
+    kind, dense = st.MultiEmbedding, nn.Embedding
+    if look_up is bags:
+        kind, dense = st.MultiEmbeddingBag, nn.EmbeddingBag
+        options |= {"features": {name: bag[0] for name, bag in BAGS.items()}}
+        options |= {"mode": {name: bag[1] for name, bag in BAGS.items()}}
+    ours = embedding_in(memory, folder, device, NAMED, DIM, kind=kind, padding_idx=3, **options)
+    torch.manual_seed(3)
+    return ours, nn.ModuleDict({name: dense(size, DIM, padding_idx=3) for name, size in NAMED.items()}).to(device)
+
+
+def draw(look_up, seed, device):
+    ids = torch.randint(40, (32, 3), generator=torch.Generator().manual_seed(seed)).to(device)
+    offsets = torch.tensor([0, 0, 7, 9, 20], device=device)
+    return ids if look_up is features else {name: (ids[:, n].clone(), offsets) for n, name in enumerate(BAGS)}
+
+
+@pytest.mark.parametrize("look_up", [features, bags])
+@pytest.mark.parametrize("where", ["on the device", "on the host", "by a ticket"])
+@pytest.mark.parametrize("memory", ["pinned", "pageable", "mmap", "device"])
+def test_trained_as_torch(device, tmp_path, memory, where, look_up):
+    modules = pair(device, memory, tmp_path, look_up)
+    opts = [torch.optim.AdamW(each.parameters(), lr=0.02) for each in modules]
+    for step in range(6):
+        given = [draw(look_up, step, "cpu" if where == "on the host" else device), draw(look_up, step, device)]
+        if where == "by a ticket":
+            ticket = modules[0].prefetch(given[0])
+            given[0] = ticket if look_up is bags else given[0]
+        found = [look_up(*each) for each in zip(modules, given, strict=True)]
+        torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        for rows, opt in zip(found, opts, strict=True):
+            opt.zero_grad()
+            sum((part - 0.3).square().sum() for part in rows).backward()
+            opt.step()
+    for name in NAMED:
+        torch.testing.assert_close(*(each[name].weight.detach() for each in modules), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("look_up", [features, bags])
+def test_the_host_does_not_wait(device, monkeypatch, look_up):
+    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "mapped")
+    ours, _ = pair(device, "pinned", None, look_up, idle="lazy")
+    opt = torch.optim.AdamW(ours.parameters(), fused=True)
+    for seed, mode in enumerate(["default"] * 3 + ["error"]):
+        ids = draw(look_up, seed, device)
+        with synchronizing(mode):
+            sum(rows.square().sum() for rows in look_up(ours, ids)).backward()
+            opt.step()
+            opt.zero_grad()
 
 
 # --- n-grams ----------------------------------------------------------------------------------------------------------

@@ -4,17 +4,15 @@ gloo moves memory of the host, so that several processes may share one device. W
 them, its order beside that of DistributedDataParallel) is listed in docs/processes.md.
 """
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from ranks.pair import Pair, table
 
 import speedtransfer as st
+from gpu import emulated
 from gpu.tools import FORMS
 
 ROWS, DIM = 300, 16
@@ -69,19 +67,14 @@ def test_ids_out_of_range_are_told_at_the_lookup(device, group):
     assert emb(torch.tensor([1], device=device)).shape == (1, DIM)
 
 
-def test_two_processes_have_the_numbers_of_one(tmp_path):
-    forms = {
-        "pinned": {"memory": "pinned", "idle": "lazy"},
-        "pageable exact": {"memory": "pageable", "idle": "exact"},
-        "device": {"memory": "device", "idle": "exact"},
-        "shared": {"memory": "shared", "idle": "exact"},
-    }
-    (tmp_path / "options.json").write_text(json.dumps(forms))
-    script = Path(__file__).with_name("rank_script.py")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run([*command, str(tmp_path)], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for rank in range(2):
-        for name, (error, largest, norm, wanted) in json.loads((tmp_path / f"{rank}.json").read_text()).items():
-            assert error < 1e-4 * largest, name
-            assert norm == pytest.approx(wanted, rel=1e-4), name
+def in_two_processes(memory, idle):
+    emulated.install()
+    options = {"device": torch.device("cuda", 0), "idle": idle}
+    ours = table("shared", **options) if memory == "shared" else table("sharded", memory=memory, **options)
+    return Pair(ours, table("one", **options), torch.optim.AdamW).train(*range(6))
+
+
+@pytest.mark.parametrize("memory", ["pinned", "pageable", "device", "shared"])
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_two_processes_have_the_numbers_of_one(pool, memory, idle):
+    assert max(pool.of(2)(in_two_processes, memory, idle, limit=240)) < 1e-10

@@ -1,6 +1,5 @@
-"""Moving averages of a model: ema_pytorch, torch_ema, timm's file, torch's own, as their examples use them."""
+"""Moving averages of a model: ema_pytorch, torch_ema and timm's file, as their examples use them."""
 
-import copy
 import functools
 import importlib.util
 from pathlib import Path
@@ -8,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from projects.pairs import WAYS, Outcome, compare
 from projects.two_towers import loader, make, scores
+
+pytestmark = pytest.mark.slow
 
 EPOCHS = 3
 
@@ -87,92 +87,10 @@ def timm_v3(way: str) -> Outcome:
     return outcome(model, losses, ema.module)
 
 
-def torch_average(way: str, optimizer: str = "AdamW", **options) -> Outcome:
-    start = functools.partial(AveragedModel, **options)
-    model, average, losses = train(way, start, lambda average, model: average.update_parameters(model), optimizer)
-    if not options:
-        update_bn(loader(), average)
-    return outcome(model, losses, average.module, count=average.n_averaged, state=dict(average.state_dict()))
-
-
-def torch_swa(way: str) -> Outcome:
-    """The recipe of torch's documentation: average from the second epoch on, at a rate of its own."""
-    model = make(way)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    average, schedule = AveragedModel(model), SWALR(opt, swa_lr=0.05, anneal_epochs=1)
-    losses = []
-    torch.manual_seed(1)
-    for epoch in range(EPOCHS):
-        for users, items, rating in loader(seed=epoch):
-            opt.zero_grad()
-            loss = F.mse_loss(model(users, items), rating)
-            loss.backward()
-            opt.step()
-            losses.append(loss.item())
-        if epoch > 0:
-            average.update_parameters(model)
-            schedule.step()
-    return outcome(model, losses, average.module)
-
-
-def by_hand(way: str) -> Outcome:
-    """A shadow of `named_parameters()`, copied into the model and out again, as blog posts have it."""
-
-    def start(model):
-        return {name: p.data.clone() for name, p in model.named_parameters() if p.requires_grad}
-
-    def after(shadow, model):
-        for name, p in model.named_parameters():
-            shadow[name] = (0.1 * p.data + 0.9 * shadow[name]).clone()
-
-    model, shadow, losses = train(way, start, after)
-    backup = {name: p.data for name, p in model.named_parameters()}
-    trained = scores(model)
-    for name, p in model.named_parameters():
-        p.data = shadow[name]
-    averaged = copy.deepcopy(model)
-    for name, p in model.named_parameters():
-        p.data = backup[name]
-    assert torch.equal(scores(model), trained)
-    return outcome(model, losses, averaged)
-
-
-def target_network(way: str) -> Outcome:
-    """A target that follows the model by soft updates, as in reinforcement learning."""
-
-    def start(model):
-        target = copy.deepcopy(model)
-        for p in target.parameters():
-            p.requires_grad = False
-        return target
-
-    @torch.no_grad()
-    def after(target, model):
-        for slow, fast in zip(target.parameters(), model.parameters(), strict=True):
-            slow.data.copy_(0.1 * fast.data + 0.9 * slow.data)
-
-    model, target, losses = train(way, start, after)
-    return outcome(model, losses, target)
-
-
-OF_TORCH = (torch_average, torch_swa, by_hand, target_network)
-OF_PACKAGES = (ema_pytorch, torch_ema, timm_v3)
-
-
-@pytest.mark.sweep
 @pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("run", OF_TORCH, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("run", [ema_pytorch, torch_ema, timm_v3], ids=lambda run: run.__name__)
 def test_averages(run, way, double):
-    compare(run, way, double)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("run", OF_PACKAGES, ids=lambda run: run.__name__)
-def test_averages_of_packages(run, way, double):
-    package = run.__name__
-    if not package.startswith("timm"):
-        pytest.importorskip(package, reason=f"{package} is not installed: make projects")
+    if run is not timm_v3:
+        pytest.importorskip(run.__name__, reason=f"{run.__name__} is not installed: make projects")
     compare(run, way, double)

@@ -136,23 +136,3 @@ def test_resumed(way, tmp_path):
             resumed[name] = outcome(module, runner)
         assert len(resumed["dense"].printed["losses"]) == len(whole.printed["losses"]) // 2
         assert_same(resumed["ours"], resumed["dense"], None)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_fabric(way):
-    outcomes = []
-    for which in (way, DENSE):
-        fabric = lightning.Fabric(accelerator="cpu", devices=1)
-        seed_everything(7, verbose=False)
-        model = make(which)
-        model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
-        losses = []
-        for users, items, rating in fabric.setup_dataloaders(loader()):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(users, items), rating)
-            fabric.backward(loss)
-            fabric.clip_gradients(model, optimizer, max_norm=1.0)
-            optimizer.step()
-            losses.append(loss.item())
-        outcomes.append(Outcome({"losses": losses}, {}, model.module))
-    assert_same(*outcomes, None)

@@ -17,17 +17,10 @@ from projects.data import FIELDS, ITEMS, USERS, clicks, interactions
 from projects.pairs import WAYS, Outcome, classes, compare, hand_over
 from speedtransfer.nn.ticket import open_tickets
 
-torchrec: Any = None
+torchrec: Any = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
 
 DIM = 8
 BATCH = 100
-
-
-@pytest.fixture(autouse=True, scope="module")
-def imported():
-    """Not where tests are collected: PyKEEN knows optimizers by their names, and refuses those of which TorchRec has two."""
-    global torchrec
-    torchrec = pytest.importorskip("torchrec", reason="TorchRec is not installed: make projects")
 
 
 def table(name: str, rows: int, features: list[str] | None = None, dim: int = DIM, pooling: str = "SUM") -> Any:

@@ -1,4 +1,4 @@
-"""Accelerate, transformers' Trainer, skorch and fastai's optimizers, as their own tutorials use them."""
+"""Accelerate, transformers' Trainer and fastai's optimizers, as their own tutorials use them."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from projects.data import sequences
 from projects.pairs import DENSE, WAYS, Outcome, assert_same, classes, compare, hand_over
-from projects.two_towers import Net, ahead, columns, loader, make, scores
+from projects.two_towers import ahead, loader, make, scores
 
 pytestmark = pytest.mark.slow
 
@@ -141,49 +141,6 @@ def test_trainer(resume, options, way, tmp_path):
         return
     ours, dense = (trained_by_trainer(which, str(tmp_path), resume, **options) for which in (way, DENSE))
     assert_same(ours, dense, 2e-3 if "bf16" in options else None)
-
-
-# --- skorch -----------------------------------------------------------------------------------------------------------
-
-
-class Rating(Net):
-    """One input of two columns, as scikit-learn has its X."""
-
-    def forward(self, x):
-        return super().forward(x[:, 0], x[:, 1])
-
-
-def skorched(way: str, optimizer: str) -> Outcome:
-    from skorch import NeuralNetRegressor
-    from skorch.callbacks import GradientNormClipping, LRScheduler
-
-    torch.manual_seed(0)
-    with classes(way):
-        module = hand_over(Rating(), way)
-    users, items, rating = columns()
-    net = NeuralNetRegressor(
-        module,
-        optimizer=getattr(torch.optim, optimizer),
-        lr=0.05,
-        max_epochs=3,
-        batch_size=64,
-        iterator_train__shuffle=True,
-        callbacks=[GradientNormClipping(0.5), LRScheduler("StepLR", step_size=2)],
-        verbose=0,
-    )
-    torch.manual_seed(1)
-    x = torch.stack([users, items], 1).numpy()
-    net.fit(x, rating.numpy())
-    losses = [row[key] for row in net.history for key in ("train_loss", "valid_loss")]
-    return Outcome({"losses": losses}, {"scores": net.predict(x[:50])}, net.module_)
-
-
-@pytest.mark.parametrize("double", [False, True], ids=["float32", "float64"])
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
-def test_skorch(optimizer, way, double):
-    pytest.importorskip("skorch", reason="skorch is not installed: make projects")
-    compare(skorched, way, double, optimizer)
 
 
 # --- fastai -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Models of transformers as they are: tied and untied heads, resizing, saving, half precision, checkpointed activations."""
+"""Models of transformers as they are: tied and untied heads, resizing, saving, checkpointed activations."""
 
 import copy
 
@@ -102,26 +102,6 @@ def frozen(way: str) -> Outcome:
     return outcome(model, train(model))
 
 
-def penalised(way: str) -> Outcome:
-    """Parameters in groups by name, with and without decay."""
-    model = gpt2(way, tied=True)
-    named = list(model.named_parameters())
-    groups = [
-        {"params": [p for name, p in named if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for name, p in named if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    opt = torch.optim.AdamW(groups, lr=1e-2)
-    losses = []
-    for step in range(4):
-        opt.zero_grad()
-        batch = tokens()[step::4]
-        loss = model(input_ids=batch, labels=batch).loss + 1e-3 * sum(p.square().sum() for p in model.parameters())
-        loss.backward()
-        opt.step()
-        losses.append(loss.item())
-    return outcome(model.eval(), losses)
-
-
 def resized(way: str, tied: bool, size: int) -> Outcome:
     """Trained, resized (rows stay, new ones as transformers starts them), trained on."""
     model = gpt2(way, tied)
@@ -137,7 +117,7 @@ def resized(way: str, tied: bool, size: int) -> Outcome:
     return outcome(model, losses + train(model, 3), start=start)
 
 
-RUNS = {run.__name__: (run,) for run in (gpt2_tied, gpt2_untied, bert_classifier, checkpointed, frozen, penalised)}
+RUNS = {run.__name__: (run,) for run in (gpt2_tied, gpt2_untied, bert_classifier, checkpointed, frozen)}
 RUNS |= {
     f"resized {'tied' if tied else 'untied'} {size}": (resized, tied, size)
     for tied in (True, False)
@@ -177,20 +157,6 @@ def test_saved_and_loaded(way, tied, tmp_path):
         more = train(model, 2)
         fresh = GPT2LMHeadModel.from_pretrained(tmp_path / DENSE)
         assert_same(Outcome({"losses": more}, {}, model), Outcome({"losses": train(fresh, 2)}, {}, fresh), None)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("way", WAYS)
-def test_half(way, dtype):
-    """`model.half()` and on: plain SGD rounds its steps once, in both."""
-    outcomes = []
-    for which in (way, DENSE):
-        model = gpt2(which, tied=True).to(dtype) if dtype == torch.bfloat16 else gpt2(which, tied=True).half()
-        assert model.get_input_embeddings().weight.dtype == dtype == model.lm_head.weight.dtype
-        losses = train(model, optimizer=torch.optim.SGD, lr=0.1)
-        outcomes.append(Outcome({"losses": losses}, {"logits": logits(model)}, model))
-    ours, dense = outcomes
-    assert_same(ours, dense, 2 * torch.finfo(dtype).eps)
 
 
 # --- Gemma 3n, served with the embeddings of its layers in a table -------------------------------------------------------
