@@ -140,3 +140,14 @@ def pool():
     pool = Pool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def two(pool):
+    """Call a function on two ranks; see tests/ranks/run.py."""
+    return pool.of(2)
+
+
+@pytest.fixture(scope="session")
+def three(pool):
+    return pool.of(3)

@@ -252,14 +252,6 @@ def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
     assert delays_of(sharded_calls([expected_counts(row_form(64), 20, 1.0, 2)], 2, training=False), 2) == 6
 
 
-@pytest.mark.parametrize(("tables", "together", "apart"), [(1, 5, 5), (4, 5, 14), (26, 7, 81)])
-def test_calls_are_those_of_the_table_in_processes_md(tables, together, apart):
-    counts = [expected_counts(row_form(64), 20, 1.0, 2)] * tables
-    costs = [sharded_step(counts, 2, together=how) for how in (True, False)]
-    assert [cost.calls for cost in costs] == [together, apart]
-    assert costs[0].rows == costs[1].rows == tables * 10 * 256
-
-
 # --- which rank has which row, and how many rows are asked of whom ----------------------------------------------------
 
 
@@ -297,18 +289,6 @@ def test_every_id_has_one_place_on_one_rank(num_rows, ranks):
     assert torch.equal(torch.cat(parts).sort().values, ids)
 
 
-@given(some.integers(1, 20_000), some.integers(1, 9), some.integers(1, 9), some.data())
-@settings(max_examples=30, deadline=None)
-def test_a_part_of_a_shard(num_rows, ranks, others, data):
-    partition, ids = Partition(num_rows, ranks), torch.arange(num_rows)
-    rank = data.draw(some.integers(0, ranks - 1))
-    start = data.draw(some.integers(0, partition.size(rank)))
-    stop = data.draw(some.integers(start, partition.size(rank)))
-    assert torch.equal(partition.ids_of(rank, start, stop), partition.ids_of(rank)[start:stop])
-    # The order does not know the number of ranks: a checkpoint of other processes is read by ranges.
-    assert torch.equal(partition.places(ids), Partition(num_rows, others).places(ids))
-
-
 # --- rows that are asked for more often than others ------------------------------------------------------------------------
 
 MANY = 1_000_000
@@ -323,14 +303,6 @@ def test_a_bucket_is_every_so_many_th_row(num_rows):
         assert torch.equal(bucket, torch.arange(int(bucket[0]), num_rows, BUCKETS)[: len(bucket)])
         assert int(bucket[0]) < BUCKETS
         assert int(bucket[-1]) + BUCKETS >= num_rows
-
-
-def test_many_rows():
-    """Of 2**40 rows: nothing of their number is made."""
-    partition = Partition(2**40, 64)
-    ids = torch.tensor([0, 1, 2**31, 2**40 - 1])
-    assert torch.equal(partition.ids(partition.places(ids)), ids)
-    assert sum(partition.size(rank) for rank in range(64)) == 2**40
 
 
 def load(ids: torch.Tensor, ranks: int, num_rows: int = MANY) -> float:
@@ -372,12 +344,3 @@ def test_expected_numbers_are_the_means_of_drawn_ones(exponent):
     assert np.mean(shares) == pytest.approx(expected_distinct_share(rows, exponent, lookups, 4), rel=0.01)
     asked = load(torch.from_numpy(np.concatenate([ids for ranks in drawn for ids in ranks])), 4, rows)
     assert asked == pytest.approx(expected_imbalance(Partition(rows, 4), exponent, lookups), abs=0.01)
-
-
-def test_large_tables():
-    # Drawn once with 10M rows and 65,536 lookups by each of 8 processes: 26,073 unique rows, 0.72 of them distinct.
-    assert expected_unique(10_000_000, 1.05, 65_536) == pytest.approx(26_070, rel=0.005)
-    assert expected_distinct_share(10_000_000, 1.05, 65_536, 8) == pytest.approx(0.72, abs=0.005)
-    assert expected_distinct_share(10_000_000, 1.05, 65_536, 64) == pytest.approx(0.47, abs=0.005)
-    assert 1 <= expected_imbalance(Partition(10_000_000, 64), 1.2, 65_536) < 1.03
-    assert expected_unique(10**12, 0.0, 1000) == pytest.approx(1000)

@@ -168,26 +168,6 @@ def test_nothing_is_left_of_tables(two, kind):
 # --- some of the processes ---------------------------------------------------------------------------------------------------
 
 
-def set_by_one(kind: str) -> tuple[torch.Tensor, torch.Tensor]:
-    pair = tables(kind, torch.optim.AdamW, idle="exact")
-    pair.train(0, 1, 2)
-    emb, before = pair.ours, rows_of(pair.ours)
-    # Rows of one owner, so that the others have none to write.
-    owned: list[list[int]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(owned, emb.table.local_ids().tolist())
-    some = torch.tensor(owned[0][:3])
-    mine = some if dist.get_rank() == 1 else some[:0]
-    emb.table.scatter(mine, torch.ones(len(mine), DIM, dtype=torch.float64))
-    before[some] = 1
-    return before, rows_of(emb)
-
-
-@KINDS
-def test_rows_that_one_process_sets_and_one_owns(three, kind):
-    for wanted, found in three(set_by_one, kind):
-        assert torch.equal(wanted, found)
-
-
 def of_others() -> dict:
     # In it the last process is the first.
     last = dist.get_world_size() - 1
@@ -203,52 +183,7 @@ def test_all_rows_come_to_the_first_of_the_group(two):
     assert second["weight"].shape == (ROWS, DIM)
 
 
-def trained(options: dict) -> torch.Tensor:
-    torch.manual_seed(0)
-    ids = torch.tensor([1, 2, 5 + dist.get_rank()])
-    more = torch.arange(30)
-    # What would be made on the default device has no values.
-    with torch.device("meta"):
-        emb = st.Embedding(30, 4, padding_idx=2, device="cpu", process_group=dist.group.WORLD, **options)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-        for _ in range(3):
-            opt.zero_grad()
-            emb(ids).square().sum().backward()
-            torch.nn.utils.clip_grad_norm_(emb.parameters(), 1.0)
-            opt.step()
-        whole = st.full_state_dict(emb)
-        assert not whole or not whole["weight"].is_meta
-        with torch.no_grad():
-            return emb(more)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own optimizers count their steps on the default device")
-@pytest.mark.parametrize("options", [{"idle": "exact"}, {"memory": "shared"}, {"comm_dtype": torch.int8}], ids=str)
-def test_trains(two, options):
-    first, second = two(trained, options)
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-
-
-# --- a child of fork of a process: it reads what there is in memory, and sends no messages -------------------------------
-
-
 # --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
-
-
-def hottest() -> tuple[int, int]:
-    """A cache of the rows with the largest counts, of those that each process owns."""
-    counts = torch.arange(100) % 50
-    emb = table("sharded", 100, 4, memory="pageable", cache_rows=10, cache_counts=counts)
-    own = emb.table.local_ids()
-    emb.table.reset_stats()
-    emb(own[counts[own].sort(descending=True, stable=True).indices[:10]])
-    stats = emb.table.stats()
-    return stats.cache_hits, stats.cache_misses
-
-
-def test_counts_of_a_cache(two):
-    assert two(hottest) == [(10, 0)] * 2
 
 
 def trained_by_default() -> tuple[bool, torch.Tensor]:

@@ -101,28 +101,6 @@ def test_training(two, how):
     assert max(two(compared, *how)) < 1e-12
 
 
-def resumed(path: str) -> float:
-    """Saved by all, and gone on with by all and by one."""
-    how = ("sharded", True, False, "adamw", "exact")
-    pair, loaded = pair_of(*how), pair_of(*how)
-    for step in range(5):
-        pair.backward(step)
-        pair.end()
-    st.save_checkpoint(path, pair.ours, pair.opt)
-    st.load_checkpoint(path, loaded.ours, loaded.opt)
-    st.load_checkpoint(path, loaded.one, loaded.one_opt)
-    for each in (pair, loaded):
-        for step in range(5, len(STEPS)):
-            each.backward(step)
-            each.end()
-    wanted = read(pair.one)
-    return max(float((read(net) - wanted).abs().max()) for net in (pair.ours, loaded.ours, loaded.one))
-
-
-def test_a_checkpoint(two, tmp_path):
-    assert max(two(resumed, str(tmp_path / "saved"))) < 1e-12
-
-
 def wrong(has_ids: bool) -> tuple[list[str], float]:
     """One process looks an id up that there cannot be: all raise, and go on."""
     emb = multi("sharded", has_ids)
@@ -164,14 +142,3 @@ def few_rows() -> None:
 
 def test_full_state_dict_of_fewer_rows_than_ranks(two):
     two(few_rows)
-
-
-def names_of_one_module_twice() -> None:
-    emb = multi("sharded")
-    found = st.full_state_dict(nn.ModuleDict({"emb": emb, "also": emb}))
-    wanted = {f"{part}.{key}" for part in ("emb", "also") for key in multi().state_dict()}
-    assert found.keys() == (set() if dist.get_rank() else wanted)
-
-
-def test_full_state_dict_of_a_module_that_a_model_has_twice(two):
-    two(names_of_one_module_twice)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -14,7 +13,7 @@ from optimizer_cases import case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
-from ranks.pair import DIM, Net, Pair, told, wrap
+from ranks.pair import DIM, Pair, told
 from speedtransfer.vocabulary import owners_of
 from speedtransfer.vocabulary.capacity import share_of
 
@@ -277,34 +276,3 @@ def test_rows_of_a_batch_whose_gradient_comes_later_stay(two):
     assert other_error.startswith("ProcessGroupError")
     # Its graph is gone, as in torch.
     assert "second time" in again
-
-
-def replaced() -> list[int]:
-    """An ordinary model, given a vocabulary of all processes, with ids of its rows, under DistributedDataParallel."""
-    plain = Net(nn.Embedding(30, DIM, padding_idx=2, dtype=torch.float64))
-    one = copy.deepcopy(plain)
-    for net in (plain, one):
-        net.emb.weight.data[2] = 3.0
-    st.replace_embeddings(
-        plain, vocabulary=st.Vocabulary(seed=0), process_group=dist.group.WORLD, idle="lazy", min_rows=1
-    )
-    copied, every = copy.deepcopy(plain), torch.arange(30)
-    draw = lambda step, rank: torch.randint(0, 30, (6,), generator=torch.Generator().manual_seed(9 * step + rank))  # noqa: E731
-    pair = Pair(plain, one, wrap=wrap, batch=draw)
-    for step in range(4):
-        pair.backward(step)
-        pair.end()
-    first = copied.eval().emb(every).detach()
-    assert torch.allclose(plain.eval().emb(every), one.emb(every))
-    assert torch.equal(first, copied.emb(every))
-    assert not torch.equal(first, plain.emb(every))
-    assert sorted(copied.emb.vocabulary.ids().tolist()) == sorted(plain.emb.vocabulary.ids().tolist())
-    assert f"rank {dist.get_rank()} of 2" in repr(plain)
-    return plain.emb.vocabulary.rows(every).tolist()
-
-
-def test_a_model_with_rows_and_its_copy(two):
-    mine, theirs = two(replaced)
-    # The id of padding is known to all, each other one to one.
-    assert [a >= 0 for a in mine] == [b < 0 or id == 2 for id, b in enumerate(theirs)]
-    assert len({max(a, b) for a, b in zip(mine, theirs, strict=True)}) == 30
