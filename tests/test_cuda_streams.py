@@ -9,7 +9,7 @@ import torch
 from test_engines import Event, Stream, cpu_as_cuda
 
 import speedtransfer as st
-from speedtransfer.cuda import StreamOrder, graphs, launch, memory, streams
+from speedtransfer.cuda import StreamOrder, graphs, launch, memory
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim import find_handle
 
@@ -88,18 +88,6 @@ class TestStreamOrder:
                 pass
         with order.writing():
             pass
-
-    def test_the_current_stream_is_looked_up_by_its_address(self, monkeypatch):
-        device, current, asked = torch.device("cuda", 0), [Stream(1)], []
-        monkeypatch.setattr(streams, "_current_pointer", lambda index: current[0].cuda_stream)
-        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: [asked.append(device), current[0]][1])
-        streams._stream_at.cache_clear()
-        one, two = current[0], Stream(2)
-        for stream in (one, one, two, one):
-            current[0] = stream
-            assert streams.current_stream(device) is stream
-        assert len(asked) == 2
-        streams._stream_at.cache_clear()
 
     def test_wait(self, on):
         order = StreamOrder(torch.device("cpu"))
@@ -198,45 +186,6 @@ class TestCaptures:
         assert not graphs.is_capturing()
         assert graphs.capture_number() is None
         graphs.check_not_capturing("this")
-
-    def test_each_has_a_number(self, capturing, monkeypatch):
-        class Graph:
-            begun, replays = (), 0
-
-            def capture_begin(self, *args, **kwargs):
-                self.begun = args, kwargs
-
-            def capture_end(self):
-                if not self.begun:
-                    raise RuntimeError("there is none")
-
-            def replay(self):
-                self.replays += 1
-
-        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-        graphs.count_graphs.cache_clear()
-        for _ in range(2):
-            graphs.count_graphs()
-        one = Graph()
-        one.capture_begin(1, capture_error_mode="relaxed")
-        assert one.begun == ((1,), {"capture_error_mode": "relaxed"})
-        assert graphs.some_thread_captures()
-        one.capture_end()
-        assert not graphs.some_thread_captures()
-        with pytest.raises(TypeError):
-            Graph.capture_begin()
-        assert not graphs.some_thread_captures()
-        capturing(True)
-        first = graphs.capture_number()
-        another = Graph()
-        another.capture_begin(2)
-        assert graphs.capture_number() == first + 1
-        another.capture_end()
-        capturing(False)
-        assert graphs.capture_number() is None
-        before = graphs.num_replays()
-        one.replay()
-        assert (one.replays, graphs.num_replays()) == (1, before + 1)
 
 
 class TestRefused:

@@ -15,7 +15,7 @@ from cases import same_values
 from cpu_kernels import CHECKS, MOVING, cpu_kernels, pack
 
 from speedtransfer.cuda import ARGUMENT_AT, kernel_source
-from speedtransfer.engines.mapped import _MOVES, MAX_PLANES, pack_plane
+from speedtransfer.engines.mapped import _MOVES, pack_plane
 
 SOURCES = sorted(
     entry.name for entry in importlib.resources.files("speedtransfer.kernels").iterdir() if entry.name.endswith(".cu")
@@ -141,19 +141,6 @@ class TestRows:
                 kernels.launch(f"{direction}_rows", *launch, move)
                 assert kernels.lanes_read == num_index * pack_plane(plane, rows)[3]
 
-    @pytest.mark.parametrize("offset", [1, 2, 4, 8])
-    def test_misaligned_and_strided(self, kernels, offset):
-        for width, padding in [(16, 0), (64, 16), (64, 3), (512, 128), (7, 1), (4, 12)]:
-            check(kernels, [width], paddings=[padding], offsets=[offset])
-
-    def test_several_planes(self, kernels):
-        check(kernels, [512, 512, 512, 4], launch=(3, 64))
-        check(kernels, [1, 2, 3, 1024, 7], paddings=[0, 5, 16], offsets=[0, 1, 2, 4])
-        check(kernels, [8 * (1 + i) for i in range(MAX_PLANES)])
-        # Nothing to move.
-        check(kernels, [8, 0], num_index=0)
-        check(kernels, [0, 8, 0])
-
     def test_more_than_2_to_the_31_elements(self, kernels):
         dim = 64
         num_rows = 2**31 // dim + 1000
@@ -204,53 +191,12 @@ class TestFaults:
                 self.gather(kernels, index, fault, kind=kind, backwards=backwards)
                 assert fault.tolist() == [1, position, bad, NUM_ROWS, 1]
 
-    @pytest.mark.parametrize("kind", ["rows", "converted"])
-    def test_of_what_the_index_was_made_from(self, kernels, kind):
-        plane, rows, fault = aligned_zeros(NUM_ROWS, 16), aligned_zeros(3, 16), np.zeros(5, dtype=np.int64)
-        index, named = torch.tensor([1, 4, NUM_ROWS]), torch.tensor([4, 1, 4, 1, *BAD])
-        kernels.launch(f"gather_{kind}", 1, 2, pack([plane], index, [rows], fault, named=named))
-        assert fault.tolist() == [1, 4, BAD[0], NUM_ROWS, 1]
-
     @pytest.mark.parametrize("width", [1, 3, 40, 1000])
     def test_scattered_nowhere(self, kernels, width):
         plane, rows = torch.zeros(NUM_ROWS, width), torch.ones(2 + len(BAD), width)
         index = torch.tensor([2, *BAD, 5])
         kernels.launch("scatter_rows", 2, 32, pack([plane], index, [rows]))
         assert plane.any(dim=1).nonzero().flatten().tolist() == [2, 5]
-
-
-class TestPlaces:
-    """Rows of the buffers in another order than the index."""
-
-    @pytest.fixture(params=[("rows", False), ("rows", True), ("converted", False)], ids=str)
-    def launch(self, request, kernels):
-        kind, backwards = request.param
-        return lambda direction, move: kernels.launch(f"{direction}_{kind}", 2, 5, move, backwards)
-
-    @pytest.mark.parametrize("width", [4, 20, 132])
-    def test_gather_and_scatter(self, launch, width):
-        generator = np.random.default_rng(width)
-        planes = [torch.randn(NUM_ROWS, size) for size in (width, 4)]
-        index, order = torch.from_numpy(generator.integers(0, NUM_ROWS, 50)).sort()
-        places = torch.from_numpy(generator.permutation(50))
-        rows = [aligned_zeros(50, 4 * plane.shape[1]).view(torch.float32) for plane in planes]
-        launch("gather", pack(planes, index, rows, None, places))
-        for plane, out in zip(planes, rows, strict=True):
-            assert torch.equal(out[places], plane[index])
-        index, places = torch.arange(NUM_ROWS), torch.from_numpy(generator.permutation(NUM_ROWS))
-        launch("scatter", pack(planes, index, rows, None, places))
-        for plane, source in zip(planes, rows, strict=True):
-            assert torch.equal(plane, source[places])
-        assert len(order) == 50
-
-    def test_the_fault_with_the_first_place(self, launch):
-        plane, rows = torch.randn(NUM_ROWS, 4), aligned_zeros(6, 16).view(torch.float32).fill_(7)
-        index, places = torch.tensor([-1, 3, 4, NUM_ROWS, NUM_ROWS, 99]), torch.tensor([4, 0, 5, 3, 1, 2])
-        fault = np.zeros(5, dtype=np.int64)
-        launch("gather", pack([plane], index, [rows], fault, places))
-        assert fault.tolist() == [1, 1, NUM_ROWS, NUM_ROWS, 1]
-        zero = torch.zeros(4)
-        assert torch.equal(rows, torch.stack([plane[3], zero, zero, zero, zero, plane[4]]))
 
 
 def convert(kernels, values, dtype, launch=(4, 64)):

@@ -46,19 +46,6 @@ class TestWhatIsSaid:
             check_same([rows], [expected])
             engine.wait()  # said once
 
-    def test_of_two_gathers_the_earlier(self, engine, device, store):
-        plane, rows = store(torch.ones(10, 3)), torch.ones(2, 3, device=device)
-        first, second = torch.tensor([[4, 11], [12, 4]], device=device)
-        side = torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(side):
-            hold(side, 50)
-            engine.gather([plane], first, [rows], check=True)
-            engine.gather([plane], second, [rows], check=True)
-        with pytest.raises(RowIndexError, match=rf"^index\[1\]{LATE} is 11 "):
-            engine.wait()
-        engine.wait()
-
 
 class TestWhenItIsSaid:
     def test_the_host_does_not_wait_for_it(self, engine, device, store):
@@ -80,18 +67,6 @@ class TestWhenItIsSaid:
 
 
 class TestOfATable:
-    def test_it_goes_on_working(self, device, memory):
-        table = st.Table(100, 8, memory=memory, device=device).normal_()
-        before, bad = table.torch().cpu().clone(), torch.tensor([[1, 2], [100, 3]], device=device)
-        rows = table.gather(bad)
-        with pytest.raises(RowIndexError, match=rf"^index\[2\]{LATE} is 100 but the table has 100 rows"):
-            table.wait()
-        check_same([rows[0], rows[1, 1]], [before[[1, 2]], before[3]])
-        assert not rows[1, 0].any()
-        check_same([table.torch()], [before])
-        table.scatter(torch.tensor([99, 0], device=device), torch.ones(2, 8, device=device))
-        assert table.gather(torch.tensor([99, 0], device=device)).eq(1).all()
-
     @pytest.mark.parametrize("look", ["torch", "flush", "zero_", "save", "to"])
     def test_no_view_before_it_is_said(self, device, memory, tmp_path, look):
         table = st.Table(100, 8, memory=memory, device=device).fill_(1)

@@ -9,7 +9,6 @@ from optimizer_cases import ALL, COUPLED, OptimizerCase
 from torch import nn
 from torch.optim import lr_scheduler
 
-import speedtransfer as st
 from gpu.tools import embedding_in
 
 ROWS, DIM = 60, 16
@@ -97,46 +96,3 @@ def test_steps_that_a_scaler_skips_on_the_device(case, memory, trusted, device, 
             modules[0].table.torch()  # writes rows that have caught up
     ours_here = modules[0].cpu().table.torch()  # the CPU cannot ask the device about the last step
     torch.testing.assert_close(ours_here, modules[1].weight.detach().cpu(), rtol=0, atol=2e-4)
-
-
-def _pair(device, make):
-    """Return a dense module and a table of the same weights, each with its optimizer."""
-    dense, table = nn.Embedding(6, 2).to(device), st.Embedding(6, 2, device=device, memory="pinned", idle="exact")
-    with torch.no_grad():
-        dense.weight.copy_(table.weight)
-    return [(module, make(module.parameters())) for module in (dense, table)]
-
-
-def _check_equal(pair):
-    (dense, _), (table, _) = pair
-    torch.testing.assert_close(table.weight.detach().cpu(), dense.weight.detach().cpu(), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("default", ["cpu", "cuda"])
-def test_a_step_that_may_have_been_skipped_is_not_lost_when_its_wait_is_interrupted(device, monkeypatch, default):
-    from speedtransfer.idle.unsure import Unsure
-
-    pair = _pair(device, lambda params: torch.optim.Adam(params, lr=0.1, fused=True))
-    scalers = [torch.amp.GradScaler("cuda", init_scale=4.0) for _ in pair]
-
-    def step(ids):
-        for (module, optimizer), scaler in zip(pair, scalers, strict=True):
-            optimizer.zero_grad()
-            scaler.scale(module(torch.tensor(ids, device=device)).square().sum()).backward()
-            scaler.step(optimizer)
-            scaler.update()
-
-    def interrupted(self):
-        raise KeyboardInterrupt
-
-    with torch.device(default):
-        for ids in ([0, 1], [2, 3], [4]):
-            step(ids)
-        with monkeypatch.context() as patch:
-            patch.setattr(Unsure, "was_made", interrupted)
-            patch.setattr(Unsure, "is_known", lambda self: False)
-            with pytest.raises(KeyboardInterrupt):
-                pair[1][1].state_dict()
-        for ids in ([0], [1], [5]):
-            step(ids)
-    _check_equal(pair)

@@ -27,25 +27,6 @@ def test_the_loop_in_every_memory(kind, device):
     assert sum(losses[-5:]) < 0.6 * sum(losses[:5])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_of_a_repeated_row_the_last_stays(kind, device):
-    variable = nn.Embedding(1, 4, device=device)
-    weights = KINDS[kind].model(variable, 1000, 4, **KINDS[kind].options)
-    weights.zerosInit()
-    draw = np.random.default_rng(0)
-    for on_device in (False, True):
-        ids = draw.integers(0, 300, 5000)
-        values = draw.normal(size=(5000, 4)).astype(np.float32)
-        expected = weights.getNumpyVersion()
-        expected[ids] = values
-        index = torch.from_numpy(ids).to(device) if on_device else ids
-        weights.beforeForwardPass(index)
-        assert variable.weight.device == device
-        variable.weight.data = torch.from_numpy(values).to(device)
-        weights.afterOptimizerStep(index)
-        assert np.array_equal(weights.getNumpyVersion(), expected)
-
-
 @pytest.mark.parametrize("pinned", [False, True])
 def test_data_as_cupy_shows_them(pinned, device):
     import cupy

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from reading_ahead import at_once, by_loader, by_ticket
 
 import speedtransfer as st
 from gpu.test_waits import recorded
 from gpu.tools import synchronizing
-from speedtransfer.vocabulary import device_map
 
 pytestmark = pytest.mark.gpu
 MEMORIES = ["pinned", "device"]
@@ -142,22 +140,6 @@ def test_streams(device):
         known += 8
 
 
-def test_a_stream_sees_what_another_one_was_told(device):
-    module = module_on(device)
-    ids, streams = torch.arange(8, device=device), [torch.cuda.Stream() for _ in range(2)]
-    with torch.no_grad():
-        module(ids)
-        for step in range(4):
-            module.vocabulary.update(torch.arange(8) + 8 * step, torch.full((8, 4), 1000.0 + step))
-            torch.cuda.synchronize()
-            with torch.cuda.stream(streams[0]):
-                module(ids)
-            with torch.cuda.stream(streams[1]):
-                out = module(ids + 8 * step)
-                # The wait is for this stream alone.
-                assert out.cpu()[:, 0].tolist() == [1000.0 + step] * 8
-
-
 def test_a_state_that_is_loaded_and_a_move(device):
     module, ids = module_on(device), torch.arange(32, device=device)
     module(ids[:30])
@@ -174,33 +156,6 @@ def test_a_state_that_is_loaded_and_a_move(device):
         expected, there = module(ids).cpu(), copy.deepcopy(module).cpu()
         assert torch.equal(there(ids.cpu()), expected)
         assert torch.equal(there.cuda()(ids).cpu(), expected)
-
-
-@pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("share", [None, 1 << 60], ids=["fits", "too large"])
-def test_reading_ahead_changes_no_bits(device, monkeypatch, deferred, share):
-    """Rows read ahead are those of the ids at the lookup: some come, go and are trained meanwhile, and the table grows."""
-    if share is not None:
-        monkeypatch.setattr(device_map, "_SHARE", share)
-    found = []
-    for ahead in (at_once, by_ticket, by_loader):
-        module = module_on(device, deferred=deferred, idle="exact", capacity=20, max_capacity=45, evict="lru")
-        opt = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=True)
-        outs = []
-        batches = [ids_of(step).to(device).view(4, 6) for step in range(12)]
-        for ids, given in ahead(module, batches):
-            out = module(given)
-            outs.append(out.detach().cpu())
-            opt.zero_grad()
-            (out - 1).square().sum().backward()
-            opt.step()
-            with torch.no_grad():
-                outs.append(module(ids).cpu())
-        module.table.wait()
-        found.append((torch.stack(outs), *module.vocabulary.export()))
-        assert module.vocabulary.stats().evicted
-    for other in found[1:]:
-        assert all(torch.equal(*pair) for pair in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("deferred", [False, True])

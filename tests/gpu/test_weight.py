@@ -12,7 +12,7 @@ from torch import nn
 from weight_world import EXACT, LAZY
 
 import speedtransfer as st
-from gpu.tools import embedding_in, synchronizing
+from gpu.tools import synchronizing
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.weight import TableWeight
 
@@ -46,19 +46,6 @@ def test_as_torch(kind, name):
 
 ROWS, DIM = 50, 8
 MEMORIES = ["pinned", "pageable", "mmap", "device"]
-STORED = [
-    *((memory, None) for memory in MEMORIES),
-    *(
-        (memory, dtype)
-        for dtype in (torch.bfloat16, torch.int8, torch.float8_e4m3fn)
-        for memory in ("pinned", "device")
-    ),
-]
-
-
-def pair_of(memory, dtype, device, folder, **options):
-    emb = embedding_in(memory, folder, device, ROWS, DIM, storage_dtype=dtype, **options)
-    return emb, nn.Embedding.from_pretrained(rows_of(emb).to(emb.weight.device), freeze=False)
 
 
 def rows_of(emb):
@@ -71,61 +58,6 @@ def tolerance(emb, update=0.0):
     dtype = emb._handle.rows.storage_dtype if isinstance(emb, st.Embedding) else None
     steps = {None: 1e-6, torch.bfloat16: 2.0**-7, torch.int8: 2.0 / 127, torch.float8_e4m3fn: 2.0**-3}
     return steps[dtype] * (float(rows_of(emb).abs().max()) + update)
-
-
-def check_rows(emb, dense):
-    torch.testing.assert_close(rows_of(emb), dense.weight.detach().cpu(), rtol=1e-5, atol=tolerance(emb))
-
-
-@pytest.fixture(params=STORED, ids=lambda stored: f"{stored[0]}-{stored[1] or 'float32'}".replace("torch.", ""))
-def stored(request):
-    """A memory, and the form in which rows are stored there."""
-    return request.param
-
-
-@pytest.fixture
-def pair(stored, device, tmp_path):
-    """An embedding with a table, and ``nn.Embedding`` with the same rows."""
-    return pair_of(*stored, device, tmp_path, idle="lazy")
-
-
-# Rows in every form, and tensors of the host beside those of the device.
-READS = {
-    "norms of rows": lambda w: torch.linalg.norm(w, dim=1),
-    "rows by an index there": lambda w: w[torch.tensor([4, 0, -1, 4], device=w.device)],
-    "rows by an index of the host": lambda w: w[torch.tensor([4, 0, -1])],
-    "all scores": lambda w: torch.ones(3, DIM, device=w.device) @ w.T,
-    "embedding_bag": lambda w: F.embedding_bag(torch.tensor([[1, 2], [2, 2]], device=w.device), w, mode="sum"),
-}
-
-
-@pytest.mark.parametrize("name", READS)
-def test_reads(pair, name):
-    found, expected = (READS[name](module.weight) for module in pair)
-    assert (found.device, found.dtype, found.shape) == (expected.device, expected.dtype, expected.shape)
-    assert found.requires_grad == expected.requires_grad
-    torch.testing.assert_close(found.detach(), expected.detach(), rtol=1e-6, atol=1e-5)
-
-
-WRITES = {
-    "data.mul_": lambda w: w.data.mul_(0.5),
-    "a part of a row of data": lambda w: w.data[3][2:4].fill_(0.5),
-    "rows of data by an index": lambda w: w.data.__setitem__(
-        torch.tensor([1, 4], device=w.device), torch.ones(2, DIM, device=w.device)
-    ),
-    "data from the host": lambda w: w.data.copy_(torch.arange(ROWS * DIM).view(ROWS, DIM) / 400),
-    "without gradients": lambda w: torch.no_grad()(w.mul_)(0.9),
-}
-
-
-@pytest.mark.parametrize("name", WRITES)
-def test_writes(pair, device, name):
-    for module in pair:
-        WRITES[name](module.weight)
-    check_rows(*pair)
-    emb, dense = pair
-    ids = torch.arange(ROWS, device=device)
-    torch.testing.assert_close(emb(ids), dense(ids), rtol=1e-5, atol=tolerance(emb))
 
 
 class TestMemory:
