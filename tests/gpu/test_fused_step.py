@@ -113,26 +113,6 @@ def test_the_bits_of_torch(kind, foreach, device, fused, monkeypatch):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(("name", "steps"), [("adam", 11), ("adam-fused", 0)])
-def test_a_scaler(name, steps, device, fused, monkeypatch):
-    """Its verdict may stay on the device: then a fused optimizer skips the step there, and the kernel knows nothing of it."""
-
-    def run():
-        scaler = torch.amp.GradScaler("cuda", init_scale=1.0)
-
-        def step(optimizer):
-            scaler.scale(torch.ones((), device=device))
-            scaler.step(optimizer)
-            scaler.update()
-
-        return train("pinned", device, OPTIMIZERS[name], step=step)[0]
-
-    found = run()
-    assert len(fused) == steps
-    monkeypatch.setenv(SWITCH, "0")
-    assert_same(found, run())
-
-
 def test_streams_and_no_wait(device, fused):
     """The kernel comes after what has queued the gradient, and before the next gather, on whatever stream that is."""
     emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle="lazy")

@@ -99,52 +99,23 @@ class TestTheHost:
         check_same([rows], [content])
 
 
-class TestEventsOfTheStagedEngine:
-    """How often the host waits for an event, however often it asks whether one is done."""
-
-    @pytest.fixture
-    def waits(self, monkeypatch):
-        waits, synchronize = [], torch.cuda.Event.synchronize
-        monkeypatch.setattr(torch.cuda.Event, "synchronize", lambda event: [waits.append(event), synchronize(event)][1])
-        return waits
-
-    @pytest.mark.parametrize(
-        ("where", "count", "gathers", "scatters"),
-        [("cpu", 500, 0, 1), ("cpu", 24_000, 0, 6), ("cuda", 500, 1, 1), ("cuda", 24_000, 1, 6)],
-    )
-    def test_at_most(self, device, waits, where, count, gathers, scatters):
-        """Of calls that move 128 kB, or 6 MB in 6 chunks."""
-        engine, plane = StagedEngine(device), torch.randn(30_000, 64)
-        index, rows = torch.arange(count, device=where), torch.zeros(count, 64, device=device)
-        for _ in range(9):
-            engine.gather([plane], index, [rows])
-            engine.scatter([plane], index, [rows])
-        torch.cuda.synchronize()
-        waits.clear()
-        engine.gather([plane], index, [rows])
-        assert len(waits) <= gathers
-        torch.cuda.synchronize()
-        waits.clear()
-        engine.scatter([plane], index, [rows])
-        assert len(waits) <= scatters
-
-    def test_a_buffer_that_grows_frees_nothing(self, device, monkeypatch):
-        """CUDA waits for the device when page-locked memory is freed."""
-        engine, plane, side = StagedEngine(device), torch.randn(30_000, 64), torch.cuda.Stream()
-        freed, runtime = [], load_cupy().cuda.runtime
-        free = runtime.freeHost
-        monkeypatch.setattr(runtime, "freeHost", lambda pointer: [freed.append(pointer), free(pointer)][1])
-        for count in (1, 10, 100, 1000, 10_000, 30_000):
-            index = torch.arange(count)
-            engine.gather([plane], index, [torch.zeros(count, 64, device=device)])
-            engine.gather([plane], index.to(device), [torch.zeros(count, 64, device=device)])
-        assert freed == []
-        with torch.cuda.stream(side):
-            engine.gather([plane], index, [rows := torch.zeros(count, 64, device=device)])
-        del engine
-        assert freed
-        side.synchronize()
-        check_same([rows], [plane])
+def test_a_buffer_that_grows_frees_nothing(device, monkeypatch):
+    """CUDA waits for the device when page-locked memory is freed."""
+    engine, plane, side = StagedEngine(device), torch.randn(30_000, 64), torch.cuda.Stream()
+    freed, runtime = [], load_cupy().cuda.runtime
+    free = runtime.freeHost
+    monkeypatch.setattr(runtime, "freeHost", lambda pointer: [freed.append(pointer), free(pointer)][1])
+    for count in (1, 10, 100, 1000, 10_000, 30_000):
+        index = torch.arange(count)
+        engine.gather([plane], index, [torch.zeros(count, 64, device=device)])
+        engine.gather([plane], index.to(device), [torch.zeros(count, 64, device=device)])
+    assert freed == []
+    with torch.cuda.stream(side):
+        engine.gather([plane], index, [rows := torch.zeros(count, 64, device=device)])
+    del engine
+    assert freed
+    side.synchronize()
+    check_same([rows], [plane])
 
 
 def test_a_stream_of_another_library(device):

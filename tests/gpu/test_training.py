@@ -332,35 +332,3 @@ def test_checkpoints(memory, device, tmp_path):
     train_on_random_rows(*back, device)
     for a, b in zip(there[0].state_dict().values(), back[0].state_dict().values(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)  # sums on a GPU come in any order
-
-
-# --- what pads the unique rows of a batch must not show ---------------------------------------------------------------
-
-
-def padded_pair(device, module=st.Embedding, **options):
-    torch.manual_seed(3)
-    ours = module(10, 4, memory="pinned", device=device, idle="lazy", **options)
-    dense = getattr(nn, module.__name__)(10, 4, **options).to(device)
-    with torch.no_grad():
-        dense.weight.copy_(ours.weight)
-    return ours, dense
-
-
-def test_padding_moved_between_backward_and_step(device):
-    ours, dense = padded_pair(device)
-    for module in (ours, dense):
-        module(torch.tensor([1, 1, 2], device=device)).sum().backward()
-        module.cpu()
-        torch.optim.SGD(module.parameters(), lr=0.1).step()
-    torch.testing.assert_close(ours.weight.grad.to_dense(), dense.weight.grad)
-    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
-
-
-def test_padding_in_the_gradient_of_a_gradient(device):
-    ids = torch.tensor([1, 1, 2, 7], device=device)
-    for options in ({}, {"padding_idx": 2}, {"scale_grad_by_freq": True}):
-        pair = padded_pair(device, **options)
-        for module in pair:
-            (grad,) = torch.autograd.grad(module(ids).tanh().sum(), module.weight, create_graph=True)
-            (grad**2).sum().backward()
-        torch.testing.assert_close(pair[0].weight.grad.to_dense(), pair[1].weight.grad)

@@ -45,19 +45,11 @@ def test_as_torch(kind, name):
 
 
 ROWS, DIM = 50, 8
-MEMORIES = ["pinned", "pageable", "mmap", "device"]
 
 
 def rows_of(emb):
     """Return all rows on the CPU, not by way of the weight."""
     return emb.state_dict()["weight"].detach().cpu().float().clone()
-
-
-def tolerance(emb, update=0.0):
-    """Return how far a value may be off once `update` at most was added to it and it was stored."""
-    dtype = emb._handle.rows.storage_dtype if isinstance(emb, st.Embedding) else None
-    steps = {None: 1e-6, torch.bfloat16: 2.0**-7, torch.int8: 2.0 / 127, torch.float8_e4m3fn: 2.0**-3}
-    return steps[dtype] * (float(rows_of(emb).abs().max()) + update)
 
 
 class TestMemory:
@@ -134,7 +126,8 @@ class TestModels:
                 F.cross_entropy(model(ids), ids).backward()
                 opt.step()
             models.append(model)
-        atol = tolerance(models[0][0], 0.1) if options.get("storage_dtype") else 1e-5
+        # Rows are rounded to 8 bits where they are stored so.
+        atol = 2e-2 * float(rows_of(models[1][0]).abs().max()) if "storage_dtype" in options else 1e-5
         torch.testing.assert_close(rows_of(models[0][0]), rows_of(models[1][0]), rtol=1e-5, atol=atol)
 
     @pytest.mark.parametrize("memory", ["auto", "pageable", "device"])
@@ -146,7 +139,7 @@ class TestModels:
             emb = make(ROWS, DIM)
             weight, opt = emb.weight, torch.optim.SGD(emb.parameters(), lr=0.1)
             for step, move in enumerate(("cpu", device, device, "cpu", "cpu")):
-                ids = (torch.arange(6) * 7 + step) % ROWS
+                ids = (torch.arange(6) // 2 * 7 + step) % ROWS
                 opt.zero_grad()
                 (emb(ids.to(weight.device)).square().sum() + emb.weight.square().sum()).backward()
                 emb.to(move)

@@ -1,4 +1,4 @@
-"""Tiny data that every project is trained on, made by code: who chose what in which order, clicks on fields, and a graph."""
+"""Tiny data that every project is trained on, made by code: who chose what in which order, and clicks on fields."""
 
 from __future__ import annotations
 
@@ -74,10 +74,3 @@ def write_atomic_files(folder: Path, name: str = "tiny") -> None:
 def _write(path: Path, header: str, rows: object) -> None:
     lines = ["\t".join(header.split()), *("\t".join(str(value) for value in row) for row in rows)]  # type: ignore[attr-defined]
     path.write_text("\n".join(lines) + "\n")
-
-
-def triples(count: int = 400, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return heads, relations and tails of a knowledge graph over the items, with 5 relations: each is a shift."""
-    rng = np.random.default_rng(seed)
-    head, relation = (ITEMS * rng.random(count) ** 2).astype(np.int64), rng.integers(0, 5, count)
-    return head, relation, (head + 7 * relation + rng.integers(0, 2, count)) % ITEMS

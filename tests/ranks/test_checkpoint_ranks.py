@@ -58,26 +58,19 @@ rmsprop-centered sharded 2 > rmsprop-centered sharded 3
 few sharded 3 > few sharded 2
 """.strip().splitlines()
 MORE = """
-exact sharded 2 > exact sharded 2
 int8 sharded 1 > int8 sharded 2
 mmap sharded 2 > exact sharded 3
 adagrad sharded 2 > adagrad sharded 3
-int8 mixed 2 > int8 mixed 2
-exact shared 2 > exact shared 3
 int8 mixed 2 > int8 mixed 3
-int8 sharded 3 > int8 sharded 1
 float8 sharded 2 > float8 sharded 3
 int8 sharded 2 > int8 one 0
 float8 one 0 > float8 sharded 2
-layout sharded 2 > exact sharded 3
 exact sharded 2 > layout sharded 3
 sgd sharded 2 > sgd sharded 3
 sgd-momentum sharded 2 > sgd-momentum sharded 3
 exact sharded 2 > mmap sharded 3
 exact torch 0 > exact sharded 2
 exact sharded 2 > cache sharded 3
-exact mixed 2 > exact mixed 3
-float8 sharded 2 > float8 sharded 1
 """.strip().splitlines()
 
 
