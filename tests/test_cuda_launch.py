@@ -184,6 +184,7 @@ class TestPinnedEmpty:
         gc.collect()
         assert runtime.calls == []
         array[:] = 1  # still there
+        assert runtime.flags == [3]  # portable and mapped
         del array
         gc.collect()
         assert runtime.calls == ["synchronize", "free"]

@@ -13,6 +13,7 @@ import torch
 import speedtransfer as st
 from gpu.test_waits import recorded
 from gpu.tools import synchronizing
+from speedtransfer.vocabulary import device_map
 
 pytestmark = pytest.mark.gpu
 MEMORIES = ["pinned", "device"]
@@ -156,6 +157,18 @@ def test_a_state_that_is_loaded_and_a_move(device):
         expected, there = module(ids).cpu(), copy.deepcopy(module).cpu()
         assert torch.equal(there(ids.cpu()), expected)
         assert torch.equal(there.cuda()(ids).cpu(), expected)
+
+
+def test_an_index_that_is_too_large_for_the_device(device, monkeypatch):
+    """The host finds the rows."""
+    monkeypatch.setattr(device_map, "_SHARE", 1 << 60)
+    module = module_on(device, evict="lru", capacity=50, max_capacity=50)
+    opt = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(6):
+        ids = ids_of(step).to(device)
+        train(module, opt, module.prefetch(ids) if step % 2 else ids)
+        assert torch.equal(module.eval()(ids).cpu(), module(ids.cpu()).cpu())
+        module.train()
 
 
 @pytest.mark.parametrize("deferred", [False, True])

@@ -15,7 +15,7 @@ from optimizer_cases import BASE, case_named
 from torch import Tensor, nn
 
 import speedtransfer as st
-from ranks.pair import DIM, ROWS, Pair, dense_of, ids, nets, rows_of, table
+from ranks.pair import DIM, ROWS, Pair, dense_of, ids, nets, rows_of, table, wrap
 from speedtransfer import rows as rows_module
 
 # Two processes of each kind in every run of the tests, three of one kind; of runs below these one kind.
@@ -153,7 +153,8 @@ def bits(kind: str, idle: str, options: dict[str, Any]) -> tuple[bool, float]:
     ours, one = (table(each, dtype=torch.float32, idle=idle, **options) for each in (kind, "one"))
     # Rows that one rank looks up alone, so that sums need no rounding.
     batch = lambda step, rank: (ids(step, rank) // 2 * 2 + rank).clamp(max=ROWS - 1)  # noqa: E731
-    pair = Pair(ours, one, torch.optim.AdamW, batch=batch, loss=lambda emb, ids: emb(ids).sum())
+    around = {"wrap": wrap} if kind == "replicas" else {}
+    pair = Pair(ours, one, torch.optim.AdamW, batch=batch, loss=lambda emb, ids: emb(ids).sum(), **around)
     start = looked_up(one)
     for step in range(6):
         pair.backward(step)
@@ -172,7 +173,7 @@ def chunked_bits(*args: Any) -> tuple[bool, float]:
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
+@pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
 @pytest.mark.parametrize(("idle", "function"), [("lazy", bits), ("exact", bits), ("exact", chunked_bits)])
 @pytest.mark.parametrize("name", FORMS)
 def test_small_forms_have_the_bits_of_one_process(two, kind, name, idle, function):
