@@ -43,8 +43,10 @@ def end(*processes: subprocess.Popen[str], timeout: float = 300) -> str:
     return "".join(printed)
 
 
-def torchrun(*args: str, folder: Path, **env: str) -> subprocess.Popen[str]:
-    return start(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", *args, folder=folder, **env)
+def torchrun(*args: str, folder: Path, processes: int = 1, **env: str) -> subprocess.Popen[str]:
+    """Start a launcher; `args`: options of torchrun, the script, its arguments."""
+    launch = sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(processes)
+    return start(*launch, *args, folder=folder, **env)
 
 
 def two_nodes(*args: str, folder: Path, **env: str) -> list[subprocess.Popen[str]]:

@@ -271,19 +271,3 @@ class TestPackPlane:
         words = pack_plane(plane, rows)
         assert words[:2] == (plane.data_ptr(), rows.data_ptr())
         assert words[2:5] == (stride * 4, dim * 4 // lane_bytes, lane_bytes)
-
-    @pytest.mark.parametrize(
-        ("stored", "dense", "dim", "lane_bytes"),
-        [
-            (torch.float16, torch.float32, 8, 16),  # 32 bytes on the other side
-            (torch.float32, torch.bfloat16, 6, 8),
-            (torch.bfloat16, torch.float16, 10, 4),
-        ],
-    )
-    def test_lanes_of_the_plane_where_types_differ(self, stored, dense, dim, lane_bytes):
-        plane, rows = torch.zeros(4, dim, dtype=stored), torch.zeros(2, dim, dtype=dense)
-        assert plane.data_ptr() % 32 == rows.data_ptr() % 32 == 0
-        codes = {torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
-        row_bytes = dim * stored.itemsize
-        want = row_bytes, row_bytes // lane_bytes, lane_bytes, codes[stored], codes[dense]
-        assert pack_plane(plane, rows)[2:] == want

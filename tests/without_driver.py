@@ -51,20 +51,11 @@ def in_python(folder: Path) -> None:
     module, opt = train(st.Embedding, torch.optim.Adam, vocabulary=st.Vocabulary())
     st.save_checkpoint(folder / "checkpoint", module, opt)
     st.load_checkpoint(folder / "checkpoint", module, opt)
-    model = torch.nn.Sequential(torch.nn.Embedding(50, 4))
-    st.replace_embeddings(model, min_rows=1)
-    (model(torch.arange(3)) @ model[0].weight.T).sum().backward()
     table = st.Table(9, 2)
     table[torch.tensor([1])] = table[torch.tensor([2])]
     table.wait()
-    gadget = SpeedTorch.DataGadget(torch.ones(9, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that the rows are on the host
-        gadget.gadgetInit()
-    gadget.insertData(gadget.getData(slice(0, 3)), slice(3, 6))
     for do in (
         lambda: st.Table(9, 2, memory="pinned"),
-        lambda: st.Table(9, 2, device="cuda"),
         lambda: st.Embedding(9, 2, device="cuda"),
         lambda: table.cupy(),
     ):
@@ -94,7 +85,6 @@ if __name__ == "__main__":
     if torch.version.cuda is None:
         claim_cuda()
     import speedtransfer as st
-    import speedtransfer.speedtorch as SpeedTorch
     from speedtransfer.__main__ import main
 
     in_python(Path(sys.argv[1]))

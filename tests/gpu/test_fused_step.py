@@ -136,22 +136,3 @@ def test_streams_and_no_wait(device, fused):
     after = emb.table.gather(ids)
     torch.testing.assert_close(after.cpu(), before - 2)
     assert len(fused) == 4
-
-
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_one_launch(name, idle, device, fused):
-    """In place of a gather, the optimizer's own and a scatter."""
-    fakegpu = pytest.importorskip("fakegpu", reason="counts launches where the GPU is emulated")
-    emb = st.Embedding(NUM_ROWS, DIM, memory="pinned", device=device, idle=idle)
-    optimizer = OPTIMIZERS[name](emb.parameters())
-    ids = torch.arange(9, device=device)
-    for _ in range(3):
-        optimizer.zero_grad()
-        emb(ids).sum().backward()
-        with fakegpu.recorded() as calls:
-            optimizer.step()
-    launches = [call for call in calls if call.startswith("launch")]
-    assert len(launches) == 1, launches
-    assert "step_rows" in launches[0]
-    assert not [call for call in calls if call.startswith(("wait", "copy"))]

@@ -21,19 +21,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _captures(device):
-    """Skip where the device cannot capture at all."""
-    number, graph = torch.zeros(1, device=device), torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            number += 1
-        graph.replay()
-    except Exception as error:
-        pytest.skip(f"this device captures no CUDA graphs: {str(error).splitlines()[0]}")
-    assert number.item() == 1
-
-
 def adamw(**options):
     return lambda params: torch.optim.AdamW(params, lr=0.05, capturable=True, **options)
 

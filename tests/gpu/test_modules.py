@@ -94,7 +94,7 @@ def test_ids_out_of_range_of_features(device):
 
 # --- features one by one, and bags of features: the numbers of torch ------------------------------------------------------
 
-NAMED = {"a": 40, "b": 600, "c": 50}
+NAMED = {"a": 40, "b": 600}
 BAGS = {"x": ("a", "sum"), "y": ("b", "mean"), "z": ("a", "max")}
 
 

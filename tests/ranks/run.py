@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 import uuid
@@ -168,29 +166,3 @@ class Worker:
         self._process.kill()
         self._process.join()
         self.pipe.close()
-
-
-def torchrun(
-    *args: str, world: int, timeout: float = 60, env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess:
-    """Run a script by torchrun in `world` processes; `args` are options of torchrun, the script, its arguments.
-
-    Raises ``subprocess.TimeoutExpired``, whose `output` is what was printed until then.
-    """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world), *args]
-    # By default torch 2.13 gives restarted workers the store of those before, where gloo finds addresses of dead processes.
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **(env or {})}
-    with subprocess.Popen(
-        command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        try:
-            output, _ = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired as error:
-            # Not SIGKILL: it has to end its workers, which have sessions of their own.
-            process.terminate()
-            try:
-                error.output, _ = process.communicate(timeout=20)
-            finally:
-                process.kill()
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, output)

@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hosts import end, torchrun
 
 import speedtransfer as st
-from ranks.run import DeadRankError, torchrun
+from ranks.run import DeadRankError
 from speedtransfer.errors import ProcessGroupError
 from speedtransfer.word2vec import Corpus, Settings
 from speedtransfer.word2vec.progress import TrainingProgress
@@ -48,10 +49,9 @@ def test_every_script_is_run_by_a_command():
 def test_script(name, tmp_path):
     script = tmp_path / name
     script.write_text(SCRIPTS[name])
-    result = torchrun(str(script), world=2, timeout=100, env={"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"})
-    assert result.returncode == 0, result.stdout
-    assert all(line in result.stdout for line in PRINTED[name])
-    assert len(set(re.findall(r"norm (\d+\.\d{6})", result.stdout))) <= 1, "the same in all processes"
+    printed = end(torchrun("--standalone", str(script), processes=2, folder=tmp_path))
+    assert all(line in printed for line in PRINTED[name])
+    assert len(set(re.findall(r"norm (\d+\.\d{6})", printed))) <= 1, "the same in all processes"
 
 
 # --- groups that there are not yet, or of one process ------------------------------------------------------------------
@@ -162,9 +162,8 @@ def test_word2vec_joins_what_a_launcher_starts(tmp_path):
     path, run = text(tmp_path / "topics.txt"), tmp_path / "run"
     options = "--dim 16 --min-count 1 --sample 0 --kind lines --epochs 4 --block-words 256"
     command = ["-m", "speedtransfer", "word2vec", "train", str(path), *options.split(), "-o", str(run)]
-    done = torchrun(*command, world=2)
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("vectors: ") == 1
+    printed = end(torchrun("--standalone", *command, processes=2, folder=tmp_path))
+    assert printed.count("vectors: ") == 1
     vectors = Vectors.load(run / "vectors.txt")
     assert apart(vectors.words, torch.as_tensor(vectors.matrix).numpy()) > 0.3
     assert json.loads((run / "settings.json").read_text())["corpus_words"] == 8000

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import speedtransfer as st
-from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, table, wrap
+from ranks.pair import DIM, Net, ids, nets, sgd_with_momentum, squares, wrap
 
 KINDS = pytest.mark.parametrize("kind", ["sharded", "shared", "replicas"])
 needs_ignored_params = pytest.mark.skipif(torch.__version__ < "2.7", reason="fully_shard takes no ignored_params")
@@ -164,25 +164,3 @@ def under_fsdp(kind: str) -> float:
 @pytest.mark.parametrize("kind", ["sharded", "shared"])
 def test_fully_shard(two, kind):
     assert max(two(under_fsdp, kind)) < 1e-12
-
-
-# What a process has not collected yet.
-left: list[nn.Module] = []
-
-
-def leave_behind() -> None:
-    if dist.get_rank() == 0:
-        left.append(wrap(Net(table("sharded"))))
-    else:
-        wrap(Net(table("sharded")))
-
-
-def collect() -> None:
-    left.clear()
-
-
-@needs_ignored_params
-def test_a_model_of_a_destroyed_group_changes_no_order_of_messages(two):
-    two(leave_behind)
-    assert max(two(under_fsdp, "sharded", timeout=5)) < 1e-12
-    two(collect)
