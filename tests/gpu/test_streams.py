@@ -25,8 +25,6 @@ from gpu.tools import (
 from speedtransfer.cuda.status import load_cupy
 from speedtransfer.engines import MappedEngine, StagedEngine
 
-MEMORIES = ["pinned", "pageable", "mmap", "device"]
-NO_HOST = ["pinned", "device"]  # memories whose default engine has nothing for the host to do
 WARM = [True] * 9 + [False]  # more calls than a staging engine has buffers, then the one that counts
 
 
