@@ -36,14 +36,6 @@ def said(error, num_bytes):
 
 
 class TestRefused:
-    def test_a_pinned_table(self, device, no_page_locking):
-        with pytest.raises(MemoryError) as error:
-            st.Table(1000, 128, memory="pinned", device=device)
-        assert isinstance(error.value, HostMemoryError)
-        assert "use memory='pageable'" in said(error, 1000 * 128 * 4)
-        no_page_locking.undo()
-        assert not st.Table(1000, 128, memory="pinned", device=device).gather([999]).any()
-
     @pytest.mark.parametrize("memory", ["pageable", "mmap"])
     def test_a_staging_buffer(self, device, tmp_path, memory, no_page_locking):
         table = table_in(memory, tmp_path, 1000, 128, device).fill_(1)
