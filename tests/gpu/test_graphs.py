@@ -251,6 +251,19 @@ class TestAfterReplays:
         plain.step()
         torch.testing.assert_close(state, plain.opt.state_dict()["state"][0]["exp_avg"], rtol=1e-5, atol=1e-5)
 
+    def test_auto_stays_with_mapped(self, device, monkeypatch):
+        plain, graphed = Training(device), Training(device)
+        engine = graphed.table._engine
+        monkeypatch.setattr(engine, "choose", lambda *args: "staged")
+        plain.warm_up()
+        graphed.warm_up()
+        graphed.capture()
+        for ids in batches():
+            plain.steps([ids, ids])
+            graphed.steps([ids], graphed.graph.replay)
+            graphed.steps([ids])
+        check_close(graphed.result(), plain.result())
+
     def test_an_id_out_of_range(self, pair):
         _, graphed = pair
         graphed.steps([torch.full((IDS,), ROWS)], graphed.graph.replay)
