@@ -148,12 +148,23 @@ def looked_up(emb: Any) -> Tensor:
     return emb(torch.arange(ROWS)).clone()
 
 
+class Scaled(nn.Module):
+    """A table and a weight, which DistributedDataParallel asks for."""
+
+    def __init__(self, emb: Any) -> None:
+        super().__init__()
+        self.emb, self.scale = emb, nn.Parameter(torch.ones(()))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.emb(ids) * self.scale
+
+
 def bits(kind: str, idle: str, options: dict[str, Any]) -> tuple[bool, float]:
     """Whether a step of the same gradient (exact in any order) makes the bits of one process."""
     ours, one = (table(each, dtype=torch.float32, idle=idle, **options) for each in (kind, "one"))
     # Rows that one rank looks up alone, so that sums need no rounding.
     batch = lambda step, rank: (ids(step, rank) // 2 * 2 + rank).clamp(max=ROWS - 1)  # noqa: E731
-    around = {"wrap": wrap} if kind == "replicas" else {}
+    around = {"wrap": lambda emb: wrap(Scaled(emb))} if kind == "replicas" else {}
     pair = Pair(ours, one, torch.optim.AdamW, batch=batch, loss=lambda emb, ids: emb(ids).sum(), **around)
     start = looked_up(one)
     for step in range(6):
