@@ -286,6 +286,9 @@ def test_every_id_has_one_place_on_one_rank(num_rows, ranks):
     for rank, part in enumerate(parts):
         assert bool((owners(partition, part) == rank).all())
         assert torch.equal(partition.places(part) - partition.start(rank), torch.arange(len(part)))
+        # A checkpoint of other processes is read by ranges.
+        half = len(part) // 2
+        assert torch.equal(partition.ids_of(rank, half), part[half:])
     assert torch.equal(torch.cat(parts).sort().values, ids)
 
 
