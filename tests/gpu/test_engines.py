@@ -109,8 +109,9 @@ class OnDevice(PaddingCases, EngineCases):
 
     @pytest.mark.parametrize("stored", [torch.float32, torch.float16], ids=str)
     def test_memory_of_a_call_is_not_given_away_early(self, engine, device, store, stored):
+        content = torch.arange(100_000.0).view(50_000, 2) % 1000
         plane, side = store(torch.zeros(50_000, 2, dtype=stored)), torch.cuda.Stream()
-        index, rows = torch.arange(50_000, device=device), torch.full((50_000, 2), 3.0, device=device)
+        index, rows = torch.arange(50_000, device=device), content.to(device)
         out = torch.zeros(50_000, 2, device=device)
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
@@ -119,10 +120,11 @@ class OnDevice(PaddingCases, EngineCases):
             engine.gather([plane], index, [out])
         del rows, index
         thieves = [torch.zeros(50_000, width, device=device) for width in (1, 2, 2, 4)]
+        torch.cuda.current_stream().synchronize()
         side.synchronize()
-        assert out.eq(3).all()
+        assert torch.equal(out.cpu(), content)
         engine.wait()
-        assert plane.eq(3).all()
+        assert torch.equal(plane.cpu().float(), content)
         assert len(thieves) == 4
 
     def test_two_threads(self, engine, device, store):

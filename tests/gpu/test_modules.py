@@ -125,7 +125,8 @@ def pair(device, memory, folder, look_up, **options):
 
 
 def draw(look_up, seed, device):
-    ids = torch.randint(40, (32, 3), generator=torch.Generator().manual_seed(seed)).to(device)
+    columns = NAMED if look_up is features else BAGS
+    ids = torch.randint(40, (32, len(columns)), generator=torch.Generator().manual_seed(seed)).to(device)
     offsets = torch.tensor([0, 0, 7, 9, 20], device=device)
     return ids if look_up is features else {name: (ids[:, n].clone(), offsets) for n, name in enumerate(BAGS)}
 

@@ -148,3 +148,14 @@ class TestModels:
                 opt.step()
             results.append(rows_of(emb))
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
+
+    def test_moved_between_backward_and_step(self, device):
+        """What pads the unique rows of a batch does not show."""
+        emb = st.Embedding(10, 4, memory="pinned", device=device, idle="lazy")
+        dense = nn.Embedding.from_pretrained(emb.weight.detach().clone(), freeze=False)
+        for module in (emb, dense):
+            module(torch.tensor([1, 1, 2], device=device)).sum().backward()
+            module.cpu()
+            torch.optim.SGD(module.parameters(), lr=0.1).step()
+        torch.testing.assert_close(emb.weight.grad.to_dense(), dense.weight.grad)
+        torch.testing.assert_close(emb.weight.detach(), dense.weight.detach())
