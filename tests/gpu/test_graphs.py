@@ -130,16 +130,6 @@ class OneBag(st.MultiEmbeddingBag):
         return super().forward([ids.view(3, -1)])[0]
 
 
-class Columns(st.MultiEmbedding):
-    """Features that are looked up one after the other: the first of them reads the rows of all."""
-
-    def __init__(self, rows, dim, **options):
-        super().__init__([rows] * 4, dim, **options)
-
-    def forward(self, ids):
-        return sum(feature(ids.view(3, 4)[:, number]) for number, feature in enumerate(self.values()))
-
-
 FORMS = {
     "adamw": {},
     "adamw-fused": {"optimizer": adamw(fused=True)},
@@ -156,7 +146,6 @@ FORMS = {
     "bag-sum": bag("sum", padding_idx=3),
     "bag-max": bag("max"),
     "multi-bag": {"make": OneBag},
-    "features": {"make": Columns},
 }
 
 

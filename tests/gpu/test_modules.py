@@ -165,6 +165,26 @@ def test_the_host_does_not_wait(device, monkeypatch, look_up):
             opt.zero_grad()
 
 
+def test_a_captured_round(device, monkeypatch):
+    """Rows that were read before the capture are not those of its replays."""
+    monkeypatch.setenv("SPEEDTRANSFER_ENGINE", "mapped")
+    ours, _ = pair(device, "pinned", None, features, idle="lazy")
+    ids, side = draw(features, 0, device), torch.cuda.Stream()
+    with torch.no_grad():
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                features(ours, ids)
+            ours["a"](ids[:, 0])
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = ours["b"](ids[:, 1])
+        for seed in (1, 2):
+            ids.copy_(draw(features, seed, device))
+            graph.replay()
+            torch.testing.assert_close(found, ours["b"].weight.detach()[ids[:, 1]])
+
+
 # --- n-grams ----------------------------------------------------------------------------------------------------------
 
 

@@ -128,24 +128,6 @@ def test_who_goes_on_alone_waits_no_longer_than_the_group_does(two):
     assert any("Error" in type(each).__name__ for each in found)
 
 
-def calls_of_steps(kind: str) -> list[int]:
-    found = []
-    for wraps in (False, True):
-        run = Run(kind, wraps, count=2)
-        run.steps(0, 1)
-        traffic = run.emb._handle.owners.exchange.traffic
-        before = traffic.calls
-        run.step(2)
-        found.append(traffic.calls - before)
-    return found
-
-
-@pytest.mark.parametrize("kind", ["sharded", "shared"])
-def test_no_more_messages_under_ddp(two, kind):
-    for alone, wrapped in two(calls_of_steps, kind):
-        assert alone == wrapped > 0
-
-
 def dies(kind: str, where: str) -> float:
     run = Run(kind, False)
     run.steps(0, 1)
