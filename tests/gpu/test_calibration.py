@@ -12,8 +12,6 @@ from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
     Point,
-    known,
-    load,
     machine_of,
     remember,
 )
@@ -55,19 +53,6 @@ class TestMeasured:
             assert 1e-6 < min(point.seconds.values()) <= max(point.seconds.values()) < 10, point
             assert 1 <= point.num_rows <= max(NUM_ROWS)
         assert measured.copy_bytes_per_s > 1e9
-
-    def test_a_table_takes_the_fastest(self, measured, device, cache):
-        assert load(device) is None
-        assert measured.save().parent == cache
-        assert load(device) == known(device) == measured
-        table = st.Table(1 << 20, 128, memory="pinned", device=device)
-        by_call = {}
-        for point in measured.points:
-            by_call.setdefault((point.row_bytes, point.num_rows), {})[point.direction] = point.seconds
-        for (row_bytes, num_rows), seconds in by_call.items():
-            pair = [table._engine.choose(direction, row_bytes, num_rows) for direction in ("gather", "scatter")]
-            total = seconds["gather"][pair[0]] + seconds["scatter"][pair[1]]
-            assert total <= min(seconds["gather"][name] + seconds["scatter"][name] for name in NAMES)
 
     def test_a_plan_finds_free_memory_and_rates(self, device):
         before = torch.cuda.memory_allocated(device)

@@ -38,13 +38,11 @@ class Tables(nn.Module):
 class Run:
     """Tables in training; under DistributedDataParallel if `wrapped`."""
 
-    def __init__(
-        self, kind: str, wrapped: bool, optimizer: Any = torch.optim.AdamW, rate: Any = 0.05, count: int = 0
-    ) -> None:
-        self.net, wraps = Tables(kind, count or 1 + wrapped), wrapped or kind == "replicas"
+    def __init__(self, kind: str, wrapped: bool, optimizer: Any = torch.optim.AdamW, rate: Any = 0.05) -> None:
+        self.net, wraps = Tables(kind, 1 + wrapped), wrapped or kind == "replicas"
         self.emb = self.net.tables[0]
         self.model = wrap(self.net, find_unused_parameters=wrapped) if wraps else self.net
-        self.opt = optimizer(self.net.parameters() if wraps or count else self.emb.parameters(), lr=rate)
+        self.opt = optimizer(self.net.parameters() if wraps else self.emb.parameters(), lr=rate)
 
     def step(self, number: int, leaves: str = "") -> None:
         """Make a step, and leave out a part of it."""
