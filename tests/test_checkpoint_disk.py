@@ -59,9 +59,7 @@ def test_a_save_replaces_the_one_before_and_what_was_left(run: Run, tmp_path: Pa
     assert loaded(tmp_path) == run.digest()
 
 
-@pytest.mark.parametrize(
-    "what", ["file", "foreign", "dangling", "other manifest", "damaged manifest", "linked manifest"]
-)
+@pytest.mark.parametrize("what", ["file", "foreign", "dangling", "other manifest", "linked manifest"])
 def test_what_is_no_checkpoint_is_left_alone(what: str, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "point"
     if what == "file":
@@ -73,11 +71,10 @@ def test_what_is_no_checkpoint_is_left_alone(what: str, run: Run, tmp_path: Path
         (path / LEFT).write_text("mine")
     if what == "foreign":
         (path / "mine.txt").write_text("mine")
-    if what.endswith("manifest"):
-        (path / "manifest.json").write_text('{"name": "web app"}' if what == "other manifest" else '{"format": "spee')
+    if what == "other manifest":
+        (path / "manifest.json").write_text('{"name": "web app"}')
     if what == "linked manifest":
         run.save(tmp_path / "real")
-        (path / "manifest.json").unlink()
         (path / "manifest.json").symlink_to(tmp_path / "real" / "manifest.json")
     before = sorted(os.listdir(path)) if path.is_dir() else path.is_symlink()
     with pytest.raises(InvalidValueError, match=r"choose (an empty or new folder|another path)"):
@@ -96,20 +93,9 @@ def test_too_little_room_is_noticed_first(run: Run, tmp_path: Path, monkeypatch:
     assert not (tmp_path / "point").exists()
 
 
-@pytest.mark.parametrize(
-    ("call", "error"),
-    [
-        ("fsync", OSError(errno.ENOSPC, "No space left on device")),
-        ("fsync", KeyboardInterrupt("No space left on device")),
-        ("replace", OSError(errno.ENOSPC, "No space left on device")),
-        ("open", OSError(errno.ENOSPC, "No space left on device")),
-    ],
-    ids=repr,
-)
-def test_every_call_may_fail(
-    call: str, error: BaseException, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "point"
+@pytest.mark.parametrize("call", ["fsync", "replace", "open"])
+def test_every_call_may_fail(call: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, error = tmp_path / "point", OSError(errno.ENOSPC, "No space left on device")
     run.save(path)
     before = loaded(path)
     run.epochs(1)
@@ -127,7 +113,7 @@ def test_every_call_may_fail(
             patch.setattr(os, call, fail)
             try:
                 run.save(path)
-            except (StorageError, KeyboardInterrupt) as refusal:
+            except StorageError as refusal:
                 assert "No space left on device" in str(refusal)  # noqa: PT017
             else:
                 break
@@ -187,20 +173,18 @@ def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkey
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-# A table and planes of 100 MB each, in files: its pages count as shared memory, so what is counted is private.
+# A table and planes of 50 MB each, in files: its pages count as shared memory, so what is counted is private.
 MEMORY = r"""
 import resource, sys, threading, time
 import psutil, torch
 import speedtransfer as st
-folder, what, memory = sys.argv[1:]
+folder, what = sys.argv[1:]
 torch.set_num_threads(1)
-options = {"path": folder + f"/{what}.safetensors"} if memory == "mmap" else {}
-emb = st.Embedding(400_000, 64, memory=memory, **options)
-dense = st.Embedding(3, 64)
-model = torch.nn.ModuleList([emb, dense])
+emb = st.Embedding(200_000, 64, memory="mmap", path=folder + f"/{what}.safetensors")
+model = torch.nn.ModuleList([emb, st.Embedding(3, 64)])
 opt = torch.optim.Adam(model.parameters(), lr=0.1)
 if what == "save":
-    model[0](torch.tensor([1, 399_999])).sum().backward()
+    model[0](torch.tensor([1, 199_999])).sum().backward()
     opt.step()
 small = st.Embedding(9, 4)  # what torch imports at its first step is no matter of ours
 warm = torch.optim.Adam(small.parameters())
@@ -227,24 +211,24 @@ else:
 done = True
 thread.join()
 state = opt.state[emb.weight]
-print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][399_999].sum()))
+print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][199_999].sum()))
 """
 
 
 def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
     sums = []
     for what in ("save", "load"):
-        result = run_script(MEMORY, str(tmp_path), what, "mmap", timeout=500)
+        result = run_script(MEMORY, str(tmp_path), what, timeout=500)
         assert result.returncode == 0, result.stderr[-3000:]
         extra, *values = result.stdout.split()
-        assert int(extra) < 80, f"{what} took {extra} MB more"
+        assert int(extra) < 40, f"{what} took {extra} MB more"
         sums.append(values)
     assert sums[0] == sums[1]
-    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 300e6
+    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 150e6
     shutil.rmtree(tmp_path)
 
 
-# --- killed at any moment: the last finished checkpoint and dump load, and the run that goes on from there ends bit-equal
+# --- killed at any moment: the last finished checkpoint loads, and the run that goes on from there ends bit-equal ---------
 
 # One process imports torch and starts no thread, then forks a child for each life of the training run. A life is ended by
 # SIGKILL: at a random line of the code that saves, or at a random time. Its table is in a file, grows, and evicts ids.
@@ -261,16 +245,7 @@ import speedtransfer as st
 EPOCHS = 8
 FILES = "checkpoint/folder.py", "checkpoint/tensors.py", "checkpoint/save.py", "tables/files.py"
 folder, moments = Path(sys.argv[1]), int(sys.argv[2])
-point, log, dump = folder / "point", folder / "log", folder / "dump.safetensors"
-
-def make(capacity=2, number=0):
-    vocabulary = st.Vocabulary(capacity, max_capacity=30, evict="lru", seed=1)
-    table = folder / f"table{number}-{os.getpid()}.npy"
-    run = checkpoint_cases.Run(case_named("adamw"), vocabulary=vocabulary, memory="mmap", path=table)
-    return run, vocabulary
-
-def values(vocabulary):
-    return [tensor.tolist() for tensor in vocabulary.export()]
+point, log, report = folder / "point", folder / "log", folder / "report"
 
 def digest(run):
     state = run.model.state_dict()
@@ -278,60 +253,44 @@ def digest(run):
     del state["words.vocabulary.origin"]
     return checkpoint_cases.digest([state, run.optimizer.state_dict(), run.losses[-1], torch.get_rng_state()])
 
-def life(line, report):
-    # First, as it seeds the generators.
-    if dump.exists():
-        _, copy = make(30, 1)
-        changes = st.Changes.load(dump)
-        copy.update(changes)
-        assert values(copy) == expected[clocks.index(changes.clock)], "another dump"
-    run, vocabulary = make()
+def life(line):
+    vocabulary = st.Vocabulary(2, max_capacity=30, evict="lru", seed=1)
+    table = folder / f"table-{os.getpid()}.npy"
+    run = checkpoint_cases.Run(case_named("adamw"), vocabulary=vocabulary, memory="mmap", path=table)
     checkpoint_cases.seed_all(5)
-    done = 0
-    if (point / "manifest.json").exists():
-        done = run.load(point)["epoch"]
+    done = run.load(point)["epoch"] if (point / "manifest.json").exists() else 0
     finished = [int(text) for text in log.read_text().split()]
     assert done >= max(finished, default=0), f"epoch {finished[-1]} was saved but {done} loaded"
-    assert values(vocabulary) == expected[done], f"other rows after {done} epochs"
     if line:
         kill_at_line(line, FILES)
     saved = done < EPOCHS
     while done < EPOCHS:
         run.epochs(1)
         done += 1
-        vocabulary.changed_since(0).save(dump)
         run.save(point, extra={"epoch": done})
         with open(log, "a") as file:
             file.write(f"{done}\n")
     sys.settrace(None)
+    assert vocabulary.stats().evicted and vocabulary.capacity == 30
     report.write_text(digest(run))
     # The first save removes what is left of those that were killed.
     assert len(os.listdir(point)) == 4 or not saved, os.listdir(point)
 
 def live(line=0, delay=None):
-    report = folder / "report"
     report.unlink(missing_ok=True)
-    run_child(lambda: life(line, report), delay)
+    run_child(lambda: life(line), delay)
     for table in folder.glob("table*"):
         table.unlink()
     # One that is killed at its very end has ended all the same.
     return report.read_text() if report.exists() else None
 
 def reset():
-    for file in [*point.glob("*"), dump]:
+    for file in point.glob("*"):
         file.unlink(missing_ok=True)
     log.write_text("")
 
 point.mkdir()
 reset()
-run, vocabulary = make()
-checkpoint_cases.seed_all(5)
-expected, clocks = [values(vocabulary)], [0]
-for _ in range(EPOCHS):
-    run.epochs(1)
-    expected.append(values(vocabulary))
-    clocks.append(vocabulary.clock)
-assert vocabulary.stats().evicted and vocabulary.capacity == 30
 start = time.monotonic()
 whole = live()
 seconds = time.monotonic() - start

@@ -57,9 +57,6 @@ class Target:
     """A run that has trained elsewhere, and a check that it is as it was."""
 
     def __init__(self) -> None:
-        self.make()
-
-    def make(self) -> None:
         self.run = Saved(9)
         seed_all(2)
         self.run.epochs(1)
@@ -73,7 +70,7 @@ class Target:
         except REFUSALS as error:
             refusal = str(error)
         if refusal is None:
-            self.make()
+            self.__init__()
             return None
         assert self.run.digest() == self.before, f"changed, and then refused: {refusal}"
         assert "\n" not in refusal
@@ -83,7 +80,6 @@ class Target:
 
 @pytest.fixture(scope="module")
 def target() -> Target:
-    torch.set_num_threads(1)
     return Target()
 
 
@@ -257,13 +253,6 @@ def deep_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_bytes(b'{"a":' * 200_000 + b"1" + b"}" * 200_000)
 
 
-def deep_extra(folder: Path) -> None:
-    node: Any = 1
-    for _ in range(400):
-        node = [node]
-    resign(folder, lambda c: c.update(extra=node))
-
-
 def a_pickle(folder: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
@@ -284,54 +273,6 @@ def vast(folder: Path) -> None:
         entry.update(shape=[2**62, 0, 2**62], data_offsets=[0, 0])
 
     resign(folder, change)
-
-
-@pytest.mark.parametrize(
-    ("damage", "words"),
-    [
-        (name_is("../a/model.safetensors"), "is no name of a model file"),
-        (name_is("/etc/passwd"), "is no name of a model file"),
-        (name_is(f"objects-{'0' * 32}.safetensors"), "is no name of a model file"),
-        (name_is(f"model-{'0' * 32}.safetensors\n"), "is no name of a model file"),
-        (name_is(f"model-{'0' * 32}.safetensors"), "cannot open .*No such file"),
-        (deep_manifest, "is damaged"),
-        (deep_extra, "is not|is damaged|None"),
-        (a_pickle, "has a header of"),
-        (bomb, "tensors of the objects file are not those that the manifest refers to"),
-        (vast, "a shape that no tensor has"),
-        (
-            lambda f: resign(f, lambda c: c.update(format_version=3)),
-            "format version 3 but this speedtransfer reads 1 to 2",
-        ),
-        (lambda f: resign(f, lambda c: c.update(format="x")), "is no manifest of a checkpoint"),
-        (lambda f: (f / "manifest.json").write_text("{}"), "is no manifest of a checkpoint"),
-        (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "NaN is no JSON"),
-        (lambda f: (f / "manifest.json").unlink(), "holds no manifest.json"),
-        (lambda f: data_file(f).unlink(), "cannot open 'model-"),
-    ],
-)
-def test_attacks(
-    damage: Callable[[Path], Any], words: str, points: tuple[Path, Path], target: Target, tmp_path: Path
-) -> None:
-    folder = tmp_path / "point"
-    shutil.copytree(points[0], folder)
-    damage(folder)
-    refusal = target.load(folder)
-    if damage is deep_extra:  # deep, but data
-        return
-    assert refusal is not None
-    assert re.search(words, refusal), refusal
-    assert not (tmp_path / "owned").exists()
-
-
-def test_a_moved_or_linked_folder_is_as_good(points: tuple[Path, Path], target: Target, tmp_path: Path) -> None:
-    shutil.copytree(points[0], tmp_path / "moved")
-    (tmp_path / "link").symlink_to(tmp_path / "moved")
-    for name in ("moved", "link"):
-        assert target.load(tmp_path / name) is None
-
-
-# --- plausible, and wrong ---------------------------------------------------------------------------------------------
 
 
 def edit_tensor(folder: Path, role: str, name: str, new: torch.Tensor) -> None:
@@ -386,24 +327,41 @@ def twice(content: Any) -> None:
     node[1] = node[0]
 
 
-FORGED: dict[str, Callable[[Path], None]] = {
-    "position of np.random": forge_key("rng", "pos", 100_000_000),
-    "position that is no integer": forge_key("rng", "pos", 3.0),
-    "position of a generator": forge_key("MT19937", "pos", 625),
-    "position in a buffer": forge_key("Philox", "buffer_pos", 5),
-    "state of a dense parameter": edit_state("[2]['exp_avg']", torch.zeros(1)),
-    "no step": edit_state("[2]['step']", torch.zeros(0)),
-    "no step of a table": edit_state("[0]['step']", torch.zeros(0)),
-    "rows of state": edit_state("[0]['exp_avg']", torch.zeros(3, 6)),
-    "rows": lambda f: edit_tensor(f, "model", "words.weight", torch.zeros(8, 6)),
-    "a parameter twice": lambda f: resign(f, twice),
-}
+# Damage, and words of the refusal.
+ATTACKS: list[tuple[Callable[[Path], Any], str]] = [
+    (name_is("../a/model.safetensors"), "is no name of a model file"),
+    (name_is(f"objects-{'0' * 32}.safetensors"), "is no name of a model file"),
+    (name_is(f"model-{'0' * 32}.safetensors\n"), "is no name of a model file"),
+    (deep_manifest, "is damaged"),
+    (a_pickle, "has a header of"),
+    (bomb, "tensors of the objects file are not those that the manifest refers to"),
+    (vast, "a shape that no tensor has"),
+    (lambda f: resign(f, lambda c: c.update(format_version=3)), "version 3 but this speedtransfer reads 1 to 2"),
+    (lambda f: resign(f, lambda c: c.update(format="x")), "is no manifest of a checkpoint"),
+    (lambda f: (f / "manifest.json").write_text('{"a": NaN}'), "NaN is no JSON"),
+    (lambda f: (f / "manifest.json").unlink(), "holds no manifest.json"),
+    (lambda f: data_file(f).unlink(), "cannot open 'model-"),
+    # Plausible, and wrong.
+    (forge_key("rng", "pos", 100_000_000), ""),
+    (forge_key("rng", "pos", 3.0), ""),
+    (forge_key("MT19937", "pos", 625), ""),
+    (forge_key("Philox", "buffer_pos", 5), ""),
+    (edit_state("[2]['exp_avg']", torch.zeros(1)), ""),
+    (edit_state("[2]['step']", torch.zeros(0)), ""),
+    (edit_state("[0]['step']", torch.zeros(0)), ""),
+    (edit_state("[0]['exp_avg']", torch.zeros(3, 6)), ""),
+    (lambda f: edit_tensor(f, "model", "words.weight", torch.zeros(8, 6)), ""),
+    (lambda f: resign(f, twice), ""),
+]
 
 
-@pytest.mark.parametrize("name", FORGED)
-def test_values_that_are_plausible_and_wrong(
-    name: str, points: tuple[Path, Path], target: Target, tmp_path: Path
+@pytest.mark.parametrize(("damage", "words"), ATTACKS)
+def test_attacks(
+    damage: Callable[[Path], Any], words: str, points: tuple[Path, Path], target: Target, tmp_path: Path
 ) -> None:
     shutil.copytree(points[0], tmp_path / "point")
-    FORGED[name](tmp_path / "point")
-    assert target.load(tmp_path / "point") is not None
+    damage(tmp_path / "point")
+    refusal = target.load(tmp_path / "point")
+    assert refusal is not None
+    assert re.search(words, refusal), refusal
+    assert not (tmp_path / "owned").exists()

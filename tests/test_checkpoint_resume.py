@@ -12,14 +12,11 @@ from lazy_oracle import Twins
 from optimizer_cases import BASE, FUSED, OptimizerCase, case_named, some
 from safetensors.torch import load_file
 from test_checkpoint_fuzz import resign
-from third_party import STYLES
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import OptimizerError, StorageError
+from speedtransfer.errors import StorageError
 
-# Some, and one that is fused; all, and all that are fused, are slow.
-ALL = [*some(BASE), *some(FUSED, ["adamw-fused"])]
 INT8 = {"storage_dtype": torch.int8, "state_dtype": torch.uint8}
 FORMS: dict[str, dict[str, Any]] = {
     "exact": {"idle": "exact"},
@@ -30,6 +27,11 @@ FORMS: dict[str, dict[str, Any]] = {
     "float8_e4m3fn": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3},
     "exact float8_e5m2": {"idle": "exact", "storage_dtype": torch.float8_e5m2, "state_dtype": torch.bfloat16},
 }
+
+
+@pytest.mark.parametrize("case", [*some(BASE), *some(FUSED, ["adamw-fused"])], ids=str)
+def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
+    resume(case, tmp_path)
 
 
 def resume(case: OptimizerCase, tmp_path: Path, **options: Any) -> None:
@@ -49,14 +51,9 @@ def resume(case: OptimizerCase, tmp_path: Path, **options: Any) -> None:
     assert second.digest() == whole.digest()
 
 
-@pytest.mark.parametrize("case", ALL, ids=str)
-def test_resuming_is_going_on(case: OptimizerCase, tmp_path: Path) -> None:
-    resume(case, tmp_path)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad", "rmsprop-centered", "nadam-decoupled"])
+@pytest.mark.parametrize("name", ["adamw", "sgd-momentum", "adagrad"])
 def test_resuming_small_forms(name: str, form: str, tmp_path: Path) -> None:
     if "exact" not in form:
         resume(case_named(name), tmp_path, **FORMS[form])
@@ -72,14 +69,10 @@ def test_resuming_small_forms(name: str, form: str, tmp_path: Path) -> None:
     assert resumed.digest() == run.digest()
 
 
-@pytest.mark.parametrize(
-    ("case", "steps"),
-    [pytest.param(*case.values, 10, marks=case.marks) for case in ALL]
-    + [(case_named(name), 0) for name in ("adagrad-initial", "adamw")],
-    ids=str,
-)
-def test_checkpoints_cross_over_and_training_continues_equal(case: OptimizerCase, steps: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "steps"), [("adagrad-initial", 0), ("adamw", 0), ("adamw-amsgrad", 10)])
+def test_checkpoints_cross_over_and_training_continues_equal(name: str, steps: int, tmp_path: Path) -> None:
     """Ours into torch, torch into ours; Adagrad has state before it steps."""
+    case = case_named(name)
     twins = Twins(case.make)
     batches = twins.batches(20)
     twins.train(batches[:steps])
@@ -115,7 +108,7 @@ def test_read_by_a_dense_model_and_back(form: str, tmp_path: Path) -> None:
     assert all(torch.equal(value, again[key]) for key, value in run.model.state_dict().items())
 
 
-def test_one_form_into_another(tmp_path: Path) -> None:
+def test_one_form_into_another_and_an_encoding_of_another_version(tmp_path: Path) -> None:
     wide, small = st.Embedding(300, 20), st.Embedding(300, 20, storage_dtype=torch.int8)
     st.save_checkpoint(tmp_path / "wide", wide)
     st.load_checkpoint(tmp_path / "wide", small)
@@ -123,76 +116,14 @@ def test_one_form_into_another(tmp_path: Path) -> None:
     assert ((small.state_dict()["weight"] - wide.table.torch()).abs() <= step).all()
     half = st.Embedding(300, 20, storage_dtype=torch.bfloat16)
     st.save_checkpoint(tmp_path / "small", small)
+    assert {value.dtype for value in load_file(*(tmp_path / "small").glob("model-*")).values()} >= {torch.int8}
     st.load_checkpoint(tmp_path / "small", half)
     assert torch.equal(half.table.torch(), small.state_dict()["weight"].bfloat16())
-
-
-def test_files_hold_the_small_form(tmp_path: Path) -> None:
-    emb = st.Embedding(50, 4, **INT8)
-    optimizer = torch.optim.Adam(emb.parameters())
-    emb(torch.arange(50)).sum().backward()
-    optimizer.step()
-    st.save_checkpoint(tmp_path / "checkpoint", emb, optimizer)
-    kinds = [
-        value.dtype
-        for kind in ("model", "optimizer")
-        for value in load_file(*(tmp_path / "checkpoint").glob(f"{kind}-*")).values()
-    ]
-    assert kinds.count(torch.int8) == 1
-    assert kinds.count(torch.uint8) == 2
-
-
-def test_an_encoding_of_another_version(tmp_path: Path) -> None:
-    emb = st.Embedding(50, 4, storage_dtype=torch.int8)
-    st.save_checkpoint(tmp_path, emb)
-    resign(tmp_path, lambda content: content["model"]["entries"]["weight"].update(encoding="int7-row"))
-    before = emb.table.torch().clone()
+    resign(tmp_path / "small", lambda content: content["model"]["entries"]["weight"].update(encoding="int7-row"))
+    before = small.table.torch().clone()
     with pytest.raises(StorageError, match="encoded as 'int7-row'"):
-        st.load_checkpoint(tmp_path, emb)
-    assert torch.equal(emb.table.torch(), before)
-
-
-@pytest.mark.parametrize("maker", ["odd constructor", "counts", "decayed average"])
-def test_optimizers_of_others(maker: str, tmp_path: Path) -> None:
-    def fresh(seed: int) -> tuple[st.Embedding, Any]:
-        torch.manual_seed(seed)
-        emb = st.Embedding(30, 8, idle="lazy")
-        return emb, STYLES[maker][0]([emb.weight])
-
-    def train(emb: st.Embedding, optimizer: Any, start: int) -> None:
-        for step in range(start, start + 12):
-            optimizer.zero_grad()
-            (
-                emb(torch.randint(0, 29, (9,), generator=torch.Generator().manual_seed(step))) - 1
-            ).square().sum().backward()
-            optimizer.step()
-
-    emb, optimizer = fresh(0)
-    train(emb, optimizer, 0)
-    st.save_checkpoint(tmp_path / "checkpoint", emb, optimizer)
-    train(emb, optimizer, 12)
-    other, other_optimizer = fresh(1)
-    st.load_checkpoint(tmp_path / "checkpoint", other, other_optimizer)
-    train(other, other_optimizer, 12)
-    assert torch.equal(other.table.torch(), emb.table.torch())
-
-
-class OfSomebody(torch.optim.SGD):
-    """What it does to idle rows nobody has said."""
-
-
-def test_refused_before_anything_changes(tmp_path: Path) -> None:
-    """Exact idle rows have no rule for the optimizer of the checkpoint."""
-    lazy = st.Embedding(30, 8, idle="lazy")
-    optimizer = OfSomebody(lazy.parameters(), lr=0.1, momentum=0.9)
-    lazy(torch.arange(5)).sum().backward()
-    optimizer.step()
-    st.save_checkpoint(tmp_path / "checkpoint", lazy, optimizer)
-    exact = st.Embedding(30, 8, idle="exact")
-    before = exact.table.torch().clone()
-    with pytest.raises(OptimizerError, match="OfSomebody"):
-        st.load_checkpoint(tmp_path / "checkpoint", exact, OfSomebody(exact.parameters(), lr=0.1, momentum=0.9))
-    assert torch.equal(exact.table.torch(), before)
+        st.load_checkpoint(tmp_path / "small", small)
+    assert torch.equal(small.table.torch(), before)
 
 
 def test_two_optimizers(tmp_path: Path) -> None:
@@ -217,21 +148,3 @@ def test_two_optimizers(tmp_path: Path) -> None:
     train(*second)
     for key, value in first[0].state_dict().items():
         assert torch.equal(value, second[0].state_dict()[key]), key
-
-
-def test_state_that_is_no_longer_used_stays(tmp_path: Path) -> None:
-    run = Run(case_named("adamw-amsgrad"))
-    run.epochs(1)
-    run.optimizer.param_groups[0]["amsgrad"] = False
-    run.epochs(1)
-    run.save(tmp_path)
-    expected = run.digest()
-    other = Run(case_named("adamw-amsgrad"), 1)
-    other.load(tmp_path)
-    assert other.digest() == expected
-    assert other.optimizer.state[other.model.words.weight].keys() >= {"max_exp_avg_sq"}
-    for each in (run, other):
-        seed_all(1)
-        each.optimizer.param_groups[0]["amsgrad"] = True
-        each.epochs(1)
-    assert run.digest() == other.digest()

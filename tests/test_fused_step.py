@@ -148,16 +148,19 @@ def batches(count: int = 12) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(make: Make, emb: Any = None, each: Callable[..., Any] = lambda *args: None) -> tuple[Any, Optimizer]:
-    """Train, and call `each` with module and optimizer before every step."""
+    """Train beside a dense layer, on a schedule, and call `each` with module and optimizer before every step."""
     # A trial of the optimizer makes the first step read its rows again, which is counted.
     outcomes._known.clear()
     emb = embedding() if emb is None else emb
-    optimizer = make(emb.parameters())
+    linear = nn.Linear(8, 8).to(emb.table.dtype)
+    optimizer = make([{"params": emb.parameters()}, {"params": linear.parameters()}])
+    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
     for ids, target in batches():
         optimizer.zero_grad()
-        (emb(ids) - target).square().sum().backward()
+        (linear(emb(ids)) - target).square().sum().backward()
         each(emb, optimizer)
         optimizer.step()
+        schedule.step()
     return emb, optimizer
 
 
@@ -166,16 +169,23 @@ def everything(emb: Any, optimizer: Optimizer) -> dict[str, Tensor]:
     state = state_of(optimizer, emb.weight)
     counted = [emb.table.stats(), emb._handle.rows.state_dict()]
     shared = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    return {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "counted": repr(counted), **shared}
+    others = {str(number): values for number, values in enumerate(optimizer.param_groups[1]["params"])}
+    return {
+        "weight": emb.table.torch(),
+        "grad": emb.weight.grad.to_dense(),
+        "counted": repr(counted),
+        **shared,
+        **others,
+    }
 
 
 def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.dtype == torch.float32:
             assert torch.equal(bits(ours[name]), bits(value)), name
         else:
-            assert ours[name] == value, name
+            assert ours[name] == value if isinstance(value, str) else torch.equal(ours[name], value), name
 
 
 def same_ordinarily(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,19 +205,6 @@ def test_a_training_leaves_the_same(
     same_ordinarily(lambda: everything(*train(OPTIMIZERS[name], embedding(idle=idle))), monkeypatch)
     # The first step makes the state.
     assert len(switched_on) == 11
-
-
-@pytest.mark.parametrize("kind", [Adam, AdamW, SGD])
-def test_fused_optimizers_round_otherwise(kind: Any, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def make(params: Any) -> Optimizer:
-        return kind(params, 0.01, fused=True)
-
-    found = everything(*train(make))
-    assert len(switched_on) == 11
-    monkeypatch.setenv(SWITCH, "0")
-    for name, value in everything(*train(make)).items():
-        if isinstance(value, Tensor):
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
@@ -247,40 +244,20 @@ def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> Non
     assert len(switched_on) == 12
 
 
-class Subclass(Adam):
-    """May do anything."""
-
-
-ORDINARY: dict[str, Make] = {
-    "subclass": lambda params: Subclass(params, 0.01),
-    "adamax": lambda params: torch.optim.Adamax(params, 0.01),
-    "lr-tensor": lambda params: Adam(params, torch.tensor(0.01)),
-    "lr-numpy": lambda params: Adam(params, np.float64(0.01)),
-    "capturable": lambda params: Adam(params, 0.01, capturable=True),
-    "differentiable": lambda params: Adam(params, 0.01, differentiable=True, foreach=False),
-    "too-large": lambda params: SGD(params, 0.1, weight_decay=1e39),
+ORDINARY: dict[str, tuple[Make, dict[str, Any]]] = {
+    "subclass": (type("Mine", (Adam,), {}), {}),
+    "lr-tensor": (lambda params: Adam(params, torch.tensor(0.01)), {}),
+    "double": (Adam, {"dtype": torch.float64}),
+    "state": (Adam, {"state_dtype": torch.bfloat16}),
+    "storage": (Adam, {"storage_dtype": torch.bfloat16}),
 }
 
 
-@pytest.mark.parametrize("make", ORDINARY.values(), ids=ORDINARY)
-def test_optimizers_of_the_ordinary_way(make: Make, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    def outcome() -> Any:
-        try:
-            return everything(*train(make))
-        except RuntimeError as error:
-            return {"error": str(error)}
-
-    same_ordinarily(outcome, monkeypatch)
-    assert switched_on == []
-
-
-OTHER_TABLES: list[Any] = [{"dtype": torch.float64}]
-OTHER_TABLES += [{"state_dtype": torch.bfloat16}, {"storage_dtype": torch.bfloat16}]
-
-
-@pytest.mark.parametrize("options", OTHER_TABLES, ids=str)
-def test_tables_of_the_ordinary_way(options: Any, switched_on: list[Any]) -> None:
-    train(OPTIMIZERS["adam"], embedding(**options))
+@pytest.mark.filterwarnings("ignore:it is not known what Mine does")
+@pytest.mark.parametrize("name", ORDINARY)
+def test_the_ordinary_way(name: str, switched_on: list[Any]) -> None:
+    make, options = ORDINARY[name]
+    train(make, embedding(**options))
     assert switched_on == []
 
 
@@ -313,16 +290,6 @@ def test_what_keeps_it_from_the_kernel(what: Any, calls: int, switched_on: list[
         hook.remove()
     assert switched_on == []
     assert len(seen) == calls
-
-
-def test_a_scaler_that_hands_over_its_scale_keeps_it_from_the_kernel(switched_on: list[Any]) -> None:
-    def each(emb: Any, optimizer: Any) -> None:
-        if optimizer.state:  # the first step makes it, and is no kernel's
-            optimizer.found_inf = torch.zeros(())
-
-    with pytest.raises((AssertionError, RuntimeError)):
-        train(OPTIMIZERS["adam"], each=each)
-    assert switched_on == []
 
 
 @fuses
@@ -366,30 +333,6 @@ def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pyte
 
         monkeypatch.setattr(fused_step, "launch_over", spoilt)
         assert not fused_step._check(cpu)
-
-
-@fuses
-def test_schedules_other_parameters_and_hooks_after_a_step(
-    switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def run() -> dict[str, Any]:
-        outcomes._known.clear()
-        emb, seen = embedding(), list[Tensor]()
-        torch.manual_seed(5)
-        linear = nn.Linear(8, 8)
-        optimizer = AdamW([{"params": emb.parameters(), "lr": 0.1}, {"params": linear.parameters()}], 0.01)
-        optimizer.register_step_post_hook(lambda *args: seen.append(emb.weight[3].detach().clone()))
-        schedule = lr_scheduler.CosineAnnealingLR(optimizer, 9)
-        for ids, target in batches():
-            optimizer.zero_grad()
-            (linear(emb(ids)) - target).square().sum().backward()
-            optimizer.step()
-            schedule.step()
-        others = {str(number): values for number, values in enumerate([*seen, *linear.parameters()])}
-        return {**everything(emb, optimizer), **others}
-
-    same_ordinarily(run, monkeypatch)
-    assert len(switched_on) == 11
 
 
 @pytest.mark.parametrize(("error", "idle"), [(DeviceError, "lazy"), (DeviceError, "exact"), (ValueError, "lazy")])

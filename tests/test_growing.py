@@ -5,20 +5,20 @@ from __future__ import annotations
 import copy
 import json
 import os
-import pickle
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import safetensors.torch
 import torch
 from cases import COPIES, refused
 from forked import run_script
 from lazy_oracle import squared_loss
-from optimizer_cases import ALL, BASE, COUPLED, OptimizerCase, case_named, some
+from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
@@ -32,11 +32,6 @@ from speedtransfer.tables.longer_files import LongerFile
 
 DIM = 6
 SIZES = (5, 9, 30)
-ENCODED: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "bfloat16": (torch.bfloat16, {"storage_dtype": torch.bfloat16, "state_dtype": torch.bfloat16}),
-    "8 bits": (torch.int8, {"storage_dtype": torch.int8, "state_dtype": torch.uint8}),
-    "float8": (torch.float8_e4m3fn, {"storage_dtype": torch.float8_e4m3fn, "state_dtype": torch.uint8}),
-}
 Make = Callable[[int], st.Table]
 
 
@@ -90,21 +85,17 @@ def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> 
         assert torch.equal(torch.as_tensor(states[0][key]), torch.as_tensor(value)), key
 
 
-@pytest.mark.parametrize("case", some(BASE), ids=str)
-def test_lazy_training(case: OptimizerCase) -> None:
-    assert_grows(pageable, case, "lazy")
-
-
-@pytest.mark.parametrize("case", some([*ALL, *COUPLED]), ids=str)
-def test_exact_training(case: OptimizerCase) -> None:
-    assert_grows(pageable, case, "exact")
-
-
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("kind", ENCODED)
-def test_encoded_rows(kind: str, idle: str) -> None:
-    dtype, options = ENCODED[kind]
-    assert_grows(lambda rows: pageable(rows, dtype=dtype), case_named("adamw"), idle, **options)
+@pytest.mark.parametrize("case", some([*ALL, *COUPLED]), ids=str)
+def test_training(case: OptimizerCase, idle: str) -> None:
+    assert_grows(pageable, case, idle)
+
+
+@pytest.mark.parametrize("storage", [torch.bfloat16, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_encoded_rows(storage: torch.dtype, idle: str) -> None:
+    options = {"storage_dtype": storage, "state_dtype": torch.bfloat16 if idle == "lazy" else torch.uint8}
+    assert_grows(lambda rows: pageable(rows, dtype=storage), case_named("adamw"), idle, **options)
 
 
 def test_a_pending_gradient_stays() -> None:
@@ -156,7 +147,6 @@ def test_copies_can_grow(how: str) -> None:
     emb = embedding(pageable(5))
     train(emb, case_named("adamw").make(emb.parameters()), 5)
     handle_of(emb).grow(6)
-    assert len(pickle.dumps(emb)) < 20_000
     other = COPIES[how](emb)
     assert torch.equal(other.weight, emb.weight)
     assert other.table.max_rows == 1000
@@ -209,24 +199,14 @@ def test_one_number_of_rows_everywhere(kind: Any, how: str, tmp_path: Path) -> N
 
 
 def test_a_running_step_does_not_grow() -> None:
-    emb, never = embedding(pageable(5)), embedding(pageable(5))
-    opts, raised = [case_named("adamw").make(module.parameters()) for module in (emb, never)], []
-
+    emb = embedding(pageable(5))
+    opt = case_named("adamw").make(emb.parameters())
     handle = handle_of(emb)
-
-    def grow() -> None:
-        with pytest.raises(OptimizerError, match="cannot grow to 8 rows while an optimizer steps") as error:
-            handle.grow(8)
-        raised.append(error)
-
     # Torch calls it before the hooks after a step.
-    opts[0]._optimizer_step_code = grow  # type: ignore[method-assign]
-    for module, opt in zip((emb, never), opts, strict=True):
-        train(module, opt, 5)
-    assert len(raised) == 5
-    assert torch.equal(emb.weight, never.weight)
-    handle.grow(8)
-    assert emb.weight.shape == (8, DIM)
+    opt._optimizer_step_code = lambda: handle.grow(8)  # type: ignore[method-assign]
+    with pytest.raises(OptimizerError, match="cannot grow to 8 rows while an optimizer steps"):
+        train(emb, opt, 5)
+    assert emb.weight.shape == (5, DIM)
 
 
 # --- memories become longer without copies, files are whole at any moment; what fails is undone -----------------------
@@ -250,24 +230,17 @@ def filled(path: Path | None = None, **options: Any) -> st.Table:
     return table
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-# --- ordinary memory ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.skipif(not reserved.AVAILABLE, reason="addresses cannot be reserved here")
 def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(16 << 30))
     table = filled()
     table.add_plane("large", 1000)
-    before, pointers, views = resident_bytes(), [], table.plane("large")
+    before, pointers, views = psutil.Process().memory_info().rss, [], table.plane("large")
     for rows in (6, 1000, 500_000):
         table.grow(rows)
         pointers.append([table.stored(name).data_ptr() for name in ("weight", "large")])
     assert table.nbytes > 2e9
-    assert resident_bytes() - before < 256e6
+    assert psutil.Process().memory_info().rss - before < 256e6
     assert pointers[0] == pointers[1] == pointers[2]
     # What was a view is one, of the rows that there were, and no copy of it has more than that.
     views.fill_(2)
@@ -275,13 +248,12 @@ def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPa
     assert copy.deepcopy(table.torch()[:3]).untyped_storage().nbytes() == table.stored("weight").nbytes
 
 
-@pytest.mark.parametrize("kind", ["pageable", "rows"])
-def test_the_system_refuses_addresses(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_the_system_refuses_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(num_bytes: int) -> None:
         raise OSError(12, "Cannot allocate memory")
 
     monkeypatch.setattr("speedtransfer.tables.memories.Reserved", refuse)
-    table = filled(layout="rows" if kind == "rows" else "planes")
+    table = filled()
     before = table.torch()
     table.grow(9)
     assert table.torch()[:5].equal(before)
@@ -307,9 +279,6 @@ def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     table.grow(7)
     assert table.plane("m").eq(0.5).all()
-
-
-# --- files --------------------------------------------------------------------------------------------------------------
 
 
 @SUFFIXES
@@ -344,12 +313,6 @@ def test_a_saved_table_grows_when_it_is_opened_again(tmp_path: Path, suffix: str
         st.Table.load(path, memory="mmap", max_rows=9_000_000)
 
 
-def made_elsewhere(path: Path, text: str, size: int) -> st.Table:
-    """Return the table in a file with a header of just these words."""
-    path.write_bytes(len(text).to_bytes(8, "little") + text.encode() + bytes(size))
-    return st.Table.load(path, memory="mmap", writable=True, max_rows=10**6)
-
-
 @pytest.mark.parametrize(
     ("entries", "rows", "message"),
     [
@@ -362,8 +325,11 @@ def test_files_that_others_made(tmp_path: Path, entries: Any, rows: int, message
     path = tmp_path / "table.safetensors"
     header = safetensors_io.make_header([(name, torch.float32, shape) for name, shape in entries])
     size = max(entry["data_offsets"][1] for entry in header.values())
-    table = made_elsewhere(path, json.dumps(header, separators=(",", ":")), size)
-    before = path.read_bytes()
+    # A header of just these words.
+    text = json.dumps(header, separators=(",", ":")).encode()
+    before = len(text).to_bytes(8, "little") + text + bytes(size)
+    path.write_bytes(before)
+    table = st.Table.load(path, memory="mmap", writable=True, max_rows=10**6)
     if message is None:
         table.grow(rows)
         assert read(path).shape == (rows, 4)
@@ -374,19 +340,16 @@ def test_files_that_others_made(tmp_path: Path, entries: Any, rows: int, message
     assert len(table) == 5
 
 
-def test_bytes_after_the_rows_become_none(tmp_path: Path) -> None:
-    path = tmp_path / "table.npy"
-    filled(path)
-    with open(path, "ab") as file:
-        file.write(b"\xff" * 1000)
-    table = st.Table.load(path, memory="mmap", writable=True, max_rows=100)
-    table.grow(20)
-    assert table.torch()[5:].eq(0).all()
-    assert read(path).equal(table.torch())
+BROKEN = {
+    "map": (files, "map_tensor"),
+    "nameless map": (reserved.NamelessMap, "of"),
+    "header": (LongerFile, "show"),
+    "file": (LongerFile, "lengthen"),
+}
 
 
 @SUFFIXES
-@pytest.mark.parametrize("broken", ["map", "nameless map", "header", "file"])
+@pytest.mark.parametrize("broken", BROKEN)
 def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / f"table{suffix}"
     table = filled(path)
@@ -395,13 +358,7 @@ def test_what_fails_is_undone(tmp_path: Path, suffix: str, broken: str, monkeypa
     def fail(*args: Any, **kwargs: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    owner, name = {
-        "map": (files, "map_tensor"),
-        "nameless map": (reserved.NamelessMap, "of"),
-        "header": (LongerFile, "show"),
-        "file": (LongerFile, "lengthen"),
-    }[broken]
-    monkeypatch.setattr(owner, name, fail)
+    monkeypatch.setattr(*BROKEN[broken], fail)
     with refused(StorageError, r"cannot make the files of the table longer, .*No space left on device"):
         table.grow(1000)
     monkeypatch.undo()
@@ -427,8 +384,8 @@ FILES = "longer_files.py", "mapped_file.py", "growing.py", "reserved.py"
 path, line, seen = Path(sys.argv[1]), int(sys.argv[2]), set()
 expected = torch.arange(20.0).view(5, 4)
 while True:
-    # Every third: a file of the other format is killed at the next ones.
-    line += 3
+    # Some: a file of the other format is killed at others.
+    line += 7
     path.unlink(missing_ok=True)
 
     def grow():
@@ -456,7 +413,7 @@ print(line)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 @pytest.mark.parametrize("suffix", [pytest.param(".npy", marks=pytest.mark.slow), ".safetensors"])
 def test_a_kill_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
-    done = run_script(KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix) % 3))
+    done = run_script(KILLED, str(tmp_path / f"table{suffix}"), str(len(suffix)))
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 50
 
@@ -464,14 +421,8 @@ def test_a_kill_leaves_a_whole_file(tmp_path: Path, suffix: str) -> None:
 IN_ANOTHER_PROCESS = """
 import sys
 import speedtransfer as st
-from speedtransfer.errors import StorageError
-try:
-    st.Table.load(sys.argv[1], memory="mmap", writable=True)
-except StorageError as error:
-    print(error)
-else:
-    print("opened")
 print(st.Table.load(sys.argv[1], memory="mmap").num_rows)
+st.Table.load(sys.argv[1], memory="mmap", writable=True)
 """
 
 
@@ -482,10 +433,9 @@ def test_another_process_cannot_write_to_the_file_of_a_table(tmp_path: Path) -> 
     table = filled(path)
     # The tables of one process may share a file.
     again = st.Table.load(path, memory="mmap", writable=True, max_rows=2**40)
-    found = run_script(IN_ANOTHER_PROCESS, str(path))
-    assert "is open for writing in another process" in found.stdout, found.stderr
-    assert found.stdout.endswith("5\n")
     del again
-    assert "is open for writing" in run_script(IN_ANOTHER_PROCESS, str(path)).stdout
+    found = run_script(IN_ANOTHER_PROCESS, str(path))
+    assert "is open for writing in another process" in found.stderr
+    assert found.stdout == "5\n"
     del table
-    assert run_script(IN_ANOTHER_PROCESS, str(path)).stdout == "opened\n5\n"
+    assert run_script(IN_ANOTHER_PROCESS, str(path)).returncode == 0

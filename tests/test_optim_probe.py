@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -12,12 +11,11 @@ import pytest
 import torch
 from interrupt import Interrupt
 from lazy_oracle import Twins
-from optimizer_cases import BASE, FUSED, REFUSED, OptimizerCase, case_named, some
+from optimizer_cases import BASE, REFUSED, OptimizerCase, case_named
 from refused_styles import REFUSED_STYLES
 from third_party import RowOptimizer
 from torch import nn
 from torch.optim import SGD, AdamW
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
@@ -50,29 +48,6 @@ def test_planes_and_their_starts(case: OptimizerCase) -> None:
         assert (spec.tail, spec.dtype) == ((3,), torch.float32)
         start = STARTS.get((case.name, name), 0.0)
         assert spec.initial == (None if start is None else pytest.approx(start, rel=1e-6))
-
-
-@pytest.mark.parametrize("case", some([*BASE, *FUSED]), ids=str)
-def test_a_learning_rate_of_zero_hides_nothing(case: OptimizerCase) -> None:
-    assert set(probe(case.make, lr=0.0)) == set(case.planes)
-
-
-def test_starts() -> None:
-    """Zero where that does as well, as zero pages take no memory; from the rate and hyperparameters of the first step."""
-    adamax = probe(lambda params: torch.optim.Adamax(params, eps=1e-3))
-    assert adamax["exp_inf"].initial == 0  # which it leaves on a row without gradient
-    adagrad = probe(lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.5), lr=0.0)
-    assert adagrad["sum"].initial == 0.5  # a schedule may start from a rate of zero
-    assert probe(torch.optim.Rprop, lr=0.0)["step_size"].initial == 0  # lifted to its smallest at the first touch
-
-
-def test_trials_do_not_fire_the_hooks_of_others() -> None:
-    speedtransfer.Embedding(4, 3)  # from now on steps are guarded
-    seen: list[Any] = []
-    hook = register_optimizer_step_post_hook(lambda opt, args, kwargs: seen.append(opt))
-    probe(torch.optim.AdamW)
-    hook.remove()
-    assert seen == []
 
 
 def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_draws() -> None:
@@ -233,32 +208,6 @@ def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
 
 
-class Everywhere(RowOptimizer):
-    """Steps its own parameters, and those of the model that it was made with, each once."""
-
-    def __init__(self, model: nn.ModuleList) -> None:
-        self.everything = list(model.parameters())
-        super().__init__([{"params": part.parameters(), "decay": 0.1 * number} for number, part in enumerate(model)])
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        params = [p for group in self.param_groups for p in group["params"]]
-        for p in {id(p): p for p in (*params, *self.everything)}.values():
-            if p.grad is not None:
-                p.sub_(p.grad)
-
-
-def test_a_trial_cannot_move_a_table_whose_step_has_begun():
-    """The second table has other hyperparameters, and is tried when the first is lent to the optimizer."""
-    model = nn.ModuleList(speedtransfer.Embedding(9, 4, idle="lazy") for _ in range(2))
-    opt, before = Everywhere(model), [emb.table.torch().clone() for emb in model]
-    sum(emb(torch.tensor([1, 2])).sum() for emb in model).backward()
-    opt.step()
-    for emb, rows in zip(model, before, strict=True):
-        rows[1:3] -= 1
-        assert torch.equal(emb.table.torch(), rows)
-
-
 def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
     """A trial hides the gradient, and the rows with it: read again, those that `max_norm` has written would be rounded."""
 
@@ -305,43 +254,25 @@ def test_the_same_optimizer_is_tried_once(steps: list[type]) -> None:
     assert set(probe(AdamW)) == {"exp_avg", "exp_avg_sq"}
 
 
-def with_method(params: Any) -> Any:
-    optimizer: Any = AdamW(params)
-    optimizer._init_group = types.MethodType(AdamW._init_group, optimizer)
-    return optimizer
-
-
-class Mode(torch.overrides.TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
-
-
-def in_a_mode() -> None:
-    with Mode():
-        probe(AdamW)
-
-
-OTHERS: list[Callable[[], Any]] = [
-    lambda: probe(functools.partial(AdamW, lr=0.5)),
-    lambda: probe(functools.partial(AdamW, lr=torch.tensor(1e-3))),
-    lambda: probe(functools.partial(AdamW, betas=(0.8, 0.9))),
-    lambda: probe(functools.partial(AdamW, weight_decay=-0.0)),
-    lambda: probe(functools.partial(AdamW, foreach=True)),
-    lambda: probe(torch.optim.Adam),
-    lambda: probe(type("Mine", (AdamW,), {})),
-    lambda: probe(with_method),
-    lambda: probe(AdamW, dtype=torch.float64),
-    lambda: probe(AdamW, dim=5),
-    in_a_mode,
+OTHERS: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+    (AdamW, {"lr": 0.5}, {}),
+    (AdamW, {"lr": torch.tensor(1e-3)}, {}),
+    (AdamW, {"betas": (0.8, 0.9)}, {}),
+    (AdamW, {"weight_decay": -0.0}, {}),
+    (AdamW, {"foreach": True}, {}),
+    (torch.optim.Adam, {}, {}),
+    (type("Mine", (AdamW,), {}), {}, {}),
+    (AdamW, {}, {"dtype": torch.float64}),
+    (AdamW, {}, {"dim": 5}),
 ]
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_another_is_tried_itself(other: Callable[[], Any], steps: list[type]) -> None:
+@pytest.mark.parametrize(("kind", "options", "table"), OTHERS)
+def test_another_is_tried_itself(kind: Any, options: Any, table: Any, steps: list[type]) -> None:
     for _ in range(2):
         probe(AdamW)
     count = len(steps)
-    other()
+    probe(functools.partial(kind, **options), **table)
     assert len(steps) > count
 
 
@@ -356,31 +287,19 @@ def step_by_mean(self: Any, closure: Any = None) -> None:
         by_mean(params, [param.grad for param in params], lr=0.1)
 
 
-def patch_step(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(SGD, "step", step_by_mean)
-
-
-def patch_functions(patch: pytest.MonkeyPatch) -> None:
-    for name in ("_single_tensor_sgd", "_multi_tensor_sgd"):
-        patch.setattr(sys.modules["torch.optim.sgd"], name, by_mean)
-
-
-def patch_code(patch: pytest.MonkeyPatch) -> None:
-    step: Any = SGD.step
-    while hasattr(step, "__wrapped__"):
-        step = step.__wrapped__
-    # The code object of a function without free variables.
-    patch.setattr(step, "__code__", step_by_mean.__code__)
-    patch.setitem(step.__globals__, "by_mean", by_mean)
+OF_SGD = sys.modules["torch.optim.sgd"]
+PATCHES = {"step": [(SGD, "step", step_by_mean)]}
+PATCHES["functions"] = [(OF_SGD, name, by_mean) for name in ("_single_tensor_sgd", "_multi_tensor_sgd")]
 
 
 @pytest.mark.usefixtures("steps")
-@pytest.mark.parametrize("patch", [patch_step, patch_functions, patch_code])
-def test_a_step_that_was_replaced_is_tried(patch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", PATCHES)
+def test_a_step_that_was_replaced_is_tried(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sgd = functools.partial(SGD, lr=0.1)
     assert [probe(sgd), probe(sgd)] == [{}, {}]
-    with monkeypatch.context() as patches:
-        patch(patches)
+    with monkeypatch.context() as context:
+        for patch in PATCHES[what]:
+            context.setattr(*patch)
         for _ in range(2):
             with pytest.raises(OptimizerError, match="not row by row"):
                 probe(sgd)
@@ -399,25 +318,3 @@ def test_failures_are_not_remembered_and_what_is_known_stays_small(monkeypatch: 
         found = probe(functools.partial(torch.optim.Rprop, lr=rate), dim=int(rate * 10))
         assert found["step_size"].initial == pytest.approx(rate)
     assert 0 < len(outcomes._known) <= 2
-
-
-@pytest.mark.filterwarnings("ignore:it is not known what Mine does")
-def test_tables_of_a_step_are_tried_once(steps: list[type]) -> None:
-    """A subclass, which may do something else next time, a rate in a tensor or for each group; hooks do not matter."""
-
-    class Mine(AdamW):
-        pass
-
-    def count(make: Callable[[list[Any]], Any], tables: int) -> int:
-        embs, before = [speedtransfer.Embedding(9, 4) for _ in range(tables)], len(steps)
-        opt = make([emb.weight for emb in embs])
-        opt.register_step_pre_hook(lambda *_: None)
-        torch.stack([emb(torch.tensor([1, 2])) for emb in embs]).sum().backward()
-        opt.step()
-        return len(steps) - before
-
-    assert count(Mine, 9) == count(Mine, 1) > 0
-    assert count(lambda params: AdamW(params, lr=torch.tensor(0.5)), 1) > 0
-    assert count(lambda params: AdamW(params, lr=torch.tensor(0.5)), 9) == 0
-    rates = count(lambda params: SGD([{"params": [p], "lr": 0.1 + i} for i, p in enumerate(params)], lr=7), 9)
-    assert 0 < rates <= 2 * count(lambda params: SGD(params, lr=7, momentum=0.1), 1)

@@ -1,0 +1,364 @@
+"""State dicts that continue in another optimizer, of torch or of a table, whatever they hold; hyperparameters edited.
+
+Weights and state are those of a dense optimizer in float64.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import saved
+from lazy_oracle import Twins, exact
+from optimizer_cases import BASE, COUPLED, FUSED, OptimizerCase, case_named, some
+from torch import Tensor, nn, optim
+from weight_world import assert_equal
+
+import speedtransfer as st
+from speedtransfer.errors import OptimizerError
+
+State = dict[str, Any]
+
+# --- there and back -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("case", some([*BASE, *FUSED, *COUPLED]), ids=str)
+def test_there_and_back(case: OptimizerCase, idle: str) -> None:
+    """From ours to torch and from torch to ours, through a file; into a new optimizer and one that has trained already."""
+    pair, again = ((Twins(case.make) if idle == "lazy" else exact(case, torch.float64)) for _ in range(2))
+    for seed in range(3):
+        pair.train(pair.batches(8, seed=seed))
+        for to, source in ((0, 1), (1, 0)):
+            again.modules[to].load_state_dict(pair.modules[source].state_dict())
+            again.optimizers[to].load_state_dict(saved(pair.optimizers[source].state_dict(), weights_only=True))
+        # Before any step.
+        states = (optimizer.state_dict() for optimizer in again.optimizers)
+        assert_equal(*states, 0.0 if idle == "lazy" else 1e-9, case.name)
+        pair, again = again, pair
+    pair.train(pair.batches(8, seed=4))
+    pair.assert_same(1e-9 if idle == "exact" else None)
+
+
+def trained(steps: int) -> Twins:
+    twins = Twins(case_named("adamw").make)
+    twins.train(twins.batches(steps))
+    return twins
+
+
+def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    usual = torch.optim.Optimizer._process_value_according_to_param_policy
+
+    def cast(param, value, *args, **kwargs):
+        sizes.append(value.numel())
+        return usual(param, value, *args, **kwargs)
+
+    monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", staticmethod(cast))
+    state, ours = copy.deepcopy(trained(3).dense_opt.state_dict()), trained(2)
+    loaded = state["state"][0]["exp_avg"]
+    ours.opt.load_state_dict(state)
+    # Nothing of the size of the table.
+    assert max(sizes) == 1
+    # It is not copied, and is the caller's.
+    assert ours.opt.state[ours.ours.weight]["exp_avg"] is loaded
+    before = loaded.clone()
+    ours.train(ours.batches(1))
+    assert torch.equal(loaded, before)
+
+
+@pytest.mark.parametrize("shape", [(40, 16), (41, 15), (41,), (656,)])
+def test_state_of_another_shape_changes_nothing(shape: tuple[int, ...]) -> None:
+    ours, state = trained(2), copy.deepcopy(trained(3).dense_opt.state_dict())
+    before = copy.deepcopy(ours.opt.state_dict())
+    state["state"][0]["exp_avg_sq"] = torch.zeros(shape)
+    with pytest.raises(
+        OptimizerError, match=r"'exp_avg_sq' has shape .* but the table needs \(41, 16\); load the state"
+    ):
+        ours.opt.load_state_dict(state)
+    assert_equal(ours.opt.state_dict(), before, 0.0, "state")
+    ours.train(ours.batches(2))
+    ours.assert_same()
+
+
+# --- a few rows, trained by torch and by a table ------------------------------------------------------------------------
+
+ROWS = 10
+
+
+def made(make: Any, kind: Any, options: State) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    module = make(ROWS, 2, dtype=torch.float64)
+    return module, kind(module.parameters(), **{"lr": 0.02, **options})
+
+
+def train(module: Any, optimizer: Any, steps: int, edits: dict[int, State] | None = None, seed: int = 1) -> None:
+    """Train rows 0 to 7, some at the steps of the edits of the group, one step before or never in between.
+
+    The loss is linear, so that no difference grows by itself.
+    """
+    draw, edits = torch.Generator().manual_seed(seed), edits or {}
+    for step in range(steps):
+        optimizer.param_groups[0].update(edits.get(step, {}))
+        ids = [1]
+        ids += [0] if step in (0, 1) else []
+        ids += [2] if step in edits or step == 0 else []
+        ids += [3] if step + 1 in edits else []
+        ids += [4, 5] if step == steps - 1 else []
+        ids += [5, 6, 7] if step == 0 else []
+        ids += [6] if step % 7 == 3 else []
+        slope = torch.randn(len(ids), 2, generator=draw, dtype=torch.float64) * 1e-3
+        optimizer.zero_grad()
+        (module(torch.tensor(ids)) * slope).sum().backward()
+        optimizer.step()
+
+
+# How far the rows went, and the state of the optimizer; or the error.
+Outcome = tuple[Tensor, State] | Exception
+
+
+def assert_as(dense: Outcome, ours: Outcome, tolerance: float = 1e-9) -> None:
+    """Each row by itself, as some edits send a few of them far away; an error where torch raises."""
+    if isinstance(dense, Exception):
+        # Of torch where it is the same one, else ours.
+        assert isinstance(ours, (type(dense), OptimizerError, st.errors.InvalidValueError)), ours
+        return
+    assert not isinstance(ours, Exception), ours
+    way = dense[0].abs().amax(1, keepdim=True)
+    assert ((ours[0] - dense[0]).abs() <= tolerance * way.clamp_min(1e-3)).all()
+    assert ours[1].keys() == dense[1].keys()
+    for name, value in dense[1].items():
+        if isinstance(value, Tensor):
+            atol = tolerance * float(value.abs().max())
+            torch.testing.assert_close(
+                ours[1][name], value, rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}"
+            )
+        else:
+            assert type(ours[1][name]) is type(value)
+
+
+# --- state dicts that are not quite what the optimizer would save: as in torch, or errors where torch raises -------------
+
+_SGD = {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.1}
+
+
+def _plane(state: State) -> Tensor:
+    return next(value for value in state.values() if isinstance(value, Tensor) and value.dim() == 2)
+
+
+def _ones() -> Tensor:
+    return torch.ones(10, 2, dtype=torch.float64)
+
+
+def _same(state: State) -> State:
+    return state
+
+
+# By name: class, hyperparameters when it is saved and when it is loaded, what is in the state of each parameter then.
+LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
+    "amsgrad off": (optim.Adam, {"amsgrad": True}, {"amsgrad": False}, _same),
+    "amsgrad on": (optim.Adam, {}, {"amsgrad": True}, _same),
+    "momentum off": (optim.RMSprop, {"momentum": 0.9}, {"momentum": 0.0, "weight_decay": 0.1}, _same),
+    "SGD momentum off": (optim.SGD, _SGD, {"momentum": 0.0}, _same),
+    "SGD momentum on": (optim.SGD, {}, _SGD, _same),
+    "a plane of others": (optim.Adam, {}, {}, lambda state: state | {"third": _plane(state) + 1}),
+    "a vector of others": (optim.RAdam, {}, {}, lambda state: state | {"third": _plane(state)[:, 0] + 1}),
+    "a number of others": (optim.Adagrad, {}, {}, lambda state: state | {"third": torch.tensor(2.0)}),
+    "words of others": (optim.Adam, {}, {}, lambda state: state | {"third": "x"}),
+    "a plane in a dict": (optim.NAdam, {}, {}, lambda state: state | {"third": {"a": _plane(state) + 1}}),
+    "SGD from Adam": (optim.SGD, {}, {"momentum": 0.9}, lambda _: {"step": torch.tensor(3.0), "exp_avg": _ones()}),
+    "no second moments": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "exp_avg_sq"}),
+    "no step": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "step"}),
+    "None": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": None}),
+    "SGD empty": (optim.SGD, _SGD, _SGD, lambda state: {}),
+    "single precision": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": state["exp_avg"].float()}),
+    "transposed": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": state["exp_avg"].t().contiguous().t()}),
+    "fewer rows": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": state["exp_avg"][1:]}),
+    "no rows": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": torch.tensor(0.5)}),
+    "step float": (optim.NAdam, {}, {}, lambda state: state | {"step": 5.0, "mu_product": 0.3}),
+    "step of one": (optim.Adam, {}, {}, lambda state: state | {"step": torch.tensor([5.0])}),
+    "step double": (optim.ASGD, {}, {}, lambda state: state | {"step": torch.tensor(5, dtype=torch.float64)}),
+}
+
+
+def outcome_of_loading(make: Any, saver: Any, case: str, folder: Path | None) -> Outcome:
+    kind, before, options, change = LOADED[case]
+    module, optimizer = made(saver, kind, before)
+    train(module, optimizer, 5, seed=0)
+    saved, weights = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(module.state_dict())
+    saved["state"][0] = change(saved["state"].get(0, {}))
+    saved["param_groups"][0].update(options)
+    try:
+        module, optimizer = made(nn.Embedding if folder else make, kind, options)
+        module.load_state_dict(weights)
+        optimizer.load_state_dict(saved)
+        if folder:
+            st.save_checkpoint(folder, module, optimizer)
+            module, optimizer = made(make, kind, options)
+            st.load_checkpoint(folder, module, optimizer)
+        train(module, optimizer, 8)
+    except Exception as error:
+        if optimizer.state:
+            with pytest.raises(type(error)):
+                # It does not go on as if nothing had been.
+                train(module, optimizer, 1)
+        return error
+    return module.weight.detach() - weights["weight"], optimizer.state_dict()["state"][0]
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("case", LOADED)
+@pytest.mark.parametrize("way", ["dense", "ours", "checkpoint"])
+def test_loaded_state(case: str, way: str, tmp_path: Path) -> None:
+    """Saved by a dense optimizer, by one of a table, by `save_checkpoint`."""
+    saver = st.Embedding if way == "ours" else nn.Embedding
+    folders = (tmp_path / "dense", tmp_path / "ours") if way == "checkpoint" else (None, None)
+    dense = outcome_of_loading(nn.Embedding, nn.Embedding, case, folders[0])
+    assert_as(dense, outcome_of_loading(st.Embedding, saver, case, folders[1]))
+
+
+def test_a_vocabulary_keeps_planes_that_no_step_uses() -> None:
+    """Also rows of new ids have them, at zero."""
+    module = st.Embedding(20, 2, vocabulary=st.Vocabulary(), dtype=torch.float64)
+    optimizer = torch.optim.Adam(module.parameters(), amsgrad=True)
+    for start, amsgrad in ((0, True), (4, False), (8, True)):
+        saved = optimizer.state_dict()
+        saved["param_groups"][0]["amsgrad"] = amsgrad
+        optimizer = torch.optim.Adam(module.parameters())
+        optimizer.load_state_dict(saved)
+        module(torch.arange(start, start + 5)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    largest, second = (optimizer.state_dict()["state"][0][name] for name in ("max_exp_avg_sq", "exp_avg_sq"))
+    assert (largest >= second).all()
+
+
+# --- hyperparameters edited between steps while rows are idle -----------------------------------------------------------
+
+STEPS = 26
+_OF_ALL = {"maximize": [True], "foreach": [True, False], "differentiable": [True], "capturable": [True]}
+_RATE, _DECAYS = {"lr": [0.1, 0.0]}, {"weight_decay": [0.0, 0.2]}
+_ADAM = {
+    "lr": [0.5, 0.0, torch.tensor(0.1, dtype=torch.float64)],
+    "betas": [(0.0, 0.999), (0.99, 0.999), (0.9, 0.1), (0.5, 0.9)],
+    "eps": [1e-2, 1.0, 1e-12],
+    "weight_decay": [0.0, 0.1],
+    "amsgrad": [False, True],
+    "fused": [True],
+    "decoupled_weight_decay": [True, False],
+    "momentum_decay": [0.1, 0.0],
+}
+_SGD = {"momentum": [0.0, 0.5], "dampening": [0.5], "nesterov": [True, False], "fused": [True]}
+_RMSPROP = {"alpha": [0.5, 0.9], "eps": [1e-2, 1e-12], "momentum": [0.0, 0.5], "centered": [True, False]}
+_RPROP = {"etas": [(0.3, 1.5)], "step_sizes": [(1e-3, 1e-2), (1e-2, 1.0), (1e-9, 1e-4)]}
+_ADAGRAD = {"lr_decay": [0.0, 0.5], "eps": [1e-2], "fused": [True]}
+_ASGD = {"lambd": [0.2, 0.0], "alpha": [0.2, 2.0], "t0": [0, 20]}
+_DECAY, _DECOUPLED = {"weight_decay": 0.1}, {"decoupled_weight_decay": True, "weight_decay": 0.1}
+_CENTERED = {"centered": True, "momentum": 0.9}
+# By class: hyperparameters to begin with, and values that those of the group are set to.
+EDITS: dict[str, tuple[list[State], dict[str, list[Any]]]] = {
+    "SGD": (
+        [{}, {"momentum": 0.9, **_DECAY}, {"momentum": 0.9, "nesterov": True, **_DECAY}],
+        {**_RATE, **_DECAYS, **_SGD},
+    ),
+    "Adam": ([{}, {"amsgrad": True}, _DECAY, {"amsgrad": True, **_DECAY}], _ADAM),
+    "AdamW": ([{"amsgrad": True}, {"betas": (0.9, 0.9), **_DECAY}], _ADAM),
+    "NAdam": ([{}, _DECAY, _DECOUPLED], _ADAM),
+    "RAdam": ([{"betas": (0.9, 0.99)}, _DECAY, _DECOUPLED], _ADAM),
+    "Adamax": ([{}, _DECAY, {"eps": 1e-2}], _ADAM),
+    "RMSprop": ([{}, _CENTERED, {**_CENTERED, **_DECAY}], {**_RATE, **_DECAYS, **_RMSPROP}),
+    "Adadelta": ([{"lr": 1.0}, {"lr": 1.0, **_DECAY}], {**_RATE, **_DECAYS, "rho": [0.5, 0.99, 0.0], "eps": [1e-2]}),
+    "Adagrad": ([{}, {"lr_decay": 0.1, **_DECAY}], {**_RATE, **_DECAYS, **_ADAGRAD}),
+    "Rprop": ([{}, {"lr": 100.0}], {"lr": [0.1], **_RPROP}),
+    "ASGD": ([{"t0": 5}, {"lambd": 0.1, "t0": 3, **_DECAY}], {**_RATE, **_DECAYS, **_ASGD}),
+}
+for _, _edits in EDITS.values():
+    _edits.update(_OF_ALL)
+# Steps before which the value is set, and those before which it is set back. Row 2 wakes at each.
+PLANS = {
+    "once": ([7], []),
+    "back": ([7], [15]),
+    "a step": ([7], [8]),
+    "again": ([7, 13], [12]),
+    "late": ([1], [STEPS - 1]),
+}
+
+
+def _group_of(kind: str, start: State) -> State:
+    return getattr(optim, kind)([nn.Parameter(torch.zeros(1))], **{"lr": 0.02, **start}).param_groups[0]
+
+
+def edits_of(kind: str, key: str) -> list[tuple[State, str, Any, str]]:
+    """Return the edits of a hyperparameter: what the group begins with, the hyperparameter, the value, the plan."""
+    starts, edits = EDITS[kind]
+    groups = [(start, group) for start in starts for group in [_group_of(kind, start)] if key in group]
+    return [
+        (start, key, value, plan)
+        for start, group in groups
+        for value in edits[key]
+        if value is not group[key]
+        for plan in PLANS
+    ]
+
+
+def check(kind: str, start: State, edits: dict[int, State], steps: int = STEPS, tolerance: float = 1e-9) -> None:
+    found: list[Outcome] = []
+    for make in (nn.Embedding, st.Embedding):
+        module, optimizer = made(make, getattr(optim, kind), start)
+        before = module.weight.detach().clone()
+        try:
+            train(module, optimizer, steps, edits)
+        except Exception as error:
+            found.append(error)
+        else:
+            found.append((module.weight.detach() - before, optimizer.state_dict()["state"].get(0, {})))
+    assert_as(*found, tolerance)
+
+
+def check_edit(kind: str, start: State, key: str, value: Any, plan: str) -> None:
+    there, back = PLANS[plan]
+    original = _group_of(kind, start)[key]
+    edits = {step: {key: value} for step in there} | {step: {key: original} for step in back}
+    try:
+        # Torch's corrections of bias are in single precision then; see `docs/optimizers.md`.
+        check(kind, start, edits, tolerance=1e-5 if key == "differentiable" else 1e-9)
+    except Exception as error:
+        raise AssertionError(f"{kind} of {start}, {key} becomes {value}, {plan}: {error}") from error
+
+
+@pytest.mark.parametrize("kind", EDITS)
+def test_as_dense(kind: str) -> None:
+    """Each hyperparameter in one way: with another start, value and plan than the one before."""
+    for number, key in enumerate(EDITS[kind][1]):
+        if every := edits_of(kind, key):
+            check_edit(kind, *every[number * 7 % len(every)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", EDITS)
+def test_every_edit_as_dense(kind: str) -> None:
+    for key in EDITS[kind][1]:
+        for edit in edits_of(kind, key):
+            check_edit(kind, *edit)
+
+
+def test_amsgrad_off_before_rows_are_touched_and_on_again() -> None:
+    """The second moments of rows that were trained meanwhile are larger than their largest so far."""
+    for edits in ({1: False, 23: True}, {9: False, 10: True}, {1: False, 20: True, 21: False, 24: True}):
+        check("Adam", {"amsgrad": True}, {step: {"amsgrad": value} for step, value in edits.items()})
+
+
+def test_state_that_no_factor_describes() -> None:
+    """Norms above eps, the mean of the gradients while `centered` is off, step sizes between two bounds."""
+    check("Adamax", {}, {7: {"eps": 1.0}, 15: {"eps": 1e-8}})
+    check("RMSprop", {"centered": True}, {7: {"centered": False}, 15: {"centered": True}})
+    check("Rprop", {}, {7: {"step_sizes": (1e-9, 1e-4)}, 8: {"step_sizes": (1e-6, 50)}})
+
+
+def test_a_second_average_that_forgets_fast_after_long() -> None:
+    """What steps add to a row becomes negligible, and matters again: each divides by less than the one before."""
+    check("Adam", {"eps": 1e-30}, {330: {"betas": (0.9, 0.01)}}, 360)
