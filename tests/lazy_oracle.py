@@ -7,25 +7,15 @@ A dense optimizer changes rows that no batch touched (momentum, weight decay). T
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import speedtransfer
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Arrays this small run three times slower on two threads. Acts on every module that imports it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tensors_in(container: Any, prefix: str = "") -> dict[str, Tensor]:
@@ -53,15 +43,7 @@ def start_value(key: str, group: dict[str, Any], weight: Tensor) -> float | Tens
 
 
 class LazyOracle:
-    """Dense embeddings and the optimizer that trains them, lazily.
-
-    Parameters
-    ----------
-    optimizer : Optimizer
-        Over the weights of `modules`, and over anything else.
-    modules : nn.Embedding or nn.EmbeddingBag
-        Those whose idle rows stay put.
-    """
+    """An optimizer that trains dense embeddings lazily: the idle rows of `modules` stay put."""
 
     def __init__(self, optimizer: Optimizer, *modules: nn.Module) -> None:
         self.optimizer, self.modules = optimizer, modules
@@ -113,10 +95,6 @@ class LazyOracle:
 # --- comparing ----------------------------------------------------------------------------------------------------------
 
 
-def assert_same_weights(ours: nn.Module, dense: nn.Module, tolerance: float = 0.0) -> None:
-    torch.testing.assert_close(ours.table.torch(), dense.weight.detach(), rtol=tolerance, atol=tolerance)
-
-
 def assert_same_state(
     ours: Optimizer,
     our_module: nn.Module,
@@ -141,13 +119,6 @@ def assert_same_state(
     for key, value in expected.items():
         assert type(state[key]) is type(value)
         assert isinstance(value, Tensor | list | tuple | dict) or state[key] == value, key
-
-
-def assert_same(
-    ours: Optimizer, our_module: nn.Module, oracle: LazyOracle, dense_module: nn.Module, tolerance: float = 0.0
-) -> None:
-    assert_same_weights(our_module, dense_module, tolerance)
-    assert_same_state(ours, our_module, oracle.optimizer, dense_module, tolerance)
 
 
 # --- batches ------------------------------------------------------------------------------------------------------------
@@ -193,15 +164,7 @@ class Twins:
     """An embedding of ours and that of torch, trained by the same kind of optimizer and fed the same batches.
 
     With lazy idle rows the oracle makes torch's steps, and both have the same bits; with exact ones torch steps itself.
-
-    Parameters
-    ----------
-    make : callable
-        Makes the optimizer of a list of parameters.
-    size : int
-        Ids in a batch.
-    **options
-        Of the modules; those that torch has not are for ours.
+    `make` makes the optimizer of a list of parameters; a batch has `size` ids; `options` that torch has not are for ours.
     """
 
     def __init__(

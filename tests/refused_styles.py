@@ -44,15 +44,6 @@ class FaintNorm(RowOptimizer):
         )
 
 
-class FirstNorm(RowOptimizer):
-    """A rate from the first gradient that it ever sees."""
-
-    def update(self, p, g, state, group) -> None:
-        if not state:
-            state["rate"] = 1 / (1 + g.std())
-        p.sub_(g * state["rate"], alpha=group["lr"])
-
-
 class Watches(RowOptimizer):
     """Steps row by row, but writes down a mean that only all rows have."""
 
@@ -81,16 +72,6 @@ class InGroup(RowOptimizer):
         old = group.get("momentum_of")
         group["momentum_of"] = g.clone() if old is None or old.shape != g.shape else 0.9 * old + g
         p.sub_(group["momentum_of"], alpha=group["lr"])
-
-
-class OfShape(RowOptimizer):
-    """A function in its state that remembers the shape of the parameter."""
-
-    def update(self, p, g, state, group) -> None:
-        if "view" not in state:
-            shape = p.shape
-            state["view"] = lambda tensor: tensor.view(shape)
-        p.sub_(state["view"](g), alpha=group["lr"])
 
 
 class FactorsLarge(RowOptimizer):
@@ -166,11 +147,9 @@ REFUSED_STYLES: dict[type[RowOptimizer], str] = {
     Lamb: ROW_BY_ROW,
     Factored: ROW_BY_ROW,
     FaintNorm: ROW_BY_ROW,
-    FirstNorm: ROW_BY_ROW,
     Watches: "is not row by row: state 'mean' depends on the other rows",
     Held: rf"{OUTSIDE} \(momenta\)",
     InGroup: rf"{OUTSIDE} \(momentum_of\)",
-    OfShape: "is invalid for input of size",
     FactorsLarge: ROW_BY_ROW,
     Langevin: "draws random numbers",
     Transposed: r"its state 'm' is \(\d+, 6\) for 6 rows and \(\d+, 5\) for 5, not one entry a row, rows first",

@@ -116,17 +116,34 @@ def replace_data(folder: Path, role: str, data: bytes) -> None:
 # --- by chance --------------------------------------------------------------------------------------------------------
 
 
-def truncate(rng: random.Random, folder: Path, other: Path) -> None:
-    file = rng.choice(sorted(folder.iterdir()))
-    os.truncate(file, rng.randrange(file.stat().st_size))
+def damaged(rng: random.Random, data: bytes) -> bytes:
+    """Return what is likely to be read as something else: other numbers of headers, words, lengths; or a part."""
+    array = bytearray(data)
+    for _ in range(rng.choice([1, 1, 2, 5])):
+        place = rng.randrange(min(len(array), rng.choice([20, 120, len(array)])))
+        kind = rng.randrange(5)
+        if kind == 0:
+            array[place] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            numbers = [b"9", b"99999999999999999999", b"-1", b" ", b"\n", b"[", b'"', b"\xff"]
+            array[place : place + 1] = rng.choice(numbers)
+        elif kind == 2:
+            del array[place : place + rng.randrange(1, 9)]
+        elif kind == 3:
+            array[place:place] = rng.randbytes(rng.randrange(1, 9))
+        else:
+            del array[place:]
+        if not array:
+            break
+    return bytes(array)
 
 
-def flip(rng: random.Random, folder: Path, other: Path) -> None:
+def change_bytes(rng: random.Random, folder: Path, other: Path) -> None:
     file = rng.choice(sorted(folder.iterdir()))
-    data = bytearray(file.read_bytes())
-    for _ in range(rng.choice([1, 1, 1, 20])):
-        data[rng.randrange(len(data) if rng.random() < 0.7 else min(len(data), 200))] ^= 1 << rng.randrange(8)
-    file.write_bytes(data)
+    before = after = file.read_bytes()
+    while after == before:
+        after = damaged(rng, before)
+    file.write_bytes(after)
 
 
 def swap(rng: random.Random, folder: Path, other: Path) -> None:
@@ -216,7 +233,7 @@ def header(rng: random.Random, folder: Path, other: Path) -> None:
     replace_data(folder, role, data)
 
 
-DAMAGES = [truncate, flip, swap, mix, other_kind, mutate, mutate, header]
+DAMAGES = [change_bytes, change_bytes, swap, mix, other_kind, mutate, mutate, header]
 
 
 @pytest.mark.parametrize("cases", [range(160), pytest.param(range(160, 6000), marks=pytest.mark.slow)], ids=len)

@@ -1,10 +1,9 @@
-"""Small forms of rows: round trips, bounds on their error, and rounding that is right on average and can be repeated."""
+"""Rows in fewer bits: round trips, bounds on the error, rounding that is right on average and can be repeated."""
 
 from __future__ import annotations
 
 import importlib
 import math
-import zlib
 
 import pytest
 import torch
@@ -15,10 +14,12 @@ from hypothesis import strategies as st
 from test_kernels import interesting_floats
 from torch import Tensor
 
+from speedtransfer.dtypes import SCALE_DTYPES
 from speedtransfer.encoding import convert, cuda_codecs
-from speedtransfer.encoding.choice import codec_for
-from speedtransfer.encoding.codecs import BLOCK, SCALE, Blocks8, Cast, Codec, RowInt8
+from speedtransfer.encoding.choice import codec_for, codec_named
+from speedtransfer.encoding.codecs import SCALE, Blocks8, Cast, Codec, RowInt8
 from speedtransfer.encoding.convert import decode_rows, encode_rows
+from speedtransfer.encoding.float8 import BlocksFloat8, codec_of_planes
 from speedtransfer.encoding.rounding import Keys, column_keys, random_bits, write_key
 
 FLOAT8 = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -57,78 +58,48 @@ def normal(rows: int, width: int, seed: int = 0) -> Tensor:
 # --- the random bits --------------------------------------------------------------------------------------------------
 
 
-def test_bits_depend_on_seed_write_plane_row_and_column_alone() -> None:
-    ids, columns = torch.tensor([5, 2**40, 7]), column_keys(9, CPU)
-    words = random_bits(row_keys(3, 1, "weight", ids), columns)
-    order = torch.tensor([2, 0, 1])
-    assert torch.equal(random_bits(row_keys(3, 1, "weight", ids[order]), columns), words[order])
-    assert torch.equal(column_keys(20, CPU)[:9], columns)
-    for other in (row_keys(4, 1, "weight", ids), row_keys(3, 2, "weight", ids), row_keys(3, 1, "exp_avg", ids)):
-        assert not (random_bits(other, columns) == words).any()
-
-
 def test_bits_are_these() -> None:
     """Runs go on from a seed and a count in a later version too."""
     words = random_bits(row_keys(2**64 - 1, 3, "exp_avg", torch.tensor([0, 1])), column_keys(2, CPU))
     assert words.tolist() == [[1430091211, 986296673], [-2020184805, -302782914]]
 
 
-def _word(word: int) -> int:  # SplitMix64 in Python's own integers
-    word = ((word ^ word >> 30) * 0xBF58476D1CE4E5B9) % 2**64
-    word = ((word ^ word >> 27) * 0x94D049BB133111EB) % 2**64
-    return word ^ word >> 31
-
-
-@given(st.integers(0, 2**64 - 1), st.integers(0, 2**40), st.integers(0, 2**50))
-@settings(max_examples=50, deadline=None)
-def test_row_keys_are_those_of_exact_arithmetic(seed: int, writes: int, row: int) -> None:
-    golden = 0x9E3779B97F4A7C15
-    key = _word((_word((seed ^ zlib.crc32(b"weight") << 32) % 2**64) + writes * golden) % 2**64)
-    expected = _word((row * golden + key) % 2**64) >> 32
-    assert int(row_keys(seed, writes, "weight", torch.tensor([row]))) % 2**32 == expected
-
-
 # --- error bounds -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
-def test_casts_round_to_the_nearest_as_torch_or_to_one_of_two_neighbours(kind: str) -> None:
-    dtype, codec = getattr(torch, kind), codec_of(kind, 64)
-    values = normal(40, 64) * torch.logspace(-9, 3, 40)[:, None]
-    nearest = values.to(dtype)
-    assert torch.equal(there_and_back(codec, values), nearest.float())
-    ends = (torch.nextafter(nearest, torch.tensor(end, dtype=dtype)).float() for end in (math.inf, -math.inf))
-    step = torch.stack([(end - nearest.float()).abs() for end in ends]).amax(0)
-    for writes in range(4):
-        found = there_and_back(codec, values, writes)
-        assert torch.equal(found.to(dtype).float(), found)
-        assert ((found - values).abs() < step).all()
+def largest_of_blocks(codec: Codec, values: Tensor) -> Tensor:
+    largest = torch.stack([columns.abs().amax(1) for columns in values.split(codec.size, 1)], 1)
+    return largest.repeat_interleave(codec.size, 1)[:, : values.shape[1]]
 
 
-@pytest.mark.parametrize("writes", [None, 0, 1])
-def test_int8_is_within_a_step_of_its_scale(writes: int | None) -> None:
-    values = normal(60, 50) * torch.logspace(-20, 20, 60)[:, None]
-    found = there_and_back(RowInt8(50), values, writes)
-    step = values.abs().amax(1, keepdim=True) / 127
-    assert ((found - values).abs() <= step * (0.501 if writes is None else 1.001)).all()
-    assert torch.allclose(found.abs().amax(1), values.abs().amax(1), rtol=2**-15, atol=0)
+# How far from a value are those that it may be rounded to.
+STEPS = {
+    "bfloat16": lambda codec, values: values.abs() * 2.0**-7,
+    "float16": lambda codec, values: values.abs() * 2.0**-10 + 2.0**-24,
+    "int8": lambda codec, values: values.abs().amax(1, keepdim=True) / 127 * 1.001,
+    "float8": lambda codec, values: torch.maximum(
+        values.abs() * (1 / 8 + 1e-5), largest_of_blocks(codec, values) * (2.0**-15 if values.min() < 0 else 2.0**-31)
+    ),
+}
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("width", [1, 60, 128, 129, 300])
 @pytest.mark.parametrize("sign", ["any", "positive"])
-def test_8_bit_blocks_are_within_a_step_of_their_float(width: int, sign: str) -> None:
-    codec = Blocks8(width)
-    assert codec.size <= BLOCK
-    values = normal(30, width) * torch.logspace(-12, 12, 30)[:, None]
+@pytest.mark.parametrize("kind", STEPS)
+def test_values_are_within_a_step(kind: str, sign: str, width: int) -> None:
+    """To the nearest within half of it."""
+    codec = codec_of(kind, width)
+    values = normal(40, width) * torch.logspace(-9, 3, 40)[:, None]
     values = values.square() if sign == "positive" else values
-    for writes, step in ((None, 1 / 16), (0, 1 / 8)):
+    step = STEPS[kind](codec, values)
+    for writes in (None, 0, 1):
         found = there_and_back(codec, values, writes)
-        whole = torch.stack([c.abs().amax(1) for c in values.split(codec.size, 1)], 1)
-        largest = whole.repeat_interleave(codec.size, 1)[:, :width]
-        least = largest * (2.0**-15 if sign == "any" else 2.0**-31)
-        assert ((found - values).abs() <= torch.maximum(values.abs() * (step + 1e-5), least)).all()
+        far = (found - values).abs()
+        assert (far <= (step / 2 if writes is None and kind != "float8" else step)).all()
         assert (found * values >= 0).all()
+    if kind in ("bfloat16", "float16"):
+        assert torch.equal(there_and_back(codec, values), values.to(getattr(torch, kind)).float())
 
 
 def test_8_bit_codes_are_all_different_and_in_order() -> None:
@@ -213,36 +184,27 @@ def check_parts(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 16, 100, 128, 300])
-def test_compiled_passes_give_the_bits_of_torch(kind: str, width: int) -> None:
+@pytest.mark.parametrize("width", [1, 3, 16, 100, 128, 300])
+def test_compiled_passes_and_kernels_give_the_bits_of_torch(kind: str, width: int) -> None:
+    """Kernels also of rows that begin at any address, where words of 16 bytes cannot be read."""
     compiled = importlib.import_module("speedtransfer.encoding.numba_codecs")
-    values, codec = awkward(width), codec_of(kind, width)
-    for writes in range(3):
-        keys = keys_for(400, writes)
-        found = empty_parts(codec, 400)
-        convert._encode_compiled(compiled, codec, values, keys, found)
-        check_parts(found, codec.encode(values, keys.bits(slice(None), width)))
-        same_values(decode_rows(codec, found), codec.decode(found, torch.empty(400, width)))
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("width", [1, 3, 64, 100, 130])
-def test_kernels_give_the_bits_of_torch(kind: str, width: int) -> None:
-    """Also for rows that begin at any address, where words of 16 bytes cannot be read."""
-    kernels = cpu_kernels()
     codec = codec_of(kind, width)
     for writes, launch, offset in ((0, (2, 64), 0), (1, (1, 1), 1), (2, (3, 7), 2)):
         values = torch.empty(400 * width + 4)[offset:][: 400 * width].view(400, width).copy_(awkward(width))
         keys = Keys(write_key(2**63, writes, "weight"), torch.randperm(400) * 2**33)
-        found = empty_parts(codec, 400)
-        argument = cuda_codecs.pack_encoding(codec, values, keys, found)
-        kernels.launch("encode_rows", *launch, argument, backwards=writes == 1)
-        check_parts(found, codec.encode(values, keys.bits(slice(None), width)))
+        expected = codec.encode(values, keys.bits(slice(None), width))
+        decoded = codec.decode(expected, torch.empty(400, width))
+        found, from_kernel = empty_parts(codec, 400), empty_parts(codec, 400)
+        convert._encode_compiled(compiled, codec, values, keys, found)
+        check_parts(found, expected)
+        same_values(decode_rows(codec, found), decoded)
+        argument = cuda_codecs.pack_encoding(codec, values, keys, from_kernel)
+        cpu_kernels().launch("encode_rows", *launch, argument, backwards=writes == 1)
+        check_parts(from_kernel, expected)
         if isinstance(codec, Blocks8):
-            decoded = torch.empty(400, width)
-            kernels.launch("decode_blocks", *launch, cuda_codecs.pack_decoding(found, decoded))
-            same_values(decoded, codec.decode(found, torch.empty(400, width)))
+            from_kernel = torch.empty(400, width)
+            cpu_kernels().launch("decode_blocks", *launch, cuda_codecs.pack_decoding(found, from_kernel))
+            same_values(from_kernel, decoded)
 
 
 def test_kernels_round_every_float_as_torch_does() -> None:
@@ -324,13 +286,15 @@ _REPEATS = 2000
         ("int8", 1.0),
         ("float8", 1.0),
         ("positive float8", 1.0),
+        ("e4m3fn", 1.0),
+        ("e5m2", 1.0),
     ],
 )
 def test_rounding_is_unbiased(kind: str, factor: float) -> None:
     width = 48
     values = normal(1, width) * factor
     # Also below the smallest code; without a negative one down to it.
-    if kind == "float8":
+    if kind in ("float8", *FLOAT8):
         values[:, :16] *= torch.logspace(0, -6, 16)
     elif kind == "positive float8":
         kind, values = "float8", torch.logspace(0, -9.4, width)[None]
@@ -340,13 +304,130 @@ def test_rounding_is_unbiased(kind: str, factor: float) -> None:
     found = decode_rows(codec, codec.encode(values.expand(_REPEATS, width), bits)).double()
     spread = found.std(0) / math.sqrt(_REPEATS)
     # The largest of a scale is rounded down, by less than the last digits that the scale drops.
-    largest = values.abs().double().max() * (2.0**-16 if kind == "int8" else 2.0**-19 if kind == "float8" else 0)
+    largest = values.abs().double().max() * (
+        2.0**-16 if kind == "int8" else 2.0**-19 if kind in ("float8", *FLOAT8) else 0
+    )
     assert ((found.mean(0) - values[0].double()).abs() <= 5 * spread + largest + 1e-7 * values[0].abs().double()).all()
     assert (found.std(0) > 0).double().mean() > 0.9
 
 
+# --- float8 of torch --------------------------------------------------------------------------------------------------
+
+
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def codes(parts: dict[str, Tensor]) -> Tensor:
+    return parts[""].view(torch.uint8)
+
+
+def stored_rows(dtype: torch.dtype, blocks: int, scale_dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return rows with every code, under scales of every size and sign."""
+    codes = torch.stack([torch.arange(256).roll(shift) for shift in range(40)]).to(torch.uint8)
+    scales = (2.0 ** torch.arange(-100, 100, 5, dtype=torch.float64))[:, None] * torch.arange(1, blocks + 1)
+    if scale_dtype.itemsize == 1:
+        scales = 2.0 ** scales.log2().floor()
+    else:
+        scales[::3] *= -1
+    scales[1] = math.nan
+    return {"": codes.view(dtype), SCALE: scales.float().to(scale_dtype).contiguous()}
+
+
+@pytest.mark.sweep(strength=2)
+@pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
+@pytest.mark.parametrize("blocks", [1, 2, 8, 256])
+def test_every_code_under_every_scale(dtype: torch.dtype, scale_dtype: torch.dtype, blocks: int) -> None:
+    """By torch, by numba and by the kernel."""
+    parts = stored_rows(dtype, blocks, scale_dtype)
+    codec = codec_of_planes(256, dtype, blocks, scale_dtype)
+    # As one would write it, whatever the dtypes.
+    wide = parts[SCALE].float().repeat_interleave(256 // blocks, 1)
+    expected = (parts[""].float() * wide).view(torch.int32)
+    known = ~expected.view(torch.float32).isnan()
+    assert 0.9 < float(known.double().mean()) < 1
+    from_kernel = torch.empty(40, 256)
+    wide = {**parts, SCALE: parts[SCALE].float()}
+    cpu_kernels().launch("decode_blocks", 2, 32, cuda_codecs.pack_decoding(wide, from_kernel))
+    for found in (codec.decode(parts, torch.empty(40, 256)), decode_rows(codec, parts), from_kernel):
+        assert torch.equal(found.isnan(), ~known)
+        assert torch.equal(found.view(torch.int32)[known], expected[known])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
+@pytest.mark.parametrize(("width", "block"), [(1, None), (7, 3), (131, None), (300, 300)])
+def test_to_the_nearest_is_the_cast_of_torch(dtype: torch.dtype, width: int, block: int | None) -> None:
+    values = normal(90, width) * torch.logspace(-30, 30, 90)[:, None]
+    values[::4] *= torch.logspace(0, -7, width)  # as far as below the smallest code
+    values[3] = 0.0
+    codec = codec_for(width, torch.float32, dtype, block)
+    parts = encode_rows(codec, values, None)
+    size = codec.size
+    scales = parts[SCALE].repeat_interleave(size, 1)[:, :width]
+    top = LARGEST[dtype]
+    assert torch.equal(codes(parts), (values / scales).clamp(-top, top).to(dtype).view(torch.uint8))
+    for block_number, columns in enumerate(values.split(size, 1)):
+        largest, scale = columns.abs().amax(1).double(), parts[SCALE][:, block_number].double()
+        share = largest / (scale * top)
+        some = largest > 2.0**-90
+        assert some.double().mean() > 0.7
+        assert (share[some] >= 1 - 2.0**-23).all()
+        assert (share[some] < 1 + 2.0**-19).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
+@pytest.mark.parametrize("scale_dtype", SCALE_DTYPES, ids=str)
+def test_what_was_stored_stays_under_scales_of_any_dtype(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    """Powers of two, too: where their largest code is half of the largest, codes double and the scale halves."""
+    codec = BlocksFloat8(96, dtype, 3, scale_dtype)
+    values = normal(300, 96) * torch.logspace(-30, 30, 300)[:, None]
+    for first in (None, 0):
+        stored = encode_rows(codec, values, None if first is None else keys_for(300, first))
+        decoded = decode_rows(codec, stored)
+        assert decoded.isfinite().all()
+        for writes in (None, *range(4)):
+            again = encode_rows(codec, decoded, None if writes is None else keys_for(300, writes))
+            assert torch.equal(decode_rows(codec, again).view(torch.int32), decoded.view(torch.int32))
+            if scale_dtype == torch.float32:
+                assert torch.equal(codes(again), codes(stored))
+                assert torch.equal(again[SCALE], stored[SCALE])
+
+
+@pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
+def test_scales_in_fewer_bits_are_powers_of_two_that_clip_nothing(dtype: torch.dtype) -> None:
+    values = normal(100, 64) * torch.logspace(-20, 20, 100)[:, None]
+    for scale_dtype in SCALE_DTYPES[1:]:
+        codec = BlocksFloat8(64, dtype, 2, scale_dtype)
+        parts = encode_rows(codec, values, None)
+        scale = parts[SCALE].double()
+        assert torch.equal(scale.log2(), scale.log2().round())
+        share = values.view(100, 2, 32).abs().amax(2) / scale
+        assert (share <= LARGEST[dtype]).all()
+        assert (share > LARGEST[dtype] / 2).all()
+
+
+# --- which codec ------------------------------------------------------------------------------------------------------
+
+
+def test_names_say_all_that_a_checkpoint_must_know() -> None:
+    for width in (0, 1, 7, 96, 300):
+        for dtype in FLOAT8.values():
+            for scale_dtype in SCALE_DTYPES:
+                for blocks in {1, max(width, 1)}:
+                    codec = BlocksFloat8(width, dtype, blocks, scale_dtype)
+                    found = codec_named(codec.name, width)
+                    assert (found.name, found.parts) == (codec.name, codec.parts)
+    assert codec_for(300, torch.float32, torch.float8_e4m3fn, 128).name == "float8_e4m3fn-block100"
+    for name in ("float8_e4m3fn-block128", "float8_e4m3fn-block0", "float8_e4m3fn-block", "float8_e3m4-block100"):
+        with pytest.raises(ValueError, match="rows are encoded as 'float8_e"):
+            codec_named(name, 300)
+
+
 def test_layouts() -> None:
+    """Blocks are as even as can be."""
     assert Blocks8(300).parts == {"": (300, torch.uint8), SCALE: (3, torch.float32)}
     assert RowInt8(300).parts == {"": (300, torch.int8), SCALE: (1, torch.float32)}
+    for width, block, count in ((0, None, 1), (128, None, 1), (129, None, 2), (300, 2**62, 1), (10, 3, 4), (5, 1, 5)):
+        assert codec_for(width, torch.float32, torch.float8_e5m2, block).parts[SCALE].width == count
     names = "bfloat16 float16 int8-row float8-block100 float8_e4m3fn-block100 float8_e5m2-block100 float8_e4m3fn-block7"
     assert [codec_of(kind, 300).name for kind in KINDS] == names.split()

@@ -152,7 +152,7 @@ def train(make: Make, emb: Any = None, each: Callable[..., Any] = lambda *args: 
     # A trial of the optimizer makes the first step read its rows again, which is counted.
     outcomes._known.clear()
     emb = embedding() if emb is None else emb
-    linear = nn.Linear(8, 8).to(emb.table.dtype)
+    linear = nn.Linear(8, 8).to(emb.weight.dtype)
     optimizer = make([{"params": emb.parameters()}, {"params": linear.parameters()}])
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
     for ids, target in batches():

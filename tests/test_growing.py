@@ -171,15 +171,11 @@ def test_the_table_of_a_module_grows_with_its_weight() -> None:
 
 
 @pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])
-@pytest.mark.parametrize("how", ["grown", "assigned"])
-def test_one_number_of_rows_everywhere(kind: Any, how: str, tmp_path: Path) -> None:
-    emb = kind.from_pretrained(pageable(10), freeze=False) if how == "grown" else kind(10, DIM)
+def test_one_number_of_rows_everywhere(kind: Any, tmp_path: Path) -> None:
+    emb = kind.from_pretrained(pageable(10), freeze=False)
     models = [torch.nn.Sequential(emb), torch.nn.Sequential(kind(15, DIM))]
     opts = [torch.optim.Adam(model.parameters()) for model in models]
-    if how == "grown":
-        emb.table.grow(15)
-    else:
-        emb.weight.data = torch.randn(15, DIM)
+    emb.table.grow(15)
     models[0](torch.tensor([[12]])).sum().backward()
     opts[0].step()
     dense = st.to_dense(models[0])[0]

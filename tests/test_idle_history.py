@@ -160,18 +160,14 @@ def test_other_steps(name: str, dtype: torch.dtype) -> None:
 @given(st.data())
 def test_whatever_the_hyperparameters(data: st.DataObject) -> None:
     """Schedules that jump: each step with betas, eps, learning rate and decay of its own."""
-    count = data.draw(st.integers(1, 90))
-    seed = data.draw(st.integers(0, 2**31))
-    rng = np.random.default_rng(seed)
-    kind = data.draw(st.sampled_from(["smooth", "jumps"]))
-    steps = []
+    count, seed = data.draw(st.integers(1, 90)), data.draw(st.integers(0, 2**31))
+    jumps, rng, steps = data.draw(st.booleans()), np.random.default_rng(seed), []
     for _ in range(count):
-        first, second = (0.9, 0.999) if kind == "smooth" else rng.uniform(0, 0.99, 2)
         lr = float(rng.choice([0.0, 1e-3, 1.0]))
         steps.append(
             IdleStep(
                 decay=float(1 - lr * rng.choice([0.0, 0.1, 1.0])),
-                factors=(float(first), float(second)),
+                factors=tuple(map(float, rng.uniform(0, 0.99, 2))) if jumps else (0.9, 0.999),
                 scale=lr,
                 root=float(rng.uniform(0.5, 30)),
                 eps=float(10.0 ** rng.uniform(-12, -1)),

@@ -179,11 +179,3 @@ def test_a_step_of_which_only_the_device_knows_whether_it_was_made(case: Optimiz
     launch(rule, before, found, last, unsure)
     for name, values in expected.items():
         torch.testing.assert_close(found[name], values, rtol=CLOSE[dtype], atol=CLOSE[dtype])
-
-
-def test_what_kernels_cannot_change() -> None:
-    rows = torch.zeros(4, 3)
-    assert cuda_catch_up.are_suitable([rows, rows])
-    for other in (rows.double(), torch.zeros(4, 2), torch.zeros(3, 4).t()):
-        assert not cuda_catch_up.are_suitable([rows, other])
-    assert not cuda_catch_up.are_suitable([rows.to(torch.complex64)])

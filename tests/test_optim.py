@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import LazyOracle, Twins, start_value, tensors_in
-from optimizer_cases import CASES, ONCE, OptimizerCase, case_named, some
-from third_party import STYLES, Decayed
-from torch import nn
+from forked import run_script
+from lazy_oracle import LazyOracle, Twins, squared_loss, start_value, tensors_in
+from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
+from sweep_optimizers import DIFFERS, FAILS, outcome
+from third_party import STYLES, Lion, RowOptimizer
+from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
-import speedtransfer
+import speedtransfer as st
+from speedtransfer.errors import OptimizerError
 
 
 # Bit-equal: 16 columns fill whole vector registers, so no kernel treats a row differently for its place in the array.
@@ -45,7 +50,7 @@ def test_other_dtypes(name: str, dtype: torch.dtype) -> None:
 
 def test_the_numbers_are_those_written_here() -> None:
     """Two steps of SGD with momentum by hand: row 1 in both, row 0 in the first, row 3 in the second, row 2 in none."""
-    emb = speedtransfer.Embedding.from_pretrained(torch.zeros(4, 1), freeze=False, idle="lazy")
+    emb = st.Embedding.from_pretrained(torch.zeros(4, 1), freeze=False, idle="lazy")
     opt = torch.optim.SGD([emb.weight], lr=1.0, momentum=0.5)
     for ids in ([0, 1, 1], [1, 3]):
         opt.zero_grad()
@@ -57,7 +62,7 @@ def test_the_numbers_are_those_written_here() -> None:
 
 def test_a_gradient_by_hand_of_other_ids_than_those_that_were_looked_up() -> None:
     """The step reads their rows: those of the lookup are other rows."""
-    emb = speedtransfer.Embedding(10, 2, memory="pageable", idle="lazy")
+    emb = st.Embedding(10, 2, memory="pageable", idle="lazy")
     opt = torch.optim.SGD(emb.parameters(), lr=1.0)
     for _ in range(2):
         wanted = emb.table.gather(torch.arange(10))
@@ -105,13 +110,19 @@ def test_rows_as_many_as_columns(style: str) -> None:
     twins.assert_same(1e-6)
 
 
-def test_state_goes_through_state_dicts(style: str) -> None:
+@pytest.mark.sweep
+@pytest.mark.parametrize("how", ["state dicts", "checkpoint"])
+def test_training_goes_on(style: str, how: str, tmp_path: Path) -> None:
     twins, other = (Twins(STYLES[style][0], dim=8) for _ in range(2))
     batches = twins.batches(20)
     twins.train(batches[:9])
-    whole = tensors_in(twins.opt.state_dict()["state"])
-    other.ours.load_state_dict(twins.ours.state_dict())
-    other.opt.load_state_dict(copy.deepcopy(twins.opt.state_dict()))
+    whole = copy.deepcopy(tensors_in(twins.opt.state_dict()["state"]))
+    if how == "checkpoint":
+        st.save_checkpoint(tmp_path, twins.ours, twins.opt)
+        st.load_checkpoint(tmp_path, other.ours, other.opt)
+    else:
+        other.ours.load_state_dict(twins.ours.state_dict())
+        other.opt.load_state_dict(copy.deepcopy(twins.opt.state_dict()))
     torch.testing.assert_close(tensors_in(other.opt.state_dict()["state"]), whole, rtol=0, atol=0)
     other.dense, other.dense_opt, other.oracle = twins.dense, twins.dense_opt, twins.oracle
     other.train(batches[9:])
@@ -123,31 +134,22 @@ def test_state_is_over_the_table() -> None:
     twins = Twins(STYLES["buffers"][0])
     twins.train(twins.batches(2))
     state = twins.opt.state[twins.ours.weight]
-    buffers, more = state["buffers"], state["more"]
-    assert isinstance(state["pair"], tuple)
+    buffers, more, before = state["buffers"], state["more"], copy.deepcopy(tensors_in(state))
     assert buffers[0].data_ptr() == twins.ours.table.plane("buffers.0").data_ptr()
+    # Also those of a step that fails.
+    twins.opt._optimizer_step_code = lambda: [].pop()
+    with pytest.raises(IndexError):
+        twins.train(twins.batches(1))
+    del twins.opt._optimizer_step_code
+    after = tensors_in(state)
+    assert all(torch.equal(before[name], after[name]) for name in ("buffers.0", "pair.0", "more.sum"))
     twins.train(twins.batches(2))
-    assert state["buffers"] is buffers
-    assert state["more"] is more
+    assert (state["buffers"], state["more"]) == (buffers, more)
     twins = Twins(STYLES["counts"][0])
     twins.train(twins.batches(6))
     seen, plane = twins.opt.state[twins.ours.weight]["seen"], twins.ours.table.plane("seen")
     assert (seen.dtype, plane.dtype) == (torch.bool, torch.uint8)
     assert seen.data_ptr() == plane.data_ptr()
-
-
-def test_a_step_that_fails_leaves_containers_whole() -> None:
-    emb = speedtransfer.Embedding(9, 4, idle="lazy")
-    opt = STYLES["buffers"][0](emb.parameters())
-    emb(torch.tensor([1, 2])).sum().backward()
-    opt.step()
-    before = copy.deepcopy(tensors_in(opt.state_dict()["state"]))
-    emb(torch.tensor([3])).sum().backward()
-    opt._optimizer_step_code = lambda: [].pop()
-    with pytest.raises(IndexError):
-        opt.step()
-    after = tensors_in(opt.state_dict()["state"])
-    assert all(torch.equal(before[name], after[name]) for name in ("0.buffers.0", "0.pair.0", "0.more.sum"))
 
 
 # --- what a step may be -------------------------------------------------------------------------------------------------
@@ -172,12 +174,173 @@ def test_a_constructor_that_takes_the_model() -> None:
     assert len(calls) == 8  # the trials do not count
 
 
-def test_a_closure_that_is_never_called() -> None:
-    twins = Twins(Decayed)
-    twins.backward(*twins.batches(1)[0])
-    twins.opt.step(lambda: 1.0)
-    twins.oracle.step(lambda: twins.dense_opt.step(lambda: 1.0))
-    twins.assert_same()  # torch takes the gradient that there is
-    twins.zero_grad()
-    twins.opt.step(lambda: 1.0)  # nothing to train
+# --- state: who owns it, what happens when the owner changes, what others see of it -----------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam-fused", "adagrad-initial", "rprop"])
+def test_a_new_optimizer_starts_fresh_and_replaces_the_old(name: str) -> None:
+    twins = Twins(case_named(name).make)
+    batches = twins.batches(16)
+    twins.train(batches[:8])
+    old, old_oracle = twins.opt, twins.oracle
+    twins.use(*twins.modules)
+    old_oracle.modules = ()
+    twins.train(batches[8:])
     twins.assert_same()
+    twins.zero_grad()
+    twins.backward(*batches[0])
+    before = twins.ours.table.torch().clone()
+    with pytest.raises(OptimizerError, match=r"row state is gone: a new \w+ took it over"):
+        old.step()
+    assert torch.equal(twins.ours.table.torch(), before)
+    twins.step()  # the new one goes on
+    twins.assert_same()
+
+
+@pytest.mark.parametrize(("case", "reason"), REFUSED, ids=str)
+def test_refused_optimizers_say_why_and_harm_nothing(case: OptimizerCase, reason: str) -> None:
+    twins = Twins(case_named("adamw").make)
+    batches = twins.batches(6)
+    twins.train(batches[:3])
+    before = twins.ours.table.torch().clone()
+    refused = case.make([twins.ours.weight])
+    twins.zero_grad()
+    ids, target = batches[3]
+
+    def closure() -> Tensor:
+        loss = squared_loss(twins.ours(ids), target)
+        loss.backward()
+        return loss
+
+    with pytest.raises(OptimizerError, match=reason) as caught:
+        refused.step(closure)
+    assert str(caught.value).startswith(case.kind.__name__)
+    assert "use " in str(caught.value)  # the remedy
+    assert torch.equal(twins.ours.table.torch(), before)
+    twins.train(batches[3:])  # the optimizer that trained the table still can
+    twins.assert_same()
+
+
+def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
+    twins = Twins(case_named("adamw").make)
+    batches = twins.batches(6)
+    twins.train(batches[:3])
+    twins.ours.double()
+    twins.dense.double()
+    ids, target = batches[3]
+    squared_loss(twins.ours(ids), target.double()).backward()
+    with pytest.raises(OptimizerError, match=r"the table became torch\.float64"):
+        twins.opt.step()
+    twins.use(*twins.modules)
+    twins.train([(ids, target.double()) for ids, target in batches[3:]])
+    twins.assert_same()
+
+
+def pair(**options: Any) -> tuple[Any, Any]:
+    dense = nn.Embedding(13, 4)
+    return dense, st.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, **options)
+
+
+@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
+@pytest.mark.parametrize("how", ["one mapping", "one entry", "a copy of the entry"])
+@pytest.mark.parametrize("idle", ["exact", "lazy"])
+def test_state_handed_to_another_optimizer(table: dict, how: str, idle: str) -> None:
+    dense, ours = pair(idle=idle, **table)
+    for emb in (dense, ours):
+        old, new = (torch.optim.AdamW(emb.parameters(), lr=lr) for lr in (0.1, 0.05))
+        for opt in (old, new):
+            for k in range(4):
+                # As "lazy" has it, no row is idle.
+                ids = torch.arange(13) if idle == "lazy" else torch.tensor([k, k + 3, 12])
+                opt.zero_grad()
+                emb(ids).pow(2).sum().backward()
+                opt.step()
+            if how == "one mapping":
+                new.state = old.state
+            else:
+                (param,) = emb.parameters()
+                new.state[param] = old.state[param] if how == "one entry" else dict(old.state[param])
+    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+
+
+@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
+@pytest.mark.parametrize("early", [True, False])
+def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: bool) -> None:
+    dense, ours = pair(idle="exact", **table)
+    seen: list[list[Tensor]] = []
+    for emb in (dense, ours):
+        opt, shown = torch.optim.AdamW(emb.parameters(), lr=0.1), list[Tensor]()
+        seen.append(shown)
+
+        def steps(emb: nn.Module = emb, opt: torch.optim.Optimizer = opt) -> None:
+            for k in range(3):
+                opt.zero_grad()
+                emb(torch.tensor([k, k + 3, 12])).pow(2).sum().backward()
+                opt.step()
+
+        def show(_: object, state_dict: dict, shown: list = shown) -> None:
+            shown.append(state_dict["state"][0]["exp_avg"].clone())
+
+        def halve(_: object, state_dict: dict) -> dict:
+            halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
+            return {**state_dict, "state": {0: halved}}
+
+        def double(opt: torch.optim.Optimizer) -> None:
+            for state in opt.state.values():
+                state["exp_avg_sq"].mul_(2)
+
+        for when in (True, False):
+            if when == early:
+                opt.register_state_dict_post_hook(show)
+                opt.register_load_state_dict_pre_hook(halve)
+                opt.register_load_state_dict_post_hook(double)
+            steps()
+        opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+        steps()
+    torch.testing.assert_close(seen[1], seen[0])
+    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+
+
+AFTER_A_STEP = """
+import resource, sys, torch, speedtransfer as st
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+for rows in (100, 400_000):
+    emb = st.Embedding(rows, 64)
+    opt = torch.optim.Adam(emb.parameters())
+    for ids in (torch.arange(64), torch.arange(3)):
+        emb(ids).sum().backward()
+        opt.step()
+        opt.zero_grad()
+    before = peak()
+    state = opt.state_dict()["state"][0]
+assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (rows, 64)
+print((peak() - before) / emb.table.torch().nbytes)
+"""
+
+
+def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> None:
+    """They are zero, and caught up: written again they would take that of a table for each plane."""
+    ran = run_script(AFTER_A_STEP)
+    assert float(ran.stdout) < 0.7, ran.stdout + ran.stderr
+
+
+# --- the sweep over the optimizers of other packages ------------------------------------------------------------------------
+
+
+class CountsLate(RowOptimizer):
+    """Row by row for as long as any trial is; then each row is moved by what all have."""
+
+    def update(self, p, g, state, group) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(g if state["step"] < 28 else g * p.norm(), alpha=group["lr"] / 10)
+
+
+class Overflows(RowOptimizer):
+    def update(self, p, g, state, group) -> None:
+        p.mul_(1e30).sub_(g)
+
+
+@pytest.mark.parametrize(("kind", "result"), [(Lion, "works"), (Overflows, FAILS), (CountsLate, DIFFERS)])
+def test_the_sweep_tells_what_differs(kind: type[RowOptimizer], result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sweep_optimizers.STEPS", 50)
+    assert outcome("ours", kind).result == result

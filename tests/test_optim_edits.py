@@ -221,22 +221,6 @@ def test_loaded_state(case: str, way: str, tmp_path: Path) -> None:
     assert_as(dense, outcome_of_loading(st.Embedding, saver, case, folders[1]))
 
 
-def test_a_vocabulary_keeps_planes_that_no_step_uses() -> None:
-    """Also rows of new ids have them, at zero."""
-    module = st.Embedding(20, 2, vocabulary=st.Vocabulary(), dtype=torch.float64)
-    optimizer = torch.optim.Adam(module.parameters(), amsgrad=True)
-    for start, amsgrad in ((0, True), (4, False), (8, True)):
-        saved = optimizer.state_dict()
-        saved["param_groups"][0]["amsgrad"] = amsgrad
-        optimizer = torch.optim.Adam(module.parameters())
-        optimizer.load_state_dict(saved)
-        module(torch.arange(start, start + 5)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    largest, second = (optimizer.state_dict()["state"][0][name] for name in ("max_exp_avg_sq", "exp_avg_sq"))
-    assert (largest >= second).all()
-
-
 # --- hyperparameters edited between steps while rows are idle -----------------------------------------------------------
 
 STEPS = 26

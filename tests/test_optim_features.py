@@ -14,7 +14,7 @@ from optimizer_cases import BASE, COUPLED, FOREACH, FUSED, OptimizerCase, case_n
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
+from speedtransfer.errors import InvalidTypeError, OptimizerError
 
 SIZES, DIM = (20, 1, 30, 7), 3
 # Which features have a gradient in each step: one begins late, and in some steps all have one, or none.
@@ -184,21 +184,6 @@ def test_training_goes_on(case: str, how: str, cut: int, tmp_path: Path) -> None
     assert_same(*found)
 
 
-def test_each_feature_has_its_count_of_steps() -> None:
-    emb = multi()
-    opt = torch.optim.NAdam(emb.parameters())
-    train(emb, opt, range(2, 3))
-    assert "features" not in opt.state[emb.weight]
-    train(emb, opt, range(3, len(STEPS)))
-    kept = opt.state[emb.weight]["features"]
-    assert {name: int(entry["step"]) for name, entry in kept.items()} == {"0": 6, "1": 5, "2": 6, "3": 6}
-    assert all(value.dim() == 0 for entry in kept.values() for value in entry.values())
-    assert opt.state[emb.weight]["exp_avg"].shape == (sum(SIZES), DIM)
-    opt.state.clear()
-    train(emb, opt, range(1))
-    assert {name: int(entry["step"]) for name, entry in opt.state[emb.weight]["features"].items()} == {"0": 1, "1": 1}
-
-
 def test_the_gradient_of_a_feature() -> None:
     ours, theirs = multi(), modules()
     for embs in (ours, theirs):
@@ -225,25 +210,6 @@ def test_the_gradient_of_a_feature() -> None:
     assert ours.weight.grad is None
 
 
-def test_given_by_hand_and_written_to_as_a_whole() -> None:
-    emb = multi()
-    opt = torch.optim.SGD(emb.parameters(), lr=1.0, weight_decay=0.5)
-
-    def moved() -> list[float]:
-        before = rows_of(emb)
-        opt.step()
-        opt.zero_grad()
-        return [float(part.double().mean()) for part in (rows_of(emb) != before).split(SIZES)]
-
-    active = emb.activate({"0": torch.tensor([1]), "2": torch.tensor([3])})
-    active.add_grad(torch.zeros_like(active.rows))
-    assert moved() == [1, 0, 1, 0]
-    # Made dense, it is a gradient of the features that something was written to.
-    emb[0](torch.tensor([1])).sum().backward()
-    emb.weight.grad[-1] = 1.0
-    assert moved() == [1, 0, 0, 1]
-
-
 def test_refused() -> None:
     emb = multi()
     opt = torch.optim.Adam(emb.parameters())
@@ -257,12 +223,6 @@ def test_refused() -> None:
     with pytest.raises(OptimizerError, match=r"those named \['a', 'b', 'c'\]; load the state that was saved"):
         opt.step()
     assert torch.equal(other.weight, before)
-    assert opt.param_groups[0]["params"] == list(other.parameters())
     plain = st.Embedding(sum(SIZES), DIM, dtype=torch.float64)
     with pytest.raises(OptimizerError, match="a MultiEmbedding of the same features"):
         torch.optim.Adam(plain.parameters()).load_state_dict(state)
-    with pytest.raises(InvalidValueError, match="assign the weight of a MultiEmbedding of the same features"):
-        other.weight = emb.weight
-    same = multi()
-    same.weight = emb.weight
-    assert same.table is emb.table

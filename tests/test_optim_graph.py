@@ -5,6 +5,9 @@ Also many lookups in one graph, as a decoder makes one for each word: torch's nu
 
 from __future__ import annotations
 
+import copy
+import importlib
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -14,11 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import graph
+from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.optim import merge
+from speedtransfer.optim.row_gradient import RowGradient
+from speedtransfer.tables import padded_unique
 
 IDS = torch.tensor([1, 3, 3, 8])
 MORE = torch.tensor([8, 2, 3])
@@ -97,19 +103,9 @@ def multi_all(emb: Any, see: Callable[[Any], None]) -> Any:
     return graph.register_multi_grad_hook((emb.weight,), lambda grads: see([total(grad) for grad in grads]))
 
 
-def multi_any(emb: Any, see: Callable[[Any], None]) -> Any:
-    return graph.register_multi_grad_hook((emb.weight,), lambda grad: see(total(grad)), mode="any")
-
-
 def prehook(emb: Any, see: Callable[[Any], None]) -> Any:
     node = graph.get_gradient_edge(emb.weight).node
     return node, node.register_prehook(lambda grads: see(total(grads[0])))
-
-
-def accumulated(emb: Any, see: Callable[[Any], None]) -> Any:
-    node = emb.weight.expand_as(emb.weight).grad_fn.next_functions[0][0]
-    node.register_hook(lambda *_: see(total(emb.weight.grad)))
-    return node
 
 
 def on_weight(emb: Any, see: Callable[[Any], None]) -> Any:
@@ -120,7 +116,7 @@ def on_weight(emb: Any, see: Callable[[Any], None]) -> Any:
 @pytest.mark.sweep(strength=2)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("loss_of", [lambda emb: emb(IDS).square().sum() + emb(MORE).sum(), mixed])
-@pytest.mark.parametrize("watch", [multi_all, multi_any, prehook, accumulated, on_weight])
+@pytest.mark.parametrize("watch", [multi_all, prehook, on_weight])
 def test_hooks_see_the_gradient(watch: Any, loss_of: Callable[[Any], Tensor], options: dict[str, Any]) -> None:
     if options.get("sparse") and loss_of is mixed:
         return
@@ -214,21 +210,6 @@ def many(module: Any, optimizer: Any) -> None:
     sum(decode(module, seed) for seed in range(20)).backward()
 
 
-def held(module: Any, optimizer: Any) -> None:
-    decode(module).backward()
-    grad = module.weight.grad
-    decode(module, 1).backward()
-    assert module.weight.grad is grad
-    grad.mul_(0.5)
-
-
-def hooked(module: Any, optimizer: Any) -> None:
-    seen = []
-    module.weight.register_hook(lambda grad: seen.append(1) or 2 * grad)
-    decode(module).backward()
-    assert seen == [1]
-
-
 def with_the_whole(module: Any, optimizer: Any) -> None:
     (decode(module) + module.weight.square().sum() + decode(module, 1)).backward()
 
@@ -259,7 +240,7 @@ def failed(module: Any, optimizer: Any) -> None:
 
 
 @pytest.mark.parametrize("rows", [1 << 16, 8])
-@pytest.mark.parametrize("program", [many, held, hooked, with_the_whole, all_reentrant, failed])
+@pytest.mark.parametrize("program", [many, with_the_whole, all_reentrant, failed])
 def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merge, "MANY_ROWS", rows)
     weights = []
@@ -274,3 +255,226 @@ def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pyte
             optimizer.zero_grad()
         weights.append(module.weight.detach())
     torch.testing.assert_close(*weights, rtol=0, atol=1e-14)
+
+
+# --- a gradient whose rows are padded, as lookups on a CUDA device leave them, reads as the dense one ---------------------
+
+NUM_ROWS, WIDTH = 7, 3
+
+
+def padded_gradient(index, sparse=False):
+    """Return a gradient of padded rows and the dense one."""
+    ids, *_, known = padded_unique(torch.tensor(index), NUM_ROWS)
+    rows = torch.randn(len(ids), WIDTH, generator=torch.Generator().manual_seed(0)) - 5
+    rows[ids == NUM_ROWS] = 0
+    dense = torch.zeros(NUM_ROWS, WIDTH)
+    dense[ids[ids < NUM_ROWS]] = rows[ids < NUM_ROWS]
+    return RowGradient(NUM_ROWS, ids, rows, None, sparse, known), dense
+
+
+def _clipped(grad):
+    param = torch.nn.Parameter(torch.zeros(NUM_ROWS, WIDTH))
+    param.grad = grad
+    return torch.nn.utils.clip_grad_norm_([param], 0.5)
+
+
+READS = {
+    "dense": lambda g: g + 0,
+    "max": lambda g: g.max(),
+    "min": lambda g: g.min(),
+    "sum": lambda g: g.sum(),
+    "count_nonzero": lambda g: g.count_nonzero(),
+    "norm": lambda g: g.norm(),
+    "scaled": lambda g: dense_of(g * 3),
+    "masked by row": lambda g: dense_of(g * torch.arange(NUM_ROWS).view(-1, 1)),
+    "added": lambda g: dense_of(g + g),
+    "indexed": lambda g: g[2],
+    "clipped": _clipped,
+    "times infinity": lambda g: dense_of(g * float("inf")),
+    "times NaN": lambda g: dense_of(g * float("nan")),
+}
+
+
+def dense_of(grad):
+    return grad.to_dense() if isinstance(grad, RowGradient) else grad
+
+
+@pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(NUM_ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)
+def test_reads_as_the_dense_one(index):
+    for name, read in READS.items():
+        grad, dense = padded_gradient(index)
+        torch.testing.assert_close(
+            read(grad), read(dense), equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
+        )
+        torch.testing.assert_close(grad.to_dense(), dense)
+
+
+def test_a_sparse_one_has_no_padding():
+    grad, dense = padded_gradient([5, 2, 2], sparse=True)
+    assert grad.known.length is not None
+    assert grad.detach()._nnz() == 2
+    assert grad._indices().tolist() == [[2, 5]]
+    assert grad._values().shape == (2, WIDTH)
+    assert torch.equal(grad.coo().to_dense(), dense)
+
+
+def test_a_result_written_to_the_gradient_itself_stays_one_of_rows():
+    grad, dense = padded_gradient([5, 2, 2])
+    assert torch.clamp(grad, -5, 5, out=grad) is grad
+    assert not grad.is_full()
+    assert torch.equal(grad.to_dense(), dense.clamp(-5, 5))
+
+
+def test_backwards_of_several_threads_are_added():
+    emb, rounds = st.Embedding(50, 8, idle="lazy"), 200
+    ids = torch.arange(50)
+
+    def run():
+        for _ in range(rounds):
+            emb(ids).sum().backward()
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert emb.weight.grad.to_dense().eq(4 * rounds).all()
+
+
+@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
+@pytest.mark.parametrize("data", [False, True])
+def test_updates_of_many_weights_by_their_gradients_are_written(table: dict, data: bool) -> None:
+    dense = torch.nn.Embedding(7, 3)
+    ours = st.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, **table)
+    for emb in (dense, ours):
+        emb(torch.tensor([1, 5])).pow(2).sum().backward()
+        with torch.no_grad():
+            weights = [emb.weight.data if data else emb.weight]
+            grads = [emb.weight.grad]
+            torch._foreach_add_(weights, grads, alpha=-0.1)
+            torch._foreach_addcmul_(weights, grads, grads, value=-0.1)
+            torch._foreach_lerp_(weights, grads, 0.25)
+    assert torch.equal(ours.weight.detach(), dense.weight.detach())
+    with torch.no_grad():
+        torch._foreach_copy_([ours.weight], [ours.weight.grad])
+    assert torch.equal(ours.weight.detach(), ours.weight.grad + 0)
+
+
+def test_writes_of_gradients_into_a_list_of_tensors_are_counted() -> None:
+    emb, value = st.Embedding(7, 3), torch.ones(7, 3, requires_grad=True)
+    emb(torch.tensor([1, 5])).sum().backward()
+    copy = value * 1
+    loss = copy.pow(2).sum()
+    with torch.no_grad():
+        torch._foreach_add_([copy], [emb.weight.grad])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# --- functions of torch that take a parameter for a tensor of its own: each raises by the name of the table, or works -------
+
+PAIRS = torch.tensor([[1, 5], [3, 3]])
+
+
+def model_of(lib: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(lib.Embedding(20, 4), nn.Linear(4, 2)).double()
+    st.summary(model)
+    return model
+
+
+REFUSED: dict[str, Callable[[nn.Module], Any]] = {
+    "parameter": lambda model: nn.Parameter(model[0].weight),
+    "parameter by name": lambda model: nn.Parameter(data=model[0].weight, requires_grad=False),
+    "weight_norm": lambda model: parametrizations.weight_norm(model[0]),
+    "swap": lambda model: torch.utils.swap_tensors(model[0].weight, nn.Parameter(torch.ones(20, 4))),
+    "swapped": lambda model: torch.utils.swap_tensors(nn.Parameter(torch.ones(20, 4)), model[0].weight),
+}
+
+
+@pytest.mark.parametrize("how", REFUSED)
+def test_raises_by_name(how: str) -> None:
+    REFUSED[how](model_of(nn))
+    model = model_of(st)
+    names, before = model[0].table, model[0].weight.detach().clone()
+    with pytest.raises(InvalidTypeError, match=r"weight is the weight of a table, .* \("):
+        REFUSED[how](model)
+    assert model[0].table is names
+    assert torch.equal(model[0].weight, before)
+
+
+def test_a_weight_emptied_as_zero_3_does() -> None:
+    model = model_of(st)
+    with pytest.raises(InvalidValueError, match=r"\(20, 4\) but the values assigned are \(0,\).*st.table_parameters"):
+        model[0].weight.data = torch.empty(0)
+    with pytest.raises(InvalidValueError, match="pass rows of 4 values"):
+        model[0].weight.data = torch.empty(20, 3)
+
+
+def pruned(model: nn.Module) -> None:
+    prune.l1_unstructured(model[0], "weight", 0.3)
+    model(PAIRS).sum().backward()
+    prune.remove(model[0], "weight")
+
+
+WORKS: dict[str, Callable[[nn.Module], Any]] = {
+    "orthogonal": lambda model: parametrizations.orthogonal(model[0]),
+    "old spectral_norm": lambda model: nn.utils.spectral_norm(model[0]),
+    "pruned": pruned,
+    "parameter of data": lambda model: setattr(model[0], "weight", nn.Parameter(model[0].weight.data)),
+}
+
+
+@pytest.mark.parametrize("how", WORKS)
+def test_works_as_in_torch(how: str) -> None:
+    results = []
+    for lib in (nn, st):
+        model = model_of(lib)
+        torch.manual_seed(1)
+        WORKS[how](model)
+        opt = torch.optim.Adam(model.parameters(), lr=0.1)
+        for _ in range(2):
+            opt.zero_grad()
+            model(PAIRS).square().sum().backward()
+            opt.step()
+        results.append(model(PAIRS).detach())
+    torch.testing.assert_close(*results, rtol=0, atol=1e-9)
+
+
+@pytest.fixture
+def swapping():
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 5}, {"storage_dtype": torch.bfloat16}], ids=str)
+def test_conversion_and_loading_where_torch_swaps_tensors(options: dict[str, Any], swapping) -> None:
+    model = nn.Sequential(st.Embedding(20, 4, **options), st.MultiEmbedding([20, 3], 4, **options))
+    state = {name: value.float().to(torch.bfloat16).float() for name, value in model.state_dict().items()}
+    for other in (copy.deepcopy(model), copy.deepcopy(model).to(torch.float64)):
+        for module in other:
+            nn.init.zeros_(module.weight)
+        other.load_state_dict(state)
+        assert all(torch.equal(value.float(), state[name]) for name, value in other.state_dict().items())
+    emb = model[0].to("meta")
+    emb.load_state_dict({"weight": state["0.weight"]}, assign=True)
+    assert torch.equal(emb.table.gather(torch.arange(20)).float(), state["0.weight"])
+
+
+# --- DataParallel: one device calls the model, several are refused ----------------------------------------------------
+
+
+def test_with_several_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DataParallel takes models as if there were two GPUs; it could not run them."""
+    # In torch.nn.parallel the name is that of a function.
+    data_parallel = importlib.import_module("torch.nn.parallel.data_parallel")
+    monkeypatch.setattr(data_parallel, "_get_available_device_type", lambda: "cuda")
+    monkeypatch.setattr(data_parallel, "_check_balance", lambda devices: None)
+    message = r"DataParallel was given .*0\.weight, the weight of a table, and 2 GPUs: .*use DistributedDataParallel"
+    with pytest.raises(InvalidValueError, match=message):
+        nn.DataParallel(model_of(st), device_ids=[0, 1])
+    wrapped = nn.DataParallel(model_of(nn), device_ids=[0, 1])
+    st.replace_embeddings(wrapped.module, min_rows=1)
+    with pytest.raises(InvalidValueError, match=message):
+        wrapped.replicate(wrapped.module, wrapped.device_ids)

@@ -14,14 +14,17 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import speedtransfer
 
-ROWS, DIM, STEPS = 41, 6, 8
-Look = Callable[[], object]
+ROWS, DIM = 41, 6
+Act = Callable[[], object]
 
 
 class Run:
-    """A model with one embedding of ours, or of torch (``idle="torch"``), its optimizer, and what was seen of its weight."""
+    """A model with one embedding of ours, or of torch (``idle="torch"``), its optimizer, and what was seen of its weight.
 
-    def __init__(self, idle: str, optimizer: str) -> None:
+    `act` is called at a `moment` of each step.
+    """
+
+    def __init__(self, idle: str, optimizer: str, moment: str, act: Callable[[Run], object]) -> None:
         torch.manual_seed(3)
         self.emb: Any = nn.Embedding(ROWS, DIM, dtype=torch.float64)
         if idle != "torch":
@@ -29,46 +32,59 @@ class Run:
             self.emb = speedtransfer.Embedding.from_pretrained(rows, freeze=False, idle=idle)
         self.model = nn.ModuleDict({"emb": self.emb, "lin": nn.Linear(DIM, DIM, dtype=torch.float64)})
         self.opt = case_named(optimizer).make(self.model.parameters())
-        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.opt, self._factor)
         self.seen: list[Tensor] = []
         # The number of rows that the optimizer had in each step; torch calls this at the end of the step proper.
         self.stepped: list[int] = []
         (weight,) = self.emb.parameters()
         self.opt._optimizer_step_code = lambda: self.stepped.append(len(weight))  # type: ignore[method-assign]
-        # What tests do at some moments.
-        self.in_factor: Look = lambda: None
-        self.in_loss: Callable[[Tensor], object] = lambda out: None
-        self.after_backward: Look = lambda: None
-        self.uses_closure = False
-        self.handles: list[Any] = []
+        self._train(moment, lambda: act(self))
 
-    def _factor(self, epoch: int) -> float:
-        if epoch:
-            self.in_factor()
-        return 0.9**epoch
+    def _train(self, moment: str, act: Act) -> None:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.opt, lambda epoch: (epoch and moment == "scheduler" and act(), 0.9**epoch)[1]
+        )
+        hooks, register = MOMENTS.get(moment, ()), []
+        for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, 8, size=8, dtype=torch.float64)):
+            # Late: ours is there then.
+            if number == (moment.startswith("late")):
+                register = [hook(self, act) for hook in hooks]
 
-    def _backward(self, ids: Tensor, target: Tensor) -> Tensor:
-        self.opt.zero_grad()
-        out = self.emb(ids)
-        self.in_loss(out)
-        loss = squared_loss(self.model["lin"](out), target)
-        loss.backward()
-        self.after_backward()
-        return loss
+            def backward(ids: Tensor = ids, target: Tensor = target) -> Tensor:
+                self.opt.zero_grad()
+                out = self.emb(ids)
+                if moment == "output":
+                    out.register_hook(lambda grad: act())
+                if moment == "closure":
+                    act()
+                loss = squared_loss(self.model["lin"](out), target)
+                loss.backward()
+                if moment in ("backward", "closure"):
+                    act()
+                return loss
 
-    def train(self, steps: int = STEPS, seed: int = 0) -> None:
-        for ids, target in skewed_batches(ROWS, DIM, steps, seed, size=8, dtype=torch.float64):
-            if self.uses_closure:
-                self.opt.step(lambda ids=ids, target=target: self._backward(ids, target))
+            if moment == "closure":
+                self.opt.step(backward)
             else:
-                self._backward(ids, target)
+                backward()
                 self.opt.step()
-            self.scheduler.step()
-        while self.handles:
-            self.handles.pop().remove()
+            scheduler.step()
+        for handle in register:
+            handle.remove()
 
 
-# --- what code does with the weight -------------------------------------------------------------------------------------
+MOMENTS: dict[str, list[Callable[[Run, Act], Any]]] = {
+    "before step": [lambda run, act: run.opt.register_step_pre_hook(lambda *_: act())],
+    "after step": [lambda run, act: run.opt.register_step_post_hook(lambda *_: act())],
+    "hooks of all optimizers": [
+        lambda run, act: register_optimizer_step_pre_hook(lambda opt, *_: act() if opt is run.opt else None),
+        lambda run, act: register_optimizer_step_post_hook(lambda opt, *_: act() if opt is run.opt else None),
+    ],
+}
+MOMENTS["late"] = [*MOMENTS["before step"], *MOMENTS["after step"]]
+ALWAYS = [*MOMENTS, "backward", "closure", "scheduler"]
+MOMENTS["gradient"] = [lambda run, act: run.emb.weight.register_hook(lambda grad: act())]
+MOMENTS["accumulated"] = [lambda run, act: run.emb.weight.register_post_accumulate_grad_hook(lambda param: act())]
+READS = [*ALWAYS, "output", "gradient", "accumulated"]
 
 
 def look(run: Run) -> None:
@@ -85,60 +101,10 @@ def write(run: Run) -> None:
         run.emb.weight.mul_(0.99)
 
 
-# --- when it does it ----------------------------------------------------------------------------------------------------
-
-
-def before_step(run: Run, act: Look) -> None:
-    run.opt.register_step_pre_hook(lambda *_: act())
-
-
-def after_step(run: Run, act: Look) -> None:
-    run.opt.register_step_post_hook(lambda *_: act())
-
-
-def around_step_late(run: Run, act: Look) -> None:
-    # Ours is there now.
-    run.train(1, seed=1)
-    before_step(run, act)
-    after_step(run, act)
-
-
-def after_backward(run: Run, act: Look) -> None:
-    run.after_backward = act
-
-
-def in_closure(run: Run, act: Look) -> None:
-    run.uses_closure = True
-    run.in_loss = lambda out: act()
-    run.after_backward = act
-
-
-def in_scheduler(run: Run, act: Look) -> None:
-    run.in_factor = act
-
-
-def in_hooks_of_all_optimizers(run: Run, act: Look) -> None:
-    # Registered after ours.
-    for register in (register_optimizer_step_pre_hook, register_optimizer_step_post_hook):
-        run.handles.append(register(lambda opt, *_: act() if opt is run.opt else None))
-
-
-def in_gradient_hook(run: Run, act: Look) -> None:
-    run.emb.weight.register_hook(lambda grad: act())
-
-
-def after_accumulating(run: Run, act: Look) -> None:
-    run.emb.weight.register_post_accumulate_grad_hook(lambda param: act())
-
-
-def in_output_hook(run: Run, act: Look) -> None:
-    run.in_loss = lambda out: out.register_hook(lambda grad: act())
-
-
-MOMENTS = [in_hooks_of_all_optimizers, before_step, after_step, around_step_late, after_backward]
-MOMENTS += [in_closure, in_scheduler]
-READS = [(moment, look) for moment in [*MOMENTS, in_gradient_hook, after_accumulating, in_output_hook]]
-OPTIMIZERS = ["adamw", "sgd-momentum", "adagrad"]
+def clip(run: Run) -> None:
+    look(run)
+    nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    look(run)
 
 
 def assert_same(one: Run, two: Run, tolerance: float) -> None:
@@ -147,19 +113,15 @@ def assert_same(one: Run, two: Run, tolerance: float) -> None:
         torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.sweep("when", "idle", strength=2)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.sweep("moment", "idle", strength=2)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
-@pytest.mark.parametrize("when", READS, ids=lambda when: "-".join(part.__name__ for part in when))
-def test_a_look_at_the_weight_changes_nothing(when: Any, idle: str, optimizer: str) -> None:
+@pytest.mark.parametrize("moment", READS)
+def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer: str) -> None:
     """Neither numbers nor that steps are made with the rows of the batches alone; what is seen is that of torch."""
-    moment, act = when
-    ours, never, dense = Run(idle, optimizer), Run(idle, optimizer), Run("torch", optimizer)
-    for run in (ours, dense):
-        moment(run, lambda run=run: act(run))
-    moment(never, lambda: None)
-    for run in (ours, never, dense):
-        run.train()
+    ours, never, dense = (
+        Run(side, optimizer, moment, act) for side, act in ((idle, look), (idle, lambda run: None), ("torch", look))
+    )
     assert ours.stepped == never.stepped
     assert max(ours.stepped) < ROWS
     assert_same(ours, never, 1e-12)
@@ -169,32 +131,16 @@ def test_a_look_at_the_weight_changes_nothing(when: Any, idle: str, optimizer: s
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("moment", MOMENTS)
-def test_what_hooks_write_is_trained_on(moment: Any, optimizer: str) -> None:
-    runs = Run("exact", optimizer), Run("torch", optimizer)
-    for run in runs:
-        moment(run, lambda run=run: write(run))
-        run.train()
-    assert_same(*runs, 1e-9)
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
+@pytest.mark.parametrize("moment", ALWAYS)
+def test_what_hooks_write_is_trained_on(moment: str, optimizer: str) -> None:
+    assert_same(*(Run(idle, optimizer, moment, write) for idle in ("exact", "torch")), 1e-9)
 
 
-@pytest.mark.parametrize("idle", ["exact", "lazy"])
-def test_gradients_clipped_in_a_hook_before_the_step(idle: str) -> None:
-    def clip(run: Run) -> None:
-        nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-
-    hooked, plain, dense = Run(idle, "adamw"), Run(idle, "adamw"), Run("torch", "adamw")
-    for run in (hooked, dense):
-        for act in (look, clip, look):
-            before_step(run, lambda run=run, act=act: act(run))
-    plain.after_backward = lambda: clip(plain)
-    for run in (hooked, plain, dense):
-        run.train()
-    assert hooked.stepped == plain.stepped
-    assert_same(hooked, plain, 1e-12)
-    if idle == "exact":
-        assert_same(hooked, dense, 1e-9)
+def test_gradients_clipped_in_a_hook_before_the_step() -> None:
+    hooked, dense = (Run(idle, "adamw", "before step", clip) for idle in ("exact", "torch"))
+    assert max(hooked.stepped) < ROWS
+    assert_same(hooked, dense, 1e-9)
 
 
 # --- optimizers that call the step of the class they are made of ------------------------------------------------------
@@ -224,23 +170,15 @@ def decaying() -> Twins:
     return Twins(lambda params: Decaying(params, lr=0.05, momentum=0.9))
 
 
-def test_a_step_within_a_step(decaying: Twins) -> None:
-    decaying.train(decaying.batches(8))
-    decaying.assert_same()
-
-
 @pytest.mark.parametrize("where", ["pre", "post"])
 def test_a_look_in_a_step_within_a_step(decaying: Twins, where: str) -> None:
-    emb, opt = decaying.ours, decaying.opt
-    seen: list[bool] = []
-    register = getattr(opt, f"register_step_{where}_hook")
+    emb, seen = decaying.ours, list[bool]()
+    register = getattr(decaying.opt, f"register_step_{where}_hook")
     register(lambda *_: seen.append(torch.equal(emb.weight, emb.table.torch())))
-    before = emb.weight.detach().clone()
     decaying.train(decaying.batches(1))
     assert seen == [True, True]
     ids = decaying.batches(1)[0][0].unique()
     assert torch.equal(emb.weight[ids], decaying.dense.weight[ids])
-    assert not torch.equal(emb.weight[ids], before[ids])
 
 
 def test_a_step_within_a_step_that_fails(decaying: Twins, monkeypatch: pytest.MonkeyPatch) -> None:

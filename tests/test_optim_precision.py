@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,12 +51,10 @@ def recommended(**options: Any) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("dtype", "block"), [(torch.float8_e4m3fn, None), (torch.float8_e4m3fn, 8), (torch.float8_e5m2, None)]
-)
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 @pytest.mark.parametrize("state", [None, torch.uint8])
-def test_400_steps_with_float8_rows_end_within_5_percent_of_float32(dtype: Any, block: Any, state: Any) -> None:
-    found = recommended(storage_dtype=dtype, state_dtype=state, scale_block=block)
+def test_400_steps_with_float8_rows_end_within_5_percent_of_float32(dtype: Any, state: Any) -> None:
+    found = recommended(storage_dtype=dtype, state_dtype=state)
     assert found == pytest.approx(recommended(), rel=0.05)
 
 
@@ -132,16 +131,23 @@ def from_state_dicts(
     return other, second
 
 
+def from_checkpoint(
+    emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any], path: Path
+) -> tuple[Any, torch.optim.Optimizer]:
+    speedtransfer.save_checkpoint(path, emb, opt)
+    other = LAZY.Embedding(40, 24, **options)
+    second = torch.optim.AdamW(other.parameters(), lr=0.5)
+    speedtransfer.load_checkpoint(path, other, second)
+    return other, second
+
+
 @pytest.mark.parametrize(("storage", "state"), FORMS)
-def test_a_seed_gives_a_run_which_goes_on(storage: torch.dtype, state: torch.dtype | None) -> None:
+def test_a_seed_gives_a_run_which_goes_on(storage: torch.dtype, state: torch.dtype | None, tmp_path: Path) -> None:
     options = {"storage_dtype": storage, "state_dtype": state}
-    first, again, flipped, other = (
-        trained(**options),
-        trained(**options),
-        trained(flipped=True, **options),
-        trained(4, **options),
-    )
-    runs = [again, flipped, from_state_dicts(*first, options), copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
+    first, again, flipped = (trained(flipped=flipped, **options) for flipped in (False, False, True))
+    other = trained(4, **options)
+    runs = [again, flipped, from_state_dicts(*first, options), from_checkpoint(*first, options, tmp_path)]
+    runs += [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
     found = []
     for emb, opt in (first, *runs, other):
         for ids in (torch.arange(10), torch.arange(5, 40)):
@@ -167,9 +173,8 @@ def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -
             step(module, optimizer, torch.arange(20))
     mine, theirs = (optimizer.state_dict() for _, optimizer in sides)
     assert mine["param_groups"] == theirs["param_groups"]
-    for name in (
-        case.planes if case.name != "rprop" else ()
-    ):  # which looks at signs alone: a step is a matter of chance then
+    # Rprop looks at signs alone: a step is a matter of chance then.
+    for name in case.planes if case.name != "rprop" else ():
         ours, wanted = mine["state"][0][name], theirs["state"][0][name]
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, wanted, rtol=0.5, atol=0.15 * float(wanted.abs().max()))
@@ -185,14 +190,9 @@ def test_every_optimizer_steps_and_its_state_crosses_over(case: OptimizerCase) -
 def test_nothing_decoded_is_kept() -> None:
     emb, opt = trained(state_dtype=torch.uint8)
     kept = opt.state[emb.weight]["exp_avg"]
-    assert isinstance(kept, EncodedPlane)
-    assert kept.shape == (40, 24)
-    assert repr(kept) == "EncodedPlane('exp_avg', shape=(40, 24))"
-    first = opt.state_dict()
+    assert (type(kept), kept.shape) == (EncodedPlane, (40, 24))
+    loaded = opt.state_dict()
     assert opt.state[emb.weight]["exp_avg"] is kept
-    assert torch.equal(first["state"][0]["exp_avg"], kept.decode())
-    assert first["state"][0]["exp_avg"] is not opt.state_dict()["state"][0]["exp_avg"]
-    loaded = copy.deepcopy(first)
     loaded["state"][0]["exp_avg"] += 1
     opt.load_state_dict(loaded)  # which is shown before the next step
     assert torch.equal(opt.state_dict()["state"][0]["exp_avg"], loaded["state"][0]["exp_avg"])

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from lazy_oracle import one_thread  # noqa: F401
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from test_word2vec_resume import QUICK, broken_off, corpus, quietly, text  # noqa: F401
 from typer.testing import CliRunner

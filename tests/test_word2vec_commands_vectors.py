@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from late import models
-from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 from refusals import refusals
 from test_word2vec_commands import fails_with, run
 

@@ -7,7 +7,6 @@ import json
 import numpy as np
 import pytest
 import scipy
-from lazy_oracle import one_thread  # noqa: F401 (acts by being imported)
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.word2vec import Vectors, lookup

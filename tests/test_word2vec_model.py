@@ -10,7 +10,6 @@ import pytest
 import safetensors.numpy
 import torch
 from late import fasttext
-from lazy_oracle import one_thread  # noqa: F401 (a fixture that acts on every test here)
 from test_word2vec_gradients import draw_block as draw_windows
 from test_word2vec_gradients import train
 

@@ -8,7 +8,6 @@ import os
 import numpy as np
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Corpus, Settings, Trainer, Word2Vec, train

@@ -10,7 +10,6 @@ import threading
 import numpy as np
 import pytest
 import torch
-from lazy_oracle import one_thread  # noqa: F401
 from rich.console import Console
 
 from speedtransfer.errors import InvalidValueError
