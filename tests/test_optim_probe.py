@@ -61,6 +61,11 @@ def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_a_decay_that_is_a_whole_number_hides_no_start() -> None:
+    sgd = functools.partial(SGD, lr=1, momentum=1, dampening=1, weight_decay=1)
+    assert probe(sgd)["momentum_buffer"].initial == 0
+
+
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 def test_training_under_another_default_device(idle: str, tmp_path) -> None:
     case, weights = case_named("sgd-momentum-weight-decay"), []
@@ -191,6 +196,21 @@ def test_a_trial_cannot_move_the_parameters_of_the_model() -> None:
         opt.step()
     assert all(torch.equal(p, q) for p, q in zip(model[1].parameters(), before, strict=True))
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
+
+
+def test_the_first_step_of_a_kind_takes_the_rows_that_the_lookup_has_read():
+    """A trial hides the gradient, and the rows with it: read again, those that `max_norm` has written would be rounded."""
+
+    def trained(**unlike_others: Any) -> torch.Tensor:
+        torch.manual_seed(0)
+        emb = speedtransfer.Embedding(20, 8, max_norm=1.0, storage_dtype=torch.bfloat16)
+        optimizer = torch.optim.Adam(emb.parameters(), lr=0.1, **unlike_others)
+        emb(torch.arange(10)).square().sum().backward()
+        optimizer.step()
+        return emb.table.torch().clone()
+
+    # The second is not tried again.
+    assert torch.equal(trained(betas=(0.731, 0.8)), trained(betas=(0.731, 0.8)))
 
 
 # --- what a trial has shown is used again for optimizers of torch that are the same, and for no others --------------------

@@ -30,7 +30,8 @@ def initial_values(optimizer: Optimizer, group: dict[str, Any], weights: Tensor)
     shared, found = seen.keys() - set(follow), dict[str, float | None]()
     if follow:
         # Decay moves the state of rows without a gradient too, and hides its initial value.
-        decays = {k: 0.0 for k, v in group.items() if "weight_decay" in k and isinstance(v, float) and v}
+        numbers = {k: v for k, v in group.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        decays = {k: 0.0 for k, v in numbers.items() if "weight_decay" in k and v}
         calm = {**group, **decays}
         if decays:
             seen = {**seen, **_still(optimizer, calm, weights, _last(seen), torch.zeros_like)}
