@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """A model with optimizer, scheduler, scaler and a shuffled loader."""
+    """A model with optimizer, scheduler, scaler, a shuffled loader, and generators of NumPy."""
 
     def __init__(self, case: OptimizerCase, seed: int = 0, library: Any = st, **options: Any) -> None:
         torch.manual_seed(seed)
@@ -47,6 +47,8 @@ class Run:
         ids = torch.randint(0, ROWS - 1, (24, 3), generator=torch.Generator().manual_seed(5))
         self.loader = torch.utils.data.DataLoader(ids, batch_size=6, shuffle=True, generator=self.generator)
         self.losses: list[float] = []
+        kinds = ("Philox", "MT19937", "PCG64")
+        self.numpy = {kind: np.random.Generator(getattr(np.random, kind)(seed)) for kind in kinds}
 
     def epochs(self, count: int) -> None:
         for _ in range(count):
@@ -62,7 +64,7 @@ class Run:
 
     @property
     def others(self) -> dict[str, Any]:
-        return {"scheduler": self.scheduler, "scaler": self.scaler, "generator": self.generator}
+        return {"scheduler": self.scheduler, "scaler": self.scaler, "generator": self.generator, **self.numpy}
 
     def save(self, path: Path, **more: Any) -> None:
         st.save_checkpoint(path, self.model, self.optimizer, **self.others, **more)
@@ -75,6 +77,7 @@ class Run:
         parts = [self.model.state_dict(), self.optimizer.state_dict(), self.scheduler.state_dict()]
         parts += [self.scaler.state_dict(), self.generator.get_state(), torch.get_rng_state()]
         parts += [random.getstate(), np.random.get_state(legacy=False)]
+        parts += [generator.bit_generator.state for generator in self.numpy.values()]
         return digest(parts)
 
 

@@ -270,51 +270,49 @@ def test_wrong_arguments(arguments: dict, kind: type, words: str, model: nn.Modu
     assert os.listdir(tmp_path) == []
 
 
-def changed(what: str) -> tuple[nn.Module, torch.optim.Optimizer, dict]:
+def _scheduler(optimizer: torch.optim.Optimizer) -> Any:
+    return lr.StepLR(optimizer, 2)
+
+
+def built(
+    rows: int = 12,
+    dtype: torch.dtype = torch.float32,
+    bias: bool = True,
+    more: Any = (),
+    order: Any = list,
+    kind: Any = torch.optim.Adam,
+    objects: Any = lambda optimizer: {"scheduler": _scheduler(optimizer)},
+) -> tuple[nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     torch.manual_seed(3)
-    emb = st.Embedding(13 if what == "rows" else 12, 4, dtype=torch.float64 if what == "dtype" else torch.float32)
-    model = nn.Sequential(emb, nn.Linear(4, 2, dtype=emb.table.dtype))
-    if what == "missing":
-        model.append(nn.Linear(2, 2))
-    if what == "extra":
-        model[1] = nn.Linear(4, 2, bias=False)
-    params: Any = list(model.parameters())
-    if what == "order":
-        params = params[::-1]
-    if what == "groups":
-        params = [{"params": params[:1]}, {"params": params[1:]}]
-    opt = (torch.optim.SGD if what == "class" else torch.optim.Adam)(params, lr=0.1)
-    objects = {"scheduler": torch.optim.lr_scheduler.StepLR(opt, 2)}
-    if what == "unknown":
-        objects["schedule"] = objects["scheduler"]
-    if what == "not given":
-        objects = {}
-    if what == "object":
-        objects = {"scheduler": torch.amp.GradScaler("cpu")}
-    return model, opt, objects
+    model = nn.Sequential(st.Embedding(rows, 4, dtype=dtype), nn.Linear(4, 2, bias, dtype=dtype), *more)
+    optimizer = kind(order(model.parameters()), lr=0.1)
+    return model, optimizer, objects(optimizer)
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("rows", r"'0.weight' is \(12, 4\) torch.float32 in the checkpoint but \(13, 4\)"),
-        ("dtype", r"'0.weight' is .*float32 in the checkpoint but .*float64 in the model"),
-        ("missing", r"has no '2.bias' and 1 more that the model has"),
-        ("extra", r"has '1.bias', which the model does not have"),
-        ("order", r"group 0 of optimizer has parameters of shapes \[\[2\]"),
-        ("groups", r"optimizer has 2 parameter groups but the checkpoint has 1"),
-        ("class", r"optimizer is SGD but the checkpoint holds that of Adam"),
-        ("unknown", r"holds no 'schedule'; did you mean 'scheduler'"),
-        ("not given", r"holds 'scheduler', which was not given; pass scheduler=..., or =None to leave it out"),
-        ("object", r"scheduler does not take its state"),
-    ],
-)
-def test_what_does_not_fit_changes_nothing(what: str, words: str, tmp_path: Path) -> None:
-    model, opt, objects = changed("nothing")
+UNFIT: list[tuple[dict[str, Any], str]] = [
+    ({"rows": 13}, r"'0.weight' is \(12, 4\) torch.float32 in the checkpoint but \(13, 4\)"),
+    ({"dtype": torch.float64}, r"'0.weight' is .*float32 in the checkpoint but .*float64 in the model"),
+    ({"more": [nn.Linear(2, 2)]}, r"has no '2.bias' and 1 more that the model has"),
+    ({"bias": False}, r"has '1.bias', which the model does not have"),
+    ({"order": lambda params: list(params)[::-1]}, r"group 0 of optimizer has parameters of shapes \[\[2\]"),
+    ({"order": lambda params: [{"params": [p]} for p in params]}, r"has 3 parameter groups but the checkpoint has 1"),
+    ({"kind": torch.optim.SGD}, r"optimizer is SGD but the checkpoint holds that of Adam"),
+    (
+        {"objects": lambda opt: {"scheduler": _scheduler(opt), "schedule": _scheduler(opt)}},
+        r"holds no 'schedule'; did you mean 'scheduler'",
+    ),
+    ({"objects": lambda opt: {}}, r"holds 'scheduler', which was not given; pass scheduler=..., or =None to leave it"),
+    ({"objects": lambda opt: {"scheduler": torch.amp.GradScaler("cpu")}}, r"scheduler does not take its state"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), UNFIT)
+def test_what_does_not_fit_changes_nothing(options: dict[str, Any], words: str, tmp_path: Path) -> None:
+    model, opt, objects = built()
     model(torch.arange(6)).sum().backward()
     opt.step()
     st.save_checkpoint(tmp_path, model, opt, **objects)
-    model, opt, objects = changed(what)
+    model, opt, objects = built(**options)
     seed_all(2)
 
     def now() -> str:

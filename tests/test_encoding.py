@@ -78,7 +78,7 @@ STEPS = {
     "float16": lambda codec, values: values.abs() * 2.0**-10 + 2.0**-24,
     "int8": lambda codec, values: values.abs().amax(1, keepdim=True) / 127 * 1.001,
     "float8": lambda codec, values: torch.maximum(
-        values.abs() * (1 / 8 + 1e-5), largest_of_blocks(codec, values) * (2.0**-15 if values.min() < 0 else 2.0**-31)
+        values.abs() * (1 / 8 + 2e-5), largest_of_blocks(codec, values) * (2.0**-14 if values.min() < 0 else 2.0**-30)
     ),
 }
 
@@ -91,12 +91,12 @@ def test_values_are_within_a_step(kind: str, sign: str, width: int) -> None:
     """To the nearest within half of it."""
     codec = codec_of(kind, width)
     values = normal(40, width) * torch.logspace(-9, 3, 40)[:, None]
-    values = values.square() if sign == "positive" else values
+    values = (values.square() if sign == "positive" else values).clamp(-6e4, 6e4)
     step = STEPS[kind](codec, values)
     for writes in (None, 0, 1):
         found = there_and_back(codec, values, writes)
         far = (found - values).abs()
-        assert (far <= (step / 2 if writes is None and kind != "float8" else step)).all()
+        assert (far <= (step / 2 if writes is None else step)).all()
         assert (found * values >= 0).all()
     if kind in ("bfloat16", "float16"):
         assert torch.equal(there_and_back(codec, values), values.to(getattr(torch, kind)).float())

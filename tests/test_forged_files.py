@@ -152,7 +152,6 @@ GOOD = {"direction": "gather", "row_bytes": 64, "num_rows": 10, "seconds": {"hos
 @pytest.mark.parametrize(
     "change",
     [
-        {"row_bytes": 0},
         {"num_rows": 10**400},
         {"seconds": {"\x1b[31m": 1.0}},
         {"direction": []},

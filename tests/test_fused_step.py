@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 from cpu_kernels import cpu_kernels
+from lazy_oracle import Twins
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-import speedtransfer as st
 from speedtransfer.engines import HostEngine
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim import fused_step
@@ -132,81 +132,6 @@ def test_the_kernel_against_torch(name: str, width: int, launches: list[Any], ex
     assert len(launches) == 39
 
 
-# --- whole trainings ----------------------------------------------------------------------------------------------------
-
-
-def embedding(dim: int = 8, **options: Any) -> Any:
-    torch.manual_seed(1)
-    return st.Embedding(NUM_ROWS, dim, device="cpu", **{"memory": "pageable", "idle": "lazy", **options})
-
-
-def batches(count: int = 12) -> Iterator[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(2)
-    for _ in range(count):
-        ids = torch.randint(0, NUM_ROWS - 1, (5,), generator=generator)
-        yield ids, torch.randn(5, 8, generator=generator)
-
-
-def train(make: Make, emb: Any = None, each: Callable[..., Any] = lambda *args: None) -> tuple[Any, Optimizer]:
-    """Train beside a dense layer, on a schedule, and call `each` with module and optimizer before every step."""
-    # A trial of the optimizer makes the first step read its rows again, which is counted.
-    outcomes._known.clear()
-    emb = embedding() if emb is None else emb
-    linear = nn.Linear(8, 8).to(emb.weight.dtype)
-    optimizer = make([{"params": emb.parameters()}, {"params": linear.parameters()}])
-    schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.97**step)
-    for ids, target in batches():
-        optimizer.zero_grad()
-        (linear(emb(ids)) - target).square().sum().backward()
-        each(emb, optimizer)
-        optimizer.step()
-        schedule.step()
-    return emb, optimizer
-
-
-def everything(emb: Any, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return what a training leaves: rows, state, gradient, and what is counted."""
-    state = state_of(optimizer, emb.weight)
-    counted = [emb.table.stats(), emb._handle.rows.state_dict()]
-    shared = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    others = {str(number): values for number, values in enumerate(optimizer.param_groups[1]["params"])}
-    return {
-        "weight": emb.table.torch(),
-        "grad": emb.weight.grad.to_dense(),
-        "counted": repr(counted),
-        **shared,
-        **others,
-    }
-
-
-def same(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        if isinstance(value, Tensor) and value.dtype == torch.float32:
-            assert torch.equal(bits(ours[name]), bits(value)), name
-        else:
-            assert ours[name] == value if isinstance(value, str) else torch.equal(ours[name], value), name
-
-
-def same_ordinarily(run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare what is left with the kernel and the ordinary way."""
-    found = run()
-    monkeypatch.setenv(SWITCH, "0")
-    same(found, run())
-
-
-@fuses
-@pytest.mark.sweep
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_leaves_the_same(
-    name: str, idle: str, switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    same_ordinarily(lambda: everything(*train(OPTIMIZERS[name], embedding(idle=idle))), monkeypatch)
-    # The first step makes the state.
-    assert len(switched_on) == 11
-
-
 @pytest.mark.parametrize("betas", [(0.9, 0.999), (0.0, 0.5)])
 @pytest.mark.parametrize("number", [0.0, 1.0, 12.0, 1e4, 2.0**24])
 def test_corrections_made_by_the_kernel(
@@ -230,17 +155,70 @@ def test_corrections_made_by_the_kernel(
     assert all(torch.equal(*pair) for pair in zip(*states, strict=True))
 
 
+def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    assert fused_step._check(cpu)
+    launch = fused_step.launch_over
+    for wrong in range(12):
+        calls = iter(range(99))
+
+        def spoilt(num_items: int, *args: Any, wrong: int = wrong, calls: Iterator[int] = calls) -> None:
+            if next(calls) != wrong:
+                launch(num_items, *args)
+
+        monkeypatch.setattr(fused_step, "launch_over", spoilt)
+        assert not fused_step._check(cpu)
+
+
+# --- whole trainings ----------------------------------------------------------------------------------------------------
+
+
+def twins(make: Make, **options: Any) -> Twins:
+    # A trial of the optimizer makes the first step read its rows again.
+    outcomes._known.clear()
+    return Twins(make, num_rows=NUM_ROWS, size=8, **options)
+
+
+@fuses
+@pytest.mark.sweep
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_training_has_the_bits_of_torch(name: str, idle: str, switched_on: list[Any], exact_roots: None) -> None:
+    pair = twins(OPTIMIZERS[name], idle=idle)
+    pair.train(pair.batches(12), *pair.schedulers(lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.97**step)))
+    pair.assert_same()
+    # The first step makes the state.
+    assert len(switched_on) == 11
+
+
+@fuses
+def test_beside_other_parameters_and_hooks(switched_on: list[Any], exact_roots: None) -> None:
+    pair, seen = twins(OPTIMIZERS["adam"]), ([], [])
+    for module, optimizer, weights in zip(pair.modules, pair.optimizers, seen, strict=True):
+        torch.manual_seed(5)
+        linear = nn.Linear(4, 4)
+        linear.weight.grad = torch.ones(4, 4)
+        optimizer.add_param_group({"params": linear.parameters(), "lr": 0.1})
+        look = lambda *_, module=module, weights=weights: weights.append(module.weight[3].detach().clone())  # noqa: E731
+        optimizer.register_step_pre_hook(look)
+    pair.train(pair.batches(12))
+    pair.assert_same()
+    assert all(map(torch.equal, *seen))
+    assert torch.equal(*(optimizer.param_groups[1]["params"][0] for optimizer in pair.optimizers))
+
+
 def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> None:
-    emb, optimizer = train(OPTIMIZERS["adam"])
-    optimizer.zero_grad()
-    active = emb.activate(torch.tensor([3, 4, 3]))
-    version, table_version = active.rows._version, emb.table.version
+    pair = twins(OPTIMIZERS["adam"])
+    pair.train(pair.batches(12))
+    pair.opt.zero_grad()
+    table, active = pair.ours.table, pair.ours.activate(torch.tensor([3, 4, 3]))
+    version, table_version = active.rows._version, table.version
     active.rows.sum().backward()
-    optimizer.step()
-    assert torch.equal(active.rows.detach(), emb.table.gather(active.ids))
+    pair.opt.step()
+    assert torch.equal(active.rows.detach(), table.gather(active.ids))
     # A graph that has saved them, or the weight, raises in its backward.
     assert active.rows._version > version
-    assert emb.table.version > table_version + 1
+    assert table.version > table_version + 1
     assert len(switched_on) == 12
 
 
@@ -253,11 +231,11 @@ ORDINARY: dict[str, tuple[Make, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:it is not known what Mine does")
 @pytest.mark.parametrize("name", ORDINARY)
 def test_the_ordinary_way(name: str, switched_on: list[Any]) -> None:
     make, options = ORDINARY[name]
-    train(make, embedding(**options))
+    pair = twins(make, **options)
+    pair.train(pair.batches(6))
     assert switched_on == []
 
 
@@ -274,6 +252,7 @@ KEEPS: list[tuple[Callable[..., Any], int]] = [
     (lambda patch, seen: patch.setenv(SWITCH, "0"), 0),
     (lambda patch, seen: patch.setattr(fused_step, "is_capturing", lambda: True), 0),
     (lambda patch, seen: patch.setattr(fused_step, "is_trusted", lambda *args: False), 0),
+    # Of both sides.
     (a_hook_of_all, 12),
     (a_step_of_somebody_else, 12),
 ]
@@ -285,9 +264,11 @@ def test_what_keeps_it_from_the_kernel(what: Any, calls: int, switched_on: list[
     seen: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:
         hook = what(patch, seen)
-        train(OPTIMIZERS["adam"])
+        pair = twins(OPTIMIZERS["adam"])
+        pair.train(pair.batches(6))
     if hook is not None:
         hook.remove()
+    pair.assert_same()
     assert switched_on == []
     assert len(seen) == calls
 
@@ -303,36 +284,17 @@ def test_what_keeps_it_from_the_kernel(what: Any, calls: int, switched_on: list[
     ],
 )
 def test_a_hyperparameter_switched_off_and_on(
-    name: str, key: str, idle: str, switched_on: list[Any], exact_roots: None, monkeypatch: pytest.MonkeyPatch
+    name: str, key: str, idle: str, switched_on: list[Any], exact_roots: None
 ) -> None:
     """Rows of idle="exact" catch up before steps of another kind; those of SGD miss none as long as it is nothing but that."""
-
-    def run() -> dict[str, Any]:
-        number = iter(range(99))
-
-        def change(emb: Any, optimizer: Optimizer) -> None:
-            optimizer.param_groups[0][key] = 0.0 if next(number) % 8 < 4 else 0.9
-
-        return everything(*train(OPTIMIZERS[name], embedding(idle=idle), change))
-
-    same_ordinarily(run, monkeypatch)
+    pair = twins(OPTIMIZERS[name], idle=idle)
+    for number, batch in enumerate(pair.batches(12)):
+        for optimizer in pair.optimizers:
+            optimizer.param_groups[0][key] = 0.0 if number % 8 < 4 else 0.9
+        pair.train([batch])
+    pair.assert_same()
     # Not the first step, and with momentum those whose state is not the planes.
     assert 0 < len(switched_on) < 11 + (key == "weight_decay")
-
-
-def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu = torch.device("cpu")
-    assert fused_step._check(cpu)
-    launch = fused_step.launch_over
-    for wrong in range(12):
-        calls = iter(range(99))
-
-        def spoilt(num_items: int, *args: Any, wrong: int = wrong, calls: Iterator[int] = calls) -> None:
-            if next(calls) != wrong:
-                launch(num_items, *args)
-
-        monkeypatch.setattr(fused_step, "launch_over", spoilt)
-        assert not fused_step._check(cpu)
 
 
 @pytest.mark.parametrize(("error", "idle"), [(DeviceError, "lazy"), (DeviceError, "exact"), (ValueError, "lazy")])
@@ -344,10 +306,17 @@ def test_a_step_that_fails(
     def no_launch(*args: Any) -> None:
         raise DeviceError("no launch")
 
-    emb, optimizer = train(OPTIMIZERS["adam"], embedding(idle=idle))
-    optimizer.zero_grad()
-    emb(torch.tensor([1, 5, 5])).square().sum().backward()
-    before = copy.deepcopy(everything(emb, optimizer))
+    pair = twins(OPTIMIZERS["adam"], idle=idle)
+    pair.train(pair.batches(12))
+    pair.zero_grad()
+    pair.backward(*pair.batches(1, seed=1)[0])
+    emb, optimizer = pair.ours, pair.opt
+
+    def everything() -> list[Tensor]:
+        state = optimizer.state_dict()["state"][0]
+        return [emb.table.torch().clone(), emb.weight.grad.to_dense().clone(), *copy.deepcopy(state).values()]
+
+    before = everything()
     with monkeypatch.context() as patch:
         if error is DeviceError:
             patch.setattr(fused_step, "launch_over", no_launch)
@@ -355,11 +324,7 @@ def test_a_step_that_fails(
             patch.setitem(optimizer.param_groups[0], "betas", (0.9,))
         with pytest.raises(error):
             optimizer.step()
-    after = everything(emb, optimizer)
-    if idle == "exact":
-        # All rows caught up when they were shown.
-        del before["counted"], after["counted"]
-    same(after, before)
-    optimizer.step()
+    assert all(map(torch.equal, everything(), before))
+    pair.step()
     assert len(switched_on) == 12
     assert float(optimizer.state[emb.weight]["step"]) == 13

@@ -244,19 +244,6 @@ def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPa
     assert copy.deepcopy(table.torch()[:3]).untyped_storage().nbytes() == table.stored("weight").nbytes
 
 
-def test_the_system_refuses_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(num_bytes: int) -> None:
-        raise OSError(12, "Cannot allocate memory")
-
-    monkeypatch.setattr("speedtransfer.tables.memories.Reserved", refuse)
-    table = filled()
-    before = table.torch()
-    table.grow(9)
-    assert table.torch()[:5].equal(before)
-    assert table.plane("m").eq(0.5).all()
-    assert table.torch().data_ptr() != before.data_ptr()
-
-
 def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     table = filled()
     extend, left = reserved.Reserved.extend, [1]

@@ -166,9 +166,7 @@ LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
     "SGD momentum off": (optim.SGD, _SGD, {"momentum": 0.0}, _same),
     "SGD momentum on": (optim.SGD, {}, _SGD, _same),
     "a plane of others": (optim.Adam, {}, {}, lambda state: state | {"third": _plane(state) + 1}),
-    "a vector of others": (optim.RAdam, {}, {}, lambda state: state | {"third": _plane(state)[:, 0] + 1}),
     "a number of others": (optim.Adagrad, {}, {}, lambda state: state | {"third": torch.tensor(2.0)}),
-    "words of others": (optim.Adam, {}, {}, lambda state: state | {"third": "x"}),
     "a plane in a dict": (optim.NAdam, {}, {}, lambda state: state | {"third": {"a": _plane(state) + 1}}),
     "SGD from Adam": (optim.SGD, {}, {"momentum": 0.9}, lambda _: {"step": torch.tensor(3.0), "exp_avg": _ones()}),
     "no second moments": (optim.Adam, {}, {}, lambda state: {k: v for k, v in state.items() if k != "exp_avg_sq"}),
@@ -181,7 +179,6 @@ LOADED: dict[str, tuple[Any, State, State, Callable[[State], State]]] = {
     "no rows": (optim.Adam, {}, {}, lambda state: state | {"exp_avg": torch.tensor(0.5)}),
     "step float": (optim.NAdam, {}, {}, lambda state: state | {"step": 5.0, "mu_product": 0.3}),
     "step of one": (optim.Adam, {}, {}, lambda state: state | {"step": torch.tensor([5.0])}),
-    "step double": (optim.ASGD, {}, {}, lambda state: state | {"step": torch.tensor(5, dtype=torch.float64)}),
 }
 
 

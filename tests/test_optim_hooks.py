@@ -101,12 +101,6 @@ def write(run: Run) -> None:
         run.emb.weight.mul_(0.99)
 
 
-def clip(run: Run) -> None:
-    look(run)
-    nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
-    look(run)
-
-
 def assert_same(one: Run, two: Run, tolerance: float) -> None:
     for name in ("emb", "lin"):
         weights = [run.model[name].weight.detach() for run in (one, two)]
@@ -135,12 +129,6 @@ def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer:
 @pytest.mark.parametrize("moment", ALWAYS)
 def test_what_hooks_write_is_trained_on(moment: str, optimizer: str) -> None:
     assert_same(*(Run(idle, optimizer, moment, write) for idle in ("exact", "torch")), 1e-9)
-
-
-def test_gradients_clipped_in_a_hook_before_the_step() -> None:
-    hooked, dense = (Run(idle, "adamw", "before step", clip) for idle in ("exact", "torch"))
-    assert max(hooked.stepped) < ROWS
-    assert_same(hooked, dense, 1e-9)
 
 
 # --- optimizers that call the step of the class they are made of ------------------------------------------------------

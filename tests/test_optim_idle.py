@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +146,6 @@ def test_the_rows_of_a_table_that_is_left(options: dict[str, Any], optimizer_too
         whole[5] = 1
     assert torch.equal(table.torch(), whole)
     assert torch.equal(table.torch(), whole), "the steps are applied once"
-
-
-def test_memory_is_freed_without_the_garbage_collector(no_gc: None) -> None:
-    keep: list[Any] = []
-    table = left(keep).table
-    alive = weakref.ref(table)
-    keep.clear()
-    table.torch()
-    del table
-    assert alive() is None
-    emb = left(keep)
-    # What waits for the end of the handle holds no table that the handle has left.
-    before = weakref.ref(emb.table)
-    emb.double()
-    assert before() is None
 
 
 # --- idle="auto" --------------------------------------------------------------------------------------------------------
