@@ -136,16 +136,6 @@ def test_what_was_stored_stays_bit_for_bit(kind: str, square: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("writes", [None, 0])
-def test_zeros_stay(kind: str, writes: int | None) -> None:
-    values = torch.zeros(3, 40)
-    assert torch.equal(there_and_back(codec_of(kind, 40), values, writes), values)
-    codec = codec_of(kind, 40)
-    untouched = {s: torch.zeros(3, p.width, dtype=p.dtype) for s, p in codec.parts.items()}
-    assert torch.equal(decode_rows(codec, untouched), values)  # pages that were never written
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_stored_one_by_one(kind: str) -> None:
     """A row comes out the same alone and among others, also where the CPU takes some at a time."""
     width, rows = 100, convert._CHUNK // 100 + 10
@@ -388,9 +378,6 @@ def test_what_was_stored_stays_under_scales_of_any_dtype(dtype: torch.dtype, sca
         for writes in (None, *range(4)):
             again = encode_rows(codec, decoded, None if writes is None else keys_for(300, writes))
             assert torch.equal(decode_rows(codec, again).view(torch.int32), decoded.view(torch.int32))
-            if scale_dtype == torch.float32:
-                assert torch.equal(codes(again), codes(stored))
-                assert torch.equal(again[SCALE], stored[SCALE])
 
 
 @pytest.mark.parametrize("dtype", FLOAT8.values(), ids=FLOAT8)
@@ -429,5 +416,9 @@ def test_layouts() -> None:
     assert RowInt8(300).parts == {"": (300, torch.int8), SCALE: (1, torch.float32)}
     for width, block, count in ((0, None, 1), (128, None, 1), (129, None, 2), (300, 2**62, 1), (10, 3, 4), (5, 1, 5)):
         assert codec_for(width, torch.float32, torch.float8_e5m2, block).parts[SCALE].width == count
+    for codec in (codec_of(kind, 40) for kind in KINDS):
+        # Pages that were never written.
+        untouched = {suffix: torch.zeros(3, part.width, dtype=part.dtype) for suffix, part in codec.parts.items()}
+        assert torch.equal(decode_rows(codec, untouched), torch.zeros(3, 40))
     names = "bfloat16 float16 int8-row float8-block100 float8_e4m3fn-block100 float8_e5m2-block100 float8_e4m3fn-block7"
     assert [codec_of(kind, 300).name for kind in KINDS] == names.split()

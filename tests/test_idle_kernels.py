@@ -46,6 +46,26 @@ def copied(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: values.clone() for name, values in rows.items()}
 
 
+def launch(
+    rule: Rule,
+    history: History | Replay,
+    rows: dict[str, Tensor],
+    last: Tensor,
+    unsure: Any = None,
+    shape: tuple[int, int] = (2, 32),
+) -> None:
+    backwards = shape == LAUNCHES[1]
+    if isinstance(history, Replay):
+        planes = [rows.get(name) for name in ("weight", *PLANES[history.kind])]
+        dtype = torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32
+        numbers = torch.from_numpy(history._numbers).to(dtype)
+        packed = cuda_catch_up.pack_replayed(history.kind, planes, numbers, last, history.base, history.now, unsure)
+        cpu_kernels().launch("replay_steps", *shape, packed, backwards=backwards)
+    else:
+        packed = cuda_catch_up.pack_missed(rule, history.sums, rows, last, history.base, unsure)
+        cpu_kernels().launch("take_missed", *shape, packed, backwards=backwards)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", some(ALL, [*KINDS, "adamax-plain", "radam", "adadelta"]), ids=str)
@@ -65,10 +85,9 @@ def test_missed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pyte
         history.catch_up(by_torch, last)
     for name, values in expected.items():
         assert torch.equal(by_torch[name], values), name
-    for number, launch in enumerate(LAUNCHES):
+    for shape in LAUNCHES:
         found = copied(rows)
-        packed = cuda_catch_up.pack_missed(rule, history.sums, found, last, history.base)
-        cpu_kernels().launch("take_missed", *launch, packed, backwards=number == 1)
+        launch(rule, history, found, last, shape=shape)
         for name, values in expected.items():
             assert torch.equal(found[name][0], rows[name][0]), "this row has missed nothing"
             if dtype.itemsize < 4:
@@ -109,12 +128,9 @@ def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: py
         torch.testing.assert_close(by_torch[name], values, rtol=10 * CLOSE[dtype], atol=10 * CLOSE[dtype])
         assert torch.equal(by_torch[name][0], rows[name][0]), "this row has missed nothing"
     exact = importlib.util.find_spec("numba") is not None and dtype.itemsize >= 4
-    for number, launch in enumerate(LAUNCHES):
+    for shape in LAUNCHES:
         found = copied(rows)
-        planes = [found.get(name) for name in ("weight", *PLANES[replay.kind])]
-        numbers = torch.from_numpy(replay._numbers).to(torch.float64 if dtype == torch.float64 else torch.float32)
-        packed = cuda_catch_up.pack_replayed(replay.kind, planes, numbers, last, replay.base, replay.now)
-        cpu_kernels().launch("replay_steps", *launch, packed, backwards=number == 1)
+        launch(rule, replay, found, last, shape=shape)
         for name, values in expected.items():
             assert torch.equal(found[name][0], rows[name][0])
             if exact:
@@ -139,19 +155,6 @@ def test_rows_that_exist_in_no_table(case: OptimizerCase) -> None:
     torch_only = {name: values.t().contiguous().t() for name, values in rows.items()}
     history.catch_up(torch_only, torch.zeros(6, 1, dtype=torch.int32))
     assert not any(values.any() for values in torch_only.values())
-
-
-def launch(rule: Rule, history: History | Replay, rows: dict[str, Tensor], last: Tensor, unsure: Any = None) -> None:
-    kernels = cpu_kernels()
-    if isinstance(history, Replay):
-        planes = [rows.get(name) for name in ("weight", *PLANES[history.kind])]
-        dtype = torch.float64 if rows["weight"].dtype == torch.float64 else torch.float32
-        numbers = torch.from_numpy(history._numbers).to(dtype)
-        packed = cuda_catch_up.pack_replayed(history.kind, planes, numbers, last, history.base, history.now, unsure)
-        kernels.launch("replay_steps", 2, 32, packed)
-    else:
-        packed = cuda_catch_up.pack_missed(rule, history.sums, rows, last, history.base, unsure)
-        kernels.launch("take_missed", 2, 32, packed)
 
 
 UNSURE = [case_named(name) for name in ("sgd-momentum-weight-decay", "adamw", "adamax")] + [COUPLED[0]]

@@ -71,20 +71,6 @@ def test_planes_never_pass_through_the_device_of_the_parameter(monkeypatch: pyte
     assert torch.equal(loaded, before)
 
 
-@pytest.mark.parametrize("shape", [(40, 16), (41, 15), (41,), (656,)])
-def test_state_of_another_shape_changes_nothing(shape: tuple[int, ...]) -> None:
-    ours, state = trained(2), copy.deepcopy(trained(3).dense_opt.state_dict())
-    before = copy.deepcopy(ours.opt.state_dict())
-    state["state"][0]["exp_avg_sq"] = torch.zeros(shape)
-    with pytest.raises(
-        OptimizerError, match=r"'exp_avg_sq' has shape .* but the table needs \(41, 16\); load the state"
-    ):
-        ours.opt.load_state_dict(state)
-    assert_equal(ours.opt.state_dict(), before, 0.0, "state")
-    ours.train(ours.batches(2))
-    ours.assert_same()
-
-
 # --- a few rows, trained by torch and by a table ------------------------------------------------------------------------
 
 ROWS = 10

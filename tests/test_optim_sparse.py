@@ -11,7 +11,7 @@ import torch
 from lazy_oracle import Twins, sparse, squared_loss
 from third_party import REFUSED_SPARSE, TAKERS, RowOptimizer, SingleSparse
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, Optimizer, SparseAdam
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import speedtransfer
 from speedtransfer.errors import InvalidValueError, OptimizerError
@@ -85,13 +85,6 @@ def test_a_dtype_that_the_sparse_branch_cannot_do_is_refused() -> None:
     squared_loss(pair.ours(torch.tensor([1, 2])), torch.zeros(2, 6)).backward()
     with pytest.raises(OptimizerError, match=r"rows of torch\.bfloat16 made with sparse=True: .*no kernel for sparse"):
         pair.opt.step()
-
-
-def test_sparse_adam_on_dense_gradients_says_what_to_do() -> None:
-    emb = speedtransfer.Embedding(9, 4)
-    emb(torch.tensor([1])).sum().backward()
-    with pytest.raises(OptimizerError, match=r"takes only sparse gradients .*make the embedding with sparse=True"):
-        SparseAdam(emb.parameters()).step()
 
 
 # --- the training loop --------------------------------------------------------------------------------------------------
