@@ -149,16 +149,7 @@ def test_json_of_brackets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 GOOD = {"direction": "gather", "row_bytes": 64, "num_rows": 10, "seconds": {"host": 1.0}, "plane_bytes": 1 << 28}
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"num_rows": 10**400},
-        {"seconds": {"\x1b[31m": 1.0}},
-        {"direction": []},
-        "deep",
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("change", [{"num_rows": 10**400}, {"seconds": {"\x1b[31m": 1.0}}, {"direction": []}], ids=str)
 def test_a_damaged_calibration_is_left_out(
     change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,10 +158,7 @@ def test_a_damaged_calibration_is_left_out(
     data = {"machine": machine, "copy_bytes_per_s": 1.0, "points": [GOOD]}
     calibration.file_of(machine).write_text(json.dumps(data))
     assert calibration.load(torch.device("cpu")) is not None
-    if change == "deep":
-        calibration.file_of(machine).write_text("[" * 200_000)
-    else:
-        calibration.file_of(machine).write_text(json.dumps({**data, "points": [{**GOOD, **change}]}))
+    calibration.file_of(machine).write_text(json.dumps({**data, "points": [{**GOOD, **change}]}))
     assert calibration.load(torch.device("cpu")) is None
     (record,) = caplog.records
     assert "is left out" in record.getMessage()

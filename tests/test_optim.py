@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from forked import run_script
-from lazy_oracle import LazyOracle, Twins, squared_loss, start_value, tensors_in
+from lazy_oracle import LazyOracle, Twins, exact, squared_loss, start_value, tensors_in
 from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
 from sweep_optimizers import DIFFERS, FAILS, outcome
 from third_party import STYLES, Lion, RowOptimizer
@@ -236,69 +235,50 @@ def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
     twins.assert_same()
 
 
-def pair(**options: Any) -> tuple[Any, Any]:
-    dense = nn.Embedding(13, 4)
-    return dense, st.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, **options)
-
-
 @pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
 @pytest.mark.parametrize("how", ["one mapping", "one entry", "a copy of the entry"])
-@pytest.mark.parametrize("idle", ["exact", "lazy"])
-def test_state_handed_to_another_optimizer(table: dict, how: str, idle: str) -> None:
-    dense, ours = pair(idle=idle, **table)
-    for emb in (dense, ours):
-        old, new = (torch.optim.AdamW(emb.parameters(), lr=lr) for lr in (0.1, 0.05))
-        for opt in (old, new):
-            for k in range(4):
-                # As "lazy" has it, no row is idle.
-                ids = torch.arange(13) if idle == "lazy" else torch.tensor([k, k + 3, 12])
-                opt.zero_grad()
-                emb(ids).pow(2).sum().backward()
-                opt.step()
-            if how == "one mapping":
-                new.state = old.state
-            else:
-                (param,) = emb.parameters()
-                new.state[param] = old.state[param] if how == "one entry" else dict(old.state[param])
-    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+def test_state_handed_to_another_optimizer(table: dict, how: str) -> None:
+    pair = exact(case_named("adamw"), **table)
+    pair.train(pair.batches(4))
+    before = pair.optimizers
+    pair.use(*pair.modules)
+    for module, old, new in zip(pair.modules, before, pair.optimizers, strict=True):
+        (param,) = module.parameters()
+        if how == "one mapping":
+            new.state = old.state
+        else:
+            new.state[param] = old.state[param] if how == "one entry" else dict(old.state[param])
+    pair.train(pair.batches(4, seed=1))
+    torch.testing.assert_close(pair.ours.weight.detach(), pair.dense.weight.detach())
+
+
+def _halve(_: object, state_dict: dict) -> dict:
+    halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
+    return {**state_dict, "state": {0: halved}}
+
+
+def _double(opt: torch.optim.Optimizer) -> None:
+    for state in opt.state.values():
+        state["exp_avg_sq"].mul_(2)
 
 
 @pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
 @pytest.mark.parametrize("early", [True, False])
 def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: bool) -> None:
-    dense, ours = pair(idle="exact", **table)
-    seen: list[list[Tensor]] = []
-    for emb in (dense, ours):
-        opt, shown = torch.optim.AdamW(emb.parameters(), lr=0.1), list[Tensor]()
-        seen.append(shown)
-
-        def steps(emb: nn.Module = emb, opt: torch.optim.Optimizer = opt) -> None:
-            for k in range(3):
-                opt.zero_grad()
-                emb(torch.tensor([k, k + 3, 12])).pow(2).sum().backward()
-                opt.step()
-
-        def show(_: object, state_dict: dict, shown: list = shown) -> None:
-            shown.append(state_dict["state"][0]["exp_avg"].clone())
-
-        def halve(_: object, state_dict: dict) -> dict:
-            halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
-            return {**state_dict, "state": {0: halved}}
-
-        def double(opt: torch.optim.Optimizer) -> None:
-            for state in opt.state.values():
-                state["exp_avg_sq"].mul_(2)
-
-        for when in (True, False):
-            if when == early:
-                opt.register_state_dict_post_hook(show)
-                opt.register_load_state_dict_pre_hook(halve)
-                opt.register_load_state_dict_post_hook(double)
-            steps()
+    pair, seen = exact(case_named("adamw"), **table), ([], [])
+    pair.train([] if early else pair.batches(3))
+    for opt, shown in zip(pair.optimizers, seen, strict=True):
+        opt.register_state_dict_post_hook(
+            lambda _, state_dict, shown=shown: shown.append(state_dict["state"][0]["exp_avg"].clone())
+        )
+        opt.register_load_state_dict_pre_hook(_halve)
+        opt.register_load_state_dict_post_hook(_double)
+    pair.train(pair.batches(3, seed=1))
+    for opt in pair.optimizers:
         opt.load_state_dict(copy.deepcopy(opt.state_dict()))
-        steps()
-    torch.testing.assert_close(seen[1], seen[0])
-    torch.testing.assert_close(ours.weight.detach(), dense.weight.detach())
+    pair.train(pair.batches(3, seed=2))
+    torch.testing.assert_close(*seen)
+    torch.testing.assert_close(pair.ours.weight.detach(), pair.dense.weight.detach())
 
 
 AFTER_A_STEP = """

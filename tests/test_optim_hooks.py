@@ -7,128 +7,110 @@ from typing import Any
 
 import pytest
 import torch
-from lazy_oracle import Twins, skewed_batches, squared_loss
+from lazy_oracle import Twins, exact
 from optimizer_cases import case_named
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-import speedtransfer
-
-ROWS, DIM = 41, 6
 Act = Callable[[], object]
 
 
-class Run:
-    """A model with one embedding of ours, or of torch (``idle="torch"``), its optimizer, and what was seen of its weight.
-
-    `act` is called at a `moment` of each step.
-    """
-
-    def __init__(self, idle: str, optimizer: str, moment: str, act: Callable[[Run], object]) -> None:
-        torch.manual_seed(3)
-        self.emb: Any = nn.Embedding(ROWS, DIM, dtype=torch.float64)
-        if idle != "torch":
-            rows = self.emb.weight.detach().clone()
-            self.emb = speedtransfer.Embedding.from_pretrained(rows, freeze=False, idle=idle)
-        self.model = nn.ModuleDict({"emb": self.emb, "lin": nn.Linear(DIM, DIM, dtype=torch.float64)})
-        self.opt = case_named(optimizer).make(self.model.parameters())
-        self.seen: list[Tensor] = []
-        # The number of rows that the optimizer had in each step; torch calls this at the end of the step proper.
-        self.stepped: list[int] = []
-        (weight,) = self.emb.parameters()
-        self.opt._optimizer_step_code = lambda: self.stepped.append(len(weight))  # type: ignore[method-assign]
-        self._train(moment, lambda: act(self))
-
-    def _train(self, moment: str, act: Act) -> None:
-        scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.opt, lambda epoch: (epoch and moment == "scheduler" and act(), 0.9**epoch)[1]
-        )
-        hooks, register = MOMENTS.get(moment, ()), []
-        for number, (ids, target) in enumerate(skewed_batches(ROWS, DIM, 8, size=8, dtype=torch.float64)):
-            # Late: ours is there then.
-            if number == (moment.startswith("late")):
-                register = [hook(self, act) for hook in hooks]
-
-            def backward(ids: Tensor = ids, target: Tensor = target) -> Tensor:
-                self.opt.zero_grad()
-                out = self.emb(ids)
-                if moment == "output":
-                    out.register_hook(lambda grad: act())
-                if moment == "closure":
-                    act()
-                loss = squared_loss(self.model["lin"](out), target)
-                loss.backward()
-                if moment in ("backward", "closure"):
-                    act()
-                return loss
-
-            if moment == "closure":
-                self.opt.step(backward)
-            else:
-                backward()
-                self.opt.step()
-            scheduler.step()
-        for handle in register:
-            handle.remove()
+def of_all_optimizers(module: Any, opt: Any, act: Act) -> list[Any]:
+    registers = register_optimizer_step_pre_hook, register_optimizer_step_post_hook
+    return [register(lambda stepping, *_: act() if stepping is opt else None) for register in registers]
 
 
-MOMENTS: dict[str, list[Callable[[Run, Act], Any]]] = {
-    "before step": [lambda run, act: run.opt.register_step_pre_hook(lambda *_: act())],
-    "after step": [lambda run, act: run.opt.register_step_post_hook(lambda *_: act())],
-    "hooks of all optimizers": [
-        lambda run, act: register_optimizer_step_pre_hook(lambda opt, *_: act() if opt is run.opt else None),
-        lambda run, act: register_optimizer_step_post_hook(lambda opt, *_: act() if opt is run.opt else None),
-    ],
+def around_step(module: Any, opt: Any, act: Act) -> list[Any]:
+    return [opt.register_step_pre_hook(lambda *_: act()), opt.register_step_post_hook(lambda *_: act())]
+
+
+def output(module: Any, opt: Any, act: Act) -> list[Any]:
+    return [module.register_forward_hook(lambda module, args, out: (out.register_hook(lambda grad: act()), None)[1])]
+
+
+# By name: what has `act` called at a moment of each step, and returns handles of hooks.
+MOMENTS: dict[str, Callable[[Any, Any, Act], list[Any]]] = {
+    "before step": lambda module, opt, act: [opt.register_step_pre_hook(lambda *_: act())],
+    "after step": lambda module, opt, act: [opt.register_step_post_hook(lambda *_: act())],
+    "all optimizers": of_all_optimizers,
+    # Where ours are already.
+    "late": around_step,
+    "gradient": lambda module, opt, act: [module.weight.register_hook(lambda grad: act())],
+    "accumulated": lambda module, opt, act: [module.weight.register_post_accumulate_grad_hook(lambda param: act())],
+    "output": output,
 }
-MOMENTS["late"] = [*MOMENTS["before step"], *MOMENTS["after step"]]
-ALWAYS = [*MOMENTS, "backward", "closure", "scheduler"]
-MOMENTS["gradient"] = [lambda run, act: run.emb.weight.register_hook(lambda grad: act())]
-MOMENTS["accumulated"] = [lambda run, act: run.emb.weight.register_post_accumulate_grad_hook(lambda param: act())]
-READS = [*ALWAYS, "output", "gradient", "accumulated"]
+IN_STEPS = ["before step", "after step", "all optimizers", "late"]
 
 
-def look(run: Run) -> None:
+def trained(moment: str, idle: str, optimizer: str, do: Callable[[Any, Any, list[Tensor]], object]) -> Any:
+    """Train twins that `do` something at a moment; return them, what was noted of each, and the rows of each step of ours."""
+    pair, noted, stepped, handles = exact(case_named(optimizer), torch.float64, idle=idle), ([], []), [], []
+    batches = pair.batches(9)
+    pair.train(batches[:1] if moment == "late" else [])
+    for module, opt, notes in zip(pair.modules, pair.optimizers, noted, strict=True):
+        handles += MOMENTS[moment](module, opt, lambda module=module, opt=opt, notes=notes: do(module, opt, notes))
+    (weight,) = pair.ours.parameters()
+    # Torch calls it at the end of the step proper.
+    pair.opt._optimizer_step_code = lambda: stepped.append(len(weight))
+    pair.train(batches[1:])
+    for handle in handles:
+        handle.remove()
+    return pair, noted, stepped
+
+
+def look(module: Any, opt: Any, notes: list[Tensor]) -> None:
     """Read the weight, as the module has it and as the optimizer does."""
-    for weight in (run.emb.weight, run.opt.param_groups[0]["params"][0]):
-        assert weight.shape == (ROWS, DIM)
-        run.seen.append(weight.detach().norm())
-    run.seen.append(run.emb.weight.pow(2).sum().detach())
+    for weight in (module.weight, opt.param_groups[0]["params"][0]):
+        assert weight.shape == (60, 8)
+        notes.append(weight.detach().norm())
+    notes.append(module.weight.pow(2).sum().detach())
 
 
-def write(run: Run) -> None:
+def write(module: Any, opt: Any, notes: list[Tensor]) -> None:
     with torch.no_grad():
-        run.opt.param_groups[0]["params"][0].clamp_(-0.7, 0.7)
-        run.emb.weight.mul_(0.99)
-
-
-def assert_same(one: Run, two: Run, tolerance: float) -> None:
-    for name in ("emb", "lin"):
-        weights = [run.model[name].weight.detach() for run in (one, two)]
-        torch.testing.assert_close(*weights, rtol=tolerance, atol=tolerance)
+        opt.param_groups[0]["params"][0].clamp_(-0.7, 0.7)
+        module.weight.mul_(0.99)
 
 
 @pytest.mark.sweep("moment", "idle", strength=2)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
-@pytest.mark.parametrize("moment", READS)
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer: str) -> None:
     """Neither numbers nor that steps are made with the rows of the batches alone; what is seen is that of torch."""
-    ours, never, dense = (
-        Run(side, optimizer, moment, act) for side, act in ((idle, look), (idle, lambda run: None), ("torch", look))
-    )
-    assert ours.stepped == never.stepped
-    assert max(ours.stepped) < ROWS
-    assert_same(ours, never, 1e-12)
+    pair, noted, stepped = trained(moment, idle, optimizer, look)
+    never, _, plain = trained(moment, idle, optimizer, lambda *_: None)
+    assert stepped == plain
+    assert max(stepped) < 60
+    torch.testing.assert_close(pair.ours.weight, never.ours.weight, rtol=1e-12, atol=1e-12)
     if idle == "exact":
-        assert_same(ours, dense, 1e-9)
-        torch.testing.assert_close(ours.seen, dense.seen)
+        pair.assert_same(1e-9)
+        torch.testing.assert_close(*noted)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
-@pytest.mark.parametrize("moment", ALWAYS)
+@pytest.mark.parametrize("moment", IN_STEPS)
 def test_what_hooks_write_is_trained_on(moment: str, optimizer: str) -> None:
-    assert_same(*(Run(idle, optimizer, moment, write) for idle in ("exact", "torch")), 1e-9)
+    trained(moment, "exact", optimizer, write)[0].assert_same(1e-9)
+
+
+def test_a_look_within_a_closure() -> None:
+    pair, noted = exact(case_named("adamw"), torch.float64), ([], [])
+    for ids, target in pair.batches(6):
+        for module, opt, notes in zip(pair.modules, pair.optimizers, noted, strict=True):
+
+            def closure(module: Any = module, opt: Any = opt, notes: list[Tensor] = notes) -> Tensor:
+                opt.zero_grad()
+                look(module, opt, notes)
+                loss = (module(ids) - target).square().sum()  # noqa: B023 - called at once
+                loss.backward()
+                look(module, opt, notes)
+                return loss
+
+            opt.step(closure)
+    pair.assert_same(1e-9)
+    torch.testing.assert_close(*noted)
 
 
 # --- optimizers that call the step of the class they are made of ------------------------------------------------------
