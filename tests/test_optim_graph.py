@@ -446,3 +446,7 @@ def test_with_several_gpus_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
     message = r"DataParallel was given .*0\.weight, the weight of a table, and 2 GPUs: .*use DistributedDataParallel"
     with pytest.raises(InvalidValueError, match=message):
         nn.DataParallel(model_of(st), device_ids=[0, 1])
+    wrapped = nn.DataParallel(model_of(nn), device_ids=[0, 1])
+    st.replace_embeddings(wrapped.module, min_rows=1)
+    with pytest.raises(InvalidValueError, match=message):
+        wrapped.replicate(wrapped.module, wrapped.device_ids)
