@@ -262,14 +262,14 @@ def test_many_lookups(program: Callable[..., None], rows: int, monkeypatch: pyte
 NUM_ROWS, WIDTH = 7, 3
 
 
-def padded_gradient(index, sparse=False):
+def padded_gradient(index, sparse=False, changed=None):
     """Return a gradient of padded rows and the dense one."""
     ids, *_, known = padded_unique(torch.tensor(index), NUM_ROWS)
     rows = torch.randn(len(ids), WIDTH, generator=torch.Generator().manual_seed(0)) - 5
     rows[ids == NUM_ROWS] = 0
     dense = torch.zeros(NUM_ROWS, WIDTH)
     dense[ids[ids < NUM_ROWS]] = rows[ids < NUM_ROWS]
-    return RowGradient(NUM_ROWS, ids, rows, None, sparse, known), dense
+    return RowGradient(NUM_ROWS, ids, rows, changed, sparse, known), dense
 
 
 def _clipped(grad):
@@ -318,6 +318,16 @@ def test_a_sparse_one_has_no_padding():
     assert torch.equal(grad.coo().to_dense(), dense)
 
 
+def test_its_owner_hears_of_what_changes():
+    heard = []
+    grad, _ = padded_gradient([5, 2, 2], changed=lambda before, ids, rows, how: heard.append((ids.tolist(), how)))
+    grad.max()
+    grad.add_(1)
+    grad.zero_()
+    every = list(range(NUM_ROWS))
+    assert heard == [([2, 5], "trimmed"), (every, "dense"), (every, "zeroed")]
+
+
 def test_backwards_of_several_threads_are_added():
     emb, rounds = st.Embedding(50, 8, idle="lazy"), 200
     ids = torch.arange(50)
@@ -348,7 +358,10 @@ def test_updates_of_many_weights_by_their_gradients_are_written(table: dict, dat
             torch._foreach_addcmul_(weights, grads, grads, value=-0.1)
             torch._foreach_lerp_(weights, grads, 0.25)
     assert torch.equal(ours.weight.detach(), dense.weight.detach())
+    plain = torch.zeros(7, 3)
     with torch.no_grad():
+        torch._foreach_add_([plain], [ours.weight.grad])
+        assert plain._version == 1
         torch._foreach_copy_([ours.weight], [ours.weight.grad])
     assert torch.equal(ours.weight.detach(), ours.weight.grad + 0)
 

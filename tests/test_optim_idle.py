@@ -31,9 +31,9 @@ def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype:
     schedulers, everything = pair.schedulers(warmup_and_cosine), torch.arange(60)
     for number, batch in enumerate(pair.batches(steps)):
         pair.train([batch], *schedulers)
-        if number % 57 in (20, 21):
-            with torch.set_grad_enabled(number % 57 == 21):
-                ours, dense = (module.train(number % 57 == 21)(everything).detach() for module in pair.modules)
+        if number in (20, 21):
+            with torch.set_grad_enabled(number == 21):
+                ours, dense = (module.train(number == 21)(everything).detach() for module in pair.modules)
             torch.testing.assert_close(ours, dense, rtol=0, atol=2e-5 if dtype == torch.float32 else 1e-9)
         if number % 83 == 30:  # rows are brought up to date in the table too; the rest stays behind
             assert torch.equal(pair.ours.table[[58, 3]], pair.ours(torch.tensor([58, 3])))
