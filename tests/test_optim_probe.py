@@ -15,6 +15,7 @@ from refused_styles import REFUSED_STYLES
 from third_party import RowOptimizer
 from torch import nn
 from torch.optim import SGD, AdamW
+from torch.utils.flop_counter import FlopCounterMode
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
@@ -262,6 +263,15 @@ def test_another_is_tried_itself(kind: Any, options: Any, table: Any, steps: lis
         probe(AdamW)
     count = len(steps)
     probe(functools.partial(kind, **options), **table)
+    assert len(steps) > count
+
+
+def test_under_a_mode_it_is_tried_itself(steps: list[type]) -> None:
+    for _ in range(2):
+        probe(AdamW)
+    count = len(steps)
+    with FlopCounterMode(display=False):
+        probe(AdamW)
     assert len(steps) > count
 
 
