@@ -190,6 +190,15 @@ def test_the_gradient_of_a_feature() -> None:
     assert ours.weight.grad is None
 
 
+def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
+    emb = multi()
+    before, opt = rows_of(emb), torch.optim.SGD(emb.parameters(), lr=1.0, weight_decay=0.5)
+    emb[0](torch.tensor([1])).sum().backward()
+    emb.weight.grad[-1] = 1.0
+    opt.step()
+    assert [bool(part.any()) for part in (rows_of(emb) != before).split(SIZES)] == [True, False, False, True]
+
+
 def test_refused() -> None:
     emb = multi()
     opt = torch.optim.Adam(emb.parameters())
