@@ -61,11 +61,6 @@ def test_a_trial_leaves_everything_alone_also_random_numbers_that_the_optimizer_
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_schedule_that_begins_at_zero_hides_no_start() -> None:
-    adagrad = probe(lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.5), lr=0.0)
-    assert adagrad["sum"].initial == 0.5
-
-
 def test_a_decay_that_is_a_whole_number_hides_no_start() -> None:
     sgd = functools.partial(SGD, lr=1, momentum=1, dampening=1, weight_decay=1)
     assert probe(sgd)["momentum_buffer"].initial == 0
