@@ -14,7 +14,7 @@ from optimizer_cases import BASE, COUPLED, FOREACH, FUSED, OptimizerCase, case_n
 from torch import Tensor, nn
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidTypeError, OptimizerError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerError
 
 SIZES, DIM = (20, 1, 30, 7), 3
 # Which features have a gradient in each step: one begins late, and in some steps all have one, or none.
@@ -190,6 +190,13 @@ def test_the_gradient_of_a_feature() -> None:
     assert ours.weight.grad is None
 
 
+def test_features_that_have_stepped_together_go_apart() -> None:
+    ours, theirs = multi(), modules()
+    for embs in (ours, theirs):
+        train(embs, case_named("nadam").make(list(embs.parameters())), range(2, len(STEPS)))
+    assert_same(ours, theirs)
+
+
 def test_a_gradient_made_dense_is_of_the_features_written_to() -> None:
     emb = multi()
     before, opt = rows_of(emb), torch.optim.SGD(emb.parameters(), lr=1.0, weight_decay=0.5)
@@ -215,3 +222,5 @@ def test_refused() -> None:
     plain = st.Embedding(sum(SIZES), DIM, dtype=torch.float64)
     with pytest.raises(OptimizerError, match="a MultiEmbedding of the same features"):
         torch.optim.Adam(plain.parameters()).load_state_dict(state)
+    with pytest.raises(InvalidValueError, match="assign the weight of a MultiEmbedding of the same features"):
+        other.weight = emb.weight
