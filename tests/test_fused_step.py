@@ -207,6 +207,18 @@ def test_beside_other_parameters_and_hooks(switched_on: list[Any], exact_roots: 
     assert torch.equal(*(optimizer.param_groups[1]["params"][0] for optimizer in pair.optimizers))
 
 
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_it_counts_as_the_ordinary_way(idle: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    for switch in ("1", "0"):
+        monkeypatch.setenv(SWITCH, switch)
+        pair = twins(OPTIMIZERS["adam"], idle=idle)
+        pair.train(pair.batches(6))
+        counted.append((pair.ours.table.stats(), pair.ours._handle.rows.state_dict()))
+    assert counted[0] == counted[1]
+    assert len(switched_on) == 5
+
+
 def test_the_rows_of_a_lookup_become_the_new_ones(switched_on: list[Any]) -> None:
     pair = twins(OPTIMIZERS["adam"])
     pair.train(pair.batches(12))
