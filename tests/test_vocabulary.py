@@ -147,30 +147,7 @@ def test_tickets_of_tables_without_a_vocabulary() -> None:
         module(st.Embedding(4, DIM).prefetch(ids(1)))
 
 
-def test_rows_read_ahead_are_used_beside_those_of_new_ids() -> None:
-    module, _ = made(20)
-    module(torch.arange(6))
-    module.table.reset_stats()
-    module(module.prefetch(torch.arange(8)))
-    # Seven rows ahead, with that of unseen ids, and the two of the new ids twice: their first values were written meanwhile.
-    assert module.table.stats().gathered_rows == 7 + 2 * 2
-
-
-def test_padding_of_unsigned_ids() -> None:
-    module, vocabulary = made(module={"padding_idx": 2**63})
-    assert not module(ids(-(2**63), 1))[0].any()
-    assert vocabulary.padding_idx == -(2**63)
-    assert set(vocabulary.state_dict()["numbers"].tolist()) >= {-(2**63)}
-
-
 # --- gradients that come late -----------------------------------------------------------------------------------------
-
-
-def test_rows_of_the_lookup_itself_stay() -> None:
-    module, vocabulary = made(2, evict=lambda ids, *_: ids)
-    module(ids(1, 2))
-    module(ids(1, 3))
-    assert vocabulary.ids().tolist() == [1, 3]
 
 
 def test_rows_wait_for_hooks_of_the_weight() -> None:
@@ -255,17 +232,6 @@ def test_gradients_of_all_rows_go_to_the_ids_of_then() -> None:
     # Rows that were free then, and the row of unseen ids, get none.
     others = [row for row in range(len(grad)) if row not in rows.tolist()]
     assert not grad[others].any()
-
-
-def test_torch_autograd_grad_of_a_weight_that_has_grown() -> None:
-    module, _ = made(2, max_capacity=50, unseen="zeros", admit=2)
-    module(ids(1, 1))
-    loss = module.weight.square().sum() + module(ids(1, 2)).sum()
-    module(torch.arange(30).repeat(2))
-    (grad,) = torch.autograd.grad(loss, module.weight)
-    assert grad.shape == module.weight.shape
-    assert not grad[0].any()
-    assert torch.allclose(grad[1], 2 * module(ids(1)).detach()[0] + 1)
 
 
 @pytest.mark.parametrize("idle", ["lazy", "exact"])

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError
 from speedtransfer.vocabulary import id_index
-from speedtransfer.vocabulary.id_index import IdIndex, first_unknown
+from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import IdRows
 from speedtransfer.vocabulary.mixing import mix64
 from speedtransfer.vocabulary.policies import Admission, Eviction
@@ -147,70 +147,11 @@ def test_regular_ids_fill_slots_as_random_numbers_do(ids):
     assert np.bincount(homes(index, ids).astype(np.int64)).max() < 12
 
 
-def test_ids_that_share_a_slot():
-    """Chosen with the index's own random number, round the end of the table too."""
-    index = IdIndex(200)
-    candidates = np.random.default_rng(0).integers(LOW, HIGH, 200_000)
-    at = homes(index, candidates)
-    size = len(index._slots)
-    ids = np.concatenate([candidates[at == home][:60] for home in (size - 1, size - 2, 0)])
-    assert len(ids) > 150
-    index.insert(ids, np.arange(len(ids)))
-    assert len(index._slots) == size
-    rows, rng = np.arange(len(ids)), np.random.default_rng(1)
-    for _ in range(60):
-        few = rng.choice(len(ids), 40, replace=False)
-        index.remove(ids[few])
-        left = np.delete(np.arange(len(ids)), few)
-        assert (index.find(ids[few]) == -1).all()
-        assert (index.find(ids[left]) == rows[left]).all()
-        index.insert(ids[few], rows[few])
-
-
-def test_bad_calls_say_what_to_do():
-    index = IdIndex.of(array([1]), array([1]))
-    with pytest.raises(InvalidValueError, match=r"2 ids and 1 rows"):
-        index.insert(array([3, 4]), array([1]))
-    with pytest.raises(InvalidValueError, match=r"rows\[1\] is -1 but must not be negative"):
-        index.insert(array([3, 4]), array([1, -1]))
-    with pytest.raises(InvalidValueError, match="room is -1"):
-        IdIndex(-1)
-    for call in (
-        index.find,
-        index.remove,
-        lambda bad: first_unknown(bad, array([-1])),
-        lambda bad: touch(bad, 1, array([0])),
-    ):
-        with pytest.raises(InvalidTypeError, match="dtype int32 but must be int64"):
-            call(np.array([1], dtype=np.int32))
-        with pytest.raises(InvalidValueError, match=r"shape \(1, 1\) but must have one dimension"):
-            call(array([[1]]))
-    last = np.zeros(3, np.int64)
-    with pytest.raises(RowIndexError, match=r"rows\[1\] is 3 but there are 3 rows"):
-        touch(array([0, 3]), 5, last, np.zeros(3, np.float32), 0.5)
-    assert not last.any()
-    assert index.find(array([1, 3, 4])).tolist() == [1, -1, -1]
-
-
 def test_more_than_the_machine_has_is_refused():
     index = IdIndex.of(array([5]), array([6]))
     with pytest.raises(HostMemoryError, match="max_capacity"):
         index.reserve(2**56)
     assert index.find(array([5])).tolist() == [6]
-
-
-@settings(max_examples=50, deadline=None)
-@given(some.lists(some.tuples(IDS, some.booleans()), max_size=200))
-def test_unknown_ids_are_numbered_in_order(pairs):
-    known = {id for id, flag in pairs if flag}
-    ids, rows = array(id for id, _ in pairs), array(2 if id in known else -1 for id, _ in pairs)
-    counts = collections.Counter(id for id, _ in pairs if id not in known)  # in order of first appearance
-    order = list(counts)
-    places = [at for at, (id, _) in enumerate(pairs) if id not in known]
-    expected = [order, list(counts.values()), places, [order.index(pairs[at][0]) for at in places]]
-    results = first_unknown(ids, rows)
-    assert [result.dtype for result in results] == [np.int64] * 4
-    assert [result.tolist() for result in results] == expected
 
 
 @pytest.mark.parametrize("decay", [None, 1.0, 0.999, 0.5, 0.0])
@@ -310,13 +251,6 @@ def test_shapes():
     assert hash_ids([("a", "b"), ("c", "d")]).shape == (2,)
 
 
-def test_what_differs_has_another_id():
-    values = [("a",), "a", ("a", ""), ("", "a"), ("aa",), "aa", ("a", "a"), ("aa", ""), (), "tuple"]
-    salts = ["", "a", "aa", "a name of more than sixteen bytes", "a name of more than sixteen bytes!"]
-    ids = [hash_ids([value], salt).item() for value in values for salt in salts]
-    assert len(set(ids)) == len(ids)
-
-
 BAD = [
     (["a", None], r"values\[1\] is None \(NoneType\) .* replace missing values"),
     ([["a", "b"], ["c", 3]], r"values\[1\]\[1\] is 3 \(int\) .* pass them to the module directly"),
@@ -332,19 +266,6 @@ BAD = [
 def test_other_values_are_refused(values, message):
     with pytest.raises((InvalidTypeError, InvalidValueError), match=message):
         hash_ids(values)
-
-
-def test_mix64_golden():
-    x = np.array([0, 1, 2, 2**63, 2**64 - 1, 0x9E3779B97F4A7C15], dtype=np.uint64)
-    expected = [
-        0x0,
-        0x3C02AA47758292BD,
-        0x946F086BBB956C5D,
-        0x965C78486206422D,
-        0x78A9666A39C1A1B5,
-        0xB70FB2CC55AF013F,
-    ]
-    assert mix64(x).tolist() == expected
 
 
 # --- sightings --------------------------------------------------------------------------------------------------------

@@ -83,26 +83,6 @@ def carry_over(way: str, old: tuple[Any, Any], new: tuple[Any, Any], folder: Pat
         new[number].load_state_dict(copy.deepcopy(old[number].state_dict()))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"evict": "lfu", "half_life": 3.0},
-        {"admit": 2, "capacity": 14},
-    ],
-    ids=["lfu", "admit"],
-)
-def test_admission_and_eviction_go_on(settings: dict[str, Any]) -> None:
-    whole = Run(**settings)
-    whole.train(*range(12))
-    again = Run(**settings, **({} if "capacity" in settings else {"capacity": 9}))
-    # What it had before is forgotten.
-    again.train(77, 78)
-    again.load(whole.save())
-    for run in (whole, again):
-        run.train(*range(12, 30))
-    again.check_equal(whole)
-
-
 def _forgetful(padding_idx: int | None = None) -> Run:
     """Return a run whose ids have the last ones of many rows."""
     run = Run(capacity=25, max_capacity=None, evict=None, padding_idx=padding_idx)
@@ -110,30 +90,6 @@ def _forgetful(padding_idx: int | None = None) -> Run:
     run.optimizer.zero_grad()
     run.vocabulary.forget(run.vocabulary.ids()[:8])
     return run
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("padding_idx", [None, int(IDS[1])])
-@pytest.mark.parametrize("way", [*WAYS, "state saved before a step"])
-def test_ids_that_do_not_fit_where_they_were_get_other_rows(way: str, padding_idx: int | None, tmp_path: Path) -> None:
-    large = _forgetful(padding_idx)
-    few = {"max_capacity": None, "evict": None, "padding_idx": padding_idx}
-    small = Run(capacity=len(large.vocabulary) + 3, **few)
-    small.train(99)
-    carry_over(way, (large.net, large.optimizer), (small.net, small.optimizer), tmp_path / "c")
-    if way == "state saved before a step":
-        before, small = small, Run(capacity=40, **few)
-        carry_over("checkpoint", (before.net, before.optimizer), (small.net, small.optimizer), tmp_path / "d")
-    # New ids, and ids that go, before the next step: their rows have no state of others.
-    for run in (large, small):
-        gone = run.vocabulary.export()[0][:2]
-        run.vocabulary.forget(gone)
-        run.net.emb(torch.cat([gone, torch.tensor([5, 6])])).square().sum().backward()
-        run.optimizer.step()
-    small.check_equal(large)
-    assert torch.equal(
-        small.net.emb.weight[: small.vocabulary.reserved], large.net.emb.weight[: large.vocabulary.reserved]
-    )
 
 
 def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both() -> None:
