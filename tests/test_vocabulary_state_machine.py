@@ -89,6 +89,9 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.folder, self.config = tempfile.TemporaryDirectory(), config
         self.files, self.asked = 0, list[tuple[list[list[int]], Any]]()
         self.make(CAPACITY, seed)
+        alike = {n: config[n] for n in ("padding_idx", "storage_dtype")}
+        self.follower = st.Embedding(20, DIM, vocabulary=st.Vocabulary(unseen=config["unseen"], seed=5), **alike)
+        self.dumped = 0
         self.set_plain(range(2 + 2 * len(IDS)), torch.zeros(2 + 2 * len(IDS), DIM))
         self.known: set[int] = set()
         # By id: sightings while it was unknown, and uses: the clock of the last one, and how many since it got its row.
@@ -396,10 +399,24 @@ class VocabularyMachine(RuleBasedStateMachine):
         for id in old:
             self.last_use[id] = self.clock
 
+    @rule()
+    def dump(self) -> None:
+        """Let a copy of another seed and capacity follow, by a file of what has changed."""
+        changes, path = self.vocabulary.changed_since(self.dumped), Path(self.folder.name, "changes.safetensors")
+        changes.save(path)
+        self.follower.vocabulary.update(st.Changes.load(path))
+        self.dumped = changes.clock
+        reserved = np.arange(self.vocabulary.reserved)
+        both = self.vocabulary, self.follower.vocabulary
+        ours, theirs = (dict(zip(one.ids().tolist(), one.export()[1], strict=True)) for one in both)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(row, theirs[id]) for id, row in ours.items())
+        assert torch.equal(*(one.weights_of(reserved) for one in both))
+
     # --- others take the place of both --------------------------------------------------------------------------------
 
     def drop_gradients(self) -> None:
-        self.held, self.asked = [], []
+        self.held, self.asked, self.dumped = [], [], 0
         self.zero_grad(True)
 
     @rule(
