@@ -15,9 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
 from refusals import check_refused, refusals
-from table_cases.gather import GatherCases
-from table_cases.scatter import ScatterCases
-from table_cases.values import PlaneCases
+from table_cases import GatherCases, PlaneCases, ScatterCases
 from ticket_machine import CONFIGS, MODERATE, ROW, TicketMachine, run_machine
 from torch import nn
 

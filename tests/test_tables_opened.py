@@ -18,8 +18,7 @@ from forked import run_script
 from refusals import check_refused, refusals
 from safetensors import safe_open
 from safetensors.torch import save_file
-from table_cases.gather import GatherCases
-from table_cases.scatter import ConvertCases
+from table_cases import ConvertCases, GatherCases
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
@@ -62,7 +61,7 @@ class ReadOnly(GatherCases, ConvertCases):
 
     # These write.
     test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = None
-    test_index_out_of_range = test_table_without_rows = test_table_without_columns = None
+    test_index_out_of_range = test_what_is_no_index_names_the_remedy = None
     test_out_inside_the_table = test_several_planes = None
 
     def test_awkward_shapes(self):

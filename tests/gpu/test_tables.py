@@ -7,12 +7,7 @@ import pytest
 import torch
 from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, numbers, one_line, write_parts
 from safetensors.torch import save_file
-from table_cases import TableContract
-from table_cases.base import TableOfRecords
-from table_cases.files import FileCases
-from table_cases.gather import GatherCases
-from table_cases.scatter import ConvertCases, ScatterCases
-from table_cases.values import CopyCases
+from table_cases import ConvertCases, CopyCases, FileCases, GatherCases, ScatterCases, TableContract, TableOfRecords
 from test_tables_opened import ReadOnly
 
 import speedtransfer as st
