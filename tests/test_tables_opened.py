@@ -114,26 +114,6 @@ class TestOneTensor(ReadOnly):
         return st.Table.open(write_file(path, {"weight": values, "other": torch.zeros(3)}), device=self.device)
 
 
-@pytest.mark.parametrize("sizes", [(5, 5, 5, 2), (5, 3, 5, 5), (5, 0, 5, 4), (5, 5, 7), (2, 9)], ids=str)
-@pytest.mark.parametrize("pads", [(0,), (0, 5, 3)], ids=["aligned", "misaligned"])
-def test_however_the_rows_are_split(tmp_path, sizes, pads):
-    values = numbers((sum(sizes), 3), torch.float32)
-    pairs = []
-    for number, part in enumerate(values.split(sizes)):
-        pairs.append((tmp_path / f"{number}.safetensors", "w"))
-        write_file(pairs[-1][0], {"w": part}, pads[number % len(pads)])
-    table = st.Table.open(pairs, device="cpu")
-    every = torch.arange(len(values)).flip(0)
-    for engine in ("host", "reference"):
-        table.engine = engine
-        assert_same_bits(table.gather(every), values[every])
-        assert_same_bits(table.gather(every, dtype=torch.float16), values[every].half())
-    parts = table._place.in_parts["weight"]
-    places = parts.places_of(torch.tensor([0, len(values), len(values) - 1]).numpy(), padded=True)
-    # Padding is the number of places, as engines have it.
-    assert places[1] == len(parts.places) > places[2]
-
-
 # --- where the tensors are -------------------------------------------------------------------------------------------------
 
 
@@ -250,8 +230,16 @@ def opened(request, tmp_path):
     folder.mkdir()
     if request.param == "parts":
         return st.Table.open(write_parts(folder, values, pads=(0, 2)), device="cpu"), values, folder
-    save_file({"weight": values}, folder / "all.safetensors")
-    return st.Table.open(folder / "all.safetensors", device="cpu"), values, folder
+    tensors = {"weight": values}
+    if request.param == "float8":
+        tensors = {"weight": values.to(torch.float8_e4m3fn), "scale": torch.linspace(0.5, 1, 600).view(300, 2)}
+        values = (tensors["weight"].float().view(300, 2, 8) * tensors["scale"][..., None]).view(300, 16)
+    save_file(tensors, folder / "all.safetensors")
+    scaled = {"key": "weight", "scale_key": "scale"} if request.param == "float8" else {}
+    return st.Table.open(folder / "all.safetensors", **scaled, device="cpu"), values, folder
+
+
+also_float8 = pytest.mark.parametrize("opened", ["parts", "one", "float8"], indirect=True)
 
 
 def state_of(folder):
@@ -349,6 +337,7 @@ def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
 # --- modules ---------------------------------------------------------------------------------------------------------------
 
 
+@also_float8
 def test_module_of_an_opened_table(opened):
     table, values, _ = opened
     emb, dense = (
@@ -379,6 +368,7 @@ def test_module_of_an_opened_table(opened):
         assert_same_bits(ours(ids), theirs(ids))
 
 
+@also_float8
 def test_checkpoints(opened, tmp_path):
     table, values, folder = opened
     emb, before = st.Embedding.from_pretrained(table), state_of(folder)
@@ -397,6 +387,7 @@ def test_checkpoints(opened, tmp_path):
     assert state_of(folder) == before
 
 
+@also_float8
 def test_copies_of_an_opened_table_train(opened, tmp_path):
     table, values, folder = opened
     before = state_of(folder)
@@ -415,7 +406,7 @@ def test_copies_of_an_opened_table_train(opened, tmp_path):
         emb(torch.tensor([[3, 299]])).sum().backward()
         optimizer.step()
         assert (emb.weight.detach() - values)[[3, 299]].abs().amin() > 0.3
-    assert_same_bits(table.torch(), values)
+    assert_same_bits(st.Embedding.from_pretrained(table).weight.detach(), values)
     assert state_of(folder) == before
 
 
