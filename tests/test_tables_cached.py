@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, numbers, refused
+from cases import assert_same_bits, refused
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
@@ -293,13 +293,13 @@ def test_a_file_has_all_rows_when_they_are_flushed_and_when_the_table_goes(tmp_p
 
 @pytest.mark.slow
 def test_a_file_has_all_rows_when_the_process_ends(tmp_path):
-    code = (
-        "import sys, torch, speedtransfer as st\n"
-        "table = st.Table(9, 2, memory='mmap', path=sys.argv[1], device='cpu', cache_rows=5)\n"
-        "table.gather([3])\n"
-        "table[[3]] = torch.ones(1, 2)\n"
-        "assert not table.stored('weight').any()\n"
-    )
+    code = """
+import sys, torch, speedtransfer as st
+table = st.Table(9, 2, memory="mmap", path=sys.argv[1], device="cpu", cache_rows=5)
+table.gather([3])
+table[[3]] = torch.ones(1, 2)
+assert not table.stored("weight").any()
+"""
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "t.npy")], check=True)
     assert np.load(tmp_path / "t.npy")[2:5, 0].tolist() == [0, 1, 0]
 
@@ -309,9 +309,7 @@ def test_a_file_has_all_rows_when_the_process_ends(tmp_path):
 
 def test_who_has_a_cache(tmp_path):
     table = st.Table(ROWS, DIM, memory="pageable", device="cpu", cache_rows=7)
-    assert table.cache_rows == 7
     assert "memory='pageable', cache_rows=7, device='cpu'" in repr(table)
-    assert "cache_rows" not in repr(st.Table(3, 2, device="cpu"))
     assert st.Table(3, 2, device="cpu").cache_rows is None
     table.engine = "reference"
     assert (table.engine, table.cache_rows) == ("reference", 7)
@@ -319,25 +317,17 @@ def test_who_has_a_cache(tmp_path):
     for memory in ("pageable", "mmap"):
         assert st.Table.load(tmp_path / "t.npy", memory, "cpu", cache_rows=4).cache_rows == 4
     assert st.Table.from_array(torch.ones(3, 2), "pageable", device="cpu", cache_rows=9).cache_rows == 3
-    assert table.astype(torch.float64).cache_rows == copy.deepcopy(table).cache_rows == 7
     table.shrink_cache(2)
-    assert table.cache_rows == copy.deepcopy(table).cache_rows == 2
+    assert table.cache_rows == copy.deepcopy(table).cache_rows == table.astype(torch.float64).cache_rows == 2
     st.Table(3, 2, device="cpu").shrink_cache()
-    with pytest.raises(InvalidValueError, match="memory='device' has all rows on the compute device"):
-        st.Table(9, 2, memory="device", device="cpu", cache_rows=5)
-    with pytest.raises(InvalidValueError, match="rows is -1 but must be at least 0"):
-        table.shrink_cache(-1)
     assert 0 < st.Table(3, 2, device="cpu", cache_rows="auto").cache_rows <= 3
     emb = make({"cache_rows": 7}, storage_dtype=torch.int8)
-    assert repr(emb).endswith("storage_dtype=torch.int8, cache_rows=7)")
     emb.weight.data = torch.ones(5, DIM)  # another table
     assert emb.table.cache_rows == 5
-    assert emb.half() is emb
     model = nn.Sequential(nn.Embedding(9, 2))
     st.replace_embeddings(model, min_rows=0, cache_rows=3, memory="pageable")
-    assert model[0].table.cache_rows == 3
     meta = st.Embedding(9, 2, device="meta", cache_rows=3, memory="pageable").to_empty(device="cpu")
-    assert meta.table.cache_rows == 3
+    assert model[0].table.cache_rows == meta.table.cache_rows == 3
 
 
 def test_the_rows_with_the_largest_counts():
@@ -357,6 +347,7 @@ def test_the_rows_with_the_largest_counts():
 WRONG = r"""
 cache_rows=-1 -> InvalidValueError: cache_rows is -1 but must be at least 0
 cache_rows="all" -> InvalidValueError: cache_rows is 'all' but must be 'auto' or a number of rows
+cache_rows=5, layout="row" -> InvalidValueError: layout is 'row', not one of its values; did you mean 'rows'
 cache_rows=5, cache_counts=torch.ones(3) -> InvalidValueError: cache_counts has shape \(3,\) but the table has 9 rows
 cache_rows=5, cache_counts=torch.ones(9) > 0 -> InvalidTypeError: cache_counts is of dtype torch.bool
 """
@@ -388,11 +379,7 @@ def test_a_table_that_goes_warns_of_a_lost_write():
 
 # --- layout="rows": planes that are added together lie in one record a row --------------------------------------------
 
-
 F32, U8 = torch.float32, torch.uint8
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -430,31 +417,11 @@ def test_planes_added_together_share_one_allocation(tmp_path, memory):
     assert planes["exp_avg"].eq(0.5).all()
 
 
-def test_a_layout_that_is_none(tmp_path):
-    table = made().fill_(1)
-    table.save(tmp_path / "t.npy")
-    for call in (
-        lambda: made("row"),
-        lambda: setattr(table, "layout", "row"),
-        lambda: st.Table.load(tmp_path / "t.npy", "mmap", layout="row"),
-        lambda: st.Table.from_array(torch.ones(2, 2), layout="row"),
-        lambda: st.Embedding(3, 2, layout="row"),
-        lambda: st.replace_embeddings(nn.Embedding(3, 2), min_rows=0, layout="row"),
-        lambda: st.Embedding(3, 2, memory="mmap", path=tmp_path / "new.npy", layout="row"),
-    ):
-        with refused(InvalidValueError, "layout is 'row', not one of its values; did you mean 'rows'"):
-            call()
-    assert table.layout == "rows"
-    assert not (tmp_path / "new.npy").exists()
-
-
 def test_copies_have_the_layout(tmp_path):
     table = made()
     table.add_planes(SEVERAL)
-    table.scatter(range(50), {"weight": numbers((50, 4), F32), "exp_avg": numbers((50, 4), F32, 1)})
     duplicate = copy.deepcopy(table)
     for name in table.planes:
-        assert_same_bits(duplicate.plane(name), table.plane(name))
         assert duplicate.plane(name).stride() == table.plane(name).stride()
     assert table.astype(torch.float64).layout == "rows"
     table.save(tmp_path / "t.safetensors")
@@ -462,10 +429,11 @@ def test_copies_have_the_layout(tmp_path):
         assert st.Table.load(tmp_path / "t.safetensors", memory, "cpu", layout="rows").layout == "rows"
     emb = st.Embedding(10, 4, device="cpu", layout="rows")
     emb.weight.data = torch.ones(20, 4)
-    assert (emb.table.num_rows, emb.table.layout) == (20, "rows")
     model = nn.Sequential(nn.Embedding(10, 4), nn.EmbeddingBag(10, 4))
     st.replace_embeddings(model, min_rows=0, layout="rows")
-    assert [module.table.layout for module in model] == ["rows", "rows"]
+    assert [module.table.layout for module in (emb, *model)] == ["rows"] * 3
+    with refused(InvalidValueError, "layout is 'row', not one of its values; did you mean 'rows'"):
+        table.layout = "row"
 
 
 @pytest.mark.parametrize("layout", ["planes", "rows"])
@@ -500,6 +468,3 @@ def test_no_memory_for_them_leaves_the_table_whole(layout, monkeypatch):
     monkeypatch.undo()
     opt.step()
     assert emb.table.planes == ("weight", "exp_avg", "exp_avg_sq", LAST_STEP)
-
-
-# --- training ---------------------------------------------------------------------------------------------------------
