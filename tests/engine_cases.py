@@ -116,14 +116,6 @@ class EngineCases:
             engine.gather([plane], index, [rows])
             assert rows.eq(step).all()
 
-    def test_rows_that_require_grad(self, engine, device, store):
-        plane = store(torch.zeros(3, 2))
-        rows = torch.ones(1, 2, device=device, requires_grad=True)
-        engine.scatter([plane], torch.tensor([1], device=device), [rows])
-        engine.wait()
-        assert not plane.requires_grad
-        assert plane.tolist() == [[0.0, 0.0], [1.0, 1.0], [0.0, 0.0]]
-
     @pytest.mark.parametrize("dim", [1, 3, 8, 20, 129, 1024])
     def test_conversion(self, engine, device, store, dim):
         for stored, dense in CONVERSIONS:

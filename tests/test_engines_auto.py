@@ -42,9 +42,6 @@ class TestChoice:
     def engine(self, **kwargs):
         return AutoEngine({"host": HostEngine(), "reference": ReferenceEngine()}, CPU, **kwargs)
 
-    def test_the_default_without_a_measurement(self):
-        assert self.engine().choose("gather", 512, 10**6) == "host"
-
     def test_the_fastest_at_the_nearest_point(self):
         made(POINTS).save()
         engine = self.engine()
@@ -127,18 +124,6 @@ class TestChoice:
             engine.scatter(planes, index, rows)
             engine.gather(planes[:1], index, rows[:1])
         assert used == [("host", "gather"), *[("reference", "scatter"), ("reference", "gather")] * 2]
-
-    def test_tables_of_another_size(self):
-        points = [
-            (Point(d, 512, 1000, {"host": 1.0, "reference": 1.0, best: 0.5}, size))
-            for size, best in ((256 << 20, "host"), (16 << 30, "reference"))
-            for d in ("gather", "scatter")
-        ]
-        remember(CPU, Calibration(machine_of(CPU), points))
-        engine = self.engine()
-        assert [engine.choose("gather", 512, 1000, 10**e) for e in (6, 8, 9, 10, 11)] == ["host"] * 3 + [
-            "reference"
-        ] * 2
 
 
 class TestCalibration:

@@ -19,7 +19,6 @@ from speedtransfer.engines import (
     ReferenceEngine,
     cache_kernels,
     cache_slots,
-    faults_left,
 )
 from speedtransfer.engines.cache_policy import NO_ROW
 from speedtransfer.errors import InvalidValueError
@@ -181,24 +180,6 @@ def test_rows_are_read_once_and_written_when_somebody_waits():
     assert inner.gathered[3:] == [[25]]
 
 
-def test_planes_are_kept_by_themselves():
-    inner, planes = Counting(), [torch.zeros(30, 2), torch.zeros(30, 3), torch.zeros(30, 1, dtype=torch.int32)]
-    engine = cached(10, inner=inner)
-    write(engine, planes[:1], [20, 21], 5)
-    first, second, third = read(engine, planes, [20, 22, 1])
-    assert first.tolist() == [[5, 5], [0, 0], [0, 0]]  # the plane has not got them yet, and is read for the others
-    assert not second.any()
-    assert not third.any()
-    assert inner.gathered == [[20, 22, 1]]
-    write(engine, planes[1:2], [20, 22], 6)
-    write(engine, planes[:1], [22], 8)
-    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [20])] == [5, 6, 0]
-    assert [rows.flatten()[:1].item() for rows in read(engine, planes, [22])] == [8, 6, 0]
-    engine.wait()
-    assert planes[0][20:23].tolist() == [[5, 5], [5, 5], [8, 8]]
-    assert planes[1][20:23, 0].tolist() == [6, 0, 6]
-
-
 def test_a_row_that_leaves_is_written_back_and_one_that_stays_is_not():
     inner, plane = Counting(), torch.zeros(30, 2)
     engine = cached(2, "lfu", inner)
@@ -230,28 +211,6 @@ def test_a_write_to_a_plane_that_lacks_rows():
         assert read(engine, [plane], [25, 26])[0].tolist() == [[1, 1], [2, 2]]  # as if nothing had been
         write(engine, [plane], [25], 1)
         plane[26] = 2
-
-
-def test_a_thread_that_reads_ahead_reports_to_nobody():
-    plane, engine, told = torch.zeros(30, 2), cached(10), []
-    write(engine, [plane], [25], 1)
-    plane[26] = 2
-
-    def look():
-        for _ in range(2):
-            try:
-                with faults_left():
-                    told.append(read(engine, [plane], [25])[0][0, 0].item())
-            except InvalidValueError:
-                told.append("raised")
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    thread.join()
-    assert told == ["raised", 1]
-    with pytest.raises(InvalidValueError, match="its cache held 1 newer rows"):
-        read(engine, [plane], [25])
-    assert read(engine, [plane], [25, 26])[0][:, 0].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("what", ["scatter", "wait", "shrink"])
@@ -374,15 +333,6 @@ def test_the_rows_used_most():
     assert [seen(policy, 1) for _ in range(4)] == [False, False, False, True]
     assert policy.choose(2).tolist() == [1, 8]
     assert [seen(policy, 2) for _ in range(4)] == [False, False, False, True]  # no further apart than `every`
-
-
-def test_what_is_long_ago_counts_less():
-    policy = LfuPolicy(CPU, every=1, decay=0.5)
-    seen(policy, *[7] * 8)
-    assert policy.choose(1).tolist() == [7]
-    for expected in (7, 4, 4):
-        seen(policy, 4, 4, 4)
-        assert policy.choose(1).tolist() == [expected]
 
 
 def test_rows_used_about_equally_often_do_not_take_turns():
