@@ -353,7 +353,9 @@ def test_module_of_an_opened_table(opened):
     assert_same_bits(emb.weight[5], values[5])
     assert torch.equal(torch.ones(2, 16) @ emb.weight.T, torch.ones(2, 16) @ values.T)
     assert emb.load_state_dict(emb.state_dict()).missing_keys == []
-    assert_same_bits(copy.deepcopy(emb)(ids), dense(ids))
+    duplicate = copy.deepcopy(emb)
+    assert_same_bits(duplicate(ids), dense(ids))
+    assert duplicate.table.memory == "mmap"
     again = pickle.loads(pickle.dumps(emb))
     assert_same_bits(again(ids), dense(ids))
     assert again.table.memory == "pageable"
