@@ -53,8 +53,6 @@ def test_suggest() -> None:
         assert suggest(name, CHOICES) == f"; did you mean {expected}?"
     for name in ("xyz", ""):
         assert suggest(name, iter(CHOICES)) == "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"
-    # Soon done.
-    assert "999970 more" in suggest("x", map(str, range(1_000_000)))
 
 
 SHOWN = {0: "0 bytes", 999.4: "999 bytes", 1000: "1 kB", 1024: "1.02 kB", 999_499: "999 kB", 999_500: "1 MB"}
@@ -155,22 +153,6 @@ def test_wrong_arguments(refusal: Refusal) -> None:
 def test_no_model(function: Callable[[Any], Any]) -> None:
     with pytest.raises(InvalidTypeError, match=r"model is a list but must be an nn\.Module; pass the model itself"):
         function([nn.Embedding(3, 2)])
-
-
-@pytest.mark.parametrize("arguments", [("1", 2.0), (None, 2.0), (1.0, "2"), (1.0, None)])
-def test_clipping_refuses_what_torch_refuses(arguments: tuple) -> None:
-    parameters = list(nn.Linear(2, 2).parameters())
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    errors = []
-    for clip in (st.clip_grad_norm_, nn.utils.clip_grad_norm_):
-        try:
-            clip(parameters, *arguments)
-        except (TypeError, ValueError) as error:
-            errors.append((type(error), str(error)))
-        else:
-            errors.append(None)
-    assert errors[0] == errors[1]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from speedtransfer.engines import HostEngine
 from speedtransfer.engines.behind import Behind
 from speedtransfer.errors import OptimizerError
 from speedtransfer.tables import loading
-from speedtransfer.tables.write_back import _places
 from speedtransfer.tables.write_log import Write, WriteLog
 
 
@@ -109,14 +108,6 @@ def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
 ROWS, DIM = 30, 3
 
 
-def test_padding_is_no_row():
-    ids, among = torch.tensor([2, 5, ROWS, ROWS]), torch.tensor([ROWS, 5, ROWS, 1])
-    places, found = _places(ids, among, ROWS)
-    assert found.tolist() == [False, True, False, False]
-    assert among[places[1]] == 5
-    assert _places(ids, among[:0], ROWS)[1].tolist() == [False] * 4
-
-
 def test_a_log_keeps_the_values_of_the_last_writes_only():
     plane = torch.zeros(ROWS, DIM)
     log = WriteLog({"weight": plane}, 0)
@@ -128,14 +119,6 @@ def test_a_log_keeps_the_values_of_the_last_writes_only():
 
 
 # --- writes that a thread makes -----------------------------------------------------------------------------------------
-
-
-def test_the_next_write_waits_for_the_last():
-    behind, done = Behind(), []
-    for number in range(50):
-        behind.begin(lambda number=number: done.append(number))
-    behind.finish()
-    assert done == list(range(50))
 
 
 def test_nothing_is_kept_once_it_is_written():
