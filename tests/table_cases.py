@@ -605,17 +605,6 @@ class CopyCases(TableCases):
             assert each.version > before
             assert not each.gather([0, 2]).any()
 
-    def test_works_with_another_default_dtype_and_device(self):
-        torch.set_default_dtype(torch.float64)
-        try:
-            table = self.make(4, 2)
-            assert table.dtype == torch.float32
-            table.scatter([1], [[1, 2]])
-            table.add_plane("m", 1, fill=0.5)
-            assert table.gather([1], ["weight", "m"])["m"].dtype == torch.float32
-        finally:
-            torch.set_default_dtype(torch.float32)
-
 
 # --- what a table says of itself, planes of optimizer state, views of the whole ---------------------------------------
 
@@ -643,19 +632,14 @@ class PlaneCases(TableCases):
             pytest.skip("this torch has no float8_e8m0fnu")
         table = self.numbered(20, 4)
         table.add_plane("scale", 2, scale, fill=0.25)
-        values = (2.0 ** torch.arange(-20.0, 20.0)).view(20, 2)
-        table.add_plane("other", 2, scale, fill=values)
-        rows = table.gather([3, 19, 3], ["weight", "scale", "other"])
-        assert rows["scale"].float().tolist() == [[0.25, 0.25]] * 3
-        assert torch.equal(rows["other"].float().cpu(), values[[3, 19, 3]])
-        table.scatter([4, 5], {"other": torch.full((2, 2), 8.0).to(scale).to(table.device)})
-        assert table.gather([3, 4], "other").float().tolist() == [values[3].tolist(), [8.0, 8.0]]
+        assert table.gather([3, 3], "scale").float().tolist() == [[0.25, 0.25]] * 2
+        table.scatter([4], {"scale": torch.full((1, 2), 8.0).to(scale).to(table.device)})
+        assert table.gather([3, 4], "scale").float().tolist() == [[0.25, 0.25], [8.0, 8.0]]
         for value in (0, 3.0, -1.0, math.inf, math.nan):
             with refused(InvalidValueError, rf"fill is {value} but the plane holds {scale}, powers"):
                 table.add_plane("more", 2, scale, fill=value)
         with pytest.raises(InvalidTypeError, match=rf"dtype is {scale} but a table holds one of torch's"):
             self.make(4, 4, dtype=scale)
-        assert table.planes == ("weight", "scale", "other")
 
     def test_add_plane_gives_a_view(self):
         table = self.make(4, 3)
@@ -845,23 +829,6 @@ class GrowCases(TableCases):
         expected = self.longer(values, 7)
         expected["weight"][5:], expected["rows.m"][5:], expected["planes.step"][5:] = 2, torch.arange(4.0), 0
         self.assert_holds(table, expected)
-
-    def test_planes_come_and_go(self):
-        table, values = self.growing()
-        table.drop_plane("rows.m")
-        table.drop_plane("planes.step")
-        table.grow(8)
-        assert table.add_plane("new", 2, torch.float64, 7).shape == (8, 2)
-        table.drop_plane("rows.step")
-        table.grow(11)
-        expected = {name: self.longer(values, 11)[name] for name in values if name in table.planes}
-        self.assert_holds(table, {**expected, "new": torch.full((11, 2), 7, dtype=torch.float64)})
-
-    def test_a_table_of_no_rows(self):
-        table = self.make(0, 4, max_rows=100)
-        table.add_plane("m", 2, torch.float32, 1.5)
-        table.grow(3)
-        self.assert_holds(table, {"weight": torch.zeros(3, 4), "m": torch.full((3, 2), 1.5)})
 
     def test_no_room(self, monkeypatch):
         table, values = self.growing(max_rows=2**40)

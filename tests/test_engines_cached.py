@@ -335,19 +335,6 @@ def test_the_rows_used_most():
     assert [seen(policy, 2) for _ in range(4)] == [False, False, False, True]  # no further apart than `every`
 
 
-def test_rows_used_about_equally_often_do_not_take_turns():
-    policy = LfuPolicy(CPU, every=1, decay=1.0)
-    for used, cached_row in (([7] * 8, 7), ([4] * 9, 7), ([4] * 2, 4)):
-        seen(policy, *used)
-        assert policy.choose(1).tolist() == [cached_row]
-    policy, generator = LfuPolicy(CPU, every=1), torch.Generator().manual_seed(0)
-    seen(policy, *range(100))
-    assert policy.choose(10).tolist() == list(range(10))  # of equals the first
-    for _ in range(20):
-        seen(policy, *torch.randperm(100, generator=generator).tolist())
-        assert policy.choose(10).tolist() == list(range(10))
-
-
 def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     policy, ids = LfuPolicy(CPU, every=1), torch.arange(1000)
     policy.saw(ids)

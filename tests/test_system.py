@@ -58,19 +58,17 @@ def test_the_smallest_limit_of_the_groups_around_it(files):
     assert system.physical_bytes() == system.available_bytes() == 2_000_000_000
 
 
-@pytest.mark.parametrize(
-    ("line", "folder", "names"),
-    [
-        ("0::/job", "/sys/fs/cgroup/job", "memory.max memory.current inactive_file"),
-        (
-            "7:cpu,cpuacct:/job\n4:memory:/job",
-            "/sys/fs/cgroup/memory/job",
-            "memory.limit_in_bytes memory.usage_in_bytes total_inactive_file",
-        ),
-    ],
-)
-def test_what_a_group_holds_is_not_available(files, line, folder, names):
-    limit, held, droppable = names.split()
+GROUPS = {
+    "0::/job": ("/sys/fs/cgroup/job", "memory.max", "memory.current", "inactive_file"),
+    "7:cpu,cpuacct:/job\n4:memory:/job": (
+        "/sys/fs/cgroup/memory/job", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", GROUPS)
+def test_what_a_group_holds_is_not_available(files, line):
+    folder, limit, held, droppable = GROUPS[line]
     files |= {"/proc/self/cgroup": line, f"{folder}/{limit}": "2000000000", f"{folder}/{held}": "1500000000"}
     assert system.available_bytes() == 2_000_000_000, "what is held is not told"
     files[f"{folder}/memory.stat"] = f"anon 5\n{droppable} 300000000\n"
@@ -106,14 +104,12 @@ def test_whole_or_not_at_all(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(
-    ("options", "words"), [({}, "choose a folder you may write to"), ({"remedy": "think again"}, "think again")]
-)
-def test_where_it_cannot(tmp_path, options, words):
-    message = rf"cannot write .*missing.file' \(No such file .*\); {words}$"
+def test_where_it_cannot(tmp_path):
     path = tmp_path / "missing" / "file"
-    with pytest.raises(StorageError, match=message), system.replace_file(path, **options):
-        pytest.fail("there is no such folder")
+    for options, words in (({}, "choose a folder you may write to"), ({"remedy": "think again"}, "think again")):
+        message = rf"cannot write .*missing.file' \(No such file .*\); {words}$"
+        with pytest.raises(StorageError, match=message), system.replace_file(path, **options):
+            pytest.fail("there is no such folder")
 
 
 def test_permissions_are_the_usual_ones_or_those_of_the_one_before(tmp_path, monkeypatch):
@@ -134,24 +130,15 @@ def test_permissions_are_the_usual_ones_or_those_of_the_one_before(tmp_path, mon
 # --- processors and programs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("text", "features"),
-    [
-        ("processor\t: 0\nflags\t\t: fpu amx_bf16\n\nprocessor\t: 1\nflags\t\t: fpu amx_bf16\n", {"fpu", "amx_bf16"}),
-        ("processor\t: 0\nFeatures\t: fp asimdhp bf16\n", {"fp", "asimdhp", "bf16"}),
-        ("processor\t: 0\n", set()),
-        (None, set()),
-    ],
-    ids=["x86", "Arm", "silent", "another system"],
-)
-def test_cpu_features_as_a_system_lists_them(tmp_path, monkeypatch, text, features):
+def test_cpu_features_as_a_system_lists_them(tmp_path, monkeypatch):
     if Path("/proc/cpuinfo").exists() and platform.machine() == "x86_64":
         assert {"fpu", "sse2"} <= system.cpu_features()
     info = tmp_path / "cpuinfo"
-    if text is not None:
-        info.write_text(text)
     monkeypatch.setattr(system, "Path", lambda path: info)
-    assert system.cpu_features() == features
+    assert system.cpu_features() == set()
+    for name in ("flags\t", "Features"):
+        info.write_text(f"processor\t: 0\n{name}\t: fpu bf16\n\nprocessor\t: 1\n{name}\t: fpu bf16\n")
+        assert system.cpu_features() == {"fpu", "bf16"}
 
 
 def test_how_the_program_was_started(tmp_path, monkeypatch):

@@ -269,21 +269,6 @@ class TestSharing:
         values[2] = 5
         assert table.gather([0, 1, 2])[:, 0].tolist() == [1, 0, 5]
 
-    @pytest.mark.parametrize(
-        "given",
-        [
-            torch.ones(3, 4).t(),
-            np.asfortranarray(np.ones((4, 3), dtype=np.float32)),
-            np.ones((4, 3), dtype=">f4"),
-            np.frombuffer(np.ones((4, 3), dtype=np.float32).tobytes(), dtype=np.float32).reshape(4, 3),
-        ],
-        ids=["transposed", "Fortran", "big-endian", "read-only"],
-    )
-    def test_what_cannot_be_shared_is_copied(self, given):
-        table = st.Table.from_array(given, "pageable", device="cpu", copy=False)
-        table.zero_()
-        assert np.asarray(given).all()
-
 
 class TestLargeTables:
     """Over 2**31 elements, the normal case; only pages that are written take room."""

@@ -25,7 +25,6 @@ from speedtransfer.optim import find_handle
 from speedtransfer.optim.placeholder import EncodedPlane
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables.memories import PageableMemory
-from speedtransfer.tables.records import record_bytes
 
 ROWS, DIM = 40, 6
 
@@ -252,15 +251,6 @@ def test_writing_back_is_no_change_of_the_table():
     assert table.written_since(log) is None
 
 
-def test_planes_that_go_free_their_slots():
-    emb, optimizer = trained({"cache_rows": 10})
-    slots = emb.table._cache.slots
-    assert len(slots._parts) == 3
-    optimizer.state.clear()
-    find_handle(emb.weight).drop_state("for a test")
-    assert len(slots._parts) == 1
-
-
 def test_given_memory_is_copied():
     weight, array = torch.randn(ROWS, DIM), np.zeros((ROWS, DIM), dtype=np.float32)
     emb = st.Embedding.from_pretrained(weight, memory="pageable", freeze=False, cache_rows=5)
@@ -379,20 +369,7 @@ def test_a_table_that_goes_warns_of_a_lost_write():
 
 # --- layout="rows": planes that are added together lie in one record a row --------------------------------------------
 
-F32, U8 = torch.float32, torch.uint8
-
-
-@pytest.mark.parametrize(
-    ("specs", "offsets", "stride"),
-    [
-        ({"a": (16, F32), "b": (16, F32)}, [0, 64], 128),
-        ({"a": (100, F32), "b": (100, F32)}, [0, 400], 896),  # whole lines cost an eighth at most
-        ({"a": (64, U8), "s": (1, F32), "b": (64, U8), "t": (1, F32)}, [0, 128, 64, 132], 144),
-        ({"a": (5, U8), "b": (3, torch.float64), "c": (1, torch.int64)}, [32, 0, 24], 48),
-    ],
-)
-def test_records(specs, offsets, stride):
-    assert record_bytes(specs) == (dict(zip(specs, offsets, strict=True)), stride)
+F32 = torch.float32
 
 
 def made(layout="rows", **options):

@@ -23,7 +23,7 @@ from table_cases import ConvertCases, GatherCases
 import speedtransfer as st
 from speedtransfer import safetensors_io
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, RowIndexError, StorageError
-from speedtransfer.tables import page_advice, spans
+from speedtransfer.tables import spans
 
 CPU = torch.device("cpu")
 
@@ -463,21 +463,6 @@ def test_a_copy_after_the_files_have_changed_has_the_rows_that_were_opened(opene
     duplicate = copy.deepcopy(table)
     assert duplicate.memory == "pageable"
     assert_same_bits(duplicate.torch(), values)
-
-
-def test_rows_are_asked_for_ahead(tmp_path, monkeypatch):
-    monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", "100000")
-    values = numbers((5000, 64), torch.float32)
-    asked = []
-    table = st.Table.open(write_parts(tmp_path, values, pads=(0, 3)), device="cpu")
-    assert list(page_advice._at_random)
-    monkeypatch.setattr(page_advice, "_in_memory", lambda start, pages: False)
-    monkeypatch.setattr(page_advice, "_AHEAD_PART", 1e9)
-    monkeypatch.setattr(page_advice, "_advise_all", lambda block, start, begins, ends: asked.append(ends - begins))
-    index = torch.arange(0, 5000, 7)
-    assert_same_bits(table.gather(index), values[index])
-    assert sum(int(part.sum()) for part in asked) >= len(index) * 256 // 4096
-    monkeypatch.undo()
 
 
 # --- many and large files --------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import mmap
 import os
 import re
@@ -62,20 +61,6 @@ def test_large_planes_only(tmp_path, monkeypatch, parts, told):
     assert [at_random(plane) for plane in planes] == [told, told, False]
     table.flush()
     assert at_random(st.Table.load(tmp_path / "t.safetensors", "mmap", "cpu").torch()) == told
-
-
-def test_a_plane_that_is_dropped_is_forgotten(tmp_path, all_large):
-    gc.collect()  # what other tests left
-    before = len(advice._at_random)
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu")
-    table.add_plane("exp_avg")
-    assert len(advice._at_random) == before + 2
-    table.drop_plane("exp_avg")
-    gc.collect()
-    assert len(advice._at_random) == before + 1
-    del table
-    gc.collect()
-    assert len(advice._at_random) == before
 
 
 def save(table, folder):
@@ -142,28 +127,6 @@ def test_rows_that_are_on_the_disk_are_read_at_once(tmp_path, all_large, asked, 
     if asked:  # nothing, where the system has kept the file
         assert {page for first, last in asked for page in range(first, last + 1)} == touched
     assert_same_bits(table.gather(SPREAD), torch.ones(2000, DIM) if name == "scatter" else values[SPREAD])
-
-
-@linux
-def test_rows_in_memory_are_not_asked_for(tmp_path, all_large, asked):
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu", layout="rows")
-    table.add_planes({"a": (DIM, None, 1.0), "b": (DIM, None, 1.0)})
-    table.fill_(1)
-    asked.clear()
-    table.gather(SPREAD, table.planes)
-    table.gather(torch.arange(5000), table.planes)
-    assert asked == []
-
-
-@linux
-def test_planes_of_one_record_are_asked_for_once(tmp_path, all_large, asked):
-    table = st.Table(ROWS, DIM, memory="mmap", path=tmp_path / "t.npy", device="cpu", layout="rows")
-    planes = table.add_planes({"a": (DIM, None, 0), "b": (DIM, None, 0), "c": (1, torch.int32, 0)})
-    names, stride = list(planes), planes["a"].stride(0) * 4
-    index = torch.arange(0, ROWS, 64)  # each on a page of its own, none of which was touched yet
-    rows = table.gather(index, names)
-    assert not any(values.any() for values in rows.values())
-    assert asked == [(row * stride // mmap.PAGESIZE,) * 2 for row in index.tolist()]
 
 
 @linux

@@ -17,7 +17,6 @@ from speedtransfer.engines import HostEngine
 from speedtransfer.engines.behind import Behind
 from speedtransfer.errors import OptimizerError
 from speedtransfer.tables import loading
-from speedtransfer.tables.write_log import Write, WriteLog
 
 
 class Interrupted(HostEngine):
@@ -103,19 +102,6 @@ def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
     with loading({table: "emb.weight"}, "st.load_checkpoint"):
         table.scatter([0], torch.ones(1, 2))
     assert table[0].sum() == 2
-
-
-ROWS, DIM = 30, 3
-
-
-def test_a_log_keeps_the_values_of_the_last_writes_only():
-    plane = torch.zeros(ROWS, DIM)
-    log = WriteLog({"weight": plane}, 0)
-    for number in range(20):
-        log.note(Write(torch.tensor([number]), {"weight": torch.zeros(1, DIM)}), number, number + 1)
-    writes = log.written({"weight": plane}, 20)
-    assert [write.ids.item() for write in writes] == list(range(20))
-    assert [write.rows is not None for write in writes] == [False] * 12 + [True] * 8
 
 
 # --- writes that a thread makes -----------------------------------------------------------------------------------------

@@ -329,18 +329,6 @@ def test_in_the_middle_of_a_step(name: str, options: dict[str, Any], tmp_path: A
     assert torch.equal(*ends)
 
 
-def test_a_state_dict_that_is_kept_stays_that_of_all_rows() -> None:
-    """What another thread writes to a file during the next step."""
-    emb = st.Embedding(ROWS, DIM)
-    optimizer = torch.optim.Adam(emb.parameters())
-    kept: list[Any] = []
-    for _ in range(2):
-        emb(torch.tensor([4])).sum().backward()
-        shapes = midway(optimizer, lambda: elsewhere(lambda: [state["exp_avg"].shape for state in kept]))
-        kept.append(optimizer.state_dict()["state"][0])
-    assert shapes == [(ROWS, DIM)]
-
-
 # --- forks ------------------------------------------------------------------------------------------------------------------
 
 

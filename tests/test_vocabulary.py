@@ -152,6 +152,16 @@ def test_tickets_of_tables_without_a_vocabulary() -> None:
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
+def test_rows_that_are_set_count_as_used() -> None:
+    module, vocabulary = made(2, evict="lru")
+    for id in (1, 2):
+        trained(module, sgd(module), id)
+    module.weight.grad = None
+    vocabulary.update([1], torch.ones(1, DIM))
+    module(ids(3))
+    assert sorted(vocabulary.ids().tolist()) == [1, 3]
+
+
 def test_rows_wait_for_hooks_of_the_weight() -> None:
     """A gradient that has arrived, and is kept for the hooks at the end of its backward, is that of rows in use."""
     module, vocabulary = made(2, evict="lru")

@@ -17,7 +17,6 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.vocabulary import id_index
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import IdRows
-from speedtransfer.vocabulary.mixing import mix64
 from speedtransfer.vocabulary.policies import Admission, Eviction
 from speedtransfer.vocabulary.sightings import Sightings
 from speedtransfer.vocabulary.string_ids import hash_ids
@@ -110,43 +109,6 @@ AgainstDict.TestCase.settings = settings(max_examples=20, stateful_step_count=20
 test_against_a_dict = AgainstDict.TestCase
 
 
-def test_a_table_that_doubles_is_moved_a_few_slots_at_a_time():
-    ids, index = np.arange(1 << 17), IdIndex()
-    index.insert(ids, ids)
-    size, moved, calls = index.nbytes, 0, 0
-    index.insert(array([-1]), array([5]))
-    while index.nbytes == 3 * size:
-        assert index._moved[0] == moved + id_index._MOVED_SLOTS
-        moved, calls = index._moved[0], calls + 1
-        index.go_on()
-    assert calls > 3
-    assert index.nbytes == 2 * size
-    assert (index.find(ids) == ids).all()
-
-
-def homes(index, ids):
-    """Return where the search for each id begins."""
-    seed, multiplier = index._hash
-    return mix64((ids.view(np.uint64) ^ seed) * multiplier) & np.uint64(len(index._slots) - 1)
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [
-        np.arange(3000),
-        -np.arange(3000) - 1,
-        np.concatenate([LOW + np.arange(1500), HIGH - np.arange(1500)]),
-        (np.arange(3000) - 1500) << 32,
-        (np.arange(3000) - 1500) << 48,
-    ],
-    ids=["sequential", "negative", "edges", "multiples of 2**32", "multiples of 2**48"],
-)
-def test_regular_ids_fill_slots_as_random_numbers_do(ids):
-    """3,000 in 8,192 have runs of a dozen."""
-    index = IdIndex.of(ids, np.arange(3000))
-    assert np.bincount(homes(index, ids).astype(np.int64)).max() < 12
-
-
 def test_more_than_the_machine_has_is_refused():
     index = IdIndex.of(array([5]), array([6]))
     with pytest.raises(HostMemoryError, match="max_capacity"):
@@ -236,19 +198,6 @@ def test_kinds_of_input_agree():
         assert torch.equal(hash_ids(values), ids)
     assert hash_ids("b").shape == ()
     assert hash_ids(b"b").item() == ids[0].item()
-
-
-def test_shapes():
-    names = np.array([["a", "b", "c"], ["d", "e", "f"]])
-    ids = hash_ids(names)
-    assert ids.shape == (2, 3)
-    assert torch.equal(hash_ids(names.tolist()), ids)
-    assert torch.equal(hash_ids(names.T), ids.T)
-    assert torch.equal(hash_ids(names.reshape(1, 2, 3, 1).tolist()), ids.reshape(1, 2, 3, 1))
-    assert hash_ids([]).shape == (0,)
-    assert hash_ids([[], []]).shape == (2, 0)
-    assert hash_ids(np.empty((0, 4), dtype="U3")).shape == (0, 4)
-    assert hash_ids([("a", "b"), ("c", "d")]).shape == (2,)
 
 
 BAD = [
