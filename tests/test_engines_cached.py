@@ -335,6 +335,15 @@ def test_the_rows_used_most():
     assert [seen(policy, 2) for _ in range(4)] == [False, False, False, True]  # no further apart than `every`
 
 
+def test_what_is_long_ago_counts_less():
+    policy = LfuPolicy(CPU, every=1, decay=0.5)
+    seen(policy, *[7] * 8)
+    assert policy.choose(1).tolist() == [7]
+    for expected in (7, 4, 4):
+        seen(policy, 4, 4, 4)
+        assert policy.choose(1).tolist() == [expected]
+
+
 def test_it_counts_a_bounded_number_of_rows_and_none_that_it_was_not_shown():
     policy, ids = LfuPolicy(CPU, every=1), torch.arange(1000)
     policy.saw(ids)

@@ -153,13 +153,11 @@ def test_tickets_of_tables_without_a_vocabulary() -> None:
 
 
 def test_rows_that_are_set_count_as_used() -> None:
-    module, vocabulary = made(2, evict="lru")
-    for id in (1, 2):
-        trained(module, sgd(module), id)
+    module, vocabulary = made(8, evict="lru")
+    trained(module, sgd(module), 1, 2)
     module.weight.grad = None
     vocabulary.update([1], torch.ones(1, DIM))
-    module(ids(3))
-    assert sorted(vocabulary.ids().tolist()) == [1, 3]
+    assert vocabulary.state_dict()["last_use"][vocabulary.rows([1, 2])].tolist() == [1, 0]
 
 
 def test_rows_wait_for_hooks_of_the_weight() -> None:
