@@ -107,14 +107,6 @@ class TestStagedLogic(PaddingCases, OnCpu):
         with pytest.raises(InvalidValueError, match="num_buffers is 1 but one is filled while another crosses"):
             StagedEngine("cpu", num_buffers=1)
 
-    def test_it_is_not_captured(self, engine, monkeypatch):
-        plane, index, rows = torch.zeros(9, 8), torch.arange(9), [torch.ones(9, 8)]
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        for call in (engine.gather, engine.scatter):
-            with pytest.raises(DeviceError, match="of rows that the host moves cannot be captured in a CUDA graph"):
-                call([plane], index, rows)
-        assert not plane.any()
-
 
 class TestMappedLogic(PaddingCases, OnCpu):
     @pytest.fixture(autouse=True)
@@ -176,22 +168,6 @@ class TestMappedLogic(PaddingCases, OnCpu):
         engine.gather([plane], index + 1, rows, check=True)
         with pytest.raises(DeviceError, match="the first call after a gather that named a row out of range cannot be"):
             engine.gather([plane], index, rows)
-
-    def test_large_unsorted_calls_are_sorted(self, engine, monkeypatch):
-        sorts, sort = [], torch.Tensor.sort
-        monkeypatch.setattr(torch.Tensor, "sort", lambda index: [sorts.append(len(index)), sort(index)][1])
-        for count, width, unsorted, expected in [
-            (5000, 64, True, [5000]),
-            (5000, 64, False, []),  # as those of training are
-            (4000, 100, True, []),
-            (5000, 4, True, []),  # few bytes
-        ]:
-            sorts.clear()
-            plane, index = torch.randn(9, width), torch.randint(9, (count,))
-            rows = torch.zeros(count, width)
-            engine.gather([plane], index, [rows], unsorted=unsorted)
-            assert torch.equal(rows, plane[index])
-            assert sorts == expected
 
     def test_a_table_made_in_inference_mode_keeps_its_faults(self, kernels):
         with torch.inference_mode():

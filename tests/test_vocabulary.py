@@ -480,24 +480,6 @@ def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
 
 
 @pytest.mark.parametrize(
-    "write",
-    [
-        lambda w: w.data.mul_(2),
-        lambda w: w.data.__setitem__(1, 5.0),
-        nn.init.orthogonal_,
-        lambda w: w.data.copy_(torch.zeros_like(w)),
-    ],
-)
-def test_writes_to_the_weight_are_refused(write: Callable[[Any], object]) -> None:
-    module, vocabulary = made()
-    module(ids(5, 6))
-    before = vocabulary.export()[1]
-    with pytest.raises(InvalidTypeError, match="cannot be written as a whole"):
-        write(module.weight)
-    assert torch.equal(vocabulary.export()[1], before)
-
-
-@pytest.mark.parametrize(
     ("fill", "initial"),
     [
         (lambda w: nn.init.normal_(w, 1, 2), ("normal", 1.0, 2.0)),

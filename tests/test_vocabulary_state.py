@@ -111,23 +111,6 @@ def test_a_model_loaded_alone_keeps_the_state_of_ids_that_are_in_both() -> None:
     assert not after["exp_avg"][~shared].any()
 
 
-@pytest.mark.parametrize(
-    "options", [{"storage_dtype": torch.int8}, {"storage_dtype": torch.float8_e4m3fn}, {"memory": "mmap"}]
-)
-def test_other_storage(options: dict[str, Any], tmp_path: Path) -> None:
-    embeddings = []
-    for number, capacity in enumerate([24, 9]):
-        path = {"path": tmp_path / f"{number}.npy"} if "memory" in options else {}
-        vocabulary = st.Vocabulary(seed=1)
-        embeddings.append(st.Embedding(capacity, 8, vocabulary=vocabulary, **options, **path))
-    large, small = embeddings
-    large(IDS[:24])
-    large.vocabulary.forget(IDS[:16])
-    small.load_state_dict(large.state_dict())
-    for ours, theirs in zip(small.vocabulary.export(), large.vocabulary.export(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("library", [nn, st], ids=["torch", "st"])
@@ -367,14 +350,6 @@ def test_refused_on_the_meta_device(what: str) -> None:
     with pytest.raises((InvalidTypeError, InvalidValueError, RuntimeError), match=what):
         REFUSED[what](net)
     assert net[0].weight.is_meta
-
-
-def test_dense_parameters_there_are_refused_by_a_checkpoint_too(tmp_path: Path) -> None:
-    st.save_checkpoint(tmp_path / "saved", nn.Sequential(st.Embedding(3, 2), nn.Linear(2, 1)))
-    for devices in (("meta", "cpu"), ("cpu", "meta")):
-        net = nn.Sequential(st.Embedding(3, 2, device=devices[0]), nn.Linear(2, 1, device=devices[1]))
-        with pytest.raises(InvalidValueError, match="weight' of the model is on the meta device"):
-            st.load_checkpoint(tmp_path / "saved", net)
 
 
 # --- what has changed since a time, in memory and in files, and copies that follow -------------------------------------
