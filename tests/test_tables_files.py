@@ -70,6 +70,8 @@ def test_safetensors_and_we_read_what_the_other_writes(tmp_path, dtype, shape):
     st.Table.from_array(values, "pageable", device="cpu").save(tmp_path / "b.safetensors")
     loaded = load_file(tmp_path / "b.safetensors")
     assert list(loaded) == ["weight"]
+    # Rows begin on a cache line.
+    assert (8 + int.from_bytes((tmp_path / "b.safetensors").read_bytes()[:8], "little")) % 64 == 0
     assert_same_bits(loaded["weight"], values)
     with safe_open(tmp_path / "b.safetensors", "np") as file:
         assert file.get_slice("weight").get_shape() == list(shape)

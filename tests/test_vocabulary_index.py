@@ -251,18 +251,6 @@ def test_never_too_low(data):
     assert estimate(sketch, array([])).shape == (0,)
 
 
-def test_state_goes_to_another_sketch():
-    one = Admission(300, seed=5, width=30)
-    one.choose(np.arange(50), np.arange(50))
-    other = Admission(300, seed=5, width=1, counters=one.sightings.state)
-    assert np.array_equal(estimate(other.sightings, np.arange(60)), estimate(one.sightings, np.arange(60)))
-    other.choose(array([3]), array([99]))
-    assert estimate(one.sightings, array([3])) < 99 <= estimate(other.sightings, array([3]))
-    # One that counts less far.
-    lower = Admission(2, seed=5, width=1, counters=other.sightings.state + np.uint16(300)).sightings.state
-    assert (lower.dtype, lower.shape, lower.min()) == (np.uint8, (4, 30), 255)
-
-
 def test_golden_counters():
     """Counters are kept in checkpoints: the same id has the same ones in every version."""
     sketch = Sightings(11, 2, 3, 2**32 - 1)
