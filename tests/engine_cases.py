@@ -224,17 +224,6 @@ class EngineCases:
         engine.wait()
         assert not plane.any()
 
-    def test_check_of_planes_without_columns_or_rows(self, engine, device, store):
-        index = torch.tensor([4, 30], device=device)
-        none, empty = store(torch.zeros(29, 0)), store(torch.zeros(0, 3))
-        rows = [torch.ones(2, 0, device=device)]
-        self.expect_fault(engine, 1, 30, lambda: engine.gather([none], index, rows, check=True))
-        rows = [torch.ones(2, 3, device=device)]
-        self.expect_fault(engine, 0, 4, lambda: engine.gather([empty], index, rows, check=True), have="no rows")
-        engine.gather([empty], index[:0], [torch.ones(0, 3, device=device)], check=True)
-        engine.gather([], index, [], check=True)
-        engine.wait()
-
 
 class PaddingCases:
     """Of engines whose compute device is a CUDA device: an index may end in entries equal to the number of rows."""

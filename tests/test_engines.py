@@ -169,16 +169,6 @@ class TestMappedLogic(PaddingCases, OnCpu):
         with pytest.raises(DeviceError, match="the first call after a gather that named a row out of range cannot be"):
             engine.gather([plane], index, rows)
 
-    def test_a_table_made_in_inference_mode_keeps_its_faults(self, kernels):
-        with torch.inference_mode():
-            engine = MappedEngine("cpu")
-        for _ in range(2):  # the second is reported only if the first was put away
-            engine.gather([torch.zeros(9, 8)], torch.tensor([9]), [torch.ones(1, 8)], check=True)
-            with pytest.raises(
-                RowIndexError, match=r"index\[0\] of an earlier gather .* is 9 but the table has 9 rows"
-            ):
-                engine.wait()
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize(("engine", "name"), [(MappedEngine, "mapped"), (StagedEngine, "staged")])

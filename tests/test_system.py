@@ -144,20 +144,17 @@ def test_cpu_features_as_a_system_lists_them(tmp_path, monkeypatch):
 def test_how_the_program_was_started(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
-    for name in ("on_path/speedtransfer", "on_path/python"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch(0o755)
-
-    def said(path, python=sys.executable):
+    (tmp_path / "on_path").mkdir()
+    main = Path(system.__file__).with_name("__main__.py")
+    for name in ("speedtransfer", "python"):
+        (tmp_path / "on_path" / name).touch(0o755)
+    for path, python, expected in (
+        (tmp_path / "on_path/speedtransfer", sys.executable, "speedtransfer"),
+        (tmp_path / "env dir/bin/speedtransfer", sys.executable, "'env dir/bin/speedtransfer'"),
+        (main, tmp_path / ".venv/bin/python", ".venv/bin/python -m speedtransfer"),
+        (main, tmp_path / "on_path/python", "python -m speedtransfer"),
+        ("train.py", sys.executable, "speedtransfer"),  # of somebody else
+    ):
         monkeypatch.setattr(sys, "argv", [str(path), "word2vec", "demo"])
         monkeypatch.setattr(sys, "executable", str(python))
-        return system.program()
-
-    main = Path(system.__file__).with_name("__main__.py")
-    assert said(tmp_path / "on_path/speedtransfer") == "speedtransfer"
-    assert said(tmp_path / "env dir/bin/speedtransfer") == "'env dir/bin/speedtransfer'"
-    assert said("/elsewhere/bin/speedtransfer") == "/elsewhere/bin/speedtransfer"
-    assert said(main, tmp_path / ".venv/bin/python") == ".venv/bin/python -m speedtransfer"
-    assert said(main, tmp_path / "on_path/python") == "python -m speedtransfer"
-    for path in ("", "train.py", "other/__main__.py"):  # of somebody else
-        assert said(path) == "speedtransfer"
+        assert system.program() == expected

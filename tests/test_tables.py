@@ -113,24 +113,6 @@ class OnDisk(OnCpu):
         assert duplicate.path is converted.path is None
         assert list(self.folder.iterdir()) == [table.path]
 
-    def test_creation_is_instant_and_takes_no_disk(self, monkeypatch):
-        usage = shutil.disk_usage(self.folder)
-        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=10**12))
-        num_rows, dim = 80_000_000, 128  # 41 GB
-        table = self.make(num_rows, dim)
-        info = table.path.stat()
-        assert info.st_size > 40e9
-        assert info.st_blocks * 512 < 1_000_000
-        table.add_plane("exp_avg")
-        rows = torch.tensor([0, 12_345_678, num_rows - 1])
-        table.scatter(rows, {name: torch.full((3, dim), 2.5) for name in table.planes})
-        assert [r.mean().item() for r in table.gather(rows, ["weight", "exp_avg"]).values()] == [2.5, 2.5]
-        assert not table.gather([1, 12_345_677, num_rows - 2]).any()
-        table.flush()
-        assert table.path.stat().st_blocks * 512 < 5_000_000
-        again = self.load(table.path)
-        assert again.gather(num_rows - 1).eq(2.5).all()
-
     def test_save_onto_its_own_file(self):
         table = self.numbered()
         (self.folder / "link.npy").symlink_to(table.path)
@@ -283,6 +265,7 @@ class TestLargeTables:
         path = tmp_path / "table.npy" if memory == "mmap" else None
         table = st.Table(self.NUM_ROWS, self.DIM, dtype, memory, path, "cpu")
         assert table.num_rows * table.dim > 2**31
+        assert path is None or path.stat().st_blocks * 512 < 1_000_000
         table.add_plane("last_step", 1, torch.int32)
         # Rows just below and above the offsets where 32-bit arithmetic wraps, signed and unsigned, and where it lands.
         edge = 2**31 // self.DIM

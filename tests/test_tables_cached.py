@@ -205,21 +205,6 @@ def test_nothing_shows_what_is_out_of_date():
     assert not find_handle(emb.weight).aliased
 
 
-def test_a_view_is_up_to_date_after_wait_and_may_be_written_to():
-    emb, _ = trained({"cache_rows": 10})
-    view = emb.table.torch()
-    emb.table[[1, 35]] = torch.ones(2, DIM)
-    emb.table.wait()
-    assert view[[1, 35]].eq(1).all()
-    view[1] = 2
-    assert emb(torch.tensor([1])).eq(2).all()
-    emb.table[[1, 35]] = torch.ones(2, DIM)
-    view[2] = 7
-    with pytest.raises(InvalidValueError, match=r"call table\.wait"):
-        emb(torch.tensor([2]))
-    assert emb(torch.tensor([1, 2]))[:, 0].tolist() == [1, 7]
-
-
 @pytest.mark.parametrize("look", [st.Table.numpy, np.asarray, torch.from_dlpack], ids=["numpy", "array", "dlpack"])
 def test_arrays_over_the_memory_end_the_cache(look):
     emb, optimizer = trained({"cache_rows": 10})

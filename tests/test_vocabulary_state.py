@@ -33,9 +33,11 @@ class Net(nn.Module):
 class Run:
     """A module with a vocabulary and its optimizer, trained with ids that follow from the number of the step."""
 
-    def __init__(self, optimizer: str = "adamw", padding_idx: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self, optimizer: str = "adamw", padding_idx: int | None = None, idle: Any = "lazy", **settings: Any
+    ) -> None:
         self.vocabulary = st.Vocabulary(**{"capacity": 4, "max_capacity": 14, "evict": "lru", "seed": 3} | settings)
-        self.net = Net(st.Embedding(4, DIM, padding_idx=padding_idx, idle="lazy", vocabulary=self.vocabulary))
+        self.net = Net(st.Embedding(4, DIM, padding_idx=padding_idx, idle=idle, vocabulary=self.vocabulary))
         self.optimizer = case_named(optimizer).make(self.net.parameters())
 
     def train(self, *steps: int) -> None:
@@ -45,6 +47,11 @@ class Run:
             self.optimizer.zero_grad()
             (self.net.emb(ids) - torch.randn(5, DIM, generator=draw)).square().sum().backward()
             self.optimizer.step()
+
+    def step(self, ids: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.net.emb(ids).square().sum().backward()
+        self.optimizer.step()
 
     def save(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return copy.deepcopy((self.net.state_dict(), self.optimizer.state_dict()))
@@ -355,132 +362,114 @@ def test_refused_on_the_meta_device(what: str) -> None:
 # --- what has changed since a time, in memory and in files, and copies that follow -------------------------------------
 
 
-def new(capacity: int = 6, idle: str = "lazy", **settings: Any) -> st.Embedding:
-    return st.Embedding(
-        capacity, DIM, idle=idle, vocabulary=st.Vocabulary(capacity, **{"max_capacity": 16, **settings})
-    )
-
-
-def read(embedding: st.Embedding, ids: Tensor = IDS) -> Tensor:
-    embedding.eval()
-    try:
-        with torch.no_grad():
-            return embedding(ids).clone()
-    finally:
-        embedding.train()
-
-
-def check_equal(ours: st.Embedding, theirs: st.Embedding) -> None:
-    assert set(ours.vocabulary.ids().tolist()) == set(theirs.vocabulary.ids().tolist())
-    assert torch.equal(read(ours), read(theirs))
-
-
-def trained(steps: int = 1, **settings: Any) -> tuple[st.Embedding, torch.optim.Optimizer]:
-    embedding = new(**{"seed": 1, "evict": "lru", **settings})
-    optimizer = torch.optim.AdamW(embedding.parameters(), lr=0.1)
+def trained(steps: int = 1, **settings: Any) -> Run:
+    run = Run(**{"capacity": 6, "max_capacity": 16, **settings})
     for step in range(steps):
-        take_step(embedding, optimizer, IDS[step : step + 4])
-    return embedding, optimizer
+        run.step(IDS[step : step + 4])
+    return run
 
 
-def take_step(embedding: st.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor) -> None:
-    optimizer.zero_grad()
-    embedding(ids).square().sum().backward()
-    optimizer.step()
+def follower() -> Run:
+    return Run(capacity=20, max_capacity=None, evict=None, seed=5)
+
+
+def check_equal(ours: st.Vocabulary, theirs: st.Vocabulary) -> None:
+    known = ours.ids().sort().values
+    assert torch.equal(known, theirs.ids().sort().values)
+    assert torch.equal(*(one.weights_of(one.rows(known).numpy()) for one in (ours, theirs)))
 
 
 def test_only_what_has_changed() -> None:
-    embedding, optimizer = trained(2)
-    vocabulary = embedding.vocabulary
+    run = trained(2)
+    vocabulary = run.vocabulary
     clock = vocabulary.clock
-    take_step(embedding, optimizer, IDS[[1, 7]])
+    run.step(IDS[[1, 7]])
     changes = vocabulary.changed_since(clock)
     assert set(changes.ids.tolist()) == set(IDS[[1, 7]].tolist())
     assert (changes.since, changes.clock, changes.complete) == (clock, clock + 1, False)
-    assert torch.equal(changes.rows, read(embedding, changes.ids))
-    optimizer.zero_grad()
+    assert torch.equal(changes.rows, vocabulary.weights_of(vocabulary.rows(changes.ids).numpy()))
+    run.optimizer.zero_grad()
     vocabulary.forget(IDS[:2])
-    take_step(embedding, optimizer, IDS[:1])
+    run.step(IDS[:1])
     # It came back.
     assert vocabulary.changed_since(clock).evicted.tolist() == [int(IDS[1])]
     assert vocabulary.changed_since(0).complete
-    nn.init.uniform_(embedding.weight, 0.0, 1.0)
+    nn.init.uniform_(run.net.emb.weight, 0.0, 1.0)
     assert vocabulary.changed_since(clock).ids.tolist() == vocabulary.ids().tolist()
     with pytest.raises(InvalidValueError, match="clock is 99"):
         vocabulary.changed_since(99)
 
 
 def test_all_rows_when_idle_ones_have_moved() -> None:
-    embedding, optimizer = trained(idle="exact")
-    clock = embedding.vocabulary.clock
-    take_step(embedding, optimizer, IDS[5:6])
-    assert embedding.vocabulary.changed_since(clock).complete
+    run = trained(idle="exact")
+    clock = run.vocabulary.clock
+    run.step(IDS[5:6])
+    assert run.vocabulary.changed_since(clock).complete
     # A new optimizer moves none, but the one before has.
-    take_step(embedding, torch.optim.SGD(embedding.parameters(), lr=0.1), IDS[5:6])
-    assert embedding.vocabulary.changed_since(clock).complete
+    run.optimizer = torch.optim.SGD(run.net.parameters(), lr=0.1)
+    run.step(IDS[5:6])
+    assert run.vocabulary.changed_since(clock).complete
 
 
 def test_a_dump_that_is_missing_is_told() -> None:
-    embedding, optimizer = trained()
-    dumps, clock = [embedding.vocabulary.changed_since(0)], embedding.vocabulary.clock
+    run = trained()
+    dumps, clock = [run.vocabulary.changed_since(0)], run.vocabulary.clock
     for step in range(3):
-        take_step(embedding, optimizer, IDS[step : step + 2])
-        dumps.append(embedding.vocabulary.changed_since(clock))
+        run.step(IDS[step : step + 2])
+        dumps.append(run.vocabulary.changed_since(clock))
         clock = dumps[-1].clock
-    follower = new(20, max_capacity=None)
+    copied = follower()
     with pytest.raises(InvalidValueError, match="does not copy"):
-        follower.vocabulary.update(dumps[1])
-    follower.vocabulary.update(dumps[0])
-    before = read(follower)
+        copied.vocabulary.update(dumps[1])
+    copied.vocabulary.update(dumps[0])
+    before = copied.by_id()
     with pytest.raises(InvalidValueError, match="since clock 3 but this copy has those up to 1"):
-        follower.vocabulary.update(dumps[3])
-    assert torch.equal(read(follower), before)
+        copied.vocabulary.update(dumps[3])
+    assert torch.equal(copied.by_id()["rows"], before["rows"])
     for dump in (*dumps[1:], dumps[-1]):
-        follower.vocabulary.update(dump)
-    check_equal(follower, embedding)
-    assert follower.vocabulary.clock == embedding.vocabulary.clock
+        copied.vocabulary.update(dump)
+    check_equal(copied.vocabulary, run.vocabulary)
+    assert copied.vocabulary.clock == run.vocabulary.clock
     with pytest.raises(InvalidValueError, match="up to clock 2 but this copy has those up to 4"):
-        follower.vocabulary.update(dumps[1])
+        copied.vocabulary.update(dumps[1])
     # A copy of the copy follows it, and one that was trained follows no more.
-    second = copy.deepcopy(follower)
-    take_step(embedding, optimizer, IDS[:3])
-    last = embedding.vocabulary.changed_since(clock)
+    second = copy.deepcopy(copied.net.emb)
+    run.step(IDS[:3])
+    last = run.vocabulary.changed_since(clock)
     second.vocabulary.update(last)
-    check_equal(second, embedding)
-    take_step(follower, torch.optim.SGD(follower.parameters(), lr=0.1), IDS[:1])
+    check_equal(second.vocabulary, run.vocabulary)
+    copied.step(IDS[:1])
     with pytest.raises(InvalidValueError, match="trained"):
-        follower.vocabulary.update(last)
+        copied.vocabulary.update(last)
 
 
 def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it() -> None:
-    embedding, optimizer = trained(3)
-    saved = copy.deepcopy((embedding.state_dict(), optimizer.state_dict()))
-    clock, follower = embedding.vocabulary.clock, new(20, max_capacity=None)
-    follower.load_state_dict(saved[0])
-    take_step(embedding, optimizer, IDS[:2])
-    follower.vocabulary.update(embedding.vocabulary.changed_since(clock))
-    check_equal(follower, embedding)
-    embedding.load_state_dict(saved[0])
-    optimizer.load_state_dict(saved[1])
+    run = trained(3)
+    saved, clock, copied = run.save(), run.vocabulary.clock, follower()
+    copied.net.load_state_dict(saved[0])
+    run.step(IDS[:2])
+    copied.vocabulary.update(run.vocabulary.changed_since(clock))
+    check_equal(copied.vocabulary, run.vocabulary)
+    run.load(saved)
     for step in range(3):
-        take_step(embedding, optimizer, IDS[step : step + 2])
+        run.step(IDS[step : step + 2])
     with pytest.raises(InvalidValueError, match="loaded a state"):
-        follower.vocabulary.update(embedding.vocabulary.changed_since(clock + 1))
+        copied.vocabulary.update(run.vocabulary.changed_since(clock + 1))
 
 
 def test_more_evicted_ids_than_are_remembered() -> None:
-    embedding, optimizer = trained(capacity=5, max_capacity=None)
-    clock = embedding.vocabulary.clock
-    take_step(embedding, optimizer, IDS[4:9])
-    assert not embedding.vocabulary.changed_since(clock).complete
-    take_step(embedding, optimizer, IDS[9:14])
-    assert embedding.vocabulary.changed_since(clock).complete
+    run = trained(capacity=5, max_capacity=None)
+    clock = run.vocabulary.clock
+    run.step(IDS[4:9])
+    assert not run.vocabulary.changed_since(clock).complete
+    run.step(IDS[9:14])
+    assert run.vocabulary.changed_since(clock).complete
 
 
 def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
     path = tmp_path / "dump.safetensors"
-    embedding, _ = trained(2)
-    changes = embedding.vocabulary.changed_since(0)
+    run = trained(2)
+    changes = run.vocabulary.changed_since(0)
     changes.save(path)
     tensors = load_file(path)
     again = st.Changes.load(path)
@@ -504,11 +493,11 @@ def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_changes_nothing() -> None:
-    (large, _), (other, _) = trained(8), trained(5)
-    changes, fitting = (embedding.vocabulary.changed_since(0) for embedding in (large, other))
-    small = new(6, max_capacity=8)
+    runs = trained(8), trained(5)
+    changes, fitting = (run.vocabulary.changed_since(0) for run in runs)
+    small = Run(capacity=6, max_capacity=8, evict=None)
     small.vocabulary.update(IDS[:3], torch.ones(3, DIM))
-    before = read(small)
+    before = small.by_id()["rows"]
     bad = [
         (changes, HostMemoryError, "new ids need rows"),
         (changes._replace(reserved=changes.reserved[:0]), InvalidValueError, "reserved rows"),
@@ -521,7 +510,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     for given, kind, message in bad:
         with pytest.raises(kind, match=message):
             small.vocabulary.update(given)
-        assert torch.equal(read(small), before)
+        assert torch.equal(small.by_id()["rows"], before)
         assert set(small.vocabulary.ids().tolist()) == set(IDS[:3].tolist())
     # Rows of ids that go make room.
     assert len(fitting.ids) == 8
