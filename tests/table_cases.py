@@ -131,8 +131,6 @@ OUT_OF_RANGE = {
 
 
 class GatherCases(TableCases):
-    # --- gather -------------------------------------------------------------------------------------------------------
-
     def test_gather_against_numpy(self, dtype):
         values = numbers((300, 7), dtype)
         table = self.filled(values)
@@ -225,8 +223,6 @@ class GatherCases(TableCases):
         self.assert_unchanged(table, weight)
         self.assert_unchanged(table, m, "m")
 
-    # --- gather(out=) -------------------------------------------------------------------------------------------------
-
     def test_out_strided(self):
         table = self.numbered(10, 3)
         whole = torch.full((4, 6), -1.0, device=table.device)
@@ -249,8 +245,6 @@ class GatherCases(TableCases):
 
 
 class ScatterCases(TableCases):
-    # --- scatter ------------------------------------------------------------------------------------------------------
-
     def test_scatter_of_sequences_and_arrays(self):
         for rows in (
             [[1, 2], [3, 4]],
@@ -326,8 +320,6 @@ class ScatterCases(TableCases):
         table.scatter(index, rows * 2, check=False)
         table.scatter(index, {"weight": rows * 3}, check=False)
         assert table.gather([2, 7])[:, 0].tolist() == [6, 21]
-
-    # --- sugar --------------------------------------------------------------------------------------------------------
 
     def test_getitem_and_setitem(self):
         for item, rows in (
@@ -410,8 +402,6 @@ INIT_SHAPES = [(0, 3), (1, 1), (3, 5), (15, 1), (16, 1), (17, 1), (5, 3), (33, 7
 
 
 class ValueCases(TableCases):
-    # --- first values -------------------------------------------------------------------------------------------------
-
     @pytest.mark.parametrize("chunk_bytes", [1, 16 * 13 * 8, 1 << 24])
     def test_random_numbers_are_those_of_torch(self, chunk_bytes, float_dtype, monkeypatch):
         monkeypatch.setattr(fill, "CHUNK_BYTES", chunk_bytes)
@@ -462,8 +452,6 @@ class ValueCases(TableCases):
             self.assert_unchanged(table, result)
             assert not table.torch().requires_grad
 
-    # --- from_array ---------------------------------------------------------------------------------------------------
-
     def test_from_array_of_a_tensor(self, dtype):
         values = numbers((40, 3), dtype)
         table = self.from_array(values)
@@ -492,8 +480,6 @@ class ValueCases(TableCases):
 
 
 class CopyCases(TableCases):
-    # --- copies -------------------------------------------------------------------------------------------------------
-
     def test_deepcopy_has_every_plane_and_is_independent(self, dtype):
         values = numbers((40, 3), dtype)
         table = self.filled(values)
@@ -523,8 +509,6 @@ class CopyCases(TableCases):
         table.to(self.device)
         assert table.gather([3, 1], ["weight", "m"])["m"].flatten().tolist() == [2, 2]
         assert table.gather([3, 1])[:, 0].tolist() == [0, 1]
-
-    # --- stats, version, modes ----------------------------------------------------------------------------------------
 
     def test_stats(self):
         table = self.numbered(10, 4)
@@ -596,8 +580,6 @@ class CopyCases(TableCases):
 
 
 class PlaneCases(TableCases):
-    # --- what it is ---------------------------------------------------------------------------------------------------
-
     def test_says_what_it_is(self, dtype):
         table = self.make(7, 3, dtype=dtype)
         assert (table.num_rows, table.dim, table.dtype, len(table)) == (7, 3, dtype, 7)
@@ -609,8 +591,6 @@ class PlaneCases(TableCases):
         table.add_plane("exp_avg", 2)
         assert "planes=['weight', 'exp_avg']" in repr(table)
         assert table.nbytes == 7 * 5 * dtype.itemsize
-
-    # --- planes -------------------------------------------------------------------------------------------------------
 
     def test_a_plane_of_scales_that_are_powers_of_two(self):
         scale = getattr(torch, "float8_e8m0fnu", None)
@@ -642,8 +622,6 @@ class PlaneCases(TableCases):
         table.add_plane("m", 2, fill=fill_values.requires_grad_())
         assert not table.plane("m").requires_grad
         assert_same_bits(self.rows_of(table, "m"), fill_values.detach().float())
-
-    # --- views --------------------------------------------------------------------------------------------------------
 
     def test_torch_view(self, dtype):
         values = numbers((30, 3), dtype)

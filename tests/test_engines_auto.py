@@ -88,22 +88,6 @@ class TestChoice:
         back = ["wait for writes of mapped", "staged gathers", "wait for staged", "mapped scatters"]
         assert steps("staged", "mapped") == [back[1], *back[2:], *back]
 
-    def test_both_directions_by_their_sum(self):
-        """One engine for both, unless two are faster by more than the host takes to wait for one of them."""
-
-        def pair(gather, scatter):
-            points = [("gather", 512, 1000, gather), ("scatter", 512, 1000, scatter)]
-            remember(
-                CPU, made([(d, size, n, dict(zip(("host", "reference"), s, strict=True))) for d, size, n, s in points])
-            )
-            return engine.choose("gather", 512, 1000), engine.choose("scatter", 512, 1000)
-
-        engine = self.engine()
-        assert pair((1e-3, 2e-3), (1e-3, 2e-3)) == ("host", "host")
-        assert pair((2e-3, 1e-3), (1e-3, 3e-3)) == ("reference", "host")
-        assert pair((1.00e-3, 1.04e-3), (1.02e-3, 1.00e-3)) == ("host", "host")
-        assert pair((1.04e-3, 1.00e-3), (1.00e-3, 1.03e-3)) == ("reference", "reference")
-
 
 class TestCalibration:
     def test_measures_every_call_and_engine(self):

@@ -22,7 +22,7 @@ from table_cases import ConvertCases, GatherCases
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
-from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import HostMemoryError, InvalidValueError, RowIndexError, StorageError
 from speedtransfer.tables import spans
 
 CPU = torch.device("cpu")
@@ -205,6 +205,18 @@ def names(published):
 def test_wrong_arguments(names):
     for refusal in refusals(WRONG):
         assert "; " in check_refused(refusal, open=st.Table.open, torch=torch, **names)
+
+
+def test_what_comes_from_a_device_is_checked_where_rows_are_read(tmp_path):
+    table = st.Table.open(write_parts(tmp_path, numbers((10, 4), torch.float32)), device="cpu")
+    stored, rows = table.stored("weight"), torch.zeros(2, 4)
+    for bad in (10, -1):
+        index = torch.tensor([3, bad])
+        with pytest.raises(RowIndexError, match=f"is {bad} "):
+            table._engine.gather([stored], index, [rows], check=True)
+        with pytest.raises(RowIndexError, match=f"is {bad} "):
+            table._engine.gather([stored], torch.tensor([3, 4]), [rows], check=index)
+    assert not rows.any()
 
 
 # --- never written ---------------------------------------------------------------------------------------------------------
@@ -511,12 +523,3 @@ def test_memory_is_given_back(tmp_path):
     del table
     assert str(tmp_path) not in maps.read_text()
     assert rows.shape == (1, 16)
-
-
-def test_a_map_is_not_pickled(tmp_path):
-    """Another process would read, and give back, whatever it has at these addresses."""
-    path = write_file(tmp_path / "a.safetensors", {"w": torch.ones(3, 4)})
-    span = spans.Span([spans.Piece(path, 0, 8)], writable=False)
-    for call in (pickle.dumps, copy.copy, copy.deepcopy):
-        with refused(InvalidTypeError, "cannot be pickled; open the table in each"):
-            call(span)

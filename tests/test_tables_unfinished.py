@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
-import time
-import weakref
 from typing import Any
 
 import pytest
@@ -107,18 +104,6 @@ def test_rows_loaded_in_part_are_refused_until_they_are_loaded() -> None:
 # --- writes that a thread makes -----------------------------------------------------------------------------------------
 
 
-def test_nothing_is_kept_once_it_is_written():
-    behind, held = Behind(), {1}
-    reference = weakref.ref(held)
-    behind.begin(functools.partial(len, held))
-    del held
-    behind._future.result(10)
-    deadline = time.monotonic() + 10
-    while reference() is not None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert reference() is None
-
-
 def test_what_failed_is_made_again():
     behind, calls = Behind(), []
 
@@ -135,18 +120,6 @@ def test_what_failed_is_made_again():
     assert calls[0] is not calls[1] is threading.current_thread()
     behind.finish()
     assert len(calls) == 3
-
-
-def test_a_failed_write_is_not_forgotten_by_the_next():
-    behind, done = Behind(), []
-
-    def fail():
-        raise OSError("no room")
-
-    behind.begin(fail)
-    with pytest.raises(OSError, match="no room"):
-        behind.begin(lambda: done.append(1))
-    assert not done
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
