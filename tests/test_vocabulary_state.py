@@ -383,16 +383,19 @@ def test_only_what_has_changed() -> None:
     run = trained(2)
     vocabulary = run.vocabulary
     clock = vocabulary.clock
+    run.optimizer.zero_grad()
+    vocabulary.forget(IDS[3:4])
     run.step(IDS[[1, 7]])
     changes = vocabulary.changed_since(clock)
     assert set(changes.ids.tolist()) == set(IDS[[1, 7]].tolist())
+    assert changes.evicted.tolist() == IDS[3:4].tolist()
     assert (changes.since, changes.clock, changes.complete) == (clock, clock + 1, False)
     assert torch.equal(changes.rows, vocabulary.weights_of(vocabulary.rows(changes.ids).numpy()))
     run.optimizer.zero_grad()
     vocabulary.forget(IDS[:2])
     run.step(IDS[:1])
     # It came back.
-    assert vocabulary.changed_since(clock).evicted.tolist() == [int(IDS[1])]
+    assert vocabulary.changed_since(clock).evicted.tolist() == IDS[[1, 3]].tolist()
     assert vocabulary.changed_since(0).complete
     nn.init.uniform_(run.net.emb.weight, 0.0, 1.0)
     assert vocabulary.changed_since(clock).ids.tolist() == vocabulary.ids().tolist()
