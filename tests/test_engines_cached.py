@@ -19,6 +19,7 @@ from speedtransfer.engines import (
     ReferenceEngine,
     cache_kernels,
     cache_slots,
+    faults_left,
 )
 from speedtransfer.engines.cache_policy import NO_ROW
 from speedtransfer.errors import InvalidValueError
@@ -211,6 +212,28 @@ def test_a_write_to_a_plane_that_lacks_rows():
         assert read(engine, [plane], [25, 26])[0].tolist() == [[1, 1], [2, 2]]  # as if nothing had been
         write(engine, [plane], [25], 1)
         plane[26] = 2
+
+
+def test_a_thread_that_reads_ahead_reports_to_nobody():
+    plane, engine, told = torch.zeros(30, 2), cached(10), []
+    write(engine, [plane], [25], 1)
+    plane[26] = 2
+
+    def look():
+        for _ in range(2):
+            try:
+                with faults_left():
+                    told.append(read(engine, [plane], [25])[0][0, 0].item())
+            except InvalidValueError:
+                told.append("raised")
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    assert told == ["raised", 1]
+    with pytest.raises(InvalidValueError, match="its cache held 1 newer rows"):
+        read(engine, [plane], [25])
+    assert read(engine, [plane], [25, 26])[0][:, 0].tolist() == [1, 2]
 
 
 @pytest.mark.parametrize("what", ["scatter", "wait", "shrink"])

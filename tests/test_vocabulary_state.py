@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from optimizer_cases import case_named
@@ -401,6 +402,21 @@ def test_only_what_has_changed() -> None:
     assert vocabulary.changed_since(clock).ids.tolist() == vocabulary.ids().tolist()
     with pytest.raises(InvalidValueError, match="clock is 99"):
         vocabulary.changed_since(99)
+
+
+def test_the_row_of_unseen_ids_goes_along() -> None:
+    about = {"max_capacity": None, "evict": None, "admit": 2, "unseen": "row"}
+    run, copied, loaded = Run(capacity=30, **about), Run(capacity=30, **about), Run(capacity=12, **about)
+    run.train(*range(8))
+    run.optimizer.zero_grad()
+    run.vocabulary.forget(run.vocabulary.ids()[:-9])
+    copied.vocabulary.update(run.vocabulary.changed_since(0))
+    # Where the rows of ids are other ones.
+    loaded.load(run.save())
+    loaded.check_equal(run)
+    row, *others = (one.vocabulary.weights_of(np.zeros(1, np.int64)) for one in (run, copied, loaded))
+    assert row.all()
+    assert all(torch.equal(row, other) for other in others)
 
 
 def test_all_rows_when_idle_ones_have_moved() -> None:
