@@ -88,6 +88,27 @@ class TestChoice:
         back = ["wait for writes of mapped", "staged gathers", "wait for staged", "mapped scatters"]
         assert steps("staged", "mapped") == [back[1], *back[2:], *back]
 
+    def test_a_step_stays_with_one_engine(self):
+        """Rows of one plane are gathered, those of three scattered: what was chosen holds for all that a row has."""
+        engine, used = self.engine(), []
+        points = [
+            (d, size, 1000, {"host": 1.0, "reference": 1.0, best: 0.5})
+            for size, best in ((64, "host"), (192, "reference"))
+            for d in ("gather", "scatter")
+        ]
+        remember(CPU, made(points))
+        planes, index = [torch.zeros(5000, 16) for _ in range(3)], torch.arange(1000)
+        for engine_name in ("host", "reference"):
+            one = engine.engines[engine_name]
+            for call in ("gather", "scatter"):
+                setattr(one, call, lambda *args, name=engine_name, call=call: used.append((name, call)))
+        rows = [torch.zeros(1000, 16) for _ in range(3)]
+        engine.gather(planes[:1], index, rows[:1])
+        for _ in range(2):
+            engine.scatter(planes, index, rows)
+            engine.gather(planes[:1], index, rows[:1])
+        assert used == [("host", "gather"), *[("reference", "scatter"), ("reference", "gather")] * 2]
+
 
 class TestCalibration:
     def test_measures_every_call_and_engine(self):

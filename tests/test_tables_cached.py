@@ -236,6 +236,15 @@ def test_writing_back_is_no_change_of_the_table():
     assert table.written_since(log) is None
 
 
+def test_planes_that_go_free_their_slots():
+    emb, optimizer = trained({"cache_rows": 10})
+    slots = emb.table._cache.slots
+    assert len(slots._parts) == 3
+    optimizer.state.clear()
+    find_handle(emb.weight).drop_state("for a test")
+    assert len(slots._parts) == 1
+
+
 def test_given_memory_is_copied():
     weight, array = torch.randn(ROWS, DIM), np.zeros((ROWS, DIM), dtype=np.float32)
     emb = st.Embedding.from_pretrained(weight, memory="pageable", freeze=False, cache_rows=5)
