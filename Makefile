@@ -18,7 +18,7 @@ $(if $(filter 12-13,$(CUDA_MAJOR)-$(TORCH_MAJOR)),$(warning this driver runs CUD
 	for CUDA 13: pass TORCH_INDEX=https://download.pytorch.org/whl/cu126))
 comma := ,
 
-.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec plan-accuracy ngram-lm parallel optimizers torch-suite projects peers gpu gpu-status launches matrix release-check set-version clean
+.PHONY: help demo test test-slow lint docs notebooks bench idle word2vec plan-accuracy ngram-lm parallel optimizers projects peers gpu gpu-status launches matrix release-check set-version clean
 
 help:
 	@echo "Each target first installs torch and what it needs itself into .venv (VENV=FOLDER), from the package index of pip:"
@@ -41,7 +41,6 @@ help:
 	@echo "make ngram-lm    a small GPT with hashed n-gram tables: dense, SparseAdam, ours lazy and exact (a few minutes)"
 	@echo "make parallel    one device, DataParallel and DistributedDataParallel: the same losses (under a minute)"
 	@echo "make optimizers  train a small table by every optimizer of four packages, beside an oracle (minutes)"
-	@echo "make torch-suite FILE=PATH  torch's own tests of nn.Embedding with tables in its place; see tests/torch_suite.py"
 	@echo "make projects    public projects and frameworks as they are, with tables and with nn.Embedding (an environment of its own)"
 	@echo "make peers       training steps beside FBGEMM, TorchRec, DeepSpeed and others (an environment of its own, some minutes)"
 	@echo "make matrix      the fast tests with the lowest and newest Python, torch and NumPy, into docs/versions.md (environments in .nox)"
@@ -124,9 +123,6 @@ parallel: $(call with,plot)
 # ARGS="AdamP Lion": those classes alone. A sweep of all writes docs/optimizer_sweep.json.
 optimizers: $(call with,optimizers)
 	$(PY) tests/sweep_optimizers.py $(ARGS)
-
-torch-suite: $(ENV)
-	OMP_NUM_THREADS=1 $(PY) tests/torch_suite.py "$(FILE)" $(ARGS)
 
 # Public projects pin packages that no others should have to take, so they have an environment of their own.
 PROJECTS ?= .venv-projects

@@ -11,8 +11,7 @@ import torch
 from interrupt import Interrupt
 from lazy_oracle import Twins
 from optimizer_cases import BASE, REFUSED, OptimizerCase, case_named
-from refused_styles import REFUSED_STYLES
-from third_party import RowOptimizer
+from third_party import REFUSED_STYLES, RowOptimizer
 from torch import nn
 from torch.optim import SGD, AdamW
 from torch.utils.flop_counter import FlopCounterMode

@@ -14,8 +14,8 @@ import torch
 from cases import NO_NUMPY_DTYPES
 from optimizer_cases import BASE, some
 from refusals import check_refused, refusals
-from refused_styles import Factored
 from speedtorch_cases import KINDS, batch, train
+from third_party import Factored
 from torch import nn
 
 import speedtransfer as st
