@@ -6,7 +6,6 @@ import builtins
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,12 +17,10 @@ from in_child import forks, in_child
 from refusals import Refusal, refusals
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training_loops import Program, parse
+from weight_cases import Case, parse
 
 import speedtransfer as st
 from speedtransfer import errors
-from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.lookup_ops import _modules, register
 from speedtransfer.nn.tracing import ONE_GRAPH
 
 F64 = torch.float64
@@ -33,11 +30,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
 ]
-BACKENDS = [
-    pytest.param("eager", marks=pytest.mark.slow),
-    "aot_eager",
-    pytest.param("inductor", marks=pytest.mark.slow),
-]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -159,8 +152,6 @@ IDS = [(ids * 10**9 + 3,) for ids in drawn((4, 3), (5, 3), (6, 2), (4, 3))]
 # What is compiled, its batches, and whether torch.nn trains the same: not with other idle rows, or from other values.
 KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
     "exact": (Model, SMALL, True),
-    "lazy": (lambda: Model(idle="lazy"), SMALL, False),
-    "cache": (lambda: Model(cache_rows=8), SMALL, True),
     # Copies of its rows are in memory that is used again.
     "large": (
         lambda: st.Embedding(5000, 64, padding_idx=7, dtype=F64),
@@ -246,6 +237,7 @@ def batches(count: int = 4, shape: Any = (6, 7)) -> list[Tensor]:
 
 
 PROGRAMS = parse(
+    "compiled",
     """
 # activation checkpointing around the model
 for number, ids in enumerate(batches):
@@ -270,15 +262,6 @@ words.requires_grad_(True)
 run(batches[0]).mean().backward()
 seen.append(words.weight.grad is None)
 
-# a step between forward and backward of a graph that is kept
-own = torch.optim.SGD(words.parameters(), lr=0.1)
-first, second = (run(ids).mean() for ids in batches[:2])
-first.backward()
-own.step()
-own.zero_grad()
-second.backward()
-own.step()
-
 # gradients of something else deposit nothing, though a compiled graph runs its whole backward
 seen += torch.autograd.grad(run(batches[0]).mean(), [model.head.weight])
 seen.append(words.weight.grad is None)
@@ -294,14 +277,6 @@ seen += [words.weight.grad is None, tags.weight.grad is None]
 run(batches[0]).mean().backward()
 seen.append(words.weight.grad)
 
-# lookups without gradients
-for number, ids in enumerate((batches[0], batches[0].int(), torch.tensor(4), torch.empty(0, 3).long())):
-    with (torch.inference_mode, torch.no_grad)[number % 2]():
-        seen.append(run(ids))
-model.requires_grad_(False)
-words.table.reset_stats()
-seen += [run(batches[0]).requires_grad, words.table.stats().gathered_rows]
-
 # rows read ahead
 for ids in batches:
     ticket = words.prefetch(ids)
@@ -315,13 +290,6 @@ for ids in batches:
         loss = run(ids).mean()
     step(loss)
 
-# backward in several threads
-losses = [run(ids).mean() for ids in batches]
-threads = [threading.Thread(target=loss.backward) for loss in losses]
-[thread.start() for thread in threads]
-[thread.join() for thread in threads]
-seen.append(words.weight.grad)
-
 # a weight that is assigned later, and written
 run(batches[0])
 words.weight = nn.Parameter(torch.ones(50, 4, dtype=torch.float64))
@@ -329,11 +297,11 @@ seen.append(run(batches[0]))
 words.weight.data = torch.full((50, 4), 0.5, dtype=torch.float64)
 seen.append(run(batches[0]))
 opt = torch.optim.AdamW(model.parameters(), lr=0.1)
-"""
+""",
 )
 
 
-def outcome(program: Program, run: Any, model: nn.Module) -> list[Any]:
+def outcome(program: Case, run: Any, model: nn.Module) -> list[Any]:
     """Run a program and return what it saw, dense and without gradients."""
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -344,17 +312,17 @@ def outcome(program: Program, run: Any, model: nn.Module) -> list[Any]:
         seen.append(loss)
 
     seen: list[Any] = []
-    names = {"torch": torch, "nn": nn, "st": st, "checkpoint": checkpoint, "run": run, "model": model}
-    names |= {"words": model.words, "tags": model.tags, "opt": opt, "step": step, "batches": batches(), "seen": seen}
-    exec(compile(program.code, f"<{program}>", "exec"), names | {"threading": threading})
+    names = {"torch": torch, "nn": nn, "checkpoint": checkpoint, "run": run, "model": model, "opt": opt, "step": step}
+    names |= {"words": model.words, "tags": model.tags, "batches": batches(), "seen": seen}
+    exec(compile(program.code, f"<{program.title}>", "exec"), names)
     assert not model.words._handle.anchor._arrived
     return [it.detach().to_dense() if isinstance(it, Tensor) else it for it in seen]
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.title)
 @pytest.mark.parametrize("options", [{}, {"sparse": True}], ids=str)
-def test_programs_are_those_of_the_model_itself(program: Program, options: Any) -> None:
+def test_programs_are_those_of_the_model_itself(program: Case, options: Any) -> None:
     model, plain = pair(**options)
     found = outcome(program, compiled(model), model)
     torch.testing.assert_close(found, outcome(program, plain, plain), rtol=1e-13, atol=1e-15)
@@ -383,32 +351,6 @@ def test_the_weight_used_beside_the_lookup() -> None:
     torch.testing.assert_close(found, trained(plain, plain, SMALL), rtol=1e-10, atol=1e-12)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(model)(torch.tensor([1, 2]))
-
-
-def of_tickets(emb: Any) -> None:
-    """Look up what is no tensor, outside of the graph."""
-    ids, run = torch.tensor([[1, 7, 2], [0, 7, 9]]), torch.compile(emb, backend="eager")
-    for given in ([1, 2], [torch.tensor(1), torch.tensor(2)], emb.prefetch(ids)):
-        again = emb.prefetch(ids) if isinstance(given, st.nn.ticket.Ticket) else given
-        assert torch.equal(run(given), emb(again))
-
-
-def of_transforms(emb: Any) -> None:
-    """Look up in a transform of torch.func, which the operators do not know, outside of the graph."""
-
-    def mapped(ids: Tensor) -> Tensor:
-        return torch.vmap(lambda one: emb(one).sum(0))(ids)
-
-    ids = torch.tensor([[1, 2], [3, 3]])
-    with torch.no_grad():
-        assert torch.equal(torch.compile(mapped, backend="aot_eager")(ids), emb(ids).sum(1))
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        compiled(mapped)(ids)
-
-
-@pytest.mark.parametrize("use", [of_tickets, of_transforms])
-def test_what_is_looked_up_outside_of_the_graph(use: Callable[[Any], None]) -> None:
-    use(st.Embedding(20, 4, dtype=F64))
 
 
 def changed_ids() -> None:
@@ -485,16 +427,6 @@ def test_weights_that_are_swapped() -> None:
         assert grad.count_nonzero()
     assert model.words.weight.grad is None
     assert torch.equal(run(ids), plain(ids))
-    # By the weight of another table.
-    third = pair()[0].words
-    with torch.no_grad():
-        third.weight.add_(1.0)
-    found = torch.func.functional_call(run, {"_orig_mod.words.weight": third.weight}, (ids,))
-    torch.testing.assert_close(found, torch.func.functional_call(plain, {"words.weight": third.weight}, (ids,)))
-    # As one that is assigned.
-    model.words.weight = third.weight
-    run(ids).mean().backward()
-    assert third.weight.grad is model.words.weight.grad is not None
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda run: compiled(pickle.loads(pickle.dumps(run._orig_mod)))])
@@ -508,14 +440,6 @@ def test_a_copy_has_its_own_rows(copied: Callable[[Any], Any]) -> None:
         assert not torch.equal(run(ids), before)
         twin(ids).mean().backward()
         assert all(param.grad is None for param in model.parameters())
-
-
-def test_a_weight_that_one_of_its_modules_shortens_is_looked_up_in_turn_by_all() -> None:
-    for first, second in ((None, 0.5), (0.5, None)):
-        one, other = st.Embedding(20, 4, max_norm=first), st.Embedding(20, 4, max_norm=second)
-        one.weight = other.weight
-        for model in (one, other, *copy.deepcopy((one, other))):
-            assert model._handle.renormalizes
 
 
 def test_what_is_kept_of_a_lookup_goes_with_its_graph() -> None:
@@ -537,23 +461,6 @@ def test_what_is_kept_of_a_lookup_goes_with_its_graph() -> None:
     assert handle() is None
 
 
-def arguments(leaf: Tensor, key: Tensor, ids: Tensor, training: bool = True) -> tuple[Any, ...]:
-    return [ids], None, None, leaf, key, "Embedding.forward", [], 4, None, training, False, False
-
-
-def test_no_number_is_used_again() -> None:
-    emb = st.Embedding(5, 2)
-    key = emb._key
-    assert _modules[int(key)] is emb
-    assert int(copy.copy(emb)._key) != int(key)
-    del emb
-    assert int(key) not in _modules
-    made = [int(st.Embedding(5, 2)._key) for _ in range(5)]
-    assert len({int(key), *made}) == 6
-    with pytest.raises(InvalidValueError, match="is gone"):
-        torch.ops.speedtransfer.lookup(*arguments(torch.zeros(1, requires_grad=True), key, torch.tensor([0])))
-
-
 @forks
 @torch.no_grad()
 def test_a_forked_process() -> None:
@@ -563,18 +470,3 @@ def test_a_forked_process() -> None:
     for use in (lambda: run(ids), lambda: copy.deepcopy(model)(ids)):
         assert torch.equal(use(), expected)
         assert in_child(lambda use=use: torch.equal(use(), expected))
-
-
-def test_the_operators_are_what_torch_expects() -> None:
-    emb = st.Embedding(20, 4, dtype=F64)
-    register()
-    leaf, ids = emb._handle.anchor.leaf, torch.tensor([[1, 2], [2, 9]])
-    args = arguments(leaf, emb._key, ids)
-    # Without test_aot_dispatch_dynamic, which runs twice and compares numbers of lookups.
-    tests = ("test_schema", "test_faketensor")
-    frozen = arguments(leaf.detach(), emb._key, ids, training=False)
-    torch.library.opcheck(torch.ops.speedtransfer.lookup, frozen, test_utils=tests)
-    torch.library.opcheck(torch.ops.speedtransfer.lookup, args, test_utils=tests)
-    _, number = torch.ops.speedtransfer.lookup(*args)
-    grads = [torch.randn(2, 2, 4, dtype=F64)]
-    torch.library.opcheck(torch.ops.speedtransfer.deposit, (grads, number, *args), test_utils=("test_faketensor",))

@@ -10,9 +10,8 @@ from checkpoint_cases import digest
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss
 from optimizer_cases import case_named
 from reading_ahead import at_once, by_loader, by_ticket
-from test_training_loops import run
+from test_training_loops import PROGRAMS, run
 from torch import nn
-from training_loops import PROGRAMS
 
 import speedtransfer as st
 from gpu.tools import check_same, embedding_in
@@ -232,7 +231,9 @@ def test_a_large_batch_of_few_rows(device, tmp_path):
 @pytest.mark.sweep
 @pytest.mark.parametrize("memory", MEMORIES)
 # Where a kernel makes the step, one that torch has ended with an error has not been counted.
-@pytest.mark.parametrize("program", [program for program in PROGRAMS if "fail()" not in program.code], ids=str)
+@pytest.mark.parametrize(
+    "program", [program for program in PROGRAMS if "fail()" not in program.code], ids=lambda it: it.title
+)
 def test_loops(device, tmp_path, program, memory):
     make = case_named("adamw").make
     emb, dense = embedding(memory, tmp_path, device), dense_embedding(device)
