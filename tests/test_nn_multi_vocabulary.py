@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -195,18 +194,6 @@ def test_the_vocabulary_does_what_it_says(about: str, form: str) -> None:
         assert torch.equal(ours.eval()["item"](ids["item"]), one.eval()(ours.vocabulary_ids("item", ids["item"])))
 
 
-def test_the_row_of_unseen_ids_is_trained_in_each_step() -> None:
-    """It is of no feature: also a step that leaves some out has a gradient of it."""
-    ours, known = multi(unseen="row", admit=100, idle="exact"), st.Vocabulary(seed=1, unseen="row", admit=100)
-    one = st.Embedding(90, 4, 0, dtype=torch.float64, vocabulary=known, idle="exact")
-    opts = [ADAMW(emb.parameters()) for emb in (ours, one)]
-    for step in range(4):
-        user = torch.arange(step, step + 3)
-        for emb, ids, opt in ((ours["user"], user, opts[0]), (one, ours.vocabulary_ids("user", user), opts[1])):
-            step_of(opt, (emb(ids) - 0.3).square().sum())
-    torch.testing.assert_close(ours.weight[:2].detach(), one.weight[:2].detach(), rtol=0, atol=1e-12)
-
-
 # --- ids ------------------------------------------------------------------------------------------------------------------
 
 
@@ -274,25 +261,15 @@ def small(sizes: Any = (3, 4), known: bool = True) -> Any:
     return st.MultiEmbedding(sizes, 2, vocabulary=st.Vocabulary() if known else None)
 
 
-def alone() -> Any:
-    return st.Embedding(7, 2, vocabulary=st.Vocabulary())
-
-
-NAMED = small({"a": 3, "b": 4})
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "no weight of its own": lambda emb: emb[0].weight,
     "has a vocabulary": st.to_dense,
     "cannot be written as a whole": lambda emb: emb.weight.data.mul_(2),
-    "swapped in": lambda emb: torch.func.functional_call(emb, {"weight": torch.ones(9, 2)}, (torch.tensor([[1, 2]]),)),
-    "outside of .*transforms": lambda emb: torch.func.vmap(emb[0])(torch.tensor([[1, 2]])),
     "with the same features": lambda emb: emb.load_state_dict(small([3, 4, 5]).state_dict()),
-    "the features": lambda emb: alone().load_state_dict(emb.state_dict()),
     "belongs to another module": lambda emb: st.MultiEmbedding([3], 2, vocabulary=emb.vocabulary),
     "vocabulary.update": lambda emb: st.MultiEmbedding.from_modules([nn.Embedding(3, 2)], vocabulary=st.Vocabulary()),
-    "has no vocabulary": lambda emb: small([3], known=False).vocabulary_ids(0, [1]),
     "padding_idx of feature '1'": lambda emb: st.MultiEmbedding([3, 4], 2, [None, 2**62], vocabulary=st.Vocabulary()),
     r"Missing.*0\.weight": lambda emb: small(known=False).load_state_dict(emb.state_dict()),
-    "features": lambda emb: NAMED.vocabulary.update(emb.vocabulary.changed_since(0)),
 }
 
 
@@ -304,14 +281,3 @@ def test_refused(what: str) -> None:
     with pytest.raises((InvalidTypeError, InvalidValueError, RowIndexError, RuntimeError), match=what):
         REFUSED[what](emb)
     assert all(torch.equal(a, b) for a, b in zip(before, emb.vocabulary.export(), strict=True))
-
-
-def test_a_vocabulary_of_a_module_that_is_gone_serves_another_kind() -> None:
-    emb = small()
-    vocabulary = emb.vocabulary
-    assert "features" in vocabulary.state_dict()
-    del emb
-    gc.collect()
-    one = st.Embedding(4, 2, vocabulary=vocabulary)
-    one(torch.tensor([3, 2**62]))
-    assert "vocabulary.features" not in one.state_dict()
