@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
-from speedtransfer.tables import Table
 
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 FLAT = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])
@@ -141,16 +140,6 @@ def test_bad_ids_raise_before_anything_is_written(ids: object, error: type, word
         assert torch.equal(emb.table.torch(), before)
         assert (emb.table.version, emb.table.stats()) == (version, stats)
         assert emb.weight.grad is None
-
-
-def test_every_dtype_of_a_table_checks_its_ids() -> None:
-    """The check of few ids is that of torch, which every kernel of it has to make."""
-    for dtype in (*FLOATS, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-        table = Table(50, 3, dtype=dtype, memory="pageable")
-        for bad in (50, -1):
-            with pytest.raises(RowIndexError, match=f"is {bad}"):
-                table.look_up(torch.tensor([0, bad]))
-        assert table.look_up(torch.tensor([[1]])).dtype == dtype
 
 
 def test_frozen_rows_are_counted_and_the_callers_to_write_to() -> None:

@@ -6,8 +6,6 @@ import copy
 import io
 import pickle
 import warnings
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -144,6 +142,9 @@ TOOLS = {
     "torch.jit.script": torch.jit.script,
     "torch.onnx": lambda model: torch.onnx.export(model, (IDS,), io.BytesIO(), dynamo=False),
     "torch.fx": torch.fx.symbolic_trace,
+    "torch.ao": lambda model: torch.ao.quantization.quantize_dynamic(
+        model, {nn.Embedding: torch.ao.quantization.float_qparams_weight_only_qconfig}
+    ),
     "torch.export": lambda model: torch.export.export(model, (IDS,), strict=True),
 }
 
@@ -201,32 +202,3 @@ def test_what_does_not_fit(monkeypatch) -> None:
         to_dense(model)
     monkeypatch.setenv("SPEEDTRANSFER_HOST_BYTES", str(4 * 20 * 4 * 4))
     assert type(to_dense(model).words) is nn.Embedding
-
-
-ao = torch.ao.quantization
-
-
-def _prepared(model: nn.Module, qconfig: Any, prepare: Any) -> Any:
-    model.qconfig = qconfig
-    return prepare(model.train(prepare is ao.prepare_qat))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_eager_quantization_of_a_table_raises_by_name() -> None:
-    weights_only = ao.float_qparams_weight_only_qconfig
-    ways: list[Callable[[nn.Module], Any]] = [
-        lambda model: ao.quantize_dynamic(model, {nn.Embedding: weights_only, nn.EmbeddingBag: weights_only}),
-        lambda model: setattr(model["emb"], "qconfig", weights_only),
-        lambda model: _prepared(model, ao.default_embedding_qat_qconfig, ao.prepare_qat),
-    ]
-    for kind, size in (("Embedding", 10), ("EmbeddingBag", 10), ("MultiEmbedding", [10])):
-        module = getattr(speedtransfer, kind)(size, 4)
-        for way in ways:
-            with pytest.raises(InvalidTypeError, match=r"torch.ao.quantization cannot replace .*to_dense"):
-                way(nn.ModuleDict({"emb": module, "out": nn.Linear(4, 2)}))
-    # Left alone as those of torch.nn would be.
-    model = nn.ModuleDict({"emb": speedtransfer.Embedding(10, 4), "out": nn.Linear(4, 2)})
-    found = ao.quantize_dynamic(model, {nn.Linear})
-    assert type(found["emb"]) is speedtransfer.Embedding
-    assert type(found["out"]).__module__.startswith("torch.ao")
-    model["emb"].qconfig = None

@@ -9,7 +9,6 @@ import torch
 from cases import COPIES
 from forked import run_script
 from lazy_oracle import both
-from third_party import RowOptimizer
 from torch import nn
 
 import speedtransfer as st
@@ -18,17 +17,12 @@ from speedtransfer.optim import find_handle
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
 
-@pytest.mark.parametrize("anew", [False, True])
-@pytest.mark.parametrize("how", ["half", "double", "bfloat16", "float"])
-def test_conversion_converts_the_table(how: str, anew: bool) -> None:
-    ours, dense = both(dtype=torch.float64 if how == "float" else torch.float32)
+@pytest.mark.parametrize("how", ["half", "double", "bfloat16"])
+def test_conversion_converts_the_table(how: str) -> None:
+    ours, dense = both()
     ours(IDS).sum().backward()  # a gradient pending goes
-    torch.__future__.set_overwrite_module_params_on_conversion(anew)
-    try:
-        getattr(ours, how)()
-        getattr(dense, how)()
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
+    getattr(ours, how)()
+    getattr(dense, how)()
     assert ours.weight.dtype == ours.table.dtype == dense.weight.dtype
     assert ours.weight.grad is None
     for module in (ours, dense):
@@ -39,16 +33,6 @@ def test_conversion_converts_the_table(how: str, anew: bool) -> None:
 
 
 # --- what a table cannot serve ------------------------------------------------------------------------------------------
-
-
-def test_a_graph_that_saved_rows_cannot_be_used_after_a_step_wrote_them() -> None:
-    bag = st.EmbeddingBag(12, 5, mode="sum")
-    weights = torch.rand(IDS.shape, requires_grad=True)
-    loss = bag(IDS, per_sample_weights=weights).pow(2).sum()
-    loss.backward(retain_graph=True)
-    torch.optim.SGD(bag.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 def test_one_memory_cannot_be_two_tables() -> None:
@@ -181,22 +165,8 @@ def test_without_an_optimizer_the_last_one_is_named(model: nn.ModuleDict) -> Non
     assert users.num_bytes == model["users"].table.nbytes
 
 
-class Plain(RowOptimizer):
-    """One that nobody knows, with state for each row."""
-
-    def update(self, p, g, state, group) -> None:
-        p.sub_(state.setdefault("mean", torch.zeros_like(p)).lerp_(g, 0.1))
-
-
-@pytest.mark.filterwarnings("ignore:it is not known what Plain does")
 @pytest.mark.parametrize(
-    ("optimizer", "sparse", "idle"),
-    [
-        (torch.optim.AdamW, False, "exact"),
-        (torch.optim.SGD, True, "exact"),
-        (torch.optim.SparseAdam, True, "lazy"),
-        (Plain, False, "lazy"),
-    ],
+    ("optimizer", "sparse", "idle"), [(torch.optim.AdamW, False, "exact"), (torch.optim.SparseAdam, True, "lazy")]
 )
 def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
     emb = st.Embedding(50, 4, sparse=sparse)
@@ -211,18 +181,6 @@ def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
     opt.step()
     moved = (emb.weight.detach() != before).any(1)[ROWS]
     assert moved.all() == moved.any() == (optimizer is torch.optim.AdamW)
-
-
-def test_it_reads_no_row(model: nn.ModuleDict) -> None:
-    opt = torch.optim.AdamW(model.parameters())
-    for ids in (ROWS, ROWS + 10):
-        opt.zero_grad()
-        model["users"](ids).sum().backward()
-        opt.step()
-    table = model["users"].table
-    before, version = table.stats(), table.version
-    str(st.summary(model, opt))
-    assert (table.stats(), table.version) == (before, version)
 
 
 # --- functions of torch that are replaced while there are tables: put back as they were ------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from pathlib import Path
 
@@ -131,25 +130,6 @@ def test_scales_for_blocks_of_columns(dtype: torch.dtype) -> None:
         with torch.no_grad():
             emb(torch.tensor([1, 5, 1, 7]))
         assert emb.table.stats().gathered_bytes == 4 * (200 + 4 * scales)
-
-
-@pytest.mark.parametrize("dtype", FLOAT8)
-def test_blocks_stay_in_copies_and_with_other_rows(dtype: torch.dtype, tmp_path: Path) -> None:
-    emb = made(dtype, dim=7, scale_block=3)
-    copies = [copy.deepcopy(emb), pickle.loads(pickle.dumps(emb))]
-    for other in copies:
-        assert other.table.plane("weight.scale").shape == (12, 3)
-        assert "scale_block=3" in repr(other)
-        assert torch.equal(values(other), values(emb))
-    emb.weight = nn.Parameter(dense(20, 7).weight.detach())
-    assert emb.table.plane("weight.scale").shape == (20, 3)
-    coarse = made(dtype, dim=7, seed=4)
-    speedtransfer.save_checkpoint(tmp_path / "fine", copies[0])
-    speedtransfer.load_checkpoint(tmp_path / "fine", coarse)
-    assert coarse.table.plane("weight.scale").shape == (12, 1)
-    assert torch.equal(values(coarse), quantised(values(copies[0]), dtype))
-    speedtransfer.load_checkpoint(tmp_path / "fine", copies[1])
-    assert torch.equal(copies[1].table.torch().view(torch.uint8), copies[0].table.torch().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)

@@ -67,16 +67,6 @@ def emptied(model: nn.Module, device: str = "cpu") -> nn.Module:
     return model
 
 
-def ours_alone(function: Callable[[nn.Module], Any]) -> Callable[[nn.Module], nn.Module]:
-    """Return a function that calls `function` of a model with a table module, and returns what that returns, or the model."""
-
-    def call(model: nn.Module) -> nn.Module:
-        result = function(model) if hasattr(type(model[0]), "table") else None
-        return result if isinstance(result, nn.Module) else model
-
-    return call
-
-
 THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "to": lambda model: model.to("cpu"),
     "float": lambda model: model.float(),
@@ -88,9 +78,8 @@ THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
     "reset": drawn,
     "to_empty": emptied,
     "meta": lambda model: emptied(model, "meta"),
-    "repr": ours_alone(repr),
-    "to_dense": ours_alone(st.to_dense),
-    "full_state_dict": ours_alone(st.full_state_dict),
+    "repr": lambda model: (repr(model), model)[1],
+    "to_dense": st.to_dense,
     "functional_call": lambda model: (torch.func.functional_call(model, {"0.weight": ROWS}, (IDS,)), model)[1],
     "assign": lambda model: (setattr(model[0], "weight", model[0].weight), model)[1],
 }
@@ -144,24 +133,6 @@ def test_what_needs_the_table_says_how_it_gets_the_rows(kind: str) -> None:
         assert module.activate(IDS).rows.shape == (5, 4)
 
 
-@pytest.mark.parametrize("put", PUT)
-def test_features_see_it(put: str) -> None:
-    ids = torch.tensor([[1, 7], [5, 0]])
-    for then in ("to", *COPIES, "average", "repr", "to_dense", "assign"):
-        model: nn.Module = nn.Sequential(st.MultiEmbedding([12, 8], 4))
-        PUT[put](model[0], nn.Parameter(ROWS.clone()))
-        if put == "of another" and then == "assign":
-            # Which has no features.
-            with pytest.raises(InvalidValueError, match="features"):
-                THEN[then](model)
-            continue
-        model = THEN[then](model)
-        expected = ROWS[ids + torch.tensor([0, 12])]
-        assert torch.equal(model[0][1](ids[:, 1]), expected[:, 1])
-        assert torch.equal(model(ids), expected)
-        assert torch.equal(torch.cat(list(model.state_dict().values())), ROWS)
-
-
 # A parameter of a class with rules of its own, as geoopt's.
 class OnManifold(nn.Parameter):
     pass
@@ -205,31 +176,3 @@ def test_a_module_on_the_meta_device_that_shares_a_weight_shares_the_table(first
     before = one.weight.detach().clone()
     opt.step()
     torch.testing.assert_close((before - other.weight).detach().sum(1), torch.tensor([0.0, 2.0, 2.0, *[0.0] * 6]))
-
-
-OPTIONS: list[dict[str, Any]] = [{}, {"storage_dtype": torch.bfloat16, "state_dtype": torch.uint8}, {"cache_rows": 7}]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_to_the_meta_device_and_back(options: dict[str, Any]) -> None:
-    model = nn.Sequential(st.Embedding(50, 8, padding_idx=2, **options), nn.Linear(8, 2))
-    opt = torch.optim.AdamW(model.parameters())
-    model(IDS).sum().backward()
-    opt.step()
-    kept = {name: value.clone() for name, value in model.state_dict().items()}
-    shown, expected, weight = repr(model), model(IDS).detach(), model[0].weight
-    skeleton = copy.deepcopy(model).to("meta")
-    for assign in (False, True):
-        other = copy.deepcopy(skeleton)
-        assert other[0].weight.is_meta
-        assert other[0].weight.requires_grad
-        other = other if assign else other.to_empty(device="cpu")
-        other.load_state_dict(kept, assign=assign)
-        torch.testing.assert_close(other(IDS), expected, rtol=0.1, atol=1e-5)
-        assert repr(other) == shown
-    assert torch.equal(model(IDS), expected)
-    # Its optimizer goes on with what it has, as in torch.
-    model.to("meta")
-    opt.step()
-    assert weight.shape == (50, 8)
-    assert not weight.is_meta
