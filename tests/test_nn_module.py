@@ -183,55 +183,26 @@ def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
     assert moved.all() == moved.any() == (optimizer is torch.optim.AdamW)
 
 
-# --- functions of torch that are replaced while there are tables: put back as they were ------------------------------------
+# --- functions of torch that are replaced where there are tables -----------------------------------------------------------
 
-PUT_BACK = """
-import gc
+IMPORTED = """
 import torch
 import speedtransfer as st
 from speedtransfer.nn import patches
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 torch.optim.Adam([torch.nn.Parameter(torch.ones(1))])
 def now():
-    places = [(owner, name) for owner, name, _ in patches.PATCHES] + [(torch.optim.Adam, "step"), (torch.optim.SGD, "step")]
+    places = [(owner, name) for owner, name, _ in patches.PATCHES] + [(torch.optim.Adam, "step")]
     return [vars(owner)[name] for owner, name in places]
-def steps():
-    emb = st.Embedding(5, 2, _weight=torch.ones(5, 2))
-    opt = torch.optim.Adam(emb.parameters(), lr=0.5)
-    emb(torch.tensor([1])).sum().backward()
-    opt.step()
-    return [round(value, 5) for value in emb(torch.arange(5))[:, 0].tolist()]
 
-own, hooks = now(), len(_global_optimizer_pre_hooks)
-# An import replaces nothing.
+own = now()
 functions = [getattr(each, "__func__", each) for each in own]
 assert all(each.__module__.startswith("torch.") for each in functions), functions
-assert steps() == [1, 0.5, 1, 1, 1]
-try:
-    kept = st.Embedding(2, 2)
-    patches.uninstall()
-except st.errors.InvalidValueError as error:
-    assert "while there are tables" in str(error), error
-else:
-    raise AssertionError
-ours = now()
-assert not any(a is b for a, b in zip(own[:-1], ours, strict=False)), "something is not replaced"
-del kept
-gc.collect()
-theirs = torch.autograd.backward = lambda *args: None
-try:
-    patches.uninstall()
-except st.errors.InvalidValueError as error:
-    assert "torch.autograd.backward has been replaced by" in str(error), error
-torch.autograd.backward = ours[5]
-assert now() == ours
-patches.uninstall()
-assert now() == own and len(_global_optimizer_pre_hooks) == hooks
-assert steps() == [1, 0.5, 1, 1, 1]
+st.Embedding(2, 2)
+assert not any(map(lambda a, b: a is b, own, now())), "something is not replaced"
 """
 
 
-def test_all_functions_of_torch_are_put_back() -> None:
-    ran = run_script(PUT_BACK)
+def test_an_import_replaces_nothing() -> None:
+    ran = run_script(IMPORTED)
     assert ran.returncode == 0, ran.stderr

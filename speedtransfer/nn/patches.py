@@ -12,14 +12,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from speedtransfer.cuda import count_graphs
-from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.fills import of_whole, truncating
 from speedtransfer.once import once
 from speedtransfer.optim import backward, hooks, param_guards, replicas, state_dicts
-from speedtransfer.optim.handle import any_handles
 
 # Where torch has a function, its name there, and what makes of it the one that takes its place.
 PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
@@ -39,9 +36,6 @@ PATCHES: list[tuple[Any, str, Callable[[Any], Any]]] = [
     # Others may have imported trunc_normal_ already, which looks this up.
     (nn.init, "_no_grad_trunc_normal_", truncating),
 ]
-# What torch has at each of them, and what is there since.
-_replaced: list[tuple[Any, Any]] = []
-_hooks: list[RemovableHandle] = []
 
 
 @once
@@ -49,34 +43,6 @@ def install() -> None:
     """Replace the functions, and register the hook that comes before the steps of all optimizers."""
     count_graphs()
     for owner, name, patch in PATCHES:
-        own = vars(owner)[name]
         setattr(owner, name, patch(getattr(owner, name)))
-        _replaced.append((own, vars(owner)[name]))
-    hooks.guard_steps(True)
-    _hooks.append(register_optimizer_step_pre_hook(hooks.before_hooks))
-
-
-def uninstall() -> None:
-    """Put torch's own functions back; the next table installs them again.
-
-    Raises
-    ------
-    InvalidValueError
-        There are tables, or somebody else has replaced one of the functions since; nothing is changed.
-    """
-    if any_handles():
-        raise InvalidValueError("torch's functions cannot be put back while there are tables; delete the modules first")
-    for (owner, name, _), (_, ours) in zip(PATCHES, _replaced, strict=False):
-        if vars(owner)[name] is not ours:
-            raise InvalidValueError(
-                f"{owner.__name__}.{name} has been replaced by {vars(owner)[name]!r} since the first table, and cannot be put "
-                "back; undo that first"
-            )
-    for (owner, name, _), (own, _) in zip(PATCHES, _replaced, strict=False):
-        setattr(owner, name, own)
-    for hook in _hooks:
-        hook.remove()
-    hooks.guard_steps(False)
-    _replaced.clear()
-    _hooks.clear()
-    install.cache_clear()  # type: ignore[attr-defined]
+    hooks.guard_steps()
+    register_optimizer_step_pre_hook(hooks.before_hooks)

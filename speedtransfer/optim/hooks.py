@@ -48,14 +48,14 @@ def guarding_steps(hooking: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def guard_steps(guard: bool) -> None:
-    """Guard the steps that torch has wrapped, of classes whose optimizers there have been; False: no longer."""
+def guard_steps() -> None:
+    """Guard the steps that torch has wrapped, of classes whose optimizers there have been."""
     kinds: list[type[Optimizer]] = [Optimizer]
     for kind in kinds:
         kinds.extend(kind.__subclasses__())
         step: Any = vars(kind).get("step")
-        if getattr(step, "hooked", False) and (step.__code__ is _GUARD) != guard:
-            kind.step = _recovering(step) if guard else step.__wrapped__  # type: ignore[method-assign]
+        if getattr(step, "hooked", False):
+            kind.step = _recovering(step)  # type: ignore[method-assign]
 
 
 def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,7 +70,6 @@ def _recovering(step: Callable[..., Any]) -> Callable[..., Any]:
     return called
 
 
-_GUARD = _recovering(print).__code__
 # Functions that a step runs in: as torch wraps it, and around that as we do, which is what a compiled step keeps. By names, as
 # compiled code is another object.
 _AROUND_STEPS = {
