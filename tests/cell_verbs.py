@@ -51,46 +51,30 @@ w.copied(*copy.deepcopy((model, opt)))  # copy.deepcopy((model, opt))
 w.copied(pickle.loads(pickle.dumps(model)))  # pickle.dumps(model)
 rows_of(saved(model.state_dict(), weights_only=True))  # torch.save(model.state_dict())
 copy.deepcopy(weight).detach()  # copy.deepcopy(weight)
-pickle.loads(pickle.dumps(weight)).detach()  # pickle.dumps(weight)
 a = torch.optim.swa_utils.AveragedModel(model); w.step(); a.update_parameters(model); w.look(a.module)  # AveragedModel(model)
 w.look(st.to_dense(model) if w.ours else model)  # st.to_dense(model)
 weight.detach()
-weight.cpu().double()
 [weight[i], weight[at]]  # weight[i]
 [] if w.vocabulary else weight[1:3]  # weight[1:3]
 weight.norm()
 weight.detach().numpy()
-torch.tensor(weight.tolist())  # weight.tolist()
-weight @ torch.ones(weight.shape[1], 2)  # weight @ x
 F.embedding(at, weight)
 repr(model), str(weight), f"{weight.data}"; None  # repr
 str(st.summary(model)); None  # st.summary(model)
 weight.data.fill_(0.5)
 weight.data.mul_(2)
-weight.data.clamp_(-0.1, 0.1)
-weight.data.uniform_(-1, 1)
-weight.data.copy_(w.numbers())  # weight.data.copy_(rows)
 weight.data[i] = 7.0
-weight.data[at] = ones(3)  # weight.data[ids] = rows
 weight.data[i].mul_(2)
-weight.data.index_add_(0, at, ones(3))  # weight.data.index_add_
 weight.data.div_(weight.data.norm(dim=1, keepdim=True) + 1)  # weight.data.div_(rows)
 with torch.no_grad(): weight[i] = 3.0
-with torch.no_grad(): weight.sub_(0.5)
-with torch.no_grad(): weight.mul_(torch.tensor(2.0))
-with torch.no_grad(): weight.copy_(w.numbers())  # with torch.no_grad(): weight.copy_(rows)
 with torch.no_grad(): torch._foreach_mul_([weight], 0.5)  # torch._foreach_mul_
 nn.utils.vector_to_parameters(nn.utils.parameters_to_vector([weight]) * 0.5, [weight])  # vector_to_parameters
 emb.reset_parameters()
 nn.init.normal_(weight)
-nn.init.uniform_(weight)
-nn.init.constant_(weight, 0.5)
 None if w.vocabulary else nn.init.xavier_uniform_(weight)  # nn.init.xavier_uniform_(weight)
-nn.init.kaiming_uniform_(weight)
 nn.init.trunc_normal_(weight)
 nn.init.orthogonal_(weight)
 nn.init.sparse_(weight, 0.5)
-nn.init.eye_(weight)
 weight.data = w.numbers()  # weight.data = rows
 weight.data = w.numbers(3); w.use(model)  # weight.data = more rows
 emb.weight = nn.Parameter(w.numbers()); w.use(model)  # emb.weight = nn.Parameter(rows)
@@ -99,26 +83,20 @@ ids = w.ids; ticket = model.emb.prefetch(ids) if w.ours else None; w.trained(ids
 for ids in st.prefetch([w.ids], lambda ids: {model.emb: ids}) if w.ours else [w.ids]: w.trained(ids)  # st.prefetch
 emb.table.grow(len(weight) + 3) if hasattr(getattr(emb, "table", None), "grow") else None; None  # table.grow
 w.backward(); torch.tensor(weight.grad.tolist())  # weight.grad
-w.backward(); [weight.grad.norm(), weight.grad.abs().max(), weight.grad.square().sum(0).sqrt()]  # weight.grad.norm()
-w.backward(); weight.grad[at]  # weight.grad[ids]
 w.backward(); weight.grad.mul_(0.5); opt.step()  # weight.grad.mul_(0.5)
 w.backward(); opt.zero_grad(set_to_none=False); opt.step()  # opt.zero_grad(set_to_none=False)
-w.backward(); weight.grad = None; opt.step()  # weight.grad = None
 weight.grad = w.numbers(); opt.step()  # weight.grad = rows
 weight.register_hook(lambda grad: grad * 2); w.step()  # weight.register_hook
 w.backward(); w.backward(); opt.step()  # loss.backward() twice
 w.backward(); n = nn.utils.clip_grad_norm_(model.parameters(), 0.1); opt.step(); n  # clip_grad_norm_
 w.backward(); n = st.clip_grad_norm_(model.parameters(), 0.1); opt.step(); n  # st.clip_grad_norm_
-w.backward(); nn.utils.clip_grad_value_(model.parameters(), 0.1); opt.step()  # clip_grad_value_
 s = torch.amp.GradScaler("cpu"); s.scale(w.loss()).backward(); s.unscale_(opt); s.step(opt); s.update()  # GradScaler
 (w.loss() + weight.square().sum()).backward(); opt.step()  # weight.square().sum().backward()
 n = model.requires_grad_(False)(w.ids); model.requires_grad_(True); n  # model.requires_grad_(False)
 model.to(torch.float64); None  # model.to(torch.float64), the optimizer stays
 w.use(model.to(torch.float64))  # model.to(torch.float64)
-model.to("cpu"); None  # model.to("cpu")
 copy.deepcopy(model).to("meta"); None  # model.to("meta")
 elsewhere(w.look)  # model(ids) in a thread
-elsewhere(lambda: rows_of(model.state_dict()))  # model.state_dict() in a thread
 forked(w.look)  # model(ids) in a fork
 forked(lambda: weight.detach().clone())  # weight.detach() in a fork
 torch.func.functional_call(model, {"scale": torch.full((DIM,), 2.0)}, (w.ids,))  # functional_call

@@ -68,7 +68,7 @@ def pytest_collection_modifyitems(items):
 # With groups of processes, as those of the folder `ranks`; and with tests of many seconds.
 GROUPS = {"test_cells"}
 LONG = {"test_encoding", "test_kernels", "test_docs"}
-LONG |= {"test_ticket", "test_ticket_processes", "test_vocabulary_state_machine"}
+LONG |= {"test_ticket", "test_vocabulary_state_machine"}
 
 
 def _in_order(items, share):

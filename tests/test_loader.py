@@ -54,26 +54,6 @@ def test_batches_are_the_same_and_their_rows_are_there(emb, depth):
     assert not tickets._open[emb._handle]
 
 
-def test_training_with_a_data_loader_is_the_same():
-    ends = []
-    for ahead in (False, True):
-        torch.manual_seed(0)
-        emb = st.Embedding(ROWS, 4, memory="pageable", device="cpu")
-        optimizer = torch.optim.Adam(emb.parameters())
-        shuffled = torch.Generator().manual_seed(5)
-        loader = DataLoader(TensorDataset(IDS), batch_size=4, shuffle=True, generator=shuffled)
-        source = st.prefetch(loader, lambda batch: {emb: batch[0]}) if ahead else loader  # noqa: B023
-        assert len(source) == 8
-        assert source.batch_size == 4
-        for _ in range(2):
-            for (ids,) in source:
-                (emb(ids) ** 2).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        ends.append(emb.weight.detach().clone())
-    assert torch.equal(*ends)
-
-
 def drawing(shuffle: bool, each: bool):
     """A loader that draws from torch's default generator: an order before its first batch, or for each batch and its end."""
     order = torch.randperm(len(IDS)) if shuffle else torch.arange(len(IDS))
@@ -118,9 +98,7 @@ def test_a_loader_that_draws(name, dropout):
 
 def test_a_loader_and_a_model_that_draw_in_turn():
     always = LOADERS["for each batch"], lambda epoch, number: True
-    with pytest.warns(
-        UserWarning, match="draws from torch's default generator .* so batches are no longer read ahead; have"
-    ):
+    with pytest.warns(UserWarning, match="draws from torch's default generator .* so batches are no longer read ahead"):
         ahead = trained(True, *always)
     assert torch.equal(ahead, trained(False, *always))
     with pytest.warns(UserWarning, match="the 2 that were drawn before the loop began to draw have other numbers"):
@@ -144,6 +122,7 @@ def test_the_state_is_that_after_the_batches_taken(emb, taken):
 def test_loaders_without_state_stay_without(emb):
     """Trainers ask for the state of every loader that has a `state_dict`, whatever that raises."""
     plain = st.prefetch(DataLoader(TensorDataset(IDS)), lambda batch: {emb: batch[0]})
+    assert (len(plain), plain.batch_size) == (30, 1)
     assert not hasattr(plain, "state_dict")
 
 
@@ -166,9 +145,7 @@ def test_wrong_arguments_are_refused(emb):
         st.prefetch([], 3)
     with pytest.raises(InvalidValueError, match="depth"):
         st.prefetch([], lambda ids: {}, depth=0)
-    with pytest.raises(
-        InvalidTypeError, match=r"loader is 3 \(int\) but must be an iterable of batches; pass a DataLoader"
-    ):
+    with pytest.raises(InvalidTypeError, match=r"loader is 3 \(int\) but must be an iterable of batches"):
         st.prefetch(3, lambda ids: {emb: ids})
     for pairs in ((emb, torch.tensor([1])), "ids"):
         with pytest.raises(InvalidTypeError, match="must return pairs of a module and its ids"):

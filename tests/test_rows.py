@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
-import weakref
 from typing import Any
 
 import pytest
@@ -14,7 +12,6 @@ from optimizer_cases import ALL, BASE, COUPLED, OptimizerCase, case_named, some
 
 import speedtransfer as st
 from speedtransfer.dtypes import bits_of
-from speedtransfer.errors import DeviceError, StorageError
 from speedtransfer.optim import find_handle
 from speedtransfer.rows import LAST_STEP, Rows
 
@@ -74,52 +71,6 @@ def test_a_read_is_what_the_step_before_has_left(kind: str) -> None:
     if kind == "plain":  # others are rounded once more
         assert_same(rows.read(IDS), read)
         assert torch.equal(emb(IDS).detach(), read["weight"])
-
-
-def test_planes_of_several_widths_are_read_by_name() -> None:
-    table = st.Table(6, 4, memory="pageable").normal_()
-    rows = Rows(table)
-    rows.add("count", (), torch.float32, 2.0)
-    rows.add("block", (2, 3), torch.float32, 1.0)
-    read = rows.read(torch.tensor([1, 4]), ["block", "count", "weight"])
-    shapes = {name: tuple(values.shape) for name, values in read.items()}
-    assert shapes == {"block": (2, 2, 3), "count": (2,), "weight": (2, 4)}
-    rows.write(torch.tensor([4]), {"count": torch.tensor([7.0]), "block": torch.zeros(1, 2, 3)})
-    assert rows.whole("count").tolist() == [2.0, 2.0, 2.0, 2.0, 7.0, 2.0]
-    assert rows.whole("block")[4].eq(0).all()
-
-
-def test_a_step_made_while_all_rows_catch_up_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Held up just before it forgets the steps so far, catching up must keep another thread's step waiting."""
-    results = []
-    for meanwhile in (False, True):
-        emb, opt, rows = trained("exact", "plain")
-        assert rows.lag is not None
-        forget, about_to = rows.lag.forget, threading.Event()
-
-        def held_up(forget: Any = forget, about_to: threading.Event = about_to) -> None:
-            about_to.set()
-            time.sleep(0.3)
-            forget()
-
-        monkeypatch.setattr(rows.lag, "forget", held_up)
-        thread = threading.Thread(target=rows.catch_up)
-        thread.start()
-        about_to.wait()
-        if not meanwhile:
-            thread.join()
-        train(emb, opt, [IDS])
-        thread.join()
-        monkeypatch.undo()
-        results.append(emb.weight.detach().clone())
-    assert torch.equal(*results)
-
-
-def test_rows_die_with_their_table_at_once(no_gc: None) -> None:
-    emb, opt, rows = trained("exact", "plain")
-    table = weakref.ref(emb.table)
-    del emb, opt, rows
-    assert table() is None
 
 
 # --- rows that start anew: against dense parameters of torch whose rows and state are put back --------------------------
@@ -208,11 +159,3 @@ def test_a_pending_gradient_meets_the_row_as_it_was_reset() -> None:
     reset_both(twins)
     twins.step()
     twins.assert_same()
-
-
-def test_rows_that_cannot_be_written_are_not_reset(tmp_path: Any) -> None:
-    st.Table(4, 8, memory="pageable").save(tmp_path / "table.npy")
-    rows = Rows(st.Table.load(tmp_path / "table.npy", "mmap"))
-    with pytest.raises((StorageError, DeviceError), match="read in place"):
-        rows.reset(torch.tensor([2]), torch.ones(1, 8))
-    assert rows.read(torch.tensor([2]))["weight"].eq(0).all()

@@ -1,15 +1,26 @@
-"""Rows read ahead: any sequence of calls gives the bits that it gives without; what is read, how often, and for whom."""
+"""Rows read ahead: any sequence of calls gives the bits that it gives without; what is read, how often, and for whom.
 
+Threads that read are few, and end; what they read takes memory while somebody waits for it, and no longer.
+"""
+
+import gc
+import subprocess
 import sys
 import threading
+import time
+import weakref
 
 import pytest
 import torch
 from hypothesis import settings
+from in_child import forks, in_child
+from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 from ticket_machine import MODERATE, TicketMachine, run_machine
+from torch.utils.data import DataLoader, TensorDataset
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.nn import ahead
 from speedtransfer.nn import ticket as tickets
 from speedtransfer.rows import Rows
 
@@ -19,6 +30,11 @@ ROWS, DIM = 60, 4
 def make(seed: int = 0, **options) -> st.Embedding:
     torch.manual_seed(seed)
     return st.Embedding(ROWS, DIM, device="cpu", **{"memory": "pageable", **options})
+
+
+@pytest.fixture
+def emb() -> st.Embedding:
+    return make()
 
 
 @pytest.fixture
@@ -107,22 +123,6 @@ def test_ids_may_be_filled_anew():
     assert torch.equal(emb(ticket), found)
 
 
-def test_a_write_that_fails_halfway_is_seen(monkeypatch):
-    emb, ids = make(), torch.tensor([4, 7])
-    ticket = settled(emb.prefetch(ids))
-    engine = emb.table._engine
-
-    class Failing(type(engine)):
-        def scatter(self, planes, index, rows, unsorted=False, behind=False):
-            planes[0].numpy()[4] = 7.0
-            raise OSError("no disk")
-
-    monkeypatch.setattr(engine, "__class__", Failing)
-    with pytest.raises(OSError, match="no disk"):
-        emb.table.scatter([4], torch.zeros(1, DIM))
-    assert (emb(ticket)[0] == 7).all()
-
-
 # --- whose ticket it is ----------------------------------------------------------------------------------------------
 
 
@@ -143,49 +143,6 @@ def test_a_module_with_another_padding_row_of_the_same_table(kind, by_ids):
 
     for got, wanted in zip(trained(True), trained(False), strict=True):
         assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_ids_of_another_kind_are_refused_with_a_ticket_too(dtype):
-    emb, ids = make(), torch.tensor([0, 1])
-    ticket = settled(emb.prefetch(ids))
-    with pytest.raises(InvalidTypeError):
-        emb(ids.to(dtype))
-    assert ticket.is_waiting
-
-
-def test_tickets_of_inference_mode_may_be_trained():
-    emb, ids = make(), torch.tensor([0, 1])
-    with torch.inference_mode():
-        ticket = settled(emb.prefetch(ids))
-    emb(ticket).sum().backward()
-    torch.optim.SGD(emb.parameters(), lr=1.0).step()
-    assert torch.equal(emb.weight[0], make().weight[0] - 1)
-
-
-def test_threads_that_ask_while_another_writes():
-    emb, go, failed = make(idle="lazy"), threading.Event(), []
-
-    def ask():
-        while not go.is_set():
-            try:
-                emb.prefetch(torch.tensor([1, 2]))
-            except RuntimeError as error:
-                failed.append(error)
-
-    threads, interval = [threading.Thread(target=ask) for _ in range(2)], sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for number in range(300):
-            emb.table.scatter([number % ROWS], torch.zeros(1, DIM))
-    finally:
-        go.set()
-        sys.setswitchinterval(interval)
-        for thread in threads:
-            thread.join()
-    assert not failed
 
 
 # --- errors, and ends -------------------------------------------------------------------------------------------------
@@ -215,6 +172,164 @@ def test_tickets_that_are_refused():
         make().prefetch(torch.tensor([1.0]))
     with pytest.raises(InvalidValueError, match="pass it to the module that made it"):
         make()(make().prefetch([1]))
+
+
+# --- threads and processes --------------------------------------------------------------------------------------------
+
+
+def test_there_are_no_more_threads_than_two(emb):
+    modules = [make() for _ in range(5)]
+    kept = [module.prefetch(torch.arange(ROWS)) for _ in range(20) for module in [emb, *modules]]
+    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("speedtransfer-prefetch")]
+    assert 1 <= len(names) <= ahead.THREADS == 2
+    for ticket in kept:
+        ticket._future.result(LIMIT_S)
+
+
+@forks
+def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, held):
+    ids = torch.tensor([4, 7])
+    ticket = emb.prefetch(ids)
+    assert held.begun.wait(LIMIT_S)
+
+    def check() -> bool:
+        held.set()
+        own = emb.prefetch(ids)
+        found = own._future.result(LIMIT_S).fetched["weight"]
+        same = torch.equal(found, emb.table.torch()[ids]) and torch.equal(emb(own), emb.table.torch()[ids])
+        return same and torch.equal(emb(ticket), emb.table.torch()[ids])
+
+    assert in_child(check)
+    held.set()
+    assert torch.equal(emb(ticket), emb.table.torch()[ids])
+
+
+ENDS = """
+import os, sys, time, torch, speedtransfer as st
+from speedtransfer.rows import Rows
+fetch = Rows.fetch
+def slow(rows, ids, planes=None):
+    time.sleep(0.05)
+    return fetch(rows, ids, planes)
+Rows.fetch = slow
+emb = st.Embedding(100, 8, memory='pageable', device='cpu')
+kept = [emb.prefetch(torch.arange(100)) for _ in range(6)]
+sys.stdout.flush()
+child = os.fork()
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    more = [emb.prefetch(torch.arange(100)) for _ in range(6)]
+    assert emb(kept[0]).shape == emb(more[0]).shape == (100, 8)
+    sys.exit(0)
+more = [emb.prefetch(torch.arange(100)) for _ in range(6)]
+print('end')
+"""
+
+
+@forks
+def test_python_ends_while_reads_are_under_way_also_in_a_forked_process():
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", ENDS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
+
+
+# --- data loaders -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_are_forked_while_rows_are_read():
+    """Each epoch forks them anew while rows of another table are under way."""
+    ends, ids = [], torch.randint(ROWS, (60, 3), generator=torch.Generator().manual_seed(0))
+    for early in (False, True):
+        emb, other = make(), make()
+        optimizer = torch.optim.Adam(emb.parameters())
+        shuffled = torch.Generator().manual_seed(5)
+        how = {"shuffle": True, "num_workers": 2, "prefetch_factor": 1, "generator": shuffled}
+        loader = DataLoader(TensorDataset(ids), batch_size=8, **how)
+        source = st.prefetch(loader, lambda batch: {emb: batch[0]}, depth=3) if early else loader  # noqa: B023
+        for _ in range(3):
+            kept = [other.prefetch(torch.arange(ROWS)) for _ in range(10)]
+            for (batch,) in source:
+                (emb(batch) ** 2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            del kept
+        ends.append(emb.weight.detach().clone())
+        assert not tickets._open[emb._handle] if early else True
+    assert torch.equal(*ends)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+
+
+@pytest.mark.parametrize("steps", [400, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("idle", ["lazy", "exact"])
+def test_steps_with_tickets_do_not_gather_memory(steps, idle):
+    emb = make(idle=idle)
+    optimizer = torch.optim.AdamW(emb.parameters())
+    table = emb.table
+
+    def train(count: int) -> None:
+        waiting = [emb.prefetch(torch.randint(ROWS, (64,))) for _ in range(3)]
+        for step in range(count):
+            waiting.append(emb.prefetch(torch.randint(ROWS, (64,))))
+            ticket = waiting.pop(0)
+            if step % 7 == 0:
+                continue
+            emb(ticket if step % 2 else ticket.ids).sum().backward()
+            if step % 5:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    train(100)
+    begin = live_tensors(), threading.active_count()
+    train(steps)
+    deadline = time.monotonic() + LIMIT_S
+    # Reads of the last tickets, which nobody has any more, are under way.
+    while table._logs and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert live_tensors() <= begin[0] + 20
+    assert threading.active_count() <= begin[1] + ahead.THREADS
+    assert not tickets._open[emb._handle]
+    assert len(table._logs) == 0
+
+
+def test_a_ticket_nobody_uses_holds_back_little(emb):
+    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1)
+    kept = emb.prefetch(torch.tensor([4, 7]))
+    log = kept._future.result(LIMIT_S).log
+    most = 0
+    for step in range(1500):
+        emb(torch.tensor([step % ROWS])).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        most = max(most, len(log._writes))
+    assert most <= 1024
+    assert not log._writes
+    assert torch.equal(emb(kept), emb.table.torch()[[4, 7]])
+
+
+def read_rows(ticket: tickets.Ticket) -> weakref.ref:
+    return weakref.ref(ticket._future.result(LIMIT_S).fetched["weight"])
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(emb, no_gc, used):
+    ticket = emb.prefetch(torch.arange(ROWS))
+    rows = read_rows(ticket)
+    assert rows() is not None
+    if used:
+        with torch.no_grad():
+            emb(ticket)
+    else:
+        del ticket
+    assert rows() is None
 
 
 # --- the numbers, last as reads of its modules may still be under way when it ends -----------------------------------------
