@@ -65,13 +65,10 @@ READ = parse(
     """
 emb.weight.shape, emb.weight.size(), emb.weight.size(0), emb.weight.size(-1), emb.weight.numel(), len(emb.weight)
 emb.weight.dtype, emb.weight.device, emb.weight.dim(), emb.weight.ndim, emb.weight.is_leaf, emb.weight.requires_grad
-emb.weight.stride(), emb.weight.is_contiguous(), emb.weight.is_sparse, emb.weight.layout, emb.weight.element_size()
 isinstance(emb.weight, nn.Parameter), isinstance(emb.weight, torch.Tensor), torch.is_tensor(emb.weight)
 sum(p.numel() for p in model.parameters()), [p.shape for p in model.parameters()]
 sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
 emb.weight.norm(), emb.weight.norm(dim=1), emb.weight.norm(p=1, dim=0), torch.linalg.norm(emb.weight)
-emb.weight.mean(), emb.weight.std(), emb.weight.sum(0), emb.weight.max(), emb.weight.abs().mean(1)
-emb.weight.argmax(1), emb.weight.min(dim=0).values, torch.sort(emb.weight[:, 0])[0]
 emb.weight[3], emb.weight[-1], emb.weight[3, 2]
 emb.weight[2:9], emb.weight[::5], emb.weight[:, :3], emb.weight[..., 0], emb.weight[None, 4]
 emb.weight[index], emb.weight[ids], emb.weight[[3, 30]]
@@ -83,13 +80,9 @@ emb.weight[3, 2].item(), float(emb.weight[0, 0]), bool((emb.weight > 0).any())
 emb.weight.detach().cpu().numpy()
 np.asarray(emb.weight.detach()), np.array(emb.weight.data), np.linalg.norm(emb.weight.detach().numpy(), axis=1)
 emb.weight.data, emb.weight.data.clone(), emb.weight.detach().clone(), emb.weight.data[2].sum()
-emb.weight.cpu(), emb.weight.float(), emb.weight.double(), emb.weight.to(torch.float32), emb.weight.type_as(query)
 emb.weight.t(), emb.weight.T, emb.weight.view(-1), emb.weight.reshape(20, 12), emb.weight.unsqueeze(0), emb.weight.flatten()
 emb.weight + 1, emb.weight * 2, 1 - emb.weight, emb.weight / 3, -emb.weight, emb.weight**2, emb.weight > 0
-emb.weight.chunk(2), emb.weight.split(15), emb.weight.unbind(0)[5], torch.narrow(emb.weight, 0, 3, 4)
-emb.weight.expand(2, 40, 6), emb.weight.repeat(2, 1), emb.weight.repeat_interleave(2, dim=0)
 torch.zeros_like(emb.weight), torch.empty_like(emb.weight).shape, emb.weight.new_zeros(3), emb.weight.new_ones(2, 2)
-torch.isnan(emb.weight).any(), torch.isfinite(emb.weight).all(), torch.equal(emb.weight, emb.weight)
 torch.allclose(emb.weight, emb.weight.detach().clone()), (emb.weight == emb.weight).all()
 
 # Scores of all items
@@ -127,14 +120,8 @@ emb.weight.pow(2).sum(), emb.weight.abs().sum(), emb.weight.norm(2) ** 2, torch.
 # Penalty on all parameters
 sum(p.pow(2).sum() for p in model.parameters()), sum(torch.norm(p) for p in model.parameters())
 
-# Penalty with coefficient zero
-0.0 * sum(p.pow(2).sum() for p in model.parameters())
-
 # Penalty by name
 sum((w**2).sum() for name, w in model.named_parameters() if "weight" in name)
-
-# Smoothness along rows
-(emb.weight[1:] - emb.weight[:-1]).pow(2).sum()
 
 # Full softmax
 F.cross_entropy(query @ emb.weight.T, index[:3])
@@ -148,11 +135,7 @@ F.cross_entropy(emb(ids).mean(1) @ emb.weight.T, index[:2]), -F.log_softmax(emb(
 # Attention over all rows
 F.scaled_dot_product_attention(query[None], emb.weight[None], emb.weight[None])
 
-emb.weight.unflatten(0, (8, 5)), emb.weight.to_sparse_coo().to_dense(), emb.weight.unfold(0, 4, 2)
 emb.weight.as_strided((3,), (6,)), nn.Parameter(emb.weight.data.clone())
-torch.where(mask[:, None], emb.weight, torch.zeros_like(emb.weight)), emb.weight.masked_fill(mask[:, None], 0.0)
-emb.weight.clamp(-1, 1), torch.clamp(emb.weight, min=0), emb.weight.round(decimals=2), emb.weight.exp()
-torch.cumsum(emb.weight, 0), torch.outer(bias, emb.weight[:, 0]), torch.tensordot(emb.weight, query, dims=([1], [1]))
 torch.histc(emb.weight.detach(), 5), [(name, p.detach().mean(), p.detach().min()) for name, p in model.named_parameters()]
 str(tuple(emb.weight.shape)), f"{emb.weight.detach().sum():.3f}", "nan" in repr(emb.weight)
 list(dict(model.named_parameters())), [name for name, _ in emb.named_parameters()], list(emb.state_dict())
@@ -193,50 +176,29 @@ WRITE = parse(
 nn.init.uniform_(emb.weight, -0.1, 0.1)
 nn.init.normal_(emb.weight, std=0.02)
 nn.init.normal_(emb.weight.data, mean=0.5, std=0.02)
-nn.init.xavier_uniform_(emb.weight)
 nn.init.xavier_normal_(emb.weight.data)
 nn.init.kaiming_uniform_(emb.weight, a=5**0.5)
-nn.init.kaiming_normal_(emb.weight)
 nn.init.trunc_normal_(emb.weight, std=0.02)
-nn.init.constant_(emb.weight, 0.25)
-nn.init.zeros_(emb.weight)
-nn.init.ones_(emb.weight)
 nn.init.eye_(emb.weight)
 nn.init.orthogonal_(emb.weight)
 nn.init.sparse_(emb.weight, sparsity=0.1)
 nn.init.uniform_(emb.weight.data[3:9], 1, 2)
-emb.weight.data.uniform_(-0.1, 0.1)
-emb.weight.data.normal_(0, 0.1)
 emb.weight.data.zero_()
-emb.weight.data.fill_(0.5)
-emb.weight.data[7] = 0
 emb.weight.data[7] = rows[0]
 emb.weight.data[index[:2]] = rows[:2]
 emb.weight.data[mask] = 0.0
 emb.weight.data[2:5, 1] += 1
 emb.weight.data[3].zero_()
-emb.weight.data[3].copy_(rows[0])
-emb.weight.data[3][2] = 9.0
 emb.weight.data.copy_(full)
 emb.weight.data.copy_(torch.from_numpy(full.numpy()))
 emb.weight.data.mul_(0.5)
-emb.weight.data *= 0.5
-emb.weight.data += 0.01 * full
 emb.weight.data -= emb.weight.data.mean(0)
 emb.weight.data = full.clone()
-emb.weight.data = emb.weight.data * 2
 emb.weight.data = F.normalize(emb.weight.data, dim=1)
-emb.weight.data.clamp_(-0.3, 0.3)
 emb.weight.data.div_(emb.weight.data.norm(dim=1, keepdim=True))
-emb.weight.data.renorm_(2, 0, 1.0)
-emb.weight.data.index_fill_(0, index, 0.0)
-emb.weight.data.index_copy_(0, index[:2], rows[:2])
 emb.weight.data.index_add_(0, index, rows)
-emb.weight.data.scatter_(0, index[:, None].expand(-1, 6), rows[:1].expand(4, -1))
-emb.weight.data.masked_fill_(mask[:, None], 0.25)
 emb.weight.data.t().mul_(2)
 emb.weight.data.view(-1)[:5] = 0
-emb.weight.detach()[7] = 0
 emb.weight.detach().copy_(full)
 
 # refused (copies): the array is over a copy and cannot be written
@@ -249,8 +211,6 @@ torch.bernoulli(full.sigmoid(), out=emb.weight.data)
 with torch.no_grad():
     emb.weight[7] = rows[0]
 with torch.no_grad():
-    emb.weight[7].fill_(0)
-with torch.no_grad():
     emb.weight[index[:2], 1] = 5.0
 with torch.no_grad():
     emb.weight[mask] *= 2
@@ -258,22 +218,6 @@ with torch.no_grad():
     emb.weight.mul_(0.9)
 with torch.no_grad():
     emb.weight.add_(full, alpha=0.1)
-with torch.no_grad():
-    emb.weight.copy_(full)
-with torch.no_grad():
-    emb.weight.zero_()
-with torch.no_grad():
-    emb.weight.clamp_(min=0)
-with torch.no_grad():
-    emb.weight.uniform_(-1, 1)
-with torch.no_grad():
-    emb.weight.lerp_(full, 0.1)
-with torch.no_grad():
-    emb.weight[:] = full
-with torch.no_grad():
-    emb.weight *= 0.5
-with torch.no_grad():
-    emb.weight += full
 with torch.no_grad():
     emb.weight.div_(emb.weight.norm(dim=1, keepdim=True).clamp(min=1e-12))
 with torch.no_grad():
@@ -302,24 +246,10 @@ w = emb.weight.data
 w[5] = 1.5
 w.mul_(2)
 
-# A write through a parameter kept in a variable
-w = emb.weight
-w.data[5] = 1.5
-
-# Every parameter
-for p in model.parameters():
-    nn.init.normal_(p, std=0.1)
-
 # Every parameter of two dimensions
 for name, p in model.named_parameters():
     if p.dim() > 1:
         nn.init.xavier_uniform_(p)
-
-# model.apply(init)
-def init(module):
-    if isinstance(module, nn.Embedding):
-        nn.init.normal_(module.weight, std=0.01)
-model.apply(init)
 
 # model.apply(init) by .data
 def init(module):
@@ -346,10 +276,5 @@ target = copy.deepcopy(emb)
 target.weight.data.fill_(1.0)
 for p, q in zip(emb.parameters(), target.parameters()):
     p.data.copy_(0.9 * p.data + 0.1 * q.data)
-
-# A hard update
-with torch.no_grad():
-    for p in emb.parameters():
-        p.copy_(torch.full_like(p, 0.5))
 """,
 )
