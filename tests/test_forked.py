@@ -285,20 +285,6 @@ def test_what_a_child_makes_is_its_own(tmp_path: Path) -> None:
     assert (in_child(train)[1] == 1).all()
 
 
-def test_a_copy_of_the_child_is_trained_by_it(tmp_path: Path) -> None:
-    run = Training("pageable", tmp_path)
-    before = run.stored()
-
-    def train() -> Any:
-        run.step(torch.tensor([1, 50]))
-        return plain(run.emb.weight)
-
-    got = in_child(train)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(run.stored(), before, strict=True))
-    run.step(torch.tensor([1, 50]))
-    torch.testing.assert_close(got, plain(run.emb.weight), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("taken", [False, True])
 def test_a_weight_in_shared_memory(taken: bool) -> None:
     """torch shares it, whatever the memory of the table is called."""

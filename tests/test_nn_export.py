@@ -121,22 +121,6 @@ def test_ties_stay() -> None:
     assert len(list(dense.parameters())) == len(list(model.parameters()))
 
 
-def test_jit_and_quantization() -> None:
-    model = trained().eval()
-    dense, expected = to_dense(model), model(IDS)
-    file = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch.jit and torch.ao are deprecated, and used
-        torch.testing.assert_close(torch.jit.script(dense)(IDS), expected)
-        torch.jit.save(torch.jit.trace(dense, (IDS,)), file)
-        file.seek(0)
-        torch.testing.assert_close(torch.jit.load(file)(IDS), expected)
-        quantization = torch.ao.quantization
-        settings = {nn.Embedding: quantization.float_qparams_weight_only_qconfig}
-        quantized = quantization.quantize_dynamic(dense, settings)
-        assert type(quantized.words) is torch.ao.nn.quantized.Embedding
-
-
 TOOLS = {
     "torch.jit.trace": lambda model: torch.jit.trace(model, (IDS,)),
     "torch.jit.script": torch.jit.script,

@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COPIES
 from forked import run_script
 from lazy_oracle import both
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.optim import find_handle
 
 IDS = torch.tensor([[3, 1, 3], [0, 11, 1]])
 
@@ -86,26 +84,6 @@ def test_half_precision_adds_up_as_torch_does(dtype: torch.dtype, mode: str) -> 
     for emb in (ours, theirs):
         emb(ids).backward(grad)
     assert torch.equal(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
-
-
-@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
-def test_a_copy_of_the_weight_gets_sparse_gradients(copied: Any) -> None:
-    """By itself, in a function; an optimizer for sparse gradients trains it as that of torch."""
-    ours, theirs = both(10, 4, sparse=True, padding_idx=2, max_norm=3.0)
-    multi = st.MultiEmbedding({"a": 10}, 4, sparse=True)
-    multi["a"].weight.data.copy_(theirs.weight.data)
-    weights = [copied(module.weight) for module in (ours, theirs, multi["a"])]
-    for weight in weights:
-        optimizer = torch.optim.SparseAdam([weight], lr=0.1)
-        for _ in range(3):
-            optimizer.zero_grad()
-            nn.functional.embedding(IDS % 10, weight, sparse=True).square().sum().backward()
-            optimizer.step()
-    torch.testing.assert_close(weights[0], weights[1])
-    torch.testing.assert_close(weights[2], weights[1])
-    known = st.Embedding(10, 4, sparse=True, padding_idx=2, max_norm=3.0, vocabulary=st.Vocabulary())
-    handles = find_handle(known.weight), find_handle(copied(known.weight))
-    assert len({(each.sparse, each.renormalizes, each.padding_idx) for each in handles}) == 1
 
 
 # --- summary: the tables of a model, what they take and who trains them ---------------------------------------------------

@@ -165,26 +165,7 @@ def test_float8_weights_without_a_storage_dtype_are_those_of_torch(dtype: torch.
     assert torch.equal(cast(IDS).float(), dense().to(dtype)(IDS).float())
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-
-
 # --- memories ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", SMALL)
-def test_memories_and_engines_agree_to_the_bit(dtype: torch.dtype, tmp_path: Path) -> None:
-    found = []
-    for memory in ("pageable", "mmap", "device", "reference"):
-        options = {"memory": memory} if memory != "reference" else {}
-        options |= {"path": tmp_path / "rows.safetensors"} if memory == "mmap" else {}
-        emb = made(dtype, state_dtype=torch.uint8, **options)
-        if memory == "reference":
-            emb.table.engine = "reference"
-        state = train(emb, 8).state_dict()["state"][0]
-        found.append([values(emb), state["exp_avg"], state["exp_avg_sq"]])
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-    assert speedtransfer.Table.load(tmp_path / "rows.safetensors").dtype == dtype
 
 
 def test_a_file_keeps_its_dtype(tmp_path: Path) -> None:

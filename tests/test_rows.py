@@ -1,8 +1,7 @@
-"""Rows: reads in two parts, of which the first may run ahead; catching up; rows that start anew in the middle of training."""
+"""Rows: catching up, and rows that start anew in the middle of training."""
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
@@ -45,19 +44,6 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert one.keys() == other.keys()
     for name, values in one.items():
         assert torch.equal(values, other[name]), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_rows_fetched_ahead_on_another_thread_are_finished_at_use(idle: str, kind: str) -> None:
-    emb, opt, rows = trained(idle, kind)
-    fetched: list[dict[str, torch.Tensor]] = []
-    thread = threading.Thread(target=lambda: fetched.append(rows.fetch(IDS)))
-    thread.start()
-    thread.join()
-    train(emb, opt, [torch.arange(20, 33), torch.arange(25, 40)])  # the rows fetched miss these steps
-    everything = ("weight", "exp_avg", "exp_avg_sq")
-    assert_same(rows.finish(fetched[0], IDS), rows.read(IDS, everything))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -281,20 +281,6 @@ def test_rows_in_other_memory_are_written_back_alone() -> None:
         assert emb.table.stats().gathered_rows <= 2
 
 
-def test_a_row_of_one_feature() -> None:
-    emb = st.MultiEmbedding({"a": 40, "b": NUM}, DIM)
-    optimizer = torch.optim.SGD(emb.parameters(), lr=0.1, momentum=0.9)
-    for ids in (torch.arange(NUM), BATCH, BATCH):
-        optimizer.zero_grad()
-        emb({"b": ids})["b"].sum().backward()
-        optimizer.step()
-    with torch.no_grad():
-        emb["b"].weight[7] = 1.0
-    # Those of the feature that no step was of have missed none.
-    assert caught_up(emb) == [*range(40), 41, 42, 43, 47]
-    assert emb["b"].weight[7].tolist() == [1.0] * DIM
-
-
 @pytest.mark.parametrize("held", [False, True])
 def test_a_write_by_numpy_to_a_row_of_the_batch(held: bool) -> None:
     """No version tells of it; the step reads the row again."""
