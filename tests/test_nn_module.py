@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -40,6 +41,14 @@ def test_one_memory_cannot_be_two_tables() -> None:
     first.weight.data = first.weight.data
     first.weight.data.copy_(second.weight.data)
     assert torch.equal(first.weight, second.weight)
+
+
+def test_a_weight_that_one_of_its_modules_shortens_is_shortened_for_all() -> None:
+    for first, second in ((None, 0.5), (0.5, None)):
+        one, other = st.Embedding(20, 4, max_norm=first), st.Embedding(20, 4, max_norm=second)
+        one.weight = other.weight
+        for model in (one, other, *copy.deepcopy((one, other))):
+            assert model._handle.renormalizes
 
 
 def test_a_table_that_no_optimizer_has_is_told_of_once() -> None:
