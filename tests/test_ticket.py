@@ -168,6 +168,12 @@ def test_a_lookup_reads_by_itself_what_could_not_be_read_ahead(monkeypatch):
 
 
 def test_tickets_that_are_refused():
+    emb, ids = make(), torch.tensor([0, 1])
+    ticket = settled(emb.prefetch(ids))
+    for dtype in (torch.float32, torch.bool):
+        with pytest.raises(InvalidTypeError):
+            emb(ids.to(dtype))
+    assert ticket.is_waiting
     with pytest.raises(InvalidTypeError, match="integers"):
         make().prefetch(torch.tensor([1.0]))
     with pytest.raises(InvalidValueError, match="pass it to the module that made it"):
