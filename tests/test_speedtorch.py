@@ -128,7 +128,8 @@ def test_training_goes_on_from_files():
     def begun():
         model = OneVariable()
         optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
-        return model, optimizer, *KINDS["mmap"].switchers(optimizer, model, "table", 12, 4)
+        weights = SpeedTorch.ModelFactoryMM(model.table, 12, 4, datatype="float64")
+        return model, optimizer, weights, SpeedTorch.OptimizerFactoryMM(optimizer, 12, 4, model, "table")
 
     def trained(steps, model, optimizer, *switchers):
         for step in steps:
@@ -168,6 +169,25 @@ def test_one_state_of_an_optimizer_is_set():
         state.CUPYcorpi[1] = np.zeros((5, 4))
     state.beforeForwardPass([2])
     assert optimizer.state[model.table.weight]["exp_avg"].eq(12).all()
+
+
+def test_state_is_what_the_optimizer_keeps_now():
+    model = OneVariable()
+    optimizer = torch.optim.Rprop(model.parameters(), lr=0.5)
+    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    optimizer.param_groups[0]["lr"] = 0.25
+    state.optInit()
+    assert (state.CUPYcorpi[1] == 0.25).all()
+    sparse = torch.optim.SparseAdam(list(model.parameters()))
+    assert SpeedTorch.OptimizerFactory(sparse, 6, 4, model, "table").optVarList == ["exp_avg", "exp_avg_sq"]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = SpeedTorch.OptimizerFactory(sgd, 6, 4, model, "table")
+    state.optInit()
+    sgd.param_groups[0]["momentum"] = 0.9
+    model.table.weight.grad = torch.ones(1, 4)
+    sgd.step()
+    with pytest.raises(OptimizerError, match="made state 'momentum_buffer' that it did not make in a trial"):
+        state.afterOptimizerStep([1])
 
 
 def test_copies_of_weights_are_made_before_they_are_seen():
@@ -228,6 +248,8 @@ def test_first_values_and_names_of_the_rows(kind):
     assert switcher.getTorchVar().eq(1).all()
     switcher.getTorchVar()[3] = 2
     assert switcher.getCupyVar()[3, 0] == 2  # one memory
+    delattr(switcher, KINDS[kind].rows)
+    assert not hasattr(switcher, KINDS[kind].rows)
 
 
 # --- indexes ----------------------------------------------------------------------------------------------------------
