@@ -211,9 +211,10 @@ class ProgramWorld(World):
         self.names["opt"] = self.names["make_opt"](model.parameters())
 
     def assign(self, rows: Tensor) -> None:
-        """Load with ``assign=True``, where torch makes a new parameter, which has no hooks."""
+        """Load with ``assign=True``, where torch makes a new parameter, which has no hooks, and no other module has it."""
         model = self.names["model"]
-        if not self.names["hooks"]:
+        owners = [each for each in model.modules() if getattr(each, "weight", None) is model.emb.weight]
+        if not self.names["hooks"] and len(owners) == 1:
             self.names["kept"].clear()
             model.load_state_dict({"emb.weight": rows}, strict=False, assign=True)
             self.take_over(model)
