@@ -364,8 +364,6 @@ class FaintNorm(RowOptimizer):
         )
 
 
-
-
 class Watches(RowOptimizer):
     """Steps row by row, but writes down a mean that only all rows have."""
 
@@ -394,8 +392,6 @@ class InGroup(RowOptimizer):
         old = group.get("momentum_of")
         group["momentum_of"] = g.clone() if old is None or old.shape != g.shape else 0.9 * old + g
         p.sub_(group["momentum_of"], alpha=group["lr"])
-
-
 
 
 class FactorsLarge(RowOptimizer):
