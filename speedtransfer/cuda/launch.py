@@ -72,10 +72,17 @@ def launch_kernel(
         _launch(kernel, blocks, threads, argument, stream, shared_bytes)
 
 
-def launch_over(num_items: int, source_name: str, function_name: str, device: torch.device, packed: np.ndarray) -> None:
+def launch_over(
+    num_items: int,
+    source_name: str,
+    function_name: str,
+    device: torch.device,
+    packed: np.ndarray,
+    max_blocks: int = _MAX_BLOCKS,
+) -> None:
     """Queue a kernel on the current stream of `device`, with the argument that a `KernelArgument` has packed."""
     if num_items:
-        blocks = min(-(-num_items // _THREADS), _MAX_BLOCKS)
+        blocks = min(-(-num_items // _THREADS), max_blocks)
         launch_kernel(kernel_on(source_name, function_name, device), blocks, _THREADS, packed, current_stream(device))
 
 
