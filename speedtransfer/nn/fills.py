@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +50,12 @@ def _part(weight: Any) -> tuple[int, int]:
     return handle.start, handle.stop
 
 
+def _numbers(defaults: dict[str, float], args: Any, kwargs: dict[str, Any]) -> list[float]:
+    """Return the numbers of a call, in the order of `defaults`."""
+    given = defaults | dict(zip(defaults, args, strict=False)) | kwargs
+    return [float(value) for name, value in given.items() if name != "generator"]
+
+
 def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
     """Return what is called in place of `func`, which draws values, or, if `is_change`, changes each by itself."""
     kind, defaults = _INITIAL.get(func, ("", {}))
@@ -59,15 +65,18 @@ def _set(func: Callable[..., Any], is_change: bool) -> Callable[..., Any]:
         ids, owners = _kinds(tensor)
         if kind and ids is not None:
             # Drawn by a hash of ids, whatever the generator.
-            kwargs.pop("generator", None)
-            values = [float(value) for value in (defaults | dict(zip(defaults, args, strict=False)) | kwargs).values()]
+            values = _numbers(defaults, args, kwargs)
             ids.fill((kind, *values) if len(values) == 2 else values[0] if values else 0.0)
             return tensor
         numbers = all(isinstance(value, bool | int | float) or value is None for value in (*args, *kwargs.values()))
         if owners is None or (is_change and not numbers):
             return NotImplemented
-        write = owners.change if is_change else owners.draw
-        write(lambda values: func(values, *args, **kwargs), *_part(tensor))
+        if is_change:
+            owners.change(lambda values: func(values, *args, **kwargs), *_part(tensor))
+            return tensor
+        by_row = len(defaults) == 2 and kwargs.get("generator") is None
+        drawn = cast(tuple[str, float, float], (kind, *_numbers(defaults, args, kwargs))) if by_row else None
+        owners.draw(lambda values: func(values, *args, **kwargs), *_part(tensor), drawn)
         return tensor
 
     return call
@@ -99,7 +108,8 @@ def _kaiming_uniform(
     elif owners is not None:
         # In the order of torch, for the same bits.
         bound = math.sqrt(3.0) * (gain / root)
-        owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator), *_part(tensor))
+        drawn = None if generator is not None else ("uniform", -bound, bound)
+        owners.draw(lambda values: values.uniform_(-bound, bound, generator=generator), *_part(tensor), drawn)
     return tensor
 
 

@@ -144,7 +144,10 @@ class TableModule(VocabularyModule, ModuleState):
         return self._handle.table
 
     def reset_parameters(self) -> None:
-        """Draw the weights from N(0, 1), the padding row zero: the same numbers as ``torch.nn`` with the same seed."""
+        """Draw the weights from N(0, 1), the padding row zero: the same numbers as ``torch.nn`` with the same seed.
+
+        Those of more than 2**26 values that several processes own are drawn by each for its own rows.
+        """
         if not self._has_rows():
             super().reset_parameters()  # type: ignore[misc]
             return

@@ -7,7 +7,7 @@ in the order of the ranks and deposits the sum as that of one process: optimizer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +22,10 @@ from speedtransfer.optim.shard_gradient import ShardGradient
 from speedtransfer.optim.shards import KEPT, Route, ShardLookups
 from speedtransfer.ranks import Exchange, Partition, Segment
 from speedtransfer.tables import NOTHING, row_chunks
+from speedtransfer.vocabulary.initial import initial_values
+
+# Values that all processes draw, half a second, so that they are those of one.
+_DRAWN_BY_ALL = 1 << 26
 
 
 class Sharded(Owners):
@@ -209,13 +213,25 @@ class Sharded(Owners):
         return torch.arange(start, stop, device="cpu")
 
     @torch.no_grad()
-    def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:
+    def draw(
+        self,
+        function: Callable[[Tensor], object],
+        start: int = 0,
+        stop: int | None = None,
+        kind: tuple[str, float, float] | None = None,
+    ) -> None:
         """Have `function` fill the rows from `start` to `stop` of the whole table, and keep those of this process.
 
-        Every process draws the numbers of all, so that they are those of one process with the same seed.
+        Every process draws the numbers of all, so that they are those of one process with the same seed. Of more than
+        `_DRAWN_BY_ALL` values, of a `kind` of initial values, each draws its own, by the numbers of their rows.
         """
         rows, dim = self._writable_rows("drawn anew"), self.handle.table.dim
         stop, dtype = self.partition.num_rows if stop is None else stop, rows.dtype
+        if kind is not None and (stop - start) * dim > _DRAWN_BY_ALL:
+            seed = int(torch.randint(2**63 - 1, (1,), device="cpu"))
+            for ids, numbers in self._own_parts(start, stop):
+                rows.put("weight", ids, initial_values(numbers.numpy(), dim, seed, kind, rows.dtype))
+            return
         for part in row_chunks(stop - start, dim * dtype.itemsize):
             values = torch.empty(part.stop - part.start, dim, dtype=dtype, device="cpu")
             function(values)
@@ -225,16 +241,22 @@ class Sharded(Owners):
     def change(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:
         """Have `function` change every value, each by itself, in the rows from `start` to `stop` of the whole table."""
         rows, table = self._writable_rows("changed as a whole"), self.handle.table
-        self.changes += 1
-        size = self.partition.size(self.exchange.rank)
-        for part in row_chunks(size, table.dim * rows.dtype.itemsize):
-            ids = self.own_rows(part.start, part.stop)
-            if start or stop is not None:
-                numbers = self.handle.named_rows(ids)
-                ids = ids[(numbers >= start) & (numbers < (self.partition.num_rows if stop is None else stop))]
+        for ids, _ in self._own_parts(start, stop):
             values = rows.read(ids.to(table.device))["weight"]
             function(values)
             rows.put("weight", ids, values)
+
+    def _own_parts(self, start: int, stop: int | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield in chunks the rows here, and their numbers in the whole table, where they are from `start` to `stop`."""
+        self.changes += 1
+        row_bytes = self.handle.table.dim * self.handle.rows.dtype.itemsize
+        for part in row_chunks(self.partition.size(self.exchange.rank), row_bytes):
+            ids = self.own_rows(part.start, part.stop)
+            numbers = self.handle.named_rows(ids)
+            if start or stop is not None:
+                within = (numbers >= start) & (numbers < (self.partition.num_rows if stop is None else stop))
+                ids, numbers = ids[within], numbers[within]
+            yield ids, numbers
 
     def _writable_rows(self, what: str) -> Any:
         self.handle.id_space.check_written(what)
@@ -247,7 +269,7 @@ class Sharded(Owners):
         self.handle.rows.put("weight", local, values[at.to(values.device)])
 
     def normal_(self, start: int = 0, stop: int | None = None) -> None:  # noqa: D102
-        self.draw(lambda values: values.normal_(), start, stop)
+        self.draw(lambda values: values.normal_(), start, stop, ("normal", 0.0, 1.0))
 
     @torch.no_grad()
     def load(self, values: Tensor, start: int = 0) -> None:  # noqa: D102

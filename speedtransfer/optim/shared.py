@@ -143,9 +143,9 @@ class SharedOwners(Sharded):
         at, _ = super().owned(ids)
         return at, ids[at]
 
-    def draw(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102
+    def draw(self, *args: Any) -> None:  # noqa: D102
         _meet(self.handle.rows, self.exchange)
-        super().draw(function, start, stop)
+        super().draw(*args)
         _meet(self.handle.rows, self.exchange)
 
     def change(self, function: Callable[[Tensor], object], start: int = 0, stop: int | None = None) -> None:  # noqa: D102

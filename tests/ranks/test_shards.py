@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import speedtransfer as st
 from ranks.pair import DIM, ROWS, Pair, dense_of, ids, nets, rows_of, table, wrap
 from speedtransfer import rows as rows_module
+from speedtransfer.optim import sharded
 
 # Two processes of each kind in every run of the tests, three of one kind; of runs below these one kind.
 CORE: dict[str, dict[str, Any]] = {
@@ -259,3 +260,52 @@ def nonfinite(kind: str) -> list[str]:
 def test_all_raise_for_a_norm_that_is_not_finite(two, kind):
     first, second = two(nonfinite, kind)
     assert first == second
+
+
+# --- first weights --------------------------------------------------------------------------------------------------------
+
+
+def first_weights(memory: str | None) -> list[Tensor]:
+    """Of a table, of features, and after functions of ``torch.nn.init``; with the next number of torch's generator."""
+    given: Any = {"process_group": dist.group.WORLD, "idle": "lazy"} | ({} if memory is None else {"memory": memory})
+    torch.manual_seed(3)
+    emb, bag = st.Embedding(500, DIM, padding_idx=2, **given), st.EmbeddingBag(40, DIM, **given)
+    many = st.MultiEmbedding([300, 200], DIM, **given)
+    found = [emb.table.gather(torch.arange(500)), many.table.gather(torch.arange(500))]
+    nn.init.uniform_(emb.weight, -2.0, -1.0)
+    nn.init.kaiming_uniform_(bag.weight)
+    nn.init.normal_(many[1].weight, 5.0, 0.1)
+    found += [emb.table.gather(torch.arange(500)), bag.table.gather(torch.arange(40))]
+    return [*found, many.table.gather(torch.arange(500)), torch.rand(1)]
+
+
+def first_weights_of_own(memory: str | None) -> list[Tensor]:
+    with mock.patch.object(sharded, "_DRAWN_BY_ALL", 7):
+        return first_weights(memory)
+
+
+@pytest.mark.parametrize("memory", [None, "shared"])
+def test_large_tables_start_alike_in_any_number_of_processes(memory, pool):
+    wanted = pool.of(1)(first_weights_of_own, memory)[0]
+    emb, many, uniform, bag, changed, _ = wanted
+    assert not emb[2].any()
+    for drawn in (torch.cat([emb[:2], emb[3:]]), many):
+        assert abs(drawn.mean()) < 0.1
+        assert 0.9 < drawn.std() < 1.1
+        assert len(drawn.unique()) == drawn.numel()
+    assert -2 <= uniform.min() < -1.9
+    assert -1.1 < uniform.max() <= -1
+    assert 0 < bag.abs().max() <= (6 / DIM) ** 0.5
+    assert torch.equal(changed[:300], many[:300])
+    assert 4 < changed[300:].min() < changed[300:].max() < 6
+    for world in (2, 3):
+        for found in pool.of(world)(first_weights_of_own, memory):
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert torch.equal(ours, theirs)
+
+
+def test_small_tables_start_as_in_one_process(two):
+    torch.manual_seed(3)
+    plain = nn.Embedding(500, DIM, padding_idx=2)
+    for found in two(first_weights, None):
+        assert torch.equal(found[0], plain.weight)
