@@ -9,7 +9,7 @@ from speedtransfer.version import __version__
 
 if TYPE_CHECKING:
     from speedtransfer import errors, speedtorch, word2vec
-    from speedtransfer.checkpoint import load_checkpoint, save_checkpoint
+    from speedtransfer.checkpoint import Mark, apply_delta, load_checkpoint, mark, save_checkpoint, save_delta
     from speedtransfer.ngrams import NgramEmbedding, NgramHash, NgramStatistics, PerLayerEmbedding
     from speedtransfer.nn import (
         ActiveRows,
@@ -35,6 +35,7 @@ __all__ = [
     "Changes",
     "Embedding",
     "EmbeddingBag",
+    "Mark",
     "MultiEmbedding",
     "MultiEmbeddingBag",
     "NgramEmbedding",
@@ -46,16 +47,19 @@ __all__ = [
     "Vocabulary",
     "VocabularyStats",
     "__version__",
+    "apply_delta",
     "clip_grad_norm_",
     "equal_steps",
     "errors",
     "full_state_dict",
     "hash_ids",
     "load_checkpoint",
+    "mark",
     "plan",
     "prefetch",
     "replace_embeddings",
     "save_checkpoint",
+    "save_delta",
     "speedtorch",
     "summary",
     "table_parameters",

@@ -44,6 +44,7 @@ n = w.other().model.emb.state_dict(); model.emb.load_state_dict(n, assign=True);
 [rows_of(st.full_state_dict(model))] if w.rank == 0 else st.full_state_dict(model) and None  # st.full_state_dict(model)
 w.save(); n = w.other(); st.load_checkpoint(w.path, n.model, n.opt); n.step(); n.look()  # st.save_checkpoint
 w.other().save(); st.load_checkpoint(w.path, model, opt)  # st.load_checkpoint
+w.followed()  # st.apply_delta(path, copy)
 state_of(opt)  # opt.state_dict()
 state = opt.state_dict(); w.use(model); w.opt.load_state_dict(state)  # opt.load_state_dict(opt.state_dict())
 w.copied(copy.deepcopy(model))  # copy.deepcopy(model)
@@ -291,6 +292,18 @@ class World:
 
     def save(self) -> None:
         st.save_checkpoint(self.path, self.model, self.opt)
+
+    def followed(self) -> Tensor:
+        """Train, and let a copy follow."""
+        if not self.ours:
+            self.step()
+            return self.look()
+        mark, follower = st.mark(self.model), copy.deepcopy(self.model)
+        self.step()
+        path = self.path.with_suffix(f".{self.rank}.delta.safetensors")
+        st.save_delta(path, self.model, mark)
+        st.apply_delta(path, follower)
+        return self.look(follower)
 
     def other(self) -> World:
         """Another model, trained with other numbers, in this process alone."""

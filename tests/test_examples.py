@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -152,3 +154,17 @@ def test_what_makes_no_sense_is_refused(text, tmp_path, monkeypatch, capsys, lin
         run([*given, *arguments])
     assert stop.value.code == 2
     assert words in capsys.readouterr().err
+
+
+# --- a server that follows a trainer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_server_follows():
+    script = Path(__file__).resolve().parents[1] / "examples" / "follow.py"
+    arguments = [sys.executable, str(script), "--rows", "500", "--deltas", "4", "--steps", "2"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.match(
+        r"4 deltas of [\d.]+ MB of a table of 0.1 MB\n\d+ batches looked up meanwhile\nserved \d+ ms", done.stdout
+    )

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
-from speedtransfer.errors import InvalidValueError, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
 from speedtransfer.nn.module_state import OF_VOCABULARY, ids_of, placeholder_rows, refuse_ids
 from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import LoadPlan
@@ -24,6 +24,30 @@ def _state(model: nn.Module) -> tuple[dict[str, Any], dict[str, Handle]]:
         state = model.state_dict()
     handles = {id(placeholder): handle for placeholder, handle in met}
     return state, {key: handles[id(value)] for key, value in state.items() if id(value) in handles}
+
+
+def tables_of(model: nn.Module) -> dict[str, Handle]:
+    """Return the tables of a model by their keys in its state dict; one in two places by the first."""
+    found: dict[int, str] = {}
+    tables = _state(model)[1]
+    return {key: handle for key, handle in tables.items() if found.setdefault(id(handle), key) == key}
+
+
+def dense_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors of a model's state dict that are no tables."""
+    state, tables = _state(model)
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or hasattr(value, "full_tensor"):
+            raise InvalidTypeError(
+                f"{key} of the model is a {type(value).__name__} but must be a tensor of this process; use st.save_checkpoint"
+            )
+    return {key: value for key, value in state.items() if key not in tables}
+
+
+def load_dense(model: nn.Module, values: dict[str, Tensor]) -> None:
+    """Load what `dense_of` has returned into a model as it was then."""
+    with placeholder_rows():
+        model.load_state_dict(values, strict=False)
 
 
 def encode_model(model: nn.Module, keeps: Keeps) -> dict[str, Any]:

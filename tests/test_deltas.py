@@ -1,0 +1,260 @@
+"""Copies that follow a model by files of what has changed: bit for bit, in their order, or refused before anything changes."""
+
+from __future__ import annotations
+
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_child import kill_at_line, run_child
+from safetensors.torch import load_file
+from torch import nn
+
+import speedtransfer as st
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
+
+ROWS = 60
+FORMS: dict[str, dict[str, Any]] = {
+    "lazy": {"idle": "lazy"},
+    "exact": {"idle": "exact"},
+    "int8": {"storage_dtype": torch.int8, "idle": "lazy"},
+    "float8": {"storage_dtype": torch.float8_e4m3fn, "scale_block": 3, "idle": "lazy"},
+    "bfloat16": {"dtype": torch.bfloat16, "idle": "lazy"},
+    "records": {"layout": "rows", "idle": "lazy"},
+    "cache": {"cache_rows": 8, "idle": "lazy"},
+    "file": {"memory": "mmap", "idle": "lazy"},
+}
+
+
+class Net(nn.Module):
+    """Tables, one of them in two places, a dense part and a buffer."""
+
+    def __init__(self, seed: int = 0, **options: Any) -> None:
+        torch.manual_seed(seed)
+        super().__init__()
+        self.emb = st.Embedding(ROWS, 9, **options)
+        self.again = self.emb
+        self.many = st.MultiEmbedding([20, 10], 4, idle="lazy")
+        self.head = nn.Sequential(nn.Linear(9, 4), nn.BatchNorm1d(4))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.emb(ids).to(torch.float32)) + self.many(torch.stack([ids % 20, ids % 10], 1)).sum(1)
+
+
+def optimizer(net: Net) -> Any:
+    return torch.optim.AdamW(net.parameters(), lr=0.1)
+
+
+def step(net: Net, opt: Any) -> None:
+    opt.zero_grad()
+    net(torch.randint(0, ROWS, (4,))).square().sum().backward()
+    opt.step()
+
+
+def contents(net: nn.Module) -> list[bytes]:
+    return [value.contiguous().view(-1).view(torch.uint8).numpy().tobytes() for value in net.state_dict().values()]
+
+
+@torch.no_grad()
+def write_by_hand(net: Net, how: int) -> None:
+    emb = net.emb
+    if how == 0:
+        emb.weight[3] = 2.0
+    elif how == 1 and emb.table.dtype == torch.float32:
+        emb.table[torch.tensor([5, 7])] = torch.ones(2, 9)
+    elif how == 2:
+        net.many.table.fill_(0.5)
+    elif emb.table.dtype == torch.float32 and emb.table.cache_rows is None:
+        emb.table.numpy()[11, 2] = np.float32(4.0)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_copy_follows(form: str, tmp_path: Path) -> None:
+    given = [FORMS[form] | ({"path": tmp_path / f"{n}.npy"} if form == "file" else {}) for n in range(2)]
+    net, copy = Net(**given[0]), Net(**given[1])
+    opt, mark, known = optimizer(net), st.mark(net), None
+    draw = random.Random(5)
+    for number in range(6):
+        for _ in range(draw.randrange(3)):
+            step(net, opt)
+        write_by_hand(net, number % 5)
+        path = tmp_path / f"{number}.safetensors"
+        mark = st.save_delta(path, net, mark)
+        # By what the copy knows of itself, or by reading it all.
+        known = st.apply_delta(path, copy, known if number % 2 else None)
+        assert contents(copy) == contents(net)
+        assert known.fingerprints == mark.fingerprints == st.mark(copy).fingerprints
+    # It may be trained on, and be followed itself.
+    step(copy, optimizer(copy))
+    assert st.mark(copy).fingerprints != mark.fingerprints
+
+
+def test_only_rows_that_differ_are_written(tmp_path: Path) -> None:
+    net = Net(idle="lazy")
+    mark = st.mark(net)
+    with torch.no_grad():
+        net.emb.weight[3] += 1.0
+        net.emb.weight[4] += 0.0
+        net.emb.weight[59, 8] = -net.emb.weight[59, 8]
+    mark = st.save_delta(tmp_path / "one.safetensors", net, mark)
+    saved = load_file(tmp_path / "one.safetensors")
+    assert saved["0.ids"].flatten().tolist() == [3, 59]
+    assert torch.equal(saved["0.weight"], net.emb.weight[[3, 59]])
+    assert len(saved["1.ids"]) == 0
+    st.save_delta(tmp_path / "none.safetensors", net, mark)
+    assert len(load_file(tmp_path / "none.safetensors")["0.ids"]) == 0
+
+
+def test_tables_that_grow(tmp_path: Path) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        table = st.Table(10, 4, memory="pageable", max_rows=50).normal_()
+        return nn.ModuleDict({"emb": st.Embedding.from_pretrained(table, freeze=False)})
+
+    net, copy = make(), make()
+    mark = st.mark(net)
+    net["emb"].table.grow(30)
+    with torch.no_grad():
+        net["emb"].weight[25] = 1.0
+    larger = st.save_delta(tmp_path / "1.safetensors", net, mark)
+    st.apply_delta(tmp_path / "1.safetensors", copy)
+    assert contents(copy) == contents(net)
+    with pytest.raises(InvalidValueError, match=r"since has 30 rows of .* but the table has 10"):
+        st.save_delta(tmp_path / "2.safetensors", make(), larger)
+
+
+def chain(folder: Path) -> tuple[Net, list[Path]]:
+    net = Net(idle="lazy")
+    opt, mark, paths = optimizer(net), st.mark(net), []
+    for number in range(3):
+        step(net, opt)
+        paths.append(folder / f"{number}.safetensors")
+        mark = st.save_delta(paths[-1], net, mark)
+    return net, paths
+
+
+def refuses(words: str, path: Any, net: nn.Module, *mark: Any, error: type[Exception] = InvalidValueError) -> None:
+    before = contents(net)
+    with pytest.raises(error, match=words):
+        st.apply_delta(path, net, *mark)
+    assert contents(net) == before
+
+
+def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
+    _, paths = chain(tmp_path)
+    copy = Net(idle="lazy")
+    refuses("begins with other rows of 'emb.weight'.*a delta before it is missing", paths[1], copy)
+    known = st.apply_delta(paths[0], copy)
+    refuses("has been applied: 'emb.weight' holds what comes after it", paths[0], copy)
+    refuses("begins with other rows", paths[2], copy, known)
+    with torch.no_grad():
+        copy.emb.weight[int(st.checkpoint.deltas._Delta(paths[1]).rows["emb.weight"][0][0])] += 1.0
+    refuses("rows of 'emb.weight' were written after the mark was made", paths[1], copy, known)
+    refuses("begins with other rows", paths[1], copy)
+    refuses("begins with other rows", paths[0], Net(seed=1, idle="lazy"))
+    refuses("stored as plain.*but as int8", paths[0], Net(storage_dtype=torch.int8))
+    smaller = nn.ModuleDict({"emb": st.Embedding(ROWS, 9)})
+    refuses("has tables that the model has not", paths[0], smaller)
+    refuses("mark is of a model with other tables", paths[1], copy, st.mark(smaller))
+    wider = Net(idle="lazy")
+    wider.head[0] = nn.Linear(9, 5)
+    refuses("'head.0.weight' is .4, 9.", paths[0], wider)
+    refuses("suffix", tmp_path / "delta.npy", copy)
+    refuses("cannot read", tmp_path / "none.safetensors", copy, error=StorageError)
+
+
+def test_what_cannot_be_marked(tmp_path: Path) -> None:
+    emb = st.Embedding(4, 2)
+    for model, words in [
+        (st.Embedding(4, 2, vocabulary=st.Vocabulary()), "weight has a vocabulary.*changed_since"),
+        (nn.Linear(2, 2), "model has no table"),
+    ]:
+        with pytest.raises(InvalidValueError, match=words):
+            st.mark(model)
+    for call, words in [
+        (lambda: st.mark(torch.zeros(3)), "must be a torch.nn.Module"),
+        (lambda: st.save_delta(tmp_path / "1.safetensors", emb, 0), "since is a int but must be a mark"),
+    ]:
+        with pytest.raises(InvalidTypeError, match=words):
+            call()
+    with pytest.raises(InvalidValueError, match="since is a mark of the tables"):
+        st.save_delta(tmp_path / "1.safetensors", nn.Sequential(emb), st.mark(emb))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("step", [11, pytest.param(1, marks=pytest.mark.slow)])
+def test_damaged_files_are_refused(step: int, tmp_path: Path) -> None:
+    _, paths = chain(tmp_path)
+    raw = paths[0].read_bytes()
+    copy, damaged = Net(idle="lazy"), tmp_path / "damaged.safetensors"
+    before, wanted = contents(copy), Net(idle="lazy")
+    st.apply_delta(paths[0], wanted)
+    draw, applied = random.Random(1), 0
+    for at in range(0, len(raw), step):
+        changed = bytearray(raw)
+        changed[at] ^= 1 << draw.randrange(8)
+        damaged.write_bytes(changed)
+        try:
+            st.apply_delta(damaged, copy)
+        except SpeedtransferError:
+            assert contents(copy) == before
+        else:
+            # Blanks at the end of the header.
+            assert contents(copy) == contents(wanted)
+            applied, copy = applied + 1, Net(idle="lazy")
+    assert applied < 0.1 * len(raw) / step
+    for length in (0, 7, 100, len(raw) // 2, len(raw) - 1):
+        damaged.write_bytes(raw[:length])
+        refuses("safetensors", damaged, copy, error=StorageError)
+
+
+def test_killed_as_it_saves(tmp_path: Path) -> None:
+    net = Net(idle="lazy")
+    mark = st.mark(net)
+    step(net, optimizer(net))
+    path, line, there = tmp_path / "delta.safetensors", 1, set()
+    files = ("checkpoint/deltas.py", "tables/files.py", "speedtransfer/system.py")
+    while not run_child(lambda line=line: (kill_at_line(line, files), st.save_delta(path, net, mark))):
+        there.add(path.exists())
+        if path.exists():
+            st.apply_delta(path, Net(idle="lazy"))
+            path.unlink()
+        line += 23
+    assert line > 80
+    assert False in there
+    copy = Net(idle="lazy")
+    st.apply_delta(path, copy)
+    assert contents(copy) == contents(net)
+
+
+def test_lookups_meanwhile_see_whole_rows(tmp_path: Path) -> None:
+    def make() -> Any:
+        return st.Embedding(4000, 64, _weight=torch.zeros(4000, 64))
+
+    net, copy = make(), make()
+    mark, paths = st.mark(net), []
+    for number in range(1, 6):
+        net.table.fill_(float(number))
+        paths.append(tmp_path / f"{number}.safetensors")
+        mark = st.save_delta(paths[-1], net, mark)
+    torn, stop = [], threading.Event()
+
+    def look() -> None:
+        ids = torch.randint(0, 4000, (500,))
+        while not stop.is_set():
+            with torch.no_grad():
+                rows = copy(ids)
+            torn.append(bool((rows != rows[:, :1]).any()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    for path in paths:
+        st.apply_delta(path, copy)
+    stop.set()
+    thread.join()
+    assert torn
+    assert not any(torn)
