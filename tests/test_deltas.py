@@ -121,7 +121,7 @@ def test_tables_that_grow(tmp_path: Path) -> None:
     with torch.no_grad():
         net["emb"].weight[25] = 1.0
     larger = st.save_delta(tmp_path / "1.safetensors", net, mark)
-    st.apply_delta(tmp_path / "1.safetensors", copy)
+    st.apply_delta(tmp_path / "1.safetensors", copy, st.mark(copy))
     assert contents(copy) == contents(net)
     with pytest.raises(InvalidValueError, match=r"since has 30 rows of .* but the table has 10"):
         st.save_delta(tmp_path / "2.safetensors", make(), larger)
@@ -169,6 +169,8 @@ def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
 
 def test_what_cannot_be_marked(tmp_path: Path) -> None:
     emb = st.Embedding(4, 2)
+    odd = nn.Sequential(st.Embedding(4, 2), nn.BatchNorm1d(2))
+    odd[1].register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
     for model, words in [
         (st.Embedding(4, 2, vocabulary=st.Vocabulary()), "weight has a vocabulary.*changed_since"),
         (nn.Linear(2, 2), "model has no table"),
@@ -177,6 +179,7 @@ def test_what_cannot_be_marked(tmp_path: Path) -> None:
             st.mark(model)
     for call, words in [
         (lambda: st.mark(torch.zeros(3)), "must be a torch.nn.Module"),
+        (lambda: st.save_delta(tmp_path / "1.safetensors", odd, st.mark(odd)), "odd has dtype torch.complex128"),
         (lambda: st.save_delta(tmp_path / "1.safetensors", emb, 0), "since is a int but must be a mark"),
     ]:
         with pytest.raises(InvalidTypeError, match=words):
