@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from in_child import kill_at_line, run_child
-from safetensors.torch import load_file
+from interrupt import Interrupt
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import speedtransfer as st
@@ -139,7 +141,7 @@ def chain(folder: Path) -> tuple[Net, list[Path]]:
 
 def refuses(words: str, path: Any, net: nn.Module, *mark: Any, error: type[Exception] = InvalidValueError) -> None:
     before = contents(net)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=words or None):
         st.apply_delta(path, net, *mark)
     assert contents(net) == before
 
@@ -149,7 +151,7 @@ def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
     copy = Net(idle="lazy")
     refuses("begins with other rows of 'emb.weight'.*a delta before it is missing", paths[1], copy)
     known = st.apply_delta(paths[0], copy)
-    refuses("has been applied: 'emb.weight' holds what comes after it", paths[0], copy)
+    refuses("has been applied: the model holds what comes after it", paths[0], copy)
     refuses("begins with other rows", paths[2], copy, known)
     with torch.no_grad():
         copy.emb.weight[int(st.checkpoint.deltas._Delta(paths[1]).rows["emb.weight"][0][0])] += 1.0
@@ -213,6 +215,51 @@ def test_damaged_files_are_refused(step: int, tmp_path: Path) -> None:
     for length in (0, 7, 100, len(raw) // 2, len(raw) - 1):
         damaged.write_bytes(raw[:length])
         refuses("safetensors", damaged, copy, error=StorageError)
+
+
+FORGED: dict[str, Any] = {
+    "0.ids": [
+        lambda ids: ids.flip(0),
+        lambda ids: ids.clone().index_fill_(0, torch.tensor([1]), int(ids[0])),
+        lambda ids: ids - ids[0] - 1,
+        lambda ids: ids + ROWS,
+        lambda ids: ids[1:],
+        lambda ids: ids.float(),
+    ],
+    "0.before": [lambda was: was[1:], lambda was: was + 1, lambda was: was.double()],
+    "0.weight": [lambda rows: rows[1:], lambda rows: rows[:, 1:], lambda rows: rows.double(), lambda rows: rows + 1],
+    "dense.head.0.weight": [lambda values: values.T, lambda values: values + 1],
+}
+
+
+@pytest.mark.parametrize(("name", "number"), [(name, n) for name, some in FORGED.items() for n in range(len(some))])
+def test_forged_files_are_refused(name: str, number: int, tmp_path: Path) -> None:
+    _, paths = chain(tmp_path)
+    tensors = load_file(paths[0])
+    tensors[name] = FORGED[name][number](tensors[name]).contiguous()
+    with safe_open(paths[0], "pt") as opened:
+        save_file(tensors, paths[0], opened.metadata())
+    refuses("", paths[0], Net(idle="lazy"), error=SpeedtransferError)
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_apply_that_is_interrupted_is_made_again(every: int, tmp_path: Path) -> None:
+    _, paths = chain(tmp_path)
+    wanted, counted = Net(idle="lazy"), Interrupt()
+    assert not counted.during(lambda: st.apply_delta(paths[0], wanted))
+    torn = 0
+    for at in range(1, len(counted.places), every):
+        copy, interrupt = Net(idle="lazy"), Interrupt(at)
+        assert interrupt.during(lambda copy=copy: st.apply_delta(paths[0], copy))
+        whole = contents(copy) == contents(wanted)
+        torn += not whole and contents(copy) != contents(Net(idle="lazy"))
+        if whole:
+            refuses("has been applied", paths[0], copy)
+        else:
+            st.apply_delta(paths[0], copy)
+        assert contents(copy) == contents(wanted)
+    assert torn
 
 
 def test_killed_as_it_saves(tmp_path: Path) -> None:

@@ -73,7 +73,10 @@ def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool 
             ids = torch.from_numpy(np.flatnonzero(~same))
             described[key] = _Table.of(handle, len(before), len(after), total(before), total(after))._asdict()
             written += [_rows(f"{number}.{name}", handle, name, ids) for name in names_of(handle)]
-            written.append((f"{number}.ids", torch.int64, (len(ids), 1), iter([ids.unsqueeze(1)])))
+            was = np.zeros(len(after), np.uint64)
+            was[: len(before)] = before
+            for name, values in (("ids", ids), ("before", torch.from_numpy(was[ids.numpy()].view(np.int64)))):
+                written.append((f"{number}.{name}", torch.int64, (len(ids), 1), iter([values.unsqueeze(1)])))
         dense = {key: value.detach().cpu().contiguous() for key, value in dense_of(model).items()}
         digests = {}
         for key, value in dense.items():
@@ -132,11 +135,17 @@ def apply_delta(path: PathLike, model: nn.Module, mark: Mark | None = None, *, p
             handle.rows.catch_up()
         before = hashed(tables, progress) if mark is None else mark._hashes
         after = {key: delta.hashes_after(key, handle, before[key], mark is not None) for key, handle in tables.items()}
+        same = all(np.array_equal(before[key], after[key]) for key in tables)
+        dense = dense_of(model)
+        if same and delta.changes and all(_digest(dense[key]) == _digest(value) for key, value in delta.dense.items()):
+            raise InvalidValueError(
+                f"{str(path)!r} has been applied: the model holds what comes after it; leave it out"
+            )
         for key, handle in tables.items():
             if delta.tables[key].rows > handle.table.num_rows:
                 handle.grow(delta.tables[key].rows)
         for key, handle in tables.items():
-            ids, parts = delta.rows[key]
+            ids, _, parts = delta.rows[key]
             width = sum(part[:1].nbytes for part in parts)
             for rows in row_chunks(len(ids), width):
                 values = {
@@ -188,12 +197,16 @@ class _Delta:
                 raise ValueError(f"format {metadata.get('format')!r}, version {metadata.get('version')!r}")
             described, digests = (parse_json(metadata[name].encode()) for name in ("tables", "dense"))
             self.tables = {str(key): _Table(**each) for key, each in described.items()}
-            self.rows: dict[str, tuple[Tensor, list[Tensor]]] = {}
+            # The ids of each table, the hashes that their rows had, and what stores them now.
+            self.rows: dict[str, tuple[Tensor, np.ndarray, list[Tensor]]] = {}
             for number, (key, table) in enumerate(self.tables.items()):
                 ids = self._mapped(header, f"{number}.ids").view(-1)
                 table.check(ids)
                 names = ["weight", "weight.scale"][: len(table.parts)]
-                self.rows[key] = ids, [self._mapped(header, f"{number}.{name}") for name in names]
+                was, *parts = (self._mapped(header, f"{number}.{name}") for name in ("before", *names))
+                if was.dtype != torch.int64 or any(len(each) != len(ids) for each in (was, *parts)):
+                    raise ValueError(f"other numbers of ids and of rows of {key!r}")
+                self.rows[key] = ids, was.view(-1).numpy().view(np.uint64), parts
             self.dense = {str(key): self._mapped(header, f"dense.{key}") for key in digests}
             for key, value in self.dense.items():
                 if _digest(value) != digests[key]:
@@ -204,6 +217,11 @@ class _Delta:
             raise StorageError(
                 f"{str(path)!r} does not hold what st.save_delta has written ({error}); use another copy of it"
             ) from error
+
+    @property
+    def changes(self) -> bool:
+        """Whether any row has changed."""
+        return any(len(ids) for ids, *_ in self.rows.values())
 
     def _mapped(self, header: files.Header, name: str) -> Tensor:
         found = files.find_tensor(self.path, header, name, tuple(SAFETENSORS_NAMES))
@@ -223,7 +241,8 @@ class _Delta:
         for key, handle in tables.items():
             saved = self.tables[key]
             ours_is = _Table.of(handle, saved.begins, saved.rows, 0, 0)
-            if (ours_is.encoding, ours_is.parts) != (saved.encoding, saved.parts):
+            stored = [f"{part.shape[1]} {str(part.dtype).removeprefix('torch.')}" for part in self.rows[key][2]]
+            if (ours_is.encoding, ours_is.parts, ours_is.parts) != (saved.encoding, saved.parts, stored):
                 raise InvalidValueError(
                     f"{key!r} is stored as {saved.encoding} {saved.parts} in {str(self.path)!r} but as {ours_is.encoding} "
                     f"{ours_is.parts} in the model; make it with the same dim, dtype and storage_dtype"
@@ -236,32 +255,36 @@ class _Delta:
                     f"{value.dtype} in the model; make the model as the one that was saved"
                 )
 
-    def hashes_after(self, key: str, handle: Handle, before: np.ndarray, check_rows: bool) -> np.ndarray:
-        """Return the hashes of a table once the delta is applied; raise unless it begins with what is there."""
-        saved, (ids, parts) = self.tables[key], self.rows[key]
-        found = f"{total(before):016x}"
-        if found == saved.now and len(before) == saved.rows and found != saved.since:
-            raise InvalidValueError(
-                f"{str(self.path)!r} has been applied: {key!r} holds what comes after it; leave it out"
-            )
-        if found != saved.since or len(before) != saved.begins:
+    def hashes_after(self, key: str, handle: Handle, now: np.ndarray, check_rows: bool) -> np.ndarray:
+        """Return the hashes of a table once the delta is applied, of those `now`; raise unless it begins with what is there.
+
+        Rows that an apply that was interrupted has written count as what they were.
+        """
+        saved, (ids, was, parts) = self.tables[key], self.rows[key]
+        found = hashes_of(ids.numpy(), parts)
+        after = np.zeros(saved.rows, np.uint64)
+        after[: saved.begins] = now[: saved.begins]
+        old = int((ids < saved.begins).sum())
+        at = ids[:old].numpy()
+        if len(now) in (saved.begins, saved.rows):
+            if check_rows and old:
+                rows = handle.table.read(ids[:old].to(handle.table.device), names_of(handle))
+                if not np.array_equal(hashes_of(at, list(rows.values())), now[at]):
+                    raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")
+            written = now[at] == found[:old]
+            after[at] = np.where(written, was[:old], now[at])
+        begins = f"{total(after[: saved.begins]):016x}"
+        if (
+            len(now) not in (saved.begins, saved.rows)
+            or begins != saved.since
+            or not np.array_equal(after[at], was[:old])
+        ):
             raise InvalidValueError(
                 f"{str(self.path)!r} begins with other rows of {key!r} ({saved.begins} of fingerprint {saved.since}) than the "
-                f"model has ({len(before)} of {found}): a delta before it is missing, or it is of another run; apply those in "
-                "between first, or begin with a checkpoint"
+                f"model has ({len(now)} of {total(now):016x}): a delta before it is missing, or it is of another run; apply "
+                "those in between first, or begin with a checkpoint"
             )
-        old = ids[ids < len(before)].numpy()
-        if check_rows and len(old):
-            rows = handle.table.read(torch.from_numpy(old).to(handle.table.device), names_of(handle))
-            if not np.array_equal(hashes_of(old, list(rows.values())), before[old]):
-                raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")
-        after = np.zeros(saved.rows, np.uint64)
-        after[: len(before)] = before
-        if any(len(part) != len(ids) for part in parts):
-            raise StorageError(
-                f"{str(self.path)!r} has other numbers of ids and of rows of {key!r}; use another copy of it"
-            )
-        after[ids.numpy()] = hashes_of(ids.numpy(), parts)
+        after[ids.numpy()] = found
         if f"{total(after):016x}" != saved.now:
             raise StorageError(f"{str(self.path)!r} has other rows of {key!r} than were saved; use another copy of it")
         return after
