@@ -49,8 +49,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Run the kernel on the CPU, in launches of odd sizes; return these."""
     kernels, made = cpu_kernels(), list[tuple[int, int]]()
 
-    def launch(num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray) -> None:
-        assert (source, num_items > 0) == ("step.cu", True)
+    def launch(num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray, on_host: bool) -> None:
+        assert (source, num_items > 0, on_host) == ("step.cu", True, True)
         made.append(LAUNCHES[len(made) % len(LAUNCHES)])
         kernels.launch(name, *made[-1], packed, backwards=bool(len(made) % 3))
 
@@ -162,9 +162,9 @@ def test_the_check_notices_a_wrong_kernel(launches: list[Any], monkeypatch: pyte
     for wrong in range(12):
         calls = iter(range(99))
 
-        def spoilt(num_items: int, *args: Any, wrong: int = wrong, calls: Iterator[int] = calls) -> None:
+        def spoilt(*args: Any, wrong: int = wrong, calls: Iterator[int] = calls, **given: Any) -> None:
             if next(calls) != wrong:
-                launch(num_items, *args)
+                launch(*args, **given)
 
         monkeypatch.setattr(fused_step, "launch_over", spoilt)
         assert not fused_step._check(cpu)
@@ -315,7 +315,7 @@ def test_a_step_that_fails(
 ) -> None:
     """It leaves the table, the state and the gradient as they were, and can be made again."""
 
-    def no_launch(*args: Any) -> None:
+    def no_launch(*args: Any, **given: Any) -> None:
         raise DeviceError("no launch")
 
     pair = twins(OPTIMIZERS["adam"], idle=idle)

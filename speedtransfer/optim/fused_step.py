@@ -303,18 +303,7 @@ def _queue(
         *(*dense, *[0] * (_MAX_STATES - len(dense)), *noted),
         *(sum(steps.data_ptr() for steps in plan.on_device), len(states), *plan[1:-1]),
     )
-    at_once = {} if weight.is_cuda else {"max_blocks": _host_blocks(grad.device)}
-    launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument, **at_once)
-
-
-@once
-def _host_blocks(device: torch.device) -> int:
-    """Return how many blocks change rows on the host.
-
-    They have as many bytes on their way as those of `MappedEngine`. More ask for rows of more pages at a time (rows move a
-    fifth slower so in 8 GB on an H200), and leave less of the device to the next batch.
-    """
-    return max(8, torch.cuda.get_device_properties(device).multi_processor_count // 2)
+    launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument, on_host=not weight.is_cuda)
 
 
 _KINDS: list[tuple[type[Optimizer], dict[str, Any]]] = [
