@@ -227,7 +227,13 @@ FORGED: dict[str, Any] = {
         lambda ids: ids.float(),
     ],
     "0.before": [lambda was: was[1:], lambda was: was + 1, lambda was: was.double()],
-    "0.weight": [lambda rows: rows[1:], lambda rows: rows[:, 1:], lambda rows: rows.double(), lambda rows: rows + 1],
+    "0.weight": [
+        lambda rows: rows[:, 0],
+        lambda rows: rows[1:],
+        lambda rows: rows[:, 1:],
+        lambda rows: rows.double(),
+        lambda rows: rows + 1,
+    ],
     "dense.head.0.weight": [lambda values: values.T, lambda values: values + 1],
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +14,12 @@ from torch import Tensor, nn
 
 from speedtransfer.checkpoint.marks import Mark, hashed, hashes_of, held, marked_tables, names_of, total
 from speedtransfer.checkpoint.model import dense_of, load_dense
+from speedtransfer.checkpoint.tensors import PickedRows
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.optim import Handle
 from speedtransfer.tables import PathLike, files, row_chunks
-from speedtransfer.tables.saving import check_path
+from speedtransfer.tables.saving import check_safetensors_path
 from speedtransfer.untrusted import parse_json
 
 _FORMAT = "speedtransfer.delta"
@@ -52,7 +53,7 @@ def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool 
     StorageError
         It cannot be written.
     """
-    path, tables = _checked(path), marked_tables(model)
+    path, tables = check_safetensors_path(path), marked_tables(model)
     if not isinstance(since, Mark):
         raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
     if since._hashes.keys() != tables.keys():
@@ -71,8 +72,10 @@ def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool 
             same = np.zeros(len(after), bool)
             same[: len(before)] = before == after[: len(before)]
             ids = torch.from_numpy(np.flatnonzero(~same))
-            described[key] = _Table.of(handle, len(before), len(after), total(before), total(after))._asdict()
-            written += [_rows(f"{number}.{name}", handle, name, ids) for name in names_of(handle)]
+            described[key] = _Table(
+                *(len(before), len(after), *_stored_as(handle), f"{total(before):016x}", f"{total(after):016x}")
+            )._asdict()
+            written += [_rows(f"{number}.{name}", handle, n, ids) for n, name in enumerate(names_of(handle))]
             was = np.zeros(len(after), np.uint64)
             was[: len(before)] = before
             for name, values in (("ids", ids), ("before", torch.from_numpy(was[ids.numpy()].view(np.int64)))):
@@ -119,9 +122,10 @@ def apply_delta(path: PathLike, model: nn.Module, mark: Mark | None = None, *, p
     StorageError
         The file is missing, damaged, or no delta.
     """
-    path, tables = _checked(path), marked_tables(model)
+    path, tables = check_safetensors_path(path), marked_tables(model)
     delta = _Delta(path)
-    delta.check_fits(tables, dense_of(model))
+    dense = dense_of(model)
+    delta.check_fits(tables, dense)
     for handle in tables.values():
         handle.table.check_writable()
     with held(tables), torch.no_grad():
@@ -136,7 +140,6 @@ def apply_delta(path: PathLike, model: nn.Module, mark: Mark | None = None, *, p
         before = hashed(tables, progress) if mark is None else mark._hashes
         after = {key: delta.hashes_after(key, handle, before[key], mark is not None) for key, handle in tables.items()}
         same = all(np.array_equal(before[key], after[key]) for key in tables)
-        dense = dense_of(model)
         if same and delta.changes and all(_digest(dense[key]) == _digest(value) for key, value in delta.dense.items()):
             raise InvalidValueError(
                 f"{str(path)!r} has been applied: the model holds what comes after it; leave it out"
@@ -166,12 +169,6 @@ class _Table(NamedTuple):
     parts: list[str]
     since: str
     now: str
-
-    @classmethod
-    def of(cls, handle: Handle, begins: int, rows: int, since: int, now: int) -> _Table:
-        specs = handle.rows.part_specs("weight")
-        parts = [f"{spec.width} {str(spec.dtype).removeprefix('torch.')}" for spec in specs.values()]
-        return cls(begins, rows, handle.rows.encoding("weight"), parts, f"{since:016x}", f"{now:016x}")
 
     def check(self, ids: Tensor) -> None:
         """Raise `ValueError` or `TypeError` unless the parts are of their types, and the ids such as may have changed."""
@@ -204,7 +201,7 @@ class _Delta:
                 table.check(ids)
                 names = ["weight", "weight.scale"][: len(table.parts)]
                 was, *parts = (self._mapped(header, f"{number}.{name}") for name in ("before", *names))
-                if was.dtype != torch.int64 or any(len(each) != len(ids) for each in (was, *parts)):
+                if was.dtype != torch.int64 or any(each.dim() != 2 or len(each) != len(ids) for each in (was, *parts)):
                     raise ValueError(f"other numbers of ids and of rows of {key!r}")
                 self.rows[key] = ids, was.view(-1).numpy().view(np.uint64), parts
             self.dense = {str(key): self._mapped(header, f"dense.{key}") for key in digests}
@@ -239,13 +236,12 @@ class _Delta:
                     "make the model as the one that was saved"
                 )
         for key, handle in tables.items():
-            saved = self.tables[key]
-            ours_is = _Table.of(handle, saved.begins, saved.rows, 0, 0)
-            stored = [f"{part.shape[1]} {str(part.dtype).removeprefix('torch.')}" for part in self.rows[key][2]]
-            if (ours_is.encoding, ours_is.parts, ours_is.parts) != (saved.encoding, saved.parts, stored):
+            saved, (encoding, parts) = self.tables[key], _stored_as(handle)
+            found = [_about(part.shape[1], part.dtype) for part in self.rows[key][2]]
+            if (encoding, parts, parts) != (saved.encoding, saved.parts, found):
                 raise InvalidValueError(
-                    f"{key!r} is stored as {saved.encoding} {saved.parts} in {str(self.path)!r} but as {ours_is.encoding} "
-                    f"{ours_is.parts} in the model; make it with the same dim, dtype and storage_dtype"
+                    f"{key!r} is stored as {saved.encoding} {saved.parts} in {str(self.path)!r} but as {encoding} {parts} "
+                    "in the model; make it with the same dim, dtype and storage_dtype"
                 )
         for key, value in dense.items():
             theirs_is = self.dense[key]
@@ -267,9 +263,8 @@ class _Delta:
         old = int((ids < saved.begins).sum())
         at = ids[:old].numpy()
         if len(now) in (saved.begins, saved.rows):
-            if check_rows and old:
-                rows = handle.table.read(ids[:old].to(handle.table.device), names_of(handle))
-                if not np.array_equal(hashes_of(at, list(rows.values())), now[at]):
+            for some in row_chunks(old if check_rows else 0, sum(part[:1].nbytes for part in parts)):
+                if not np.array_equal(hashes_of(at[some], _read(handle, ids[:old][some])), now[at[some]]):
                     raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")
             written = now[at] == found[:old]
             after[at] = np.where(written, was[:old], now[at])
@@ -290,25 +285,33 @@ class _Delta:
         return after
 
 
-def _checked(path: PathLike) -> Path:
-    path = check_path(path)
-    if path.suffix != ".safetensors":
-        raise InvalidValueError(f"path {str(path)!r} has the suffix {path.suffix!r} but must end in .safetensors")
-    return path
+def _stored_as(handle: Handle) -> tuple[str, list[str]]:
+    """Return the encoding of a table's weights, and the width and dtype of the planes that store them."""
+    return handle.rows.encoding("weight"), [
+        _about(spec.width, spec.dtype) for spec in handle.rows.part_specs("weight").values()
+    ]
 
 
-def _rows(name: str, handle: Handle, plane: str, ids: Tensor) -> files.Written:
-    """Return some rows of a plane as they are written: read in chunks."""
-    stored = handle.table.stored(plane)
-    shape = (len(ids), stored.shape[1])
+def _about(width: int, dtype: torch.dtype) -> str:
+    return f"{width} {str(dtype).removeprefix('torch.')}"
 
-    def chunks() -> Iterator[Tensor]:
-        for rows in row_chunks(len(ids), stored[:1].nbytes):
-            yield handle.table.read(ids[rows].to(handle.table.device), [plane])[plane].cpu()
 
-    return name, stored.dtype, shape, chunks()
+def _read(handle: Handle, ids: Tensor) -> list[Tensor]:
+    """Return the rows `ids` (n,) of a table as they are stored, by plane."""
+    return list(handle.table.read(ids.to(handle.table.device), names_of(handle)).values())
+
+
+def _rows(name: str, handle: Handle, number: int, ids: Tensor) -> files.Written:
+    """Return some rows of the plane `number` of a table as they are written: read in chunks."""
+    picked = PickedRows(
+        handle.table.stored(names_of(handle)[number]),
+        len(ids),
+        lambda start, stop: ids[start:stop],
+        lambda some: _read(handle, some)[number],
+    )
+    return name, picked.dtype, tuple(picked.shape), picked.chunks()
 
 
 def _digest(values: Tensor) -> str:
-    data: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    data: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return hashlib.sha256(data).hexdigest()

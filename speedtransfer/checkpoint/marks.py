@@ -132,13 +132,18 @@ def names_of(handle: Handle) -> list[str]:
 def hashes_of(ids: np.ndarray, parts: list[Tensor]) -> np.ndarray:
     """Return a hash of each row, (n,) uint64, by its number and its bytes: ``(n, width)`` for each of `parts`."""
     hashes = mix64(ids.astype(np.uint64) + GOLDEN)
-    for part in parts:
-        values: Any = part.detach().cpu().contiguous().view(torch.uint8).numpy()
-        whole = values.shape[1] // 8 * 8
-        words = [values[:, whole:]] if whole < values.shape[1] else []
-        if whole:
-            # Of rows that are not a multiple of 8 bytes long they are not aligned.
-            words.insert(0, np.ascontiguousarray(values[:, :whole]).view(np.uint64))
-        for each in words:
-            run_on_threads([(compiled_module(_COMPILED).fold, (hashes, each))], len(ids), each.nbytes, ())
+    for rows in row_chunks(len(ids), sum(part[:1].nbytes for part in parts)):
+        for part in parts:
+            _go_on(hashes[rows], part[rows])
     return np.asarray(mix64(hashes))
+
+
+def _go_on(hashes: np.ndarray, part: Tensor) -> None:
+    """Go on with the hashes (n,) of rows by more of their values, ``(n, width)``."""
+    values: Any = part.detach().cpu().contiguous().view(torch.uint8).numpy()
+    whole = values.shape[1] // 8 * 8
+    # Of rows that are not a multiple of 8 bytes long they are not aligned.
+    words = np.ascontiguousarray(values[:, :whole]).view(np.uint64)
+    for each in (words, values[:, whole:]):
+        if each.shape[1]:
+            run_on_threads([(compiled_module(_COMPILED).fold, (hashes, each))], len(hashes), each.nbytes, ())

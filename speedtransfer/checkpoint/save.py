@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import posixpath
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -111,8 +110,11 @@ def save_checkpoint(
         with processes.together(), processes.progress(f"saving {place.name}", need, progress) as bar:
             facts = {}
             for role, plan in plans.items():
-                name = posixpath.basename(Path(files[role].name).as_posix())
-                facts[role] = {"name": name, **plan.write(files[role], bar.advance), **own.get(role, {})}
+                facts[role] = {
+                    "name": Path(files[role].name).name,
+                    **plan.write(files[role], bar.advance),
+                    **own.get(role, {}),
+                }
                 place.finish(files[role])
         files.reported = not processes.is_first
         told = processes.texts(json.dumps(facts))

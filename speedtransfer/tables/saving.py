@@ -185,6 +185,14 @@ def check_path(path: Any, more: str = "") -> Path:
     return Path(path)
 
 
+def check_safetensors_path(path: PathLike) -> Path:
+    """Return `path` if it ends in ``.safetensors``, or raise."""
+    path = check_path(path)
+    if path.suffix != ".safetensors":
+        raise InvalidValueError(f"path {str(path)!r} has the suffix {path.suffix!r} but must end in .safetensors")
+    return path
+
+
 def open_memory(
     memory: MemoryName,
     path: PathLike | None,

@@ -6,7 +6,6 @@ import json
 import os
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.tables import PathLike, files, row_chunks
-from speedtransfer.tables.saving import check_path
+from speedtransfer.tables.saving import check_safetensors_path
 from speedtransfer.untrusted import parse_json
 from speedtransfer.vocabulary.initial import Initial, check_initial
 
@@ -78,7 +77,7 @@ class Changes(NamedTuple):
         StorageError
             It cannot be written.
         """
-        path = _check_path(path)
+        path = check_safetensors_path(path)
         numbers = {name: getattr(self, name) for name in _NUMBERS}
         metadata = {"format": _FORMAT, "version": "1", **{name: json.dumps(value) for name, value in numbers.items()}}
         # Rows first: 2-D tensors may be opened as tables.
@@ -94,7 +93,7 @@ class Changes(NamedTuple):
         StorageError
             It is missing, truncated, or not such a file.
         """
-        path = _check_path(path)
+        path = check_safetensors_path(path)
         header = files.open_header(path)
         metadata = header.metadata if isinstance(header.metadata, dict) else {}
         try:
@@ -143,13 +142,6 @@ class Changes(NamedTuple):
 
 _TENSORS = ("ids", "rows", "evicted", "reserved")
 _NUMBERS = tuple(name for name in Changes._fields if name not in _TENSORS)
-
-
-def _check_path(path: PathLike) -> Path:
-    path = check_path(path)
-    if path.suffix != ".safetensors":
-        raise InvalidValueError(f"path {str(path)!r} has the suffix {path.suffix!r} but must end in .safetensors")
-    return path
 
 
 def _written(name: str, tensor: Tensor) -> files.Written:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import speedtransfer as st
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.tracing import ONE_GRAPH
 
 try:
@@ -85,3 +86,25 @@ def test_a_compiled_model(device, memory):
             opt.step()
     assert torch.equal(model[0].table.torch().cpu(), plain[0].table.torch().cpu())
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_a_copy_follows(device, memory, tmp_path):
+    def make():
+        torch.manual_seed(0)
+        table = st.Embedding(100, 8, device=device, memory=memory, idle="lazy")
+        return nn.Sequential(table, nn.Linear(8, 2, device=device))
+
+    model, follower, path, known = make(), make(), tmp_path / "delta.safetensors", None
+    opt, mark = torch.optim.AdamW(model.parameters()), st.mark(model)
+    for _ in range(2):
+        opt.zero_grad()
+        model(torch.randint(0, 100, (6,), device=device)).square().sum().backward()
+        opt.step()
+        mark = st.save_delta(path, model, mark)
+        known = st.apply_delta(path, follower, known)
+        for ours, theirs in zip(follower.state_dict().values(), model.state_dict().values(), strict=True):
+            assert torch.equal(ours.cpu(), theirs.cpu())
+        assert known.fingerprints == mark.fingerprints == st.mark(follower).fingerprints
+    with pytest.raises(InvalidValueError, match="has been applied"):
+        st.apply_delta(path, follower)
