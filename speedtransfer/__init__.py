@@ -9,7 +9,15 @@ from speedtransfer.version import __version__
 
 if TYPE_CHECKING:
     from speedtransfer import errors, speedtorch, word2vec
-    from speedtransfer.checkpoint import Mark, apply_delta, load_checkpoint, mark, save_checkpoint, save_delta
+    from speedtransfer.checkpoint import (
+        BackgroundSave,
+        Mark,
+        apply_delta,
+        load_checkpoint,
+        mark,
+        save_checkpoint,
+        save_delta,
+    )
     from speedtransfer.ngrams import NgramEmbedding, NgramHash, NgramStatistics, PerLayerEmbedding
     from speedtransfer.nn import (
         ActiveRows,
@@ -32,6 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActiveRows",
+    "BackgroundSave",
     "Changes",
     "Embedding",
     "EmbeddingBag",

@@ -80,7 +80,7 @@ class Rows(StoredPlanes):
                 return self.table.read(ids, planes, known)
             return self.finish(self.fetch(ids, planes, known), ids)
         with self.lock:
-            of_parent = self.table._place.refuses_writes
+            of_parent = not self.table.writable
             return self.finish(self._fetch_of_parent(ids) if of_parent else self.fetch(ids, None, known), ids)
 
     def _fetch_of_parent(self, ids: Tensor) -> dict[str, Tensor]:
@@ -153,7 +153,7 @@ class Rows(StoredPlanes):
             rows = {name: self.decode(name, self._parts_of(name, fetched)) for name in self._codecs if name in fetched}
         last = rows.pop(LAST_STEP, None)
         if last is not None and self.lag is not None:
-            if self.table._place.refuses_writes:
+            if not self.table.writable:
                 # A row that the parent has written since the fork has missed none of the steps that are known here.
                 last = last.minimum(self.lag.last_steps(len(ids), last.device, None, ids))
             self.lag.catch_up(rows, last, ids)
@@ -312,7 +312,7 @@ class Rows(StoredPlanes):
         """Apply the steps that the rows `ids` (n,), unique, have missed, and write them; None: all rows."""
         if not self.lag:
             return
-        if self.table._place.refuses_writes:
+        if not self.table.writable:
             self.table.check_writable()
         check_not_capturing("idle rows that catch up (idle='exact')")
         # Held for all chunks: steps made meanwhile must not be forgotten at the end.

@@ -183,6 +183,7 @@ class StoredPlanes(EncodedPlanes):
     ) -> None:
         """Set rows to what `values` returns for each chunk; `keep`: but not those that have the values already."""
         self.table.check_writable()
+        self.table.end_snapshot()
         planes, todo, began = self.parts(name), deque(self._chunks(name, start, stop)), list[bool]()
 
         def fill() -> None:

@@ -44,6 +44,7 @@ n = w.other().model.emb.state_dict(); model.emb.load_state_dict(n, assign=True);
 [rows_of(st.full_state_dict(model))] if w.rank == 0 else st.full_state_dict(model) and None  # st.full_state_dict(model)
 w.save(); n = w.other(); st.load_checkpoint(w.path, n.model, n.opt); n.step(); n.look()  # st.save_checkpoint
 w.other().save(); st.load_checkpoint(w.path, model, opt)  # st.load_checkpoint
+w.saved_meanwhile()  # st.save_checkpoint(background=True)
 w.followed()  # st.apply_delta(path, copy)
 state_of(opt)  # opt.state_dict()
 state = opt.state_dict(); w.use(model); w.opt.load_state_dict(state)  # opt.load_state_dict(opt.state_dict())
@@ -292,6 +293,17 @@ class World:
 
     def save(self) -> None:
         st.save_checkpoint(self.path, self.model, self.opt)
+
+    def saved_meanwhile(self) -> Tensor:
+        """Train while a checkpoint is saved, and go on from that in another model."""
+        save = st.save_checkpoint(self.path, self.model, self.opt, background=True)
+        self.step()
+        assert save is not None
+        save.wait()
+        other = self.other()
+        st.load_checkpoint(self.path, other.model, other.opt)
+        other.step()
+        return other.look()
 
     def followed(self) -> Tensor:
         """Train, and let a copy follow."""

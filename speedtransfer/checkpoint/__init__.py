@@ -1,8 +1,9 @@
 """Checkpoints: safetensors files and a JSON manifest, written and read in chunks, whole or not at all; deltas between them."""
 
+from speedtransfer.checkpoint.background import BackgroundSave
 from speedtransfer.checkpoint.deltas import apply_delta, save_delta
 from speedtransfer.checkpoint.load import load_checkpoint
 from speedtransfer.checkpoint.marks import Mark, mark
 from speedtransfer.checkpoint.save import save_checkpoint
 
-__all__ = ["Mark", "apply_delta", "load_checkpoint", "mark", "save_checkpoint", "save_delta"]
+__all__ = ["BackgroundSave", "Mark", "apply_delta", "load_checkpoint", "mark", "save_checkpoint", "save_delta"]

@@ -63,7 +63,7 @@ def encode_model(model: nn.Module, keeps: Keeps) -> dict[str, Any]:
         else:
             handle.step.recover()
             entries[key] = encode_rows(handle, "weight", key, keeps, tuple(value.shape[1:]), value.dtype)
-            counters[key] = handle.rows.state_dict()  # after rows that lagged have been written
+            counters[key] = keeps.rows.counters(handle.rows)
     metadata = encode(getattr(state, "_metadata", None), "metadata of the model's state_dict", keeps.whole)
     return {"entries": entries, "counters": counters, "metadata": metadata}
 

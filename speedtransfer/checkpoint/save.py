@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -14,13 +15,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.background import BackgroundSave, SnapshotRows, begin, finish_earlier
 from speedtransfer.checkpoint.folder import Folder, NewFiles
 from speedtransfer.checkpoint.model import encode_model
 from speedtransfer.checkpoint.objects import encode_generators, rng_states, state_methods
 from speedtransfer.checkpoint.optimizer import encode_optimizer
 from speedtransfer.checkpoint.plain_data import encode, find_shards
 from speedtransfer.checkpoint.store import Store
-from speedtransfer.checkpoint.table_rows import Keeps
+from speedtransfer.checkpoint.table_rows import Keeps, StoredRows
 from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, is_url
@@ -34,8 +36,9 @@ def save_checkpoint(
     *,
     extra: Any = None,
     progress: bool | None = None,
+    background: bool = False,
     **objects: Any,
-) -> None:
+) -> BackgroundSave | None:
     """Save all that training needs to go on as if it had never stopped, in place of what `path` held before.
 
     With tables that several processes own (``process_group=``) all of them must call it, with the same path, on a file system
@@ -60,16 +63,26 @@ def save_checkpoint(
         Plain data that `load_checkpoint` returns: numbers, strings, bytes, None, tensors, arrays, and lists, tuples, sets and
         dicts of these.
     progress : bool, optional
-        A bar on standard error. Default: on a terminal, if it takes more than a second.
+        A bar on standard error. Default: on a terminal, if it takes more than a second, and not in the background.
+    background : bool
+        Return at once, and write while training goes on: what is saved is what there was when this was called, to the bit.
+        Rows that a step is about to write are copied aside first, at most an eighth of the table or 256 MB; then steps wait
+        for the end of the save, as do growth and whatever changes all rows at once. The rest of the model and the state of
+        other objects are copied at once. Tables of one process only. A later save to the same path waits for this one.
     **objects : object
         Anything with ``state_dict()`` and ``load_state_dict()`` (``scheduler=``, ``scaler=``, ``sampler=``, more optimizers),
         or a generator of torch or NumPy. None is as if it was not there.
 
+    Returns
+    -------
+    BackgroundSave or None
+        With `background`, what tells how far it is; its ``wait()`` raises what has gone wrong.
+
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        Something has no state, or one that is no plain data; `path` is a file or a folder of something else. Nothing has
-        been written.
+        Something has no state, or one that is no plain data; `path` is a file or a folder of something else; a table whose
+        writes cannot be seen cannot be saved in the background. Nothing has been written.
     StorageError
         No room, or no permission. What was there before is as it was.
     ProcessGroupError
@@ -78,50 +91,101 @@ def save_checkpoint(
     processes = processes_of("saves", [model, optimizer, *objects.values()])
     with processes.together():
         place, optimizers, others = check_arguments(path, model, optimizer, objects)
+        if background and not processes.is_alone:
+            raise InvalidValueError(
+                "background=True takes tables of one process but the model has rows in several; save without it"
+            )
+        # Their order is that of the calls.
+        finish_earlier(place)
         place.check_target()
         is_new = not place.exists()
     processes.prepare()
-    with processes.together():
-        plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
-        keeps = {role: Keeps(plan.keep if processes.is_first else _drop, shards.keep) for role, plan in plans.items()}
-        content: dict[str, Any] = {
-            "versions": manifest.VERSIONS,
-            "model": encode_model(model, keeps["model"]),
-            "optimizers": {n: encode_optimizer(o, n, keeps["optimizer"]) for n, o in optimizers.items()},
-        }
-        # What the manifest says of the file of this process, if it has one of its own.
-        own = {} if processes.is_alone else {f"rows-{processes.rank}": {"rows": _ranges(content, processes)}}
-        if processes.is_first:
-            keep = plans["objects"].keep
-            content["rng"] = encode(rng_states(), "rng", keep)
-            content["objects"] = {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()}
-            content["extra"] = encode(extra, "extra", keep)
-        else:
-            plans = {}
-            own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
-        plans |= dict.fromkeys(own, shards)
-        processes.release()
-        need = sum(plan.num_bytes for plan in plans.values())
-        need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
-    processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
-    need = int(processes.numbers(need).sum())
-    with contextlib.ExitStack() as stack:
-        files = _new_files(place, processes, list(plans), need, is_new, stack)
-        with processes.together(), processes.progress(f"saving {place.name}", need, progress) as bar:
-            facts = {}
-            for role, plan in plans.items():
-                facts[role] = {
-                    "name": Path(files[role].name).name,
-                    **plan.write(files[role], bar.advance),
-                    **own.get(role, {}),
-                }
-                place.finish(files[role])
-        files.reported = not processes.is_first
-        told = processes.texts(json.dumps(facts))
+    with contextlib.ExitStack() as until_saved:
+        rows = until_saved.enter_context(SnapshotRows()) if background else StoredRows()
         with processes.together():
+            plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
+            keeps = {
+                r: Keeps(plan.keep if processes.is_first else _drop, shards.keep, rows) for r, plan in plans.items()
+            }
+            content: dict[str, Any] = {
+                "versions": manifest.VERSIONS,
+                "model": encode_model(model, keeps["model"]),
+                "optimizers": {n: encode_optimizer(o, n, keeps["optimizer"]) for n, o in optimizers.items()},
+            }
+            # What the manifest says of the file of this process, if it has one of its own.
+            own = {} if processes.is_alone else {f"rows-{processes.rank}": {"rows": _ranges(content, processes)}}
             if processes.is_first:
-                content["files"] = {role: fact for text in told for role, fact in json.loads(text).items()}
-                place.commit(content)
+                keep = plans["objects"].keep
+                content["rng"] = encode(rng_states(), "rng", keep)
+                content["objects"] = {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()}
+                content["extra"] = encode(extra, "extra", keep)
+            else:
+                plans = {}
+                own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
+            plans |= dict.fromkeys(own, shards)
+            processes.release()
+            need = sum(plan.num_bytes for plan in plans.values())
+            need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
+        processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
+        need = int(processes.numbers(need).sum())
+        plan = _Plan(place, processes, plans, content, own, need, is_new)
+        if not isinstance(rows, SnapshotRows):
+            plan.write(progress)
+            return None
+        place.check_room(need)
+        for tensors in plans.values():
+            tensors.copy()
+        closing = until_saved.pop_all()
+
+        def write(advance: Callable[[int], None]) -> None:
+            with closing:
+                plan.write(progress is True, advance, rows.check)
+
+        return begin(place, need, write)
+
+
+class _Plan(NamedTuple):
+    """All that a save will write."""
+
+    place: Folder | Store
+    processes: Processes
+    plans: dict[str, TensorPlan]
+    content: dict[str, Any]
+    own: dict[str, dict[str, Any]]
+    need: int
+    is_new: bool
+
+    def write(
+        self,
+        progress: bool | None,
+        advance: Callable[[int], None] = lambda count: None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Write the files, and the manifest last, if `check` does not raise."""
+        place, processes, plans, content, own, need, is_new = self
+        with contextlib.ExitStack() as stack:
+            files = _new_files(place, processes, list(plans), need, is_new, stack)
+            with processes.together(), processes.progress(f"saving {place.name}", need, progress) as bar:
+
+                def both(count: int) -> None:
+                    bar.advance(count)
+                    advance(count)
+
+                facts = {}
+                for role, plan in plans.items():
+                    facts[role] = {
+                        "name": Path(files[role].name).name,
+                        **plan.write(files[role], both),
+                        **own.get(role, {}),
+                    }
+                    place.finish(files[role])
+                check()
+            files.reported = not processes.is_first
+            told = processes.texts(json.dumps(facts))
+            with processes.together():
+                if processes.is_first:
+                    content["files"] = {role: fact for text in told for role, fact in json.loads(text).items()}
+                    place.commit(content)
 
 
 def _new_files(

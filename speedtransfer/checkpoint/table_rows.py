@@ -29,11 +29,28 @@ _IN_ORDER = "in order"
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES, torch.bool)}  # bool is stored as uint8
 
 
+class StoredRows:
+    """Where a plan has the rows of tables from: as they are when it is written, which must be at once."""
+
+    def plane(self, rows: Rows, name: str) -> Any:
+        """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads chunks."""
+        table, stored = rows.table, rows.table.stored(name)
+        # Those of the parent of a forked process are copied where they have missed steps.
+        if not stored.is_meta and (table.writable or table.is_read_only):
+            return table.plane(name)
+        return PickedRows(stored, len(stored), slice, lambda rows: table.chunk(name, rows))
+
+    def counters(self, rows: Rows) -> dict[str, int]:
+        """Return the state of stochastic rounding, after idle rows have been written."""
+        return rows.state_dict()
+
+
 class Keeps(NamedTuple):
-    """What takes tensors into files: those of the checkpoint, and those of which each process has a part."""
+    """What takes tensors into files: those of the checkpoint, and those of which each process has a part; and the rows."""
 
     whole: Keep
     shard: Keep
+    rows: StoredRows
 
 
 class Readers(NamedTuple):
@@ -45,7 +62,7 @@ class Readers(NamedTuple):
 
 def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple[int, ...], dtype: torch.dtype) -> Any:
     """Return what the manifest says of a plane of ``(*tail)`` values of `dtype` a row, and have its raw parts kept."""
-    raw: dict[str, Any] = {part: _kept(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
+    raw: dict[str, Any] = {part: keeps.rows.plane(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
     keep, layout = keeps.whole, dict[str, Any]()
     owners = handle.owners
     if isinstance(owners, Sharded):
@@ -59,17 +76,6 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
     name, shape = str(dtype).removeprefix("torch."), [handle.num_saved, *tail]
     encoding = handle.rows.encoding(plane)
     return {"$": "rows", "encoding": encoding, "dtype": name, "shape": shape, "parts": parts, **layout}
-
-
-def _kept(rows: Rows, plane: str) -> Any:
-    """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads them in chunks."""
-    table, stored = rows.table, rows.table.stored(plane)
-    # Those of the parent of a forked process are copied where they have missed steps.
-    if not stored.is_meta and (table.writable or table.is_read_only):
-        return table.plane(plane)
-    return PickedRows(
-        stored, len(stored), lambda start, stop: slice(start, stop), lambda rows: table.chunk(plane, rows)
-    )
 
 
 class SavedRows:
@@ -169,6 +175,7 @@ class SavedRows:
 
         Of a table whose rows belong to ids they go where these have theirs (`Rows.placement`).
         """
+        handle.table.end_snapshot()
         rows, placement, owners = handle.rows, handle.rows.placement, handle.owners
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)
         first, count = 0, self.shape[0]

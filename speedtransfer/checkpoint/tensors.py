@@ -8,6 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -67,6 +68,12 @@ class TensorPlan:
         self.tensors[name] = tensor.detach() if isinstance(tensor, Tensor) else tensor
         return name
 
+    def copy(self) -> None:
+        """Let what has not been picked change before the file is written."""
+        for name, tensor in self.tensors.items():
+            if isinstance(tensor, Tensor):
+                self.tensors[name] = tensor.to("cpu", copy=True)
+
     def header(self) -> dict[str, Any]:
         """Return the header of the file. Wide dtypes come first, so that all are aligned."""
         widest_first = sorted(self.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
@@ -82,10 +89,13 @@ class TensorPlan:
         header, digest = self.header(), hashlib.sha256()
         chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)
         values: Iterator[Any] = (chunk.view(torch.uint8).numpy().data for chunk in chunks)
-        for data in itertools.chain([header_bytes(header)], values):
-            digest.update(data)
-            file.write(data)
-            advance(len(data))
+        with ThreadPoolExecutor(1) as hasher:
+            for data in itertools.chain([header_bytes(header)], values):
+                hashed = hasher.submit(digest.update, data)
+                file.write(data)
+                # The next chunk may come in the same memory.
+                hashed.result()
+                advance(len(data))
         return {"bytes": file.tell(), "sha256": digest.hexdigest(), "tensors": header}
 
 

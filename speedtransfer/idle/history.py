@@ -159,6 +159,16 @@ class History:
         elif unsure is not None:
             take_missed_steps(self.rule, self.sums, rows, last, self.base, unsure)
 
+    def copy(self) -> History:
+        """Return one that remembers the same steps, and takes in no more."""
+        made = History(self.rule, self._dtype, self.now)
+        made.base, made._first = self.base, self._first
+        if self._shared is not None:
+            with self._shared.lock:
+                made._shared = _Shared(self._shared.sums_of(self.length).copy())
+            made._shared.histories.add(made)
+        return made
+
     def sweep(self) -> None:
         """Forget all steps: every row has been caught up."""
         if self._shared is not None:

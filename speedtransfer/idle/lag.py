@@ -61,6 +61,13 @@ class Lag:
         made._history = made._new_history(self.now)
         return made
 
+    def copy(self) -> Lag:
+        """Return one that knows the steps so far, and is told of no other."""
+        self.settle()
+        made = Lag(copy.deepcopy(self._rule), self._dtype)
+        made._form, made._history = self._form, self._history.copy()
+        return made
+
     def last_steps(self, count: int, device: torch.device, step: Any, ids: Tensor | None = None) -> Tensor:
         """Return what to write as the last step of `count` rows, ``(count, 1)`` int32: now, or after the step just made.
 

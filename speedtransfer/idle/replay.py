@@ -16,6 +16,7 @@ Here in torch, with the operations of ``torch.optim``; `numba_replay` does the s
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import numpy as np
@@ -61,6 +62,12 @@ class Replay:
         self._numbers: Floats = np.zeros((_CAPACITY, 8))
         # Copies of them by device, stream and dtype, and how many steps these have.
         self._sent = dict[tuple[torch.device, int, torch.dtype], tuple[Tensor, int]]()
+
+    def copy(self) -> Replay:
+        """Return one that remembers the same steps."""
+        made = copy.copy(self)
+        made._numbers, made._sent = self._numbers.copy(), {}
+        return made
 
     @property
     def length(self) -> int:

@@ -122,6 +122,7 @@ class ModuleState(nn.Module):
         refuse_ids(state_dict, prefix, self._handle)
         if prefix + "weight" in state_dict and not self._handle.table.is_read_only:
             self._handle.table.check_writable()
+            self._handle.table.end_snapshot()
         sharded, writable = not self._handle.owners.has_whole, self._handle.table.writable
         whole: Any = self._placeholder()
         if used is None:

@@ -314,6 +314,8 @@ def with_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], ids: Te
         if writes:
             # Now: a copy of all rows may be too large.
             handle.table.check_writable()
+        if handle.table.has_snapshot and _writes_to(weight, func, args, kwargs):
+            handle.table.end_snapshot()
         if writes and trains:
             # A leaf, as the weight: torch says what may be done to one in place.
             values = handle.whole(ids).detach().requires_grad_()

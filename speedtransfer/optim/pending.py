@@ -442,6 +442,7 @@ class PendingGradient:
             every = every and not (handle.features is not None and handle.features.is_apart)
             self.in_place = every and handle.aliased and handle.state is not None and handle.state.steps_in_place()
             if self.in_place:
+                handle.table.end_snapshot()
                 handle.rows.catch_up()
                 self.active, self.state_rows = handle.table.stored("weight").detach(), {}
             else:

@@ -135,8 +135,8 @@ def show_planes(optimizer: Optimizer) -> None:
     for handle, group in handles_of(optimizer):
         if handle.state is not None and handle.state.optimizer() is optimizer:
             handle.step.abort(optimizer)
-            # A child of fork copies the rows of its parent, after the save.
-            if handle.table.writable:
+            # A child of fork copies the rows of its parent, after the save; and who streams them beside sees to it.
+            if handle.table.writable and not _without_rows.get():
                 handle.rows.catch_up()
             handle.table.wait()
         else:

@@ -57,6 +57,7 @@ class Growing(Planes):
         self._check_growth(num_rows, fills or {})
         if num_rows == self.num_rows:
             return
+        self.end_snapshot()
         self._engine.wait()
         before, old = self.version, self._planes
         grown = self._place.grow(old, num_rows)

@@ -28,6 +28,7 @@ from speedtransfer.tables.memories import Memory, check_room
 from speedtransfer.tables.page_advice import read_ahead
 from speedtransfer.tables.records import Layout, check_layout
 from speedtransfer.tables.row_cache import CacheOptions, cached_engine
+from speedtransfer.tables.snapshots import Snapshot
 from speedtransfer.tables.stats import PaddedStats, TableStats
 from speedtransfer.tables.write_log import Write, WriteLog
 
@@ -70,6 +71,8 @@ class Planes:
         # Of those who read rows ahead of their use, while they live; and whether there ever was one.
         self._logs: weakref.WeakSet[WriteLog] = weakref.WeakSet()
         self.watched = False
+        # What another thread reads as it was, while that goes on.
+        self._snapshot: Snapshot | None = None
         # Set once there is an array over the memory: writes to it cannot be detected.
         self._viewed = False
         # Set once a write was captured in a CUDA graph, whose replays the host does not see: what these use must stay.
@@ -253,6 +256,11 @@ class Planes:
         """Whether there may be arrays over the memory, whose writes are not seen."""
         return self._viewed
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph may write rows, which the host does not see."""
+        return self._captured
+
     def watch(self) -> WriteLog:
         """Return a log of the rows that are written from now on, kept as long as there is a reference to it."""
         log = WriteLog(self._planes, self.version)
@@ -275,6 +283,30 @@ class Planes:
         """
         for log in self._all_logs():
             log.discount(before, self.version, count)
+        if self._snapshot is not None:
+            self._snapshot.discount(before, self.version, count)
+
+    def snapshot(self, most_bytes: int) -> Snapshot:
+        """Return what reads all rows as they are now, until it is closed, while they are written.
+
+        `most_bytes`: how much may be copied aside for it. There is one at a time; the next waits.
+        """
+        self.end_snapshot()
+        self.wait()
+        with self._turn:
+            self._snapshot = Snapshot(self, most_bytes)
+            self.watched = True
+        return self._snapshot
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether another thread reads the rows as they were."""
+        return self._snapshot is not None
+
+    def end_snapshot(self) -> None:
+        """Wait until nobody reads the rows as they were: before a plane is changed as a whole."""
+        if self._snapshot is not None:
+            self._snapshot.wait()
 
     def _all_logs(self) -> list[WriteLog]:
         with stats.logging:
@@ -364,6 +396,7 @@ class Planes:
         # A child of fork that does without a plane changes none of its parent.
         if self._place.read_only:
             self.check_writable()
+        self.end_snapshot()
         self._engine.wait()
         dropped = self._planes[name]
         self._planes = {other: plane for other, plane in self._planes.items() if other != name}
@@ -438,6 +471,7 @@ class Planes:
     def take(self, name: str, values: Tensor) -> None:
         """Make the memory of `values`, of the plane's shape, dtype and device, that of the plane from now on."""
         self.check_writable()
+        self.end_snapshot()
         self._engine.wait()
         before = self.version
         old = self._planes[self._check_plane(name)]

@@ -72,6 +72,8 @@ class UncheckedRows(Planes):
             turns.begin()
         # So do other threads.
         with self._turn:
+            if self._snapshot is not None:
+                self._snapshot.keep(ids, known)
             self._begun += 1
             try:
                 if self.watched:
@@ -91,6 +93,8 @@ class UncheckedRows(Planes):
                 raise
             finally:
                 self._ended = self._begun
+                if self._snapshot is not None:
+                    self._snapshot.written()
                 if turns is not None:
                     turns.end()
         if not self._captured and ids.is_cuda and is_capturing():
@@ -145,6 +149,8 @@ class UncheckedRows(Planes):
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
         with self._turn:
+            if self._snapshot is not None:
+                self._snapshot.keep(ids, known)
             self._begun += 1
             try:
                 if self.watched:
@@ -154,6 +160,8 @@ class UncheckedRows(Planes):
                     self._writes += 1
             finally:
                 self._ended = self._begun
+                if self._snapshot is not None:
+                    self._snapshot.written()
         for kind, planes in (("gathered", came), ("scattered", stored)):
             if known.length is not None and planes:
                 self._padded_stats.add(kind, known.length, planes)

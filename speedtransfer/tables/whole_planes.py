@@ -75,6 +75,7 @@ class WholePlanes(Planes):
 
     def _hand_out(self) -> None:
         """Note that there is an array over the memory: writes to it cannot be detected, so no row may be cached."""
+        self.end_snapshot()
         self._viewed = True
         if self._cache is not None:
             self._cache.shrink(0)
@@ -93,6 +94,7 @@ class WholePlanes(Planes):
             )
         if self._place.refuses_writes:
             self.check_writable()
+        self.end_snapshot()
         weight = self.plane("weight")
         fill_plane(weight, function)
         wait_until_filled(weight)
@@ -128,6 +130,7 @@ class WholePlanes(Planes):
         """Make `device` the compute device and return the table; rows move only where `memory` is "device"."""
         target = resolve_device(device)
         if target != self.device:
+            self.end_snapshot()
             self._engine.wait()
             before, name = self.version, self.engine
             engine = make_engine(self.memory, target, name if name in engine_names(self.memory, target) else None)

@@ -108,3 +108,42 @@ def test_a_copy_follows(device, memory, tmp_path):
         assert known.fingerprints == mark.fingerprints == st.mark(follower).fingerprints
     with pytest.raises(InvalidValueError, match="has been applied"):
         st.apply_delta(path, follower)
+
+
+@pytest.mark.parametrize("memory", MEMORIES)
+@pytest.mark.parametrize("options", [{"idle": "lazy"}, {"idle": "exact"}, {"idle": "lazy", "cache_rows": 20}], ids=str)
+def test_saved_while_it_is_trained(device, memory, options, tmp_path):
+    if memory == "device" and "cache_rows" in options:
+        pytest.skip("the rows are there already")
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            st.Embedding(5000, 8, device=device, memory=memory, **options), nn.Linear(8, 2).to(device)
+        )
+        opt = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            step(model, opt)
+        return model, opt
+
+    def step(model, opt):
+        opt.zero_grad()
+        model(torch.randint(0, 5000, (400,), device=device)).square().sum().backward()
+        opt.step()
+
+    st.save_checkpoint(tmp_path / "stopped", *make())
+    model, opt = make()
+    save = st.save_checkpoint(tmp_path / "saved", model, opt, background=True)
+    step(model, opt)
+    while not save.done():
+        step(model, opt)
+    save.wait()
+    found = [make() for _ in range(2)]
+    for name, pair in zip(("stopped", "saved"), found, strict=True):
+        st.load_checkpoint(tmp_path / name, *pair)
+    for ours, theirs in zip(found[1][0].state_dict().values(), found[0][0].state_dict().values(), strict=True):
+        assert torch.equal(ours.cpu(), theirs.cpu())
+    stopped, saved = (opt.state_dict()["state"] for _, opt in found)
+    for key, state in stopped.items():
+        for name, value in state.items():
+            assert torch.equal(saved[key][name].cpu(), value.cpu()), name

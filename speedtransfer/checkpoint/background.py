@@ -1,0 +1,197 @@
+"""Save while training goes on: rows as they were when the save was asked for, and the thread that writes them."""
+
+from __future__ import annotations
+
+import copy
+import os
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Self
+
+from speedtransfer.checkpoint.table_rows import StoredRows
+from speedtransfer.checkpoint.tensors import PickedRows
+from speedtransfer.errors import InvalidValueError, is_url
+from speedtransfer.idle import Lag
+from speedtransfer.once import once
+from speedtransfer.rows import Rows
+from speedtransfer.tables.snapshots import Snapshot
+
+# So much of a table may be copied aside for the time of a save: a part of it, and something of a small one.
+_ASIDE_PART, _ASIDE_BYTES = 8, 1 << 28
+
+
+class SnapshotRows(StoredRows):
+    """Rows for a plan that is written later: those of now, as of the first time that a plane of their table is asked for."""
+
+    def __init__(self) -> None:
+        self._snapshots: list[Snapshot] = []
+        self._frozen: dict[Rows, Rows] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for snapshot in self._snapshots:
+            snapshot.close()
+
+    def check(self) -> None:
+        """Raise `StorageError` where the rows of a table have changed in a way that was not seen."""
+        # All: a step of several tables goes on once none makes it wait.
+        for snapshot in self._snapshots:
+            snapshot.let_go()
+        for snapshot in self._snapshots:
+            snapshot.check()
+
+    def plane(self, rows: Rows, name: str) -> Any:
+        """Return a plane of a table for a checkpoint to keep."""
+        if not rows.table.writable:
+            return super().plane(rows, name)
+        stored, frozen = rows.table.stored(name), self._frozen.get(rows) or self._freeze(rows)
+
+        def read(at: slice) -> Tensor:
+            if frozen.lag:
+                caught_up = frozen.caught_up(torch.arange(at.start, at.stop))
+                assert caught_up is not None
+                return caught_up[name]
+            return frozen.table.chunk(name, at)
+
+        return PickedRows(stored, len(stored), slice, torch.no_grad()(read))
+
+    def counters(self, rows: Rows) -> dict[str, int]:
+        """Return the state of stochastic rounding, after idle rows have been written."""
+        found = (self._frozen.get(rows) or rows).state_dict()
+        return {**found, "writes": found["writes"] + bool(rows in self._frozen and self._frozen[rows].lag)}
+
+    def _freeze(self, rows: Rows) -> Rows:
+        """Return rows of a snapshot of the table, which do not change."""
+        table = rows.table
+        if table.is_viewed or table.is_captured:
+            what = "a CUDA graph steps" if table.is_captured else "an array shares (numpy(), cupy(), DLPack)"
+            raise InvalidValueError(
+                f"background=True needs to see each write of rows, but this model has a table that {what}; save without it"
+            )
+        # Names of rows change with a vocabulary, and a device has its own copy of the steps.
+        if rows.lag and (type(rows.lag) is not Lag or rows.name_rows is not None or table.device.type != "cpu"):
+            rows.catch_up()
+        frozen: Any = copy.copy(rows)
+        frozen.lag, frozen.lock = rows.lag.copy() if rows.lag else None, threading.RLock()
+        frozen.table = table.snapshot(max(table.nbytes // _ASIDE_PART, _ASIDE_BYTES))
+        self._snapshots.append(frozen.table)
+        self._frozen[rows] = frozen
+        return frozen
+
+
+class BackgroundSave:
+    """A checkpoint that is being saved; ``save_checkpoint(background=True)`` returns it.
+
+    Attributes
+    ----------
+    path : str
+        Where to.
+    num_bytes : int
+        How much will be written.
+    """
+
+    def __init__(self, path: str, num_bytes: int, write: Callable[[Callable[[int], None]], None]) -> None:
+        self.path, self.num_bytes = path, num_bytes
+        self._state = _State()
+        self._thread = threading.Thread(target=self._state.run, args=(write,), name=f"save {path}")
+        self._finalizer = weakref.finalize(self, self._state.warn, path)
+        self._finalizer.atexit = True
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        failed = self._state.error is not None
+        state = f"{self.progress:.0%}" if not self.done() else "failed" if failed else "saved"
+        return f"BackgroundSave({self.path!r}, {state})"
+
+    @property
+    def progress(self) -> float:
+        """How much has been written, from 0 to 1."""
+        saved = self.done() and self._state.error is None
+        return 1.0 if saved else min(self._state.done_bytes / max(self.num_bytes, 1), 1.0)
+
+    def done(self) -> bool:
+        """Tell whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Block until the checkpoint is in place, at most `timeout` seconds.
+
+        Raises
+        ------
+        StorageError
+            It could not be written, or the rows were changed by other means than steps and methods meanwhile. What was
+            there before is as it was.
+        TimeoutError
+            It goes on after `timeout`.
+        """
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            raise TimeoutError(f"{self.path!r} is not saved after {timeout} s ({self.progress:.0%}); wait for longer")
+        error, self._state.told = self._state.error, True
+        if error is not None:
+            raise error
+
+
+# Those that may go on, by their absolute path.
+_running: dict[str, BackgroundSave] = {}
+
+
+def begin(place: Any, num_bytes: int, write: Callable[[Callable[[int], None]], None]) -> BackgroundSave:
+    """Start a save to a place."""
+    _wait_at_exit()
+    save = _running[_key(place)] = BackgroundSave(str(place), num_bytes, write)
+    return save
+
+
+@once
+def _wait_at_exit() -> None:
+    # Before Python ends what the thread needs (pools of threads), which it does before it waits for the thread itself.
+    threading._register_atexit(_wait_for_all)  # type: ignore[attr-defined]
+
+
+def _wait_for_all() -> None:
+    for save in list(_running.values()):
+        save._thread.join()
+
+
+def finish_earlier(place: Any) -> None:
+    """Wait for a save to the same place that goes on; raise what has ended it, unless somebody knows by now."""
+    earlier = _running.pop(_key(place), None)
+    if earlier is not None and not (earlier.done() and earlier._state.told):
+        earlier.wait()
+
+
+def _key(place: Any) -> str:
+    return str(place) if is_url(str(place)) else os.path.abspath(str(place))
+
+
+class _State:
+    """What the thread of a save tells, without a reference to whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.done_bytes, self.told = 0, False
+        self.error: BaseException | None = None
+
+    def advance(self, num_bytes: int) -> None:
+        self.done_bytes += num_bytes
+
+    def run(self, write: Callable[[Callable[[int], None]], None]) -> None:
+        try:
+            write(self.advance)
+        except BaseException as error:
+            self.error = error
+
+    def warn(self, path: str) -> None:
+        if self.error is not None and not self.told:
+            warnings.warn(f"{path!r} was not saved: {self.error}", RuntimeWarning, stacklevel=2)

@@ -1,0 +1,138 @@
+"""The rows of a table as they were at one moment, for a thread that reads them while others write."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from speedtransfer.cuda import check_not_capturing
+from speedtransfer.errors import StorageError
+from speedtransfer.tables.unique import NOTHING, Known
+
+# Longer than the rows of a step take to be written.
+_STEP_S = 2.0
+
+
+class Snapshot:
+    """What a table held when this was made; `Planes.snapshot` makes it, `close` ends it.
+
+    A row is copied aside before it is written for the first time. No lock is needed to read: whoever reads takes what is in
+    the table first, and what has been copied aside, if anything, instead of it. Where there is no room aside any more the
+    write waits for the end, as do changes of a plane as a whole.
+
+    Parameters
+    ----------
+    table : Table
+    most_bytes : int
+        How much may be copied aside.
+    """
+
+    # As `Table.writable`.
+    writable = True
+
+    def __init__(self, table: Any, most_bytes: int) -> None:
+        self._table, self.device = table, table.device
+        self._planes, self._version = dict(table._planes), table.version
+        row_bytes = sum(plane.shape[1] * plane.element_size() for plane in self._planes.values())
+        self._room = min(table.num_rows, most_bytes // max(row_bytes, 1))
+        # Memory that nobody has written takes none.
+        self._aside = {
+            name: torch.empty((self._room, plane.shape[1]), dtype=plane.dtype, device="cpu")
+            for name, plane in self._planes.items()
+        }
+        # By row, 1 + its place there; 0: it has not been written.
+        self._places, self._used = np.zeros(table.num_rows, np.int32), 0
+        self._whole, self._read, self._ended = True, threading.Event(), threading.Event()
+
+    @torch.no_grad()
+    def keep(self, ids: Tensor, known: Known) -> None:
+        """Copy those of the rows `ids` (n,), which are about to be written, aside that have not been written before."""
+        check_not_capturing("a step while a checkpoint is saved in the background")
+        self._whole &= self._table.version == self._version
+        if self._read.is_set():
+            return
+        rows = (ids if known.host is None else known.host).cpu()
+        # Without the padding.
+        rows = rows[rows < len(self._places)]
+        rows = rows[torch.from_numpy(self._places[rows.numpy()] == 0)]
+        first, last = self._used, self._used + len(rows)
+        if last > self._room:
+            self._read.wait()
+        elif len(rows):
+            stored = list(self._planes.values())
+            aside = [part[first:last] for part in self._aside.values()]
+            on_device = self.device.type != "cpu"
+            out = [torch.empty_like(part, device=self.device) for part in aside] if on_device else aside
+            self._table._engine.gather(stored, rows.to(self.device), out)
+            if on_device:
+                for part, values in zip(aside, out, strict=True):
+                    part.copy_(values)
+            # Last: from now on they are read there.
+            self._places[rows.numpy()] = np.arange(first + 1, last + 1)
+            self._used = last
+
+    def written(self) -> None:
+        """Note that the rows of the last `keep` have been written, and nothing else has changed."""
+        self._version = self._table.version
+
+    def discount(self, before: int, after: int, count: int) -> None:
+        """Note that `count` changes, from version `before` to `after`, were none of the rows."""
+        if self._version == before and after == before + count:
+            self._version = after
+
+    def read(self, ids: Tensor, planes: Sequence[str], known: Known = NOTHING) -> dict[str, Tensor]:
+        """Return the rows `ids` (n,), on the host, of planes as they were stored."""
+        return {name: self._rows(name, ids.numpy()) for name in planes}
+
+    def chunk(self, name: str, rows: slice) -> Tensor:
+        """Return the rows ``rows.start`` to ``rows.stop`` of a plane as they were stored, on the host."""
+        return self._rows(name, rows)
+
+    def _rows(self, name: str, at: slice | np.ndarray) -> Tensor:
+        # NumPy has not all dtypes.
+        plane = self._planes[name].view(torch.uint8)
+        if plane.device.type == "cpu":
+            # By NumPy, which leaves the other cores to those who train.
+            values = torch.from_numpy(np.array(plane.numpy()[at]))
+        else:
+            values = plane[at if isinstance(at, slice) else torch.from_numpy(at).to(plane.device)].cpu()
+        # After the table was read: a row that is written meanwhile is there by now.
+        places = self._places[at]
+        changed = places.nonzero()[0]
+        if len(changed):
+            values.numpy()[changed] = self._aside[name].view(torch.uint8).numpy()[places[changed] - 1]
+        return values.view(self._planes[name].dtype)
+
+    def let_go(self) -> None:
+        """Copy nothing aside any more: all has been read."""
+        self._read.set()
+
+    def check(self) -> None:
+        """Raise `StorageError` where a plane was changed, not by rows, since this was made: what was read is worth nothing."""
+        until = time.monotonic() + _STEP_S
+        while self._whole and self._table.version != self._version and time.monotonic() < until:
+            # Perhaps a write that is going on.
+            time.sleep(0.001)
+        same = all(self._table._planes.get(name) is plane for name, plane in self._planes.items())
+        if not (self._whole and same and self._table.version == self._version):
+            raise StorageError(
+                "the rows of a table were changed by other means than its methods and steps (a write to a view of all of "
+                "them) while they were saved in the background; save again, without background=True where that is needed"
+            )
+
+    def wait(self) -> None:
+        """Block until it is closed."""
+        self._ended.wait()
+
+    def close(self) -> None:
+        """Let those go on who wait."""
+        if self._table._snapshot is self:
+            self._table._snapshot = None
+        self._read.set()
+        self._ended.set()

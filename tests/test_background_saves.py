@@ -1,0 +1,268 @@
+"""Checkpoints that are written while training goes on: what was there when they were asked for, to the bit, or an error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from in_child import run_child
+from safetensors.torch import load_file
+from test_deltas import FORMS, Net, contents, optimizer, step
+
+import speedtransfer as st
+from speedtransfer.checkpoint import background
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.tables import chunks, snapshots
+
+MORE_FORMS: dict[str, dict[str, Any]] = FORMS | {
+    "exact bfloat16": {"storage_dtype": torch.bfloat16, "idle": "exact"},
+    "state in 8 bits": {"storage_dtype": torch.int8, "state_dtype": torch.uint8, "idle": "exact"},
+}
+
+
+def trained(form: str, folder: Path, name: str, steps: int = 5) -> tuple[Net, Any]:
+    net = Net(**MORE_FORMS[form] | ({"path": folder / f"{name}.npy"} if form == "file" else {}))
+    opt = optimizer(net)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        step(net, opt)
+    return net, opt
+
+
+def checksums(path: Path) -> dict[str, str]:
+    content = json.loads((path / "manifest.json").read_text())
+    rest = {key: content[key] for key in ("model", "optimizers", "objects", "extra")}
+    return {role: facts["sha256"] for role, facts in content["files"].items()} | {"rest": json.dumps(rest)}
+
+
+def when_read(monkeypatch: pytest.MonkeyPatch, call: Any) -> None:
+    """Have the thread that saves call something after it has read rows of a table, and not yet those copied aside."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+
+    def array(values: Any) -> np.ndarray:
+        found = np.array(values)
+        call()
+        return found
+
+    monkeypatch.setattr(snapshots, "np", SimpleNamespace(**vars(np) | {"array": array}))
+
+
+@pytest.mark.parametrize("form", MORE_FORMS)
+def test_what_is_saved_is_what_there_was(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = trained(form, tmp_path, "background")
+    stopped, never = trained(form, tmp_path, "stopped"), trained(form, tmp_path, "never")
+    st.save_checkpoint(tmp_path / "stopped", *stopped, extra={"epoch": [1]})
+    count, extra, numbers = [0], {"epoch": [1]}, torch.get_rng_state()
+
+    @torch.enable_grad()
+    def a_step() -> None:
+        count[0] += 1
+        step(net, opt)
+
+    when_read(monkeypatch, a_step)
+    save = st.save_checkpoint(tmp_path / "saved", net, opt, extra=extra, background=True)
+    extra["epoch"].append(2)
+    save.wait()
+    assert save.done()
+    assert save.progress == 1.0
+    assert count[0] >= 12  # chunks of the two tables and their state
+    assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
+    monkeypatch.undo()
+    torch.set_rng_state(numbers)
+    for _ in range(count[0]):
+        step(*never)
+    assert contents(net) == contents(never[0])
+    st.load_checkpoint(tmp_path / "saved", net, opt)
+    assert contents(net) == contents(stopped[0])
+
+
+def test_ids_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def made() -> tuple[st.Embedding, Any]:
+        torch.manual_seed(0)
+        emb = st.Embedding(10, 8, vocabulary=st.Vocabulary(max_capacity=40, evict="lru"))
+        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
+        for part in range(8):
+            update(emb, opt, torch.arange(10) + 4 * part)
+        return emb, opt
+
+    @torch.enable_grad()
+    def update(emb: st.Embedding, opt: Any, ids: torch.Tensor) -> None:
+        opt.zero_grad()
+        emb(ids).square().sum().backward()
+        opt.step()
+
+    emb, opt = made()
+    st.save_checkpoint(tmp_path / "stopped", *made())
+    new = iter(range(1000, 10**6))
+    when_read(monkeypatch, lambda: update(emb, opt, torch.tensor([next(new), next(new), 3])))
+    save = st.save_checkpoint(tmp_path / "saved", emb, opt, background=True)
+    save.wait()
+    assert next(new) > 1004
+    for role in ("model", "optimizer"):
+        saved, stopped = (load_file(next((tmp_path / name).glob(f"{role}-*"))) for name in ("saved", "stopped"))
+        assert saved.keys() == stopped.keys()
+        # Each vocabulary has an origin of its own.
+        assert [key for key in saved if not torch.equal(saved[key], stopped[key])] in ([], ["vocabulary.origin"])
+
+
+class Held:
+    """A save whose thread waits for `go` before it reads rows."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, path: Path, net: Net, opt: Any) -> None:
+        self.go = threading.Event()
+        when_read(monkeypatch, lambda: self.go.wait(60))
+        self.save = st.save_checkpoint(path, net, opt, background=True)
+
+    def makes_wait(self, call: Any) -> bool:
+        """Tell whether something waits for the end of the save, and let both end."""
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join(0.3)
+        waits = thread.is_alive()
+        self.go.set()
+        self.save.wait()
+        thread.join(60)
+        assert not thread.is_alive()
+        return waits
+
+
+WHOLE = {
+    "fill_": lambda net, opt: net.emb.table.fill_(2.0),
+    "normal_": lambda net, opt: torch.nn.init.normal_(net.emb.weight),
+    "numpy": lambda net, opt: net.emb.table.numpy().fill(3.0),
+    "load_state_dict": lambda net, opt: net.load_state_dict(Net(5, idle="lazy").state_dict()),
+    "a new optimizer": lambda net, opt: step(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_changes_all_rows_waits(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = trained("lazy", tmp_path, "net")
+    st.save_checkpoint(tmp_path / "stopped", net, opt)
+    held = Held(monkeypatch, tmp_path / "saved", net, opt)
+    assert held.makes_wait(lambda: WHOLE[name](net, opt))
+    assert checksums(tmp_path / "saved") == checksums(tmp_path / "stopped")
+
+
+def test_steps_wait_where_there_is_no_room_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = trained("exact", tmp_path, "net")
+    monkeypatch.setattr(background, "_ASIDE_BYTES", 1000)
+    held = Held(monkeypatch, tmp_path / "saved", net, opt)
+    assert held.makes_wait(lambda: [step(net, opt) for _ in range(20)])
+    st.load_checkpoint(tmp_path / "saved", net, opt)
+    assert contents(net) == contents(trained("exact", tmp_path, "net")[0])
+
+
+def test_a_write_that_nobody_sees_ends_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = trained("lazy", tmp_path, "net")
+    st.save_checkpoint(tmp_path / "saved", net, opt)
+    before = checksums(tmp_path / "saved")
+    held = Held(monkeypatch, tmp_path / "saved", net, opt)
+    net.emb.table.torch()[3] = 1.0
+    step(net, opt)
+    held.go.set()
+    with pytest.raises(StorageError, match="by other means"):
+        held.save.wait()
+    monkeypatch.undo()
+    assert checksums(tmp_path / "saved") == before
+    assert len(list((tmp_path / "saved").iterdir())) == 4
+    step(net, opt)
+    st.save_checkpoint(tmp_path / "saved", net, opt, background=True).wait()
+    assert checksums(tmp_path / "saved") != before
+
+
+def test_errors_are_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = trained("lazy", tmp_path, "net")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def failed(path: Path) -> Any:
+        with monkeypatch.context() as patch:
+            patch.setattr("speedtransfer.checkpoint.folder.os.fsync", full)
+            save = st.save_checkpoint(path, net, opt, background=True)
+            while not save.done():
+                time.sleep(0.001)
+        assert "failed" in repr(save)
+        return save
+
+    save = failed(tmp_path / "a")
+    with pytest.raises(StorageError, match="No space left"):
+        save.wait()
+    assert not (tmp_path / "a").exists()
+    st.save_checkpoint(tmp_path / "a", net, opt)
+    failed(tmp_path / "b")
+    with pytest.raises(StorageError, match="No space left"):
+        st.save_checkpoint(tmp_path / "b", net, opt)
+    st.save_checkpoint(tmp_path / "b", net, opt)
+    save = failed(tmp_path / "c")
+    background._running.clear()
+    with pytest.warns(RuntimeWarning, match="was not saved: .*No space left"):
+        del save
+    step(net, opt)
+
+
+def test_later_saves_come_later(tmp_path: Path) -> None:
+    net, opt = trained("lazy", tmp_path, "net")
+    saves = []
+    for epoch in range(3):
+        saves.append(st.save_checkpoint(tmp_path / "saved", net, opt, extra=epoch, background=True))
+        assert all(save.done() for save in saves[:-1])
+        step(net, opt)
+    other = st.save_checkpoint(tmp_path / "elsewhere", net, opt, background=True)
+    for save in (*saves, other):
+        save.wait()
+    assert st.load_checkpoint(tmp_path / "saved", net, opt) == 2
+
+
+def test_what_cannot_be_saved_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    net, opt = trained("lazy", tmp_path, "net")
+    with pytest.raises(InvalidTypeError, match="extra"):
+        st.save_checkpoint(tmp_path / "saved", net, opt, extra=object(), background=True)
+    step(net, opt)  # nobody copies rows aside
+    assert not net.emb.table.has_snapshot
+    held = Held(monkeypatch, tmp_path / "saved", net, opt)
+    with pytest.raises(TimeoutError, match="is not saved after"):
+        held.save.wait(0.01)
+    held.go.set()
+    held.save.wait()
+    net.emb.table.numpy()
+    with pytest.raises(InvalidValueError, match="an array shares"):
+        st.save_checkpoint(tmp_path / "saved", net, opt, background=True)
+
+
+ENDS = """
+import sys, torch
+import speedtransfer as st
+emb = st.Embedding(40, 8)
+st.save_checkpoint(sys.argv[1], emb, extra="saved", background=True)
+"""
+
+
+def test_a_process_that_ends_waits(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", ENDS, str(tmp_path / "saved")], check=True)
+    assert st.load_checkpoint(tmp_path / "saved", st.Embedding(40, 8)) == "saved"
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.1])
+def test_one_that_is_killed_loses_nothing(delay: float, tmp_path: Path) -> None:
+    net, opt = trained("exact", tmp_path, "net")
+    st.save_checkpoint(tmp_path / "saved", net, opt, extra=0)
+
+    def trains() -> None:
+        for epoch in range(1, 1000):
+            st.save_checkpoint(tmp_path / "saved", net, opt, extra=epoch, background=True)
+            step(net, opt)
+
+    assert not run_child(trains, delay)
+    assert st.load_checkpoint(tmp_path / "saved", net, opt) < 999
+    step(net, opt)
