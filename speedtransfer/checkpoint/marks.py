@@ -1,14 +1,14 @@
 """What the tables of a model held at a time: a hash of each row, by which those that differ by now are found.
 
 Rows are told apart by what they hold, not by who wrote them, so that no way to write one is missed: a step, ``weight[i] = 0``,
-an array over the memory, a checkpoint. A mark takes 8 bytes a row, and making one reads all rows.
+an array over the memory, a checkpoint. A mark takes 8 bytes a row, 16 of an id, and making one reads all rows.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,27 +25,48 @@ from speedtransfer.vocabulary.mixing import GOLDEN, mix64
 _COMPILED = "speedtransfer.checkpoint.numba_row_hash"
 
 
+class Content(NamedTuple):
+    """The hashes of the rows of a table, (n,) uint64, by their number; or in the order of `ids`, sorted."""
+
+    hashes: np.ndarray
+    ids: np.ndarray | None = None
+    # The sum of the hashes of rows that belong to no id.
+    reserved: int = 0
+
+    @property
+    def total(self) -> int:
+        """What stands for all rows: a row that changes adds the difference of its hashes to it."""
+        return (int(self.hashes.sum(dtype=np.uint64)) + self.reserved) % 2**64
+
+    @property
+    def keys(self) -> np.ndarray:
+        """The ids, or the numbers of rows."""
+        return np.arange(len(self.hashes)) if self.ids is None else self.ids
+
+    def of(self, keys: np.ndarray) -> np.ndarray:
+        """Return the hashes of rows by key, 0 where there is no row."""
+        if not len(self.hashes):
+            return np.zeros(len(keys), np.uint64)
+        at = np.minimum(keys if self.ids is None else np.searchsorted(self.ids, keys), len(self.hashes) - 1)
+        return np.where((at if self.ids is None else self.ids[at]) == keys, self.hashes[at], np.uint64(0))
+
+
 class Mark:
     """What :func:`speedtransfer.mark` returns; `save_delta` and `apply_delta` take it and return the next one.
 
     Attributes
     ----------
     fingerprints : dict of str to str
-        16 hexadecimal digits for each table, by its key in the state dict: equal where all rows are, to the bit.
+        16 hexadecimal digits for each table, by its key in the state dict: equal where all rows are, to the bit, and
+        their ids.
     """
 
-    def __init__(self, hashes: Mapping[str, np.ndarray]) -> None:
-        # Of each table, (num_rows,) uint64.
-        self._hashes = dict(hashes)
-        self.fingerprints = {key: f"{total(found):016x}" for key, found in self._hashes.items()}
+    def __init__(self, contents: Mapping[str, Content]) -> None:
+        self._contents = dict(contents)
+        self.fingerprints = {key: f"{found.total:016x}" for key, found in self._contents.items()}
 
     def __repr__(self) -> str:
         return f"Mark({self.fingerprints})"
-
-
-def total(hashes: np.ndarray) -> int:
-    """Return what stands for all rows: the sum of their hashes, which rows that change change by a difference."""
-    return int(hashes.sum(dtype=np.uint64))
 
 
 def mark(model: nn.Module, *, progress: bool | None = None) -> Mark:
@@ -66,11 +87,11 @@ def mark(model: nn.Module, *, progress: bool | None = None) -> Mark:
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `model` is no module, or has no table, or one with a vocabulary (it has ``changed_since``) or of several processes.
+        `model` is no module, or has no table, or one of several processes.
     """
     tables = marked_tables(model)
     with held(tables):
-        return Mark(hashed(tables, progress))
+        return Mark(contents_of(tables, progress))
 
 
 def marked_tables(model: object) -> dict[str, Handle]:
@@ -86,10 +107,6 @@ def marked_tables(model: object) -> dict[str, Handle]:
             "embeddings tables: st.replace_embeddings(model)"
         )
     for key, handle in tables.items():
-        if handle.id_space.come_and_go:
-            raise InvalidValueError(
-                f"{key} has a vocabulary, whose rows go to other ids; use vocabulary.changed_since and update"
-            )
         if not handle.owners.has_whole:
             raise InvalidValueError(
                 f"{key} has its rows in several processes, and a mark is of one that has all; use st.save_checkpoint"
@@ -103,25 +120,50 @@ def held(tables: Mapping[str, Handle]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for handle in tables.values():
             handle.step.recover()
+            if handle.id_space.come_and_go:
+                handle.id_space.vocabulary.settle()
             stack.enter_context(handle.rows.lock)
         yield
 
 
-def hashed(tables: Mapping[str, Handle], progress: bool | None = None) -> dict[str, np.ndarray]:
+def contents_of(tables: Mapping[str, Handle], progress: bool | None = None) -> dict[str, Content]:
     """Return the hashes of all rows."""
-    sizes = {
-        key: sum(handle.rows.table.stored(name).nbytes for name in names_of(handle)) for key, handle in tables.items()
-    }
-    found = {}
-    with ByteProgress("marking rows", sum(sizes.values()), progress) as bar:
+    found, sizes = {}, {key: row_bytes(handle) for key, handle in tables.items()}
+    size = sum(sizes[key] * handle.table.num_rows for key, handle in tables.items())
+    with ByteProgress("marking rows", size, progress) as bar:
         for key, handle in tables.items():
-            table = handle.table
-            found[key] = np.empty(table.num_rows, np.uint64)
-            for rows in row_chunks(table.num_rows, sizes[key] // max(table.num_rows, 1)):
-                parts = [table.chunk(name, rows) for name in names_of(handle)]
-                found[key][rows] = hashes_of(np.arange(rows.start, rows.stop), parts)
+            handle.rows.catch_up()
+            count, ids, numbers, reserved = handle.table.num_rows, None, np.empty(0, np.int64), 0
+            if handle.id_space.come_and_go:
+                ids, numbers, first = handle.id_space.vocabulary.by_id()
+                count, reserved = len(ids), reserved_sum(read(handle, np.arange(first)))
+            hashes = np.empty(count, np.uint64)
+            for rows in row_chunks(count, sizes[key]):
+                if ids is None:
+                    parts = [handle.table.chunk(name, rows) for name in names_of(handle)]
+                    hashes[rows] = hashes_of(np.arange(rows.start, min(rows.stop, count)), parts)
+                else:
+                    parts = read(handle, numbers[rows])
+                    hashes[rows] = hashes_of(ids[rows], parts)
                 bar.advance(sum(part.nbytes for part in parts))
+            found[key] = Content(hashes, ids, reserved)
     return found
+
+
+def reserved_sum(parts: list[Tensor]) -> int:
+    """Return the sum of the hashes of rows that belong to no id, all of them: ``(n, width)`` for each of `parts`."""
+    return int(hashes_of(np.arange(len(parts[0])), parts).sum(dtype=np.uint64))
+
+
+def read(handle: Handle, rows: np.ndarray) -> list[Tensor]:
+    """Return rows of a table by their numbers (n,), as they are stored, by plane."""
+    numbers = torch.from_numpy(rows).to(handle.table.device)
+    return list(handle.table.read(numbers, names_of(handle)).values())
+
+
+def row_bytes(handle: Handle) -> int:
+    """Return the bytes of a row of weights."""
+    return sum(handle.table.stored(name)[:1].nbytes for name in names_of(handle))
 
 
 def names_of(handle: Handle) -> list[str]:

@@ -159,11 +159,15 @@ class TensorReader:
         length = int.from_bytes(self._read(0, bytearray(min(8, size))), "little")
         if size < 8 or 8 + length != self._begin:
             raise self._damaged(f"has a header of {length} bytes and {self._end} of tensors in a file of {size}")
-        digest, buffer = hashlib.sha256(), bytearray(min(CHUNK_BYTES, size))
-        for start in range(0, size, len(buffer)):
-            part = self._read(start, memoryview(buffer)[: size - start])
-            digest.update(part)
-            advance(len(part))
+        digest, buffers = hashlib.sha256(), itertools.cycle([bytearray(min(CHUNK_BYTES, size)) for _ in range(2)])
+        with ThreadPoolExecutor(1) as hasher:
+            hashed = None
+            for start in range(0, size, CHUNK_BYTES):
+                part = self._read(start, memoryview(next(buffers))[: size - start])
+                if hashed is not None:
+                    hashed.result()
+                hashed = hasher.submit(digest.update, part)
+                advance(len(part))
         if digest.hexdigest() != self.facts["sha256"]:
             raise self._damaged("does not have the checksum that was written")
         try:

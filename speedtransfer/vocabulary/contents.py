@@ -30,6 +30,15 @@ def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
         return torch.from_numpy(live.ids[rows]), vocabulary.weights_of(rows)
 
 
+def by_id(vocabulary: Room) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return the known ids, sorted, their rows, (n,) int64 each, and how many rows belong to no id: the first ones."""
+    live, owner = vocabulary._bound()
+    with owner.rows.lock:
+        rows = live.occupied()
+        rows = rows[np.argsort(live.ids[rows])]
+        return live.ids[rows], rows, live.reserved
+
+
 @torch.no_grad()
 def adopt(vocabulary: Room, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
     """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
@@ -82,7 +91,7 @@ def _checked(vocabulary: Room, ids: Any, rows: Any) -> tuple[np.ndarray, Tensor,
     if changes is not None:
         check_alone(vocabulary, "update() with changes")
         ids, rows = changes.ids, changes.rows
-        check_changes(vocabulary, live, changes)
+        check_changes(vocabulary, changes)
     wanted, values = as_ids(ids).cpu().numpy(), rows
     if not isinstance(values, Tensor) or wanted.ndim != 1 or tuple(values.shape) != (len(wanted), live.table.dim):
         what = tuple(values.shape) if isinstance(values, Tensor) else f"a {type(values).__name__}"

@@ -8,7 +8,6 @@ import torch
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.rows import LAST_STEP
 from speedtransfer.vocabulary.changes import Changes
-from speedtransfer.vocabulary.id_rows import IdRows
 from speedtransfer.vocabulary.room import Room
 
 
@@ -74,9 +73,9 @@ def check_alone(vocabulary: Room, what: str) -> None:
         )
 
 
-def check_changes(vocabulary: Room, live: IdRows, changes: Changes) -> None:
+def check_changes(vocabulary: Room, changes: Changes) -> None:
     """Raise unless this vocabulary has what was before the changes, and the padding of theirs."""
-    owner = vocabulary._bound()[1]
+    live, owner = vocabulary._bound()
     changes.check()
     if len(changes.reserved) != live.reserved or changes.padding_idx not in (None, vocabulary.padding_idx):
         raise InvalidValueError(

@@ -164,11 +164,13 @@ class Vocabulary(Room):
                 wanted.shape
             )
 
+    by_id = contents.by_id
     export = contents.export
     adopt = contents.adopt
     update = contents.update
     forget = contents.forget
     changed_since = copies.changed_since
+    check_changes = copies.check_changes
 
     def all_rows_changed(self) -> None:
         """Note that rows may have changed of which no lookup tells."""
