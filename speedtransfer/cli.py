@@ -1,4 +1,4 @@
-"""The command line: ``speedtransfer info | calibrate | bench | plan | word2vec ...``, also as ``python -m speedtransfer``.
+"""The command line: ``speedtransfer info | bench | plan | follow | word2vec ...``, also as ``python -m speedtransfer``.
 
 An error that this package raises on purpose is one line on the standard error and exit code 2, without a traceback.
 torch is imported when a command runs: ``--help`` answers without it.
@@ -54,6 +54,9 @@ def _add_later(name: str, module: str, help: str) -> None:
 
 
 _add_later("bench", "speedtransfer.benchmark.commands", "Measure how fast rows move on this machine.")
+_add_later(
+    "follow", "speedtransfer.checkpoint.follow_command", "List the deltas in a folder, and where one is missing."
+)
 _add_later("plan", "speedtransfer.planning.command", "Tell whether tables fit, where, and how long a step takes.")
 
 

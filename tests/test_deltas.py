@@ -16,9 +16,11 @@ from interrupt import Interrupt
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from typer.testing import CliRunner
 
 import speedtransfer as st
 from speedtransfer.checkpoint.delta_file import Delta
+from speedtransfer.cli import app
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, SpeedtransferError, StorageError
 
 ROWS = 60
@@ -253,6 +255,29 @@ def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
     refuses("'head.0.weight' is .4, 9.", paths[0], wider)
     refuses("suffix", tmp_path / "delta.npy", copy)
     refuses("cannot read", tmp_path / "none.safetensors", copy, error=StorageError)
+
+
+def test_a_folder_is_listed(tmp_path: Path) -> None:
+    def listed(*args: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["follow", *args], env={"COLUMNS": "200"})
+        return result.exit_code, " ".join(result.output.split())
+
+    _, paths = chain(tmp_path)
+    code, text = listed(str(tmp_path))
+    assert code == 0
+    assert text.count("where the one before ends") == 2
+    rows = sum(len(found.ids) for found in Delta(paths[1]).rows.values())
+    assert f"│ {rows:,} │ 0 │" in text
+    raw = paths[1].read_bytes()
+    paths[1].unlink()
+    assert (listed(str(tmp_path))[0], "elsewhere: one is missing" in listed(str(tmp_path))[1]) == (1, True)
+    paths[1].write_bytes(raw[:-9])
+    code, text = listed(str(tmp_path))
+    assert code == 1
+    assert "safetensors" in text
+    for args, words in [([str(tmp_path / "none")], "no folder"), ([str(tmp_path), "--pattern", "*.npy"], "holds no")]:
+        result = CliRunner().invoke(app, ["follow", *args])
+        assert words in str(result.exception or result.output)
 
 
 def test_what_cannot_be_marked(tmp_path: Path) -> None:
