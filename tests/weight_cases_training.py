@@ -230,6 +230,27 @@ nn.utils.parametrize.remove_parametrizations(emb, "weight")
 opt = make_opt(model.parameters())
 emb.weight
 
+# Orthogonal
+nn.utils.parametrizations.orthogonal(emb)
+opt = make_opt(model.parameters())
+step()
+emb.weight
+
+# The old spectral_norm
+nn.utils.spectral_norm(emb)
+opt = make_opt(model.parameters())
+step()
+emb.weight.detach()
+
+# Pruned
+from torch.nn.utils import prune
+prune.l1_unstructured(emb, "weight", 0.3)
+opt = make_opt(model.parameters())
+step()
+prune.remove(emb, "weight")
+opt = make_opt(model.parameters())
+emb.weight
+
 # Delete
 weight = emb.weight
 del emb.weight
