@@ -27,7 +27,7 @@ ROWS, DIM = 30, 4
 # --- first use --------------------------------------------------------------------------------------------------------------
 
 FIRST_USES = r"""
-import sys, tempfile, threading
+import sys, threading
 from concurrent.futures import ThreadPoolExecutor
 sys.setswitchinterval(1e-5)
 import speedtransfer as st
@@ -55,22 +55,8 @@ def rows(**options):
     module, optimizer = trained(**options)
     return [module.weight.tolist(), optimizer.state_dict()["state"][0]["exp_avg"].tolist()]
 
-def by_id():
-    module = st.Embedding(50, 8, vocabulary=st.Vocabulary(seed=1))
-    ids = torch.tensor([1 << 40, 7, -3])
-    module(ids).sum().backward()
-    return module.vocabulary.rows(ids).tolist(), module.eval()(ids).tolist(), type(module.vocabulary.stats()).__name__
-
-def files():
-    module, optimizer = trained()
-    with tempfile.TemporaryDirectory() as folder:
-        st.save_checkpoint(folder + "/saved", module, optimizer, extra=3)
-        module.table.save(folder + "/rows.npy")
-        extra = st.load_checkpoint(folder + "/saved", module, optimizer)
-        return extra, module.weight.tolist(), st.Table.load(folder + "/rows.npy").gather([0, 3]).tolist()
-
-for use in (rows, lambda: rows(storage_dtype=torch.int8, state_dtype=torch.uint8), by_id, files):
-    check(use)
+check(rows)
+check(lambda: rows(storage_dtype=torch.int8, state_dtype=torch.uint8))
 check(lambda: (st.speedtorch.DataGadget.__name__, st.word2vec.train.__name__))
 """
 

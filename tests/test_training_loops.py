@@ -43,13 +43,6 @@ for discarded, kept, _ in threes:
     loss(*kept).backward()
     step()
 
-# a gradient discarded and then a step
-train(batches[:4])
-zero_grad()
-loss(*batches[4]).backward()
-zero_grad()
-step()
-
 # steps without a backward
 step()
 train(batches[:3])

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import end, torchrun
 
 from ranks.checkpoint_job import EXACT, Job, run
 from ranks.run import DeadRankError
@@ -177,19 +176,8 @@ def load_done(path: Path) -> int:
 
 # --- killed -----------------------------------------------------------------------------------------------------------------
 
-JOB = Path(__file__).with_name("checkpoint_job.py")
-
-
-def run_job(path: Path, *kills: str) -> tuple[dict, str]:
-    tests = JOB.parent.parent
-    # By default torch 2.13 gives restarted workers the store of those before, where gloo finds addresses of dead processes.
-    env = {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    options = ["--standalone", "--max-restarts", str(len(kills)), str(JOB), str(path), "6", *kills]
-    printed = end(torchrun(*options, processes=2, folder=path.parent, **env))
-    return torch.load(path.with_suffix(".pt")), printed
-
-
 LIVES = {
+    "in a save": ["1 save 900"],
     "in backward, in a save": ["0 backward 3", "1 save 400"],
     "in forward, in a step": ["0 step 3", "1 forward 5"],
     # A save takes about 1200 lines in rank 0 and 600 in others; the first one here ends.
@@ -197,26 +185,19 @@ LIVES = {
 }
 
 
-def run_life(path: Path, life: int, *kills: str) -> dict:
+def run_life(path: Path, life: int, kills: list[str]) -> dict:
     return run(path, 6, *kills, life=life)
 
 
-def test_killed_in_a_save_and_started_anew(two, tmp_path):
-    kills = ["1 save 900"]
+@pytest.mark.parametrize("lives", ["in a save", *(pytest.param(it, marks=pytest.mark.slow) for it in [*LIVES][1:])])
+def test_killed_and_started_anew(lives, two, tmp_path):
+    kills = LIVES[lives]
     whole = two(run, tmp_path / "whole", 6)[0]
-    other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=3)
-    assert isinstance(other, RuntimeError)
-    assert isinstance(killed, DeadRankError)
+    for life, kill in enumerate(kills):
+        ends = two.fails(run_life, tmp_path / "point", life, kills, timeout=3)
+        killed = int(kill[0])
+        assert isinstance(ends[killed], DeadRankError)
+        assert isinstance(ends[1 - killed], RuntimeError)
     assert (tmp_path / "point" / "manifest.json").exists()
-    assert_alike(two(run_life, tmp_path / "point", 1, *kills)[0], whole)
-    assert len(os.listdir(tmp_path / "point")) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lives", LIVES)
-def test_killed_and_restarted_by_torchrun(lives, two, tmp_path):
-    whole = two(run, tmp_path / "whole", 6)[0]
-    planes, output = run_job(tmp_path / "point", *LIVES[lives])
-    assert output.count("rank 0 goes on at step") == len(LIVES[lives])
-    assert_alike(planes, whole)
+    assert_alike(two(run_life, tmp_path / "point", len(kills), kills)[0], whole)
     assert len(os.listdir(tmp_path / "point")) == 6
