@@ -354,7 +354,7 @@ path, line, seen = Path(sys.argv[1]), int(sys.argv[2]), set()
 expected = torch.arange(20.0).view(5, 4)
 while True:
     # Some: a file of the other format is killed at others.
-    line += 7
+    line += 13
     path.unlink(missing_ok=True)
 
     def grow():

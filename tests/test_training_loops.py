@@ -43,13 +43,6 @@ for discarded, kept, _ in threes:
     loss(*kept).backward()
     step()
 
-# steps without a backward
-step()
-train(batches[:3])
-zero_grad()
-step()
-train(batches[3:6])
-
 # the gradient stays until somebody clears it
 for batch in batches[:2]:
     zero_grad()
@@ -88,14 +81,6 @@ train([empty])
 train(batches[:3])
 train([empty] * 2)
 train(batches[3:6])
-
-# rows written before backward
-for ids, target in batches[:6]:
-    zero_grad()
-    value = loss(ids, target)
-    put([int(ids[0, 0]), 40])
-    value.backward()
-    step()
 
 # rows written before the step
 for ids, target in batches[:6]:
