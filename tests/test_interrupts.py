@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import tempfile
 import threading
 from collections import Counter
@@ -478,22 +477,3 @@ def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone
 @pytest.mark.parametrize(("of", "name"), CASES)
 def test_every_line(of: str, name: str, kind: type[BaseException], every: int, alone: Any, tmp_path: Path) -> None:
     sweep_of(tmp_path, of, name, lambda points: points[::every], kind)
-
-
-@pytest.mark.parametrize("memory", [None, "shared"])
-def test_a_table_that_is_collected_within_an_exchange(memory: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = {} if memory is None else {"memory": memory}
-    gone, emb = (st.Embedding(10, 2, process_group=dist.group.WORLD, **kind) for _ in range(2))
-    gone(torch.tensor([1]))
-    owners = type(gone._handle.owners)
-    gone.self = gone
-    is_open = owners.is_open
-
-    def collected(self: Any, at_step: bool = False) -> bool:
-        gc.collect()
-        return is_open(self, at_step)
-
-    monkeypatch.setattr(owners, "is_open", collected)
-    del gone
-    emb(torch.tensor([3])).sum().backward()
-    assert emb.weight.grad is not None

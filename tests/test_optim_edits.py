@@ -25,6 +25,7 @@ State = dict[str, Any]
 # --- there and back -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", some([*BASE, *FUSED, *COUPLED]), ids=str)
 def test_there_and_back(case: OptimizerCase, idle: str) -> None:

@@ -151,25 +151,6 @@ def test_tickets_of_tables_without_a_vocabulary() -> None:
 # --- gradients that come late -----------------------------------------------------------------------------------------
 
 
-def test_rows_wait_for_hooks_of_the_weight() -> None:
-    """A gradient that has arrived, and is kept for the hooks at the end of its backward, is that of rows in use."""
-    module, vocabulary = made(2, evict="lru")
-    module.weight.register_hook(lambda grad: None)
-    here, seen = torch.zeros(1, requires_grad=True), []
-
-    def look_up(grad: Tensor) -> None:
-        with torch.enable_grad(), pytest.raises(HostMemoryError):
-            module(ids(3, 4))
-        seen.append(vocabulary.ids().tolist())
-
-    here.register_hook(look_up)
-    # Backward goes through what came last first.
-    earlier = here.exp().sum()
-    (module(ids(1, 2)).sum() + earlier).backward()
-    assert seen == [[1, 2]]
-    assert module.weight.grad.to_dense()[1:].tolist() == [[1] * DIM] * 2
-
-
 def test_a_second_backward_after_rows_changed() -> None:
     module, _ = made(2, evict="lru")
     optimizer = sgd(module)
@@ -284,29 +265,6 @@ def test_steps_of_ids_that_nothing_admits_warn_once(way: str) -> None:
 
 
 # --- forwards within steps and backwards ------------------------------------------------------------------------------
-
-
-def test_closures() -> None:
-    """Lookups within a step admit and evict."""
-    found = []
-    for within in (False, True):
-        module, vocabulary = made(3, evict="lru", seed=0)
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
-        for step in range(4):
-
-            def closure(first: int = 3 * step, module: Any = module, optimizer: Any = optimizer) -> Tensor:
-                optimizer.zero_grad()
-                loss = module(ids(first, first + 1, first + 2)).square().sum()
-                loss.backward()
-                return loss
-
-            if within:
-                optimizer.step(closure)
-            else:
-                closure()
-                optimizer.step()
-        found.append((*vocabulary.export(), torch.tensor(vocabulary.clock)))
-    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("unseen", ["initial", "zeros", "row"])

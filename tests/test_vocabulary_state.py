@@ -393,17 +393,6 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
-def test_all_rows_when_idle_ones_have_moved() -> None:
-    run = trained(idle="exact")
-    clock = run.vocabulary.clock
-    run.step(IDS[5:6])
-    assert run.vocabulary.changed_since(clock).complete
-    # A new optimizer moves none, but the one before has.
-    run.optimizer = torch.optim.SGD(run.net.parameters(), lr=0.1)
-    run.step(IDS[5:6])
-    assert run.vocabulary.changed_since(clock).complete
-
-
 def test_a_dump_that_is_missing_is_told() -> None:
     run = trained()
     dumps, clock = [run.vocabulary.changed_since(0)], run.vocabulary.clock

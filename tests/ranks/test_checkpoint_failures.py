@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ranks.checkpoint_job import EXACT, Job, run
 from ranks.run import DeadRankError
 from ranks.test_checkpoint_ranks import assert_alike, save_and_go_on, save_then_draw
-from speedtransfer.checkpoint import load, together
+from speedtransfer.checkpoint import load
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.errors import ProcessGroupError, StorageError
 
@@ -143,35 +143,6 @@ def test_loaded_while_another_saves(two, tmp_path):
     for planes, opened in two(load_while_saved, tmp_path):
         assert_alike(planes, saved)
         assert opened == 2
-
-
-def interrupted(path: Path) -> None:
-    """Rank 1 is interrupted when it has told what is in its file."""
-    job = Job(EXACT).train(1).save(path).train(1)
-    if job.rank == 1:
-        texts = together.Processes.texts
-
-        def interrupt(self, text):
-            texts(self, text)
-            raise KeyboardInterrupt
-
-        together.Processes.texts = interrupt
-    try:
-        job.save(path)
-    finally:
-        if job.rank == 1:
-            together.Processes.texts = texts
-
-
-def test_an_interrupt_in_the_last_moment_leaves_a_whole_checkpoint(two, tmp_path):
-    first, second = two.fails(interrupted, tmp_path, timeout=3, fresh=False)
-    assert isinstance(first, RuntimeError)
-    assert isinstance(second, KeyboardInterrupt)
-    assert two(load_done, tmp_path) == [2, 2]
-
-
-def load_done(path: Path) -> int:
-    return Job(EXACT).load(path).done
 
 
 # --- killed -----------------------------------------------------------------------------------------------------------------

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import gc
 import random
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -213,23 +211,6 @@ def test_rows_that_one_process_does_not_take_are_an_error(two):
         assert said.startswith("DifferenceError: the processes differ where one brings gradients")
         assert "3.weight after 2 steps and 4 lookups" in said
         assert "3.weight after 2 steps and 3 lookups" in said
-
-
-def free_tables() -> list[bool]:
-    net = Net("lazy", False)
-    for step in range(2):
-        net.train_on(batch(step))
-    net(batch(2), range(2))
-    tables = [weakref.ref(table._handle.table) for table in net.tables[:-1]]
-    last = net.tables[-1]
-    del net
-    gc.collect()
-    assert last.num_embeddings == ROWS
-    return [table() is None for table in tables]
-
-
-def test_rows_that_nobody_takes_keep_no_table(two):
-    assert two(free_tables) == [[True] * (COLUMNS - 1)] * 2
 
 
 # --- models whose forward asks for all tables when it begins --------------------------------------------------------------

@@ -89,6 +89,17 @@ def tied(kind: str) -> float:
     return pair.train(0, 1, loss=lambda emb, ids: squares(emb, ids) + squares(others[emb], ids // 2))
 
 
+@use
+def under_another_default_device(kind: str) -> float:
+    """What would be made there has no values."""
+    pair = tables(kind, torch.optim.AdamW)
+    for step in range(3):
+        with torch.device("meta"):
+            pair.backward(step)
+            pair.end(clip=0.5)
+    return pair.distance()
+
+
 # --- backward -------------------------------------------------------------------------------------------------------------
 
 
