@@ -85,6 +85,7 @@ def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> 
         assert torch.equal(torch.as_tensor(states[0][key]), torch.as_tensor(value)), key
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("case", some([*ALL, *COUPLED]), ids=str)
 def test_training(case: OptimizerCase, idle: str) -> None:

@@ -235,23 +235,6 @@ def test_dtype_changed_after_training_asks_for_a_new_optimizer() -> None:
     twins.assert_same()
 
 
-@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
-@pytest.mark.parametrize("how", ["one mapping", "one entry", "a copy of the entry"])
-def test_state_handed_to_another_optimizer(table: dict, how: str) -> None:
-    pair = exact(case_named("adamw"), **table)
-    pair.train(pair.batches(4))
-    before = pair.optimizers
-    pair.use(*pair.modules)
-    for module, old, new in zip(pair.modules, before, pair.optimizers, strict=True):
-        (param,) = module.parameters()
-        if how == "one mapping":
-            new.state = old.state
-        else:
-            new.state[param] = old.state[param] if how == "one entry" else dict(old.state[param])
-    pair.train(pair.batches(4, seed=1))
-    torch.testing.assert_close(pair.ours.weight.detach(), pair.dense.weight.detach())
-
-
 def _halve(_: object, state_dict: dict) -> dict:
     halved = {name: value * 0.5 if value.dim() else value for name, value in state_dict["state"][0].items()}
     return {**state_dict, "state": {0: halved}}

@@ -339,28 +339,6 @@ def test_backwards_of_several_threads_are_added():
     assert emb.weight.grad.to_dense().eq(4 * rounds).all()
 
 
-@pytest.mark.parametrize("table", [{}, {"cache_rows": 3}], ids=str)
-@pytest.mark.parametrize("data", [False, True])
-def test_updates_of_many_weights_by_their_gradients_are_written(table: dict, data: bool) -> None:
-    dense = torch.nn.Embedding(7, 3)
-    ours = st.Embedding.from_pretrained(dense.weight.detach().clone(), freeze=False, **table)
-    for emb in (dense, ours):
-        emb(torch.tensor([1, 5])).pow(2).sum().backward()
-        with torch.no_grad():
-            weights = [emb.weight.data if data else emb.weight]
-            grads = [emb.weight.grad]
-            torch._foreach_add_(weights, grads, alpha=-0.1)
-            torch._foreach_addcmul_(weights, grads, grads, value=-0.1)
-            torch._foreach_lerp_(weights, grads, 0.25)
-    assert torch.equal(ours.weight.detach(), dense.weight.detach())
-    plain = torch.zeros(7, 3)
-    with torch.no_grad():
-        torch._foreach_add_([plain], [ours.weight.grad])
-        assert plain._version == 1
-        torch._foreach_copy_([ours.weight], [ours.weight.grad])
-    assert torch.equal(ours.weight.detach(), ours.weight.grad + 0)
-
-
 # --- functions of torch that take a parameter for a tensor of its own: each raises by the name of the table -------
 
 

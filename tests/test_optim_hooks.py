@@ -81,24 +81,6 @@ def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer:
         torch.testing.assert_close(*noted)
 
 
-def test_a_look_within_a_closure() -> None:
-    pair, noted = exact(case_named("adamw"), torch.float64), ([], [])
-    for ids, target in pair.batches(6):
-        for module, opt, notes in zip(pair.modules, pair.optimizers, noted, strict=True):
-
-            def closure(module: Any = module, opt: Any = opt, notes: list[Tensor] = notes) -> Tensor:
-                opt.zero_grad()
-                look(module, opt, notes)
-                loss = (module(ids) - target).square().sum()  # noqa: B023 - called at once
-                loss.backward()
-                look(module, opt, notes)
-                return loss
-
-            opt.step(closure)
-    pair.assert_same(1e-9)
-    torch.testing.assert_close(*noted)
-
-
 # --- optimizers that call the step of the class they are made of ------------------------------------------------------
 
 

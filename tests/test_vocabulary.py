@@ -545,6 +545,8 @@ def test_deferred(unseen: str, admit: int, capacity: int, idle: str, lookups_a_s
         for batch in batches:
             other.train()(batch)
         found, wanted = (dict(zip(*map(Tensor.tolist, it.vocabulary.export()), strict=True)) for it in (ours, other))
+        rows = ours.vocabulary.rows(torch.cat(batches))
+        assert (ours.vocabulary.state_dict()["last_use"][rows[rows >= 0]] == step).all()
         # A step of the other one takes rows for ids that may come next.
         assert found | wanted == found, step
         assert len(found) == len(wanted) or capacity == len(found) == 6

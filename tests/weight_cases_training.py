@@ -54,6 +54,14 @@ emb.weight.grad.index_fill_(0, frozen, 0)
 # Every gradient by torch._foreach
 torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
 
+# Weights by their gradients by torch._foreach
+with torch.no_grad():
+    for weights in ([emb.weight], [emb.weight.data]):
+        torch._foreach_add_(weights, [emb.weight.grad], alpha=-0.1)
+        torch._foreach_addcmul_(weights, [emb.weight.grad], [emb.weight.grad], value=-0.1)
+        torch._foreach_lerp_(weights, [emb.weight.grad], 0.25)
+    torch._foreach_copy_([items.weight], [items.weight.grad])
+
 # Conflicting gradients of two tasks
 first = emb.weight.grad.clone()
 opt.zero_grad()
