@@ -390,6 +390,17 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
+def test_all_rows_when_idle_ones_have_moved() -> None:
+    run = trained(idle="exact")
+    clock = run.vocabulary.clock
+    run.step(IDS[5:6])
+    assert run.vocabulary.changed_since(clock).complete
+    # A new optimizer moves none, but the one before has.
+    run.optimizer = torch.optim.SGD(run.net.parameters(), lr=0.1)
+    run.step(IDS[5:6])
+    assert run.vocabulary.changed_since(clock).complete
+
+
 def test_a_dump_that_is_missing_is_told() -> None:
     run = trained()
     dumps, clock = [run.vocabulary.changed_since(0)], run.vocabulary.clock
@@ -437,12 +448,16 @@ def test_a_copy_from_a_checkpoint_follows_until_the_original_goes_back_to_it() -
 
 
 def test_more_evicted_ids_than_are_remembered() -> None:
-    run = trained(capacity=5, max_capacity=None)
+    run, copied = trained(capacity=5, max_capacity=None), follower()
+    copied.vocabulary.update(run.vocabulary.changed_since(0))
     clock = run.vocabulary.clock
     run.step(IDS[4:9])
     assert not run.vocabulary.changed_since(clock).complete
     run.step(IDS[9:14])
-    assert run.vocabulary.changed_since(clock).complete
+    changes = run.vocabulary.changed_since(clock)
+    assert changes.complete
+    copied.vocabulary.update(changes)
+    check_equal(copied.vocabulary, run.vocabulary)
 
 
 def test_a_file_that_any_program_reads(tmp_path: Path) -> None:
