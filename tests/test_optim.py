@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from lazy_oracle import LazyOracle, Twins, exact, squared_loss, start_value, tensors_in
+from lazy_oracle import Twins, exact, squared_loss, start_value, tensors_in
 from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
 from sweep_optimizers import DIFFERS, FAILS, outcome
 from third_party import STYLES, Lion, RowOptimizer
@@ -149,28 +149,6 @@ def test_state_is_over_the_table() -> None:
     seen, plane = twins.opt.state[twins.ours.weight]["seen"], twins.ours.table.plane("seen")
     assert (seen.dtype, plane.dtype) == (torch.bool, torch.uint8)
     assert seen.data_ptr() == plane.data_ptr()
-
-
-# --- what a step may be -------------------------------------------------------------------------------------------------
-
-
-class NeedsModel(torch.optim.SGD):
-    """A constructor that a trial cannot call."""
-
-    def __init__(self, model: nn.Module, lr: float) -> None:
-        self.names = dict(model.named_parameters())
-        super().__init__(model.parameters(), lr=lr, momentum=0.9)
-
-
-def test_a_constructor_that_takes_the_model() -> None:
-    twins = Twins(torch.optim.SGD)
-    twins.opt, twins.dense_opt = (NeedsModel(module, lr=0.05) for module in twins.modules)
-    twins.oracle = LazyOracle(twins.dense_opt, twins.dense)
-    calls = []
-    twins.opt.register_step_pre_hook(lambda *args: calls.append(1))
-    twins.train(twins.batches(8))
-    twins.assert_same()
-    assert len(calls) == 8  # the trials do not count
 
 
 # --- state: who owns it, what happens when the owner changes, what others see of it -----------------------------------------

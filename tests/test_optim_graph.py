@@ -28,7 +28,6 @@ from speedtransfer.tables import padded_unique
 
 IDS = torch.tensor([1, 3, 3, 8])
 MORE = torch.tensor([8, 2, 3])
-OPTIONS = [{}, {"idle": "lazy"}, {"sparse": True, "idle": "lazy"}, {"cache_rows": 4}, {"storage_dtype": torch.float32}]
 
 
 class LinearHead(torch.autograd.Function):
@@ -82,7 +81,7 @@ def train(kind: Any, loss_of: Callable[[Any], Tensor], hook: bool = False, **opt
 
 
 @pytest.mark.parametrize("hook", [False, True])
-@pytest.mark.parametrize("options", [OPTIONS[0], OPTIONS[3], OPTIONS[4]], ids=str)
+@pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"storage_dtype": torch.float32}], ids=str)
 @pytest.mark.parametrize("loss_of", [head, mixed, reentrant])
 def test_what_reaches_the_node_trains(loss_of: Callable[[Any], Tensor], options: dict[str, Any], hook: bool) -> None:
     if options.get("cache_rows") and loss_of is reentrant:
@@ -93,54 +92,6 @@ def test_what_reaches_the_node_trains(loss_of: Callable[[Any], Tensor], options:
     ours, dense = train(st.Embedding, loss_of, hook, **options), train(nn.Embedding, loss_of, hook)
     close = 1e-5 if options.get("storage_dtype") else 1e-12
     torch.testing.assert_close(ours.double(), dense, rtol=close, atol=close)
-
-
-def total(grad: Tensor | None) -> Any:
-    return None if grad is None else round(float(grad.detach().abs().sum()), 6)
-
-
-def multi_all(emb: Any, see: Callable[[Any], None]) -> Any:
-    return graph.register_multi_grad_hook((emb.weight,), lambda grads: see([total(grad) for grad in grads]))
-
-
-def prehook(emb: Any, see: Callable[[Any], None]) -> Any:
-    node = graph.get_gradient_edge(emb.weight).node
-    return node, node.register_prehook(lambda grads: see(total(grads[0])))
-
-
-@pytest.mark.sweep(strength=2)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("loss_of", [lambda emb: emb(IDS).square().sum() + emb(MORE).sum(), mixed])
-@pytest.mark.parametrize("watch", [multi_all, prehook])
-def test_hooks_see_the_gradient(watch: Any, loss_of: Callable[[Any], Tensor], options: dict[str, Any]) -> None:
-    if options.get("sparse") and loss_of is mixed:
-        return
-    seen: dict[Any, list[Any]] = {}
-    for kind in (nn.Embedding, st.Embedding):
-        emb, seen[kind] = made(kind, **options), []
-        kept = watch(emb, seen[kind].append)
-        for _ in range(2):
-            loss_of(emb).backward()
-        del kept
-        seen[kind].append(total(emb.weight.grad))
-    close = 1e-3 if options.get("storage_dtype") else 1e-5
-    for ours, dense in zip(seen[st.Embedding], seen[nn.Embedding], strict=True):
-        torch.testing.assert_close(torch.tensor(ours), torch.tensor(dense), rtol=close, atol=close)
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_autograd_grad_by_the_weight_and_by_its_edge(create_graph: bool) -> None:
-    results = []
-    for kind in (nn.Embedding, st.Embedding):
-        emb = made(kind)
-        by_weight = torch.autograd.grad(mixed(emb), emb.weight, create_graph=create_graph)
-        by_edge = torch.autograd.grad(mixed(emb), [graph.get_gradient_edge(emb.weight)], create_graph=create_graph)
-        assert emb.weight.grad is None
-        results.append([by_weight[0], by_edge[0]])
-        if create_graph:
-            results[-1].append(torch.autograd.grad(by_weight[0].square().sum(), emb.weight)[0])
-    for ours, dense in zip(*reversed(results), strict=True):
-        torch.testing.assert_close(ours.to_dense(), dense, rtol=1e-12, atol=1e-12)
 
 
 def test_the_weight_of_a_feature_in_a_function() -> None:

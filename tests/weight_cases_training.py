@@ -442,6 +442,19 @@ for _ in range(3):
 opt = make_opt([nn.Parameter(torch.zeros(1))])
 seen, int(own.state[emb.weight]["step"])
 
+# Hooks of the node of the parameter
+seen, graph = [], torch.autograd.graph
+graph.register_multi_grad_hook((emb.weight,), lambda grads: seen.append(grads[0].norm()))
+node = graph.get_gradient_edge(emb.weight).node
+node.register_prehook(lambda grads: seen.append(grads[0].norm()))
+for use in (lambda: emb(ids).square().sum() + emb(index).sum(), lambda: emb(ids).sum() + emb.weight.cos().sum()):
+    opt.zero_grad()
+    use().backward()
+    opt.step()
+seen
+
+torch.autograd.grad(loss() + emb.weight.cos().sum(), [torch.autograd.graph.get_gradient_edge(emb.weight)])[0]
+
 # A hook and autograd.grad
 emb.weight.register_hook(lambda grad: grad * 3)
 torch.autograd.grad(emb(ids).sum() + emb(index).pow(2).sum(), emb.weight)[0]
