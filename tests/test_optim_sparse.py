@@ -116,9 +116,6 @@ def test_a_padding_row_is_in_no_sparse_gradient(make: Callable[..., Optimizer]) 
     pair.assert_same()
 
 
-# --- memory that is not of the table -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("bad", [[1, 9], [-1, 2]])
 def test_a_sparse_gradient_with_rows_that_do_not_exist(bad: list[int], is_sparse: bool) -> None:

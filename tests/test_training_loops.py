@@ -55,15 +55,6 @@ seen.append(module.weight.grad.to_dense().clone())
 zero_grad()
 seen.append(module.weight.grad is None)
 
-# a closure
-for batch in batches[:8]:
-    def closure(batch=batch):
-        zero_grad()
-        value = loss(*batch)
-        value.backward()
-        return value
-    seen.append(step(lambda: opt.step(closure)).detach())
-
 # a hand on the gradient
 for number, batch in enumerate(batches[:9]):
     zero_grad()
@@ -247,13 +238,7 @@ def test_lazily(program: Case, name: str) -> None:
     compare(program, twins, 1e-5 if has(program, SUMMED) else 0.0, twins.oracle)
 
 
-# Those of `third_party` take no closure.
-SPARSE = [
-    (program, name)
-    for program in PROGRAMS
-    for name in TAKERS
-    if not has(program, DENSE) and ("closure" not in program.code or name in ("sparse-adam", "sgd", "adagrad"))
-]
+SPARSE = [(program, name) for program in PROGRAMS for name in TAKERS if not has(program, DENSE)]
 
 
 @pytest.mark.sweep("program", "name")

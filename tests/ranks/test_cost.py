@@ -276,14 +276,9 @@ def test_frequent_rows_spread(ranks):
     ids = torch.cat([torch.from_numpy(draw(rng, MANY, 1.05, 65_536)) for _ in range(8)])
     for each in (ids, ids * 7_368_787 % MANY):
         assert load(each, ranks) <= 1.06
-
-
-@pytest.mark.parametrize("stride", [2, 100, 4096])
-def test_ids_with_a_stride_spread(stride):
-    ranks = 64
-    ids = torch.arange(0, 10 * MANY, stride)
-    assert load(ids, ranks, 10 * MANY) <= 1.06
-    assert load(ids[: max(len(ids) // 10, 30 * ranks)], ranks, 10 * MANY) <= 1.25
+    # And ids with a stride.
+    for stride in (2, 100, 4096):
+        assert load(torch.arange(0, 10 * MANY, stride), ranks, 10 * MANY) <= 1.06
 
 
 def draw(rng: np.random.Generator, rows: int, exponent: float, lookups: int) -> np.ndarray:
