@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from in_child import FORKS, in_child, plain
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 
 import speedtransfer as st
 from speedtransfer.errors import DeviceError, SpeedtransferError
@@ -29,8 +28,7 @@ ROWS, DIM = 60, 4
 EVERY = torch.arange(ROWS)
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "cached": {"cache_rows": 10},
-    "records": {"layout": "rows"},
+    "cached": {"cache_rows": 10, "layout": "rows"},
     "int8": {"storage_dtype": torch.int8},
     "small state": {"state_dtype": torch.uint8},
 }
@@ -247,27 +245,6 @@ def test_a_child_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.Monk
         assert in_child(lambda: plain(run.emb(EVERY))).shape == (ROWS, DIM)
     finally:
         forks.turns.end()
-
-
-class Reading:
-    """Collates ids with their rows, in a worker."""
-
-    def __init__(self, emb: st.Embedding) -> None:
-        self.emb = emb
-
-    @torch.no_grad()
-    def __call__(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        return torch.tensor(ids), torch.stack([self.emb.weight[i] for i in ids])
-
-
-def test_workers_of_a_loader_read_while_the_parent_trains(tmp_path: Path) -> None:
-    run, twin = (Training(memory, tmp_path) for memory in ("mmap", "pageable"))
-    for one in (run, twin):
-        loader = DataLoader(range(ROWS), 10, collate_fn=Reading(one.emb), num_workers=1, multiprocessing_context="fork")
-        for ids, rows in loader:
-            assert rows.shape == (10, DIM)
-            one.step(ids)
-    torch.testing.assert_close(run.emb.weight, twin.emb.weight, rtol=0, atol=0)
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------------

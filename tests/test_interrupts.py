@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import gc
 import tempfile
 import threading
 from collections import Counter
@@ -283,17 +282,24 @@ KINDS |= {
 
 
 class Act(NamedTuple):
-    """Something that is interrupted: what it does, to which kinds, what follows it, and what is done again after an error."""
+    """Code that is interrupted, the kinds that it is done to, and what follows it.
 
-    do: Callable[[World], object]
+    `each`: whether each tensor counts by itself, as in torch. `others`: what it may have come to besides nothing and all.
+    """
+
+    code: str
     kinds: tuple[str, ...]
     end: Callable[[World], list[Tensor]] = World.all
-    again: Callable[[World], object] | None = None
-    # Whether each tensor counts by itself, as in torch.
     each: bool = False
-    # What it may have come to besides nothing and all of it.
     others: tuple[Callable[[World], object], ...] = ()
     tables: int = 1
+
+    def do(self, world: World) -> None:
+        names = {"world": world, "emb": world.emb, "model": world.model, "opt": world.opt, "st": st, "torch": torch}
+        names |= {"path": world.path, "ROWS": ROWS, "DIM": DIM, "FACTOR": FACTOR, "rows_of": rows_of}
+        if "given[" in self.code:
+            names["given"] = torch.load(world.path / "given.pt")
+        exec(self.code, names)
 
     def ends(self, path: Path, name: str) -> list[list[Tensor]]:
         """Return what may be seen at the end: without it, after it, or after others."""
@@ -304,55 +310,6 @@ class Act(NamedTuple):
         return found + (self.ends(path, kind.like) if kind.like else [])
 
 
-def save(world: World) -> None:
-    st.save_checkpoint(world.path / "saved", world.model, world.opt, extra={"epoch": 1})
-
-
-def load(world: World) -> None:
-    st.load_checkpoint(world.path / "given", world.model, world.opt)
-
-
-@torch.no_grad()
-def set_rows(world: World) -> None:
-    world.emb.weight[3] = 2.0
-
-
-@torch.no_grad()
-def copy_rows(world: World) -> None:
-    world.emb.weight.copy_(torch.arange(float(ROWS * DIM)).view(ROWS, DIM))
-
-
-def scatter(world: World) -> None:
-    world.emb.table[torch.tensor([1, 2, 3])] = torch.ones(3, DIM)
-
-
-def reset(world: World) -> None:
-    torch.manual_seed(7)
-    world.emb.reset_parameters()
-
-
-def ticket(world: World) -> None:
-    world.emb(world.emb.prefetch(world.ids(3))).square().sum().backward()
-
-
-def update(world: World) -> None:
-    world.emb.vocabulary.update(torch.arange(5) * FACTOR, torch.ones(5, DIM))
-
-
-def given(world: World) -> Any:
-    return torch.load(world.path / "given.pt")
-
-
-def taken_over(world: World) -> None:
-    world.take_over()
-    world.step(3)
-
-
-def twice_backward(world: World) -> None:
-    world.backward(3)
-    world.backward(10)
-
-
 def stepped(world: World) -> list[Tensor]:
     world.opt.step()
     return world.rows()
@@ -361,32 +318,43 @@ def stepped(world: World) -> list[Tensor]:
 EXACT = ("exact", "coupled", "momentum", "int8", "state8", "cache", "file")
 IN_PLACE = (*EXACT, "lazy", "bag")
 PLAIN = (*IN_PLACE, "features")
+NOT_ROUNDED = tuple(name for name in PLAIN if name != "int8")
 SAVED = ("exact", "state8", "cache", "features", "vocabulary", "group")
 IN_PAIRS: dict[str, Any] = {"each": True, "tables": 2}
 ACTS: dict[str, Act] = {
-    "step": Act(lambda world: world.step(3), STEPPING, World.rows, **IN_PAIRS),
-    "another optimizer": Act(taken_over, ("exact",), World.rows, others=(World.take_over,), **IN_PAIRS),
-    "two backwards": Act(twice_backward, ("exact",), stepped, others=(lambda world: world.backward(3),), **IN_PAIRS),
-    "weight.detach": Act(lambda world: world.emb.weight.detach() + 0, (*EXACT, "vocabulary")),
-    "state_dict": Act(lambda world: (world.model.state_dict(), world.opt.state_dict()), (*PLAIN, "vocabulary")),
-    "gather": Act(lambda world: world.emb.table[torch.arange(ROWS)], EXACT),
-    "flush": Act(lambda world: world.emb.table.flush(), ("file", "cache")),
-    "prefetch": Act(ticket, ("exact", "int8", "cache", "file", "vocabulary")),
-    "save": Act(save, SAVED, World.loaded),
-    "load": Act(load, SAVED),
-    "load_state_dict": Act(
-        lambda w: w.model.load_state_dict(given(w)[0]), (*PLAIN, "vocabulary"), World.now, each=True
+    "step": Act("world.step(3)", STEPPING, World.rows, **IN_PAIRS),
+    "another optimizer": Act(
+        "world.take_over(); world.step(3)", ("exact",), World.rows, others=(World.take_over,), **IN_PAIRS
     ),
-    "opt.load_state_dict": Act(lambda world: world.opt.load_state_dict(given(world)[1]), (*PLAIN, "vocabulary")),
-    "weight[i] =": Act(set_rows, IN_PLACE),
-    "weight.copy_": Act(copy_rows, IN_PLACE),
-    "table[ids] =": Act(scatter, tuple(name for name in PLAIN if name != "int8")),
-    "reset_parameters": Act(reset, (*IN_PLACE, "vocabulary")),
-    "to": Act(lambda world: world.model.to(torch.bfloat16), ("lazy",), World.now, each=True),
-    "admit": Act(lambda world: world.emb(torch.arange(20) * 104729), ("vocabulary", "evicting"), World.admitted),
-    "forget": Act(lambda world: world.emb.vocabulary.forget(rows_of(1) * FACTOR), ("vocabulary",), World.admitted),
-    "update": Act(update, ("vocabulary",), World.admitted),
-    "grow": Act(lambda world: world.emb.table.grow(90), ("growing", "growing file", "growing cache"), World.now),
+    "two backwards": Act(
+        "world.backward(3); world.backward(10)", ("exact",), stepped, others=(lambda w: w.backward(3),), **IN_PAIRS
+    ),
+    "weight.detach": Act("emb.weight.detach() + 0", (*EXACT, "vocabulary")),
+    "state_dict": Act("model.state_dict(), opt.state_dict()", (*PLAIN, "vocabulary")),
+    "gather": Act("emb.table[torch.arange(ROWS)]", EXACT),
+    "flush": Act("emb.table.flush()", ("file", "cache")),
+    "prefetch": Act(
+        "emb(emb.prefetch(world.ids(3))).square().sum().backward()", ("exact", "int8", "cache", "file", "vocabulary")
+    ),
+    "save": Act("st.save_checkpoint(path / 'saved', model, opt, extra={'epoch': 1})", SAVED, World.loaded),
+    "load": Act("st.load_checkpoint(path / 'given', model, opt)", SAVED),
+    "load_state_dict": Act("model.load_state_dict(given[0])", (*PLAIN, "vocabulary"), World.now, each=True),
+    "opt.load_state_dict": Act("opt.load_state_dict(given[1])", (*PLAIN, "vocabulary")),
+    "weight[i] =": Act("with torch.no_grad(): emb.weight[3] = 2.0", IN_PLACE),
+    "weight.copy_": Act(
+        "with torch.no_grad(): emb.weight.copy_(torch.arange(float(ROWS * DIM)).view(ROWS, DIM))", IN_PLACE
+    ),
+    "table[ids] =": Act(
+        "emb.table[torch.tensor([1, 2, 3])] = torch.ones(3, DIM)", tuple(name for name in PLAIN if name != "int8")
+    ),
+    "reset_parameters": Act("torch.manual_seed(7); emb.reset_parameters()", (*IN_PLACE, "vocabulary")),
+    "to": Act("model.to(torch.bfloat16)", ("lazy",), World.now, each=True),
+    "admit": Act("emb(torch.arange(20) * 104729)", ("vocabulary", "evicting"), World.admitted),
+    "forget": Act("emb.vocabulary.forget(rows_of(1) * FACTOR)", ("vocabulary",), World.admitted),
+    "update": Act(
+        "emb.vocabulary.update(torch.arange(5) * FACTOR, torch.ones(5, DIM))", ("vocabulary",), World.admitted
+    ),
+    "grow": Act("emb.table.grow(90)", ("growing", "growing file", "growing cache"), World.now),
 }
 
 # --- sweeps ---------------------------------------------------------------------------------------------------------------
@@ -438,7 +406,7 @@ def sweep_of(path: Path, of: str, name: str, points: Any, *how: Any) -> Counter[
         except SpeedtransferError as error:
             if act.tables == 2:
                 return f"refused: {error}" if "load" in str(error) else f"torn: refused: {error}"
-            (act.again or act.do)(tried)
+            act.do(tried)
             return "refused" if is_one_of(act.end(tried), ends[1:2], act, kind) else f"torn: refused: {error}"
         if not tried.is_free():
             return "torn: locked"
@@ -463,14 +431,14 @@ FEW += [("opt.load_state_dict", "exact"), ("weight.copy_", "int8"), ("admit", "v
 FEW += [("update", "vocabulary"), ("forget", "vocabulary"), ("grow", "growing")]
 # Kinds whose steps have torn, functions, and how many points of these come to one that is tried.
 WITHIN = [
-    ("first", "add_together", 5),
-    ("first", "add", 3),
-    ("first", "enable_catch_up", 2),
-    ("apart", "lend", 7),
-    ("apart", "take_back", 7),
+    ("first", "add_together", 9),
+    ("first", "add", 5),
+    ("first", "enable_catch_up", 3),
+    ("apart", "lend", 11),
+    ("apart", "take_back", 11),
     ("loaded", "put_rows", 1),
-    ("loaded", "__setstate__", 5),
-    ("state8 lazy", "_leave", 4),
+    ("loaded", "__setstate__", 8),
+    ("state8 lazy", "_leave", 6),
     ("group", "exchange_gradients", 1),
     ("full", "release", 1),
     ("full", "_begin", 1),
@@ -500,7 +468,7 @@ def test_functions_that_have_torn(name: str, within: str, every: int, alone: Any
 def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone: Any, tmp_path: Path) -> None:
     # AdamW of torch 2.6 is not yet an Adam.
     within = "_single_tensor_adam" if issubclass(torch.optim.AdamW, ADAM) else "_single_tensor_adamw"
-    assert sweep_of(tmp_path, "step", "exact", lambda points: points[::9], error, within)["whole"] > 3
+    assert sweep_of(tmp_path, "step", "exact", lambda points: points[::14], error, within)["whole"] > 3
 
 
 @pytest.mark.slow
@@ -509,22 +477,3 @@ def test_a_lack_of_memory_within_the_optimizer(error: type[BaseException], alone
 @pytest.mark.parametrize(("of", "name"), CASES)
 def test_every_line(of: str, name: str, kind: type[BaseException], every: int, alone: Any, tmp_path: Path) -> None:
     sweep_of(tmp_path, of, name, lambda points: points[::every], kind)
-
-
-@pytest.mark.parametrize("memory", [None, "shared"])
-def test_a_table_that_is_collected_within_an_exchange(memory: Any, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = {} if memory is None else {"memory": memory}
-    gone, emb = (st.Embedding(10, 2, process_group=dist.group.WORLD, **kind) for _ in range(2))
-    gone(torch.tensor([1]))
-    owners = type(gone._handle.owners)
-    gone.self = gone
-    is_open = owners.is_open
-
-    def collected(self: Any, at_step: bool = False) -> bool:
-        gc.collect()
-        return is_open(self, at_step)
-
-    monkeypatch.setattr(owners, "is_open", collected)
-    del gone
-    emb(torch.tensor([3])).sum().backward()
-    assert emb.weight.grad is not None

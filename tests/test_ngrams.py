@@ -75,7 +75,7 @@ def test_rows_are_those_of_the_reference(data):
         "layer": data.draw(some.integers(0, 2)),
         "token_map": data.draw(some.none() | some.lists(some.integers(0, 9), min_size=vocab, max_size=vocab)),
     }
-    rows = data.draw(some.integers(1, 500))
+    rows = data.draw(some.integers(1, 500) | some.just(2**40))
     ngrams = st.NgramHash(rows=rows, vocab_size=vocab, seed=data.draw(some.integers(0, 99)), **options)
     tokens = data.draw(some.lists(token, min_size=1, max_size=12))
     expected = reference(ngrams, tokens)
@@ -134,16 +134,6 @@ def test_every_head_of_every_layer_has_a_prime_of_its_own():
     assert all(size % part for size in sizes for part in range(2, math.isqrt(size) + 1))
     assert min(sizes) == 97
     assert layers[0].constants.numbers != layers[1].constants.numbers
-
-
-def test_rows_beyond_2_to_the_40():
-    vocab = 1 << 17
-    for options in ({"scheme": "xor"}, {"scheme": "polynomial"}):
-        ngrams = st.NgramHash((2, 3), 2, 2**40, vocab_size=vocab, eos=3, **options)
-        tokens = [vocab - 1, vocab - 2, 3, 0, vocab - 1]
-        found = ngrams(torch.tensor(tokens))
-        assert found.tolist() == reference(ngrams, tokens)
-        assert found.max() > 2**41
 
 
 def test_shapes_dtypes_and_devices():
@@ -378,11 +368,10 @@ def test_the_lookup_finds_what_was_read_ahead():
         assert ticket.is_waiting
         assert torch.equal(module(tokens.clone(), context=before), expected)
         assert not ticket.is_waiting
-    batches = [tokens_of(2, 6, seed=seed) for seed in range(4)]
-    for batch in st.prefetch(batches, lambda batch: {module: batch}):
-        assert module.embedding._handle.reads_ahead
-        module(batch)
-    pairs, handle = [(batch, tokens_of(2, 3, seed=9)) for batch in batches], module.embedding._handle
+    pairs, handle = (
+        [(tokens_of(2, 6, seed=seed), tokens_of(2, 3, seed=9)) for seed in range(4)],
+        module.embedding._handle,
+    )
     for batch, before in st.prefetch(pairs, lambda pair: {module: pair}):
         waiting = len(open_tickets[handle])
         module(batch)

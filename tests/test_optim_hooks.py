@@ -39,7 +39,6 @@ MOMENTS: dict[str, Callable[[Any, Any, Act], list[Any]]] = {
     "accumulated": lambda module, opt, act: [module.weight.register_post_accumulate_grad_hook(lambda param: act())],
     "output": output,
 }
-IN_STEPS = ["before step", "after step", "all optimizers", "late"]
 
 
 def trained(moment: str, idle: str, optimizer: str, do: Callable[[Any, Any, list[Tensor]], object]) -> Any:
@@ -66,12 +65,6 @@ def look(module: Any, opt: Any, notes: list[Tensor]) -> None:
     notes.append(module.weight.pow(2).sum().detach())
 
 
-def write(module: Any, opt: Any, notes: list[Tensor]) -> None:
-    with torch.no_grad():
-        opt.param_groups[0]["params"][0].clamp_(-0.7, 0.7)
-        module.weight.mul_(0.99)
-
-
 @pytest.mark.sweep("moment", "idle", strength=2)
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
 @pytest.mark.parametrize("idle", ["exact", "lazy"])
@@ -86,31 +79,6 @@ def test_a_look_at_the_weight_changes_nothing(moment: str, idle: str, optimizer:
     if idle == "exact":
         pair.assert_same(1e-9)
         torch.testing.assert_close(*noted)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum", "adagrad"])
-@pytest.mark.parametrize("moment", IN_STEPS)
-def test_what_hooks_write_is_trained_on(moment: str, optimizer: str) -> None:
-    trained(moment, "exact", optimizer, write)[0].assert_same(1e-9)
-
-
-def test_a_look_within_a_closure() -> None:
-    pair, noted = exact(case_named("adamw"), torch.float64), ([], [])
-    for ids, target in pair.batches(6):
-        for module, opt, notes in zip(pair.modules, pair.optimizers, noted, strict=True):
-
-            def closure(module: Any = module, opt: Any = opt, notes: list[Tensor] = notes) -> Tensor:
-                opt.zero_grad()
-                look(module, opt, notes)
-                loss = (module(ids) - target).square().sum()  # noqa: B023 - called at once
-                loss.backward()
-                look(module, opt, notes)
-                return loss
-
-            opt.step(closure)
-    pair.assert_same(1e-9)
-    torch.testing.assert_close(*noted)
 
 
 # --- optimizers that call the step of the class they are made of ------------------------------------------------------

@@ -17,14 +17,12 @@ from torch import Tensor, nn
 
 import speedtransfer
 from speedtransfer.errors import OptimizerError
-from speedtransfer.optim import find_handle
 from speedtransfer.optim.placeholder import EncodedPlane
 
 FORMS = (
-    (torch.bfloat16, None),
     (torch.float16, torch.bfloat16),
     (torch.float32, torch.uint8),
-    (torch.bfloat16, torch.bfloat16),
+    (torch.bfloat16, None),
     (torch.int8, torch.uint8),
     (torch.float8_e4m3fn, torch.uint8),
     (torch.float8_e5m2, torch.bfloat16),
@@ -117,20 +115,6 @@ def step(emb: Any, opt: torch.optim.Optimizer, ids: Tensor) -> None:
     opt.step()
 
 
-def from_state_dicts(
-    emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any]
-) -> tuple[Any, torch.optim.Optimizer]:
-    torch.manual_seed(99)
-    other = LAZY.Embedding(40, 24, **options)
-    second = torch.optim.AdamW(other.parameters(), lr=0.01)
-    other.load_state_dict(copy.deepcopy(emb.state_dict()))
-    second.load_state_dict(copy.deepcopy(opt.state_dict()))
-    rows, rows_of_other = find_handle(emb.weight).rows, find_handle(other.weight).rows
-    assert rows.state_dict() == {"seed": 3, "writes": 12}
-    rows_of_other.load_state_dict(rows.state_dict())
-    return other, second
-
-
 def from_checkpoint(
     emb: Any, opt: torch.optim.Optimizer, options: dict[str, Any], path: Path
 ) -> tuple[Any, torch.optim.Optimizer]:
@@ -146,7 +130,7 @@ def test_a_seed_gives_a_run_which_goes_on(storage: torch.dtype, state: torch.dty
     options = {"storage_dtype": storage, "state_dtype": state}
     first, again, flipped = (trained(flipped=flipped, **options) for flipped in (False, False, True))
     other = trained(4, **options)
-    runs = [again, flipped, from_state_dicts(*first, options), from_checkpoint(*first, options, tmp_path)]
+    runs = [again, flipped, from_checkpoint(*first, options, tmp_path)]
     runs += [copy.deepcopy(first), pickle.loads(pickle.dumps(first))]
     found = []
     for emb, opt in (first, *runs, other):

@@ -116,29 +116,6 @@ def test_a_padding_row_is_in_no_sparse_gradient(make: Callable[..., Optimizer]) 
     pair.assert_same()
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("how", ["state dicts", "checkpoint"])
-@pytest.mark.parametrize("idle", IDLE)
-def test_training_goes_on(make: Callable[..., Optimizer], idle: str, how: str, tmp_path) -> None:
-    """From a checkpoint of ours; from the state dicts of torch here, and from ours there."""
-    pair, other = sparse(make, idle=idle), sparse(make, idle=idle)
-    batches = pair.batches(20)
-    pair.train(batches[:9])
-    if how == "checkpoint":
-        speedtransfer.save_checkpoint(tmp_path / "run", pair.ours, pair.opt)
-        speedtransfer.load_checkpoint(tmp_path / "run", other.ours, other.opt)
-    for to, source in ((0, 1), (1, 0)) if how == "state dicts" else ((1, 1),):
-        other.modules[to].load_state_dict(pair.modules[source].state_dict())
-        other.optimizers[to].load_state_dict(copy.deepcopy(pair.optimizers[source].state_dict()))
-    for each in (other, pair):
-        each.train(batches[9:])
-    other.assert_same()
-    torch.testing.assert_close(other.ours.table.torch(), pair.ours.table.torch())
-
-
 @pytest.mark.parametrize("is_sparse", [False, True])
 @pytest.mark.parametrize("bad", [[1, 9], [-1, 2]])
 def test_a_sparse_gradient_with_rows_that_do_not_exist(bad: list[int], is_sparse: bool) -> None:

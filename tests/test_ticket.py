@@ -16,7 +16,6 @@ from hypothesis import settings
 from in_child import forks, in_child
 from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
 from ticket_machine import MODERATE, TicketMachine, run_machine
-from torch.utils.data import DataLoader, TensorDataset
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
@@ -233,37 +232,13 @@ print('end')
 """
 
 
+# Python starts anew for it.
+@pytest.mark.slow
 @forks
 def test_python_ends_while_reads_are_under_way_also_in_a_forked_process():
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", ENDS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.stdout, done.stderr, done.returncode) == ("end\n", "", 0)
-
-
-# --- data loaders -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_that_are_forked_while_rows_are_read():
-    """Each epoch forks them anew while rows of another table are under way."""
-    ends, ids = [], torch.randint(ROWS, (60, 3), generator=torch.Generator().manual_seed(0))
-    for early in (False, True):
-        emb, other = make(), make()
-        optimizer = torch.optim.Adam(emb.parameters())
-        shuffled = torch.Generator().manual_seed(5)
-        how = {"shuffle": True, "num_workers": 2, "prefetch_factor": 1, "generator": shuffled}
-        loader = DataLoader(TensorDataset(ids), batch_size=8, **how)
-        source = st.prefetch(loader, lambda batch: {emb: batch[0]}, depth=3) if early else loader  # noqa: B023
-        for _ in range(3):
-            kept = [other.prefetch(torch.arange(ROWS)) for _ in range(10)]
-            for (batch,) in source:
-                (emb(batch) ** 2).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            del kept
-        ends.append(emb.weight.detach().clone())
-        assert not tickets._open[emb._handle] if early else True
-    assert torch.equal(*ends)
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

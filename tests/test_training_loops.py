@@ -43,20 +43,6 @@ for discarded, kept, _ in threes:
     loss(*kept).backward()
     step()
 
-# a gradient discarded and then a step
-train(batches[:4])
-zero_grad()
-loss(*batches[4]).backward()
-zero_grad()
-step()
-
-# steps without a backward
-step()
-train(batches[:3])
-zero_grad()
-step()
-train(batches[3:6])
-
 # the gradient stays until somebody clears it
 for batch in batches[:2]:
     zero_grad()
@@ -68,15 +54,6 @@ loss(*batches[0]).backward()
 seen.append(module.weight.grad.to_dense().clone())
 zero_grad()
 seen.append(module.weight.grad is None)
-
-# a closure
-for batch in batches[:8]:
-    def closure(batch=batch):
-        zero_grad()
-        value = loss(*batch)
-        value.backward()
-        return value
-    seen.append(step(lambda: opt.step(closure)).detach())
 
 # a hand on the gradient
 for number, batch in enumerate(batches[:9]):
@@ -95,14 +72,6 @@ train([empty])
 train(batches[:3])
 train([empty] * 2)
 train(batches[3:6])
-
-# rows written before backward
-for ids, target in batches[:6]:
-    zero_grad()
-    value = loss(ids, target)
-    put([int(ids[0, 0]), 40])
-    value.backward()
-    step()
 
 # rows written before the step
 for ids, target in batches[:6]:
@@ -269,13 +238,7 @@ def test_lazily(program: Case, name: str) -> None:
     compare(program, twins, 1e-5 if has(program, SUMMED) else 0.0, twins.oracle)
 
 
-# Those of `third_party` take no closure.
-SPARSE = [
-    (program, name)
-    for program in PROGRAMS
-    for name in TAKERS
-    if not has(program, DENSE) and ("closure" not in program.code or name in ("sparse-adam", "sgd", "adagrad"))
-]
+SPARSE = [(program, name) for program in PROGRAMS for name in TAKERS if not has(program, DENSE)]
 
 
 @pytest.mark.sweep("program", "name")

@@ -90,20 +90,6 @@ class Lookahead(RowOptimizer):
             p.copy_(state["slow"])
 
 
-class Decayed(RowOptimizer):
-    """An average of the weights beside decay: without a gradient it is no copy of what the weights become."""
-
-    def __init__(self, params: Any, lr: float = 0.05, pull: float = 0.3) -> None:
-        super().__init__(params, lr)
-        self.pull = pull  # a hyperparameter kept outside the groups
-
-    def update(self, p, g, state, group) -> None:
-        if not state:
-            state["slow"] = p.clone()
-        p.mul_(1 - group["lr"] * 0.1).sub_(g, alpha=group["lr"])
-        state["slow"].lerp_(p, self.pull)
-
-
 class Buffers(RowOptimizer):
     """Momenta in a list, a tuple and a dict, of which one holds something shared."""
 
@@ -217,7 +203,6 @@ STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
     "lookahead": (Lookahead, {"slow"}),
-    "decayed average": (functools.partial(Decayed, pull=0.4), {"slow"}),
     "buffers": (Buffers, {"buffers.0", "buffers.1", "pair.0", "more.sum"}),
     "history": (History, {"last.0", "last.1", "last.2"}),
     "counts": (RowCounts, {"steps", "hits", "seen", "signs", "level"}),

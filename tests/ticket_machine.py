@@ -113,58 +113,25 @@ class Side:
     saved: Any = None
 
 
-# --- writes, as (side, row) -------------------------------------------------------------------------------------------
+# --- writes -----------------------------------------------------------------------------------------------------------
 
-
-def by_scatter(side: Side, row: int) -> None:
-    side.emb.table.scatter([row], torch.full((1, DIM), -1.0).to(side.emb.table.dtype))
+# Of encoded rows `data` is a copy; a state of 8 bits is shown by a placeholder.
+WRITES = """
+emb.table.scatter([row], torch.full((1, DIM), -1.0).to(emb.table.dtype))
+emb.weight[row] *= 0.5
+emb.weight.data[row].fill_(0.25) if emb._handle.rows.plain else None
+emb.table.torch()[row].fill_(1)
+emb.table.numpy()[row] = 1
+[values[row].mul_(0.5) for values in state if type(values) is torch.Tensor and values.dim() == 2]
+emb.table.fill_(0.5)
+torch.manual_seed(row); emb.reset_parameters()
+""".strip().splitlines()
 
 
 @torch.no_grad()
-def to_the_weight(side: Side, row: int) -> None:
-    side.emb.weight[row] *= 0.5
-
-
-def to_weight_data(side: Side, row: int) -> None:
-    # Of encoded rows it is a copy.
-    if side.emb._handle.rows.plain:
-        side.emb.weight.data[row].fill_(0.25)
-
-
-def to_the_view(side: Side, row: int) -> None:
-    side.emb.table.torch()[row].fill_(1)
-
-
-def to_the_state(side: Side, row: int) -> None:
-    for values in side.optimizer.state.get(side.emb.weight, {}).values():
-        # A state of 8 bits is shown by a placeholder.
-        if type(values) is torch.Tensor and values.dim() == 2:
-            values[row].mul_(0.5)
-
-
-def to_the_array(side: Side, row: int) -> None:
-    side.emb.table.numpy()[row] = 1
-
-
-def of_the_table(side: Side, row: int) -> None:
-    side.emb.table.fill_(0.5)
-
-
-def of_all_rows(side: Side, row: int) -> None:
-    torch.manual_seed(row)
-    side.emb.reset_parameters()
-
-
-WRITES = (
-    by_scatter,
-    to_the_weight,
-    to_weight_data,
-    to_the_view,
-    to_the_array,
-    to_the_state,
-    of_the_table,
-    of_all_rows,
-)
+def written(side: Side, statement: str, row: int) -> None:
+    state = list(side.optimizer.state.get(side.emb.weight, {}).values())
+    exec(statement, {"emb": side.emb, "state": state, "row": row, "DIM": DIM, "torch": torch})
 
 
 class TicketMachine(RuleBasedStateMachine):
@@ -317,7 +284,7 @@ class TicketMachine(RuleBasedStateMachine):
 
     @rule(write=some.sampled_from([*WRITES[:2], *WRITES]), row=ROW)
     def write(self, write, row):
-        self.both(lambda side: write(side, row))
+        self.both(lambda side: written(side, write, row))
 
     @rule(lr=some.sampled_from([0.01, 0.3]))
     def change_learning_rate(self, lr):

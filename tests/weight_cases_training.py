@@ -54,6 +54,14 @@ emb.weight.grad.index_fill_(0, frozen, 0)
 # Every gradient by torch._foreach
 torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
 
+# Weights by their gradients by torch._foreach
+with torch.no_grad():
+    for weights in ([emb.weight], [emb.weight.data]):
+        torch._foreach_add_(weights, [emb.weight.grad], alpha=-0.1)
+        torch._foreach_addcmul_(weights, [emb.weight.grad], [emb.weight.grad], value=-0.1)
+        torch._foreach_lerp_(weights, [emb.weight.grad], 0.25)
+    torch._foreach_copy_([items.weight], [items.weight.grad])
+
 # Conflicting gradients of two tasks
 first = emb.weight.grad.clone()
 opt.zero_grad()
@@ -227,6 +235,27 @@ nn.utils.parametrize.register_parametrization(emb, "weight", Double())
 opt = make_opt(model.parameters())
 step()
 nn.utils.parametrize.remove_parametrizations(emb, "weight")
+opt = make_opt(model.parameters())
+emb.weight
+
+# Orthogonal
+nn.utils.parametrizations.orthogonal(emb)
+opt = make_opt(model.parameters())
+step()
+emb.weight
+
+# The old spectral_norm
+nn.utils.spectral_norm(emb)
+opt = make_opt(model.parameters())
+step()
+emb.weight.detach()
+
+# Pruned
+from torch.nn.utils import prune
+prune.l1_unstructured(emb, "weight", 0.3)
+opt = make_opt(model.parameters())
+step()
+prune.remove(emb, "weight")
 opt = make_opt(model.parameters())
 emb.weight
 
@@ -412,6 +441,19 @@ for _ in range(3):
     (emb(ids).sum() * 0.3 + emb(index).sum() * 0.4 + emb.weight.pow(2).sum()).backward()
 opt = make_opt([nn.Parameter(torch.zeros(1))])
 seen, int(own.state[emb.weight]["step"])
+
+# Hooks of the node of the parameter
+seen, graph = [], torch.autograd.graph
+graph.register_multi_grad_hook((emb.weight,), lambda grads: seen.append(grads[0].norm()))
+node = graph.get_gradient_edge(emb.weight).node
+node.register_prehook(lambda grads: seen.append(grads[0].norm()))
+for use in (lambda: emb(ids).square().sum() + emb(index).sum(), lambda: emb(ids).sum() + emb.weight.cos().sum()):
+    opt.zero_grad()
+    use().backward()
+    opt.step()
+seen
+
+torch.autograd.grad(loss() + emb.weight.cos().sum(), [torch.autograd.graph.get_gradient_edge(emb.weight)])[0]
 
 # A hook and autograd.grad
 emb.weight.register_hook(lambda grad: grad * 3)

@@ -201,6 +201,8 @@ class ProgramWorld(World):
             self.names["opt"].zero_grad()
             loss = self.loss(k)
             loss.backward()
+            # A look at the weight within a step.
+            self.names["seen"].append(self.names["emb"].weight.norm().item())
         return loss
 
     def take(self, model: Any) -> None:

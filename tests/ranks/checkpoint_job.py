@@ -1,8 +1,4 @@
-"""A training job of several processes that saves and resumes; imported by the tests of checkpoints, and a script of torchrun.
-
-`checkpoint_job.py FOLDER STEPS [KILL ...]`: resume from FOLDER and save every second step. KILL, one for each life: the rank,
-and "forward", "backward" or "step" and its number, or "save" and a number of lines.
-"""
+"""A training job of several processes that saves and resumes, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import dataclasses
 import os
 import random
 import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -152,13 +147,14 @@ class Job:
         return found
 
 
-def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[str, Tensor]:
-    """Train to the end, saving every second step; killed in life k, which torchrun counts, as ``kills[k]`` says."""
+def run(folder: Path, steps: int, *kills: str, life: int = 0) -> dict[str, Tensor]:
+    """Train to the end, saving every second step, from `folder` on; killed in life k as ``kills[k]`` says.
+
+    It is the rank, and "forward", "backward" or "step" and its number, or "save" and a number of lines.
+    """
     job = Job(EXACT.of("sharded", noise=True))
     if (folder / "manifest.json").exists():
         job.load(folder)
-        print(f"rank {job.rank} goes on at step {job.done}", flush=True)
-    life = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) if life is None else life
     rank, where, count = kills[life].split() if life < len(kills) else ("-1", "", "0")
 
     def kill(reached: str) -> None:
@@ -173,16 +169,3 @@ def run(folder: Path, steps: int, *kills: str, life: int | None = None) -> dict[
         if job.done % 2 == 0:
             job.save(folder)
     return job.planes()
-
-
-def main(folder: Path, steps: int, *kills: str) -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    planes = run(folder, steps, *kills)
-    if dist.get_rank() == 0:
-        torch.save(planes, folder.with_suffix(".pt"))
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

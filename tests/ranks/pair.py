@@ -32,7 +32,9 @@ def table(kind: str, *sizes: Any, make: Callable[..., Any] = st.Embedding, **opt
 def ids(step: int = 0, rank: int | None = None, size: int = 6) -> Tensor:
     """Return the batch of a rank, this one by default."""
     rank = dist.get_rank() if rank is None else rank
-    return torch.randint(0, ROWS, (size,), generator=torch.Generator().manual_seed(100 * step + rank))
+    return torch.randint(
+        0, ROWS, (size,), generator=torch.Generator("cpu").manual_seed(100 * step + rank), device="cpu"
+    )
 
 
 def rows_of(emb: Any) -> Tensor:

@@ -47,14 +47,16 @@ def train(steps: Any) -> list:
     return seen
 
 
-def epochs(lengths: list[int]) -> list[list[int]]:
-    steps = equal_steps(list(range(lengths[dist.get_rank()])))
-    return [train(steps) for _ in range(3)]
+LENGTHS = [[0, 3, 3], [4, 3, 5], [5, 5, 5]]
 
 
-@pytest.mark.parametrize("lengths", [[0, 3, 3], [4, 3, 5], [5, 5, 5]])
-def test_as_many_as_the_rank_with_fewest_in_every_epoch(three, lengths):
-    assert three(epochs, lengths) == [[list(range(min(lengths)))] * 3] * 3
+def epochs() -> list[list[list[int]]]:
+    loaders = [equal_steps(list(range(lengths[dist.get_rank()]))) for lengths in LENGTHS]
+    return [[train(steps) for _ in range(3)] for steps in loaders]
+
+
+def test_as_many_as_the_rank_with_fewest_in_every_epoch(three):
+    assert three(epochs) == [[[list(range(min(lengths)))] * 3 for lengths in LENGTHS]] * 3
 
 
 def catch(broken: list[int], batches: int, ranks: list[int] | None) -> list:
@@ -200,15 +202,14 @@ CASES = {
 }
 
 
-def both(options: dict, depth: int) -> tuple:
-    return trained(0, options), trained(depth, options)
+def each(case: str) -> list:
+    return [trained(depth, CASES[case]) for depth in (0, 1, 3)]
 
 
-@pytest.mark.sweep
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("depth", [1, 3])
-def test_same_bits_in_fewer_messages(two, case, depth):
-    for (wanted, most), (rows, calls) in two(both, CASES[case], depth):
-        assert all(map(torch.equal, rows, wanted))
-        # Per step: three tables, three messages each, and one more for each form; ahead two and two for all.
-        assert calls == most if case in ("shared", "max_norm", "vocabulary") else calls < 0.65 * most
+def test_same_bits_in_fewer_messages(two, case):
+    for (wanted, most), *ahead in two(each, case):
+        for rows, calls in ahead:
+            assert all(map(torch.equal, rows, wanted))
+            # Per step: three tables, three messages each, and one more for each form; ahead two and two for all.
+            assert calls == most if case in ("shared", "max_norm", "vocabulary") else calls < 0.65 * most

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hosts import end, torchrun
 
 from ranks.checkpoint_job import EXACT, Job, run
 from ranks.run import DeadRankError
 from ranks.test_checkpoint_ranks import assert_alike, save_and_go_on, save_then_draw
-from speedtransfer.checkpoint import load, together
+from speedtransfer.checkpoint import load
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.errors import ProcessGroupError, StorageError
 
@@ -146,50 +145,10 @@ def test_loaded_while_another_saves(two, tmp_path):
         assert opened == 2
 
 
-def interrupted(path: Path) -> None:
-    """Rank 1 is interrupted when it has told what is in its file."""
-    job = Job(EXACT).train(1).save(path).train(1)
-    if job.rank == 1:
-        texts = together.Processes.texts
-
-        def interrupt(self, text):
-            texts(self, text)
-            raise KeyboardInterrupt
-
-        together.Processes.texts = interrupt
-    try:
-        job.save(path)
-    finally:
-        if job.rank == 1:
-            together.Processes.texts = texts
-
-
-def test_an_interrupt_in_the_last_moment_leaves_a_whole_checkpoint(two, tmp_path):
-    first, second = two.fails(interrupted, tmp_path, timeout=3, fresh=False)
-    assert isinstance(first, RuntimeError)
-    assert isinstance(second, KeyboardInterrupt)
-    assert two(load_done, tmp_path) == [2, 2]
-
-
-def load_done(path: Path) -> int:
-    return Job(EXACT).load(path).done
-
-
 # --- killed -----------------------------------------------------------------------------------------------------------------
 
-JOB = Path(__file__).with_name("checkpoint_job.py")
-
-
-def run_job(path: Path, *kills: str) -> tuple[dict, str]:
-    tests = JOB.parent.parent
-    # By default torch 2.13 gives restarted workers the store of those before, where gloo finds addresses of dead processes.
-    env = {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)]), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    options = ["--standalone", "--max-restarts", str(len(kills)), str(JOB), str(path), "6", *kills]
-    printed = end(torchrun(*options, processes=2, folder=path.parent, **env))
-    return torch.load(path.with_suffix(".pt")), printed
-
-
 LIVES = {
+    "in a save": ["1 save 900"],
     "in backward, in a save": ["0 backward 3", "1 save 400"],
     "in forward, in a step": ["0 step 3", "1 forward 5"],
     # A save takes about 1200 lines in rank 0 and 600 in others; the first one here ends.
@@ -197,26 +156,19 @@ LIVES = {
 }
 
 
-def run_life(path: Path, life: int, *kills: str) -> dict:
+def run_life(path: Path, life: int, kills: list[str]) -> dict:
     return run(path, 6, *kills, life=life)
 
 
-def test_killed_in_a_save_and_started_anew(two, tmp_path):
-    kills = ["1 save 900"]
+@pytest.mark.parametrize("lives", ["in a save", *(pytest.param(it, marks=pytest.mark.slow) for it in [*LIVES][1:])])
+def test_killed_and_started_anew(lives, two, tmp_path):
+    kills = LIVES[lives]
     whole = two(run, tmp_path / "whole", 6)[0]
-    other, killed = two.fails(run_life, tmp_path / "point", 0, *kills, timeout=3)
-    assert isinstance(other, RuntimeError)
-    assert isinstance(killed, DeadRankError)
+    for life, kill in enumerate(kills):
+        ends = two.fails(run_life, tmp_path / "point", life, kills, timeout=3)
+        killed = int(kill[0])
+        assert isinstance(ends[killed], DeadRankError)
+        assert isinstance(ends[1 - killed], RuntimeError)
     assert (tmp_path / "point" / "manifest.json").exists()
-    assert_alike(two(run_life, tmp_path / "point", 1, *kills)[0], whole)
-    assert len(os.listdir(tmp_path / "point")) == 6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("lives", LIVES)
-def test_killed_and_restarted_by_torchrun(lives, two, tmp_path):
-    whole = two(run, tmp_path / "whole", 6)[0]
-    planes, output = run_job(tmp_path / "point", *LIVES[lives])
-    assert output.count("rank 0 goes on at step") == len(LIVES[lives])
-    assert_alike(planes, whole)
+    assert_alike(two(run_life, tmp_path / "point", len(kills), kills)[0], whole)
     assert len(os.listdir(tmp_path / "point")) == 6

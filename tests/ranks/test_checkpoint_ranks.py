@@ -22,7 +22,6 @@ import speedtransfer as st
 from ranks.checkpoint_job import EXACT, FLOAT8, ROWS, SMALL, Job, Net, Setup
 from ranks.pair import DIM, Pair, told
 from ranks.test_vocabulary_ranks import batch, compared, embedding, evaluate, loss
-from speedtransfer.nn.fused_lookup import read_ahead_of
 
 
 def with_options(**options) -> Setup:
@@ -163,35 +162,7 @@ def test_beside_a_dense_part_of_fsdp(two, three, tmp_path):
             torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
 
 
-def load_in_another_form(path: Path) -> list:
-    job = Job(Setup(dtype=torch.float32, options=(("idle", "lazy"),)), seed=8).load(path)
-    saved = Job(SMALL).load(path)
-    ids = torch.arange(saved.setup.rows)
-    return [torch.equal(job.net.emb.table.gather(ids), saved.net.emb.table.gather(ids)), job.train(2).done]
-
-
-def test_rows_stored_otherwise_are_decoded(two, three, tmp_path):
-    two(save_and_go_on, SMALL, tmp_path)
-    assert three(load_in_another_form, tmp_path) == [[True, 6]] * 3
-
-
 # --- generators, and what is saved of which process -----------------------------------------------------------------------
-
-
-def load_with_ids_ahead(path: Path) -> bool:
-    net = Job(EXACT, seed=8).net
-    ids, few = torch.arange(6).view(3, 2), torch.tensor([[0, 1], [1, 1]])
-    tickets = read_ahead_of([(net.emb, ids), (net.bag, few)])
-    # The rows of both come.
-    net.emb(ids)
-    st.load_checkpoint(path, net)
-    found = torch.equal(net.bag(few), net.bag.table.gather(few).sum(1))
-    return found and len(tickets) == 2
-
-
-def test_rows_read_ahead_are_read_again(two, tmp_path):
-    two(save_and_go_on, EXACT, tmp_path)
-    assert all(two(load_with_ids_ahead, tmp_path))
 
 
 def draws(job: Job) -> list[float]:

@@ -44,14 +44,13 @@ class Tables:
     state_dtype: torch.dtype | None = None
     scale_block: int | None = None
     comm_dtype: torch.dtype | None = None
-    shared: bool = False
 
-    def made(self, alone: bool = False) -> list[st.Embedding]:
+    def made(self, kind: str) -> list[st.Embedding]:
         names = ["idle", "dtype", "storage_dtype", "state_dtype", "scale_block"]
         options = {name: getattr(self, name) for name in names} | dict(self.module)
-        if not alone:
+        if kind != "replicas":
             options |= {"process_group": dist.group.WORLD, "comm_dtype": self.comm_dtype}
-        if self.shared:
+        if kind == "shared":
             options["memory"] = "shared"
         return [st.Embedding(ROWS, self.dim, **options) for _ in range(self.count)]
 
@@ -79,24 +78,23 @@ def ids_of(step: int, rank: int, number: int) -> torch.Tensor:
     return (torch.rand(40 + 7 * rank, generator=draw) ** 3 * ROWS).long()
 
 
-def counted(tables: Tables, world: int, rank: int, step: int) -> list[RowCounts]:
-    """The numbers of rows of each lookup, from the ids of all ranks and the partition alone."""
-    partition, found = Partition(ROWS, world), []
+def expected(kind: str, tables: Tables, world: int, rank: int, step: int, training: bool = True) -> StepCost:
+    """The cost by the numbers of rows of each lookup, from the ids of all ranks and the partition alone."""
+    partition, counts = Partition(ROWS, world), []
     for n in range(tables.count):
         asked = [ids_of(step, each, n).unique() for each in range(world)]
+        if kind == "replicas":
+            most = max(map(len, asked))
+            counts.append(ReplicaCounts(tables.form(), len(asked[rank]), most, len(torch.cat(asked).unique())))
+            continue
         owners = [partition.places(ids) // partition.per_rank for ids in asked]
         mine = [ids[owner == rank] for ids, owner in zip(asked, owners, strict=True)]
-        others = [ids for each, ids in enumerate(mine) if each != rank]
-        found.append(
-            RowCounts(
-                tables.form(),
-                len(asked[rank]),
-                int((owners[rank] != rank).sum()),
-                len(torch.cat(mine).unique()),
-                sum(map(len, others)),
-            )
-        )
-    return found
+        others = sum(len(ids) for each, ids in enumerate(mine) if each != rank)
+        away, distinct = int((owners[rank] != rank).sum()), len(torch.cat(mine).unique())
+        counts.append(RowCounts(tables.form(), len(asked[rank]), away, distinct, others))
+    if kind == "sharded":
+        return sharded_step(counts, world, training=training)
+    return (shared_step if kind == "shared" else replicas_step)(counts, world)
 
 
 def sent(traffic) -> StepCost:
@@ -125,69 +123,6 @@ def watch(embs, step_of, steps: int = 4) -> list[StepCost]:
     return found[1:]
 
 
-def run_sharded(tables: Tables) -> tuple[list[StepCost], StepCost]:
-    """What steps cost, and a step of evaluation."""
-    rank = dist.get_rank()
-    embs = tables.made()
-    opt = torch.optim.AdamW([emb.weight for emb in embs])
-
-    def lookups(step: int) -> torch.Tensor:
-        return sum(emb(ids_of(step, rank, n)).square().sum() for n, emb in enumerate(embs))
-
-    def step_of(step: int) -> None:
-        opt.zero_grad()
-        lookups(step).backward()
-        opt.step()
-
-    steps = watch(embs, step_of)
-
-    @torch.no_grad()
-    def evaluate(step: int) -> None:
-        lookups(9)
-
-    return steps, watch(embs, evaluate, 2)[0]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", CASES)
-def test_sharded(pool, world, name):
-    tables = CASES[name]
-    for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
-        for number, found in enumerate(steps, 1):
-            rows = counted(tables, world, rank, number)
-            wanted = sharded_step(rows, world)
-            if tables.module:
-                # max_norm reads and writes rows once more.
-                found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
-            assert found == wanted
-            assert wanted.sent > 0
-        wanted = sharded_step(counted(tables, world, rank, 9), world, training=False)
-        if not tables.module and tables.idle == "lazy":
-            assert evaluation == wanted
-        assert sent_of(evaluation) == sent_of(wanted)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", [name for name, tables in CASES.items() if not tables.module])
-def test_shared(pool, world, name):
-    tables = dataclasses.replace(CASES[name], shared=True)
-    for rank, (steps, evaluation) in enumerate(pool.of(world)(run_sharded, tables)):
-        for number, found in enumerate(steps, 1):
-            wanted = shared_step(counted(tables, world, rank, number), world)
-            if tables.idle == "exact":
-                # A lookup reads state too.
-                found = dataclasses.replace(found, bus_up=wanted.bus_up)
-            assert found == wanted
-            assert wanted.sent > 0
-        assert sent_of(evaluation) == StepCost()
-
-
-def sent_of(cost: StepCost) -> StepCost:
-    return dataclasses.replace(cost, bus_up=0, bus_down=0)
-
-
 class Sum(torch.nn.Module):
     def __init__(self, embs: list[st.Embedding]) -> None:
         super().__init__()
@@ -198,33 +133,53 @@ class Sum(torch.nn.Module):
         return found * self.dense(torch.ones(1, 1)).sum().to(found)
 
 
-def run_replicas(tables: Tables) -> list[StepCost]:
-    embs = tables.made(alone=True)
-    ddp = wrap(Sum(embs))
-    opt = torch.optim.AdamW(ddp.parameters())
+def run(kind: str, tables: Tables) -> tuple[list[StepCost], StepCost]:
+    """What steps cost, and a step of evaluation."""
+    embs = tables.made(kind)
+    model = wrap(Sum(embs)) if kind == "replicas" else Sum(embs)
+    opt = torch.optim.AdamW(model.parameters())
 
     def step_of(step: int) -> None:
         opt.zero_grad()
-        ddp(step).backward()
+        model(step).backward()
         opt.step()
 
-    return watch(embs, step_of)
+    return watch(embs, step_of), watch(embs, torch.no_grad()(lambda step: model(9)), 2)[0]
 
 
-@pytest.mark.parametrize("name", ["rows in int8, state in blocks", "two tables", "exact"])
-def test_replicas(three, name):
-    tables = CASES[name]
-    for rank, steps in enumerate(three(run_replicas, tables)):
-        for number, found in enumerate(steps, 1):
-            counts = []
-            for table in range(tables.count):
-                asked = [ids_of(number, each, table).unique() for each in range(3)]
-                sizes = [len(ids) for ids in asked]
-                counts.append(ReplicaCounts(tables.form(), sizes[rank], max(sizes), len(torch.cat(asked).unique())))
-            wanted = replicas_step(counts, 3)
-            if tables.idle == "exact":
-                found = dataclasses.replace(found, bus_up=wanted.bus_up, bus_down=wanted.bus_down)
-            assert found == wanted
+def run_all(kind: str, names: list[str]) -> dict[str, tuple[list[StepCost], StepCost]]:
+    return {name: run(kind, CASES[name]) for name in names}
+
+
+def sent_of(cost: StepCost) -> StepCost:
+    return dataclasses.replace(cost, bus_up=0, bus_down=0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "names"),
+    [
+        ("sharded", 2, [*CASES][::3]),
+        ("sharded", 3, [*CASES]),
+        ("shared", 3, [name for name, tables in CASES.items() if not tables.module]),
+        ("replicas", 3, ["rows in int8, state in blocks", "two tables", "exact"]),
+    ],
+)
+def test_cost_of_a_step(pool, kind, world, names):
+    for rank, cases in enumerate(pool.of(world)(run_all, kind, names)):
+        for name, (steps, evaluation) in cases.items():
+            tables = CASES[name]
+            for number, found in enumerate(steps, 1):
+                wanted = expected(kind, tables, world, rank, number)
+                assert wanted.sent > 0
+                if tables.module or (tables.idle == "exact" and kind != "sharded"):
+                    # A lookup reads or writes rows, or state, once more.
+                    found, wanted = sent_of(found), sent_of(wanted)
+                assert found == wanted, name
+            if kind == "sharded":
+                wanted = expected(kind, tables, world, rank, 9, training=False)
+                if not tables.module and tables.idle == "lazy":
+                    assert evaluation == wanted, name
+            assert sent_of(evaluation) == (sent_of(wanted) if kind == "sharded" else StepCost()), name
 
 
 def test_expected_counts_are_the_formulas_of_even_owners():
@@ -321,14 +276,9 @@ def test_frequent_rows_spread(ranks):
     ids = torch.cat([torch.from_numpy(draw(rng, MANY, 1.05, 65_536)) for _ in range(8)])
     for each in (ids, ids * 7_368_787 % MANY):
         assert load(each, ranks) <= 1.06
-
-
-@pytest.mark.parametrize("stride", [2, 10, 64, 100, 4096])
-@pytest.mark.parametrize("ranks", [8, 64])
-def test_ids_with_a_stride_spread(stride, ranks):
-    ids = torch.arange(0, 10 * MANY, stride)
-    assert load(ids, ranks, 10 * MANY) <= 1.06
-    assert load(ids[: max(len(ids) // 10, 30 * ranks)], ranks, 10 * MANY) <= 1.25
+    # And ids with a stride.
+    for stride in (2, 100, 4096):
+        assert load(torch.arange(0, 10 * MANY, stride), ranks, 10 * MANY) <= 1.06
 
 
 def draw(rng: np.random.Generator, rows: int, exponent: float, lookups: int) -> np.ndarray:

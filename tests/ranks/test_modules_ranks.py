@@ -183,30 +183,6 @@ def test_all_rows_come_to_the_first_of_the_group(two):
     assert second["weight"].shape == (ROWS, DIM)
 
 
-def trained(options: dict) -> torch.Tensor:
-    ids, more = torch.tensor([1, 2, 5 + dist.get_rank()]), torch.arange(30)
-    # What would be made on the default device has no values.
-    with torch.device("meta"):
-        emb = st.Embedding(30, 4, device="cpu", process_group=dist.group.WORLD, **options)
-        opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
-        for _ in range(3):
-            opt.zero_grad()
-            emb(ids).square().sum().backward()
-            nn.utils.clip_grad_norm_(emb.parameters(), 1.0)
-            opt.step()
-        st.full_state_dict(emb)
-        with torch.no_grad():
-            return emb(more)
-
-
-@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's own optimizers count their steps on the default device")
-@pytest.mark.parametrize("options", [{"idle": "exact"}, {"memory": "shared"}, {"comm_dtype": torch.int8}], ids=str)
-def test_the_default_device_is_of_no_account(two, options):
-    first, second = two(trained, options)
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-
-
 # --- groups whose backend is not named: gloo for the host, NCCL for devices where there are any -----------------------
 
 
