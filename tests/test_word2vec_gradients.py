@@ -213,11 +213,11 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
         lane_rows.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
         pairs.append((into[2].copy(), expected if anew else 2 * expected))
     lane_rows.set_columns(by_column, others)
-    lane_rows.set_scores(scores, rows, by_column)
+    lane_rows.set_products(scores, rows, by_column, dim)
     pairs.append((scores, rows @ others.T))
     added, products = others.copy(), np.full_like(rows, 9)
     lane_rows.add_products(added, shares, rows)
-    lane_rows.set_products(products, shares, others)
+    lane_rows.set_products(products, shares, others, WIDTH)
     pairs += [(added, others + shares.T @ rows), (products, shares @ others)]
     for found, wanted in pairs:
         np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(dtype).eps)

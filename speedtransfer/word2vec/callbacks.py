@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,28 +126,23 @@ class TensorBoard(Callback):
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102
         now = time.monotonic()
-        if now - self._last_log >= LOG_EVERY_S or trainer.step == trainer.num_steps:
-            self._last_log = now
-            self._log(trainer)
-
-    def _log(self, trainer: Trainer) -> None:
+        if now - self._last_log < LOG_EVERY_S and trainer.step < trainer.num_steps:
+            return
+        self._last_log = now
         words, seconds = trainer.words_done - self._words_before, trainer.elapsed_s - self._seconds_before
         self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
         bytes_in, bytes_out = trainer.moved_bytes
-        figures = {
-            "train/loss": trainer.loss,
-            "train/lr": trainer.lr,
-            "train/words_per_s": words / max(seconds, 1e-9),
-            "rows/bytes_in": bytes_in,
-            "rows/bytes_out": bytes_out,
-        }
-        for tag, value in figures.items():
-            self._write("add_scalar", tag, value, trainer.step)
+        figures = {"loss": trainer.loss, "lr": trainer.lr, "words_per_s": words / max(seconds, 1e-9)}
+        self._draw("train", figures, trainer.step)
+        self._draw("rows", {"bytes_in": bytes_in, "bytes_out": bytes_out}, trainer.step)
+
+    def _draw(self, group: str, figures: Mapping[str, float], step: int) -> None:
+        for name, value in figures.items():
+            self._write("add_scalar", f"{group}/{name}", value, step)
 
     def add_evaluation(self, name: str, figures: dict[str, float], step: int) -> None:
         """Draw figures of the set called `name`."""
-        for what, value in figures.items():
-            self._write("add_scalar", f"evaluation/{name}/{what}", value, step)
+        self._draw(f"evaluation/{name}", figures, step)
 
     def finish(self, trainer: Trainer) -> None:
         """Give the most frequent words to the projector."""

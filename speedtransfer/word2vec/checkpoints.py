@@ -165,9 +165,8 @@ class Checkpoints(Callback):
         self._corpus = corpus.fingerprint()
         saved = self._facts["corpus"]
         if saved != self._corpus:
-            ours, theirs = (
-                f"{of['words']:,} words, {of['vocabulary_words']:,} distinct" for of in (self._corpus, saved)
-            )
+            said = "{words:,} words, {vocabulary_words:,} distinct".format
+            ours, theirs = said(**self._corpus), said(**saved)
             raise InvalidValueError(
                 f"the corpus ({ours}) is not that of checkpoint {str(self.path)!r} ({theirs}); pass the same corpus, or "
                 "choose another checkpoint"

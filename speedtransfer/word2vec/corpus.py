@@ -61,13 +61,6 @@ class Corpus:
         one stream.
     num_raw_words : int
         Words of the text (of all walks), those that were dropped included.
-
-    Raises
-    ------
-    StorageError
-        A file is missing, unreadable or damaged, or the temporary file does not fit on its disk.
-    InvalidValueError
-        The text is empty, is no UTF-8, is no graph, or leaves fewer than two words in the vocabulary.
     """
 
     def __init__(
@@ -113,31 +106,16 @@ class Corpus:
     def from_ids(cls, ids: np.ndarray, vocabulary: Vocabulary, starts: np.ndarray | None = None) -> Corpus:
         """Make a corpus of words that are numbered already.
 
-        Parameters
-        ----------
-        ids : ndarray of int32, shape (num_words,)
-            Numbers of words of `vocabulary`; may be mapped from a file. Kept, not copied.
-        vocabulary : Vocabulary
-        starts : ndarray of int64, shape (num_sequences,), optional
-            Where each sequence begins; one stream by default.
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            `ids` or `starts` is another kind of array, a number is of no word, there is none, or `starts` does not rise from 0
-            within `ids`.
+        `ids` (num_words,) int32 are numbers of words of `vocabulary`; may be mapped from a file. Kept, not copied. `starts`
+        (num_sequences,) int64 is where each sequence begins; one stream by default.
         """
         _check_array(ids, "ids", np.int32)
         if not len(ids) or ids.min() < 0 or ids.max() >= len(vocabulary):
-            raise InvalidValueError(
-                f"ids must be numbers from 0 to {len(vocabulary) - 1}, of words, and at least one; drop what is no word"
-            )
+            raise InvalidValueError(f"ids must be numbers from 0 to {len(vocabulary) - 1}, of words, and at least one")
         if starts is not None:
             _check_array(starts, "starts", np.int64)
             if not len(starts) or starts[0] != 0 or starts[-1] >= len(ids) or (starts[1:] <= starts[:-1]).any():
-                raise InvalidValueError(
-                    f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences"
-                )
+                raise InvalidValueError(f"starts must rise from 0 to below {len(ids)}; leave out empty sequences")
         corpus = cls.__new__(cls)
         corpus.vocabulary, corpus.num_raw_words, corpus.starts = vocabulary, len(ids), starts
         corpus.ids = ids.view(np.ndarray)
@@ -172,9 +150,8 @@ def _temporary_file() -> IO[bytes]:
     try:
         return tempfile.TemporaryFile(prefix="speedtransfer-")
     except OSError as error:
-        raise StorageError(
-            f"no temporary file for the corpus ({error.strerror}); set TMPDIR to a folder with room"
-        ) from error
+        what = f"no temporary file for the corpus ({error.strerror}); set TMPDIR to a folder with room"
+        raise StorageError(what) from error
 
 
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:

@@ -51,17 +51,6 @@ def zero_rows(count: int, columns: int, dtype: Any) -> np.ndarray:
 
 
 @compile_loops
-def widen(rows: np.ndarray, copy: np.ndarray) -> None:
-    """Set `copy` to `rows`, with zeros at the end of each."""
-    dim = rows.shape[1]
-    for n in range(len(rows)):
-        for d in range(dim):
-            copy[n, d] = rows[n, d]
-        for d in range(dim, copy.shape[1]):
-            copy[n, d] = 0
-
-
-@compile_loops
 def set_way(starts: np.ndarray, ends: np.ndarray, rate: Any, way: np.ndarray) -> None:
     """Set `way` (n, dim) to the way from `ends` back to `starts`, divided by `rate`."""
     for n in range(len(way)):
@@ -105,15 +94,8 @@ def score(rows: np.ndarray, n: int, others: np.ndarray, m: int) -> Any:
 
 @compile_inlined
 def weighted_sum(
-    into: np.ndarray,
-    n: int,
-    anew: bool,
-    weights: np.ndarray,
-    rows: np.ndarray,
-    chosen: np.ndarray,
-    first: int,
-    last: int,
-) -> None:
+    into: np.ndarray, n: int, anew: bool, weights: np.ndarray, rows: np.ndarray, chosen: np.ndarray, first: int, last: int
+) -> None:  # fmt: skip
     """Add to row `n` of `into`, or where `anew` set it to, ``weights[0, j] * rows[chosen[j]]`` of j from `first` to `last`."""
     zero, width = fill(into.dtype.type(0)), into.shape[1]
     by_fours = width // _FOUR * _FOUR  # what an element of `chosen` costs beside its row is then shared by four vectors
@@ -149,24 +131,6 @@ def set_columns(by_column: np.ndarray, rows: np.ndarray) -> None:
 
 
 @compile_inlined
-def set_scores(scores: np.ndarray, rows: np.ndarray, by_column: np.ndarray) -> None:
-    """Set `scores` (k, WIDTH), k a multiple of 4, to the dot products of `rows` (k, dim) and the columns of `by_column`."""
-    zero = fill(rows.dtype.type(0))
-    for k in range(0, len(rows), 4):
-        s0 = s1 = s2 = s3 = zero
-        for d in range(len(by_column)):
-            numbers = load(by_column, d, 0)
-            s0 = mul_add(fill(rows[k, d]), numbers, s0)
-            s1 = mul_add(fill(rows[k + 1, d]), numbers, s1)
-            s2 = mul_add(fill(rows[k + 2, d]), numbers, s2)
-            s3 = mul_add(fill(rows[k + 3, d]), numbers, s3)
-        store(scores, k, 0, s0)
-        store(scores, k + 1, 0, s1)
-        store(scores, k + 2, 0, s2)
-        store(scores, k + 3, 0, s3)
-
-
-@compile_inlined
 def add_products(into: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> None:
     """Add to `into` (WIDTH, dim) the product of `weights` (k, WIDTH), transposed, and `rows` (k, dim)."""
     for d in range(0, into.shape[1], WIDTH):
@@ -185,13 +149,13 @@ def add_products(into: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> Non
 
 
 @compile_inlined
-def set_products(into: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> None:
-    """Set `into` (k, dim), k a multiple of 4, to the product of `weights` (k, WIDTH) and `rows` (WIDTH, dim)."""
+def set_products(into: np.ndarray, weights: np.ndarray, rows: np.ndarray, count: int) -> None:
+    """Set `into` (k, dim), k a multiple of 4, to the product of `weights` (k, `count` or more) and `rows` (`count`, dim)."""
     zero = fill(rows.dtype.type(0))
     for d in range(0, into.shape[1], WIDTH):
         for k in range(0, len(into), 4):
             s0 = s1 = s2 = s3 = zero
-            for n in range(WIDTH):
+            for n in range(count):
                 numbers = load(rows, n, d)
                 s0 = mul_add(fill(weights[k, n]), numbers, s0)
                 s1 = mul_add(fill(weights[k + 1, n]), numbers, s1)

@@ -35,7 +35,6 @@ class Word2Vec(nn.Module):
     vocabulary : Vocabulary, sequence of str, or int
         The words, or only how many there are: enough for training where `buckets` is 0.
     settings : Settings
-        Of which `dim`, `model`, `negative`, `clip`, `buckets`, `min_n`, `max_n`, `memory`, `path`, `device` and `seed` count.
         The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; the others as zeros.
     process_group : ProcessGroup, optional
         Of processes that share the rows out; as for :class:`~speedtransfer.Embedding`.
@@ -46,14 +45,8 @@ class Word2Vec(nn.Module):
         A row for each word, then the buckets.
     output : Embedding
         A row for each word: as the context of skip-gram, as what CBOW predicts, and as a negative.
-    num_words : int
     subwords : Subwords or None
         Which rows of `input` each word is made of.
-
-    Raises
-    ------
-    StorageError, HostMemoryError, DeviceError
-        There is no room for the tables, or their files exist. No file is left behind.
     """
 
     def __init__(
@@ -102,24 +95,15 @@ class Word2Vec(nn.Module):
     ) -> BlockGradients:
         """Train copies of the rows of `block`, and deposit how far they moved as gradients for ``optimizer.step()``.
 
-        The host does not wait for a CUDA device, unless tensors of `block` are there.
-
-        `block` is better prepared by `prepare` of this model, in a thread. Without `with_loss` the loss is left out, which is
-        faster. `rate` is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is
-        the optimizer. `processes` is how many train on blocks of their own: their movements are added, where gradients would
-        be averaged.
-
-        Returns
-        -------
-        BlockGradients
-            Of rows of `input` (`center`) and of `output`. Their memory belongs to the optimizer from now on.
+        The host does not wait for a CUDA device, unless tensors of `block`, better prepared by `prepare`, are there. `rate` is
+        the learning rate of that training: that of SGD where this is the optimizer. `processes` is how many train on blocks of
+        their own: their movements are added, where gradients would be averaged. The memory of the gradients returned, of rows
+        of `input` (`center`) and of `output`, belongs to the optimizer from now on.
         """
         places = self._places_of(block).to(self.input.table.device)
         output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
-        rows = active.rows, output.rows
-        result = block_gradients(
-            *rows, places, model=self.model, negative=self.negative, rate=rate, with_loss=with_loss
-        )
+        options: dict[str, Any] = {"model": self.model, "negative": self.negative, "rate": rate, "with_loss": with_loss}
+        result = block_gradients(active.rows, output.rows, places, **options)
         if self.clip is not None:
             for grad in (result.center, result.context):
                 grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))
@@ -208,9 +192,8 @@ class TableFiles:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(
-                f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
-            ) from error
+            why = f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
+            raise StorageError(why) from error
 
     def remove(self) -> None:
         """Remove the files, and their folder where nothing else is in it."""

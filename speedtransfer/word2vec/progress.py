@@ -48,15 +48,9 @@ class TrainingProgress:
 
     def __enter__(self) -> TrainingProgress:
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[facts]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
+            facts = TextColumn("{task.fields[facts]}")
+            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), facts, TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("reading", total=None, facts="")
             self._bar.start()
         return self

@@ -12,7 +12,7 @@ import sys
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 
@@ -27,15 +27,7 @@ _TO_LAST_SPACE = re.compile(
 )
 
 
-class Readable(Protocol):
-    """An open binary file, as far as it is needed here."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return the next `size` bytes at most, none at the end."""
-        ...
-
-
-Source: TypeAlias = str | os.PathLike[str] | Readable
+Source: TypeAlias = str | os.PathLike[str] | BinaryIO
 
 
 class Piece(NamedTuple):
@@ -160,7 +152,7 @@ def check(piece: Piece) -> None:
         decode(piece)
 
 
-def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
+def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
     data, position = b"", 0
     while True:
         block = file.read(chunk_bytes)
