@@ -39,15 +39,9 @@ class Checkpoints(Callback):
     """
 
     def __init__(
-        self,
-        path: Path,
-        settings: Settings,
-        every: int | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        when_stopped: bool = False,
-        own_tables: bool = False,
-    ) -> None:
+        self, path: Path, settings: Settings, every: int | None = None, resume: bool = False, overwrite: bool = False,
+        when_stopped: bool = False, own_tables: bool = False,
+    ) -> None:  # fmt: skip
         self.path, self.own_tables = path, own_tables
         self._settings, self._when_stopped = settings, when_stopped
         exists = os.path.lexists(path / manifest.NAME)

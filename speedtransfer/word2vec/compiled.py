@@ -19,22 +19,27 @@ import numpy as np
 from torch import Tensor
 
 from speedtransfer.buffers import empty
-from speedtransfer.word2vec.lane_rows import (
+from speedtransfer.word2vec.lanes import (
+    WIDTH,
     add_products,
     add_row,
     compile_inlined,
     compile_loops,
     copy_row,
+    fill,
+    load,
     mean_row,
+    mul_add,
+    negative,
     score,
     set_columns,
     set_products,
     set_way,
     sigmoid,
+    store,
     weighted_sum,
     zero_rows,
 )
-from speedtransfer.word2vec.lanes import WIDTH, fill, load, mul_add, negative, store
 from speedtransfer.word2vec.places import Places
 
 

@@ -64,15 +64,9 @@ class Corpus:
     """
 
     def __init__(
-        self,
-        source: Source,
-        min_count: int = Settings.min_count,
-        max_words: int | None = Settings.max_words,
-        report: Callable[[int], None] | None = None,
-        *,
-        settings: Settings | None = None,
-        **given: Unpack[CorpusSettings],
-    ) -> None:
+        self, source: Source, min_count: int = Settings.min_count, max_words: int | None = Settings.max_words,
+        report: Callable[[int], None] | None = None, *, settings: Settings | None = None, **given: Unpack[CorpusSettings],
+    ) -> None:  # fmt: skip
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
         kind, min_count = settings.kind, settings.min_count

@@ -10,7 +10,8 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -70,7 +71,7 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
     """
     for name, opened in _opened(source):
         try:
-            with opened as file:
+            with opened() as file:
                 yield from _cut(file, name, chunk_bytes)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise StorageError(
@@ -82,28 +83,22 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
             raise StorageError(f"cannot read {name} ({error.strerror or error}); check its permissions") from error
 
 
-def _opened(source: Source) -> Iterator[tuple[str, Any]]:
+def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the name of each file of `source` and what opens it."""
     if hasattr(source, "read"):
-        yield name_of(source), contextlib.nullcontext(source)
+        yield name_of(source), partial(contextlib.nullcontext, source)
     elif not isinstance(source, str | os.PathLike):
         raise InvalidTypeError(
             f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass a path"
         )
     elif os.fspath(source) != "-":
         for path in find_files(source):
-            yield repr(str(path)), _opening(path)
+            opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+            yield repr(str(path)), partial(opener, path, "rb")
     elif sys.stdin is None:
         raise StorageError("the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path")
     else:
-        yield name_of(source), contextlib.nullcontext(sys.stdin.buffer)
-
-
-@contextlib.contextmanager
-def _opening(path: Path) -> Iterator[Any]:
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "rb") as file:
-        yield file
+        yield name_of(source), partial(contextlib.nullcontext, sys.stdin.buffer)
 
 
 def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
