@@ -42,9 +42,7 @@ _ALLOCATORS = ("PMemory", "PMemoryMM", "my_pinned_allocator", "my_pinned_allocat
 
 def __getattr__(name: str) -> NoReturn:
     if name in _ALLOCATORS:
-        raise AttributeError(
-            f"{name} changed how all of CuPy allocates and is gone; pass CPUPinn=True to a class instead"
-        )
+        raise AttributeError(f"{name} changed how all of CuPy allocates and is gone; pass CPUPinn=True to a class")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

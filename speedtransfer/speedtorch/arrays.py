@@ -151,9 +151,7 @@ def unfit(shape: tuple[int, ...], error: IndexError) -> RowIndexError:
 def unreadable(error: TypeError) -> InvalidTypeError:
     """Return the error for a sequence that NumPy refuses, such as one of tensors on CUDA."""
     reason = str(error).partition("\n")[0]
-    return InvalidTypeError(
-        f"indexes are not integers that NumPy can read ({reason}); pass one tensor, as of torch.stack"
-    )
+    return InvalidTypeError(f"indexes are not integers that NumPy can read ({reason}); pass one tensor (torch.stack)")
 
 
 def is_basic(index: Any) -> bool:

@@ -30,9 +30,7 @@ def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
     """
     kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(kinds) != 1:
-        raise InvalidTypeError(
-            f"one .npy file holds arrays of one shape and dtype but there are {len(kinds)} kinds; use saveTorch"
-        )
+        raise InvalidTypeError(f"a .npy file has one shape and dtype but there are {len(kinds)} kinds; use saveTorch")
     (shape, dtype) = kinds.pop()
     name = str(dtype).removeprefix("torch.")
     if dtype in NO_NUMPY_DTYPES:

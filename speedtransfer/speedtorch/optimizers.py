@@ -229,6 +229,4 @@ def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int
     for number, (group, other) in enumerate(trained):
         if other is param:
             return number, group
-    raise InvalidValueError(
-        f"variable_name is {name!r}, whose parameter given_optimizer does not train; make the optimizer with it"
-    )
+    raise InvalidValueError(f"given_optimizer does not train {name!r}, the variable_name; make the optimizer with it")

@@ -58,9 +58,7 @@ class Checkpoints(Callback):
         Folder(path).check_target()
         check_writable(path, "checkpoints")
         if exists and not overwrite:
-            raise InvalidValueError(
-                f"{str(path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
-            )
+            raise InvalidValueError(f"{str(path)!r} holds the checkpoint of a run; resume it, or choose another folder")
         if exists:
             _facts_of_run(path)
 

@@ -67,9 +67,7 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
 
 def _malformed(path: Path, number: int, line: str, expected: str) -> StorageError:
     shown = line if len(line) <= 60 else line[:57] + "..."
-    return StorageError(
-        f"line {number} of {str(path)!r} is {shown!r} but must be {expected}; fix it, or put # before it"
-    )
+    return StorageError(f"line {number} of {str(path)!r} is {shown!r} but must be {expected}; fix it, or drop it")
 
 
 def _parse_pairs(path: Path, lines: list[tuple[int, str]]) -> SimilaritySet:

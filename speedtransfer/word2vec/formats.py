@@ -75,9 +75,7 @@ def from_keyed_vectors(keyed: Any) -> Stored:
     """
     keyed = getattr(keyed, "wv", keyed)
     if not isinstance(keyed, import_gensim().KeyedVectors):
-        raise InvalidTypeError(
-            f"{type(keyed).__name__} is no gensim KeyedVectors and has none as `wv`; pass gensim's model.wv"
-        )
+        raise InvalidTypeError(f"{type(keyed).__name__} is no gensim KeyedVectors and has none; pass gensim's model.wv")
     words = list(keyed.index_to_key)
     odd = next((word for word in words if not isinstance(word, str)), None)
     if odd is not None:
@@ -156,15 +154,11 @@ def find_format(path: Path, reading: bool = False) -> Format:
     packed = path.suffix == ".gz"
     suffix = Path(path.stem).suffix if packed else path.suffix
     if suffix not in FORMATS:
-        raise InvalidValueError(
-            f"{str(path)!r} {describe_ending(path)} but vectors are {', '.join(FORMATS)}; use one of these endings"
-        )
+        raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but vectors are {', '.join(FORMATS)}; use one")
     found = FORMATS[suffix]
     if packed and not (reading and found.packed):
         packable = ", ".join(name for name, format in FORMATS.items() if format.packed)
-        raise InvalidValueError(
-            f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; use a path without .gz"
-        )
+        raise InvalidValueError(f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; drop .gz")
     found.check()
     return found
 

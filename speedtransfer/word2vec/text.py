@@ -54,9 +54,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     path = Path(source)
     if not path.is_dir():
         if not path.exists():
-            raise StorageError(
-                f"{str(path)!r} does not exist; pass a text file, a folder of them, or - for standard input"
-            )
+            raise StorageError(f"{str(path)!r} does not exist; pass a text file, a folder of them, or -")
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
@@ -74,9 +72,7 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
             with opened() as file:
                 yield from _cut(file, name, chunk_bytes)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise StorageError(
-                f"{name} is damaged, or not packed as its name says ({error}); fetch it again"
-            ) from error
+            raise StorageError(f"{name} is damaged, or not packed as its name says ({error}); get it again") from error
         except StorageError:
             raise
         except OSError as error:
@@ -89,7 +85,7 @@ def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name_of(source), partial(contextlib.nullcontext, source)
     elif not isinstance(source, str | os.PathLike):
         raise InvalidTypeError(
-            f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass a path"
+            f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass one"
         )
     elif os.fspath(source) != "-":
         for path in find_files(source):
@@ -130,9 +126,7 @@ def decode(piece: Piece, whole: bool = True) -> str:
     """
     if b"\0" in piece.data:
         at = piece.position + piece.data.index(b"\0")
-        raise InvalidValueError(
-            f"{piece.name} is no text: byte {at} is NUL; pass UTF-8 text (decompress it, or use iconv)"
-        )
+        raise InvalidValueError(f"{piece.name} is no text: byte {at} is NUL; pass UTF-8 text (unpack it, or use iconv)")
     try:
         return codecs.utf_8_decode(piece.data, "strict", whole)[0]
     except UnicodeDecodeError as error:
@@ -158,9 +152,7 @@ def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
         if block and match is None:  # the word may continue in the next block
             if len(data) > chunk_bytes:
                 decode(Piece(data, name, position, False), whole=False)
-                raise InvalidValueError(
-                    f"{name} holds a word of over {chunk_bytes} bytes; put white space between the words"
-                )
+                raise InvalidValueError(f"{name} holds a word of over {chunk_bytes} bytes; put spaces between words")
             continue
         end = len(data) if match is None else match.end()
         # A byte order mark is no part of the first word.

@@ -59,9 +59,7 @@ class Vectors:
             matrix = (matrix.float() if matrix.is_floating_point() else matrix).numpy()
         matrix = np.asarray(matrix)
         if not np.issubdtype(matrix.dtype, np.floating):
-            raise InvalidTypeError(
-                f"matrix holds {matrix.dtype} but vectors are floating-point; pass matrix.astype('f4')"
-            )
+            raise InvalidTypeError(f"matrix holds {matrix.dtype} but vectors are floating-point; pass astype('f4')")
         self.words = check_words(words)
         if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise InvalidValueError(

@@ -106,7 +106,7 @@ def _weight(text: str, place: str) -> float:
         weight = math.nan
     if not 0 < weight < math.inf:
         raise InvalidValueError(
-            f"{place} has the weight {text[:40]!r} but a weight is a finite number above 0; leave it out"
+            f"{place} has the weight {text[:40]!r} but a weight is a finite number above 0; drop it"
         )
     return weight
 
