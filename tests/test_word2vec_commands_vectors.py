@@ -151,6 +151,8 @@ def test_labels_do_not_cover_one_another():
     np.fill_diagonal(covered, False)
     assert not covered.any()
     assert np.median(np.linalg.norm(place - centers, axis=1)) < 40
+    place = spread_labels(rng.uniform(-20, 40, (12, 2)), np.full((12, 2), 20.0), frame=(200, 150))  # all in one corner
+    assert place.min() >= 10
     assert spread_labels(np.zeros((1, 2)), np.array([[50.0, 9.0]]), frame=(20, 20)).tolist() == [[25.0, 4.5]]
 
 

@@ -62,7 +62,7 @@ class Evaluations(Callback):
             figures = figures_of(result)
             line.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
             if self._board is not None:
-                self._board.add_evaluation(result.name, figures, trainer.step)
+                self._board.draw(f"evaluation/{result.name}", figures, trainer.step)
             used = result.num_pairs if isinstance(result, Similarity) else result.total.num_questions
             counts = {"used": used, "unknown": result.num_unknown}
             found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **counts})
@@ -133,16 +133,13 @@ class TensorBoard(Callback):
         self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
         bytes_in, bytes_out = trainer.moved_bytes
         figures = {"loss": trainer.loss, "lr": trainer.lr, "words_per_s": words / max(seconds, 1e-9)}
-        self._draw("train", figures, trainer.step)
-        self._draw("rows", {"bytes_in": bytes_in, "bytes_out": bytes_out}, trainer.step)
+        self.draw("train", figures, trainer.step)
+        self.draw("rows", {"bytes_in": bytes_in, "bytes_out": bytes_out}, trainer.step)
 
-    def _draw(self, group: str, figures: Mapping[str, float], step: int) -> None:
+    def draw(self, group: str, figures: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each figure."""
         for name, value in figures.items():
             self._write("add_scalar", f"{group}/{name}", value, step)
-
-    def add_evaluation(self, name: str, figures: dict[str, float], step: int) -> None:
-        """Draw figures of the set called `name`."""
-        self._draw(f"evaluation/{name}", figures, step)
 
     def finish(self, trainer: Trainer) -> None:
         """Give the most frequent words to the projector."""

@@ -56,14 +56,19 @@ class Word2Vec(nn.Module):
         settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
         buckets = settings.buckets
-        known, self.num_words = _as_vocabulary(vocabulary)
+        if isinstance(vocabulary, Sequence) and not isinstance(vocabulary, str):
+            vocabulary = Vocabulary(vocabulary, [0] * len(vocabulary))
         self.subwords: Subwords | None = None
-        if buckets:
-            if known is None:
+        if isinstance(vocabulary, Vocabulary):
+            self.num_words = len(vocabulary)
+            if buckets:
+                self.subwords = Subwords(vocabulary.words, buckets, settings.min_n, settings.max_n)
+        else:
+            self.num_words = check_size(vocabulary, "vocabulary", 1)
+            if buckets:
                 raise InvalidTypeError(
                     f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
                 )
-            self.subwords = Subwords(known.words, buckets, settings.min_n, settings.max_n)
         generator = torch.Generator().manual_seed(settings.seed)
         self._files = TableFiles(settings.path)
         self._group = process_group
@@ -214,12 +219,3 @@ class _ZeroEmbedding(Embedding):
 
     def reset_parameters(self) -> None:
         pass
-
-
-def _as_vocabulary(vocabulary: Vocabulary | Sequence[str] | int) -> tuple[Vocabulary | None, int]:
-    """Return the words, if they are known, and how many they are."""
-    if isinstance(vocabulary, Sequence) and not isinstance(vocabulary, str):
-        vocabulary = Vocabulary(vocabulary, [0] * len(vocabulary))
-    if isinstance(vocabulary, Vocabulary):
-        return vocabulary, len(vocabulary)
-    return None, check_size(vocabulary, "vocabulary", 1)
