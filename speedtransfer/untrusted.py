@@ -36,6 +36,15 @@ def open_file(path: PathLike, mode: Literal["rb", "r+b"] = "rb") -> BinaryIO:
 
 
 @contextlib.contextmanager
+def storage_error(what: str, remedy: str) -> Iterator[None]:
+    """Raise `StorageError` for an OSError: what cannot be done, why, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} ({error.strerror or error}); {remedy}") from error
+
+
+@contextlib.contextmanager
 def only_storage_errors(path: PathLike, what: str) -> Iterator[None]:
     """Raise `StorageError` for any error but those of memory: pickles and headers that are no `what` fail in many ways."""
     try:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.lazy import import_extra
+from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import check_number, check_writable
@@ -99,12 +100,8 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         self._progress = progress
-        try:
+        with storage_error(f"cannot write TensorBoard's files to {str(self.path)!r}", "choose another folder"):
             self._writer = SummaryWriter(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write TensorBoard's files to {str(self.path)!r} ({error.strerror}); choose another folder"
-            ) from error
         self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
 
     def close(self) -> None:

@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.config import CorpusSettings, settings_of
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
@@ -141,22 +142,15 @@ def _check_array(array: Any, name: str, dtype: Any) -> None:
 
 
 def _temporary_file() -> IO[bytes]:
-    try:
+    with storage_error("no temporary file for the corpus", "set TMPDIR to a folder with room"):
         return tempfile.TemporaryFile(prefix="speedtransfer-")
-    except OSError as error:
-        what = f"no temporary file for the corpus ({error.strerror}); set TMPDIR to a folder with room"
-        raise StorageError(what) from error
 
 
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:
-    try:
+    what = f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r}"
+    with storage_error(what, "set TMPDIR to a folder with more room"):
         file.write(numbers.tobytes())
         file.flush()
-    except OSError as error:
-        raise StorageError(
-            f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r} ({error.strerror}); "
-            "set TMPDIR to a folder with more room"
-        ) from error
 
 
 def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

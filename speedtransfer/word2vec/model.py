@@ -17,6 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks
+from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.places import Block, Places
 from speedtransfer.word2vec.settings import Settings
@@ -192,23 +193,15 @@ class TableFiles:
 
     def make_folder(self) -> None:
         """Make the folder where it is missing."""
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            why = f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
-            raise StorageError(why) from error
+        if self._folder is not None:
+            with storage_error(f"cannot make folder {str(self._folder)!r}", "choose another path"):
+                self._folder.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
         """Remove the files, and their folder where nothing else is in it."""
         for file in filter(Path.exists, self.paths.values()):
-            try:
+            with storage_error(f"cannot replace table {str(file)!r}", "check the permissions of its folder"):
                 file.unlink()
-            except OSError as error:
-                raise StorageError(
-                    f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
-                ) from error
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
