@@ -28,14 +28,8 @@ _TABLE_KEY = "_speedtransfer_handle"
 class OneBitState:
     """State of :func:`one_bit_hook`: the errors of the signs that this rank has sent, to be sent with the next ones.
 
-    It can be pickled, on each rank its own; the process group is left out and becomes the default one.
-
-    Parameters
-    ----------
-    process_group : ProcessGroup, optional
-        Of the model; default: all ranks.
-    start_step : int
-        Steps that send whole gradients before. The first gradients are large and change fast, which signs follow badly.
+    It can be pickled, on each rank its own, without its process group. The first `start_step` steps send whole gradients:
+    these are large and change fast, which signs follow badly.
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, start_step: int = 1000) -> None:
@@ -76,19 +70,7 @@ def one_bit_hook(
     What the signs miss is added to the gradients of the next step (Seide et al., "1-bit stochastic gradient descent", 2014).
     A rank gets a 32nd of a float32 gradient, and the scales, from each other: W / 64 of the bytes of an all-reduce by W ranks.
 
-    Where a gradient is inf or NaN, all ranks get inf or NaN for the parameter, which ``GradScaler`` sees.
-
-    Examples
-    --------
-    >>> model = DistributedDataParallel(model)  # doctest: +SKIP
-    >>> model.register_comm_hook(OneBitState(start_step=1000), one_bit_hook)  # doctest: +SKIP
-
-    Raises
-    ------
-    InvalidTypeError
-        A gradient is sparse.
-    InvalidValueError
-        `state` was saved with another model.
+    Where a gradient is inf or NaN, all ranks get inf or NaN for the parameter, which ``GradScaler`` sees. Gradients are dense.
     """
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout != torch.strided:
@@ -161,30 +143,14 @@ class BlockMomentumAverager(PeriodicModelAverager):
     torch's ``PostLocalSGDOptimizer``. The mean of W models moves less than each of them; the momentum makes up for it.
     Tables are left out, as every row has one owner, and so are frozen parameters; all others must be the same on all ranks.
 
-    Parameters
-    ----------
-    period : int
-        Steps between averages. With an optimizer that has a momentum itself, such as Adam, rather 8 than 4.
-    warmup_steps : int
-        Steps before the first average, in which a hook of DDP averages the gradients.
-    momentum : float
-        In [0, 1). A move goes 1 / (1 - momentum) times as far in the end. Chen and Huo use 1 - 1 / W, for which it goes as far
-        as the moves of all ranks together; the default is that of two ranks. 0: the mean alone.
-    process_group : ProcessGroup, optional
-        Default: all ranks.
-
-    Raises
-    ------
-    InvalidValueError
-        `momentum` is out of its range.
+    `period` steps lie between averages: with an optimizer that has a momentum itself, such as Adam, rather 8 than 4. In the
+    `warmup_steps` before the first a hook of DDP averages the gradients. With `momentum`, in [0, 1), a move goes
+    1 / (1 - momentum) times as far in the end. Chen and Huo use 1 - 1 / W, for which it goes as far as the moves of all ranks
+    together; the default is that of two ranks. 0: the mean alone.
     """
 
     def __init__(
-        self,
-        period: int,
-        warmup_steps: int = 0,
-        momentum: float = 0.5,
-        process_group: dist.ProcessGroup | None = None,
+        self, period: int, warmup_steps: int = 0, momentum: float = 0.5, process_group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(period, warmup_steps, process_group)
         if not 0 <= momentum < 1:

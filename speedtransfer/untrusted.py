@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
+from collections.abc import Iterator
 from typing import Any, BinaryIO, Literal, NoReturn
 
 from speedtransfer.errors import StorageError
@@ -31,6 +33,29 @@ def open_file(path: PathLike, mode: Literal["rb", "r+b"] = "rb") -> BinaryIO:
     """Open a file that exists; raise `StorageError` where it is a pipe, a device or a socket, and OSError as `open` does."""
     check_file(path)
     return open(path, mode)
+
+
+@contextlib.contextmanager
+def storage_error(what: str, remedy: str) -> Iterator[None]:
+    """Raise `StorageError` for an OSError: what cannot be done, why, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(f"{what} ({error.strerror or error}); {remedy}") from error
+
+
+@contextlib.contextmanager
+def only_storage_errors(path: PathLike, what: str) -> Iterator[None]:
+    """Raise `StorageError` for any error but those of memory: pickles and headers that are no `what` fail in many ways."""
+    try:
+        yield
+    except (StorageError, MemoryError):
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
+    except Exception as error:
+        reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
+        raise StorageError(f"{os.fspath(path)!r} is not {what} ({reason}); get the file again") from error
 
 
 def parse_json(text: bytes, finite: bool = False) -> Any:

@@ -254,52 +254,28 @@ def test_first_values_and_names_of_the_rows(kind):
 
 # --- indexes ----------------------------------------------------------------------------------------------------------
 
-INDEXES = {
-    "list": [4, 1, 7],
-    "array": np.array([[4, 1], [7, 7]], dtype=np.int32),
-    "tensor": torch.tensor([[5], [0]], dtype=torch.int16),
-    "slice": slice(2, 9, 3),
-    "from the end": [-1, -10, 3],
-    "none": [],
-    "mask": np.arange(10) % 3 == 0,
-    "mask list": [True] + [False] * 8 + [True],
-}
+MASK_LIST = [True] + [False] * 8 + [True]
 
 
-def listed(index):
-    """An index as NumPy takes it: it makes floats of an empty list."""
-    return np.array(index, dtype=None if index else np.int64) if isinstance(index, list) else index
-
-
-def test_indexes():
+# Those of a data gadget are more.
+@pytest.mark.parametrize("index", [np.array([[4, 1], [7, 7]], "i4"), [-1, -10, 3], slice(2, 9, 3), MASK_LIST], ids=str)
+def test_indexes(index):
     weights, variable = made()
     weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
     whole = weights.getNumpyVersion()
-    for name, index in INDEXES.items():
-        weights.beforeForwardPass(index)
-        expected = whole[listed(index)]
-        assert np.array_equal(variable.weight.detach().numpy(), expected.reshape(-1, 4)), name
-        variable.weight.data = variable.weight.data + 100
-        weights.afterOptimizerStep(index)
-        want = whole.copy()
-        want[listed(index)] += 100
-        assert np.array_equal(weights.getNumpyVersion(), want), name
-        weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
+    weights.beforeForwardPass(index)
+    assert np.array_equal(variable.weight.detach().numpy(), whole[index].reshape(-1, 4))
+    variable.weight.data = variable.weight.data + 100
+    weights.afterOptimizerStep(index)
+    whole[index] += 100
+    assert np.array_equal(weights.getNumpyVersion(), whole)
+
+
+def test_indexes_of_negative_samples_come_behind():
+    weights, variable = made()
+    weights.customInit(lambda rows: torch.arange(40.0).view(10, 4))
     weights.beforeForwardPass([1, 2], torch.tensor([[3], [1]], dtype=torch.uint8))
     assert variable.weight[:, 0].tolist() == [4, 8, 12, 4]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_of_a_repeated_row_the_last_stays(kind):
-    weights, variable = made(kind)
-    ids = np.array([3, 5, 3, 3, 5, 1])
-    weights.beforeForwardPass(ids)
-    values = torch.arange(24.0).view(6, 4)
-    variable.weight.data = values.to(variable.weight.device)
-    weights.afterOptimizerStep(ids)
-    expected = np.zeros((10, 4), dtype=np.float32)
-    expected[ids] = values.numpy()
-    assert np.array_equal(weights.getNumpyVersion(), expected)
 
 
 # --- what is wrong ----------------------------------------------------------------------------------------------------

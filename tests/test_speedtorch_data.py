@@ -42,37 +42,15 @@ class Foreign:
 
 
 ROWS = [
-    3,
-    -1,
-    np.int64(2),
-    [0, 5, 5],
-    [[1, 2], [3, 4]],
-    np.array([[5], [-6]]),
-    torch.tensor([1, 0], dtype=torch.int32),
-    slice(1, 5),
-    slice(None, None, -2),
-    [],
-    Foreign(np.array([4, -1])),
-]
+    -1, np.int64(2), [0, 5, 5], np.array([[5], [-6]]), torch.tensor([1, 0], dtype=torch.int32), slice(1, 5),
+    slice(None, None, -2), [], Foreign(np.array([4, -1])),
+]  # fmt: skip
 PARTS = [
-    (slice(0, 3), slice(1, None)),
-    (slice(None, None, -1), slice(None, None, -2)),
-    (2, 1),
-    (np.int64(2), slice(None)),
-    (0, None, 1),
-    (slice(1, -1, 2), -1),
-    (slice(5, 1), slice(1, 1)),
-    (-1, Ellipsis),
-    (),
-    ([0, 1, 1], [2, 0, 0]),
-    (torch.tensor([[0], [5]]), np.array([1, 2])),
-    (slice(2, 4), [0, 0]),
-    (Ellipsis, 0),
-    np.array([True, False] * 3),
-    Foreign(np.array([True, True] + [False] * 4)),
-    [True, False, False, False, False, True],
-    Ellipsis,
-]
+    (slice(0, 3), slice(1, None)), (slice(None, None, -1), slice(None, None, -2)), (np.int64(2), slice(None)),
+    (0, None, 1), (slice(1, -1, 2), -1), (slice(5, 1), slice(1, 1)), (-1, Ellipsis), (), ([0, 1, 1], [2, 0, 0]),
+    (torch.tensor([[0], [5]]), np.array([1, 2])), (slice(2, 4), [0, 0]), np.array([True, False] * 3),
+    Foreign(np.array([True, True] + [False] * 4)), [True, False, False, False, False, True], Ellipsis,
+]  # fmt: skip
 
 
 def numpys(index):

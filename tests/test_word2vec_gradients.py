@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from numba import njit
 
-from speedtransfer.word2vec import Block, gradients, lane_rows
+from speedtransfer.word2vec import Block, gradients, lanes
 from speedtransfer.word2vec.gradients import DRAWS, MODELS, block_gradients
 from speedtransfer.word2vec.lanes import WIDTH, load, store
 from speedtransfer.word2vec.places import MOST_WORDS_AT_ONCE, Places
@@ -191,7 +191,7 @@ DTYPES = [np.float32, np.float64]
 
 def random_rows(count, dim, dtype, seed=0):
     """Rows as wide as whole vectors, zero from `dim` on."""
-    rows = lane_rows.zero_rows(count, dim, dtype)
+    rows = lanes.zero_rows(count, dim, dtype)
     rows[:, :dim] = np.random.default_rng(seed).normal(size=(count, dim))
     return rows
 
@@ -208,16 +208,16 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
         np.zeros((8, WIDTH), dtype),
     )
     expected = weights[0, 1:5] @ others[chosen[1:5]]
-    pairs = [(np.asarray(lane_rows.score(rows, 1, others, 7), dtype), rows[1] @ others[7])]
+    pairs = [(np.asarray(lanes.score(rows, 1, others, 7), dtype), rows[1] @ others[7])]
     for anew in (True, False):
-        lane_rows.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
+        lanes.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
         pairs.append((into[2].copy(), expected if anew else 2 * expected))
-    lane_rows.set_columns(by_column, others)
-    lane_rows.set_scores(scores, rows, by_column)
+    lanes.set_columns(by_column, others)
+    lanes.set_products(scores, rows, by_column, dim)
     pairs.append((scores, rows @ others.T))
     added, products = others.copy(), np.full_like(rows, 9)
-    lane_rows.add_products(added, shares, rows)
-    lane_rows.set_products(products, shares, others)
+    lanes.add_products(added, shares, rows)
+    lanes.set_products(products, shares, others, WIDTH)
     pairs += [(added, others + shares.T @ rows), (products, shares @ others)]
     for found, wanted in pairs:
         np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(dtype).eps)
@@ -226,7 +226,7 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
 @njit
 def sigmoid_of(scores: np.ndarray, heights: np.ndarray, found: np.ndarray) -> None:
     for n in range(0, scores.shape[1], WIDTH):
-        store(found, 0, n, lane_rows.sigmoid(load(scores, 0, n), load(heights, 0, n)))
+        store(found, 0, n, lanes.sigmoid(load(scores, 0, n), load(heights, 0, n)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

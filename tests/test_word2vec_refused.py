@@ -88,7 +88,7 @@ plot(Vectors([], np.zeros((0, 3))), "words.png") -> InvalidValueError: there are
 """
 # What files hold. A text of 2,000,000 letters is a word that does not end.
 FILES = r"""
-read_config("bad.toml") -> StorageError: cannot read config 'bad.toml' \(No such file
+read_config("bad.toml") -> StorageError: cannot read 'bad.toml' \(No such file
 read_config(file("bad.toml", "dims = 3")) -> InvalidValueError: config 'bad.toml' has 'dims', not a setting; did you mean 'dim'
 read_config(file("bad.toml", "dim = '3'")) -> InvalidTypeError: config 'bad.toml': dim is '3' \(str\) but must be an integer
 read_config(file("bad.toml", "lr = nan")) -> InvalidValueError: config 'bad.toml': lr is nan but must be finite
@@ -106,9 +106,9 @@ read(b"some \xe6\x9d\xb1 \xff") -> InvalidValueError: no UTF-8 text: invalid sta
 read("x" * 2_000_000) -> InvalidValueError: holds a word of over 1048576 bytes
 read("a b\n\nc\n", kind="graph") -> InvalidValueError: line 3 of .* has 1 fields, 'c', but an edge is 'node node' or .*; fix it
 read("a b 1\na b c d\n", kind="graph") -> InvalidValueError: line 2 of .* 4 fields, 'a b c d', .* pass kind='adjacency'
-read("a b c\n", kind="graph") -> InvalidValueError: line 1 of .* has the weight 'c', not a number
-read("# x\na b 0\n", kind="graph") -> InvalidValueError: line 2 of .* has the weight 0 but a weight is above 0 and finite
-read("a b inf\n", kind="graph") -> InvalidValueError: has the weight inf but
+read("a b c\n", kind="graph") -> InvalidValueError: line 1 of .* has the weight 'c' but a weight is a finite number above 0
+read("# x\na b 0\n", kind="graph") -> InvalidValueError: line 2 of .* has the weight '0' but a weight is a finite number
+read("a b inf\n", kind="graph") -> InvalidValueError: has the weight 'inf' but
 read("a\nb\n", kind="adjacency") -> InvalidValueError: holds no edges
 Vocabulary.load("no") -> StorageError: cannot read .*No such file
 Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no count.n', no word and count
@@ -146,7 +146,7 @@ Vectors.load(file("v.bin", b"1 1\n" + b"x" * 200_000)) -> StorageError: ends or 
 Vectors.load(file("v.safetensors", "rubbish that is long enough")) -> StorageError: is no \.safetensors file or is truncated
 Vectors.load(stored(word_ends=np.array([2, 1]))) -> StorageError: no rising positions
 Vectors.load(stored(word_ends=np.array([1, 9]))) -> StorageError: the words take 2 bytes but end elsewhere
-Vectors.load(stored(other=np.array([1, 9]))) -> StorageError: holds no words
+Vectors.load(stored(other=np.array([1, 9]))) -> StorageError: is not a file of word vectors
 Vectors.load(stored(word_ends=np.array([2]))) -> StorageError: holds 1 words but 2 vectors
 Vectors.load(stored(word_ends=np.array([1, 2]), counts=np.array([1]))) -> StorageError: counts have shape
 Vectors.load(stored(word_ends=np.array([1, 2]), vectors=np.zeros((2, 2), "i4"))) -> StorageError: matrix holds int32
@@ -160,7 +160,7 @@ Vectors(["a", "b"], [[1.0], [2]]).save("v.glove") -> InvalidValueError: without 
 named("b").save("no/v.txt") -> StorageError: cannot write
 NgramVectors.load("no.safetensors") -> StorageError: cannot read
 NgramVectors.load(stored()) -> InvalidValueError: has no tensor 'ngrams'
-NgramVectors.load(stored(ngrams=np.zeros((3, 2), "f4"))) -> StorageError: does not say min_n and max_n
+NgramVectors.load(stored(ngrams=np.zeros((3, 2), "f4"))) -> StorageError: is not a file that says min_n and max_n
 """
 
 

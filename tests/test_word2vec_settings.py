@@ -21,15 +21,6 @@ def test_memories_are_those_of_tables():
     assert set(SETTINGS["memory"].metadata["choices"]) == {"auto", *MEMORIES, "shared"}
 
 
-def test_json_gives_the_settings_back():
-    settings = Settings(
-        optimizer="SGD", options={"momentum": 0.5}, memory="mmap", path=Path("a") / "b", device="cpu", p=2
-    )
-    values = json.loads(json.dumps(settings.as_dict()))
-    assert Settings(**values).as_dict() == values
-    assert (values["lr"], values["p"]) == (settings.first_lr, 2.0)
-
-
 def test_type_checkers_know_the_settings_that_are_taken_by_name():
     kinds, taken = get_type_hints(Settings), {**get_type_hints(TrainingSettings), **get_type_hints(CorpusSettings)}
     named = {"dim", "optimizer", "lr", "min_count", "max_words"}

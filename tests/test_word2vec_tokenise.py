@@ -71,15 +71,6 @@ def test_tokeniser_agrees_with_split(line_end):
     assert len(fast) == len(plain.words)
 
 
-def test_tokeniser_knows_every_white_space():
-    fast = WordTable()
-    text = "".join(f"w{number}{space}" for number, space in enumerate(SPACES))
-    assert len(fast.number(text.encode())) == len(SPACES)
-    for character in WORD_CHARACTERS:
-        assert len(fast.number(f"a{character}b".encode())) == 1
-    assert fast.number(b" \n", LINE_END).tolist() == [LINE_END]
-
-
 def test_tokeniser_grows(monkeypatch):
     monkeypatch.setattr(tokenise, "_FIRST_WORDS", 64)
     plain, fast = WordDict(), WordTable()
@@ -193,10 +184,7 @@ def test_counting_pairs(monkeypatch):
     ids = np.random.default_rng(3).integers(-1, 6, 400).astype(np.int32)
     pairs, counts = count_pairs(ids, 6)
     expected = Counter((a, b) for a, b in zip(ids.tolist(), ids[1:].tolist(), strict=False) if a >= 0 and b >= 0)
-    assert (
-        dict(zip(zip((pairs // 6).tolist(), (pairs % 6).tolist(), strict=True), counts.tolist(), strict=True))
-        == expected
-    )
+    assert dict(zip((divmod(pair, 6) for pair in pairs.tolist()), counts.tolist(), strict=True)) == expected
     assert (np.diff(pairs) > 0).all()
 
 

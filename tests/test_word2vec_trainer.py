@@ -79,8 +79,7 @@ def test_facts_about_a_run(corpus):
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in ("adamw", "sgd") else pytest.mark.slow) for name in DEFAULT_LR],
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("adamw", "sgd"))) for n in DEFAULT_LR]
 )
 def test_every_default_learning_rate_learns(corpus, name):
     settings = Settings(**{**QUICK, "epochs": 6, "block_words": 1024, "shared_negatives": 128, "optimizer": name})

@@ -42,9 +42,7 @@ _ALLOCATORS = ("PMemory", "PMemoryMM", "my_pinned_allocator", "my_pinned_allocat
 
 def __getattr__(name: str) -> NoReturn:
     if name in _ALLOCATORS:
-        raise AttributeError(
-            f"{name} changed how all of CuPy allocates and is gone; pass CPUPinn=True to a class instead"
-        )
+        raise AttributeError(f"{name} changed how all of CuPy allocates and is gone; pass CPUPinn=True to a class")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -66,11 +64,6 @@ class ModelFactory(Models, CudaOrPinned, datatype="float32", CPUPinn=False):
     datatype : str or dtype
     CPUPinn : bool
         Keep all rows in page-locked memory and not on the GPU.
-
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        No module with a weight, or a drop-in Embedding; a size or dtype that breaks a rule.
     """
 
 
@@ -94,13 +87,6 @@ class OptimizerFactory(Optimizers, CudaOrPinned, dtype="float32", CPUPinn=False)
     ----------
     optVarList : list of str
         What the optimizer keeps for a row.
-
-    Raises
-    ------
-    OptimizerError
-        The optimizer does not update row by row.
-    InvalidTypeError, InvalidValueError
-        No such variable in the model, or not trained by the optimizer; a size or dtype that breaks a rule.
     """
 
     CUPYcorpi = view_of("getCupyVar", ARRAY_DOC)
@@ -136,58 +122,29 @@ class DataGadget(Gadgets, CudaOrPinned, CPUPinn=False):
 class ModelFactoryMM(Models, MemoryMapped, diskname="variable", datatype="float32", CPUPinn=False, path=None):
     """A :class:`~speedtransfer.speedtorch.ModelFactory` whose rows live in a file, by default one that vanishes with it.
 
-    Parameters
-    ----------
-    model_variable, total_classes, embed_dimension, datatype
-        As those of :class:`~speedtransfer.speedtorch.ModelFactory`.
-    diskname : str
-        The nameless file is in the folder of this path; by default in the working directory.
-    CPUPinn : bool
-        Ignored: the rows pass through page-locked memory anyway.
-    path : path-like, optional
-        A new ``.npy`` or ``.safetensors`` file to keep the rows in.
+    That file is in the folder of the path `diskname`. `path`, a new ``.npy`` or ``.safetensors`` file, keeps the rows.
+    `CPUPinn` is ignored: the rows pass through page-locked memory anyway.
     """
 
 
 class OptimizerFactoryMM(Optimizers, MemoryMapped, dtype="float32", CPUPinn=False, folder=""):
     """An :class:`~speedtransfer.speedtorch.OptimizerFactory` whose state lives in files without a name, which go with it.
 
-    Parameters
-    ----------
-    given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
-        As those of :class:`~speedtransfer.speedtorch.OptimizerFactory`.
-    CPUPinn : bool
-        Ignored, as in :class:`ModelFactoryMM`.
-    folder : path-like
-        Where the files are; by default the working directory.
+    The files are in `folder`, by default the working directory. `CPUPinn` is ignored.
     """
 
 
 class COMMM(ArrayMatrices, MemoryMapped, diskname="COM", datatype="uint32", CPUPinn=False, path=None):
     """A :class:`~speedtransfer.speedtorch.COM` that lives in a file, as the rows of a :class:`ModelFactoryMM` do.
 
-    Parameters
-    ----------
-    total_classes : int
-    diskname : str
-        The nameless file is in the folder of this path; by default in the working directory.
-    datatype : str or dtype
-    CPUPinn : bool
-        Ignored.
-    path : path-like, optional
-        A new file to keep the matrix in; unsigned integers are in it as signed ones of the same bits.
+    In the file `path` unsigned integers are signed ones of the same bits.
     """
 
 
 class DataGadgetMM(MappedGadgets, MemoryMapped, CPUPinn=False):
     """A :class:`~speedtransfer.speedtorch.DataGadget` over the file itself, which insertData writes to.
 
-    Parameters
-    ----------
-    fileName : path-like
-        A ``.npy`` file in C order.
-    CPUPinn : bool
-        Ignored.
+    It is a ``.npy`` file in C order. `CPUPinn` is ignored.
     """
 
 
@@ -221,27 +178,13 @@ class CPUPytorchCOM(Matrices, Pinned, datatype=torch.int32):
 class PytorchModelFactory(Models, AnyDevice, datatype=torch.float, deviceType="cuda", pinType=False):
     """A :class:`~speedtransfer.speedtorch.ModelFactory` on the GPU or on the CPU, with tensors for arrays.
 
-    Parameters
-    ----------
-    model_variable, total_classes, embed_dimension, datatype
-        As those of :class:`~speedtransfer.speedtorch.ModelFactory`.
-    deviceType : {"cuda", "cpu"}
-        Where all rows are. With "cpu" those of a batch come to where the variable is when the rows are initialised.
-    pinType : bool
-        With "cpu": in page-locked memory.
+    `deviceType` ("cuda" or "cpu") is where all rows are. With "cpu" those of a batch come to where the variable is when the
+    rows are initialised, and with `pinType` they are in page-locked memory.
     """
 
 
 class PytorchOptimizerFactory(Optimizers, AnyDevice, dtype=torch.float, deviceType="cuda", pinType=False):
-    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU or on the CPU, with tensors for arrays.
-
-    Parameters
-    ----------
-    given_optimizer, total_classes, embed_dimension, model, variable_name, dtype
-        As those of :class:`~speedtransfer.speedtorch.OptimizerFactory`.
-    deviceType, pinType
-        As those of :class:`PytorchModelFactory`.
-    """
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` on the GPU or on the CPU, with tensors for arrays."""
 
 
 class PytorchCOM(Matrices, AnyDevice, datatype=torch.int32, deviceType="cuda", pinType=False):

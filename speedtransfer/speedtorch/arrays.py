@@ -17,13 +17,7 @@ BITS = {torch.bool: torch.uint8, torch.uint16: torch.int16, torch.uint32: torch.
 
 
 def dtype_of(datatype: Any, what: str = "datatype") -> torch.dtype:
-    """Return the dtype that a name, a NumPy dtype or one of torch's means.
-
-    Raises
-    ------
-    InvalidTypeError
-        There is no such dtype, or no table can hold it.
-    """
+    """Return the dtype that a name, a NumPy dtype or one of torch's means; raise where no table can hold it."""
     found = datatype
     if not isinstance(datatype, torch.dtype):
         try:
@@ -46,10 +40,7 @@ def stored_dtype(dtype: torch.dtype) -> torch.dtype:
 def to_copy(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:
     """Return over the memory of `tensor` what to copy to a plane of values of `dtype`.
 
-    Raises
-    ------
-    InvalidTypeError, InvalidValueError
-        Rows of `dtype` cannot hold the values: floats round them, integers take no floats and nothing too large.
+    Raises where rows of `dtype` cannot hold the values: floats round them, integers take no floats and nothing too large.
     """
     if tensor.dtype == dtype:
         return tensor.view(stored_dtype(dtype))
@@ -160,9 +151,7 @@ def unfit(shape: tuple[int, ...], error: IndexError) -> RowIndexError:
 def unreadable(error: TypeError) -> InvalidTypeError:
     """Return the error for a sequence that NumPy refuses, such as one of tensors on CUDA."""
     reason = str(error).partition("\n")[0]
-    return InvalidTypeError(
-        f"indexes are not integers that NumPy can read ({reason}); pass one tensor, as of torch.stack"
-    )
+    return InvalidTypeError(f"indexes are not integers that NumPy can read ({reason}); pass one tensor (torch.stack)")
 
 
 def is_basic(index: Any) -> bool:

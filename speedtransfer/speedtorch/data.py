@@ -23,22 +23,10 @@ class IndexedData(Storage):
     """What is read and written by any index."""
 
     def getData(self, indexes: Any) -> Tensor:
-        """Return a copy of what `indexes` names, on the compute device.
+        """Return a copy of what `indexes` names, on the compute device, in the shape that NumPy gives.
 
-        Parameters
-        ----------
-        indexes : int, slice, list, array or tensor, or tuple of these
-            As NumPy takes them, tensors on any device too. A number, or integers of any shape, name rows.
-
-        Returns
-        -------
-        Tensor
-            In the shape that NumPy gives: ``(*indexes.shape, *shape of a row)`` for rows.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            Something that is not there; no integers; no data yet.
+        `indexes` is an int, slice, list, array or tensor, or a tuple of these, as NumPy takes them, tensors on any device too.
+        A number, or integers of any shape, name rows. Raises `RowIndexError` for what is not there.
         """
         rows, indexes = self._rows, plain_index(indexes)
         if not names_rows(indexes):
@@ -48,17 +36,8 @@ class IndexedData(Storage):
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Set what `indexes` names, as `getData` takes it, to a tensor or array; of what is named twice the last value stays.
 
-        Parameters
-        ----------
-        dataObject : tensor or array
-            On any device, of a shape that broadcasts to that of ``getData(indexes)``. Floats are rounded
-            to the data's dtype, and integers have to fit it.
-        indexes : int, slice, list, array or tensor, or tuple of these
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As `getData`, and another shape or dtype. Nothing has been written then.
+        `dataObject` is on any device, of a shape that broadcasts to that of ``getData(indexes)``. Floats are rounded to the
+        data's dtype, and integers have to fit it. Where it raises nothing has been written.
         """
         rows, indexes = self._rows, plain_index(indexes)
         if not names_rows(indexes):
@@ -77,13 +56,7 @@ class Gadgets(IndexedData):
     fileName: Any  # noqa: N815
 
     def gadgetInit(self) -> None:
-        """Load the data.
-
-        Raises
-        ------
-        StorageError, InvalidTypeError, InvalidValueError
-            The file cannot be read; a dtype that no table has; a single number.
-        """
+        """Load the data."""
         if isinstance(self.fileName, (str, os.PathLike)):
             self.loadCupy(self.fileName)
         else:

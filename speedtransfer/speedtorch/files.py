@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from speedtransfer.dtypes import NO_NUMPY_DTYPES
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.system import replace_file
 from speedtransfer.tables import PathLike, plane_chunks
-from speedtransfer.untrusted import check_file, open_file
+from speedtransfer.untrusted import check_file, only_storage_errors, open_file
 
 
 def npy_path(path: PathLike) -> Path:
@@ -26,20 +24,13 @@ def npy_path(path: PathLike) -> Path:
 
 
 def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
-    """Write a tensor, or several as one array with a dimension more, chunk by chunk.
+    """Write a tensor, or several as one array with a dimension more, chunk by chunk; an old file stays whole until the end.
 
-    Raises
-    ------
-    StorageError
-        The file cannot be written; an old one stays whole.
-    InvalidTypeError
-        NumPy has no such dtype, or the tensors differ in shape or dtype.
+    Raises `InvalidTypeError` where NumPy has no such dtype, or the tensors differ in shape or dtype.
     """
     kinds = {(tuple(tensor.shape), tensor.dtype) for tensor in tensors}
     if len(kinds) != 1:
-        raise InvalidTypeError(
-            f"one .npy file holds arrays of one shape and dtype but there are {len(kinds)} kinds; use saveTorch"
-        )
+        raise InvalidTypeError(f"a .npy file has one shape and dtype but there are {len(kinds)} kinds; use saveTorch")
     (shape, dtype) = kinds.pop()
     name = str(dtype).removeprefix("torch.")
     if dtype in NO_NUMPY_DTYPES:
@@ -55,21 +46,13 @@ def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
 
 
 def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
-    """Return the array of a ``.npy`` file, mapped; `writable`: what is written to it goes to the file.
-
-    Raises
-    ------
-    StorageError
-        The file is missing, truncated, another format, or holds Python objects.
-    """
-    with _reading(path, "a .npy file of numbers"):
+    """Return the array of a ``.npy`` file, mapped, no Python objects; `writable`: what is written to it goes to the file."""
+    with only_storage_errors(path, "a .npy file of numbers"):
         check_file(path)
         array = np.load(path, mmap_mode="r+" if writable else "c", allow_pickle=False)
     if not isinstance(array, np.ndarray):
         array.close()
-        raise StorageError(
-            f"{os.fspath(path)!r} is an archive of arrays, not a .npy file; save the one array by itself"
-        )
+        raise StorageError(f"{os.fspath(path)!r} is an archive of arrays, not a .npy file; save one array by itself")
     return array
 
 
@@ -81,26 +64,6 @@ def write_torch(path: PathLike, value: Tensor | list[Tensor]) -> None:
 
 
 def read_torch(path: PathLike) -> Any:
-    """Return what torch.save wrote, on the CPU. No pickled object is run: tensors, and lists and dicts of them, are read.
-
-    Raises
-    ------
-    StorageError
-        The file is missing, truncated, another format, or holds other objects.
-    """
-    with _reading(path, "a file of tensors by torch.save"), open_file(path) as file:
+    """Return what torch.save wrote, on the CPU. No pickled object is run: tensors, and lists and dicts of them, are read."""
+    with only_storage_errors(path, "a file of tensors by torch.save"), open_file(path) as file:
         return torch.load(file, map_location="cpu", weights_only=True)
-
-
-@contextlib.contextmanager
-def _reading(path: PathLike, what: str) -> Iterator[None]:
-    """Raise `StorageError` for any error but those of memory: headers of .npy and damaged pickles fail in many ways."""
-    try:
-        yield
-    except (StorageError, MemoryError):
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
-    except Exception as error:
-        reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
-        raise StorageError(f"{os.fspath(path)!r} is not {what} ({reason}); write it again") from error

@@ -74,9 +74,7 @@ class AnyDevice(Storage):
         device = _device_of(self.deviceType)
         if device.type == "cuda":
             if self.pinType:
-                raise InvalidValueError(
-                    "pinType is True but deviceType is 'cuda', whose memory is not the host's; pass deviceType='cpu'"
-                )
+                raise InvalidValueError("pinType is True but deviceType is 'cuda'; pass deviceType='cpu'")
             return _on_device(device, "device")
         variable = self._variable()
         return _on_device(device if variable is None else variable.device, "pinned" if self.pinType else "pageable")

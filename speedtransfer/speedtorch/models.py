@@ -114,16 +114,7 @@ class Models(OneArray):
     def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
         """Return the dummy input of the model's forward pass: the places of a batch's rows in the variable.
 
-        Parameters
-        ----------
-        batchSize, posPerBatch : int
-        negPerBatch : int, optional
-            Where there are negative samples.
-
-        Returns
-        -------
-        ndarray or tuple of ndarray
-            ``(batchSize, posPerBatch)`` int64 from 0 on; with `negPerBatch` also ``(batchSize, negPerBatch)``, going on there.
+        ``(batchSize, posPerBatch)`` int64 from 0 on; with `negPerBatch` also ``(batchSize, negPerBatch)``, going on there.
         """
         batch = check_size(batchSize, "batchSize")
         count = batch * check_size(posPerBatch, "posPerBatch")
@@ -136,16 +127,8 @@ class Models(OneArray):
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the rows of a batch into the model's variable, which gets as many rows as are named.
 
-        Parameters
-        ----------
-        retrievedPosIndexes, retrievedNegIndexes : tensor, array, list or slice
-            Row numbers of any shape and integer dtype, on any device, or a mask of all rows; a negative number counts from the
-            end. A row that is named several times comes as often, each one a copy of its own.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            A row that is not there; an index that holds no integers; the rows have not been initialised.
+        Indexes are row numbers of any shape and integer dtype, on any device, or a mask of all rows; a negative number counts
+        from the end. A row that is named several times comes as often, each one a copy of its own.
         """
         rows = self._rows
         index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
@@ -168,12 +151,8 @@ class Models(OneArray):
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the rows of the model's variable back where `beforeForwardPass` with the same indexes got them from.
 
-        Where a row is named several times the last copy stays, as in an assignment of NumPy.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As `beforeForwardPass`; also where the variable holds another number of rows. Nothing has been written then.
+        Where a row is named several times the last copy stays, as in an assignment of NumPy. Where it raises, such as for
+        another number of rows than the variable holds, nothing has been written.
         """
         rows = self._rows
         rows.write(rows.batch(retrievedPosIndexes, retrievedNegIndexes), {"weight": self._variable().data})

@@ -176,17 +176,8 @@ class Optimizers(Storage):
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the state of a batch's rows into the optimizer. What all rows share (the number of steps) stays there.
 
-        Parameters
-        ----------
-        retrievedPosIndexes, retrievedNegIndexes : tensor, array, list or slice
-            As those of the model's factory.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As there.
-        OptimizerError
-            A state starts as a copy of the weights, and there is no model factory with them.
+        Indexes are those of the model's factory. Raises `OptimizerError` where a state starts as a copy of the weights, and
+        there is no model factory with them.
         """
         rows = self._rows
         index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
@@ -203,14 +194,8 @@ class Optimizers(Storage):
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the optimizer's state back where `beforeForwardPass` with the same indexes got it from.
 
-        Where a row is named several times the last copy stays, as in an assignment of NumPy.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As `beforeForwardPass`; also where the state is that of another number of rows. Nothing has been written then.
-        OptimizerError
-            The optimizer keeps something that it did not keep when the factory was made.
+        Where a row is named several times the last copy stays, as in an assignment of NumPy. Where it raises nothing has been
+        written: the state is that of another number of rows, or what the optimizer did not keep when the factory was made.
         """
         rows = self._rows
         index = rows.batch(retrievedPosIndexes, retrievedNegIndexes)
@@ -244,6 +229,4 @@ def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int
     for number, (group, other) in enumerate(trained):
         if other is param:
             return number, group
-    raise InvalidValueError(
-        f"variable_name is {name!r}, whose parameter given_optimizer does not train; make the optimizer with it"
-    )
+    raise InvalidValueError(f"given_optimizer does not train {name!r}, the variable_name; make the optimizer with it")

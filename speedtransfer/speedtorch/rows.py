@@ -67,13 +67,7 @@ class Rows:
             self.table.wait()
 
     def index(self, index: Any) -> Index:
-        """Return the rows that a slice, a mask of all rows, or a table's index names; negative numbers count from the end.
-
-        Raises
-        ------
-        RowIndexError, InvalidTypeError, InvalidValueError
-            As :meth:`speedtransfer.Table.gather`.
-        """
+        """Return the rows that a slice, a mask of all rows, or a table's index names; negative numbers count from the end."""
         num_rows = self.table.num_rows
         return Index(*as_index(row_numbers(index, num_rows), num_rows, self.table.device))
 
@@ -91,13 +85,7 @@ class Rows:
         return {name: self._shown(name, rows[name], index.shape) for name in names}
 
     def write(self, index: Index, values: Mapping[str, Any]) -> None:
-        """Set rows of planes to ``(*index.shape, *tail)`` values. Of a row that is named twice the last value stays.
-
-        Raises
-        ------
-        InvalidValueError, InvalidTypeError
-            Another shape, or a dtype that would lose what the numbers mean; nothing has been written then.
-        """
+        """Set rows of planes to ``(*index.shape, *tail)`` values. Of a row that is named twice the last value stays."""
         flat = index.flat
         rows = {name: self._given(name, value, index.shape) for name, value in values.items()}
         found = unique_rows(flat, None if index.checked else self.table.num_rows, flat)

@@ -117,11 +117,6 @@ class Storage(ABC):
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.
 
         A file that rows are mapped from stays what it is, and has every change.
-
-        Raises
-        ------
-        StorageError, InvalidTypeError
-            The file cannot be written; NumPy has no such dtype.
         """
         rows, target = self._rows, npy_path(saveFileName)
         own = rows.path
@@ -131,13 +126,7 @@ class Storage(ABC):
         write_npy(target, self._whole(), self._several)
 
     def loadCupy(self, loadFileName: PathLike) -> None:
-        """Read all rows from a ``.npy`` file of `saveCupy`, cupy.save or numpy.save.
-
-        Raises
-        ------
-        StorageError, InvalidValueError, InvalidTypeError
-            The file cannot be read, or holds what these rows cannot be. They stay as they are then.
-        """
+        """Read all rows from a ``.npy`` file of `saveCupy`, cupy.save or numpy.save; where it raises they stay as they are."""
         self._set(read_npy(loadFileName))
 
     def saveTorch(self, saveFileName: PathLike) -> None:
@@ -145,13 +134,7 @@ class Storage(ABC):
         write_torch(saveFileName, self._whole() if self._several else self._whole()[0])
 
     def loadTorch(self, loadFileName: PathLike) -> None:
-        """Read all rows from a file of `saveTorch` or torch.save, tensors only: nothing pickled is run.
-
-        Raises
-        ------
-        StorageError, InvalidValueError, InvalidTypeError
-            As `loadCupy`.
-        """
+        """Read all rows from a file of `saveTorch` or torch.save, tensors only: nothing pickled is run."""
         found = read_torch(loadFileName)
         tensors = list(found) if isinstance(found, list | tuple) else [found]
         if not all(isinstance(tensor, Tensor) for tensor in tensors) or isinstance(found, Tensor) is self._several:

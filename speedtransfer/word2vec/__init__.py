@@ -41,23 +41,8 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = lazy_names(
-    __name__,
-    __all__,
-    [
-        "corpus",
-        "evaluation",
-        "model",
-        "places",
-        "run",
-        "sampler",
-        "settings",
-        "subwords",
-        "trainer",
-        "vectors",
-        "vocabulary",
-    ],
-)
+_MODULES = "corpus evaluation model places run sampler settings subwords trainer vectors vocabulary"
+__getattr__ = lazy_names(__name__, __all__, _MODULES.split())
 
 
 def __dir__() -> list[str]:

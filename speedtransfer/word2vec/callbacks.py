@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.lazy import import_extra
+from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.settings import check_number, check_writable
@@ -62,7 +63,7 @@ class Evaluations(Callback):
             figures = figures_of(result)
             line.append(f"{result.name}: " + " ".join(f"{name} {value:.3f}" for name, value in figures.items()))
             if self._board is not None:
-                self._board.add_evaluation(result.name, figures, trainer.step)
+                self._board.draw(f"evaluation/{result.name}", figures, trainer.step)
             used = result.num_pairs if isinstance(result, Similarity) else result.total.num_questions
             counts = {"used": used, "unknown": result.num_unknown}
             found.append({"set": path, "epochs": epochs, "step": trainer.step, **figures, **counts})
@@ -99,12 +100,8 @@ class TensorBoard(Callback):
         from torch.utils.tensorboard import SummaryWriter
 
         self._progress = progress
-        try:
+        with storage_error(f"cannot write TensorBoard's files to {str(self.path)!r}", "choose another folder"):
             self._writer = SummaryWriter(str(self.path), purge_step=trainer.step + 1 if trainer.step else None)
-        except OSError as error:
-            raise StorageError(
-                f"cannot write TensorBoard's files to {str(self.path)!r} ({error.strerror}); choose another folder"
-            ) from error
         self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
 
     def close(self) -> None:
@@ -126,28 +123,20 @@ class TensorBoard(Callback):
 
     def after_step(self, trainer: Trainer) -> None:  # noqa: D102
         now = time.monotonic()
-        if now - self._last_log >= LOG_EVERY_S or trainer.step == trainer.num_steps:
-            self._last_log = now
-            self._log(trainer)
-
-    def _log(self, trainer: Trainer) -> None:
+        if now - self._last_log < LOG_EVERY_S and trainer.step < trainer.num_steps:
+            return
+        self._last_log = now
         words, seconds = trainer.words_done - self._words_before, trainer.elapsed_s - self._seconds_before
         self._words_before, self._seconds_before = trainer.words_done, trainer.elapsed_s
         bytes_in, bytes_out = trainer.moved_bytes
-        figures = {
-            "train/loss": trainer.loss,
-            "train/lr": trainer.lr,
-            "train/words_per_s": words / max(seconds, 1e-9),
-            "rows/bytes_in": bytes_in,
-            "rows/bytes_out": bytes_out,
-        }
-        for tag, value in figures.items():
-            self._write("add_scalar", tag, value, trainer.step)
+        figures = {"loss": trainer.loss, "lr": trainer.lr, "words_per_s": words / max(seconds, 1e-9)}
+        self.draw("train", figures, trainer.step)
+        self.draw("rows", {"bytes_in": bytes_in, "bytes_out": bytes_out}, trainer.step)
 
-    def add_evaluation(self, name: str, figures: dict[str, float], step: int) -> None:
-        """Draw figures of the set called `name`."""
-        for what, value in figures.items():
-            self._write("add_scalar", f"evaluation/{name}/{what}", value, step)
+    def draw(self, group: str, figures: Mapping[str, float], step: int) -> None:
+        """Add a point to the curve of each figure."""
+        for name, value in figures.items():
+            self._write("add_scalar", f"{group}/{name}", value, step)
 
     def finish(self, trainer: Trainer) -> None:
         """Give the most frequent words to the projector."""

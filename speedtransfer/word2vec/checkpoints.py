@@ -39,15 +39,9 @@ class Checkpoints(Callback):
     """
 
     def __init__(
-        self,
-        path: Path,
-        settings: Settings,
-        every: int | None = None,
-        resume: bool = False,
-        overwrite: bool = False,
-        when_stopped: bool = False,
-        own_tables: bool = False,
-    ) -> None:
+        self, path: Path, settings: Settings, every: int | None = None, resume: bool = False, overwrite: bool = False,
+        when_stopped: bool = False, own_tables: bool = False,
+    ) -> None:  # fmt: skip
         self.path, self.own_tables = path, own_tables
         self._settings, self._when_stopped = settings, when_stopped
         exists = os.path.lexists(path / manifest.NAME)
@@ -64,9 +58,7 @@ class Checkpoints(Callback):
         Folder(path).check_target()
         check_writable(path, "checkpoints")
         if exists and not overwrite:
-            raise InvalidValueError(
-                f"{str(path)!r} holds the checkpoint of a run; resume it, or choose another folder for this run"
-            )
+            raise InvalidValueError(f"{str(path)!r} holds the checkpoint of a run; resume it, or choose another folder")
         if exists:
             _facts_of_run(path)
 
@@ -165,9 +157,8 @@ class Checkpoints(Callback):
         self._corpus = corpus.fingerprint()
         saved = self._facts["corpus"]
         if saved != self._corpus:
-            ours, theirs = (
-                f"{of['words']:,} words, {of['vocabulary_words']:,} distinct" for of in (self._corpus, saved)
-            )
+            said = "{words:,} words, {vocabulary_words:,} distinct".format
+            ours, theirs = said(**self._corpus), said(**saved)
             raise InvalidValueError(
                 f"the corpus ({ours}) is not that of checkpoint {str(self.path)!r} ({theirs}); pass the same corpus, or "
                 "choose another checkpoint"

@@ -101,45 +101,31 @@ def _read_settings(
     return Settings(**values)
 
 
+_CORPUS = "Text file (.gz and .xz too), folder of them, or - for standard input."
+_OUTPUT = "Folder of the run: vectors, vocabulary, settings, checkpoint."
+_CONFIG = "TOML file of settings, or the settings.json of a run; flags win over it."
+_RESUME = "Start the run in the output folder, or resume it; saves a checkpoint every epoch."
+_OPTION = "Optimizer argument, name=value; repeatable."
+_EVALUATE = "Similarity or analogy set to evaluate on during training; repeatable."
+_FORMAT = "Format of the vectors: txt, vec, bin, safetensors, glove or kv."
+
+
 @app.command(cls=_InGroups)
 @_with_settings
 def train(
     ctx: typer.Context,
-    corpus: Annotated[
-        str,
-        typer.Argument(metavar="CORPUS", help="Text file (.gz and .xz too), folder of them, or - for standard input."),
-    ],
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder of the run: vectors, vocabulary, settings, checkpoint.")
-    ],
-    config: Annotated[
-        Path | None, typer.Option(help="TOML file of settings, or the settings.json of a run; flags win over it.")
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Start the run in the output folder, or resume it; saves a checkpoint every epoch."
-        ),
-    ] = False,
+    corpus: Annotated[str, typer.Argument(metavar="CORPUS", help=_CORPUS)],
+    output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT)],
+    config: Annotated[Path | None, typer.Option(help=_CONFIG)] = None,
+    resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
     overwrite: _Overwrite = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Show no progress.")] = False,
-    option: Annotated[
-        list[str] | None,
-        typer.Option(help="Optimizer argument, name=value; repeatable.", rich_help_panel="Optimizer"),
-    ] = None,
-    evaluate: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Similarity or analogy set to evaluate on during training; repeatable.", rich_help_panel="Evaluation"
-        ),
-    ] = None,
+    option: Annotated[list[str] | None, typer.Option(help=_OPTION, rich_help_panel="Optimizer")] = None,
+    evaluate: Annotated[list[Path] | None, typer.Option(help=_EVALUATE, rich_help_panel="Evaluation")] = None,
     evaluate_every: Annotated[
         float, typer.Option(help="Epochs between evaluations.", rich_help_panel="Evaluation")
     ] = 1.0,
-    format: Annotated[
-        str,
-        typer.Option(help="Format of the vectors: txt, vec, bin, safetensors, glove or kv.", rich_help_panel="Output"),
-    ] = "txt",
+    format: Annotated[str, typer.Option(help=_FORMAT, rich_help_panel="Output")] = "txt",
     checkpoint_every: Annotated[
         int | None,
         typer.Option(
@@ -161,20 +147,11 @@ def train(
     """
     from speedtransfer.word2vec.run_folder import train_into
 
+    settings = _read_settings(ctx, config, option or [], flags, output)
     stop_signal = train_into(
-        output,
-        corpus,
-        _read_settings(ctx, config, option or [], flags, output),
-        format,
-        resume=resume,
-        overwrite=overwrite,
-        curves=curves,
-        quiet=quiet,
-        show=typer.echo,
-        checkpoint_every=checkpoint_every,
-        evaluate=evaluate or [],
-        evaluate_every=evaluate_every,
-    )
+        output, corpus, settings, format, resume=resume, overwrite=overwrite, curves=curves, quiet=quiet, show=typer.echo,
+        checkpoint_every=checkpoint_every, evaluate=evaluate or [], evaluate_every=evaluate_every,
+    )  # fmt: skip
     _exit_after(stop_signal)
 
 

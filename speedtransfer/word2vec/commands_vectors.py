@@ -26,6 +26,8 @@ _SHOW_UNKNOWN = 20
 _Vectors = Annotated[
     Path, typer.Argument(metavar="VECTORS", help="Vector file, or the folder that train wrote.", show_default=False)
 ]
+_WORDS = "Draw these words, separated by commas, and their neighbours."
+_TARGET = "Ends in .txt, .vec, .bin, .safetensors, .glove or .kv."
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
 
 
@@ -100,20 +102,23 @@ def evaluate(
         if isinstance(result, Analogies):
             console.print(_analogy_table(result))
     for result in results:
-        if result.unknown_words:
-            shown = ", ".join(result.unknown_words[:_SHOW_UNKNOWN])
-            more = len(result.unknown_words) - _SHOW_UNKNOWN
-            count = len(result.unknown_words)
-            more_words = f" and {more} more" if more > 0 else ""
-            typer.echo(printable(f"{result.name}: {count} unknown words: {shown}{more_words}"))
+        if unknown := result.unknown_words:
+            more = f" and {len(unknown) - _SHOW_UNKNOWN} more" if len(unknown) > _SHOW_UNKNOWN else ""
+            shown = ", ".join(unknown[:_SHOW_UNKNOWN])
+            typer.echo(printable(f"{result.name}: {len(unknown)} unknown words: {shown}{more}"))
+
+
+def _table(title: str, *columns: str) -> Table:
+    from rich.table import Table
+
+    table = Table(title, box=None)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def _similarity_table(results: list[Similarity]) -> Table:
-    from rich.table import Table
-
-    table = Table("similarity set", box=None)
-    for title in ("pairs", "left out", "Spearman", "95% interval", "Pearson"):
-        table.add_column(title, justify="right")
+    table = _table("similarity set", "pairs", "left out", "Spearman", "95% interval", "Pearson")
     for one in results:
         low, high = one.interval
         table.add_row(
@@ -124,11 +129,7 @@ def _similarity_table(results: list[Similarity]) -> Table:
 
 
 def _analogy_table(result: Analogies) -> Table:
-    from rich.table import Table
-
-    table = Table(printable(result.name), box=None)
-    for title in ("correct", "questions", "accuracy", "95% interval"):
-        table.add_column(title, justify="right")
+    table = _table(printable(result.name), "correct", "questions", "accuracy", "95% interval")
     for section in result.sections:
         table.add_row(*_analogy_cells(section))
     table.add_section()
@@ -182,12 +183,7 @@ def plot(
     vectors: _Vectors,
     output: Annotated[Path, typer.Option("-o", "--output", help="The picture, .png.", show_default=False)],
     number: Annotated[int, typer.Option("-n", "--number", min=1, help="Draw the first N words of the file.")] = 200,
-    words: Annotated[
-        str | None,
-        typer.Option(
-            help="Draw these words, separated by commas, and their neighbours.", show_default="frequent words"
-        ),
-    ] = None,
+    words: Annotated[str | None, typer.Option(help=_WORDS, show_default="frequent words")] = None,
     overwrite: _Overwrite = False,
 ) -> None:
     """Draw words as a map: words with similar vectors are close together."""
@@ -201,9 +197,7 @@ def plot(
 
 def convert(
     source: Annotated[Path, typer.Argument(metavar="IN", help="Vector file, or the folder that train wrote.")],
-    target: Annotated[
-        Path, typer.Argument(metavar="OUT", help="Ends in .txt, .vec, .bin, .safetensors, .glove or .kv.")
-    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help=_TARGET)],
     max_words: Annotated[int | None, typer.Option(min=1, help="Only the first N words.", show_default="all")] = None,
     overwrite: _Overwrite = False,
 ) -> None:

@@ -19,24 +19,27 @@ import numpy as np
 from torch import Tensor
 
 from speedtransfer.buffers import empty
-from speedtransfer.word2vec.lane_rows import (
+from speedtransfer.word2vec.lanes import (
+    WIDTH,
     add_products,
     add_row,
     compile_inlined,
     compile_loops,
     copy_row,
+    fill,
+    load,
     mean_row,
+    mul_add,
+    negative,
     score,
     set_columns,
     set_products,
-    set_scores,
     set_way,
     sigmoid,
+    store,
     weighted_sum,
-    widen,
     zero_rows,
 )
-from speedtransfer.word2vec.lanes import WIDTH, fill, load, mul_add, negative, store
 from speedtransfer.word2vec.places import Places
 
 
@@ -115,7 +118,7 @@ def _meet_noise(
     """
     loss = 0.0
     set_columns(by_column, vectors)
-    set_scores(slopes, noise, by_column)
+    set_products(slopes, noise, by_column, len(by_column))
     for at in range(WIDTH):
         weights[0, at] = negatives * served[at] / num_draws if at < words else 0  # negatives that a draw stands for
     if with_loss:
@@ -127,7 +130,7 @@ def _meet_noise(
     for t in range(len(slopes)):
         store(slopes, t, 0, sigmoid(load(slopes, t, 0), load(weights, 0, 0)))
     add_products(moves, slopes, noise)
-    set_products(noise, slopes, vectors)
+    set_products(noise, slopes, vectors, WIDTH)
     return loss
 
 
@@ -227,14 +230,13 @@ def gradients(
 
     Arguments as `gradients.block_gradients`.
     """
-    kind, bags, ways = (starts[0].dtype, starts[0].device), places.bags, list[Tensor]()
+    kind, bags, dim, ways = (starts[0].dtype, starts[0].device), places.bags, starts[0].shape[1], list[Tensor]()
     rows = [start.detach().contiguous().numpy() for start in starts]
-    copies = [empty((len(row), -(-row.shape[1] // WIDTH) * WIDTH), *kind).numpy() for row in rows]
+    copies = [empty((len(row), -(-dim // WIDTH) * WIDTH), *kind).numpy() for row in rows]
     for row, copy in zip(rows, copies, strict=True):
-        widen(row, copy)
+        copy[:, :dim], copy[:, dim:] = row, 0
     where = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     numbers, typed_rate = [tensor.numpy() for tensor in where], rows[0].dtype.type(rate)
-    dim = rows[0].shape[1]
     loss: float = train(*copies, *numbers, dim, places.span, places.window, negative, typed_rate, cbow, with_loss)
     for row, copy in zip(rows, copies, strict=True):
         ways.append(empty(row.shape, *kind))

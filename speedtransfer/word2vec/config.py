@@ -10,8 +10,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, suggest
-from speedtransfer.untrusted import open_file, parse_json
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.untrusted import parse_json
 from speedtransfer.word2vec.settings import SETTINGS, Kind, Memory, Model, Settings, check_setting
 
 if sys.version_info >= (3, 11):
@@ -78,13 +78,10 @@ def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _parse(path: Path, where: str) -> dict[str, Any]:
-    try:
-        with open_file(path) as file:
-            data = file.read(_MOST_BYTES + 1)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {where} ({error.strerror}); check the path") from error
+    from speedtransfer.word2vec.formats_text import reading
+
+    with reading(path) as file:
+        data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise InvalidValueError(f"{where} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
     if path.suffix != ".json":

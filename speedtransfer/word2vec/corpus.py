@@ -19,7 +19,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.config import CorpusSettings, settings_of
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
 from speedtransfer.word2vec.settings import Settings
@@ -61,25 +62,12 @@ class Corpus:
         one stream.
     num_raw_words : int
         Words of the text (of all walks), those that were dropped included.
-
-    Raises
-    ------
-    StorageError
-        A file is missing, unreadable or damaged, or the temporary file does not fit on its disk.
-    InvalidValueError
-        The text is empty, is no UTF-8, is no graph, or leaves fewer than two words in the vocabulary.
     """
 
     def __init__(
-        self,
-        source: Source,
-        min_count: int = Settings.min_count,
-        max_words: int | None = Settings.max_words,
-        report: Callable[[int], None] | None = None,
-        *,
-        settings: Settings | None = None,
-        **given: Unpack[CorpusSettings],
-    ) -> None:
+        self, source: Source, min_count: int = Settings.min_count, max_words: int | None = Settings.max_words,
+        report: Callable[[int], None] | None = None, *, settings: Settings | None = None, **given: Unpack[CorpusSettings],
+    ) -> None:  # fmt: skip
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
         kind, min_count = settings.kind, settings.min_count
@@ -113,31 +101,16 @@ class Corpus:
     def from_ids(cls, ids: np.ndarray, vocabulary: Vocabulary, starts: np.ndarray | None = None) -> Corpus:
         """Make a corpus of words that are numbered already.
 
-        Parameters
-        ----------
-        ids : ndarray of int32, shape (num_words,)
-            Numbers of words of `vocabulary`; may be mapped from a file. Kept, not copied.
-        vocabulary : Vocabulary
-        starts : ndarray of int64, shape (num_sequences,), optional
-            Where each sequence begins; one stream by default.
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            `ids` or `starts` is another kind of array, a number is of no word, there is none, or `starts` does not rise from 0
-            within `ids`.
+        `ids` (num_words,) int32 are numbers of words of `vocabulary`; may be mapped from a file. Kept, not copied. `starts`
+        (num_sequences,) int64 is where each sequence begins; one stream by default.
         """
         _check_array(ids, "ids", np.int32)
         if not len(ids) or ids.min() < 0 or ids.max() >= len(vocabulary):
-            raise InvalidValueError(
-                f"ids must be numbers from 0 to {len(vocabulary) - 1}, of words, and at least one; drop what is no word"
-            )
+            raise InvalidValueError(f"ids must be numbers from 0 to {len(vocabulary) - 1}, of words, and at least one")
         if starts is not None:
             _check_array(starts, "starts", np.int64)
             if not len(starts) or starts[0] != 0 or starts[-1] >= len(ids) or (starts[1:] <= starts[:-1]).any():
-                raise InvalidValueError(
-                    f"starts must rise from 0 to below {len(ids)}, the words; leave out empty sequences"
-                )
+                raise InvalidValueError(f"starts must rise from 0 to below {len(ids)}; leave out empty sequences")
         corpus = cls.__new__(cls)
         corpus.vocabulary, corpus.num_raw_words, corpus.starts = vocabulary, len(ids), starts
         corpus.ids = ids.view(np.ndarray)
@@ -169,23 +142,15 @@ def _check_array(array: Any, name: str, dtype: Any) -> None:
 
 
 def _temporary_file() -> IO[bytes]:
-    try:
+    with storage_error("no temporary file for the corpus", "set TMPDIR to a folder with room"):
         return tempfile.TemporaryFile(prefix="speedtransfer-")
-    except OSError as error:
-        raise StorageError(
-            f"no temporary file for the corpus ({error.strerror}); set TMPDIR to a folder with room"
-        ) from error
 
 
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:
-    try:
+    what = f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r}"
+    with storage_error(what, "set TMPDIR to a folder with more room"):
         file.write(numbers.tobytes())
         file.flush()
-    except OSError as error:
-        raise StorageError(
-            f"the corpus does not fit as numbers (4 bytes a word) in {tempfile.gettempdir()!r} ({error.strerror}); "
-            "set TMPDIR to a folder with more room"
-        ) from error
 
 
 def _renumber(ids: np.ndarray, final: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -67,9 +67,7 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
 
 def _malformed(path: Path, number: int, line: str, expected: str) -> StorageError:
     shown = line if len(line) <= 60 else line[:57] + "..."
-    return StorageError(
-        f"line {number} of {str(path)!r} is {shown!r} but must be {expected}; fix it, or put # before it"
-    )
+    return StorageError(f"line {number} of {str(path)!r} is {shown!r} but must be {expected}; fix it, or drop it")
 
 
 def _parse_pairs(path: Path, lines: list[tuple[int, str]]) -> SimilaritySet:
@@ -79,11 +77,11 @@ def _parse_pairs(path: Path, lines: list[tuple[int, str]]) -> SimilaritySet:
         fields = [field.strip() for field in (line.split("\t") if "\t" in line else line.split())]
         try:
             first, second, score = fields
-            scores.append(float(score))
+            if not (first and second and math.isfinite(float(score))):
+                raise ValueError
         except ValueError:
             raise _malformed(path, number, line, expected) from None
-        if not (first and second and math.isfinite(scores[-1])):
-            raise _malformed(path, number, line, expected)
+        scores.append(float(score))
         pairs.append((first, second))
     return SimilaritySet(path.stem, tuple(pairs), tuple(scores))
 
@@ -106,27 +104,15 @@ def _parse_analogies(path: Path, lines: list[tuple[int, str]]) -> AnalogySet:
 def evaluate(
     vectors: Vectors, which: str | os.PathLike[str] | SimilaritySet | AnalogySet, restrict_vocab: int = 300_000
 ) -> Similarity | Analogies:
-    """Evaluate vectors on a set.
+    """Evaluate vectors on a set, or its file (see `load_set`).
 
     The figures are gensim's to rounding: here all words are equally near to themselves, and a zero vector is near to nothing.
     Upper and lower case are the same; of words that differ only in case the first one counts, the most frequent where
-    `train` made the vectors. What has an unknown word is left out and counted.
+    `train` made the vectors. What has an unknown word is left out and counted. Only the first `restrict_vocab` words count,
+    both as words of the sets and as answers to analogies.
 
-    Parameters
-    ----------
-    vectors : Vectors
-    which : path-like, SimilaritySet or AnalogySet
-        The set, or its file (see `load_set`).
-    restrict_vocab : int
-        Only the first N words count, both as words of the sets and as answers to analogies.
-
-    Raises
-    ------
-    InvalidValueError
-        The set has nothing to measure with these vectors: no known words, or a correlation of equal numbers; or a vector
-        holds an infinity or nan.
-    StorageError
-        The file is missing or malformed.
+    Raises `InvalidValueError` where there is nothing to measure with these vectors (no known words, a correlation of equal
+    numbers, a vector of infinity or nan), and `StorageError` where the file is missing or malformed.
     """
     if not isinstance(vectors, Vectors):
         raise InvalidTypeError(f"vectors is a {type(vectors).__name__} but must be Vectors; pass Vectors.load(path)")
@@ -176,9 +162,8 @@ def _evaluate_pairs(vectors: Vectors, which: SimilaritySet, row_of: dict[str, in
                 f"the {what} of the {len(rows)} known pairs of set {which.name!r} are all {numbers[0]:g}, which correlates "
                 "with nothing; pass another set or other vectors"
             )
-    spearman, pearson = (
-        float(np.corrcoef(x, y)[0, 1]) for x, y in ((_ranks(scores), _ranks(cosines)), (scores, cosines))
-    )
+    both = (_ranks(scores), _ranks(cosines)), (scores, cosines)
+    spearman, pearson = (float(np.corrcoef(x, y)[0, 1]) for x, y in both)
     return Similarity(which.name, spearman, pearson, len(rows), len(which.pairs) - len(rows), unknown)
 
 
@@ -201,12 +186,8 @@ def _evaluate_analogies(
     name = np.array([row_of[word] for word in words], dtype=np.int64)
     correct = np.zeros(len(questions), dtype=bool)
     correct[known] = answer_analogies(matrix, norms, name, rows[known])
-    sections, start = [], 0
+    answers, sections = iter(zip(known, correct, strict=True)), []
     for title, section in which.sections:
-        some = slice(start, start + len(section))
-        answered = list(zip(section, known[some], correct[some], strict=True))
-        right = tuple(q for q, is_known, is_correct in answered if is_known and is_correct)
-        wrong = tuple(q for q, is_known, is_correct in answered if is_known and not is_correct)
-        sections.append(Section(title, right, wrong))
-        start += len(section)
+        answered = [(q, right) for q, (is_known, right) in zip(section, answers, strict=False) if is_known]
+        sections.append(Section(title, *(tuple(q for q, right in answered if right == part) for part in (True, False))))
     return Analogies(which.name, tuple(sections), int((~known).sum()), unknown)

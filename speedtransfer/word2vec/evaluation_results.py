@@ -18,14 +18,10 @@ class Similarity:
 
     Attributes
     ----------
-    name : str
-        Of the set.
     spearman, pearson : float
         Correlation of the cosines with people's scores, by rank and by value.
-    num_pairs : int
-        Pairs whose words both have a vector: those that count.
-    num_unknown : int
-        The other pairs.
+    num_pairs, num_unknown : int
+        Pairs whose words both have a vector, which count, and the others.
     unknown_words : tuple of str
         Words of the set without a vector, each once.
     """
@@ -63,10 +59,7 @@ class Similarity:
 
 @dataclass(frozen=True)
 class Section:
-    """The questions of a section whose words all have vectors.
-
-    `correct` and `incorrect` are as the file writes them.
-    """
+    """The questions of a section whose words all have vectors, as the file writes them."""
 
     name: str
     correct: tuple[Question, ...]
@@ -107,8 +100,6 @@ class Analogies:
 
     Attributes
     ----------
-    name : str
-        Of the set.
     sections : tuple of Section
     num_unknown : int
         Questions left out because a word of them has no vector.

@@ -17,7 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
-from speedtransfer.untrusted import check_file
+from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import (
     ROWS_AT_ONCE,
     Stored,
@@ -75,9 +75,7 @@ def from_keyed_vectors(keyed: Any) -> Stored:
     """
     keyed = getattr(keyed, "wv", keyed)
     if not isinstance(keyed, import_gensim().KeyedVectors):
-        raise InvalidTypeError(
-            f"{type(keyed).__name__} is no gensim KeyedVectors and has none as `wv`; pass gensim's model.wv"
-        )
+        raise InvalidTypeError(f"{type(keyed).__name__} is no gensim KeyedVectors and has none; pass gensim's model.wv")
     words = list(keyed.index_to_key)
     odd = next((word for word in words if not isinstance(word, str)), None)
     if odd is not None:
@@ -105,7 +103,7 @@ def _chunks(array: np.ndarray) -> Iterator[torch.Tensor]:
 def read_safetensors(path: Path, max_words: int | None = None) -> Stored:
     """Read what `write` wrote; the matrix is mapped, not read. Raises StorageError where it is damaged."""
     matrix, _ = files.open_mapped(path, writable=False, key="vectors")
-    try:
+    with only_storage_errors(path, "a file of word vectors"):
         with safetensors.safe_open(path, framework="np") as file:
             ends = file.get_tensor("word_ends")
             data = file.get_tensor("words").tobytes()
@@ -115,9 +113,6 @@ def read_safetensors(path: Path, max_words: int | None = None) -> Stored:
         if len(data) != (ends[-1] if len(ends) else 0):
             raise ValueError(f"the words take {len(data)} bytes but end elsewhere")
         words = [data[start:end].decode() for start, end in itertools.pairwise([0, *ends.tolist()])]
-    except Exception as error:  # with a damaged header the library raises anything
-        what = " ".join(str(error).split())
-        raise StorageError(f"{str(path)!r} holds no words ({what}); get the file again") from error
     if len(words) != len(matrix):
         raise StorageError(f"{str(path)!r} holds {len(words)} words but {len(matrix)} vectors; get the file again")
     return Stored(words, matrix.numpy(), counts).first(max_words)
@@ -133,17 +128,9 @@ def write_gensim(path: Path, stored: Stored) -> None:
 def read_gensim(path: Path, max_words: int | None = None) -> Stored:
     """Read what gensim saved: `KeyedVectors`, or a model that has them as `wv`. Raises StorageError where it cannot."""
     keyedvectors = import_gensim()
-    try:
+    with only_storage_errors(path, "a file of gensim's KeyedVectors"):
         check_file(path)
-        loaded = keyedvectors.utils.SaveLoad.load(str(path))
-        return from_keyed_vectors(loaded).first(max_words)
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror or error}); check the path") from error
-    except Exception as error:  # a damaged pickle raises anything
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise StorageError(f"{str(path)!r} holds no gensim KeyedVectors ({what}); get the file again") from error
+        return from_keyed_vectors(keyedvectors.utils.SaveLoad.load(str(path))).first(max_words)
 
 
 _TEXT = Format(write_text, read_text)
@@ -167,15 +154,11 @@ def find_format(path: Path, reading: bool = False) -> Format:
     packed = path.suffix == ".gz"
     suffix = Path(path.stem).suffix if packed else path.suffix
     if suffix not in FORMATS:
-        raise InvalidValueError(
-            f"{str(path)!r} {describe_ending(path)} but vectors are {', '.join(FORMATS)}; use one of these endings"
-        )
+        raise InvalidValueError(f"{str(path)!r} {describe_ending(path)} but vectors are {', '.join(FORMATS)}; use one")
     found = FORMATS[suffix]
     if packed and not (reading and found.packed):
         packable = ", ".join(name for name, format in FORMATS.items() if format.packed)
-        raise InvalidValueError(
-            f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; use a path without .gz"
-        )
+        raise InvalidValueError(f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; drop .gz")
     found.check()
     return found
 

@@ -90,9 +90,7 @@ def parse_header(line: bytes, path: Path) -> tuple[int, int]:
         )
     num_words, dim = map(int, parts)
     if dim >= _MAX_DIM:
-        raise StorageError(
-            f"line 1 of {str(path)!r} promises vectors of {dim} numbers, which no file has; get it again"
-        )
+        raise StorageError(f"line 1 of {str(path)!r} promises vectors of {dim} numbers, which none has; get it again")
     return num_words, dim
 
 
@@ -151,9 +149,7 @@ def read_text(path: Path, max_words: int | None = None) -> Stored:
         words: list[str] = []
         matrix = np.empty((num_words, dim), dtype=np.float32)
         longest = _WORD_BYTES + _NUMBER_BYTES * dim if header else _FIRST_LINE_BYTES
-        lines = (
-            (n, line) for n, line in enumerate(_lines(file, path, longest), start=1 + header) if not line.isspace()
-        )
+        lines = ((n, line) for n, line in enumerate(_lines(file, path, longest), 1 + header) if not line.isspace())
         for number, line in itertools.islice(lines, num_words):
             try:
                 word, values = _split(line, dim)
@@ -185,9 +181,7 @@ def _lines(file: BinaryIO, path: Path, longest: int) -> Iterator[bytes]:
     """Yield the lines of a file, which a packed one of a few bytes could make as long as the memory."""
     while line := file.readline(longest):
         if len(line) == longest and not line.endswith(b"\n"):
-            raise StorageError(
-                f"{str(path)!r} has a line of over {longest} bytes, which no word and vector take; get it again"
-            )
+            raise StorageError(f"{str(path)!r} has a line of over {longest} bytes, which no vector takes; get it again")
         yield line
 
 

@@ -55,23 +55,15 @@ class BlockGradients:
 
     center: Tensor
     context: Tensor
-    # Predictions, each as much as it counts: pairs of skip-gram; words of CBOW that have another one in their window; on the
-    # host.
-    num_pairs: Tensor
+    num_pairs: Tensor  # predictions, each as much as it counts: `Places.num_pairs`, or `num_predicted` of CBOW
     # Summed over the predictions and their negatives, each at the rows that it found; None where it was not asked for.
     loss: Tensor | None
 
 
 def block_gradients(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    places: Places,
-    *,
-    model: str = "skipgram",
-    negative: int = 5,
-    rate: float | None = None,
-    with_loss: bool = True,
-) -> BlockGradients:
+    center_rows: Tensor, context_rows: Tensor, places: Places, *,
+    model: str = "skipgram", negative: int = 5, rate: float | None = None, with_loss: bool = True,
+) -> BlockGradients:  # fmt: skip
     """Return how far training at the learning rate `rate` moves the rows against the gradient, divided by `rate`.
 
     The loss of skip-gram is ``sum softplus(-c.o) + sum softplus(c.n)`` over pairs of a word's vector c, the output row o
@@ -88,7 +80,10 @@ def block_gradients(
     starts, cbow = (center_rows, context_rows), model == "cbow"
     if not _may_be_compiled(center_rows):
         center, context = center_rows.clone(), context_rows.clone()
-        train = spans.train_by_kernel if _may_use_kernel(center_rows, places, cbow) else spans.train_in_torch
+        device = center_rows.device
+        by_kernel = spans.fits_kernel(center_rows, places, cbow)
+        by_kernel = by_kernel and is_trusted("word2vec", device, lambda: _check_kernel(device))
+        train = spans.train_by_kernel if by_kernel else spans.train_in_torch
         loss = train(center, context, places, cbow, negative, rate, with_loss)
         for start, end in zip(starts, (center, context), strict=True):
             torch.sub(start, end, out=end).div_(rate)
@@ -96,18 +91,11 @@ def block_gradients(
         compiled = compiled_module("speedtransfer.word2vec.compiled")
         (center, context), summed = compiled.gradients(starts, places, cbow, negative, rate, with_loss)
         loss = center_rows.new_tensor(summed) if with_loss else None
-    num_pairs = places.num_predicted if model == "cbow" else places.num_pairs
-    return BlockGradients(center, context, num_pairs, loss)
+    return BlockGradients(center, context, places.num_predicted if cbow else places.num_pairs, loss)
 
 
 def _may_be_compiled(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in (torch.float32, torch.float64)
-
-
-def _may_use_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:
-    """Return whether the kernel of `spans` can train these rows; it is tested once per device."""
-    suitable = spans.fits_kernel(rows, places, cbow)
-    return suitable and is_trusted("word2vec", rows.device, lambda: _check_kernel(rows.device))
 
 
 def _check_kernel(device: torch.device) -> bool:

@@ -116,24 +116,13 @@ def unit(vector: np.ndarray) -> np.ndarray:
     return (vector / max(float(np.linalg.norm(vector)), TINY)).astype(np.float32)
 
 
-def _cosines(matrix: np.ndarray, norms: np.ndarray, direction: np.ndarray, start: int) -> np.ndarray:
-    """Return the cosines of some rows, from `start` on, to `direction`, which has length 1."""
-    some = slice(start, start + _ROWS_AT_ONCE)
-    cosines: np.ndarray = matrix[some] @ direction / np.maximum(norms[some], TINY)
-    return cosines
-
-
-def count_nearer(matrix: np.ndarray, norms: np.ndarray, row: int, than: int) -> int:
-    """Return how many rows have a larger cosine to `row` than the row `than` has, without `row` itself."""
-    direction, place = unit(matrix[row].astype(np.float64)), than % _ROWS_AT_ONCE
-    limit = _cosines(matrix, norms, direction, than - place)[place]
-    count = 0
+def cosines_to(matrix: np.ndarray, norms: np.ndarray, direction: np.ndarray) -> np.ndarray:
+    """Return the cosines of all rows, whose lengths are `norms`, to `direction` (of any length): float32, (num_rows,)."""
+    cosines, direction = np.empty(len(matrix), dtype=np.float32), unit(direction)
     for start in range(0, len(matrix), _ROWS_AT_ONCE):
-        nearer = _cosines(matrix, norms, direction, start) > limit
-        if start <= row < start + len(nearer):
-            nearer[row - start] = False
-        count += int(nearer.sum())
-    return count
+        some = slice(start, start + _ROWS_AT_ONCE)
+        cosines[some] = matrix[some] @ direction / np.maximum(norms[some], TINY)
+    return cosines
 
 
 def nearest_rows(
@@ -143,20 +132,15 @@ def nearest_rows(
 
     `matrix` (num_rows, dim) and its `norms` (num_rows,) are float32; the rows `leave_out` are not returned.
     """
-    direction = unit(direction)
-    best, cosine = np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
     topn = min(topn, len(matrix) - len(leave_out))
-    for start in range(0, len(matrix), _ROWS_AT_ONCE) if topn else ():
-        cosines = _cosines(matrix, norms, direction, start)
-        cosines[[row - start for row in leave_out if start <= row < start + len(cosines)]] = -np.inf
-        size = min(topn, len(cosines))
-        top = np.argpartition(-cosines, size - 1)[:size]
-        best, cosine = np.concatenate([best, top + start]), np.concatenate([cosine, cosines[top]])
-        order = np.lexsort((best, -cosine))[:topn]
-        best, cosine = best[order], cosine[order]
-    answers = cosine != -np.inf  # rows left out sort before vectors that hold nan
-    best, cosine = best[answers], cosine[answers]
-    return best.tolist(), cosine.tolist()
+    if not topn:
+        return [], []
+    cosines = cosines_to(matrix, norms, direction)
+    cosines[list(leave_out)] = -np.inf
+    best = np.argpartition(-cosines, topn - 1)[:topn]
+    best = best[np.lexsort((best, -cosines[best]))]
+    best = best[cosines[best] != -np.inf]  # rows left out sort before vectors that hold nan
+    return best.tolist(), cosines[best].tolist()
 
 
 def answer_analogies(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, questions: np.ndarray) -> np.ndarray:

@@ -17,6 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageErr
 from speedtransfer.nn import Embedding
 from speedtransfer.ranks import exchange_of
 from speedtransfer.tables import row_chunks
+from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
 from speedtransfer.word2vec.places import Block, Places
 from speedtransfer.word2vec.settings import Settings
@@ -35,7 +36,6 @@ class Word2Vec(nn.Module):
     vocabulary : Vocabulary, sequence of str, or int
         The words, or only how many there are: enough for training where `buckets` is 0.
     settings : Settings
-        Of which `dim`, `model`, `negative`, `clip`, `buckets`, `min_n`, `max_n`, `memory`, `path`, `device` and `seed` count.
         The input rows begin even in ±0.5 / dim as in word2vec.c, with n-grams ±1 / dim as in fastText; the others as zeros.
     process_group : ProcessGroup, optional
         Of processes that share the rows out; as for :class:`~speedtransfer.Embedding`.
@@ -46,14 +46,8 @@ class Word2Vec(nn.Module):
         A row for each word, then the buckets.
     output : Embedding
         A row for each word: as the context of skip-gram, as what CBOW predicts, and as a negative.
-    num_words : int
     subwords : Subwords or None
         Which rows of `input` each word is made of.
-
-    Raises
-    ------
-    StorageError, HostMemoryError, DeviceError
-        There is no room for the tables, or their files exist. No file is left behind.
     """
 
     def __init__(
@@ -63,14 +57,19 @@ class Word2Vec(nn.Module):
         settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
         buckets = settings.buckets
-        known, self.num_words = _as_vocabulary(vocabulary)
+        if isinstance(vocabulary, Sequence) and not isinstance(vocabulary, str):
+            vocabulary = Vocabulary(vocabulary, [0] * len(vocabulary))
         self.subwords: Subwords | None = None
-        if buckets:
-            if known is None:
+        if isinstance(vocabulary, Vocabulary):
+            self.num_words = len(vocabulary)
+            if buckets:
+                self.subwords = Subwords(vocabulary.words, buckets, settings.min_n, settings.max_n)
+        else:
+            self.num_words = check_size(vocabulary, "vocabulary", 1)
+            if buckets:
                 raise InvalidTypeError(
                     f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
                 )
-            self.subwords = Subwords(known.words, buckets, settings.min_n, settings.max_n)
         generator = torch.Generator().manual_seed(settings.seed)
         self._files = TableFiles(settings.path)
         self._group = process_group
@@ -102,24 +101,15 @@ class Word2Vec(nn.Module):
     ) -> BlockGradients:
         """Train copies of the rows of `block`, and deposit how far they moved as gradients for ``optimizer.step()``.
 
-        The host does not wait for a CUDA device, unless tensors of `block` are there.
-
-        `block` is better prepared by `prepare` of this model, in a thread. Without `with_loss` the loss is left out, which is
-        faster. `rate` is the learning rate of that training, above 0 (`gradients.block_gradients`): that of SGD where this is
-        the optimizer. `processes` is how many train on blocks of their own: their movements are added, where gradients would
-        be averaged.
-
-        Returns
-        -------
-        BlockGradients
-            Of rows of `input` (`center`) and of `output`. Their memory belongs to the optimizer from now on.
+        The host does not wait for a CUDA device, unless tensors of `block`, better prepared by `prepare`, are there. `rate` is
+        the learning rate of that training: that of SGD where this is the optimizer. `processes` is how many train on blocks of
+        their own: their movements are added, where gradients would be averaged. The memory of the gradients returned, of rows
+        of `input` (`center`) and of `output`, belongs to the optimizer from now on.
         """
         places = self._places_of(block).to(self.input.table.device)
         output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
-        rows = active.rows, output.rows
-        result = block_gradients(
-            *rows, places, model=self.model, negative=self.negative, rate=rate, with_loss=with_loss
-        )
+        options: dict[str, Any] = {"model": self.model, "negative": self.negative, "rate": rate, "with_loss": with_loss}
+        result = block_gradients(active.rows, output.rows, places, **options)
         if self.clip is not None:
             for grad in (result.center, result.context):
                 grad.mul_((self.clip / grad.norm(dim=1, keepdim=True)).clamp_(max=1))
@@ -203,24 +193,15 @@ class TableFiles:
 
     def make_folder(self) -> None:
         """Make the folder where it is missing."""
-        if self._folder is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise StorageError(
-                f"cannot make folder {str(self._folder)!r} ({error.strerror}); choose another path"
-            ) from error
+        if self._folder is not None:
+            with storage_error(f"cannot make folder {str(self._folder)!r}", "choose another path"):
+                self._folder.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
         """Remove the files, and their folder where nothing else is in it."""
         for file in filter(Path.exists, self.paths.values()):
-            try:
+            with storage_error(f"cannot replace table {str(file)!r}", "check the permissions of its folder"):
                 file.unlink()
-            except OSError as error:
-                raise StorageError(
-                    f"cannot replace table {str(file)!r} ({error.strerror}); check the permissions of its folder"
-                ) from error
         if self._folder is not None:
             with contextlib.suppress(OSError):
                 self._folder.rmdir()
@@ -231,12 +212,3 @@ class _ZeroEmbedding(Embedding):
 
     def reset_parameters(self) -> None:
         pass
-
-
-def _as_vocabulary(vocabulary: Vocabulary | Sequence[str] | int) -> tuple[Vocabulary | None, int]:
-    """Return the words, if they are known, and how many they are."""
-    if isinstance(vocabulary, Sequence) and not isinstance(vocabulary, str):
-        vocabulary = Vocabulary(vocabulary, [0] * len(vocabulary))
-    if isinstance(vocabulary, Vocabulary):
-        return vocabulary, len(vocabulary)
-    return None, check_size(vocabulary, "vocabulary", 1)

@@ -35,30 +35,21 @@ def _side_weight(reach: Tensor, window: int) -> Tensor:
 class Block:
     """The words that one step trains on.
 
-    Attributes
-    ----------
-    words : Tensor of int64, shape (n,)
-        Consecutive words that survived subsampling.
-    before, after : Tensor of int64, shape (n,)
-        How many words to the left and to the right of each are its context; within the block and its sequence.
-    negatives : Tensor of int64, shape (pool,)
-        Words drawn from the noise distribution, from which the words of the block take theirs (`Places.draws`).
-    num_corpus_words : int
-        Words of the corpus that the block covers, before subsampling.
-    window : int
-        0: the reach of each word's context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
-        probability that word2vec would have drawn it, see `pair_weight`.
-    places : Places or None
-        Where its rows are in the tables of the model whose `Word2Vec.prepare` has found them. None: not found yet.
+    `words` (n,) int64 are consecutive ones that survived subsampling, of `num_corpus_words` before it. `before` and `after`
+    (n,) int64 are how many words to the left and to the right of each are its context; within the block and its sequence.
     """
 
     words: Tensor
     before: Tensor
     after: Tensor
-    negatives: Tensor
+    negatives: (
+        Tensor  # (pool,) int64, drawn from the noise distribution: the words take theirs from them (`Places.draws`)
+    )
     num_corpus_words: int
+    # 0: the reach of each context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
+    # probability that word2vec would have drawn it, see `pair_weight`.
     window: int = 0
-    places: Places | None = None
+    places: Places | None = None  # of its rows in the tables of the model whose `Word2Vec.prepare` has found them
 
 
 @dataclass(frozen=True)
@@ -79,10 +70,9 @@ class Places:
 
     @classmethod
     def find(cls, block: Block, num_words: int, num_draws: int, subwords: Subwords | None = None) -> Places:
-        """Return those of a block, on the CPU.
+        """Return those of a block of a vocabulary of `num_words`, on the CPU; each span takes `num_draws` of the pool.
 
-        `num_words` is the size of the vocabulary, `num_draws` the negatives that each span takes from the pool, and
-        `subwords` what words are made of; by default each has one row. Raises `RowIndexError` where a word is none of the
+        `subwords`: what words are made of; by default each has one row. Raises `RowIndexError` where a word is none of the
         vocabulary, and `InvalidValueError` where a context reaches further than `window`: pairs would count less than nothing.
         """
         window = block.window
@@ -95,19 +85,10 @@ class Places:
         outputs, sizes = unique_rows(torch.cat([words, negatives]), num_words), before + after
         bags = Bags.of_single_rows(words) if subwords is None else subwords.find(words)
         span = _span_of(bags, len(words))
-        return cls(
-            bags,
-            bags.starts.tolist(),
-            outputs,
-            before,
-            after,
-            reach,
-            span,
-            _draw(outputs.inverse[len(words) :], -(-len(words) // span), num_draws),
-            (_side_weight(before, window) + _side_weight(after, window)).sum(),
-            (sizes > 0).sum(),
-            window,
-        )
+        draws = _draw(outputs.inverse[len(words) :], -(-len(words) // span), num_draws)
+        num_pairs = (_side_weight(before, window) + _side_weight(after, window)).sum()
+        starts, predicted = bags.starts.tolist(), (sizes > 0).sum()
+        return cls(bags, starts, outputs, before, after, reach, span, draws, num_pairs, predicted, window)
 
     def to(self, device: torch.device) -> Places:
         """Return the same on `device`."""

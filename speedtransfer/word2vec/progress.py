@@ -48,15 +48,9 @@ class TrainingProgress:
 
     def __enter__(self) -> TrainingProgress:
         if self._enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TextColumn("{task.fields[facts]}"),
-                TimeRemainingColumn(),
-                console=self._console,
-                transient=True,
-            )
+            facts = TextColumn("{task.fields[facts]}")
+            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), facts, TimeRemainingColumn()
+            self._bar = Progress(*columns, console=self._console, transient=True)
             self._task = self._bar.add_task("reading", total=None, facts="")
             self._bar.start()
         return self
@@ -197,21 +191,16 @@ def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
     Every run begins at chance, since the rows of the output table are zeros: the loss that it began with need not be measured,
     and what the first block learns while it is measured does not count against the end.
     """
-    if losses.count < 2:
+    chance, lr = (1 + settings.negative) * math.log(2), f"{settings.first_lr:g}"
+    if losses.count < 2 or losses.recent <= _MIN_LOSS_RATIO * chance:
         return ""
-    chance = (1 + settings.negative) * math.log(2)
+    ended = f"the loss ended at {losses.recent:.4g}"
     if losses.recent > _MAX_LOSS_RATIO * chance:
-        return (
-            f"the loss ended at {losses.recent:.4g}, above the {chance:.4g} that it began with; pass a smaller lr than "
-            f"{settings.first_lr:g}"
-        )
-    if losses.recent > _MIN_LOSS_RATIO * chance:
-        return (
-            f"the loss ended at {losses.recent:.4g} and that of vectors which know nothing is {chance:.4g}: little "
-            f"was learnt; pass more epochs than {epochs}, a smaller block_words, or a larger lr than "
-            f"{settings.first_lr:g}"
-        )
-    return ""
+        return f"{ended}, above the {chance:.4g} that it began with; pass a smaller lr than {lr}"
+    return (
+        f"{ended} and that of vectors which know nothing is {chance:.4g}: little was learnt; pass more epochs than {epochs}, "
+        f"a smaller block_words, or a larger lr than {lr}"
+    )
 
 
 def warning_of_vectors(vectors: Tensor, settings: Settings) -> str:

@@ -78,7 +78,7 @@ def train(
     Parameters
     ----------
     corpus : path-like, "-", binary file, or Corpus
-        Text; see :class:`Corpus`, which has its vocabulary already: the settings that make one do nothing then.
+        Text; of a :class:`Corpus` the settings that make one do nothing.
     dim, optimizer, lr, **settings
         Every attribute of :class:`Settings`, with its default.
     checkpoint : path-like, optional
@@ -103,17 +103,6 @@ def train(
     -------
     Vectors
         Words from the most frequent on.
-
-    Raises
-    ------
-    InvalidValueError, InvalidTypeError
-        A setting breaks its rule, the corpus is no text or has too few words, or the checkpoint is of another run.
-    StorageError
-        The corpus or a set cannot be read; the checkpoint cannot be read or written.
-    OptimizerError
-        The optimizer cannot train rows on their own.
-    MissingPackageError
-        `tensorboard` is given but the package is not installed.
     """
     named = {"dim": dim, "optimizer": optimizer, "lr": lr, "min_count": min_count, "max_words": max_words}
     chosen = settings_of(SETTINGS, settings, **named)

@@ -66,18 +66,10 @@ def train_into(
     suffix = formats.check_format(format)
     _check_output(output, overwrite or resume)
     tables_within = settings.path is not None and Path(settings.path) == output / formats.TABLES
-    checkpoints = Checkpoints(
-        output / formats.CHECKPOINT,
-        settings,
-        checkpoint_every,
-        resume,
-        overwrite,
-        when_stopped=not (resume or checkpoint_every),
-        own_tables=tables_within,
-    )
-    callbacks = make_callbacks(
-        settings, checkpoints, output / formats.BOARD if curves else None, evaluate, evaluate_every
-    )
+    kept = {"when_stopped": not (resume or checkpoint_every), "own_tables": tables_within}
+    checkpoints = Checkpoints(output / formats.CHECKPOINT, settings, checkpoint_every, resume, overwrite, **kept)
+    board = output / formats.BOARD if curves else None
+    callbacks = make_callbacks(settings, checkpoints, board, evaluate, evaluate_every)
     if resume and not checkpoints.resumes and not overwrite and _holds_a_run(output):
         raise InvalidValueError(
             f"output folder {str(output)!r} holds a run but there is no checkpoint in {str(checkpoints.path)!r} to resume; "

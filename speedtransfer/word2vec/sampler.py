@@ -40,7 +40,7 @@ class Sampler:
         The corpus as word numbers.
     vocabulary : Vocabulary
     settings : Settings
-        Of which `model`, `seed`, `window`, `sample`, `block_words` (by default 16,384) and `shared_negatives` count.
+        `block_words` are by default 16,384.
     starts : ndarray of int64, shape (num_sequences,), optional
         Where each sequence begins in `ids`, from 0 on; windows stay within a sequence. None: the corpus is one.
     """
@@ -161,22 +161,18 @@ class Sampler:
         kept_before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
         edges = torch.cat([edges.new_zeros(1), kept_before[edges], kept_before[-1:]])  # in words that were kept
         sequence = torch.searchsorted(edges, position, right=True)
-        return (
-            torch.minimum(windows, position - edges[sequence - 1]),
-            torch.minimum(windows, edges[sequence] - 1 - position),
-        )
+        begin, end = edges[sequence - 1], edges[sequence] - 1
+        return torch.minimum(windows, position - begin), torch.minimum(windows, end - position)
 
 
 def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int | None) -> tuple[int, int]:
-    """Return epochs and words per step for a corpus of which subsampling keeps `num_kept_words` an epoch.
+    """Return epochs and words per step for a corpus of which subsampling keeps `num_kept_words` an epoch; what is given stays.
 
     A run needs some 1,000 steps: with fewer, optimizers with steps of fixed length, such as AdamW, end before the vectors have
     left chance. Large blocks are faster, so blocks shrink only as far as 1,000 steps take, and the corpus is passed over more
     often than usual only where even the smallest blocks are too few. Loss on held-out text confirms it: with 4,000, 30,000 and
     200,000 words of the World Factbook AdamW was best at about 500, 1,500 and 1,500 steps, and worse again beyond. Blocks of
     fewer than 32 words would lose too many pairs at their edges, and more than 50 epochs only learn a small text by heart.
-
-    What the user has asked for, `epochs` and `block_words` that are not None, is obeyed.
     """
     if epochs is None:
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))

@@ -81,9 +81,7 @@ def _check_optimizer(value: Any, name: str) -> str:
 
 def _check_options(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise InvalidTypeError(
-            f"{name} is {value!r} but must be a dict by argument name; pass for instance {{'eps': 1e-8}}"
-        )
+        raise InvalidTypeError(f"{name} is {value!r} but must be a dict by argument name; pass {{'eps': 1e-8}}")
     return dict(value)
 
 
@@ -248,12 +246,9 @@ class Settings:
     def as_dict(self) -> dict[str, Any]:
         """Return the settings as JSON can hold them, the learning rate filled in."""
         values = {name: getattr(self, name) for name in SETTINGS}
-        values["lr"] = self.first_lr
-        values["shared_negatives"] = self.pool
-        values["options"] = dict(self.options or {})
-        values["path"] = None if self.path is None else os.fspath(self.path)
-        values["device"] = None if self.device is None else str(self.device)
-        return values
+        filled = {"lr": self.first_lr, "shared_negatives": self.pool, "options": dict(self.options or {})}
+        path, device = self.path and os.fspath(self.path), None if self.device is None else str(self.device)
+        return {**values, **filled, "path": path, "device": device}
 
 
 SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}

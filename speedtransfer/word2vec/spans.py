@@ -39,15 +39,9 @@ class _Sizes(NamedTuple):
 
 
 def pack_spans(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    places: Places,
-    cbow: bool,
-    negative: int,
-    rate: float,
-    losses: Tensor | None,
-    blocks: int,
-) -> Work:
+    center_rows: Tensor, context_rows: Tensor, places: Places, cbow: bool, negative: int, rate: float,
+    losses: Tensor | None, blocks: int,
+) -> Work:  # fmt: skip
     """Return what the kernels are launched with.
 
     `center_rows` (u, dim) and `context_rows` (v, dim), float32 and contiguous, are trained in place; `places` are on their
@@ -75,8 +69,7 @@ def pack_spans(
             sizes.bag_rows,
             _is_single(places),
         ),
-        *(cbow, places.window, sizes.plan, sizes.room),
-        *(negative, rate),
+        *(cbow, places.window, sizes.plan, sizes.room, negative, rate),
     )
     return Work(packed, num_spans, exchanged + (4 * sizes.room if in_shared else 0), (plans, room))
 
@@ -153,13 +146,7 @@ def _kernel(device: torch.device, name: str) -> Any:
 
 
 def train_in_torch(
-    center_rows: Tensor,
-    context_rows: Tensor,
-    places: Places,
-    cbow: bool,
-    negative: int,
-    rate: float,
-    with_loss: bool,
+    center_rows: Tensor, context_rows: Tensor, places: Places, cbow: bool, negative: int, rate: float, with_loss: bool
 ) -> Tensor | None:
     """Train rows in place by two dozen operations a span; arguments as `gradients.block_gradients`. Return the loss."""
     contexts, reach = places.contexts, places.reach

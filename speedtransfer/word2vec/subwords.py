@@ -22,12 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, StorageError, check_size, describe_ending
+from speedtransfer.errors import InvalidValueError, check_size, describe_ending
 from speedtransfer.jit import compile_function
 from speedtransfer.safetensors_io import header_bytes, make_header
 from speedtransfer.system import replace_file
 from speedtransfer.tables import UniqueRows, files, row_chunks, unique_rows
 from speedtransfer.tables.saving import check_path
+from speedtransfer.untrusted import only_storage_errors
 from speedtransfer.word2vec.lookup import UnknownWordError
 
 _FORMAT = "speedtransfer n-gram vectors 1"
@@ -145,9 +146,8 @@ class Bags(NamedTuple):
     @classmethod
     def of_single_rows(cls, words: Tensor) -> Bags:
         """Return the bags of `words`, (n,) int64 on the CPU, that have a row each, of their own number."""
-        return cls(
-            unique_rows(words), torch.arange(len(words) + 1, device="cpu"), torch.arange(len(words), device="cpu")
-        )
+        bags = torch.arange(len(words) + 1, device="cpu")
+        return cls(unique_rows(words), bags, bags[:-1])
 
 
 class NgramVectors:
@@ -165,9 +165,7 @@ class NgramVectors:
 
     def __init__(self, matrix: np.ndarray, min_n: int = 3, max_n: int = 6) -> None:
         if matrix.ndim != 2 or not len(matrix):
-            raise InvalidValueError(
-                f"matrix has shape {matrix.shape} but must be (buckets, dim); pass one row a bucket"
-            )
+            raise InvalidValueError(f"matrix has shape {matrix.shape} but must be (buckets, dim); pass a row a bucket")
         check_ngrams(len(matrix), min_n, max_n)
         self.matrix, self.min_n, self.max_n = matrix, min_n, max_n
 
@@ -182,9 +180,7 @@ class NgramVectors:
         """
         hashed = hash_ngrams([word], len(self.matrix), self.min_n, self.max_n)
         if not len(hashed):
-            raise UnknownWordError(
-                f"{word!r} has no n-grams of {self.min_n} to {self.max_n} characters; pass a longer word"
-            )
+            raise UnknownWordError(f"{word!r} has no n-grams of {self.min_n} to {self.max_n} characters; pass another")
         mean: np.ndarray = self.matrix[hashed].mean(axis=0)
         return mean
 
@@ -202,19 +198,14 @@ class NgramVectors:
         """Read what `save` wrote; the rows are mapped, so it loads at once. Raises StorageError for a damaged file."""
         path = _check_suffix(path)
         matrix, _ = files.open_mapped(path, writable=False, key="ngrams")
-        try:
+        with only_storage_errors(path, "a file that says min_n and max_n"):
             with safetensors.safe_open(path, framework="np") as file:
                 facts = file.metadata() or {}
-            min_n, max_n = int(facts["min_n"]), int(facts["max_n"])
-        except (safetensors.SafetensorError, KeyError, ValueError) as error:
-            raise StorageError(f"{str(path)!r} does not say min_n and max_n ({error!r}); get the file again") from error
-        return cls(matrix.numpy(), min_n, max_n)
+            return cls(matrix.numpy(), int(facts["min_n"]), int(facts["max_n"]))
 
 
 def _check_suffix(path: str | os.PathLike[str]) -> Path:
     path = check_path(path)
     if path.suffix != ".safetensors":
-        raise InvalidValueError(
-            f"path {str(path)!r} {describe_ending(path)} but n-gram vectors are .safetensors; rename it"
-        )
+        raise InvalidValueError(f"path {str(path)!r} {describe_ending(path)} but n-gram vectors are .safetensors")
     return path

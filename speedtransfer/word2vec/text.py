@@ -10,9 +10,10 @@ import os
 import re
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 
@@ -27,15 +28,7 @@ _TO_LAST_SPACE = re.compile(
 )
 
 
-class Readable(Protocol):
-    """An open binary file, as far as it is needed here."""
-
-    def read(self, size: int, /) -> bytes:
-        """Return the next `size` bytes at most, none at the end."""
-        ...
-
-
-Source: TypeAlias = str | os.PathLike[str] | Readable
+Source: TypeAlias = str | os.PathLike[str] | BinaryIO
 
 
 class Piece(NamedTuple):
@@ -61,9 +54,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     path = Path(source)
     if not path.is_dir():
         if not path.exists():
-            raise StorageError(
-                f"{str(path)!r} does not exist; pass a text file, a folder of them, or - for standard input"
-            )
+            raise StorageError(f"{str(path)!r} does not exist; pass a text file, a folder of them, or -")
         return [path]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
@@ -78,40 +69,32 @@ def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piec
     """
     for name, opened in _opened(source):
         try:
-            with opened as file:
+            with opened() as file:
                 yield from _cut(file, name, chunk_bytes)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise StorageError(
-                f"{name} is damaged, or not packed as its name says ({error}); fetch it again"
-            ) from error
+            raise StorageError(f"{name} is damaged, or not packed as its name says ({error}); get it again") from error
         except StorageError:
             raise
         except OSError as error:
             raise StorageError(f"cannot read {name} ({error.strerror or error}); check its permissions") from error
 
 
-def _opened(source: Source) -> Iterator[tuple[str, Any]]:
+def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the name of each file of `source` and what opens it."""
     if hasattr(source, "read"):
-        yield name_of(source), contextlib.nullcontext(source)
+        yield name_of(source), partial(contextlib.nullcontext, source)
     elif not isinstance(source, str | os.PathLike):
         raise InvalidTypeError(
-            f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass a path"
+            f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass one"
         )
     elif os.fspath(source) != "-":
         for path in find_files(source):
-            yield repr(str(path)), _opening(path)
+            opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
+            yield repr(str(path)), partial(opener, path, "rb")
     elif sys.stdin is None:
         raise StorageError("the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path")
     else:
-        yield name_of(source), contextlib.nullcontext(sys.stdin.buffer)
-
-
-@contextlib.contextmanager
-def _opening(path: Path) -> Iterator[Any]:
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "rb") as file:
-        yield file
+        yield name_of(source), partial(contextlib.nullcontext, sys.stdin.buffer)
 
 
 def iter_lines(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[tuple[str, list[str]]]:
@@ -143,9 +126,7 @@ def decode(piece: Piece, whole: bool = True) -> str:
     """
     if b"\0" in piece.data:
         at = piece.position + piece.data.index(b"\0")
-        raise InvalidValueError(
-            f"{piece.name} is no text: byte {at} is NUL; pass UTF-8 text (decompress it, or use iconv)"
-        )
+        raise InvalidValueError(f"{piece.name} is no text: byte {at} is NUL; pass UTF-8 text (unpack it, or use iconv)")
     try:
         return codecs.utf_8_decode(piece.data, "strict", whole)[0]
     except UnicodeDecodeError as error:
@@ -160,7 +141,7 @@ def check(piece: Piece) -> None:
         decode(piece)
 
 
-def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
+def _cut(file: BinaryIO, name: str, chunk_bytes: int) -> Iterator[Piece]:
     data, position = b"", 0
     while True:
         block = file.read(chunk_bytes)
@@ -171,9 +152,7 @@ def _cut(file: Readable, name: str, chunk_bytes: int) -> Iterator[Piece]:
         if block and match is None:  # the word may continue in the next block
             if len(data) > chunk_bytes:
                 decode(Piece(data, name, position, False), whole=False)
-                raise InvalidValueError(
-                    f"{name} holds a word of over {chunk_bytes} bytes; put white space between the words"
-                )
+                raise InvalidValueError(f"{name} holds a word of over {chunk_bytes} bytes; put spaces between words")
             continue
         end = len(data) if match is None else match.end()
         # A byte order mark is no part of the first word.

@@ -122,12 +122,6 @@ def _move(slots: Any, more_slots: Any) -> None:
             more_slots[slot] = slots[old]
 
 
-def _longer(array: np.ndarray, length: int) -> np.ndarray:
-    result = np.empty(length, array.dtype)
-    result[: len(array)] = array
-    return result
-
-
 class WordTable:
     """Distinct words, numbered in order of appearance.
 
@@ -168,12 +162,12 @@ class WordTable:
 
     def _grow(self, room_bytes: int) -> None:
         if self._size == len(self._starts) - 1:
-            self._starts = _longer(self._starts, 2 * self._size + 1)
+            self._starts = np.resize(self._starts, 2 * self._size + 1)  # what is beyond the old end will be written
             slots = np.full((4 * self._size, 2), -1, np.int64)
             _move(self._slots, slots)
             self._slots = slots
         else:
-            self._text = _longer(self._text, 2 * len(self._text) + room_bytes)
+            self._text = np.resize(self._text, 2 * len(self._text) + room_bytes)
 
 
 def read_words(

@@ -72,11 +72,8 @@ class Trainer:
         As given, `epochs` and `block_words` chosen for the corpus where they were None.
     step : int
         Steps done, of `num_steps`.
-    model : Word2Vec
-    optimizer : torch.optim.Optimizer
-    sampler : Sampler
-    loss : float
-        Running mean per pair, including its negatives; nan before the first step.
+    model, optimizer, sampler
+        The `Word2Vec`, what trains it, and the `Sampler` of its blocks.
     elapsed_s : float
         Seconds spent in `run`.
     interrupted : bool
@@ -118,7 +115,8 @@ class Trainer:
         self._moved_before = (0, 0)
 
     @property
-    def loss(self) -> float:  # noqa: D102 (documented above)
+    def loss(self) -> float:
+        """Running mean per pair, including its negatives; nan before the first step."""
         return self._losses.mean
 
     @property
@@ -154,11 +152,7 @@ class Trainer:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def train_step(self) -> None:
-        """Train on the next block.
-
-        Raises `InvalidValueError` where the loss is not finite, as the learning rate is too large, or all steps are done,
-        and `OptimizerError` where the optimizer cannot train single rows.
-        """
+        """Train on the next block. Raises `InvalidValueError` where the loss is not finite, or all steps are done."""
         if self.step >= self.num_steps:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
         if self._blocks is None:
@@ -196,17 +190,14 @@ class Trainer:
     ) -> None:
         """Train to the end, or to the first SIGINT (Ctrl-C) or SIGTERM: the model is whole then, and `interrupted` True.
 
-        `callbacks` are called in their order; `stop` has been entered, by default one of its own is. Raises as `train_step`;
-        also where subsampling has left no pair of words at all, or a vector is not finite at the end. Table files of memory
-        "mmap" are removed where it fails: they would stop the next run.
+        `stop` has been entered, by default one of its own is. Raises as `train_step`; also where there was no pair of words at
+        all, or a vector is not finite at the end. Table files are removed where it fails: they would stop the next run.
         """
         try:
             for callback in callbacks:
                 callback.begin(self, progress)
-            _warn(
-                warning_of_few_steps(self.num_steps, self.epochs, self.block_words),
-                warning_of_rate(self.settings, self.optimizer),
-            )
+            few_steps = warning_of_few_steps(self.num_steps, self.epochs, self.block_words)
+            _warn(few_steps, warning_of_rate(self.settings, self.optimizer))
             entered = StopOnSignal() if stop is None else contextlib.nullcontext(stop)
             with entered as stop, _leave_a_core(self.model.input.table.device):
                 self._train(progress, callbacks, stop)
@@ -249,10 +240,8 @@ class Trainer:
         elif not self._has_learned and self._ranks == 1:
             raise InvalidValueError(why_nothing_was_learned(self.corpus, self.settings, self.num_steps))
         else:
-            _warn(
-                warning_of_loss(self._losses, self.settings, self.epochs),
-                warning_of_vectors(self.model.word_vectors(MOST_WORDS), self.settings),
-            )
+            some = self.model.word_vectors(MOST_WORDS)
+            _warn(warning_of_loss(self._losses, self.settings, self.epochs), warning_of_vectors(some, self.settings))
 
     def _is_stopped(self, stop: StopOnSignal) -> bool:
         """Return whether any process has received a signal to stop."""
@@ -290,8 +279,7 @@ class Trainer:
     def vectors(self, num_words: int | None = None) -> Vectors:
         """Return the vectors as they are now, or those of the `num_words` most frequent words.
 
-        They are the input table itself, without a copy, where it is in host memory. Several processes have them together, so
-        all call this.
+        They are the input table itself, where it is in host memory. Several processes have them together, so all call this.
         """
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])

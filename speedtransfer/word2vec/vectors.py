@@ -22,7 +22,7 @@ from speedtransfer.word2vec.lookup import (
     as_list,
     check_counts,
     check_words,
-    count_nearer,
+    cosines_to,
     find_rows,
     lengths,
     nearest_rows,
@@ -59,9 +59,7 @@ class Vectors:
             matrix = (matrix.float() if matrix.is_floating_point() else matrix).numpy()
         matrix = np.asarray(matrix)
         if not np.issubdtype(matrix.dtype, np.floating):
-            raise InvalidTypeError(
-                f"matrix holds {matrix.dtype} but vectors are floating-point; pass matrix.astype('f4')"
-            )
+            raise InvalidTypeError(f"matrix holds {matrix.dtype} but vectors are floating-point; pass astype('f4')")
         self.words = check_words(words)
         if matrix.ndim != 2 or len(matrix) != len(self.words):
             raise InvalidValueError(
@@ -86,10 +84,9 @@ class Vectors:
         return f"Vectors({len(self)} words, dim={self.dim})"
 
     def __getitem__(self, words: str | Iterable[str]) -> np.ndarray:
-        """Return the vector of a word, or those of several.
+        """Return the vector of a word (dim,), a view of `matrix`; or those of several (number of words, dim), a copy.
 
-        float32: of one word shape (dim,), a view of `matrix`; of several (number of words, dim), a copy. Raises
-        `UnknownWordError` where some have no vector; its message lists them and offers similar ones.
+        Raises `UnknownWordError` where some have no vector; its message lists them and offers similar ones.
         """
         if isinstance(words, str):
             row: np.ndarray = self.matrix[find_rows([words], self._row_of)[0]]
@@ -118,25 +115,9 @@ class Vectors:
         """Return the words whose vectors point most nearly the same way as those given.
 
         With several words the direction is the sum of their vectors at length 1, `negative` ones with a minus: what gensim's
-        ``KeyedVectors.most_similar`` does. The words given are not among the answers. Besides the words' own memory this
-        takes some bytes a word, whatever the dim.
-
-        Parameters
-        ----------
-        positive, negative : str, ndarray of shape (dim,), or sequence of them
-            Words, or vectors, which are taken at their own length.
-        topn : int
-            How many; all the other words where there are fewer.
-
-        Returns
-        -------
-        list of (str, float)
-            Word and cosine, the nearest first.
-
-        Raises
-        ------
-        UnknownWordError
-            Words have no vector: all of them in one message.
+        ``KeyedVectors.most_similar`` does. Vectors, of shape (dim,), are taken at their own length. The words given are not
+        among the answers: `topn` words and their cosines, the nearest first. Besides the words' own memory this takes some
+        bytes a word, whatever the dim. Raises `UnknownWordError` where words have no vector, one for all of them.
         """
         topn = check_size(topn, "topn", 1)
         given = [(item, 1.0) for item in as_list(positive)] + [(item, -1.0) for item in as_list(negative)]
@@ -187,7 +168,9 @@ class Vectors:
     def rank(self, first: str, second: str) -> int:
         """Return which neighbour of `first` the word `second` is: 1 is the nearest; unknown words raise `UnknownWordError`."""
         row, than = find_rows([first, second], self._row_of)
-        return count_nearer(self.matrix, self.norms, row, than) + 1
+        cosines = cosines_to(self.matrix, self.norms, self.matrix[row].astype(np.float64))
+        limit, cosines[row] = cosines[than], -np.inf
+        return int((cosines > limit).sum()) + 1
 
     def n_similarity(self, first: Iterable[str], second: Iterable[str]) -> float:
         """Return the cosine of the mean vectors of two groups of words, 0 where one is zero.
@@ -223,19 +206,9 @@ class Vectors:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vectors in the format of the suffix; a file that was there stays whole until the new one is.
 
-        ============== ===========================================================================================
-        .txt, .vec     word2vec text: a line ``words dim``, then ``word number number ...`` a line; exact
-        .bin           word2vec binary: the same line, then the word, a space, float32 little-endian, a line end
-        .safetensors   tensors `vectors` (float32, 2-D), `words` (uint8: all words in UTF-8, one after the other) and
-                       `word_ends` (int64: the byte where each word ends), `counts` (int64) if any; any word at all
-        .glove         GloVe text: as .txt without the first line
-        .kv            gensim's ``KeyedVectors.save`` (needs gensim), as one file
-        ============== ===========================================================================================
-
-        Raises
-        ------
-        InvalidValueError
-            Another suffix; a word that the format cannot hold (empty, or with white space, in text and binary).
+        .txt, .vec and .bin are word2vec's; .glove is text without the first line; .kv gensim's ``KeyedVectors.save``, in one
+        file. .safetensors takes any word: `vectors`, `words` (uint8: all in UTF-8, one after the other), `word_ends` (int64)
+        and, if there are any, `counts` (int64). Text and .bin take no word that is empty or holds white space.
         """
         path = check_path(path)
         formats.find_format(path).write(path, Stored(self.words, self.matrix, self.counts))
@@ -247,17 +220,9 @@ class Vectors:
         Text (.txt, .vec, .glove) has a header where its first line has two fields, else it is GloVe's. Text and .bin may be
         packed: .txt.gz, .bin.gz. **A .kv file is a pickle, which can run any code: load only those that you trust.**
 
-        Parameters
-        ----------
-        path : path-like
-            A file, or the output folder of a run, which has the counts of words whatever the format of the vectors.
-        max_words : int, optional
-            Read only so many words from the beginning, where trainers put the frequent ones.
-
-        Raises
-        ------
-        StorageError
-            The file is missing, or is damaged (the message names the place).
+        `path` is a file, or the output folder of a run, which has the counts of words whatever the format of the vectors. Only
+        the first `max_words` are read, where trainers put the frequent ones. Raises `StorageError` where a file is missing or
+        damaged; the message names the place.
         """
         path = check_path(path)
         folder = path if path.is_dir() else None

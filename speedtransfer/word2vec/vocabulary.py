@@ -40,9 +40,7 @@ class Vocabulary:
         self.counts = check_counts(counts, len(self.words))
         if len(self.counts) and self.counts.min() < 0:
             at = int(self.counts.argmin())
-            raise InvalidValueError(
-                f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0; fix it"
-            )
+            raise InvalidValueError(f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0")
 
     @classmethod
     def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
@@ -143,9 +141,7 @@ class Vocabulary:
                 for number, line in enumerate(lines, start=1):
                     word, _, count = line.rstrip("\n").rpartition(" ")
                     if not (word and count.isdecimal() and len(count) < _COUNT_DIGITS):
-                        raise StorageError(
-                            f"line {number} of {str(path)!r} is {line[:40]!r}, no word and count; fix it"
-                        )
+                        raise StorageError(f"line {number} of {str(path)!r} is {line[:40]!r}, no word and count")
                     words.append(word)
                     counts.append(int(count))
         except UnicodeDecodeError as error:

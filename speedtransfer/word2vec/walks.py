@@ -103,11 +103,11 @@ def _weight(text: str, place: str) -> float:
     try:
         weight = float(text)
     except ValueError:
-        raise InvalidValueError(
-            f"{place} has the weight {text[:40]!r}, not a number; an edge is 'node node' or 'node node weight'"
-        ) from None
+        weight = math.nan
     if not 0 < weight < math.inf:
-        raise InvalidValueError(f"{place} has the weight {text[:40]} but a weight is above 0 and finite; leave it out")
+        raise InvalidValueError(
+            f"{place} has the weight {text[:40]!r} but a weight is a finite number above 0; drop it"
+        )
     return weight
 
 
@@ -120,10 +120,7 @@ def _iter_adjacent(source: Source) -> Iterator[_Edges]:
 
 
 def write_walks(
-    graph: Graph,
-    settings: Settings,
-    write: Callable[[np.ndarray], None],
-    report: Callable[[int], None] | None = None,
+    graph: Graph, settings: Settings, write: Callable[[np.ndarray], None], report: Callable[[int], None] | None = None
 ) -> None:
     """Walk from every node, `settings.walks` times in turn, and hand the walks to `write` in blocks.
 
