@@ -100,13 +100,12 @@ BAD = """
 transfr -> 'transfer'
 everything -> 'all'
 transfer --rows 0 -> --rows is 0 but must be at least 1
-transfer --table-bytes 65535 -> --table-bytes is 65535 but must be at least 65536
+transfer --table-bytes 65535 -> --table-bytes is 65535 but must be a number from 65536 on
 transfer --seed -1 -> --seed is -1
 step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
-transfer --json missing/t.json -> 'missing' does not exist
 transfer --json folder -> name the file
-all --json file -> --json: 'file'
-transfer --plot file/plots -> --plot: 'file' is no folder
+all --json file -> --json: 'file' cannot be written to
+transfer --plot file/plots -> --plot: 'file/plots' cannot be written to
 """
 
 

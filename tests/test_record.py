@@ -132,7 +132,7 @@ def test_a_suite_is_measured_with_its_header(record, store, tmp_path, monkeypatc
     monkeypatch.setattr(type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about: [group]))
     path = tmp_path / "step.json"
     job = {"about": {"part": "step", "environment": {}, "more": 1}, "path": str(path), "quick": True, "seconds": 100.0}
-    assert record.main(["suite", json.dumps(job)]) == 1
+    assert record.measure_here(**job) == 1
     found = store.read(path)
     assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
     assert (found["complete"], found["more"], found["environment"]) == (True, 1, {})
