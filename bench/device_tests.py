@@ -55,7 +55,6 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> 
 
 
 def workers() -> list[str]:
-    """Return the options for tests in several processes, where pytest has its plugins for that."""
     count = min(WORKERS, os.cpu_count() or 1)
     if count == 1 or any(importlib.util.find_spec(name) is None for name in ("xdist", "pytest_timeout")):
         return []
@@ -119,7 +118,6 @@ def sanitized(root: Path) -> list[str]:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """Return the verdict of a sanitizer tool on the tests it ran."""
     code, summary = found["exit"], found["summary"]
     if code is None:
         return STOPPED

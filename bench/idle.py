@@ -59,7 +59,6 @@ class Settings:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = make_parser("idle", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
     for name in ("steps", "batch", "seed", "lr", "weight-decay"):
@@ -95,13 +94,11 @@ class Data(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of users and of items."""
         users, items = (torch.cat([self.train, self.test]).amax(0) + 1).tolist()
         return users, items
 
 
 def read_data(folder: Path) -> Data:
-    """Read ``train.txt`` and ``test.txt`` of `folder`, packed (``.xz``) or not."""
     return Data(_read_pairs(folder, "train.txt"), _read_pairs(folder, "test.txt"))
 
 
@@ -146,7 +143,6 @@ class Recall:
         self.users, self._data = users[order[: settings.users]].sort().values, data
 
     def __call__(self, users: Tensor, items: Tensor) -> float:
-        """Return the mean over the users, for the weights of a model."""
         scores = users[self.users.to(users.device)] @ items.T
         known, wanted = (self._marked(pairs, scores) for pairs in self._data)
         best = scores.masked_fill_(known, -torch.inf).topk(min(TOP, scores.shape[1]), dim=1).indices
@@ -241,7 +237,6 @@ def train(data: Data, settings: Settings, device: torch.device) -> dict[str, Any
 
 
 def _distance(weights: Weights, others: Weights) -> float:
-    """Return the largest difference of any weight."""
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(weights, others, strict=True))
 
 
@@ -274,7 +269,6 @@ _LINES: dict[str, dict[str, Any]] = {
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Return the picture."""
     figure = require_matplotlib()(12, 4.4)
     panels = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     counts, curves = result["counts"], result["curves"]
@@ -302,7 +296,6 @@ def draw(result: dict[str, Any]) -> Any:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of docs/results.md: what was trained, and the results."""
     settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
     users, items = map(format_share, result["touched"])
     trained = (

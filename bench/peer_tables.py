@@ -44,7 +44,6 @@ class Shape(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What is looked up in what."""
         tables = f"{self.tables} tables of " if self.tables > 1 else ""
         looked_up = f"{self.ids:,} ids" + (f" in {self.bags:,} bags" if self.bags else "")
         return f"{tables}{self.rows:,} x {self.dim}, {looked_up}{' each' if self.tables > 1 else ''}"
@@ -77,12 +76,10 @@ class Data:
         self.gradient = torch.randn(count, shape.dim, generator=draw)
 
     def make(self, params: Any) -> Any:
-        """Return the optimizer, of torch."""
         return OPTIMIZERS[self.optimizer](params)
 
     @functools.cached_property
     def expected(self) -> list[Tensor]:
-        """The tables after the checked steps of nn.Embedding."""
         peer = modules(self, nn.EmbeddingBag if self.shape.bags else nn.Embedding)
         for number in range(CHECKED):
             peer.step(number)
@@ -108,7 +105,6 @@ def _stepping(data: Data, modules: Sequence[Any], look_up: Callable[[int], list[
 
 
 def modules(data: Data, kind: Any, make: Any = None, **options: Any) -> Peer:
-    """A module for each table."""
     shape = data.shape
     if shape.bags:
         options["mode"] = "sum"
@@ -147,7 +143,6 @@ def together(data: Data, one_by_one: bool = False, **options: Any) -> Peer:
 
 
 def fbgemm(data: Data) -> Peer:
-    """Tables of FBGEMM in host memory, which make the step in backward."""
     specs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
     tables = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     places = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
@@ -177,7 +172,6 @@ def _ends(offsets: list[Tensor], ids: int) -> Tensor:
 
 
 def torchrec(data: Data) -> Peer:
-    """The collection of TorchRec whose optimizer is fused, on FBGEMM's tables."""
     library = importlib.import_module("torchrec")
     fused = importlib.import_module("torchrec.modules.fused_embedding_modules")
     shape = data.shape
@@ -206,7 +200,6 @@ def torchrec(data: Data) -> Peer:
 
 
 def dense(data: Data, module: str, name: str, **options: Any) -> Peer:
-    """nn.Embedding with an optimizer of another library."""
     make = getattr(importlib.import_module(module), name)
     kind = nn.EmbeddingBag if data.shape.bags else nn.Embedding
     return modules(data, kind, lambda params: make(params, lr=RATE, **options))

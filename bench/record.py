@@ -187,7 +187,6 @@ def status(root: Path = ROOT) -> int:
 
 
 def outcome(part: str, result: dict[str, Any]) -> str:
-    """Return what a result says, in a few words."""
     text = "came to its end"
     if part == "tests":
         text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
@@ -211,7 +210,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
     parser.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home")
-    parser.add_argument("--part", type=int, choices=GPU_PARTS, help="of `gpu`, in place of --only and --limit: see below")
+    parser.add_argument(
+        "--part", type=int, choices=GPU_PARTS, help="of `gpu`, in place of --only and --limit: see below"
+    )
     args = parser.parse_args(arguments)
     if args.command == "status":
         return status()

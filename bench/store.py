@@ -57,7 +57,6 @@ def header(root: Path, part: str) -> dict[str, Any]:
 
 
 def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
-    """Return where the result of `part` on `device` lies."""
     slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
     return root / "bench" / "results" / slug / f"{part}{run}.json"
 
@@ -72,7 +71,6 @@ def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return a result."""
     result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return result
 

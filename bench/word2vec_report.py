@@ -36,12 +36,10 @@ class System(NamedTuple):
 
     @property
     def gensim(self) -> System:
-        """Return the gensim that it is compared with."""
         return self._replace(system=GENSIM, optimizer="")
 
 
 def system_of(run: dict[str, Any]) -> System:
-    """Return the system of a run, or of anything with its keys."""
     return System(*(run[key] for key in System._fields))
 
 
@@ -54,7 +52,6 @@ def systems(result: dict[str, Any], corpus: str | None = None) -> list[System]:
 
 
 def runs_of(result: dict[str, Any], system: System) -> list[dict[str, Any]]:
-    """Return the runs of `system` by seed."""
     return sorted((run for run in result["runs"] if system_of(run) == system), key=lambda run: run["seed"])
 
 
@@ -67,7 +64,6 @@ def speeds(result: dict[str, Any], run: dict[str, Any]) -> tuple[float, float, f
 
 
 def scores(result: dict[str, Any], system: System, name: str) -> list[float]:
-    """Return what the runs of `system` have reached on a set, by seed."""
     found = (run["scores"].get(name) for run in runs_of(result, system))
     return [score for score in found if score is not None]
 
@@ -180,7 +176,6 @@ def _score(outcomes: np.ndarray, gold: np.ndarray | None) -> float:
 
 
 def label(system: System) -> str:
-    """Return the display name of a system, without its corpus."""
     optimizer = OPTIMIZERS.get(system.optimizer, system.optimizer)
     return ", ".join(filter(None, [_MODELS[system.model], system.system, optimizer, f"dim {system.dim}"]))
 
@@ -267,7 +262,6 @@ def about_all(result: dict[str, Any]) -> list[str]:
 
 
 def about_corpus(result: dict[str, Any], about: dict[str, Any]) -> str:
-    """Return the size and settings of a corpus, and how much of the sets its vocabulary covers."""
     asked: dict[str, int] = {}
     for run in result["runs"]:
         if run["corpus"] == about["name"]:
@@ -287,7 +281,6 @@ def _plural(number: int, noun: str) -> str:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of docs/results.md."""
     blocks = about_all(result)
     for about in result["corpora"]:
         if systems(result, about["name"]):

@@ -90,14 +90,12 @@ _REPEATS, _QUICK_REPEATS = 4, 1
 
 
 def describe(group: GroupResult, case: CaseResult) -> str:
-    """Return the bytes that a process sends in all steps, and how many these are."""
     return (
         f"{format_bytes(case.figures['sent_bytes'] * case.figures['steps'])} sent in {case.figures['steps']:,.0f} steps"
     )
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make groups for a network and a table; processes use gloo on the CPU."""
     sizes = (_QUICK if quick else _FULL)._replace(seed=seed)
     steps, repeats = (_QUICK_STEPS, _QUICK_REPEATS) if quick else (_STEPS, _REPEATS)
     about = {GRADIENTS: f"a network {sizes.width} wide", TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}"}
@@ -190,7 +188,7 @@ def _alone() -> Any:
 class Forgetful(OneBitState):
     """One-bit compression without error feedback."""
 
-    def error(self, number: int, size: int) -> Tensor:  # noqa: D102
+    def error(self, number: int, size: int) -> Tensor:
         return torch.zeros(size)
 
 
@@ -342,7 +340,6 @@ class Training:
         self._before = _sent_by_tables()
 
     def steps(self, count: int) -> None:
-        """Take training steps."""
         with self._sent:
             for _ in range(count):
                 inputs, targets = (values[self._part] for values in self.task.batch(self._examples))
@@ -352,7 +349,6 @@ class Training:
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Return the mean squared error of the model of this process on held out examples."""
         inputs, targets = self.held_out
         return float((self.net(inputs) - targets).square().mean())
 

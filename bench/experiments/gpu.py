@@ -75,7 +75,6 @@ class Scale(NamedTuple):
 
     @property
     def sizes(self) -> list[float]:
-        """Return those of `gb` that fit."""
         return [gb for gb in self.gb if gb * 2**30 < host_room(HOST_SHARE)]
 
 
@@ -150,7 +149,6 @@ class Uniform(Form):
 
 
 def step(scale: Scale, rows: int) -> Cases:
-    """Yield the time of steps of one table, in host memory and as torch has it."""
     sizes = Sizes(rows, scale.lookups, DIM)
     for way in WAYS:
         yield ", ".join(way), functools.partial(_times, _form(*way), sizes, scale.steps)
@@ -173,14 +171,12 @@ def fbgemm(scale: Scale) -> Cases:
 
 
 def host(scale: Scale) -> Cases:
-    """Yield the time of steps of ten small tables."""
     for way in (SGD, LAZY, EXACT):
         form, sizes = replace(_form(*way), tables=10), Sizes(scale.small, 20_000, DIM)
         yield ", ".join(way[:2]), functools.partial(_times, form, sizes, 2 * scale.steps)
 
 
 def words(scale: Scale) -> Cases:
-    """Yield words a second of word2vec's steps on the device and on the host."""
     for device, model in itertools.product(dict.fromkeys((resolve_device(None).type, "cpu")), ("skipgram", "cbow")):
 
         def measure(device: str = device, model: str = model) -> dict[str, float]:
@@ -244,7 +240,6 @@ def _time(one: Step, repeats: int) -> tuple[float, float]:
 
 
 def _by_kernel(one: Step, repeats: int) -> dict[str, float]:
-    """Return microseconds a step of each kernel."""
     device = resolve_device(None)
     cuda = device.type == "cuda"
     _repeat(one, 5)
@@ -322,7 +317,6 @@ def few_blocks(scale: Scale) -> Cases:
 
 
 def pages(scale: Scale, gb: float) -> Cases:
-    """Yield GB/s of rows read and written by allocator and launch."""
     rows = torch.zeros(scale.lookups, DIM, device="cuda")
     for allocator in ("alloc", "register"):
         with set_variable("SPEEDTRANSFER_PINNED", allocator):
@@ -334,7 +328,6 @@ def pages(scale: Scale, gb: float) -> Cases:
 
 
 def _moved(engine: MappedEngine, plane: Tensor, sets: Iterator[Tensor], rows: Tensor) -> dict[str, float]:
-    """Return GB/s of rows read and of rows written."""
     stream, num_bytes = torch.cuda.current_stream(), ROW_BYTES * len(next(sets))
 
     def move(way: str) -> None:
@@ -345,7 +338,6 @@ def _moved(engine: MappedEngine, plane: Tensor, sets: Iterator[Tensor], rows: Te
 
 
 def _engines(launches: Sequence[int]) -> Iterator[tuple[str, MappedEngine]]:
-    """Yield an engine for each launch."""
     for blocks in launches:
         yield f"lanes {blocks}", MappedEngine("cuda", max_blocks=blocks)
 

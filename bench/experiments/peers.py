@@ -70,7 +70,6 @@ class Contender(NamedTuple):
 
 
 def contenders(shape: Shape, optimizer: str) -> Iterator[Contender]:
-    """Yield all that train `shape` by `optimizer`, ours first."""
     kind, theirs = (EmbeddingBag, nn.EmbeddingBag) if shape.bags else (Embedding, nn.Embedding)
     several = shape.tables > 1
     name = "MultiEmbeddingBag" if shape.bags else "MultiEmbedding"
@@ -165,7 +164,6 @@ def _cases(shape: Shape, optimizer: str) -> list[Case]:
 
 
 def describe(group: GroupResult, case: CaseResult) -> str:
-    """Return nothing more than the time."""
     return ""
 
 
