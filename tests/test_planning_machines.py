@@ -29,7 +29,6 @@ from speedtransfer.planning.machine import (
     published_machines,
 )
 from speedtransfer.planning.optimizer_name import optimizer_given
-from speedtransfer.planning.plan_picture import draw_ranking
 from speedtransfer.planning.rank import (
     MEASURES,
     Price,
@@ -355,7 +354,7 @@ def test_as_a_table_as_data_and_as_a_picture(tmp_path):
     relative = {"time": 1, "bandwidth": 0.5, "device-price": 0.4591, "machine-price": 1, "hour": 1}
     assert data["ranked"][0]["relative"] == pytest.approx(relative, rel=1e-3)
     assert (data["left_out"][0]["machine"], data["prices"][0]["name"]) == ("[red]odd[/]", "slow")
-    draw_ranking(tmp_path / "a.png", ranking)
+    ranking.draw(tmp_path / "a.png")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from speedtransfer.drawing import (
     COLOURS,
@@ -21,10 +22,18 @@ from speedtransfer.errors import format_bytes
 from speedtransfer.planning.configurations import Option
 from speedtransfer.planning.hosts import Hosts
 from speedtransfer.planning.machine import Machine
-from speedtransfer.planning.rank import Ranking
 from speedtransfer.planning.workload import Workload
 from speedtransfer.system import replace_file
 from speedtransfer.units import format_count, format_seconds
+
+
+def _titled(axes: Any, title: str) -> None:
+    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+
+
+def _save(figure: Any, path: Path) -> None:
+    with replace_file(path) as file:
+        figure.savefig(file, format="png")
 
 
 def draw_plan(path: Path, workload: Workload, machine: Machine, options: Sequence[Option], best: Option | None) -> None:
@@ -40,49 +49,42 @@ def draw_plan(path: Path, workload: Workload, machine: Machine, options: Sequenc
     how = "measured here" if any(each.trial is not None for each in shown) else "estimated"
     tables = f"{len(workload.tables)} tables, " if len(workload.tables) > 1 else ""
     about = f"{workload.trainer.name}, {tables}{workload.lookups:,} lookups a step, {machine.device or machine.name}"
-    axes.set_title(f"ms of a step of the tables, {how}\n{about}", fontsize=10.5, color=INK, loc="left")
-    with replace_file(path) as file:
-        figure.savefig(file, format="png")
+    _titled(axes, f"ms of a step of the tables, {how}\n{about}")
+    _save(figure, path)
 
 
 def draw_hosts(path: Path, hosts: Hosts) -> None:
     """Draw the bytes that the mean and the busiest owner send in a step, by the number of hosts, as a PNG."""
     figure = require_matplotlib()(4.8, 3.6)
     axes, found = figure.subplots(), list(hosts.by_number())
-    for name, number, factors in (
-        ("the busiest owner", 1, [each.busiest for each in found]),
-        ("the mean", 0, [1.0] * len(found)),
-    ):
-        sent = [each.cost.sent * factor for each, factor in zip(found, factors, strict=True)]
-        axes.plot([each.number for each in found], sent, label=name, **line_style(number, ours=number == 0))
+    numbers, mean = [each.number for each in found], [each.cost.sent for each in found]
+    busiest = [each.cost.sent * each.busiest for each in found]
+    axes.plot(numbers, busiest, label="the busiest owner", **line_style(1, ours=False))
+    axes.plot(numbers, mean, label="the mean", **line_style(0, ours=True))
     tidy(axes)
     axes.set_xscale("log", base=2)
     axes.set_ylim(bottom=0)
     plain_numbers(axes, "x")
-    axes.set_xticks([each.number for each in found])
+    axes.set_xticks(numbers)
     axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.set_xlabel("hosts", fontsize=10, color=QUIET)
     work = hosts.workload
     rows = format_count(sum(table.rows for table in work.tables))
     about = f"{rows} rows, {work.lookups:,} lookups a host, Zipf exponent {work.zipf:g}"
-    title = f"bytes that an owner sends in a step\n{about}"
-    axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+    _titled(axes, f"bytes that an owner sends in a step\n{about}")
     legend_below(figure, axes)
-    with replace_file(path) as file:
-        figure.savefig(file, format="png")
+    _save(figure, path)
 
 
-def draw_ranking(path: Path, ranking: Ranking) -> None:
+def draw_ranking(path: Path, names: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> None:
     """Draw a column of bars for each measure, of values relative to the best; "-" where there is none; a PNG."""
-    names, columns = [f"{each.machine.name} ({each.machine.devices})" for each in ranking.ranked], ranking.columns()
     figure = require_matplotlib()(2.0 + 2.2 * len(columns), 1.0 + 0.34 * len(names))
     panels = figure.subplots(1, len(columns), sharey=True, squeeze=False)[0]
     for number, (axes, (title, values)) in enumerate(zip(panels, columns.items(), strict=True)):
         texts = ["-" if value is None else f"{value:.2f}" for value in values]
         bars(axes, names, [value or 0.0 for value in values], texts, [COLOURS[number]] * len(names), fontsize=10)
         axes.set_xticks([])
-        axes.set_title(title, fontsize=10.5, color=INK, loc="left")
+        _titled(axes, title)
     panels[0].set_ylim(len(names) - 0.5, -0.5)
     figure.supxlabel("1: the best of its column", fontsize=10, color=QUIET)
-    with replace_file(path) as file:
-        figure.savefig(file, format="png")
+    _save(figure, path)
