@@ -143,7 +143,8 @@ def plan(
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
     shared = hosts_given(hosts, link, "--")
-    for option, value in {"--unique": unique, "--ranks": ranks, "--hosts": shared, "--rank": rank or None}.items():
+    wanting: dict[str, Any] = {"--unique": unique, "--ranks": ranks, "--hosts": shared, "--rank": rank or None}
+    for option, value in wanting.items():
         if value is not None and asked is None:
             raise InvalidValueError(f"{option} is given without the lookups of a step; pass --lookups as well")
     for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
