@@ -137,7 +137,8 @@ def test_every_form_of_mixed_precision_is_measured(suites, monkeypatch):
     """On a tiny network, with no memory measured."""
     mixed = suites["mixed"].module
     monkeypatch.setattr(mixed, "memory_of", lambda *given: {"host_bytes": 1000})
-    monkeypatch.setattr(mixed, "_MOST_TRAINING_S", math.inf)
+    for limit in ("_MOST_STEP_S", "_MOST_TRAINING_S"):
+        monkeypatch.setattr(mixed, limit, math.inf)
     tiny = mixed._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
     monkeypatch.setattr(mixed, "_QUICK", tiny)
     found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)

@@ -30,6 +30,7 @@ from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.errors import DeviceError, SpeedtransferError
 from speedtransfer.nn import Embedding
 from speedtransfer.system import cpu_features
+from speedtransfer.units import format_seconds
 
 NOTE = (
     "AdamW; the learning rate grows with the root of the batch size. All forms begin with the same weights and see the same "
@@ -48,8 +49,8 @@ COLUMNS = {
     "not trained through, for the seconds that it would take": show_figure(WOULD_TAKE, "{:.1f}"),
 }
 MAX_LOSS_RATIO = 1.05  # of the final loss to that of FP32, for forms with float32 weights
-# Seconds, and times those of FP32, beyond which a form is not trained through.
-_MOST_TRAINING_S, _MOST_TIMES = 10.0, 3.0
+# Limits beyond which a form is not trained through.
+_MOST_STEP_S, _MOST_TRAINING_S, _MOST_TIMES = 1.0, 10.0, 3.0
 _EVALUATED_AT_ONCE, _LR_BATCH = 2048, 128  # a learning rate is that of this batch size
 _BATCHES, _QUICK_BATCHES = (128, 256, 512, 1024, 2048), (128, 512)
 # CPU features for 16-bit arithmetic; f16c only converts. Tensor cores have float16 since 7.0 and bfloat16 since 8.0.
@@ -226,6 +227,8 @@ class Training:
         self.restart()
         self.take(1)  # warm-up
         self._step_s = self.take(1)
+        if self.form is not FP32 and self._step_s > _MOST_STEP_S:
+            raise SpeedtransferError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
 
     def take(self, count: int) -> float:
         synchronize(self.device)
