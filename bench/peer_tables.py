@@ -67,9 +67,8 @@ class Data:
             # Parts of one tensor, as a loader makes them.
             ids = torch.stack([zipf_ids(shape.rows, shape.ids, draw) for _ in range(shape.tables)])
             self.batches.append(list(ids.unbind()))
-            cuts = [
-                torch.randint(shape.ids + 1, (count - 1,), generator=draw).sort().values for _ in range(shape.tables)
-            ]
+            every = (torch.randint(shape.ids + 1, (count - 1,), generator=draw) for _ in range(shape.tables))
+            cuts = [each.sort().values for each in every]
             begins = [torch.cat([cut.new_zeros(1), cut]) if shape.bags else torch.arange(count) for cut in cuts]
             self.offsets.append(begins)
         self.weights = [torch.randn(shape.rows, shape.dim, generator=draw) for _ in range(shape.tables)]
@@ -176,10 +175,8 @@ def torchrec(data: Data) -> Peer:
     fused = importlib.import_module("torchrec.modules.fused_embedding_modules")
     shape = data.shape
     names = [f"t{number}" for number in range(shape.tables)]
-    configs = [
-        library.EmbeddingBagConfig(num_embeddings=shape.rows, embedding_dim=shape.dim, name=name, feature_names=[name])
-        for name in names
-    ]
+    size = {"num_embeddings": shape.rows, "embedding_dim": shape.dim}
+    configs = [library.EmbeddingBagConfig(**size, name=name, feature_names=[name]) for name in names]
     kind = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "AdamW": torch.optim.Adam}[data.optimizer]
     found = fused.FusedEmbeddingBagCollection(
         tables=configs, optimizer_type=kind, optimizer_kwargs={"lr": RATE, "eps": 1e-10}, device=torch.device("cpu")
@@ -214,15 +211,13 @@ def tfra(data: Data) -> Peer:
         raise NotHereError("its lookups are not pooled here")
     shape = data.shape
     with tempfile.NamedTemporaryFile(suffix=".npz") as file:
-        np.savez(
-            file, ids=torch.stack([torch.stack(ids) for ids in data.batches]).numpy(), gradient=data.gradient.numpy()
-        )
+        ids = torch.stack([torch.stack(batch) for batch in data.batches])
+        np.savez(file, ids=ids.numpy(), gradient=data.gradient.numpy())
         file.flush()
         script, threads = Path(__file__).with_name("peers_tfra.py"), torch.get_num_threads()
         command = [python, script, file.name, data.optimizer, str(RATE), str(threads)]
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        child = subprocess.Popen(command, text=True, **pipes)
         if not _answer(child).startswith("ready"):
             raise NotHereError("it did not start")
 
