@@ -224,6 +224,8 @@ def test_owners_of_many_hosts_are_asked_for_about_as_much():
 
 
 REFUSED = r"""
+plan((0, 8)) -> InvalidValueError: rows of 'table' is 0 but must be at least 1
+plan((10, 8), batch=0) -> InvalidValueError: batch is 0 but must be at least 1
 plan((2**49, 8)) -> InvalidValueError: rows of 'table' is 562949953421312 but must be at most 2\*\*48
 plan((1.5, 8)) -> InvalidValueError: rows of 'table' is 1.5 but must be a whole number; pass for instance 1e9
 plan((10, 8), lookups=0.5) -> InvalidValueError: lookups is 0.5 but must be a number from 1 on

@@ -106,7 +106,7 @@ def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
 def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, code, problem):
     """Of a run whose worker was killed, too."""
     module = importlib.import_module("device_tests")
-    tests = [("passed", "a::x"), ("passed", "b::x"), ("failed", "a::y"), ("skipped", "a::z")]
+    tests = [("passed", "a::x"), ("passed", "b::x"), ("failed", "a::y"), ("passed", "a::y"), ("skipped", "a::z")]
     lines = [json.dumps({"test": f"tests/gpu/test_{name}", "outcome": what, "message": "why"}) for what, name in tests]
 
     def pretend(command, limit_s, env, **others):
