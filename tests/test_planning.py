@@ -169,6 +169,8 @@ def test_data_is_json_and_complete(tmp_path):
     (held,) = [each for each in data["bytes"] if (each["storage_dtype"], each["state_dtype"]) == ("float32", "float32")]
     assert held["total"] == 1_000_000 * (3 * 32 * 4 + 4)
     assert held["last_step"] == 4_000_000
+    parts = ("weight", "state", "last_step", "scale")
+    assert all(each["total"] == sum(each[part] for part in parts) for each in data["bytes"])
     assert [size["share"] for size in data["cache"]] == sorted(size["share"] for size in data["cache"])
     with pytest.raises(StorageError):
         plan.draw(tmp_path / "none" / "plan.png")
