@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiment import run
-from store import write
+from store import run, write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 WORKERS, TEST_S = 8, 60  # processes that run tests at once, and seconds of a test

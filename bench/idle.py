@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from experiment import exit_code, make_parser
-from store import IDLE, ROOT, header, path_of, write
+from store import IDLE, ROOT, exit_code, header, make_parser, path_of, write
 from torch import Tensor, nn
 
 import speedtransfer as st

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import store
 from device_tests import SANITIZER, ending, run_sanitizer, run_tests, verdict
-from experiment import log, logs, run
 from rich.console import Console
 from store import CHECKS, FULL, MEASURED, PARTIAL, QUICK, ROOT, header, path_of, read, recorded, suites, write
 
@@ -63,7 +63,7 @@ COMMIT=1a2b3c+changes names the commit where there is no git; "+changes" means t
 def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
     """Measure a suite in another process; return what went wrong."""
     job = {"about": about, "path": str(path), "quick": quick, "seconds": max(1.0, limit_s - MARGIN_S)}
-    code, _ = run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
+    code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
     return "a group failed" if code == 1 else ending(code)
@@ -105,12 +105,12 @@ def record(
     problems: dict[str, str] = {}
     folder = path_of(root, header(root, "")["environment"]["device"], "").parent
     with contextlib.ExitStack() as stack:
-        stack.callback(logs.clear)
+        stack.callback(store.logs.clear)
         stack.callback(pack, archive, folder, root)
         for path in (folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
+                store.logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
             except OSError as error:
                 print(f"cannot write {path}: {error}", file=sys.stderr)
         for task in tasks:
@@ -118,15 +118,15 @@ def record(
             if limit < 5:
                 problems[task.name] = "no time was left for it"
                 continue
-            log(f"--- {task.name}, {limit:.0f} s at most\n")
+            store.log(f"--- {task.name}, {limit:.0f} s at most\n")
             problem = _run_task(task, limit, root)
             pack(archive, folder, root)
             if problem:
                 problems[task.name] = problem
-            log(f"--- {task.name}: {problem or 'done'}\n")
+            store.log(f"--- {task.name}: {problem or 'done'}\n")
         status(root)
         for name, problem in problems.items():
-            log(f"{name}: {problem}\n", sys.stderr)
+            store.log(f"{name}: {problem}\n", sys.stderr)
     return int(bool(problems))
 
 

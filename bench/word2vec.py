@@ -24,8 +24,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import RunError, exit_code, make_parser, run_job
-from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, read, write
+from store import (
+    FULL,
+    PARTIAL,
+    QUICK,
+    ROOT,
+    WORD2VEC,
+    RunError,
+    exit_code,
+    header,
+    make_parser,
+    path_of,
+    read,
+    run_job,
+    write,
+)
 from word2vec_child import EVALUATE, GENSIM, MODELS, OURS, cores
 from word2vec_report import RESERVED, TUNED, System, label, markdown, speeds, system_of, with_differences
 

@@ -167,7 +167,7 @@ def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tr
                 assert any(f"/{asked[-1][0]}." in name for name in file.getnames())
         assert archive.exists() == bool(asked)
         asked.append((about["part"], round(limit_s), quick))
-        record.log(f"this is {about['part']}\n")
+        record.store.log(f"this is {about['part']}\n")
         store.write(path, {**about, **SUITE})
         return "broken"
 
@@ -194,7 +194,7 @@ def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tr
 
 def test_what_is_there_is_kept_whatever_ends_the_run(record, tree, monkeypatch, fresh_signals):
     def stopped(*args):
-        record.log("begun")
+        record.store.log("begun")
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 

@@ -122,12 +122,12 @@ def plan(
     from rich.console import Console
 
     from speedtransfer.planning.footprint import forms_for, size_of
+    from speedtransfer.planning.hosts import show_ranks
     from speedtransfer.planning.machine import load_machines, published_machines, with_memory
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import hosts_given, plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
-    from speedtransfer.planning.shown_ranks import show_ranks
     from speedtransfer.planning.workload import checked_number, make_workload
     from speedtransfer.system import replace_file
 
