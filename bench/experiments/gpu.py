@@ -93,33 +93,27 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     rows = [small, scale.rows(8 * scale.small, 2)]
     sizes = scale.sizes or (0,)
     found = [
-        *(
-            _group("step", f"step of {scale.lookups:,} lookups in {n:,} rows, ms", step, scale, n)
-            for n in (small, large)
-        ),
-        _group("fbgemm", f"step of ten tables of {small:,} rows, {_many(scale):,} lookups in all, ms", fbgemm, scale),
-        *(_group("both_ways", f"rows read beside rows written, {n:,} rows, GB/s", both_ways, scale, n) for n in rows),
-        _group("few_blocks", f"rows read beside a product of matrices, {rows[1]:,} rows, GB/s", few_blocks, scale),
-        _group("host", "step of ten small tables, 2,000 lookups each, ms", host, scale),
-        _group("words", "word2vec, 100 dimensions, window 5", words, scale),
-        _group("profile", f"the device's time of a step of AdamW, {small:,} rows, us by kernel", profile, scale),
-        *(_group("pages", f"rows anywhere in a table of {gb:g} GB, GB/s", pages, scale, gb) for gb in sizes),
+        *(_group(f"step of {scale.lookups:,} lookups in {n:,} rows, ms", step, scale, n) for n in (small, large)),
+        _group(f"step of ten tables of {small:,} rows, {_many(scale):,} lookups in all, ms", fbgemm, scale),
+        *(_group(f"rows read beside rows written, {n:,} rows, GB/s", both_ways, scale, n) for n in rows),
+        _group(f"rows read beside a product of matrices, {rows[1]:,} rows, GB/s", few_blocks, scale),
+        _group("step of ten small tables, 2,000 lookups each, ms", host, scale),
+        _group("word2vec, 100 dimensions, window 5", words, scale),
+        _group(f"the device's time of a step of AdamW, {small:,} rows, us by kernel", profile, scale),
+        *(_group(f"rows anywhere in a table of {gb:g} GB, GB/s", pages, scale, gb) for gb in sizes),
     ]
     return list({group.title: group for group in found}.values())
 
 
-def _needs_cuda() -> Any:
-    raise DeviceError("needs CUDA")
-
-
-def _group(experiment: str, title: str, cases: Callable[..., Cases], scale: Scale, *size: float) -> Group:
-    params = {"experiment": experiment, "headline": False, **({"size": size[0]} if size else {})}
-    runs = experiment not in NEED_CUDA or resolve_device(None).type == "cuda"
-    return Group(title, functools.partial(_measured, cases, scale, *size) if runs else _needs_cuda, params)
+def _group(title: str, cases: Callable[..., Cases], scale: Scale, *size: float) -> Group:
+    params = {"experiment": cases.__name__, "headline": False, **({"size": size[0]} if size else {})}
+    return Group(title, functools.partial(_measured, cases, scale, *size), params)
 
 
 def _measured(cases: Callable[..., Cases], *about: Any) -> list[CaseResult]:
     """Return what an experiment finds; one that fails costs no other."""
+    if cases.__name__ in NEED_CUDA and resolve_device(None).type != "cuda":
+        raise DeviceError("needs CUDA")
     found: list[CaseResult] = []
     for name, measure in cases(*about):
         found.append(CaseResult(name, "other" if name.startswith("nn.") else "ours", 0))

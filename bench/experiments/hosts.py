@@ -144,11 +144,8 @@ def _wire(delay_ms: float, gbit: float) -> Iterator[None]:
             run(["ip", "netns", "add", name])
             stack.callback(run, ["ip", "netns", "del", name])
             run(["ip", "link", "set", name, "netns", name])
-            for words in (
-                "link set lo up",
-                f"addr add {address}/24 dev {name}",
-                f"link set {name} txqueuelen 10000 up",
-            ):
+            up = f"link set {name} txqueuelen 10000 up"
+            for words in ("link set lo up", f"addr add {address}/24 dev {name}", up):
                 run(["ip", "-n", name, *words.split()])
         yield
 
