@@ -101,8 +101,8 @@ transfr -> 'transfer'
 transfer --table-bytes 65535 -> --table-bytes is 65535 but must be a number from 65536 on
 step --table-bytes 1e9 -> --table-bytes means nothing to suite 'step'; it is for transfer
 transfer --json folder -> name the file
-all --json file -> --json: 'file' cannot be written to
-transfer --plot file/plots -> --plot: 'file/plots' cannot be written to
+all --json file -> cannot write 'file/transfer.json'
+transfer --plot file/plots -> cannot write 'file/plots/report.md'
 """
 
 

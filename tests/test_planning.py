@@ -383,7 +383,6 @@ TABLE --storage int9 -> storage_dtype is 'int9'; did you mean 'int8'
 FAST --dense-ms inf -> --dense-ms is inf but must be a number from 0 on
 TABLE --by hour -> --by is 'hour' without --rank
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
-FAST --picture none/plan.png -> cannot write 'none/plan.png' (there is no folder 'none')
 FAST --picture plan.qqq -> 'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png
 RANKED --prices none.yaml -> none.yaml
 """

@@ -7,7 +7,6 @@ keeps the figures of all finished groups.
 from __future__ import annotations
 
 import math
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,8 +19,8 @@ from speedtransfer.benchmark.run import run_suite
 from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES
 from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import require_matplotlib
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError, check_size, suggest
-from speedtransfer.system import replace_file
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
+from speedtransfer.system import check_writable, replace_file
 
 ALL = "all"
 
@@ -61,11 +60,9 @@ def bench(
     check_size(seed, "--seed")
     if plot is not None:
         require_matplotlib()
-        _make_folder(plot, "--plot")
+        check_writable(plot / "report.md")
     if json is not None:
-        if suite != ALL and json.is_dir():
-            raise StorageError(f"--json {str(json)!r} is a folder but one suite is one file; name the file")
-        _make_folder(json if suite == ALL else json.parent, "--json")
+        check_writable(json / "transfer.json" if suite == ALL else json)
     console = Console(highlight=False, width=None if Console().is_terminal else 120)
     results: dict[str, dict[str, Any]] = {}
 
@@ -119,14 +116,3 @@ def _write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
 def _write(path: Path, content: bytes) -> None:
     with replace_file(path) as file:
         file.write(content)
-
-
-def _make_folder(folder: Path, option: str) -> None:
-    """Make a folder if it is not there; raises StorageError where it cannot be written to."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        problem = f"{str(folder)!r} cannot be written to ({error.strerror})"
-        raise StorageError(f"{option}: {problem}; choose a folder you may write to") from error

@@ -6,14 +6,13 @@ What needs torch is imported when the command runs: ``--help`` answers without i
 from __future__ import annotations
 
 import math
-import os
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from speedtransfer.errors import InvalidValueError, StorageError, check_png, check_size, suggest
+from speedtransfer.errors import InvalidValueError, check_png, check_size, suggest
 
 # For the help, which is shown without torch.
 STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -129,7 +128,7 @@ def plan(
     from speedtransfer.planning.planner import hosts_given, plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
     from speedtransfer.planning.workload import checked_number, make_workload
-    from speedtransfer.system import replace_file
+    from speedtransfer.system import check_writable, replace_file
 
     if len(dim) not in (1, len(rows)):
         raise InvalidValueError(
@@ -175,7 +174,7 @@ def plan(
         check_png(picture)
     for path in (picture, json if json != "-" else None):
         if path is not None:
-            _check_writable(Path(path))
+            check_writable(Path(path))
     found: Any
     if rank:
         if shared is not None:
@@ -227,16 +226,3 @@ def _lookups(
         raise InvalidValueError("--batch is given, and --tokens too; pass one of them")
     per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
     return float(check_size(tokens, "--tokens", 1) * per_token), samples
-
-
-def _check_writable(path: Path) -> None:
-    """Raise `StorageError` if no file can be written there."""
-    problem = ""
-    if path.is_dir():
-        problem = "(it is a folder); pass the name of a file"
-    elif not path.parent.is_dir():
-        problem = f"(there is no folder {str(path.parent)!r}); make it, or pass another path"
-    elif not os.access(path.parent, os.W_OK):
-        problem = "(the folder is not writable); choose a folder you may write to"
-    if problem:
-        raise StorageError(f"cannot write {str(path)!r} {problem}")
