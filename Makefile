@@ -186,4 +186,4 @@ set-version:
 	$(PYTHON) release/set_version.py "$(VERSION)"
 
 clean:
-	rm -rf $(VENV) $(PROJECTS) $(PEERS) $(RELEASE) .nox docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PROJECTS) $(PEERS) $(RELEASE) .nox docs/_build docs/jupyter_execute build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from experiment import run
-from store import write
+from store import run, write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 WORKERS, TEST_S = 8, 60  # processes that run tests at once, and seconds of a test
@@ -55,7 +54,6 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> 
 
 
 def workers() -> list[str]:
-    """Return the options for tests in several processes, where pytest has its plugins for that."""
     count = min(WORKERS, os.cpu_count() or 1)
     if count == 1 or any(importlib.util.find_spec(name) is None for name in ("xdist", "pytest_timeout")):
         return []
@@ -70,7 +68,9 @@ def ending(code: int | None) -> str:
 
 def summary(outcomes: Path) -> dict[str, Any]:
     """Return counts, passed tests by file, and failures with their messages, of what the plugin has written."""
-    tests = [json.loads(line) for line in outcomes.read_text(encoding="utf-8").splitlines()]
+    lines = [json.loads(line) for line in outcomes.read_text(encoding="utf-8").splitlines()]
+    # A test that fails when it ends may have passed before.
+    tests = {line["test"]: line for line in sorted(lines, key=lambda line: line["outcome"] == "failed")}.values()
     counts = Counter(test["outcome"] for test in tests)
     passed = (test["test"].partition("::")[0] for test in tests if test["outcome"] == "passed")
     return {
@@ -117,7 +117,6 @@ def sanitized(root: Path) -> list[str]:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """Return the verdict of a sanitizer tool on the tests it ran."""
     code, summary = found["exit"], found["summary"]
     if code is None:
         return STOPPED
@@ -135,38 +134,14 @@ def verdict(found: dict[str, Any]) -> str:
 # --- the plugin ---------------------------------------------------------------------------------------------------------
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     # Workers of pytest-xdist report to the process that has started them.
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(_Reporter(config), "outcomes, reporter")
-
-
-class _Reporter:
-    def __init__(self, config: pytest.Config) -> None:
-        self.config = config
-        self.outcomes: dict[str, str] = {}  # of tests that have not ended, and of failures
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        before = self.outcomes.get(report.nodeid, "passed")
-        if report.failed:
-            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
-            if terminal is not None:
-                terminal.write_line(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}")
-            if before != "failed":
-                self._write(report.nodeid, "failed", _message(report))
-            self.outcomes[report.nodeid] = "failed"
-        elif before != "failed":
-            self.outcomes[report.nodeid] = "skipped" if report.skipped else before
-            if report.when == "teardown":
-                self._write(report.nodeid, self.outcomes.pop(report.nodeid))
-
-    def _write(self, test: str, outcome: str, message: str = "") -> None:
-        with Path(os.environ["OUTCOMES"]).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"test": test, "outcome": outcome, "message": message}) + "\n")
-
-
-def _message(report: pytest.TestReport) -> str:
-    """Return the first line of what went wrong."""
+    if "PYTEST_XDIST_WORKER" in os.environ or (report.passed and report.when != "call"):
+        return
+    if report.failed:
+        print(f"\n{report.nodeid}, {report.when}:\n{report.longreprtext}", flush=True)
     crash = getattr(report.longrepr, "reprcrash", None)
-    text = crash.message if crash is not None else str(report.longrepr)
-    return next(iter(text.strip().splitlines()), "")[:300]
+    text = (crash.message if crash is not None else report.longreprtext) if report.failed else ""
+    test = {"test": report.nodeid, "outcome": report.outcome, "message": text.strip().partition("\n")[0][:300]}
+    with Path(os.environ["OUTCOMES"]).open("a", encoding="utf-8") as file:
+        file.write(json.dumps(test) + "\n")

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from experiment import exit_code, make_parser
-from store import IDLE, ROOT, header, path_of, write
+from store import IDLE, ROOT, exit_code, header, make_parser, path_of, write
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -36,7 +35,7 @@ DENSE, EXACT, LAZY, SPARSE = WAYS = ("dense", "exact", "lazy", "SparseAdam")
 DOUBLE = "dense, float64"  # its distance to dense is that of rounding alone
 TOP = 20
 _START = 0.1  # standard deviation of the first weights
-_MOST = 10_000_000  # users or items: each has a row, also for the dense optimizer
+_MOST = 10_000_000  # users or items
 
 Weights = tuple[Tensor, Tensor]
 
@@ -59,7 +58,6 @@ class Settings:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = make_parser("idle", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of train.txt and test.txt")
     for name in ("steps", "batch", "seed", "lr", "weight-decay"):
@@ -95,13 +93,11 @@ class Data(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """Number of users and of items."""
         users, items = (torch.cat([self.train, self.test]).amax(0) + 1).tolist()
         return users, items
 
 
 def read_data(folder: Path) -> Data:
-    """Read ``train.txt`` and ``test.txt`` of `folder`, packed (``.xz``) or not."""
     return Data(_read_pairs(folder, "train.txt"), _read_pairs(folder, "test.txt"))
 
 
@@ -109,21 +105,17 @@ def _read_pairs(folder: Path, name: str) -> Tensor:
     path = next((path for path in (folder / name, folder / f"{name}.xz") if path.is_file()), None)
     if path is None:
         raise InvalidValueError(f"there is no {name} or {name}.xz in {str(folder)!r}; name the folder that has them")
-    pairs: list[tuple[int, int]] = []
-    number = 0
     try:
         with lzma.open(path, "rt") if path.suffix == ".xz" else path.open() as file:
-            for number, line in enumerate(file, start=1):  # noqa: B007
-                user, *items = map(int, line.split())
-                if not 0 <= min([user, *items]) <= max([user, *items]) < _MOST:
-                    raise ValueError(f"a number is negative or not below {_MOST:,}")
-                pairs += [(user, item) for item in items]
+            lines = [list(map(int, line.split())) for line in file]
     except (ValueError, OSError, EOFError, lzma.LZMAError) as error:
         what = "lines with the number of a user, then those of its items, as in LightGCN's Gowalla"
-        raise InvalidValueError(f"cannot read line {number} of {str(path)!r} ({error}); it must have {what}") from error
-    if not pairs:
-        raise InvalidValueError(f"{str(path)!r} names no item at all; pass data with some")
-    return torch.tensor(sorted(pairs))
+        raise InvalidValueError(f"cannot read {str(path)!r} ({error}); it must have {what}") from error
+    pairs = torch.tensor(sorted((user, item) for user, *items in lines for item in items))
+    # Each has a row, also for the dense optimizer.
+    if not len(pairs) or pairs.min() < 0 or pairs.max() >= _MOST:
+        raise InvalidValueError(f"{str(path)!r} names no item, or a number that is negative or not below {_MOST:,}")
+    return pairs
 
 
 def batches(data: Data, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
@@ -146,7 +138,6 @@ class Recall:
         self.users, self._data = users[order[: settings.users]].sort().values, data
 
     def __call__(self, users: Tensor, items: Tensor) -> float:
-        """Return the mean over the users, for the weights of a model."""
         scores = users[self.users.to(users.device)] @ items.T
         known, wanted = (self._marked(pairs, scores) for pairs in self._data)
         best = scores.masked_fill_(known, -torch.inf).topk(min(TOP, scores.shape[1]), dim=1).indices
@@ -241,7 +232,6 @@ def train(data: Data, settings: Settings, device: torch.device) -> dict[str, Any
 
 
 def _distance(weights: Weights, others: Weights) -> float:
-    """Return the largest difference of any weight."""
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(weights, others, strict=True))
 
 
@@ -252,43 +242,31 @@ def _digits(value: float) -> float:
 # --- what is shown ------------------------------------------------------------------------------------------------------
 
 # Exact is dashed over a broad dense line: both are visible where they coincide.
-_LINES: dict[str, dict[str, Any]] = {
-    DENSE: {"label": "nn.Embedding + AdamW (dense)", "color": "#b8bec8", "lw": 7, "zorder": 2},
-    EXACT: {
-        "label": 'speedtransfer, idle="exact" + AdamW',
-        "color": COLOURS[0],
-        "lw": 2,
-        "ls": (0, (4, 2)),
-        "zorder": 5,
-    },
-    LAZY: {"label": 'speedtransfer, idle="lazy" + AdamW', "color": COLOURS[1], "lw": 2, "zorder": 4},
-    SPARSE: {
-        "label": "nn.Embedding(sparse=True) + SparseAdam",
-        "color": COLOURS[2],
-        "lw": 2,
-        "ls": (0, (1, 1)),
-        "zorder": 4,
-    },
-    DOUBLE: {"label": "dense in float64: rounding", "color": QUIET, "lw": 1.5, "ls": ":", "zorder": 3},
+_KEYS = ("label", "color", "lw", "ls", "zorder")
+_LINES = {
+    DENSE: ("nn.Embedding + AdamW (dense)", "#b8bec8", 7, "-", 2),
+    EXACT: ('speedtransfer, idle="exact" + AdamW', COLOURS[0], 2, (0, (4, 2)), 5),
+    LAZY: ('speedtransfer, idle="lazy" + AdamW', COLOURS[1], 2, "-", 4),
+    SPARSE: ("nn.Embedding(sparse=True) + SparseAdam", COLOURS[2], 2, (0, (1, 1)), 4),
+    DOUBLE: ("dense in float64: rounding", QUIET, 1.5, ":", 3),
 }
 
 
 def draw(result: dict[str, Any]) -> Any:
-    """Return the picture."""
     figure = require_matplotlib()(12, 4.4)
     panels = figure.subplots(1, 3, width_ratios=(3, 3, 2))
     counts, curves = result["counts"], result["curves"]
     middles = [(a + b) / 2 for a, b in itertools.pairwise(counts)]  # each loss is a mean from count to count
-    titles = {
-        "loss": "training loss",
-        "recall": f"recall@{TOP} on held-out items (higher is better)",
-        "distance": "farthest weight from dense\n(1: as far as dense has moved any)",
+    shown = {
+        "loss": (middles, "training loss"),
+        "recall": (counts, f"recall@{TOP} on held-out items (higher is better)"),
+        "distance": (counts[1:], "farthest weight from dense\n(1: as far as dense has moved any)"),
     }
-    places = {"loss": middles, "recall": counts, "distance": counts[1:]}
-    for axes, (key, title) in zip(panels, titles.items(), strict=True):
-        for way, style in _LINES.items():
+    styles: dict[str, dict[str, Any]] = {way: dict(zip(_KEYS, style, strict=True)) for way, style in _LINES.items()}
+    for axes, (key, (places, title)) in zip(panels, shown.items(), strict=True):
+        for way, style in styles.items():
             if key in curves[way] and (key, way) != ("distance", DENSE):
-                axes.plot(places[key], curves[way][key], **style)
+                axes.plot(places, curves[way][key], **style)
         axes.set_title(title, fontsize=11, color=INK)
         axes.set_xlabel("step")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
@@ -296,13 +274,12 @@ def draw(result: dict[str, Any]) -> Any:
     for axes in panels[:2]:
         axes.set_ylim(0, 1.08 * axes.get_ylim()[1])
     panels[2].set_yscale("log")
-    panels[0].plot([], [], **_LINES[DOUBLE])  # for the legend, which is that of the first
+    panels[0].plot([], [], **styles[DOUBLE])  # for the legend, which is that of the first
     legend_below(figure, panels[0])
     return figure
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of docs/results.md: what was trained, and the results."""
     settings, sizes, curves = result["settings"], result["sizes"], result["curves"]
     users, items = map(format_share, result["touched"])
     trained = (

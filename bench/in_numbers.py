@@ -22,15 +22,7 @@ _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the sentence that `result` gives README.md; after the one on steps comes that on a table in a file."""
-    describe = {
-        STEP: _steps,
-        PEERS: _beside_others,
-        GPU: _on_a_gpu,
-        IDLE: _same_numbers,
-        WORD2VEC: _words,
-        NGRAM_EXAMPLE: _language_model,
-    }[result["part"]]
-    line = f"- {describe(result)} ({result['environment']['device']}, {commit_and_date(result)})"
+    line = f"- {SENTENCES[result['part']](result)} ({result['environment']['device']}, {commit_and_date(result)})"
     return f"{line}\n\n{_oversized()}" if result["part"] == STEP else line
 
 
@@ -128,3 +120,9 @@ def _words(result: dict[str, Any]) -> str:
         f"**word2vec.** Skip-gram of {system.dim} dimensions by {OPTIMIZERS[system.optimizer]} on two cores: "
         f"{speed}{quality} beyond the confidence interval."
     )
+
+
+SENTENCES = {
+    **{STEP: _steps, PEERS: _beside_others, GPU: _on_a_gpu},
+    **{IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model},
+}

@@ -64,7 +64,6 @@ HERE = Path(__file__).name
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(
         prog="bench/launches.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -160,7 +159,6 @@ def count(form: str, folder: Path) -> dict[str, Any]:
 
 
 def _kernel(text: str) -> str:
-    """Return the name of a kernel without what it is instantiated with."""
     text = text.removeprefix("of torch, NOT EMULATED: ").removeprefix("of CuPy, NOT EMULATED: ")
     text = re.sub(r" \d+x\d+$", "", text.removeprefix("void "))
     return re.sub(r"\(anonymous namespace\)::|at::native::|at_cuda_detail::|cub::[^:]*::", "", text).split("(")[0][:60]
@@ -179,7 +177,6 @@ class Watch(TorchDispatchMode):
         self._seen = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Do the operation, and look at what it has called."""
         name = func._schema.name.partition("::")[2]
         result = func(*args, **(kwargs or {}))
         self.look(sys._getframe(1))
@@ -216,7 +213,6 @@ def _source(frame: Any) -> str:
 
 @contextmanager
 def watching() -> Iterator[Watch]:
-    """Watch the body."""
     with fakegpu.recorded(), Watch() as watch:
         sys.setprofile(watch.profile)
         try:

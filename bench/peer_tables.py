@@ -44,7 +44,6 @@ class Shape(NamedTuple):
 
     @property
     def title(self) -> str:
-        """What is looked up in what."""
         tables = f"{self.tables} tables of " if self.tables > 1 else ""
         looked_up = f"{self.ids:,} ids" + (f" in {self.bags:,} bags" if self.bags else "")
         return f"{tables}{self.rows:,} x {self.dim}, {looked_up}{' each' if self.tables > 1 else ''}"
@@ -68,21 +67,18 @@ class Data:
             # Parts of one tensor, as a loader makes them.
             ids = torch.stack([zipf_ids(shape.rows, shape.ids, draw) for _ in range(shape.tables)])
             self.batches.append(list(ids.unbind()))
-            cuts = [
-                torch.randint(shape.ids + 1, (count - 1,), generator=draw).sort().values for _ in range(shape.tables)
-            ]
+            every = (torch.randint(shape.ids + 1, (count - 1,), generator=draw) for _ in range(shape.tables))
+            cuts = [each.sort().values for each in every]
             begins = [torch.cat([cut.new_zeros(1), cut]) if shape.bags else torch.arange(count) for cut in cuts]
             self.offsets.append(begins)
         self.weights = [torch.randn(shape.rows, shape.dim, generator=draw) for _ in range(shape.tables)]
         self.gradient = torch.randn(count, shape.dim, generator=draw)
 
     def make(self, params: Any) -> Any:
-        """Return the optimizer, of torch."""
         return OPTIMIZERS[self.optimizer](params)
 
     @functools.cached_property
     def expected(self) -> list[Tensor]:
-        """The tables after the checked steps of nn.Embedding."""
         peer = modules(self, nn.EmbeddingBag if self.shape.bags else nn.Embedding)
         for number in range(CHECKED):
             peer.step(number)
@@ -108,7 +104,6 @@ def _stepping(data: Data, modules: Sequence[Any], look_up: Callable[[int], list[
 
 
 def modules(data: Data, kind: Any, make: Any = None, **options: Any) -> Peer:
-    """A module for each table."""
     shape = data.shape
     if shape.bags:
         options["mode"] = "sum"
@@ -147,7 +142,6 @@ def together(data: Data, one_by_one: bool = False, **options: Any) -> Peer:
 
 
 def fbgemm(data: Data) -> Peer:
-    """Tables of FBGEMM in host memory, which make the step in backward."""
     specs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
     tables = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
     places = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
@@ -177,15 +171,12 @@ def _ends(offsets: list[Tensor], ids: int) -> Tensor:
 
 
 def torchrec(data: Data) -> Peer:
-    """The collection of TorchRec whose optimizer is fused, on FBGEMM's tables."""
     library = importlib.import_module("torchrec")
     fused = importlib.import_module("torchrec.modules.fused_embedding_modules")
     shape = data.shape
     names = [f"t{number}" for number in range(shape.tables)]
-    configs = [
-        library.EmbeddingBagConfig(num_embeddings=shape.rows, embedding_dim=shape.dim, name=name, feature_names=[name])
-        for name in names
-    ]
+    size = {"num_embeddings": shape.rows, "embedding_dim": shape.dim}
+    configs = [library.EmbeddingBagConfig(**size, name=name, feature_names=[name]) for name in names]
     kind = {"SGD": torch.optim.SGD, "Adagrad": torch.optim.Adagrad, "AdamW": torch.optim.Adam}[data.optimizer]
     found = fused.FusedEmbeddingBagCollection(
         tables=configs, optimizer_type=kind, optimizer_kwargs={"lr": RATE, "eps": 1e-10}, device=torch.device("cpu")
@@ -206,7 +197,6 @@ def torchrec(data: Data) -> Peer:
 
 
 def dense(data: Data, module: str, name: str, **options: Any) -> Peer:
-    """nn.Embedding with an optimizer of another library."""
     make = getattr(importlib.import_module(module), name)
     kind = nn.EmbeddingBag if data.shape.bags else nn.Embedding
     return modules(data, kind, lambda params: make(params, lr=RATE, **options))
@@ -221,15 +211,13 @@ def tfra(data: Data) -> Peer:
         raise NotHereError("its lookups are not pooled here")
     shape = data.shape
     with tempfile.NamedTemporaryFile(suffix=".npz") as file:
-        np.savez(
-            file, ids=torch.stack([torch.stack(ids) for ids in data.batches]).numpy(), gradient=data.gradient.numpy()
-        )
+        ids = torch.stack([torch.stack(batch) for batch in data.batches])
+        np.savez(file, ids=ids.numpy(), gradient=data.gradient.numpy())
         file.flush()
         script, threads = Path(__file__).with_name("peers_tfra.py"), torch.get_num_threads()
         command = [python, script, file.name, data.optimizer, str(RATE), str(threads)]
-        child = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        child = subprocess.Popen(command, text=True, **pipes)
         if not _answer(child).startswith("ready"):
             raise NotHereError("it did not start")
 

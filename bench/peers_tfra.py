@@ -19,7 +19,6 @@ from tensorflow_recommenders_addons import dynamic_embedding as de  # noqa: E402
 
 
 def main(path: str, name: str, rate: float, threads: int) -> None:
-    """Make the tables, and answer until the input ends."""
     tf.config.threading.set_intra_op_parallelism_threads(threads)
     tf.config.threading.set_inter_op_parallelism_threads(threads)
     data = np.load(path)

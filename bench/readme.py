@@ -34,12 +34,10 @@ class Section(NamedTuple):
 
     @property
     def begin(self) -> str:
-        """The mark before it."""
         return f"<!-- {self.name}: made by `python bench/readme.py` from bench/results; do not edit -->"
 
     @property
     def end(self) -> str:
-        """The mark behind it."""
         return f"<!-- end of {self.name} -->"
 
 
@@ -81,7 +79,6 @@ def _try(path: Path, show: Callable[[dict[str, Any]], str]) -> list[Recorded]:
 
 
 def every_suite(root: Path) -> list[Recorded]:
-    """Return every recorded suite, GPUs first."""
     suites()
     found = [one for part, path in recorded(root) if part in MEASURED for one in _try(path, report.markdown)]
     return sorted(found, key=lambda one: not one.result["environment"]["cuda"])
@@ -161,13 +158,11 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
 
 
 def _image(result: Path, title: str, page: Path) -> str:
-    """Return the picture of a result for `page`, where there is one."""
     picture = result.with_suffix(".png")
     return f"![{title}]({_address(picture, page)})" if picture.exists() else ""
 
 
 def _address(file: Path, page: Path) -> str:
-    """Return the link to `file` from `page`."""
     return Path(os.path.relpath(file, page.parent)).as_posix()
 
 

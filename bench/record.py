@@ -15,12 +15,12 @@ import signal
 import sys
 import tarfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import store
 from device_tests import SANITIZER, ending, run_sanitizer, run_tests, verdict
-from experiment import log, logs, run
 from rich.console import Console
 from store import CHECKS, FULL, MEASURED, PARTIAL, QUICK, ROOT, header, path_of, read, recorded, suites, write
 
@@ -63,7 +63,7 @@ COMMIT=1a2b3c+changes names the commit where there is no git; "+changes" means t
 def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
     """Measure a suite in another process; return what went wrong."""
     job = {"about": about, "path": str(path), "quick": quick, "seconds": max(1.0, limit_s - MARGIN_S)}
-    code, _ = run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
+    code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
     return "a group failed" if code == 1 else ending(code)
@@ -82,9 +82,6 @@ def measure_here(about: dict[str, Any], path: str, quick: bool, seconds: float) 
     result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds)
     keep(result)
     return int(bool(result["failures"]))
-
-
-# --- the commands -------------------------------------------------------------------------------------------------------
 
 
 def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, archive: Path | None = None) -> int:
@@ -108,12 +105,12 @@ def record(
     problems: dict[str, str] = {}
     folder = path_of(root, header(root, "")["environment"]["device"], "").parent
     with contextlib.ExitStack() as stack:
-        stack.callback(logs.clear)
+        stack.callback(store.logs.clear)
         stack.callback(pack, archive, folder, root)
         for path in (folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
-                logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
+                store.logs.append(stack.enter_context(path.open("w", encoding="utf-8", errors="replace")))
             except OSError as error:
                 print(f"cannot write {path}: {error}", file=sys.stderr)
         for task in tasks:
@@ -121,31 +118,30 @@ def record(
             if limit < 5:
                 problems[task.name] = "no time was left for it"
                 continue
-            log(f"--- {task.name}, {limit:.0f} s at most\n")
+            store.log(f"--- {task.name}, {limit:.0f} s at most\n")
             problem = _run_task(task, limit, root)
             pack(archive, folder, root)
             if problem:
                 problems[task.name] = problem
-            log(f"--- {task.name}: {problem or 'done'}\n")
+            store.log(f"--- {task.name}: {problem or 'done'}\n")
         status(root)
         for name, problem in problems.items():
-            log(f"{name}: {problem}\n", sys.stderr)
+            store.log(f"{name}: {problem}\n", sys.stderr)
     return int(bool(problems))
 
 
 def _run_task(task: Task, limit_s: float, root: Path) -> str:
     """Run a task and put its result where results of its kind lie; return what went wrong."""
     about = header(root, task.name)  # before: the commit as it is when it starts
-    device, check = about["environment"]["device"], task.name in CHECKS
-    path = path_of(root, device, task.name, QUICK if task.quick and not check else PARTIAL)
+    quick = task.quick and task.name not in CHECKS
+    path = path_of(root, about["environment"]["device"], task.name, QUICK if quick else PARTIAL)
     path.unlink(missing_ok=True)
-    if check:
-        checks: dict[str, Callable[..., str]] = {"tests": run_tests, "sanitizer": run_sanitizer}
-        problem = checks[task.name](root, path, about, limit_s)
+    if task.name in CHECKS:
+        problem = (run_tests if task.name == "tests" else run_sanitizer)(root, path, about, limit_s)
     else:
-        problem = run_suite(root, path, about, limit_s, task.quick)
-    if path == path_of(root, device, task.name, PARTIAL) and path.exists() and read(path)["complete"]:
-        path.replace(path_of(root, device, task.name))
+        problem = run_suite(root, path, about, limit_s, quick)
+    if not quick and path.exists() and read(path)["complete"]:
+        path.replace(path_of(root, about["environment"]["device"], task.name))
     return problem
 
 
@@ -191,7 +187,6 @@ def status(root: Path = ROOT) -> int:
 
 
 def outcome(part: str, result: dict[str, Any]) -> str:
-    """Return what a result says, in a few words."""
     text = "came to its end"
     if part == "tests":
         text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
@@ -206,42 +201,27 @@ def outcome(part: str, result: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
-    description = (__doc__ or "").partition("\n\n")[0]
-    parser = argparse.ArgumentParser(prog="bench/record.py", description=description, epilog=HELP)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{gpu,here,status}")
     usual = [part for part in MEASURED if part not in ("gpu", "peers", "plan_accuracy", "hosts")]
-    for name, parts, default in (
-        ("gpu", (*CHECKS, *MEASURED), [*CHECKS, *usual, "gpu"]),
-        ("here", MEASURED, usual),
-    ):
-        command = commands.add_parser(name, help=f"run {', '.join(default)} and write their results")
-        command.add_argument(
-            "--only", type=lambda text: text.split(","), default=default, help=f"some of {','.join(parts)}"
-        )
-        command.add_argument("--quick", action="store_true", help="small sizes and few samples")
-        command.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
-        command.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
-        text = "all results of this device, to take home"
-        command.add_argument("--archive", type=Path, metavar="FILE.tgz", help=text)
-        if name == "gpu":
-            text = "a part of a run that is spread over several commands (see below), in place of --only and --limit"
-            command.add_argument("--part", type=int, choices=GPU_PARTS, help=text)
-        command.set_defaults(parts=parts, part=None)
-    commands.add_parser("status", help="list the results")
-    commands.add_parser("suite").add_argument("job", type=json.loads)  # of run_suite
+    parts = {"gpu": [*CHECKS, *usual, "gpu"], "here": usual}
+    parser = argparse.ArgumentParser(prog="bench/record.py", description=__doc__, epilog=HELP)
+    parser.add_argument("command", choices=(*parts, "status"))
+    parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {','.join((*CHECKS, *MEASURED))}")
+    parser.add_argument("--quick", action="store_true", help="small sizes and few samples")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
+    parser.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
+    parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home")
+    parser.add_argument(
+        "--part", type=int, choices=GPU_PARTS, help="of `gpu`, in place of --only and --limit: see below"
+    )
     args = parser.parse_args(arguments)
     if args.command == "status":
         return status()
-    if args.command == "suite":
-        return measure_here(**args.job)
-    unknown = set(args.only) - set(args.parts)
-    if unknown:
-        named = ", ".join(sorted(unknown))
-        parser.error(f"there is no part {named} of {args.command}; choose from {', '.join(args.parts)}")
+    only = args.only or parts[args.command]
+    if unknown := set(only) - {*MEASURED, *(CHECKS if args.command == "gpu" else ())}:
+        parser.error(f"there is no part {', '.join(sorted(unknown))} of {args.command}")
     from speedtransfer.cuda import cuda_status
 
-    if args.command == "gpu" and (reason := cuda_status().reason):
+    if (args.command == "gpu" or args.part) and (reason := cuda_status().reason):
         print(f"error: the GPU tests and benchmarks need CUDA, but {reason}", file=sys.stderr)
         return 2
     # Stopping this process stops what it has started and completes the archive.
@@ -249,9 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.part is not None:
         return record_part(args.part, args.quick, args.total, archive=args.archive)
-    tasks = [Task(part, args.limit, args.quick) for part in args.only]
+    tasks = [Task(part, args.limit, args.quick) for part in only]
     return record(tasks, time.monotonic() + args.total, archive=args.archive)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure_here(**json.loads(sys.argv[2])) if sys.argv[1:2] == ["suite"] else main())

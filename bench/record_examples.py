@@ -26,7 +26,6 @@ EXAMPLES = {"ngram_lm": (NGRAM_EXAMPLE, "contenders"), "parallel": (PARALLEL_EXA
 
 
 def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
-    """Run the example and keep what it found; return the exit code."""
     name, *given = sys.argv[1:] if arguments is None else arguments
     part, runs = EXAMPLES[name]
     about = header(ROOT, part)  # before: the commit as it is when it starts
@@ -66,7 +65,6 @@ def draw(result: dict[str, Any]) -> Any:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of a page."""
     return (_parallel if result["part"] == PARALLEL_EXAMPLE else _ngrams)(result)
 
 

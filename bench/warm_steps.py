@@ -137,7 +137,6 @@ class Words:
     buckets: int = 0
 
     def build(self, sizes: Sizes, device: torch.device, folder: Path) -> Step:
-        """Return the step; files of tables go to `folder`."""
         path = {"path": folder / "word2vec"} if self.memory == "mmap" else {}
         words: Any = [f"word {number}" for number in range(sizes.rows // 2)] if self.buckets else sizes.rows // 2
         given = {"model": self.model, "buckets": self.buckets, "memory": self.memory, "device": device, **path}

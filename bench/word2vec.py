@@ -24,8 +24,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from experiment import RunError, exit_code, make_parser, run_job
-from store import FULL, PARTIAL, QUICK, ROOT, WORD2VEC, header, path_of, read, write
+from store import (
+    FULL,
+    PARTIAL,
+    QUICK,
+    ROOT,
+    WORD2VEC,
+    RunError,
+    exit_code,
+    header,
+    make_parser,
+    path_of,
+    read,
+    run_job,
+    write,
+)
 from word2vec_child import EVALUATE, GENSIM, MODELS, OURS, cores
 from word2vec_report import RESERVED, TUNED, System, label, markdown, speeds, system_of, with_differences
 
@@ -82,7 +95,6 @@ SMALL = CorpusSettings(epochs=25, sample=1e-3, analogies=False)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
     parser = make_parser("word2vec", __doc__)
     parser.add_argument("--data", type=Path, required=True, help="the folder of corpora/ and wordsim/")
     parser.add_argument("--seeds", type=int, default=SETTINGS.seeds, help=f"by default {SETTINGS.seeds}")
@@ -122,7 +134,6 @@ def _measure(args: argparse.Namespace) -> int:
 
 
 def find(folder: Path, below: str, *names: str) -> Path:
-    """Return the first of `names` that is a file in `below` of `folder`."""
     found = next((path for name in names if (path := folder / below / name).is_file()), None)
     if found is None:
         raise InvalidValueError(
@@ -204,7 +215,6 @@ class Session:
             self._train(system, 1, warm=True)
 
     def _take_up(self) -> None:
-        """Go on with the runs of an earlier command."""
         try:
             old = read(self.partial)
             before, now = ({**one["environment"], **one, **one["settings"], "seeds": 0} for one in (old, self.result))
@@ -233,7 +243,6 @@ class Session:
                         yield System(corpus, model, OURS, optimizer, dim), seed
 
     def left(self) -> list[tuple[System, int]]:
-        """Return the runs that are not yet done."""
         done = {(system_of(run), run["seed"]) for run in self.result["runs"]}
         return [run for run in self.runs() if run not in done]
 

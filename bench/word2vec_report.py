@@ -36,12 +36,10 @@ class System(NamedTuple):
 
     @property
     def gensim(self) -> System:
-        """Return the gensim that it is compared with."""
         return self._replace(system=GENSIM, optimizer="")
 
 
 def system_of(run: dict[str, Any]) -> System:
-    """Return the system of a run, or of anything with its keys."""
     return System(*(run[key] for key in System._fields))
 
 
@@ -54,7 +52,6 @@ def systems(result: dict[str, Any], corpus: str | None = None) -> list[System]:
 
 
 def runs_of(result: dict[str, Any], system: System) -> list[dict[str, Any]]:
-    """Return the runs of `system` by seed."""
     return sorted((run for run in result["runs"] if system_of(run) == system), key=lambda run: run["seed"])
 
 
@@ -67,7 +64,6 @@ def speeds(result: dict[str, Any], run: dict[str, Any]) -> tuple[float, float, f
 
 
 def scores(result: dict[str, Any], system: System, name: str) -> list[float]:
-    """Return what the runs of `system` have reached on a set, by seed."""
     found = (run["scores"].get(name) for run in runs_of(result, system))
     return [score for score in found if score is not None]
 
@@ -180,7 +176,6 @@ def _score(outcomes: np.ndarray, gold: np.ndarray | None) -> float:
 
 
 def label(system: System) -> str:
-    """Return the display name of a system, without its corpus."""
     optimizer = OPTIMIZERS.get(system.optimizer, system.optimizer)
     return ", ".join(filter(None, [_MODELS[system.model], system.system, optimizer, f"dim {system.dim}"]))
 
@@ -221,27 +216,24 @@ def verdicts(result: dict[str, Any], corpus: str) -> list[str]:
             for one, verdict in differences(result, system):
                 if in_group(result, one["set"], group):
                     found[verdict].append(f"{one['set']} {one['value']:+.3f} [{one['low']:+.3f}, {one['high']:+.3f}]")
-            said = [
-                f"{'**worse**' if what == WORSE else what}: {', '.join(sets)}" for what, sets in found.items() if sets
-            ]
-            lines += [f"  - {group}: {'; '.join(said)}"] if said else []
+            said = [f"{what}: {', '.join(sets)}" for what, sets in found.items() if sets]
+            lines += [f"  - {group}: {'; '.join(said)}".replace(f"{WORSE}: ", f"**{WORSE}**: ")] if said else []
     return lines
 
 
 def about_all(result: dict[str, Any]) -> list[str]:
     """Return what was trained, where, how it is compared, and any caveats."""
     settings, environment, found = result["settings"], result["environment"], result["differences"]
-    versions, seeds = environment["versions"], settings["seeds"]
+    seeds, several = settings["seeds"], settings["seeds"] > 1
     models = dict.fromkeys([system.model for system in systems(result)] or settings["models"])
     interval = (
-        f"means of {seeds} seeds with the 95% confidence interval of the mean (Student's t)"
-        if seeds > 1
-        else "one seed"
+        f"means of {seeds} seeds with the 95% confidence interval of the mean (Student's t)" if several else "one seed"
     )
     trained = (
         f"{' and '.join(_MODELS[model] for model in models)} with {settings['negative']} negative samples and window "
-        f"{settings['window']}, everything else by default; {interval}; {environment['device']}, gensim {versions['gensim']} "
-        f"on {_plural(result['workers'], 'worker')}, torch {versions['torch']}, {commit_and_date(result)}."
+        f"{settings['window']}, everything else by default; {interval}; {environment['device']}, gensim "
+        f"{environment['versions']['gensim']} on {result['workers']} worker{'s' * (result['workers'] != 1)}, torch "
+        f"{environment['versions']['torch']}, {commit_and_date(result)}."
     )
     measures = (
         "Words/s are those of the text, times the epochs, by the wall clock: counting the vocabulary and training, without "
@@ -249,15 +241,14 @@ def about_all(result: dict[str, Any]) -> list[str]:
         f"{settings['restrict']:,} most frequent words, all by one evaluator, whose figures are gensim's. "
         "Memory is the peak of the process, with mapped files and all imports."
     )
-    tuned, reserved = ([name for name in result["groups"] if in_group(result, name, group)] for group in GROUPS)
-    over = {one["seeds"] > 1 for one in found["found"]}
-    what = "word pairs or questions" + (" and over seeds" if over == {True} else "")
-    only = " only: one seed says nothing about others" if over == {False} else ""
+    tuned, reserved = (
+        ", ".join(name for name in result["groups"] if in_group(result, name, group)) or "none" for group in GROUPS
+    )
     protocol = (
-        f"Tuned sets, on which settings of the package were chosen: {', '.join(tuned) or 'none'}. Reserved sets, by which no "
-        f"setting may be chosen: {', '.join(reserved) or 'none'}. Differences to gensim have 95% "
-        f"percentile intervals of a paired bootstrap over {what}{only} ({found['resamples']:,} resamples); sets with fewer "
-        f"than {found['least_items']} known items are not compared."
+        f"Tuned sets, on which settings of the package were chosen: {tuned}. Reserved sets, by which no "
+        f"setting may be chosen: {reserved}. Differences to gensim have 95% percentile intervals of a paired bootstrap over "
+        f"word pairs or questions{' and over seeds' if several else ' only: one seed says nothing about others'} "
+        f"({found['resamples']:,} resamples); sets with fewer than {found['least_items']} known items are not compared."
     )
     lines = [trained[0].upper() + trained[1:], measures, protocol]
     if not result["same_vocabulary"]:
@@ -267,27 +258,21 @@ def about_all(result: dict[str, Any]) -> list[str]:
 
 
 def about_corpus(result: dict[str, Any], about: dict[str, Any]) -> str:
-    """Return the size and settings of a corpus, and how much of the sets its vocabulary covers."""
     asked: dict[str, int] = {}
     for run in result["runs"]:
         if run["corpus"] == about["name"]:
             asked |= {name: count for name, count in run.get("asked", {}).items() if name in result["groups"]}
-    covered = (
-        f" In its vocabulary: {', '.join(f'{count:,} of {name}' for name, count in asked.items())}." if asked else ""
-    )
+    counts = ", ".join(f"{count:,} of {name}" for name, count in asked.items())
+    covered = f" In its vocabulary: {counts}." if asked else ""
     small = "" if about["analogies"] else " Analogies say nothing on a corpus of this size and are not asked."
+    epochs = f"{about['epochs']} epoch{'s' * (about['epochs'] != 1)}"
     return (
-        f"**{about['name']}**: {about['words']:,} words, {_plural(about['epochs'], 'epoch')}, sample {about['sample']:g}, "
+        f"**{about['name']}**: {about['words']:,} words, {epochs}, sample {about['sample']:g}, "
         f"words that occur {about['min_count']} times or more.{covered}{small}"
     )
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("s" if number != 1 else "")
-
-
 def markdown(result: dict[str, Any]) -> str:
-    """Return the block of docs/results.md."""
     blocks = about_all(result)
     for about in result["corpora"]:
         if systems(result, about["name"]):
@@ -310,16 +295,11 @@ def draw(result: dict[str, Any]) -> Any:
     shape = {"squeeze": False, "height_ratios": heights, "width_ratios": [2.4, *[1] * len(names)]}
     grid = figure.subplots(len(rows), 1 + len(names), **shape)
     for line, (corpus, found) in zip(grid, rows.items(), strict=True):
-        _panel(
-            line[0],
-            f"{corpus}\nthousand raw words/s",
-            found,
-            lambda system: [speeds(result, run)[0] / 1e3 for run in runs_of(result, system)],
-            bars=True,
-        )
+        each = {system: [speeds(result, run)[0] / 1e3 for run in runs_of(result, system)] for system in found}
+        _panel(line[0], f"{corpus}\nthousand raw words/s", each, bars=True)
         line[0].set_yticks(range(len(found)), [label(system) for system in found])
         for axes, name in zip(line[1:], names, strict=True):
-            _panel(axes, name, found, lambda system, name=name: scores(result, system, name))  # type: ignore[misc]
+            _panel(axes, name, {system: scores(result, system, name) for system in found})
             axes.set_yticks(range(len(found)), [])
             if in_group(result, name, RESERVED):
                 axes.set_facecolor(_RESERVED_PAPER)
@@ -327,14 +307,13 @@ def draw(result: dict[str, Any]) -> Any:
     return figure
 
 
-def _panel(axes: Any, title: str, rows: list[System], values: Any, bars: bool = False) -> None:
+def _panel(axes: Any, title: str, rows: dict[System, list[float]], bars: bool = False) -> None:
     axes.set_title(title, fontsize=10, color=INK)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     tidy(axes)
     axes.tick_params(axis="x", labelsize=7.5)
     axes.locator_params(axis="x", nbins=6 if bars else 3)
-    for place, system in enumerate(rows):
-        found = values(system)
+    for place, (system, found) in enumerate(rows.items()):
         if not found:
             continue
         colour = QUIET if system.system == GENSIM else COLOURS[[*OPTIMIZERS, system.optimizer].index(system.optimizer)]

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 TOOLS = Path(sys.executable).parent
 # Quick ones, from every layer; conftest.py and pyproject.toml want the packages beside pytest.
 TESTS = ("kernels", "tables", "nn", "optim", "checkpoint", "vocabulary", "cli", "release")
-FOR_TESTS = ("hypothesis", "psutil", "pytest", "pytest-benchmark", "pytest-timeout", "setuptools>=77")
+FOR_TESTS = ("hypothesis", "psutil", "pytest", "pytest-timeout", "setuptools>=77")
 # A link or a picture that leads nowhere from a page of an index.
 RELATIVE = re.compile(r"\]\((?!https?://|#)([^)]+)\)")
 

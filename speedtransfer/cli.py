@@ -21,7 +21,7 @@ import typer
 from typer.core import TyperCommand
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes, printable
-from speedtransfer.system import program
+from speedtransfer.system import check_writable, program
 from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec.commands import app as word2vec_app
 
@@ -131,14 +131,14 @@ def calibrate(
 
     from speedtransfer.cuda import resolve_device
     from speedtransfer.engines import calibrate_device
-    from speedtransfer.engines.calibration import check_writable, file_of, load, machine_of
+    from speedtransfer.engines.calibration import REMEDY, file_of, load, machine_of
 
     target = resolve_device(device)
     found = load(target)
     if show and found is None:
         raise InvalidValueError(f"{target} has not been measured with these versions; run `speedtransfer calibrate`")
     if not show or found is None:
-        check_writable(file_of(machine_of(target)))
+        check_writable(file_of(machine_of(target)), REMEDY)
         with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
             task = progress.add_task("measuring", total=None)
             new = calibrate_device(target, lambda point: progress.advance(task))

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from io import BufferedWriter
@@ -170,6 +171,18 @@ def _mode_of(path: PathLike) -> int | None:
         return stat.S_IMODE(os.stat(path).st_mode) & 0o777
     except OSError:
         return None
+
+
+def check_writable(path: Path, remedy: str = "choose a folder you may write to") -> Path:
+    """Return `path` once its folder is there and can be written to; raises StorageError, with `remedy`, where it cannot."""
+    if path.is_dir():
+        raise StorageError(f"cannot write {str(path)!r} (it is a folder); name the file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            return path
+    except OSError as error:
+        raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); {remedy}") from error
 
 
 @contextlib.contextmanager

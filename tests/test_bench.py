@@ -130,33 +130,21 @@ def test_tax_compares_the_same_three_ways(suites, monkeypatch):
     found = [measure(group, CPU, **FAST) for group in tax.groups(CPU, True)[:2]]
     assert all([case.name for case in group.ran] == [tax.HOST, tax.RESIDENT, tax.COPIES] for group in found)
     assert "| NumPy | " in shown("tax", found)
-    for case in tax._cases(40, CPU, 0):
-        with pytest.raises(AssertionError, match="of its norm off"):
-            case.check()  # nothing has run yet
-
-
-@pytest.fixture
-def mixed(suites, monkeypatch):
-    """On a tiny network, with no memory measured."""
-    module = suites["mixed"].module
-    monkeypatch.setattr(module, "memory_of", lambda *given: {"host_bytes": 1000})
-    for limit in ("_MOST_STEP_S", "_MOST_TRAINING_S"):
-        monkeypatch.setattr(module, limit, math.inf)
-    tiny = module._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
-    monkeypatch.setattr(module, "_QUICK", tiny)
-    return module
 
 
 @pytest.mark.slow
-def test_every_form_is_measured(mixed):
+def test_every_form_of_mixed_precision_is_measured(suites, monkeypatch):
+    """On a tiny network, with no memory measured."""
+    mixed = suites["mixed"].module
+    monkeypatch.setattr(mixed, "memory_of", lambda *given: {"host_bytes": 1000})
+    for limit in ("_MOST_STEP_S", "_MOST_TRAINING_S"):
+        monkeypatch.setattr(mixed, limit, math.inf)
+    tiny = mixed._QUICK._replace(classes=50, dim=4, hidden=8, windows=2048, held_out=200, lr=1e-2)
+    monkeypatch.setattr(mixed, "_QUICK", tiny)
     found = measure(mixed.groups(CPU, True)[0], CPU, **FAST)
     assert [case.name for case in found.ran] == [form.name for form in mixed.FORMS]
-    for case in found.ran:
-        assert 0 <= case.figures[mixed.ACCURACY] <= 1
-        assert case.figures[mixed.LOSS] < math.log(50)
-    text = shown("mixed", [found])
-    assert "- the device lists " in text
-    assert "| accuracy, by windows of a batch | 128 |" in text
+    assert all(case.figures[mixed.LOSS] < math.log(50) for case in found.ran)
+    assert "| accuracy, by windows of a batch | 128 |" in shown("mixed", [found])
 
 
 @pytest.mark.slow
@@ -168,16 +156,14 @@ def test_every_method_comes_to_the_loss_of_one_process(suites, kind):
     assert [case.name for case in found.ran] == list(exchange.METHODS[kind])
     sent = [case.figures["sent_bytes"] * case.figures["steps"] for case in found.ran]
     assert max(sent[1:]) < sent[0]
-    assert f"| {found.ran[0].name} | " in shown("exchange", [found]).replace("**", "")
 
 
 @pytest.mark.parametrize("package", ["speedtransfer", "speedtransfer.ranks"])
 def test_the_package_says_where_they_are(package):
-    for name in ("OneBitState", "one_bit_hook", "BlockMomentumAverager"):
-        with pytest.raises(
-            ImportError, match=rf"{package}\.{name} is no part of the package any more; copy it from ex"
-        ):
-            getattr(importlib.import_module(package), name)
+    with pytest.raises(
+        ImportError, match=rf"{package}\.one_bit_hook is no part of the package any more; copy it from ex"
+    ):
+        getattr(importlib.import_module(package), "one_bit_hook")  # noqa: B009 (of either)
 
 
 @pytest.mark.slow
@@ -224,8 +210,6 @@ def test_peers_compares_tables_before_it_times_steps(suites):
         # Ids alone are looked up one by one, too.
         ways = 2 if "EmbeddingBag" in " ".join(ours) else 3
         assert len(ours) == ways * (2 if title.endswith("AdamW") else 1)
-        missing = [case.error for case in found.cases if case.name in ("FBGEMM", "TorchRec, fused", "TFRA")]
-        assert all("not installed" in error or "peers" in error or "not pooled" in error for error in missing)
     data = tables.Data(peers.QUICK[-1], "SGD")
     faster = functools.partial(
         tables.modules, kind=torch.nn.EmbeddingBag, make=functools.partial(torch.optim.SGD, lr=0.02)
@@ -358,31 +342,20 @@ def test_a_stopped_run_goes_on(word2vec, report, small, tmp_path, monkeypatch, c
     assert word2vec.main(small) == 1
     assert "error: stopped; what was measured is in" in capsys.readouterr().err
     (first,) = json.loads(partial.read_text())["runs"]
-    assert first["system"] == "gensim"
     monkeypatch.setattr(word2vec.Session, "_train", train)
     assert word2vec.main([*small, "--resume", "--words", "100"]) == 2
     assert "was measured with other corpora and words; drop --resume" in capsys.readouterr().err
     assert word2vec.main([*small, "--resume", "--seeds", "1"]) == 0
     assert not partial.exists()
     found = json.loads((tmp_path / "word2vec.json").read_text())
-    assert found["complete"]
     del first["items"]
-    assert found["runs"][0] == first
-    large = "schools_wiki_2007.text8.xz"
-    assert [(run["corpus"], run["system"]) for run in found["runs"]] == [
-        (corpus, system) for corpus in (large, "shipped.txt") for system in ("gensim", "speedtransfer")
-    ]
+    assert (found["complete"], found["same_vocabulary"], found["runs"][0]) == (True, True, first)
+    assert [run["system"] for run in found["runs"]] == ["gensim", "speedtransfer"] * 2
     analogies = {"analogies": 2, "analogies, semantic": 1, "analogies, syntactic": 1}
-    assert [run["asked"] for run in found["runs"][:2]] == [
-        dict.fromkeys(PAIRS[:3], 36) | analogies | dict.fromkeys(PAIRS[3:], 36)
-    ] * 2
-    assert found["same_vocabulary"]
-    system = report.System(large, "skipgram", "speedtransfer", "adagrad", 8)
-    compared = {one["set"]: one for one, _ in report.differences(found, system)}
-    assert set(compared) == set(PAIRS)  # three questions are too few
-    text = capsys.readouterr().out
-    assert f"[1/3] {large}, skip-gram, speedtransfer, Adagrad, dim 8, seed 1: " in text
-    assert "Analogies say nothing on a corpus of this size" in text
+    assert found["runs"][1]["asked"] == dict.fromkeys(PAIRS, 36) | analogies
+    system = report.system_of(found["runs"][1])
+    assert {one["set"] for one, _ in report.differences(found, system)} == set(PAIRS)  # three questions are too few
+    assert "Analogies say nothing on a corpus of this size" in capsys.readouterr().out
     assert len(report.draw(found).axes) == 2 * (1 + len(PAIRS) + 1)
 
 

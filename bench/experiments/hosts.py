@@ -68,12 +68,10 @@ CASES = {
 
 
 def series(group: GroupResult) -> str:
-    """Return the rate of the wire."""
     return f"{group.params['gbit']} Gbit/s"
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make a group for each rate and delay of the wire."""
     delays, rates = ((2.0,), (10,)) if quick else ((0.05, 2.0, 8.0), (10, 1))
     return [
         Group(
@@ -97,7 +95,6 @@ def planned(group: GroupResult, case: CaseResult) -> float:
 
 
 def exchange(group: GroupResult, case: Case) -> Hosts:
-    """Return what `speedtransfer plan` says of the exchange."""
     link = Link("wire", 1e9 / 8 * group.params["gbit"], 1e-3 * group.params["delay_ms"], "as set")
     feature = (ROWS, case.ids)
     sizes = [(feature,) * case.tables] if case.together else [(feature,)] * case.tables
@@ -147,11 +144,8 @@ def _wire(delay_ms: float, gbit: float) -> Iterator[None]:
             run(["ip", "netns", "add", name])
             stack.callback(run, ["ip", "netns", "del", name])
             run(["ip", "link", "set", name, "netns", name])
-            for words in (
-                "link set lo up",
-                f"addr add {address}/24 dev {name}",
-                f"link set {name} txqueuelen 10000 up",
-            ):
+            up = f"link set {name} txqueuelen 10000 up"
+            for words in ("link set lo up", f"addr add {address}/24 dev {name}", up):
                 run(["ip", "-n", name, *words.split()])
         yield
 
@@ -184,7 +178,6 @@ def _steps_of(case: Case, steps: int, group: Any) -> list[float]:
 
 
 def main(steps: int) -> None:
-    """Print the times of all cases, in the first process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     found = list[dict[str, Any]]()

@@ -108,7 +108,6 @@ FP32, BF16, *_ = FORMS = (
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make a group for each batch size; CUDA has a larger network."""
     sizes = _QUICK if quick else _CUDA if device.type == "cuda" else _CPU
     hidden = " and ".join([str(sizes.hidden)] * sizes.layers)
     return [
@@ -124,7 +123,6 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
 
 
 def about(groups: list[GroupResult]) -> list[str]:
-    """Say which instructions the device has."""
     known = groups[0].params["hardware"].items() if groups else ()
     return [f"the device lists {', '.join(names) or 'no instructions'} for {dtype}" for dtype, names in known]
 
@@ -196,7 +194,6 @@ class Training:
         self.model: Any = None
 
     def restart(self) -> None:
-        """Make a new network with the initial weights."""
         form, self.model = self.form, None  # frees memory for the new one
         with torch.random.fork_rng():
             torch.manual_seed(self.seed)
@@ -234,7 +231,6 @@ class Training:
             raise SpeedtransferError(f"a step takes {format_seconds(self._step_s)}, too long to take more")
 
     def take(self, count: int) -> float:
-        """Take steps, and return their seconds."""
         synchronize(self.device)
         start = time.perf_counter()
         for _ in range(count):
@@ -253,7 +249,6 @@ class Training:
 
     @torch.no_grad()
     def evaluate(self) -> tuple[float, float]:
-        """Return accuracy and mean loss on held out windows."""
         held_out = self.windows.held_out[: self.sizes.held_out]
         right = loss = 0.0
         for part in held_out.split(_EVALUATED_AT_ONCE):

@@ -12,22 +12,8 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import peer_tables as tables
 import torch
-from peer_tables import (
-    CHECKED,
-    OPTIMIZERS,
-    RATE,
-    Data,
-    NotHereError,
-    Peer,
-    Shape,
-    dense,
-    fbgemm,
-    modules,
-    tfra,
-    together,
-    torchrec,
-)
 from torch import nn
 
 from speedtransfer import Embedding, EmbeddingBag, drawing
@@ -49,12 +35,12 @@ _TOLERANCE = 1e-4  # of the farthest that any weight moved
 # Of a contender, where some have none here, and the share of the memory for all of them.
 _PLANES, _SHARE = {"SGD": 1.5, "Adagrad": 2.5, "AdamW": 3.8}, 0.75
 SHAPES = (
-    Shape(1, 1_000_000, 128, 98_304),
-    Shape(26, 100_000, 16, 256),
-    Shape(26, 1_000_000, 64, 4_096),
-    Shape(26, 100_000, 16, 2_560, 256),
+    tables.Shape(1, 1_000_000, 128, 98_304),
+    tables.Shape(26, 100_000, 16, 256),
+    tables.Shape(26, 1_000_000, 64, 4_096),
+    tables.Shape(26, 100_000, 16, 2_560, 256),
 )
-QUICK = (Shape(1, 2_000, 16, 512), Shape(3, 1_000, 8, 64), Shape(3, 1_000, 8, 128, 16))
+QUICK = (tables.Shape(1, 2_000, 16, 512), tables.Shape(3, 1_000, 8, 64), tables.Shape(3, 1_000, 8, 128, 16))
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------------
@@ -64,68 +50,60 @@ class Contender(NamedTuple):
     """A way to train; `same` says whether its tables are those of nn.Embedding."""
 
     name: str
-    make: Callable[[Data], Peer]
+    make: Callable[[tables.Data], tables.Peer]
     same: bool = True
     ours: bool = False
 
 
-def contenders(shape: Shape, optimizer: str) -> Iterator[Contender]:
-    """Yield all that train `shape` by `optimizer`, ours first."""
+def contenders(shape: tables.Shape, optimizer: str) -> Iterator[Contender]:
     kind, theirs = (EmbeddingBag, nn.EmbeddingBag) if shape.bags else (Embedding, nn.Embedding)
     several = shape.tables > 1
     name = "MultiEmbeddingBag" if shape.bags else "MultiEmbedding"
     for idle in ("exact", "lazy") if optimizer == "AdamW" else ("exact",):
         told, same = f', idle="{idle}"' if optimizer == "AdamW" else "", idle == "exact"
         if several:
-            yield Contender(f"{name}{told}", functools.partial(together, idle=idle), same, True)
+            yield Contender(f"{name}{told}", functools.partial(tables.together, idle=idle), same, True)
         if several and not shape.bags:
-            apart = functools.partial(together, one_by_one=True, idle=idle)
+            apart = functools.partial(tables.together, one_by_one=True, idle=idle)
             yield Contender(f"{name}, one by one{told}", apart, same, True)
-        yield Contender(f"{kind.__name__}{told}", functools.partial(modules, kind=kind, idle=idle), same, True)
-    yield Contender(f"torch.nn.{theirs.__name__}", functools.partial(modules, kind=theirs))
-    sparse = functools.partial(modules, kind=theirs, sparse=True)
+        yield Contender(f"{kind.__name__}{told}", functools.partial(tables.modules, kind=kind, idle=idle), same, True)
+    yield Contender(f"torch.nn.{theirs.__name__}", functools.partial(tables.modules, kind=theirs))
+    sparse = functools.partial(tables.modules, kind=theirs, sparse=True)
     if optimizer == "AdamW":
-        yield Contender("torch SparseAdam", functools.partial(sparse, make=_sparse_adam), False)
-        yield Contender(
-            "DeepSpeed CPUAdam",
-            functools.partial(dense, module="deepspeed.ops.adam", name="DeepSpeedCPUAdam", weight_decay=0.01),
+        sparse_adam = functools.partial(
+            sparse, make=lambda params: torch.optim.SparseAdam(list(params), lr=tables.RATE)
         )
-        yield Contender(
-            "bitsandbytes AdamW8bit", functools.partial(dense, module="bitsandbytes.optim", name="AdamW8bit"), False
-        )
+        yield Contender("torch SparseAdam", sparse_adam, False)
+        adam = {"module": "deepspeed.ops.adam", "name": "DeepSpeedCPUAdam", "weight_decay": 0.01}
+        yield Contender("DeepSpeed CPUAdam", functools.partial(tables.dense, **adam))
+        adam = {"module": "bitsandbytes.optim", "name": "AdamW8bit"}
+        yield Contender("bitsandbytes AdamW8bit", functools.partial(tables.dense, **adam), False)
     else:
         yield Contender(f"torch.nn.{theirs.__name__}(sparse=True)", sparse)
-    yield Contender("FBGEMM", fbgemm)
-    yield Contender("TorchRec, fused", torchrec)
-    yield Contender("TFRA", tfra, optimizer != "AdamW")
-
-
-def _sparse_adam(params: Any) -> Any:
-    return torch.optim.SparseAdam(list(params), lr=RATE)
+    yield Contender("FBGEMM", tables.fbgemm)
+    yield Contender("TorchRec, fused", tables.torchrec)
+    yield Contender("TFRA", tables.tfra, optimizer != "AdamW")
 
 
 class Training:
     """A contender that trains, and the check of its tables."""
 
-    def __init__(self, contender: Contender, data: Data) -> None:
+    def __init__(self, contender: Contender, data: tables.Data) -> None:
         self.contender, self.data, self.number = contender, data, 0
-        self._peer: Peer | None = None
+        self._peer: tables.Peer | None = None
 
     def run(self) -> None:
         """Make a step; the first makes those that are compared."""
         if self._peer is None:
-            self._peer = self._made()
-            for number in range(CHECKED - 1):
-                self._peer.step(number)
-            self.number = CHECKED - 1
+            try:
+                self._peer = self.contender.make(self.data)
+            except ImportError as error:
+                raise tables.NotHereError(f"not installed ({error})") from error
+            for self.number in range(tables.CHECKED - 1):
+                self._peer.step(self.number)
+            self.number += 1
         self._peer.step(self.number)
         self.number += 1
-
-    def _made(self) -> Peer:
-        try:
-            return self.contender.make(self.data)
-        except ImportError as error:
-            raise NotHereError(f"not installed ({error})") from error
 
     def check(self) -> None:
         """Raise AssertionError unless the rows are those of nn.Embedding, or at least have moved."""
@@ -144,7 +122,7 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     """Make a group for each shape and optimizer; tables have fewer rows where those of all would not fit."""
     found = []
     for shape in QUICK if quick else SHAPES:
-        for optimizer in OPTIMIZERS:
+        for optimizer in tables.OPTIMIZERS:
             # All are in memory at once, with the first weights and the expected ones; those of dense gradients have most.
             planes = _PLANES[optimizer] * sum(1 for _ in contenders(shape, optimizer)) + 2
             most = int(host_room(_SHARE) / (4 * shape.dim * shape.tables * planes))
@@ -154,8 +132,8 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     return found
 
 
-def _cases(shape: Shape, optimizer: str) -> list[Case]:
-    data = Data(shape, optimizer)
+def _cases(shape: tables.Shape, optimizer: str) -> list[Case]:
+    data = tables.Data(shape, optimizer)
     return [
         Case.of(one.name, Training(one, data), "ours" if one.ours else "other") for one in contenders(shape, optimizer)
     ]
@@ -165,7 +143,6 @@ def _cases(shape: Shape, optimizer: str) -> list[Case]:
 
 
 def describe(group: GroupResult, case: CaseResult) -> str:
-    """Return nothing more than the time."""
     return ""
 
 
@@ -176,15 +153,13 @@ def picture(make_figure: Callable[[float, float], Any], groups: Sequence[GroupRe
         key = tuple(group.params[name] for name in ("tables", "dim", "ids", "bags"))
         shapes.setdefault(key, []).append(group)
     figure = make_figure(19, 0.5 + 3.1 * len(shapes))
-    rows = figure.subplots(len(shapes), len(OPTIMIZERS), squeeze=False)
+    rows = figure.subplots(len(shapes), len(tables.OPTIMIZERS), squeeze=False)
     for row, some in zip(rows, shapes.values(), strict=True):
         for axes, group in zip(row, some, strict=False):
             cases = sorted(group.ran, key=lambda case: case.median_s)
-            times = [1e3 * case.median_s for case in cases]
+            names, times = [case.name for case in cases], [1e3 * case.median_s for case in cases]
             colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in cases]
-            drawing.bars(
-                axes, [case.name for case in cases], times, [format_seconds(case.median_s) for case in cases], colours
-            )
+            drawing.bars(axes, names, times, [format_seconds(case.median_s) for case in cases], colours)
             axes.set_xscale("log")
             axes.set_xlim(times[0] / 3, times[-1] * 5)
             axes.minorticks_off()

@@ -68,12 +68,10 @@ CASES = (
 
 
 def describe(group: GroupResult, case: CaseResult) -> str:
-    """Return both times."""
     return f"{case.figures[PLANNED]:.2f} ms planned, {case.figures[MEASURED]:.2f} ms measured"
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make the group of all configurations; tables are on the CPU or what `st.plan` finds here."""
     fewer = _QUICK if quick else 1
     cases = [replace(c, tables=tuple((max(100, rows // fewer), dim) for rows, dim in c.tables)) for c in CASES]
     return [Group("configurations", functools.partial(_compare, cases), {"headline": False})]
@@ -92,7 +90,6 @@ def _compare(cases: Any) -> list[CaseResult]:
 
 
 def about(groups: list[GroupResult]) -> list[str]:
-    """Say how near the plans were."""
     ratios = [case.figures[RATIO] for group in groups for case in group.ran]
     off = [max(ratio, 1 / ratio) for ratio in ratios]
     within = sum(factor <= GOAL for factor in off)
@@ -106,7 +103,6 @@ def about(groups: list[GroupResult]) -> list[str]:
 
 
 def planned(case: Case) -> dict[str, float]:
-    """Return the time of a step by :func:`speedtransfer.plan`."""
     how: Any = {"idle": case.idle, "storage_dtype": case.storage, "state_dtype": case.state}
     plan = st.plan(list(case.tables), case.optimizer, case.batch, case.lookups, zipf=case.zipf, **how)
     (option,) = [option for option in plan.options if option.memory == case.memory]

@@ -37,7 +37,6 @@ def series(group: GroupResult) -> str:
 
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
-    """Make a group for each size. On the CPU copies go from memory to memory."""
     cuda = device.type == "cuda"
     limit = _QUICK_LIMIT if quick else math.inf if cuda else _CPU_LIMIT
     return [

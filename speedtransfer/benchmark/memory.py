@@ -8,6 +8,8 @@ import functools
 import multiprocessing
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -141,35 +143,16 @@ def _train(contender: Contender, optimizer: str, rows: int, device: torch.device
 
 
 def in_process(function: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """Return ``function(*arguments)``, called in a new process; raises HostMemoryError if that fails or is killed.
-
-    Whatever interrupts this process ends that one.
-    """
+    """Return ``function(*arguments)``, called in a new process; raises HostMemoryError if that fails or is killed."""
     # Spawned, as CUDA does not survive a fork, and the fork server is one for the whole program, which may use it too.
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_answer, args=(sender, function, arguments))
-    process.start()
-    try:
-        sender.close()
-        found, problem = receiver.recv()
-    except EOFError:
-        found, problem = {}, "ended before it was done; the system may have killed it for its memory"
-    finally:
-        process.kill()
-        process.join()
-    if problem:
-        raise HostMemoryError(f"the process that trains it {problem}")
-    return dict(found)
-
-
-def _answer(sender: Any, function: Callable[..., dict[str, Any]], arguments: Sequence[Any]) -> None:
-    """Send what `function` returns, and what went wrong."""
-    try:
-        answer: tuple[dict[str, Any], str] = function(*arguments), ""
-    except Exception as error:
-        answer = {}, f"failed: {' '.join(str(error).split()) or type(error).__name__}"
-    sender.send(answer)
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        try:
+            return pool.submit(function, *arguments).result()
+        except BrokenProcessPool:
+            problem = "ended before it was done; the system may have killed it for its memory"
+        except Exception as error:
+            problem = f"failed: {' '.join(str(error).split()) or type(error).__name__}"
+    raise HostMemoryError(f"the process that trains it {problem}")
 
 
 def with_page_locked(seen_bytes: int, locked_bytes: int) -> int:

@@ -163,11 +163,7 @@ def _roof_name(work: Workload) -> str:
 # --- of PyTorch and CuPy ------------------------------------------------------------------------------------------------
 
 
-BEST_TORCH = {"gather": "index_select(out=pinned) + copy", "scatter": "copy to pinned + index_copy_"}
-PLAIN_TORCH = {"gather": "t[idx].to(device)", "scatter": "t[idx] = rows.cpu()"}
 _CHUNKS = 8  # parts of a batch, whose transfers overlap with work of the host
-OVERLAPPED_TORCH = {direction: f"{name}, {_CHUNKS} parts overlapped" for direction, name in BEST_TORCH.items()}
-CUPY = {"gather": "CuPy t[idx]", "scatter": "CuPy t[idx] = rows"}
 
 
 def other_methods(work: Workload, direction: Direction) -> list[Method]:
@@ -217,20 +213,18 @@ def _crossing_methods(work: Workload, direction: Direction) -> list[Method]:
                 put(*queued.pop(0))
         put(*queued.pop())
 
-    move, plain = {
-        "gather": (gather, lambda ids: plane[ids.host].to(work.device)),
-        "scatter": (scatter, lambda ids: plane.__setitem__(ids.host, rows.cpu())),
-    }[direction]
-    return [
-        Method(BEST_TORCH[direction], lambda ids: move(ids, 1)),
-        Method(PLAIN_TORCH[direction], plain),
-        Method(OVERLAPPED_TORCH[direction], lambda ids: move(ids, _CHUNKS)),
-    ]
+    best, move = "copy to pinned + index_copy_", scatter
+    plain = Method("t[idx] = rows.cpu()", lambda ids: plane.__setitem__(ids.host, rows.cpu()))
+    if direction == "gather":
+        best, move = "index_select(out=pinned) + copy", gather  # type: ignore[assignment]
+        plain = Method("t[idx].to(device)", lambda ids: plane[ids.host].to(work.device))
+    overlapped = Method(f"{best}, {_CHUNKS} parts overlapped", lambda ids: move(ids, _CHUNKS))
+    return [Method(best, lambda ids: move(ids, 1)), plain, overlapped]
 
 
 def _view_methods(work: Workload, direction: Direction) -> list[Method]:
     """Return kernels of torch and CuPy on a table that the device can address; SpeedTorch uses the latter."""
-    host = work.plane.device.type == "cpu"
+    host, gathers = work.plane.device.type == "cpu", direction == "gather"
     view = mapped_view(work.plane, work.device) if host else work.plane
     array, rows, out = to_cupy(view), to_cupy(work.rows), work.out
     # Like the view, made before anything is timed.
@@ -238,15 +232,17 @@ def _view_methods(work: Workload, direction: Direction) -> list[Method]:
 
     def by_cupy(ids: Ids) -> Any:
         with torch_stream(work.device):
-            if direction == "gather":
+            if gathers:
                 return array[indices[id(ids.device)]]
             array[indices[id(ids.device)]] = rows
 
-    by_torch = {
-        "gather": Method("index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out)),
-        "scatter": Method("index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows)),
-    }
-    return [by_torch[direction]] * host + [Method(CUPY[direction], by_cupy)]
+    found = [Method("CuPy t[idx]" if gathers else "CuPy t[idx] = rows", by_cupy)]
+    if host and gathers:
+        by_torch = Method("index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out))
+        return [by_torch, *found]
+    if host:
+        return [Method("index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows)), *found]
+    return found
 
 
 class Staging:

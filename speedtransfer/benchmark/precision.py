@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.contenders import DIM
-from speedtransfer.benchmark.measure import Case, Group, cycle, synchronize
+from speedtransfer.benchmark.measure import Case, Group, cycle
+from speedtransfer.benchmark.memory import peak_of
 from speedtransfer.benchmark.report import show_figure, show_held, show_time
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size, format_bytes
@@ -162,10 +163,6 @@ class _Training:
         place = "device_bytes" if table.memory == "device" and self.device.type == "cuda" else "host_bytes"
         found = {place: table.nbytes}
         if self.device.type == "cuda":
-            synchronize(self.device)
-            base = torch.cuda.memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            self.run()
-            synchronize(self.device)
-            found["device_bytes"] = found.get("device_bytes", 0) + torch.cuda.max_memory_allocated(self.device) - base
+            _, peak = peak_of(self.run, self.device)
+            found["device_bytes"] = found.get("device_bytes", 0) + peak["device_bytes"]
         return found

@@ -104,10 +104,8 @@ def _sentence(group: GroupResult, describe: Show) -> str:
 def missing(result: dict[str, Any]) -> list[str]:
     """Return groups and cases that could not run, with the reason."""
     groups = groups_of(result)
-    lines = [f"{group.title}: {group.skipped}" for group in groups if group.skipped]
-    return lines + [
-        f"{group.title}, {case.name}: {case.error}" for group in groups for case in group.cases if case.error
-    ]
+    cases = ((f"{group.title}, {case.name}", case.error) for group in groups for case in group.cases)
+    return [f"{what}: {why}" for what, why in [*((group.title, group.skipped) for group in groups), *cases] if why]
 
 
 # --- tables -------------------------------------------------------------------------------------------------------------
@@ -203,30 +201,20 @@ def plot(result: dict[str, Any]) -> bytes | None:
     return file.getvalue()
 
 
-def _value(suite: Suite) -> tuple[Callable[[CaseResult], float | None], str]:
-    found: tuple[Callable[[CaseResult], float | None], str] = suite.declared(
-        "VALUE", (lambda case: 1e3 * case.median_s, "milliseconds, less is better")
-    )
-    return found
+_MILLISECONDS = (lambda case: 1e3 * case.median_s, "milliseconds, less is better")
 
 
 def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupResult]) -> Any:
     """Draw a panel for each group, with a bar for each case, followed by what is said of it."""
-    describe, (value, label) = suite.declared("describe", _describe_rate), _value(suite)
+    describe, (value, label) = suite.declared("describe", _describe_rate), suite.declared("VALUE", _MILLISECONDS)
     height = max(len(group.ran) for group in groups)
     figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
     for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
         times = [show_time] if _has_times(group) else []
         texts = [", ".join(filter(None, (show(group, case) for show in (*times, describe)))) for case in group.ran]
         colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in group.ran]
-        drawing.bars(
-            axes,
-            [case.name for case in group.ran],
-            [value(case) or 0.0 for case in group.ran],
-            texts,
-            colours,
-            room=0.8,
-        )
+        names, values = zip(*((case.name, value(case) or 0.0) for case in group.ran), strict=True)
+        drawing.bars(axes, names, values, texts, colours, room=0.8)
         axes.set_title(group.title, fontsize=10, color=drawing.INK, loc="left", parse_math=False)
     axes.set_xlabel(label)
     return figure
@@ -234,7 +222,7 @@ def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupR
 
 def _lines(make_figure: Callable[..., Any], suite: Suite, panels: dict[str, list[GroupResult]]) -> Any:
     """Draw a panel for each series, with a line for each case."""
-    (key, by), (value, label) = suite.declared("BY", None), _value(suite)
+    (key, by), (value, label) = suite.declared("BY", None), suite.declared("VALUE", _MILLISECONDS)
     figure = make_figure(1 + 5.4 * len(panels), 4.8)
     row = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, (title, groups) in zip(row, panels.items(), strict=True):

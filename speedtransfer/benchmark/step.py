@@ -125,38 +125,24 @@ def _model_groups(device: torch.device, rows: int, seed: int, history: int, quic
     """
     (lazy, sparse, dense, *_), (exact, *_) = contenders(device), contenders(device, idle="exact")
     few, rows = min(rows, _SMALL_ROWS), min(rows, _MODEL_ROWS)
-    small = f"{_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
-    many = f"{_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
-    whole = f"softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
-    sizes = {"dim": _WIDTH, "tables": _TABLES}
-    found: list[tuple[Any, ...]] = [
-        (
-            SMALL,
-            small,
-            SmallTables,
-            few,
-            {"dim": _SMALL_WIDTH},
-            (1, _SMALL_IDS),
-            [lazy, exact, sparse, by_hand(device)],
-        ),
-        (MANY, many, SmallTables, rows, sizes, (_TABLES, _IDS), [lazy, exact, sparse, dense]),
-        # Every step touches all rows.
-        (
-            WHOLE,
-            whole,
-            WholeTable,
-            rows,
-            {"dim": _WHOLE_WIDTH},
-            (2, _WHOLE_IDS),
-            [replace(lazy, exact=True), exact, dense],
-        ),
-    ]
-    for experiment, what, model, size, params, shape, chosen in found[: 1 if quick else None]:
-        steps = 0 if experiment == WHOLE else history
+
+    def group(experiment: str, what: str, model: Any, shape: tuple[int, ...], chosen: Any, **params: int) -> Group:
+        steps = params["history"]
         title = f"AdamW step, {what}" + (f", after {steps:,} steps" if steps else "")
-        params = {"rows": size, **params, "history": steps}
         make = functools.partial(_model_cases, model, params, shape, chosen, device, seed)
-        yield Group(title, make, {"experiment": experiment, **params})
+        return Group(title, make, {"experiment": experiment, **params})
+
+    what = f"{_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
+    chosen = [lazy, exact, sparse, by_hand(device)]
+    yield group(SMALL, what, SmallTables, (1, _SMALL_IDS), chosen, rows=few, dim=_SMALL_WIDTH, history=history)
+    if quick:
+        return
+    what = f"{_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
+    sizes = {"rows": rows, "dim": _WIDTH, "tables": _TABLES, "history": history}
+    yield group(MANY, what, SmallTables, (_TABLES, _IDS), [lazy, exact, sparse, dense], **sizes)
+    what = f"softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
+    chosen = [replace(lazy, exact=True), exact, dense]  # every step touches all rows
+    yield group(WHOLE, what, WholeTable, (2, _WHOLE_IDS), chosen, rows=rows, dim=_WHOLE_WIDTH, history=0)
 
 
 def _model_cases(

@@ -30,14 +30,10 @@ MIN_TABLE_BYTES = 1 << 16  # of suite `transfer`
 
 @dataclass(frozen=True)
 class Suite:
-    """Groups that are measured together; `options` are those of "rows" and "table_bytes" that apply to it.
-
-    Its `module`, by default that of its name here, is imported when it is used.
-    """
+    """Groups that are measured together; its `module`, by default that of its name here, is imported when it is used."""
 
     name: str
     title: str
-    options: frozenset[str] = frozenset()
     package: str = "speedtransfer.benchmark"
 
     @property
@@ -59,12 +55,12 @@ class Suite:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite("transfer", "Rows to the compute device and back", frozenset({"rows", "table_bytes"})),
-        Suite("step", "A training step, by the size of the table", frozenset({"rows"})),
-        Suite("memory", "Memory that a table takes", frozenset({"rows"})),
-        Suite("precision", "A training step, by how the table is stored", frozenset({"rows"})),
-        Suite("lookup", "Frozen lookups of a few ids", frozenset({"rows"})),
-        Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden", frozenset({"rows"})),
-        Suite("cache", "Rows that a cache of hot rows serves", frozenset({"rows"})),
+        Suite("transfer", "Rows to the compute device and back"),
+        Suite("step", "A training step, by the size of the table"),
+        Suite("memory", "Memory that a table takes"),
+        Suite("precision", "A training step, by how the table is stored"),
+        Suite("lookup", "Frozen lookups of a few ids"),
+        Suite("prefetch", "Waiting for rows of a file, and how much of it is hidden"),
+        Suite("cache", "Rows that a cache of hot rows serves"),
     )
 }

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +18,7 @@ from typing import Any, Literal
 import torch
 
 from speedtransfer.cuda import cuda_status
-from speedtransfer.errors import StorageError
-from speedtransfer.system import cache_folder, cpu_model, replace_file
+from speedtransfer.system import cache_folder, check_writable, cpu_model, replace_file
 from speedtransfer.untrusted import MAX_JSON_BYTES, open_file, parse_json
 from speedtransfer.version import __version__
 
@@ -32,7 +30,7 @@ PLANE_BYTES = 256 << 20
 # What a choice of two engines must win over one for both directions: the host waits once a step for one of them, and cannot
 # queue meanwhile. An estimate.
 _SWITCH_S = 50e-6
-_REMEDY = "let SPEEDTRANSFER_CACHE name a folder that you may write to"
+REMEDY = "let SPEEDTRANSFER_CACHE name a folder that you may write to"
 
 log = logging.getLogger(__name__)
 
@@ -112,25 +110,15 @@ class Calibration:
 
     def save(self) -> Path:
         """Write the file that :func:`load` finds, whole or not at all, and return its path; StorageError where it cannot."""
-        path = check_writable(file_of(self.machine))
+        path = check_writable(file_of(self.machine), REMEDY)
         data = {
             "machine": self.machine,
             "copy_bytes_per_s": self.copy_bytes_per_s,
             "points": [vars(point) for point in self.points],
         }
-        with replace_file(path, _REMEDY) as file:
+        with replace_file(path, REMEDY) as file:
             file.write((json.dumps(data, indent=1) + "\n").encode())
         return path
-
-
-def check_writable(path: Path) -> Path:
-    """Return `path` once its folder is there and can be written to; StorageError where it cannot."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
-            return path
-    except OSError as error:
-        raise StorageError(f"cannot write {str(path)!r} ({error.strerror}); {_REMEDY}") from error
 
 
 def machine_of(device: torch.device) -> dict[str, Any]:

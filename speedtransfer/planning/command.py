@@ -6,14 +6,13 @@ What needs torch is imported when the command runs: ``--help`` answers without i
 from __future__ import annotations
 
 import math
-import os
 from json import dumps
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from speedtransfer.errors import InvalidValueError, StorageError, check_png, check_size, suggest
+from speedtransfer.errors import InvalidValueError, check_png, check_size, suggest
 
 # For the help, which is shown without torch.
 STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -121,13 +120,15 @@ def plan(
     import torch
     from rich.console import Console
 
-    from speedtransfer.planning.footprint import Form, forms_for, size_of
+    from speedtransfer.planning.footprint import forms_for, size_of
+    from speedtransfer.planning.hosts import show_ranks
+    from speedtransfer.planning.machine import load_machines, published_machines, with_memory
     from speedtransfer.planning.optimizer_name import optimizer_given
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import hosts_given, plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
-    from speedtransfer.planning.shown_ranks import show_ranks
     from speedtransfer.planning.workload import checked_number, make_workload
+    from speedtransfer.system import check_writable, replace_file
 
     if len(dim) not in (1, len(rows)):
         raise InvalidValueError(
@@ -141,14 +142,9 @@ def plan(
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
     shared = hosts_given(hosts, link, "--")
-    wanting = {
-        "--unique": unique is not None,
-        "--ranks": ranks is not None,
-        "--hosts": shared is not None,
-        "--rank": rank,
-    }
-    for option, wants in wanting.items():
-        if wants and asked is None:
+    wanting: dict[str, Any] = {"--unique": unique, "--ranks": ranks, "--hosts": shared, "--rank": rank or None}
+    for option, value in wanting.items():
+        if value is not None and asked is None:
             raise InvalidValueError(f"{option} is given without the lookups of a step; pass --lookups as well")
     for option, value in {"--by": by, "--devices": devices, "--prices": prices}.items():
         if value is not None and not rank:
@@ -156,7 +152,6 @@ def plan(
     console = Console(highlight=False, width=None if Console().is_terminal else WIDTH)
     given = sizes if len(sizes) > 1 else sizes[0]
     workload = make_workload(given, trainer, samples, 1 if per_sample is None else per_sample, zipf, unique, idle)
-    forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     if ranks is not None and asked is not None:
         check_size(ranks, "--ranks", 1)
         for option, value in {"--rank": rank, "--hosts": hosts, "--json": json, "--picture": picture}.items():
@@ -168,57 +163,45 @@ def plan(
             )
         comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype)
         (table,) = workload.tables
-        form = Form(storage_dtype or "float32", state_dtype or "float32", scale_block if storage_dtype else None)
+        (form, *_) = forms_for(
+            workload, storage_dtype or "float32", state_dtype, scale_block if storage_dtype else None
+        )
         show_ranks(console, size_of(workload, table, form), ranks, asked, table.unique, zipf, distinct_share, comm)
         return
+    forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     # Before anything is measured.
     if picture is not None:
         check_png(picture)
     for path in (picture, json if json != "-" else None):
         if path is not None:
-            _check_writable(Path(path))
+            check_writable(Path(path))
+    found: Any
     if rank:
         if shared is not None:
             raise InvalidValueError("--rank is given with --hosts; pass one of them, --devices for GPUs of a machine")
-        machines, paid = _machines(machine, host_memory, disk), None if prices is None else read_prices(prices)
-        how: Any = {"dense_s": dense_ms / 1e3, "by": by or "time", "devices": devices, "prices": paid}
-        ranking = rank_machines(workload, forms, machines, **how)
-        _write(json, ranking.data(), lambda: console.print(as_table(ranking)))
-        if picture is not None:
-            from speedtransfer.planning.plan_picture import draw_ranking  # drawing is loaded where it is wanted
-
-            draw_ranking(picture, ranking)
-        return
-    measured = measure and asked is not None
-    found = plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measured, shared)
-    _write(json, found.data(), lambda: console.print(as_renderable(found, steps=asked is not None)))
-    if picture is not None:
-        found.draw(picture)
-
-
-def _write(json: str | None, data: dict[str, Any], show: Any) -> None:
-    """Show what was found, or write it as JSON to the screen alone; and to a file if one is named."""
-    from speedtransfer.system import replace_file
-
-    text = dumps(data, indent=1)
+        more = [] if machine is None else load_machines(machine)
+        # What is given is for machines whose own is not known.
+        machines = [
+            with_memory(each, None if each.host_bytes else host_memory, None if each.disk_bytes else disk)
+            for each in {each.name: each for each in [*published_machines(), *more]}.values()
+        ]
+        how: Any = {"by": by or "time", "devices": devices, "prices": None if prices is None else read_prices(prices)}
+        found = rank_machines(workload, forms, machines, dense_s=dense_ms / 1e3, **how)
+        shown = as_table(found)
+    else:
+        measured = measure and asked is not None
+        found = plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measured, shared)
+        shown = as_renderable(found, steps=asked is not None)
+    text = dumps(found.data(), indent=1)
     if json == "-":
         typer.echo(text)
-        return
-    show()
-    if json is not None:
-        with replace_file(Path(json)) as file:
+    else:
+        console.print(shown)
+    if json not in (None, "-"):
+        with replace_file(Path(str(json))) as file:
             file.write(f"{text}\n".encode())
-
-
-def _machines(machine: str | None, host_memory: str | None, disk: str | None) -> list[Any]:
-    """Return the machines to rank, those known and those of a file; what is given is for those whose own is not known."""
-    from speedtransfer.planning.machine import load_machines, published_machines, with_memory
-
-    more = [] if machine is None else load_machines(machine)
-    return [
-        with_memory(each, host_memory if each.host_bytes is None else None, disk if each.disk_bytes is None else None)
-        for each in {each.name: each for each in [*published_machines(), *more]}.values()
-    ]
+    if picture is not None:
+        found.draw(picture)
 
 
 # --- checks of options, each of which raises with the option, the rule and the remedy ---------------------------------------
@@ -243,16 +226,3 @@ def _lookups(
         raise InvalidValueError("--batch is given, and --tokens too; pass one of them")
     per_token = 1 if rows_per_token is None else check_size(rows_per_token, "--rows-per-token", 1)
     return float(check_size(tokens, "--tokens", 1) * per_token), samples
-
-
-def _check_writable(path: Path) -> None:
-    """Raise `StorageError` if no file can be written there."""
-    problem = ""
-    if path.is_dir():
-        problem = "(it is a folder); pass the name of a file"
-    elif not path.parent.is_dir():
-        problem = f"(there is no folder {str(path.parent)!r}); make it, or pass another path"
-    elif not os.access(path.parent, os.W_OK):
-        problem = "(the folder is not writable); choose a folder you may write to"
-    if problem:
-        raise StorageError(f"cannot write {str(path)!r} {problem}")

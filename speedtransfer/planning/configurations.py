@@ -38,28 +38,12 @@ _MIN_ROWS = 10_000
 class Option:
     """One configuration of all tables.
 
-    Attributes
-    ----------
-    memory : str
-        "device", "pinned", "pageable" or "mmap"; or "nn.Embedding" or "nn.Embedding(sparse=True)", as torch trains them.
-    form : Form
-        How rows and state are stored.
-    need : Footprint
-        Bytes of each memory.
-    moved : Moved
-        Bytes that a step reads from the tables and writes to them.
-    reason : str
-        Why it does not fit; empty where it does.
-    code : str
-        Python that makes it.
-    same : bool
-        Whether it trains with the optimizer that was asked for; else its numbers are others, and it is not recommended.
-    trial : float, optional
-        Seconds of a step that were measured.
-    estimate : Estimate, optional
-        What follows from the figures of the machine. Of a "mmap" table that was measured: the disk alone.
-    dense_s : float
-        Seconds of the rest of the model, as given.
+    The `memory` is "device", "pinned", "pageable" or "mmap"; or "nn.Embedding" or "nn.Embedding(sparse=True)", as torch trains
+    them. `form` is how rows and state are stored, `need` the bytes of each memory, `moved` those that a step reads from the
+    tables and writes to them, `reason` why it does not fit ("" where it does), `code` the Python that makes it. Where it does
+    not train with the optimizer that was asked for (`same`), its numbers are others, and it is not recommended. The seconds of
+    a step that were measured are its `trial`; `estimate` is what follows from the figures of the machine (of a "mmap" table
+    that was measured: the disk alone), and `dense_s` are seconds of the rest of the model, as given.
     """
 
     memory: str
@@ -125,21 +109,15 @@ class Option:
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data."""
+        own = ("memory", "level", "fits", "reason", "step_s", "how", "bound", "code")
         return {
-            "memory": self.memory,
+            **{name: getattr(self, name) for name in own},
             "storage_dtype": self.form.storage,
             "state_dtype": self.form.state,
-            "level": self.level,
-            "fits": self.fits,
-            "reason": self.reason,
             "bytes": self.need._asdict(),
             "step_bytes": self.moved._asdict(),
-            "step_s": self.step_s,
             "prefetched_s": self.ahead_s,
-            "how": self.how,
-            "bound": self.bound,
             "same_numbers": self.same,
-            "code": self.code,
         }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -106,26 +106,24 @@ def size_of(workload: Workload, table: Load, form: Form) -> TableSize:
     return replace(_row_size(workload, table.dim, form), rows=table.rows)
 
 
-@dataclass(frozen=True)
-class Bytes:
+class Bytes(NamedTuple):
     """Bytes of all tables: weights as they are stored, state, last steps of rows (of exact idle rows), and scales of both."""
 
-    weight: int = 0
-    state: int = 0
-    last_step: int = 0
-    scale: int = 0
+    weight: int
+    state: int
+    last_step: int
+    scale: int
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.weight + self.state + self.last_step + self.scale
+        return sum(self)
 
 
 def bytes_of(workload: Workload, form: Form) -> Bytes:
     """Return the bytes of all tables in a form."""
     sizes = [size_of(workload, table, form) for table in workload.tables]
-    parts = ("weight", "state", "last_step", "scale")
-    return Bytes(*(sum(getattr(size, f"{part}_bytes") for size in sizes) for part in parts))
+    return Bytes(*(sum(getattr(size, f"{part}_bytes") for size in sizes) for part in Bytes._fields))
 
 
 def is_exact(workload: Workload) -> bool:
@@ -139,16 +137,9 @@ def is_exact(workload: Workload) -> bool:
 class Footprint(NamedTuple):
     """Bytes of one configuration.
 
-    Attributes
-    ----------
-    device : float
-        Memory of the compute device: tables that live there, rows of a step with their gradient and state, what lookups
-        return with its gradient, and all other parameters of the model. On a machine without a GPU this is host memory, and
-        counted as such.
-    host : float
-        Host memory, page-locked or not.
-    disk : float
-        Files of tables.
+    On the compute `device`: tables that live there, rows of a step with their gradient and state, what lookups return with its
+    gradient, and all other parameters of the model; without a GPU this is host memory, and counted as such. In `host` memory,
+    page-locked or not; on `disk`, in files of tables.
     """
 
     device: float = 0.0

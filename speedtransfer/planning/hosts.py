@@ -1,4 +1,4 @@
-"""Tables whose rows several processes share out: what each of them has, and what they send one another in a step."""
+"""Tables in several processes: what each of them has, what they send one another in a step, and how that is shown."""
 
 from __future__ import annotations
 
@@ -9,13 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from rich.console import Console
+from rich.table import Table as TextTable
+from rich.text import Text
+
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
+from speedtransfer.nn.sizing import TableSize
 from speedtransfer.planning.footprint import Form, is_exact, state_planes
 from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.ranks import Partition
+from speedtransfer.ranks import cost as costs
 from speedtransfer.ranks.cost import StepCost, delays_of, sharded_calls, sharded_step
-from speedtransfer.ranks.row_counts import RowCounts, expected_counts, row_form
-from speedtransfer.ranks.zipf import expected_imbalance, expected_unique
+from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts, expected_counts, row_form
+from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
 from speedtransfer.units import format_seconds
 
 # Of a collective call by gloo, beyond the network: what two processes on two cores took for it (bench/experiments/hosts.py).
@@ -175,3 +182,69 @@ def _busiest(workload: Workload, counts: Sequence[RowCounts], number: int) -> fl
             whole += sent * part / sum(unique)
             above += sent * part / sum(unique) * expected_imbalance(Partition(rows, number), workload.zipf, each)
     return above / whole
+
+
+# --- as a table -----------------------------------------------------------------------------------------------------------
+
+_RANKS_NOTE = """
+held: weights and state of one process (of a shared table, which a host has once, its share). Bytes are those that one \
+process sends, and moves between host memory and its device, in a training step.
+Rows of torch.nn.Embedding are in device memory, so that there is no bus; sparse ones are trained by SparseAdam."""
+
+
+def show_ranks(
+    console: Console,
+    size: TableSize,
+    ranks: int,
+    lookups: int,
+    unique: float,
+    zipf: float,
+    distinct_share: float | None,
+    comm_dtype: torch.dtype | None,
+) -> None:
+    """Print the cost of each kind of table of that `size` in one process; raises if `distinct_share` cannot be.
+
+    `lookups`, `unique` of them distinct, are those of one process in a step; `distinct_share` are the distinct rows of all
+    processes over the sum of those of each, by default by `zipf`. Gradients are sent in `comm_dtype`.
+    """
+    rows, dim = size.rows, size.dim
+    share = expected_distinct_share(rows, zipf, lookups, ranks) if distinct_share is None else distinct_share
+    if not 1 / ranks <= share <= 1:
+        raise InvalidValueError(f"--distinct-share is {share} but must be from 1 / --ranks to 1; pass a share between")
+    balance = expected_imbalance(Partition(rows, ranks), zipf, lookups)
+    console.print(
+        Text(
+            f"{rows:,} x {dim} in {ranks} processes; each looks up {unique:,.0f} distinct rows a step, {share:.2f} "
+            f"of these are distinct over all; the busiest owner has {balance:.2f} times the mean\n"
+        )
+    )
+    table = TextTable("", box=None, pad_edge=False)
+    for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down"):
+        table.add_column(label, justify="right", no_wrap=True)
+    for name, (held, cost) in _kinds(size, ranks, unique, share, comm_dtype).items():
+        sent = (cost.control, cost.ids, cost.rows, cost.gradients)
+        cells = [format_bytes(count) if count else "" for count in (held, *sent, cost.bus_up, cost.bus_down)]
+        table.add_row(name, *cells[:5], str(cost.calls), *cells[5:])
+    console.print(table)
+    console.print(Text(_RANKS_NOTE))
+
+
+def _kinds(
+    size: TableSize, ranks: int, unique: float, share: float, comm_dtype: torch.dtype | None
+) -> dict[str, tuple[float, StepCost]]:
+    """Return the bytes that one process holds, and the cost of a step, of each kind of table."""
+    stored = sum(plane.row_bytes for plane in size.planes if plane.name.split(".")[0] == "weight")
+    form = row_form(size.dim, comm_dtype=comm_dtype, state_planes=0)
+    # Owners send rows as they are stored, unless they change them first.
+    sent = form.stored if size.exact else stored
+    form = dataclasses.replace(form, stored=stored, state=size.row_bytes - stored, sent=sent)
+    counts, plain = expected_counts(form, unique, share, ranks), row_form(size.dim, state_planes=2)
+    replica = ReplicaCounts(form, unique, unique, share * unique * ranks)
+    dense, whole = size.rows * plain.stored, size.total_bytes
+    return {
+        "sharded": (whole / ranks, sharded_step([counts], ranks)),
+        'memory="shared"': (whole / ranks, costs.shared_step([counts], ranks)),
+        "ordinary table in DDP": (whole, costs.replicas_step([replica], ranks)),
+        "nn.Embedding, sparse, DDP": (3 * dense, costs.ddp_sparse_step(unique, plain.gradient, ranks)),
+        "nn.Embedding, DDP": (4 * dense, costs.ddp_dense_step(size.rows, plain.stored, ranks)),
+    }

@@ -34,30 +34,12 @@ _MEASURED = {
 class Machine:
     """Sizes in bytes and rates in bytes per second; a figure that is not known is None.
 
-    Attributes
-    ----------
-    name : str
-        "h200", or what a user calls it.
-    device : str, optional
-        The GPU's full name; None: rows are computed on the CPU.
-    device_bytes, device_bytes_per_s : float, optional
-        Memory of one GPU and its bandwidth.
-    link : str, optional
-        What connects host memory and the GPU, such as "PCIe 5.0 x16".
-    link_up_bytes_per_s, link_down_bytes_per_s : float, optional
-        From host memory to the GPU and back, one direction at a time.
-    peer_bytes_per_s : float, optional
-        What one GPU can send to the others of the machine while all do; None: by way of host memory.
-    host_bytes, host_bytes_per_s : float, optional
-        Host memory that a process may take, and its bandwidth.
-    disk_bytes, disk_bytes_per_s : float, optional
-        Free room for files of tables, and the rate of random reads of rows.
-    devices : int
-        GPUs in the machine.
-    sources : mapping of str to str
-        Where each figure is from, by attribute: "measured", "given", or a publication with its date.
-    notes : tuple of str
-        Sentences about figures that could not be had, or that need a word.
+    `device` is the GPU's full name, None where rows are computed on the CPU; it has `device_bytes` of memory. `link` is what
+    connects host memory and the GPU, such as "PCIe 5.0 x16", with its rates up, from host memory to the GPU, and down, one
+    direction at a time. The `peer` rate is what one GPU can send to the others of the machine while all do (None: by way of
+    host memory). `host_bytes` are what a process may take, `disk_bytes` free room for files of tables, with the rate of random
+    reads of rows. `sources` say where each figure is from, by attribute: "measured", "given", or a publication with its date;
+    `notes` are sentences about figures that could not be had, or that need a word.
     """
 
     name: str
@@ -77,13 +59,7 @@ class Machine:
     notes: tuple[str, ...] = ()
 
     def figure(self, name: str) -> float:
-        """Return the figure `name`.
-
-        Raises
-        ------
-        InvalidValueError
-            It is not known of this machine.
-        """
+        """Return the figure `name`; raises InvalidValueError if it is not known of this machine."""
         value = getattr(self, name)
         if value is None:
             raise InvalidValueError(

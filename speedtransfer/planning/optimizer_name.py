@@ -86,24 +86,18 @@ def _check_made(make: Callable[..., Any], text: str, name: str, label: str) -> N
 
 def _parsed(text: str, label: str) -> tuple[str, dict[str, Any]]:
     """Return the dotted name and the keyword arguments."""
-    wrong = InvalidValueError(
-        f"{label} is {text!r} but must be a name with keyword arguments or without; pass for instance "
-        "'SGD(momentum=0.9)', with quotation marks for the shell"
-    )
     try:
         node = ast.parse(text.strip(), mode="eval").body
-        keywords = node.keywords if isinstance(node, ast.Call) else []
-        called = node.func if isinstance(node, ast.Call) else node
-        if (isinstance(node, ast.Call) and node.args) or not isinstance(called, ast.Name | ast.Attribute):
-            raise wrong
-        given = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords if keyword.arg}
-    except (SyntaxError, ValueError) as error:
-        if error is wrong:
-            raise
-        raise wrong from None
-    if len(given) != len(keywords):
-        raise wrong
-    return ast.unparse(called), given
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+        if call.args or not isinstance(call.func, ast.Name | ast.Attribute) or None in given:
+            raise ValueError(text)
+    except (SyntaxError, ValueError):
+        raise InvalidValueError(
+            f"{label} is {text!r} but must be a name with keyword arguments or without; pass for instance "
+            "'SGD(momentum=0.9)', with quotation marks for the shell"
+        ) from None
+    return ast.unparse(call.func), {str(name): value for name, value in given.items()}
 
 
 def _class_named(name: str, label: str) -> type[Optimizer]:

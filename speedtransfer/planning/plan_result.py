@@ -36,16 +36,9 @@ _LOST = (  # by the level of a form
 class CacheSize:
     """What a cache of hot rows on the device would serve.
 
-    Attributes
-    ----------
-    rows : int
-        Rows of all tables together that it keeps: `cache_rows`.
-    num_bytes : int
-        What these take on the device, with their state.
-    share : float
-        Of the distinct rows of a step, the part that it serves: those that are used most, for good.
-    up, down : float
-        Bytes that a step still moves over the bus.
+    It keeps so many `rows` of all tables together (`cache_rows`), which take `num_bytes` on the device with their state, and
+    serves a `share` of the distinct rows of a step: those that are used most, for good. `up` and `down` are the bytes that a
+    step still moves over the bus.
     """
 
     rows: int
@@ -59,26 +52,12 @@ class CacheSize:
 class Plan:
     """What :func:`speedtransfer.plan` has found; ``print`` shows it.
 
-    Attributes
-    ----------
-    workload : Workload
-        The tables, with the lookups and expected distinct rows of a step.
-    machine : Machine
-        What was planned for.
-    here : bool
-        Whether that is this machine.
-    bytes : dict of Form to Bytes
-        Bytes of weights, state, last steps and scales, by form.
-    options : tuple of Option
-        All configurations.
-    best, smallest : Option or None
-        The one to use, and the one that takes the least; None where none fits.
-    cache : tuple of CacheSize
-        Caches of several sizes for the best configuration with rows in host memory, or for the first that there is.
-    dense_bytes : float
-        Bytes of all other parameters of the model, with gradients and state.
-    hosts : Hosts or None
-        Of several hosts what they send one another; all else is then of one of them, with its share of the rows.
+    `workload` has the tables, with the lookups and expected distinct rows of a step, and `machine` is what was planned for,
+    this one if `here`. `bytes` are those of weights, state, last steps and scales, by form. Among the `options`, which are all
+    configurations, `best` is the one to use and `smallest` the one that takes the least; None where none fits. `cache` are
+    caches of several sizes for the best configuration with rows in host memory, or for the first that there is, and
+    `dense_bytes` all other parameters of the model, with gradients and state. `hosts` is what several hosts send one another;
+    all else is then of one of them, with its share of the rows.
     """
 
     workload: Workload
@@ -100,26 +79,21 @@ class Plan:
 
     def data(self) -> dict[str, Any]:
         """Return the plan as plain data, as ``speedtransfer plan --json`` writes it."""
-        names = ("name", "rows", "dim", "lookups", "unique", "kind")
-        forms = [
-            {"storage_dtype": form.storage, "state_dtype": form.state, "total": held.total, **dataclasses.asdict(held)}
-            for form, held in self.bytes.items()
-        ]
+        names, work = ("name", "rows", "dim", "lookups", "unique", "kind"), self.workload
         return {
-            "tables": [{name: getattr(table, name) for name in names} for table in self.workload.tables],
-            "batch": self.workload.batch,
-            "zipf": self.workload.zipf,
-            "optimizer": self.workload.trainer.name,
-            "idle": self.workload.idle,
+            "tables": [{name: getattr(table, name) for name in names} for table in work.tables],
+            **{name: getattr(work, name) for name in ("batch", "zipf", "idle")},
+            "optimizer": work.trainer.name,
             "dense_bytes": self.dense_bytes,
             "machine": {**dataclasses.asdict(self.machine), "sources": dict(self.machine.sources)},
             "this_machine": self.here,
-            "bytes": forms,
+            "bytes": [
+                {"storage_dtype": form.storage, "state_dtype": form.state, "total": held.total, **held._asdict()}
+                for form, held in self.bytes.items()
+            ],
             "options": [option.data() for option in self.options],
-            "best": None if self.best is None else self.best.data(),
-            "smallest": None if self.smallest is None else self.smallest.data(),
+            **{name: one and one.data() for name in ("best", "smallest", "hosts") for one in [getattr(self, name)]},
             "cache": [dataclasses.asdict(size) for size in self.cache],
-            "hosts": None if self.hosts is None else self.hosts.data(),
         }
 
     def draw(self, path: str | Path) -> None:

@@ -35,7 +35,6 @@ from speedtransfer.planning.footprint import (
     bytes_of,
     check_machine,
     dense_bytes,
-    footprint,
     forms_for,
     moved,
     sparse_way,
@@ -214,12 +213,10 @@ def _measured(options: Sequence[Option], workload: Workload, machine: Machine, p
     with LateBar("measuring", len(wanted), progress) as bar:
         for number, option in enumerate(wanted):
             bar.show(number, f"measuring {option.memory}, {option.form}")
-            timed = replace(option, trial=_trial(option, workload, device))
-            # It was measured in the page cache: what the disk adds is known where its rate is.
+            # It is measured in the page cache: what the disk adds is known where its rate is.
             step = estimate_step(workload, option.form, MMAP, machine) if option.memory == MMAP else None
-            found[found.index(option)] = (
-                timed if step is None else replace(timed, estimate=Estimate(disk_s=step.disk_s))
-            )
+            disk = None if step is None else Estimate(disk_s=step.disk_s)
+            found[found.index(option)] = replace(option, trial=_trial(option, workload, device), estimate=disk)
     return found
 
 
@@ -243,17 +240,14 @@ def _caches(
     workload: Workload, options: Sequence[Option], best: Option | None, machine: Machine
 ) -> tuple[CacheSize, ...]:
     """Return caches of several sizes, up to what fits on the device."""
-    kinds = (PINNED, PAGEABLE, MMAP) if machine.device is not None else (MMAP,)
-    of_host = [option for option in options if option.memory in kinds]
-    chosen = best if best in of_host else next((option for option in of_host if option.fits), None)
-    chosen = chosen or next(iter(of_host), None)
+    on_gpu = machine.device is not None
+    of_host = [option for option in options if option.memory in ((PINNED, PAGEABLE, MMAP) if on_gpu else (MMAP,))]
+    chosen = best if best in of_host else next((option for option in of_host if option.fits), of_host[0])
     # On the CPU it is of use for files alone.
-    if chosen is None or (machine.device is None and chosen is not best):
+    if not on_gpu and chosen is not best:
         return ()
     rows = sum(table.rows for table in workload.tables)
-    total = bytes_of(workload, chosen.form).total
-    need = footprint(workload, chosen.form, chosen.memory, machine)
-    on_gpu = machine.device is not None
+    total, need = bytes_of(workload, chosen.form).total, chosen.need
     room = (machine.device_bytes or 0) - need.device if on_gpu else (machine.host_bytes or 0) - need.host
     largest = max(0.0, room / total)
     shares = [share for share in _CACHED if share <= largest and share * rows >= 1]

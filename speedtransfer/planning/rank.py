@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -173,8 +173,13 @@ class Ranking:
             for number, each in enumerate(self.ranked)
         ]
         left_out = [{"machine": one.name, "devices": one.devices, "reason": reason} for one, reason in self.left_out]
-        prices = [asdict(price) for price in self.prices]
-        return {"by": self.by, "ranked": ranked, "left_out": left_out, "prices": prices}
+        return {"by": self.by, "ranked": ranked, "left_out": left_out, "prices": list(map(asdict, self.prices))}
+
+    def draw(self, path: Path) -> None:
+        """Draw the values relative to the best as a PNG."""
+        from speedtransfer.planning.plan_picture import draw_ranking  # drawing is loaded where it is wanted
+
+        draw_ranking(path, [f"{each.machine.name} ({each.machine.devices})" for each in self.ranked], self.columns())
 
 
 def rank(
@@ -278,11 +283,11 @@ def _best(options: Sequence[Option]) -> tuple[Option, float]:
     """Return the best configuration and its time; raise with why the smallest of each memory does not fit."""
     best = best_option(options)
     if best is None:
-        of_tables = sorted((option for option in options if option.is_table), key=lambda option: -option.total_bytes)
-        reasons = {option.memory: option.reason for option in of_tables if option.memory in (DEVICE, PINNED, PAGEABLE)}
-        if PINNED in reasons:
-            del reasons[PAGEABLE]
-        raise InvalidValueError("; ".join(f"{memory}: {reason}" for memory, reason in reasons.items()))
+        tables = sorted((option for option in options if option.is_table), key=lambda option: -option.total_bytes)
+        reasons = {option.memory: option.reason for option in tables}
+        host = PINNED if PINNED in reasons else PAGEABLE
+        kept = (f"{memory}: {reasons[memory]}" for memory in (DEVICE, host) if memory in reasons)
+        raise InvalidValueError("; ".join(kept))
     seconds = best.ahead_s or best.step_s
     if not seconds:
         raise InvalidValueError(f"a rate that rows in {best.memory!r} memory need is not known")
@@ -301,47 +306,43 @@ def as_table(ranking: Ranking) -> RenderableType:
     if ranking.ranked:
         table = TextTable("", box=None, pad_edge=False)
         table.columns[0].no_wrap = True
-        columns = [(label, cells) for label, cells in _columns(ranking) if any(cells)]
-        for label, _ in columns:
+        columns = {label: cells for label, cells in _columns(ranking).items() if any(cells)}
+        for label in columns:
             table.add_column(label, justify="right")
-        for number, ranked in enumerate(ranking.ranked):
-            table.add_row(Text(_name(ranked.machine)), *(cells[number] for _, cells in columns))
+        for ranked, *cells in zip(ranking.ranked, *columns.values(), strict=True):
+            table.add_row(Text(_name(ranked.machine)), *cells)
         parts.append(table)
     else:
         parts.append(Text("the workload fits on none of the machines"))
     lines = [f"  {_name(machine)}: {reason}" for machine, reason in ranking.left_out]
     parts += map(Text, ["\nleft out:", *lines] if lines else [])
+    about = HOW_TO_PRICE
     if ranking.prices:
         dates = sorted(price.date for price in ranking.prices)
         when = " to ".join(dict.fromkeys((dates[0], dates[-1])))
         currency = ranking.prices[0].currency
-        parts.append(Text(f"\nprices in {currency}, of {when}, as given; their sources are in the data (--json)"))
-    else:
-        parts.append(Text(f"\n{HOW_TO_PRICE}"))
-    return Group(*parts)
+        about = f"prices in {currency}, of {when}, as given; their sources are in the data (--json)"
+    return Group(*parts, Text(f"\n{about}"))
 
 
-def _columns(ranking: Ranking) -> Iterator[tuple[str, list[str]]]:
-    """Yield the label and the cells of each column."""
+def _columns(ranking: Ranking) -> dict[str, list[str]]:
+    """Return the label and the cells of each column."""
 
-    def cells(value: Callable[[Ranked], float | None], show: Callable[[float], str]) -> list[str]:
-        return ["" if (found := value(each)) is None else show(found) for each in ranking.ranked]
+    def cells(values: Iterable[float | None], show: Callable[[float], str]) -> list[str]:
+        return ["" if value is None else show(value) for value in values]
 
-    def shares(measure: str) -> list[str]:
-        return ["" if share is None else format_ratio(share) for share in ranking.relative(measure)]
-
-    yield "step", cells(lambda each: each.seconds, format_seconds)
-    yield (
-        "batches/s",
-        cells(lambda each: each.performance, lambda rate: f"{rate:,.3g}" if rate < 1000 else f"{rate:,.0f}"),
-    )
-    yield "x", shares("time")
-    yield "memory, GB/s", cells(lambda each: each.bandwidth, lambda value: f"{value / 1e9:,.0f}")
-    yield "GPUs", cells(lambda each: each.device_price, _money)
-    yield "x per GPU price", shares("device-price")
-    yield "machine", cells(lambda each: each.machine_price, _money)
-    yield "x per machine price", shares("machine-price")
-    yield "hour", cells(lambda each: each.hourly_price, _money)
+    ranked, shares = ranking.ranked, {name: cells(ranking.relative(name), format_ratio) for name in MEASURES}
+    return {
+        "step": cells((each.seconds for each in ranked), format_seconds),
+        "batches/s": cells((each.performance for each in ranked), lambda x: f"{x:,.3g}" if x < 1e3 else f"{x:,.0f}"),
+        "x": shares["time"],
+        "memory, GB/s": cells((each.bandwidth for each in ranked), lambda rate: f"{rate / 1e9:,.0f}"),
+        "GPUs": cells((each.device_price for each in ranked), _money),
+        "x per GPU price": shares["device-price"],
+        "machine": cells((each.machine_price for each in ranked), _money),
+        "x per machine price": shares["machine-price"],
+        "hour": cells((each.hourly_price for each in ranked), _money),
+    }
 
 
 def _money(value: float) -> str:

@@ -40,78 +40,60 @@ def this_machine(path: str | Path | None = None, *, rates: Collection[str] = ())
     name is written there. The link's rate to the GPU is also known, without measuring, where `speedtransfer calibrate` has
     measured it. What could not be found out is None, and `notes` say why.
     """
-    found = _Findings()
-    folder = Path.cwd() if path is None else Path(path)
-    _host(found)
-    found.add("disk_bytes", lambda: shutil.disk_usage(folder).free, f"disk room at {str(folder)!r}")
-    status = cuda_status()
-    if status.available:
-        _gpu(found, rates)
-    else:
-        found.notes.append(f"no GPU is used: {status.reason}")
-    if "host" in rates:
-        found.add("host_bytes_per_s", host_bytes_per_s, "the bandwidth of host memory")
-    if "disk" in rates:
-        found.add("disk_bytes_per_s", lambda: disk_bytes_per_s(folder), f"the disk at {str(folder)!r}")
-    return Machine(
-        NAME,
-        **found.figures,
-        devices=max(1, len(status.devices) if status.available else 1),
-        sources=dict.fromkeys((name for name in found.figures if name != "device"), _MEASURED) | found.sources,
-        notes=tuple(found.notes),
-    )
+    figures, sources, notes = dict[str, Any](), dict[str, str](), list[str]()
 
-
-class _Findings:
-    """Figures, where they are from if not measured here, and notes on those that could not be had."""
-
-    def __init__(self) -> None:
-        self.figures = dict[str, Any]()
-        self.sources = dict[str, str]()
-        self.notes = list[str]()
-
-    def add(self, names: str, find: Callable[[], float | tuple[float, ...]], what: str) -> None:
+    def add(names: str, find: Callable[[], float | tuple[float, ...]], what: str) -> None:
         """Add the figures that `find` returns, by their names with spaces between, or a note that it could not."""
         try:
             values = find()
             several = values if isinstance(values, tuple) else (values,)
-            self.figures |= dict(zip(names.split(), map(float, several), strict=True))
+            figures.update(zip(names.split(), map(float, several), strict=True))
         except (SpeedtransferError, OSError, RuntimeError, MemoryError) as error:
-            self.notes.append(f"{what} is not known: {_first_line(error)}")
+            notes.append(f"{what} is not known: {_first_line(error)}")
+
+    folder = Path.cwd() if path is None else Path(path)
+    add("host_bytes", lambda: _free_on_host(notes), "host memory")
+    add("disk_bytes", lambda: shutil.disk_usage(folder).free, f"disk room at {str(folder)!r}")
+    status = cuda_status()
+    if status.available:
+        device, calibrated = torch.device("cuda", 0), load(torch.device("cuda", 0))
+        figures["device"] = status.devices[0]
+        add("device_bytes", lambda: _free_on(device, notes), f"the memory of {device}")
+        if "device" in rates:
+            add("device_bytes_per_s", lambda: device_bytes_per_s(device), f"the bandwidth of {device}")
+        if "link" in rates:
+            names = "link_up_bytes_per_s link_down_bytes_per_s"
+            add(names, lambda: link_bytes_per_s(device), f"the link to {device}")
+        if calibrated is not None and calibrated.copy_bytes_per_s > 0:
+            figures["link_up_bytes_per_s"] = calibrated.copy_bytes_per_s
+            sources["link_up_bytes_per_s"] = f"{_MEASURED} by `speedtransfer calibrate`"
+    else:
+        notes.append(f"no GPU is used: {status.reason}")
+    if "host" in rates:
+        add("host_bytes_per_s", host_bytes_per_s, "the bandwidth of host memory")
+    if "disk" in rates:
+        add("disk_bytes_per_s", lambda: disk_bytes_per_s(folder), f"the disk at {str(folder)!r}")
+    sources = {name: _MEASURED for name in figures if name != "device"} | sources
+    devices = max(1, len(status.devices)) if status.available else 1
+    return Machine(NAME, **figures, devices=devices, sources=sources, notes=tuple(notes))
 
 
-def _host(found: _Findings) -> None:
+def _free_on_host(notes: list[str]) -> float:
     free, whole = available_bytes(), physical_bytes()
     if not whole:
-        found.notes.append("host memory is not known: the system does not say")
-        return
-    found.figures["host_bytes"] = float(free)
-    found.notes.append(
+        raise StorageError("the system does not say")
+    notes.append(
         f"{format_bytes(free)} of {format_bytes(whole)} of host memory are free; the rest is held by this process and others"
     )
+    return float(free)
 
 
-def _gpu(found: _Findings, rates: Collection[str]) -> None:
-    device = torch.device("cuda", 0)
-    found.figures["device"] = cuda_status().devices[0]
-    found.add("device_bytes", lambda: _free_on(device, found), f"the memory of {device}")
-    if "device" in rates:
-        found.add("device_bytes_per_s", lambda: device_bytes_per_s(device), f"the bandwidth of {device}")
-    calibrated = load(device)
-    if "link" in rates:
-        names = "link_up_bytes_per_s link_down_bytes_per_s"
-        found.add(names, lambda: link_bytes_per_s(device), f"the link to {device}")
-    if calibrated is not None and calibrated.copy_bytes_per_s > 0:
-        found.figures["link_up_bytes_per_s"] = calibrated.copy_bytes_per_s
-        found.sources["link_up_bytes_per_s"] = f"{_MEASURED} by `speedtransfer calibrate`"
-
-
-def _free_on(device: torch.device, found: _Findings) -> float:
+def _free_on(device: torch.device, notes: list[str]) -> float:
     """Return what is free on a GPU, with what torch holds in this process and does not use."""
     free, total = torch.cuda.mem_get_info(device)
     kept = torch.cuda.memory_reserved(device)
     idle = kept - torch.cuda.memory_allocated(device)
-    found.notes.append(
+    notes.append(
         f"{format_bytes(free + idle)} of {format_bytes(total)} of cuda:{device.index} are free; torch holds "
         f"{format_bytes(kept - idle)} in this process, and others and CUDA itself {format_bytes(total - free - kept)}"
     )

@@ -90,9 +90,11 @@ def time_torch(workload: Workload, make: MakeOptimizer | None, sparse: bool, dev
         steps = _Steps(workload, cut, _of_torch(workload, less, sparse, device), make, device, device)
         small = min(steps.measured(few=True), few)
         del steps
-    had, fewer = (_values(workload, rows) for rows in (cut.rows, less))
+    had, fewer, planned = (
+        sum(table.dim * sum(own) for table, own in zip(workload.tables, rows, strict=True))
+        for rows in (cut.rows, less, [[table.rows] for table in workload.tables])
+    )
     by_value = (few - small) / max(1, had - fewer)
-    planned = sum(table.rows * table.dim for table in workload.tables)
     return max(0.0, small - by_value * fewer) + (whole - few) * cut.times + by_value * planned
 
 
@@ -105,10 +107,6 @@ def _of_torch(
         weight = torch.zeros(sum(of_table), table.dim, device=device)
         modules.append(kind(sum(of_table), table.dim, sparse=sparse, _weight=weight))
     return modules
-
-
-def _values(workload: Workload, rows: Sequence[Sequence[int]]) -> int:
-    return sum(table.dim * sum(of_table) for table, of_table in zip(workload.tables, rows, strict=True))
 
 
 @contextlib.contextmanager
@@ -144,9 +142,9 @@ class _Cut:
         shares = [1.0, budget / 4 / max(1, looked_up)]
         drawn = 0.0
         for table, of_table in zip(workload.tables, self.rows, strict=True):
-            ratio = table.unique / sum(drawn_unique(rows, count, workload.zipf) for rows, count in table.features)
-            for (rows, count), kept_rows in zip(table.features, of_table, strict=True):
-                unique = min(drawn_unique(rows, count, workload.zipf) * min(ratio, 1.0), rows)
+            expected, ratio = _drawn_of(table, workload.zipf)
+            for (rows, _), each, kept_rows in zip(table.features, expected, of_table, strict=True):
+                unique = min(each * min(ratio, 1.0), rows)
                 drawn += unique
                 if kept_rows < rows:
                     shares.append(kept_rows / 4 / max(unique, 1e-9))
@@ -255,13 +253,16 @@ class _Steps:
 
 def _draws_of(table: Load, zipf: float, kept: Sequence[int], share: float) -> list[tuple[Draws, int]]:
     """Return what draws the ids of each feature, and its rows."""
-    expected = [drawn_unique(rows, count, zipf) for rows, count in table.features]
-    ratio = table.unique / sum(expected)
-    found = []
-    for number, ((rows, count), own, unique) in enumerate(zip(table.features, kept, expected, strict=True)):
-        told = None if abs(ratio - 1) < 1e-6 or ratio > 1 else ratio * unique
-        found.append((Draws(rows, own, count, zipf, share, told, number), own))
-    return found
+    expected, ratio = _drawn_of(table, zipf)
+    told = [ratio * unique if ratio < 1 - 1e-6 else None for unique in expected]
+    features = enumerate(zip(table.features, kept, told, strict=True))
+    return [(Draws(rows, own, n, zipf, share, unique, seed), own) for seed, ((rows, n), own, unique) in features]
+
+
+def _drawn_of(table: Load, zipf: float) -> tuple[list[float], float]:
+    """Return the distinct rows of each feature that are expected of a step as it is drawn, and those planned over them."""
+    expected = [expected_unique(rows, zipf, min(count, _MAX_DRAWN)) for rows, count in table.features]
+    return expected, table.unique / sum(expected)
 
 
 # --- ids ----------------------------------------------------------------------------------------------------------------
@@ -323,8 +324,3 @@ def _spread(numbers: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     # A prime above all sizes that are spread has no factor in common with them, and products of numbers below 2**31 fit into
     # int64. Larger ones have no need to be spread as well.
     return numbers if size >= 1 << 31 else (numbers * (_MIX % size)) % size
-
-
-def drawn_unique(rows: int, lookups: int, zipf: float) -> float:
-    """Return the distinct rows that are expected of a step as it is drawn."""
-    return expected_unique(rows, zipf, min(lookups, _MAX_DRAWN))

@@ -76,10 +76,6 @@ class Workload:
         return sum(table.unique for table in self.tables)
 
 
-def _expected(features: Sequence[tuple[int, int]], zipf: float) -> float:
-    return sum(expected_unique(rows, zipf, count) for rows, count in features)
-
-
 def make_workload(
     given: Any, trainer: Trainer, batch: Any, lookups: Any, zipf: Any, unique: Any, idle: str
 ) -> Workload:
@@ -105,7 +101,7 @@ def make_workload(
             )
         distinct = told.get(table.name)
         if distinct is None:
-            distinct = _expected(features, exponent)
+            distinct = sum(expected_unique(rows, exponent, number) for rows, number in features)
         elif not 0 < distinct <= min(count, rows):
             raise InvalidValueError(
                 f"unique is {distinct} but must be above 0 and at most the lookups and the rows of {table.name!r}, "
@@ -136,20 +132,19 @@ def _by_name(given: Any, names: Sequence[str], label: str, minimum: float) -> di
 
 def _of_sizes(given: Any) -> list[Load]:
     """Return tables of ``(rows, dim)``, of a sequence of these, or of a mapping of names to these; without lookups yet."""
-    wrong = f"sizes are {given!r} but must be (rows, dim), a list of these or a dict of name to these; or pass a model"
+    pairs: dict[str, Any] = {"table": given}
     if isinstance(given, Mapping):
         pairs = {str(name): size for name, size in given.items()}
-    elif isinstance(given, Sequence) and not isinstance(given, str | bytes):
-        one = len(given) == 2 and not any(isinstance(part, Sequence) for part in given)
-        pairs = {"table": given} if one else {f"table{number}": size for number, size in enumerate(given)}
-    else:
-        raise InvalidTypeError(wrong)
+    elif isinstance(given, Sequence) and (len(given) != 2 or any(isinstance(part, Sequence) for part in given)):
+        pairs = {f"table{number}": size for number, size in enumerate(given)}
     if not pairs:
         raise InvalidValueError("sizes are empty; pass at least one (rows, dim)")
     found = []
     for name, size in pairs.items():
         if not isinstance(size, Sequence) or isinstance(size, str | bytes) or len(size) != 2:
-            raise InvalidTypeError(wrong)
+            raise InvalidTypeError(
+                f"sizes are {given!r} but must be (rows, dim), a list of these or a dict of name to these; or pass a model"
+            )
         rows, dim = _size(size[0], f"rows of {name!r}", MAX_SIZE), _size(size[1], f"dim of {name!r}", MAX_DIM)
         found.append(Load(name, rows, dim, ((rows, 0),), 0.0))
     return found
