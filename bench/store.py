@@ -37,6 +37,7 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
     "peers": "Training steps beside other libraries",
     "plan_accuracy": "Planned beside measured times of a step",
     "hosts": "Planned beside measured steps of two hosts",
+    "saves": "Checkpoints: saved, loaded, and written while training goes on",
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
 # Of scripts of their own: idle.py and word2vec.py need data that are not here, record_examples.py runs examples.

@@ -1,0 +1,139 @@
+"""Checkpoints: how fast they are saved and loaded beside the disk, and what steps take while one is saved.
+
+``python bench/record.py here --only saves``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import speedtransfer as st
+from speedtransfer.benchmark.measure import Group
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+
+NOTE = (
+    "One table of 64 float32 columns with AdamW, so three planes, in ordinary memory; 4,096 Zipf ids a step (exponent 1.05). "
+    "The disk: as many bytes written by large writes and synced, and read; from memory where the system keeps them. On two "
+    "cores the thread that saves takes one of those that a step has."
+)
+BY = ("rows", "rows")
+DIM, IDS, PLANES = 64, 4096, 3
+STEP, MEANWHILE, SAVE, LOAD = "a step", "a step while it is saved", "saved, training stopped", "loaded"
+BACKGROUND, WRITTEN, READ = "saved in the background", "as many bytes written and synced", "as many bytes read"
+COLUMNS = {
+    "median, ms": lambda group, case: f"{1e3 * case.median_s:,.4g}",
+    "worst, ms": lambda group, case: f"{1e3 * max(case.samples_s):,.4g}",
+    "GB/s": lambda group, case: f"{case.payload_bytes / case.median_s / 1e9:.3g}" if case.payload_bytes else "",
+}
+VALUE = (lambda case: 1e3 * case.median_s, "milliseconds, median")
+_REPEATS, _STEPS, _PIECE = 3, 40, 1 << 24
+
+
+def series(group: GroupResult) -> str:
+    return f"idle={group.params['idle']!r}"
+
+
+def about(groups: list[GroupResult]) -> list[str]:
+    """Return what a step takes while a checkpoint is saved, as multiples of one alone."""
+    found = []
+    for group in groups:
+        cases = {case.name: case for case in group.cases}
+        alone, meanwhile = cases[STEP], cases[MEANWHILE]
+        found.append(
+            f"{group.params['rows']:,} rows, {series(group)}: a step takes {meanwhile.median_s / alone.median_s:.2f} times as "
+            f"long while a checkpoint is saved, and at worst {max(meanwhile.samples_s) / alone.median_s:.1f} times"
+        )
+    return found
+
+
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    sizes = (100_000,) if quick else (500_000, 4_000_000)
+    return [
+        Group(
+            f"{rows:,} rows of {DIM}, idle={idle!r}",
+            functools.partial(_measure, rows, idle, device, seed),
+            {"rows": rows, "idle": idle},
+        )
+        for rows in sizes
+        for idle in ("lazy", "exact")
+    ]
+
+
+def _measure(rows: int, idle: Any, device: torch.device, seed: int) -> list[CaseResult]:
+    torch.manual_seed(seed)
+    emb = st.Embedding(rows, DIM, idle=idle, device=device)
+    opt, head = torch.optim.AdamW(emb.parameters()), torch.randn(DIM, device=device)
+    ranks = torch.arange(1, rows + 1, dtype=torch.float64).pow(-1.05).cumsum(0)
+    draw = torch.Generator().manual_seed(seed)
+
+    def step() -> float:
+        ids = torch.searchsorted(ranks, torch.rand(IDS, generator=draw, dtype=torch.float64) * ranks[-1]).to(device)
+        start = time.perf_counter()
+        (emb(ids) @ head).square().mean().backward()
+        opt.step()
+        opt.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    for _ in range(5):
+        step()
+    alone = [step() for _ in range(_STEPS)]
+    num_bytes = PLANES * rows * DIM * 4
+    with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR")) as name:
+        folder, meanwhile, background = Path(name), list[float](), list[float]()
+        saved = [_seconds(lambda: st.save_checkpoint(folder / "run", emb, opt)) for _ in range(_REPEATS)]
+        for _ in range(_REPEATS):
+            step()
+            start = time.perf_counter()
+            save = st.save_checkpoint(folder / "run", emb, opt, background=True)
+            meanwhile.append(time.perf_counter() - start + step())  # the first waits for the call as well
+            while save is not None and not save.done():
+                meanwhile.append(step())
+            assert save is not None
+            save.wait()
+            background.append(time.perf_counter() - start)
+        loaded = [_seconds(lambda: st.load_checkpoint(folder / "run", emb, opt)) for _ in range(_REPEATS)]
+        written, read = [], []
+        for _ in range(_REPEATS):
+            written.append(_seconds(lambda: _write(folder / "bytes", num_bytes)))
+            read.append(_seconds(lambda: _read(folder / "bytes")))
+            (folder / "bytes").unlink()
+    return [
+        CaseResult(STEP, "other", 0, alone),
+        CaseResult(MEANWHILE, "ours", 0, meanwhile),
+        CaseResult(SAVE, "ours", num_bytes, saved),
+        CaseResult(BACKGROUND, "ours", num_bytes, background),
+        CaseResult(LOAD, "ours", num_bytes, loaded),
+        CaseResult(WRITTEN, "roof", num_bytes, written),
+        CaseResult(READ, "roof", num_bytes, read),
+    ]
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def _write(path: Path, num_bytes: int) -> None:
+    piece = os.urandom(_PIECE)
+    with path.open("wb", buffering=0) as file:
+        for start in range(0, num_bytes, _PIECE):
+            file.write(piece[: num_bytes - start])
+        os.fsync(file.fileno())
+
+
+def _read(path: Path) -> None:
+    piece = bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(piece):
+            pass
