@@ -373,15 +373,6 @@ class ConvertCases(TableCases):
         stored_rows[[3, 0, 1]] = values[:3].to(dense).to(stored)
         self.assert_unchanged(table, stored_rows)
 
-    def test_several_planes(self):
-        table = self.numbered()
-        table.add_plane("half", 3, torch.bfloat16, fill=1.5)
-        rows = table.gather([2, 4], ["weight", "half"], dtype=torch.float32)
-        assert [r.dtype for r in rows.values()] == [torch.float32] * 2
-        table.scatter([2, 4], {name: value * 2 for name, value in rows.items()}, convert=True)
-        assert table.gather(4).tolist() == [8, 8.5, 9, 9.5]
-        assert table.gather(4, "half").tolist() == [3, 3, 3]
-
     def test_what_is_not_converted(self):
         table = self.make(4, 4, dtype=torch.float16)
         for wanted in (torch.float64, torch.int8, torch.float8_e5m2):
@@ -451,14 +442,6 @@ class ValueCases(TableCases):
             assert table.init_(function) is table
             self.assert_unchanged(table, result)
             assert not table.torch().requires_grad
-
-    def test_from_array_of_a_tensor(self, dtype):
-        values = numbers((40, 3), dtype)
-        table = self.from_array(values)
-        assert table.dtype == dtype
-        self.assert_unchanged(table, values)
-        values.zero_()
-        assert self.rows_of(table).any(), "the table has its own memory"
 
     def test_from_array_of_anything(self):
         values = numbers((40, 3), torch.float64).numpy()

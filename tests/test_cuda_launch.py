@@ -348,13 +348,6 @@ def test_a_torch_for_cuda_works_without_a_driver(tmp_path):
 
 
 class TestResolveDevice:
-    def test_cpu(self):
-        assert cuda.resolve_device("cpu") == cuda.resolve_device(torch.device("cpu", 0)) == torch.device("cpu")
-
-    @without_cuda
-    def test_none_is_the_cpu(self):
-        assert cuda.resolve_device(None) == torch.device("cpu")
-
     @pytest.mark.parametrize("value", ["meta", "mps", "gpu", -1, torch.device("meta")])
     def test_other_devices(self, value):
         with pytest.raises(InvalidValueError, match="must be a CPU or CUDA device; pass device='cpu'"):

@@ -178,16 +178,6 @@ def trained(idle="lazy", steps=2, **options):
     return emb, optimizer
 
 
-class TestCaptures:
-    def test_without_cuda_there_are_none(self):
-        if not torch.cuda.is_available():
-            with pytest.raises(RuntimeError):
-                torch.cuda.is_current_stream_capturing()
-        assert not graphs.is_capturing()
-        assert graphs.capture_number() is None
-        graphs.check_not_capturing("this")
-
-
 class TestRefused:
     @pytest.mark.parametrize(
         ("options", "match"),

@@ -152,15 +152,6 @@ def test_container() -> None:
         assert frozen[0].weight.requires_grad is trains
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_to_dense(named: bool) -> None:
-    ours, ids = multi(named), next(batches(1))
-    copied = st.to_dense(ours)
-    assert type(copied["user" if named else 0]) is nn.Embedding
-    assert list(copied.state_dict()) == list(ours.state_dict())
-    assert torch.equal(torch.export.export(copied, (ids,)).module()(ids), ours(ids))
-
-
 def test_freed_at_once(no_gc: None) -> None:
     ours = multi()
     train(ours, FORMS["columns"], ADAM, steps=2)

@@ -19,7 +19,6 @@ import speedtransfer as st
 from speedtransfer.cuda import cuda_status
 from speedtransfer.errors import RowIndexError, StorageError
 from speedtransfer.tables import unique_rows
-from speedtransfer.tables.row_values import overlap
 
 
 class OnCpu(TableContract):
@@ -292,16 +291,6 @@ def test_autograd_knows_of_writes_by_compiled_copies():
     assert view._version > versions[0]
     assert out._version > versions[1]
     assert out.eq(1).all()
-
-
-def test_tensors_overlap_where_they_share_a_byte():
-    memory = torch.zeros(40)
-    parts = memory[:20], memory[20:], memory[19:]
-    assert [[overlap(one, other) for other in parts] for one in parts] == [
-        [True, False, True],
-        [False, True, True],
-        [True, True, True],
-    ]
 
 
 class TestUniqueRows:

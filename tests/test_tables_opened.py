@@ -62,7 +62,7 @@ class ReadOnly(GatherCases, ConvertCases):
     # These write.
     test_every_integer_dtype_is_an_index = test_no_rows = test_result_is_a_copy = None
     test_index_out_of_range = test_what_is_no_index_names_the_remedy = None
-    test_out_inside_the_table = test_several_planes = None
+    test_out_inside_the_table = None
 
     def test_awkward_shapes(self):
         for shape in ((0, 3), (5, 0), (0, 0), (1, 1)):

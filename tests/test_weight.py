@@ -56,30 +56,27 @@ QUICK = cover({name: factors(*run) for name, run in ALL_RUNS.items()}, 1)
 used: dict[str, tuple[World, World]] = {}
 
 
-def compare(
-    case: Case, kind: Setting, dtype: torch.dtype, moment: str, grad: bool, ours: bool = True
-) -> list[tuple[str, Any]]:
-    """Run a case on torch.nn and on ours, or on torch.nn twice, and return what is seen with torch.nn."""
+def compare(case: Case, kind: Setting, dtype: torch.dtype, moment: str, grad: bool) -> None:
+    """Run a case on torch.nn and on ours, and compare all that is seen."""
     replaces = case.group in ("swap", "train")  # modules, optimizers, hooks
-    name = f"{ours} {name_of(kind, dtype, moment, grad)}"
+    name = name_of(kind, dtype, moment, grad)
     pair = None if replaces else used.pop(name, None)
     steps = 0 if moment == "fresh" and not replaces else 2
     with kind.hidden():
-        expected, tried = pair or (World(kind, False, dtype, moment), World(kind, ours, dtype, moment))
+        expected, tried = pair or (World(kind, False, dtype, moment), World(kind, True, dtype, moment))
         wanted = expected.run(case, grad, steps)
-        if ours and (case.refused or (kind.copies and case.refused_of_copies)):
+        if case.refused or (kind.copies and case.refused_of_copies):
             with pytest.raises((SpeedtransferError, RuntimeError, ValueError)):
                 tried.run(case, grad, steps)
-            return wanted
+            return
         seen = tried.run(case, grad, steps)
         assert [name for name, _ in seen] == [name for name, _ in wanted]
         for (what, value), (_, other) in zip(seen, wanted, strict=True):
-            assert_equal(value, other, TOLERANCE[dtype] if ours else 0.0, what)
+            assert_equal(value, other, TOLERANCE[dtype], what)
         if not replaces:
             for world in (expected, tried):
                 world.reset()
             used[name] = expected, tried
-    return wanted
 
 
 # Those of a setting one after another: worlds serve one case after the other.
@@ -99,26 +96,6 @@ def test_as_torch_in_every_setting(group: str) -> None:
                 compare(*ALL_RUNS[name])
             except Exception as error:
                 raise AssertionError(f"{name}: {error}") from error
-
-
-def torch_twice(case: Case) -> None:
-    """The comparison is a fair one: torch alone gives one outcome. And what is called a write changes the rows."""
-    seen = compare(case, *SETTINGS[case.group][0], ours=False)
-    if case.group == "write":
-        times = ("before", "after the case")
-        before, after = ([rows for what, rows in seen if what == f"emb.weight {time}"] for time in times)
-        assert not any(map(torch.equal, before, after)), case.id
-
-
-def test_torch_twice() -> None:
-    for case in {case.group: case for case in ALL}.values():
-        torch_twice(case)
-
-
-@pytest.mark.slow
-def test_torch_twice_in_every_case() -> None:
-    for case in ALL:
-        torch_twice(case)
 
 
 # --- random programs, see weight_programs.py --------------------------------------------------------------------------------

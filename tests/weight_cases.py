@@ -68,25 +68,15 @@ emb.weight.dtype, emb.weight.device, emb.weight.dim(), emb.weight.ndim, emb.weig
 isinstance(emb.weight, nn.Parameter), isinstance(emb.weight, torch.Tensor), torch.is_tensor(emb.weight)
 sum(p.numel() for p in model.parameters()), [p.shape for p in model.parameters()]
 sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-emb.weight.norm(), emb.weight.norm(dim=1), emb.weight.norm(p=1, dim=0), torch.linalg.norm(emb.weight)
-emb.weight[3], emb.weight[-1], emb.weight[3, 2]
-emb.weight[2:9], emb.weight[::5], emb.weight[:, :3], emb.weight[..., 0], emb.weight[None, 4]
-emb.weight[index], emb.weight[ids], emb.weight[[3, 30]]
 emb.weight[mask], emb.weight[emb.weight[:, 0] > 0]
-torch.index_select(emb.weight, 0, index), emb.weight.index_select(0, index), emb.weight.gather(0, index[:, None])
 emb.weight.tolist(), emb.weight[3].tolist()
 [float(row.sum()) for row in emb.weight], sum(row[0] for row in emb.weight)
 emb.weight[3, 2].item(), float(emb.weight[0, 0]), bool((emb.weight > 0).any())
 emb.weight.detach().cpu().numpy()
 np.asarray(emb.weight.detach()), np.array(emb.weight.data), np.linalg.norm(emb.weight.detach().numpy(), axis=1)
 emb.weight.data, emb.weight.data.clone(), emb.weight.detach().clone(), emb.weight.data[2].sum()
-emb.weight.t(), emb.weight.T, emb.weight.view(-1), emb.weight.reshape(20, 12), emb.weight.unsqueeze(0), emb.weight.flatten()
-emb.weight + 1, emb.weight * 2, 1 - emb.weight, emb.weight / 3, -emb.weight, emb.weight**2, emb.weight > 0
 torch.zeros_like(emb.weight), torch.empty_like(emb.weight).shape, emb.weight.new_zeros(3), emb.weight.new_ones(2, 2)
 torch.allclose(emb.weight, emb.weight.detach().clone()), (emb.weight == emb.weight).all()
-
-# Scores of all items
-query @ emb.weight.T
 
 query @ emb.weight.t(), torch.matmul(query, emb.weight.transpose(0, 1)), torch.mm(query, emb.weight.T)
 F.linear(query, emb.weight), F.linear(query, emb.weight, bias)
@@ -96,9 +86,6 @@ F.embedding(ids, emb.weight, max_norm=None, scale_grad_by_freq=True)
 F.embedding_bag(ids, emb.weight), F.embedding_bag(ids, emb.weight, mode="sum")
 F.embedding_bag(ids.flatten(), emb.weight, offsets, mode="max")
 torch.cdist(query, emb.weight), torch.cdist(query, emb.weight, p=1)
-
-# Nearest neighbours
-torch.topk(query @ emb.weight.T, 5)
 
 F.cosine_similarity(query[:1], emb.weight), F.normalize(query) @ F.normalize(emb.weight).T
 F.normalize(emb.weight, dim=1), F.dropout(emb.weight, 0.0), F.softmax(emb.weight, dim=-1), F.relu(emb.weight)
@@ -120,20 +107,11 @@ emb.weight.pow(2).sum(), emb.weight.abs().sum(), emb.weight.norm(2) ** 2, torch.
 # Penalty on all parameters
 sum(p.pow(2).sum() for p in model.parameters()), sum(torch.norm(p) for p in model.parameters())
 
-# Penalty by name
-sum((w**2).sum() for name, w in model.named_parameters() if "weight" in name)
-
-# Full softmax
-F.cross_entropy(query @ emb.weight.T, index[:3])
-
 # Full softmax of looked-up rows
 F.cross_entropy(emb(ids).mean(1) @ emb.weight.T, index[:2]), -F.log_softmax(emb(ids) @ emb.weight.T, -1)[0, 0, 5]
 
 # Orthogonality of columns
 (emb.weight.T @ emb.weight - torch.eye(6)).square().sum(), torch.linalg.svdvals(emb.weight.detach())
-
-# Attention over all rows
-F.scaled_dot_product_attention(query[None], emb.weight[None], emb.weight[None])
 
 emb.weight.as_strided((3,), (6,)), nn.Parameter(emb.weight.data.clone())
 torch.histc(emb.weight.detach(), 5), [(name, p.detach().mean(), p.detach().min()) for name, p in model.named_parameters()]
@@ -144,7 +122,6 @@ emb.weight is emb.weight, emb.weight is next(emb.parameters()), emb._parameters[
 id(emb.weight) in {id(p) for g in opt.param_groups for p in g["params"]}, hash(emb.weight) == hash(emb.weight)
 emb(torch.arange(40)), emb(torch.arange(40)).shape == emb.weight.shape
 model.get_parameter("emb.weight"), getattr(model.emb, "weight"), operator.attrgetter("emb.weight")(model)
-torch.func.functional_call(emb, {"weight": full}, (ids,))
 torch.func.functional_call(emb, dict(emb.named_parameters()), (ids,))
 
 # A tensor of one's own, changed by the weight
@@ -176,28 +153,18 @@ WRITE = parse(
 nn.init.uniform_(emb.weight, -0.1, 0.1)
 nn.init.normal_(emb.weight, std=0.02)
 nn.init.normal_(emb.weight.data, mean=0.5, std=0.02)
-nn.init.xavier_normal_(emb.weight.data)
 nn.init.kaiming_uniform_(emb.weight, a=5**0.5)
-nn.init.trunc_normal_(emb.weight, std=0.02)
 nn.init.eye_(emb.weight)
-nn.init.orthogonal_(emb.weight)
-nn.init.sparse_(emb.weight, sparsity=0.1)
 nn.init.uniform_(emb.weight.data[3:9], 1, 2)
-emb.weight.data.zero_()
 emb.weight.data[7] = rows[0]
 emb.weight.data[index[:2]] = rows[:2]
 emb.weight.data[mask] = 0.0
 emb.weight.data[2:5, 1] += 1
-emb.weight.data[3].zero_()
 emb.weight.data.copy_(full)
-emb.weight.data.copy_(torch.from_numpy(full.numpy()))
-emb.weight.data.mul_(0.5)
 emb.weight.data -= emb.weight.data.mean(0)
 emb.weight.data = full.clone()
 emb.weight.data = F.normalize(emb.weight.data, dim=1)
-emb.weight.data.div_(emb.weight.data.norm(dim=1, keepdim=True))
 emb.weight.data.index_add_(0, index, rows)
-emb.weight.data.t().mul_(2)
 emb.weight.data.view(-1)[:5] = 0
 emb.weight.detach().copy_(full)
 
@@ -209,14 +176,6 @@ emb.weight.data.numpy()[3] = 0.5
 
 torch.bernoulli(full.sigmoid(), out=emb.weight.data)
 with torch.no_grad():
-    emb.weight[7] = rows[0]
-with torch.no_grad():
-    emb.weight[index[:2], 1] = 5.0
-with torch.no_grad():
-    emb.weight[mask] *= 2
-with torch.no_grad():
-    emb.weight.mul_(0.9)
-with torch.no_grad():
     emb.weight.add_(full, alpha=0.1)
 with torch.no_grad():
     emb.weight.div_(emb.weight.norm(dim=1, keepdim=True).clamp(min=1e-12))
@@ -225,51 +184,23 @@ with torch.no_grad():
 with torch.no_grad():
     emb.weight.set_(full.clone())
 
-# Longest norm of a row
-with torch.no_grad():
-    norms = emb.weight.norm(dim=1, keepdim=True)
-    emb.weight.mul_(norms.clamp(max=1.0) / norms)
-
 # Row by row
 # refused (copies): the first write changes the table that the other rows were copied from
 with torch.no_grad():
     for i, row in enumerate(emb.weight):
         row.mul_(i / 40)
 
-# Rows of a dictionary of pretrained vectors
-vectors = {3: rows[0], 8: rows[1]}
-for i, vector in vectors.items():
-    emb.weight.data[i] = vector
-
 # A write to a view kept in a variable
 w = emb.weight.data
 w[5] = 1.5
 w.mul_(2)
 
-# Every parameter of two dimensions
-for name, p in model.named_parameters():
-    if p.dim() > 1:
-        nn.init.xavier_uniform_(p)
-
-# model.apply(init) by .data
-def init(module):
-    if isinstance(module, (nn.Linear, nn.Embedding)):
-        module.weight.data.normal_(mean=0.0, std=0.02)
-        if getattr(module, "padding_idx", None) is not None:
-            module.weight.data[module.padding_idx].zero_()
-model.apply(init)
-
-emb.reset_parameters()
 emb.load_state_dict({"weight": full})
 
 # Replace some of the state dict
 state = emb.state_dict()
 state["weight"][3] = 7.0
 emb.load_state_dict(state)
-
-# vector_to_parameters
-vector = nn.utils.parameters_to_vector(model.parameters())
-nn.utils.vector_to_parameters(vector * 0.5, model.parameters())
 
 # Soft target update
 target = copy.deepcopy(emb)

@@ -46,11 +46,6 @@ opt.zero_grad(), emb.weight.grad is None
 model.zero_grad(), emb.weight.grad is None
 emb.zero_grad(set_to_none=False), emb.weight.grad.abs().sum()
 
-# Frozen rows
-frozen = torch.tensor([0, 3, 9])
-emb.weight.grad.data[frozen] = 0
-emb.weight.grad.index_fill_(0, frozen, 0)
-
 # Every gradient by torch._foreach
 torch._foreach_mul_([p.grad for p in model.parameters()], 0.5)
 
@@ -94,17 +89,6 @@ emb.weight = nn.Parameter(torch.cat([emb.weight.data, rows]))
 emb.num_embeddings = len(emb.weight)
 opt = make_opt(model.parameters())
 emb(torch.tensor([40, 43])), emb.weight.shape
-
-# More rows by .data, before the optimizer
-emb.weight.data = torch.cat([emb.weight.data, rows])
-opt = make_opt(model.parameters())
-emb(torch.tensor([40, 43])), emb.weight.shape
-
-# Copy into another module
-twin = Embedding(40, 6)
-twin.weight.data.copy_(emb.weight.data)
-twin.load_state_dict(emb.state_dict())
-twin.weight
 
 # Share one weight between two embeddings
 twin = Embedding(40, 6)
@@ -175,11 +159,6 @@ class ByHand(Embedding):
 model.emb = emb = ByHand(40, 6, padding_idx=0)
 opt = make_opt(model.parameters())
 
-# from_pretrained
-model.emb = emb = Embedding.from_pretrained(full.clone(), freeze=False)
-opt = make_opt(model.parameters())
-emb.weight
-
 # The padding row of a whole-table use
 model.emb = emb = Embedding(40, 6, padding_idx=3)
 opt = make_opt(model.parameters())
@@ -198,26 +177,8 @@ for _ in range(3):
     opt.step()
 bag.weight, bag(ids), (query @ bag.weight.T).shape, F.embedding_bag(ids, bag.weight)
 
-# A deep copy of the weight
-copied = copy.deepcopy(emb.weight)
-copied.data.zero_()
-copied, emb.weight, isinstance(copied, nn.Parameter)
-
-# Pickle the weight
-copied = pickle.loads(pickle.dumps(emb.weight))
-copied, emb.weight
-
 # State of the optimizer
 opt.state[emb.weight] if emb.weight in opt.state else None
-
-# half and back
-model.half().double() if emb.weight.dtype == torch.float64 else model.double().float()
-opt = make_opt(model.parameters())
-emb.weight
-
-# functional_call
-swapped = torch.func.functional_call(model.emb, {"weight": full * 2}, (ids,))
-swapped.sum(), emb(ids)
 
 # weight_norm
 # refused: torch makes a new parameter of the weight, which cannot be one of the table; apply it to what the module returns
@@ -266,29 +227,6 @@ hasattr(emb, "weight"), list(emb.parameters())
 emb.weight = weight
 emb.weight is weight
 
-# register_parameter
-emb.register_parameter("weight", nn.Parameter(full.clone()))
-opt = make_opt(model.parameters())
-emb.weight, emb(ids)
-
-# A penalty list made in __init__
-penalised = [("emb", emb.weight), ("items", items.weight)]
-for _ in range(3):
-    opt.zero_grad()
-    (loss() + sum(0.1 * w.square().sum() for _, w in penalised)).backward()
-    opt.step()
-
-# A buffer of gradients, filled after it is assigned
-opt.zero_grad()
-buffer = torch.zeros(40, 6)
-emb.weight.grad = buffer
-emb(index).pow(2).sum().backward()
-before = buffer.clone()
-buffer.mul_(0.5)
-buffer[7] = 1
-opt.step()
-before, buffer
-
 # A flat buffer of gradients
 flat = torch.zeros(240)
 emb.weight.grad = flat.view(40, 6)
@@ -335,10 +273,6 @@ before.grad.to_dense(), emb.weight.grad is None
 TRAIN = parse(
     "train",
     """
-# A hook that masks the gradient of frozen rows
-emb.weight.register_hook(lambda grad: grad * mask[:, None])
-step()
-
 # A step in the hook after the gradient is there
 each = {p: make_opt([p]) for p in model.parameters()}
 def step_now(p):
@@ -356,12 +290,6 @@ torch.autograd.grad(loss(), [emb.weight, query]), emb.weight.grad
 
 torch.autograd.grad(emb(ids).sum(), list(model.parameters()), allow_unused=True)
 
-# autograd.grad by hand into .grad
-opt.zero_grad()
-for p, grad in zip(model.parameters(), torch.autograd.grad(loss(), list(model.parameters()))):
-    p.grad = grad
-opt.step()
-
 loss().backward(inputs=[emb.weight])
 opt.step()
 query.grad
@@ -375,17 +303,6 @@ for _ in range(3):
     for p in model.parameters():
         p.data = p.data - 0.1 * p.grad
         p.grad = None
-
-# Adam by hand
-mean = [torch.zeros_like(p) for p in model.parameters()]
-square = [torch.zeros_like(p) for p in model.parameters()]
-for t in range(1, 4):
-    model.zero_grad()
-    loss().backward()
-    for p, m, v in zip(model.parameters(), mean, square):
-        m.mul_(0.9).add_(p.grad, alpha=0.1)
-        v.mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
-        p.data.addcdiv_(m / (1 - 0.9**t), (v / (1 - 0.999**t)).sqrt() + 1e-8, value=-0.05)
 
 # An optimizer of four lines
 class Plain(torch.optim.Optimizer):
@@ -424,11 +341,6 @@ for name, p in model.named_parameters():
     p.data = backup[name]
 evaluated, emb(ids)
 
-# Renormalise after each step (TransE)
-for _ in range(3):
-    step()
-    emb.weight.data = F.normalize(emb.weight.data, p=2, dim=-1)
-
 # Hooks see the gradient of all uses once: a clipped sum is no sum of clipped parts, and a step in a hook is one
 seen, own = [], make_opt([emb.weight])
 emb.weight.register_hook(lambda grad: grad.clamp(-0.5, 0.5))
@@ -459,19 +371,6 @@ torch.autograd.grad(loss() + emb.weight.cos().sum(), [torch.autograd.graph.get_g
 emb.weight.register_hook(lambda grad: grad * 3)
 torch.autograd.grad(emb(ids).sum() + emb(index).pow(2).sum(), emb.weight)[0]
 
-# A gradient that is held goes on
-opt.zero_grad()
-emb(ids).sum().backward()
-held = emb.weight.grad
-emb(index).sum().backward()
-found = [held.clone(), held is emb.weight.grad]
-emb.zero_grad(set_to_none=False)
-emb(index).pow(2).sum().backward()
-found += [held.clone(), held is emb.weight.grad]
-emb.zero_grad()
-emb(index).sum().backward()
-[*found, held.clone(), held is emb.weight.grad]
-
 # A row of a gradient of zeros, set
 opt.zero_grad()
 (loss() + emb.weight.square().sum()).backward()
@@ -485,15 +384,6 @@ array[31] = 0.5
 loss().backward()
 found, emb.weight.grad.clone()
 
-# LightGCN
-for _ in range(3):
-    nodes = torch.cat([emb.weight, items.weight])
-    users, things = torch.split((nodes + torch.sparse.mm(graph, nodes)) / 2, [40, 30])
-    score = (users[ids[0]] * things[ids[1] % 30]).sum(1)
-    opt.zero_grad()
-    (F.softplus(-score).mean() + 0.01 * emb(ids[0]).square().sum()).backward()
-    opt.step()
-
 # A lookup under autocast
 with torch.autocast("cpu", dtype=torch.bfloat16):
     out = emb(ids)
@@ -505,12 +395,6 @@ kept = out.detach().clone()
 (out.sum() + loss()).backward()
 opt.step()
 torch.equal(out, kept)
-
-# A scheduler
-scheduler = torch.optim.lr_scheduler.ExponentialLR(opt, 0.5)
-for _ in range(3):
-    step()
-    scheduler.step()
 
 # Lookups in vmap and grad of torch.func
 torch.func.vmap(lambda row: emb(row).square().sum())(ids).sum().backward()

@@ -70,8 +70,8 @@ class TestInFlight:
     """One engine still moves rows when another is chosen for the next call."""
 
     @pytest.mark.parametrize(("first", "then"), [*itertools.permutations(NAMES, 2)], ids="-".join)
-    def test_a_scatter_then_a_gather(self, device, first, then):
-        table, side = st.Table(1000, 64, memory="pinned", device=device), torch.cuda.Stream()
+    def test_the_order_is_kept(self, device, first, then):
+        table, side = st.Table(1000, 64, memory="pinned", device=device).fill_(1), torch.cuda.Stream()
         index, rows = torch.arange(1000, device=device), torch.zeros(1000, 64, device=device)
         torch.cuda.synchronize()
         choose(device, then, first)
@@ -80,18 +80,11 @@ class TestInFlight:
             rows.fill_(5)
             table.scatter(index, rows, check=False)
         assert table.gather(index).eq(5).all()
-        assert table.torch().eq(5).all()
-
-    @pytest.mark.parametrize(("first", "then"), [*itertools.permutations(NAMES, 2)], ids="-".join)
-    def test_a_gather_then_a_scatter(self, device, first, then):
-        table, side = st.Table(1000, 64, memory="pinned", device=device).fill_(1), torch.cuda.Stream()
-        index, rows = torch.arange(1000, device=device), torch.full((1000, 64), 5.0, device=device)
-        torch.cuda.synchronize()
         choose(device, first, then)
         with torch.cuda.stream(side):
             hold(side, 50)
             out = table.gather(index)
-        table.scatter(index, rows, check=False)
+        table.scatter(index, rows + 2, check=False)
         side.synchronize()
-        assert out.eq(1).all()
-        assert table.torch().eq(5).all()
+        assert out.eq(5).all()
+        assert table.torch().eq(7).all()

@@ -2,7 +2,6 @@
 
 import threading
 
-import numpy as np
 import pytest
 import torch
 from engine_cases import EngineCases, PaddingCases, Twice, cached
@@ -165,20 +164,3 @@ class TestEngines(OnDevice):
     @pytest.fixture
     def store(self, way, device, tmp_path):
         return store_in(way[0], device, tmp_path)
-
-
-class TestManyStaged:
-    def test_a_thousand_calls_over_two_buffers(self, device):
-        engine = StagedEngine(device, num_buffers=2, buffer_bytes=4096)
-        content = torch.arange(1000 * 16, dtype=torch.float32).view(1000, 16)
-        plane, generator = content.clone(), np.random.default_rng(0)
-        indices = [torch.from_numpy(generator.permutation(1000)[: 1 + i % 200]).to(device) for i in range(1000)]
-        outs = [torch.empty(len(index), 16, device=device) for index in indices]
-        for index, out in zip(indices, outs, strict=True):
-            engine.gather([plane], index, [out])
-        for index, out in zip(indices, outs, strict=True):
-            assert torch.equal(out.cpu(), content[index.cpu()])
-        for step, (index, out) in enumerate(zip(indices, outs, strict=True)):
-            engine.scatter([plane], index, [out.fill_(step)])
-            content[index.cpu()] = float(step)
-        assert torch.equal(plane, content)

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adam, AdamW
 
 import speedtransfer as st
 from gpu.tools import hold, synchronizing
-from speedtransfer.optim import fused_step, stepping
+from speedtransfer.optim import stepping
 from speedtransfer.optim.fused_step import SWITCH
 
 try:
@@ -91,10 +91,6 @@ def test_a_training_as_the_ordinary_way(make, memory, dim, layout, idle, device,
     assert len(fused) == 11
     assert_same(found[0], expected[0])
     assert_counted(found[1], expected[1])
-
-
-def test_the_kernel_is_trusted(device):
-    assert fused_step._check(device)
 
 
 @pytest.mark.skipif(fakegpu is not None, reason="the emulator rounds as torch does on the CPU")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from cases import NO_NUMPY_DTYPES, NPY_DTYPES, assert_same_bits, numbers, one_line, write_parts
+from cases import NO_NUMPY_DTYPES, assert_same_bits, numbers, one_line, write_parts
 from safetensors.torch import save_file
-from table_cases import ConvertCases, CopyCases, FileCases, GatherCases, ScatterCases, TableContract, TableOfRecords
+from table_cases import ConvertCases, CopyCases, GatherCases, ScatterCases, TableContract, TableOfRecords
 from test_tables_opened import ReadOnly
 
 import speedtransfer as st
@@ -115,12 +115,6 @@ class OnCuda(Made, TableContract):
             table.zero_()
             assert not table.gather(index).any()
 
-    def test_to_the_cpu_moves_what_lives_on_the_device(self):
-        table = self.numbered()
-        table.to("cpu")
-        assert table.gather([3]).device == torch.device("cpu")
-        assert table.torch().device == torch.device("cpu")
-
 
 class CupyViews:
     """Memories that CUDA addresses have a CuPy view."""
@@ -171,17 +165,8 @@ class TestMmap(OnCuda):
     memory, persistent = "mmap", True
 
 
-class TestMmapNpy(Made, FileCases, CopyCases, ConvertCases):
-    """The same memory in files of another form."""
-
-    memory, persistent, suffix, dtypes = "mmap", True, ".npy", NPY_DTYPES
-
-
 class TestDevice(CupyViews, OnCuda):
     memory, host = "device", False
-
-    def test_rows_live_on_the_device(self):
-        assert self.make(4, 4).torch().device == self.device
 
     def test_more_than_the_device_has(self):
         with pytest.raises(HostMemoryError, match="plane 'weight' asks for 512 TB of cuda") as error:

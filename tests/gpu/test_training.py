@@ -168,35 +168,6 @@ def assert_close(ours, expected, tolerance=1e-5):
         torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
-IDS = [
-    torch.tensor([3, 3, 0, 11, 7]),
-    torch.arange(12).view(2, 3, 2) % 5,
-    torch.tensor(4),
-    torch.empty(3, 0, dtype=torch.int64),
-    torch.tensor([[2], [9]]).expand(2, 4),
-    torch.tensor([5, 5, 1], dtype=torch.int32),
-]
-
-
-@pytest.mark.parametrize("memory", ["pinned", "pageable"])
-@pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"max_norm": 1.2}, {"scale_grad_by_freq": True}], ids=str)
-def test_ids_of_every_shape(device, tmp_path, memory, options):
-    for where in ("cpu", device):
-        for ids in IDS:
-            ours, dense = (
-                embedding(memory, tmp_path, device, 12, 5, **options),
-                dense_embedding("cpu", 12, 5, **options),
-            )
-            out, expected = ours(ids.to(where)), dense(ids)
-            assert out.device == device
-            torch.testing.assert_close(out.cpu(), expected, rtol=1e-6, atol=1e-6)
-            torch.testing.assert_close(ours.table.torch().cpu(), dense.weight.detach(), rtol=1e-6, atol=1e-6)
-            weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(9))
-            (out * weight.to(device)).sum().backward()
-            (expected * weight).sum().backward()
-            torch.testing.assert_close(ours.weight.grad.cpu().to_dense(), dense.weight.grad, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_bags_by_offsets(device, mode):
     flat = torch.tensor([3, 1, 3, 0, 11, 7, 3, 1])

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from test_weight import CASES, compare
 from torch import nn
 from weight_world import EXACT, LAZY
@@ -14,7 +13,6 @@ from weight_world import EXACT, LAZY
 import speedtransfer as st
 from gpu.tools import synchronizing
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.nn.weight import TableWeight
 
 # torch warns once a process that it does not check what sparse tensors hold.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -105,31 +103,6 @@ def test_a_step_with_clipping_waits_once_at_most(device, memory):
 
 
 class TestModels:
-    @pytest.mark.parametrize("options", [{}, {"memory": "device"}, {"storage_dtype": torch.bfloat16}], ids=str)
-    def test_replaced_once_on_the_device(self, device, options):
-        models = []
-        for replaced in (True, False):
-            torch.manual_seed(1)
-            model = nn.Sequential(nn.Embedding(ROWS, DIM), nn.Linear(DIM, DIM), nn.Linear(DIM, ROWS)).to(device)
-            model[2].weight = model[0].weight
-            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-            weight = model[0].weight
-            if replaced:
-                assert st.replace_embeddings(model, min_rows=1, **options) == ["0"]
-                assert model[0].weight is weight is model[2].weight is opt.param_groups[0]["params"][0]
-                assert isinstance(weight, TableWeight)
-                assert model[0].table.memory == options.get("memory", "pinned")
-                assert model[0].table.device == weight.device == device
-            for step in range(3):
-                ids = (torch.arange(6, device=device) * 7 + step) % ROWS
-                opt.zero_grad()
-                F.cross_entropy(model(ids), ids).backward()
-                opt.step()
-            models.append(model)
-        # Rows are rounded to 8 bits where they are stored so.
-        atol = 2e-2 * float(rows_of(models[1][0]).abs().max()) if "storage_dtype" in options else 1e-5
-        torch.testing.assert_close(rows_of(models[0][0]), rows_of(models[1][0]), rtol=1e-5, atol=atol)
-
     @pytest.mark.parametrize("memory", ["auto", "pageable", "device"])
     def test_there_and_back(self, device, memory):
         """A model made on the host, moved in the midst of training, and back: its weight stays the same object."""
