@@ -44,7 +44,6 @@ kept['saved'] = emb.weight.pow(2).sum(); opt.step(); attempt_backward(kept.pop('
 kept['saved'] = emb(draw({k})).pow(2).sum(); emb.weight.data.mul_(0.5); backward(kept.pop('saved'))
 kept['grad'] = emb.weight.grad
 emb.weight.grad = kept.get('grad')
-kept['grad'] is None or kept['grad'].norm()
 emb.weight.grad = None; backward(loss({k})); emb.weight.grad.add_(kept['grad']) if kept['grad'] is not None else 0
 kept['grads'] = [p.grad for p in model.parameters()]
 [g.mul_(2) for g in kept['grads']]
@@ -52,9 +51,7 @@ kept['grads'] = [p.grad for p in model.parameters()]
 emb.weight.grad is kept['grads'][0], emb.weight.grad is kept.get('buffer')
 kept['buffer'] = torch.zeros_like(emb.weight); emb.weight.grad = kept['buffer']
 kept['buffer'].zero_()
-kept['buffer'].mul_(0.5)
 kept['buffer'][{k}] = 0.1
-kept['buffer'].sum()
 opt.zero_grad(set_to_none=False)
 emb.weight.grad[{k}] = 0.5
 emb.weight.grad is None, emb.weight.requires_grad, emb.weight.is_leaf, emb.weight.grad_fn
@@ -62,7 +59,6 @@ kept['data'] = emb.weight.data
 emb.weight.sum(); kept['data'].add_(0.1)
 emb.weight.sum(); kept['data'][{k}] = -1
 emb.weight.sum(); kept['data'].clone()
-emb.weight.data = emb.weight.data * 1.5
 kept['row'] = emb.weight.data[{k}]
 emb.weight.sum(); kept['row'].mul_(2)
 kept['view'] = emb.weight.detach().view(-1)
@@ -84,10 +80,8 @@ emb.weight.sum(); model.load_state_dict(kept['model_live'])
 assign(values({k}))
 kept['opt'] = copy.deepcopy(opt.state_dict())
 opt.load_state_dict(copy.deepcopy(kept['opt']))
-opt.load_state_dict(opt.state_dict())
 take_over(model)
 opt = make_opt([dict(params=[emb.weight], lr=0.01), dict(params=[items.weight, query])])
-opt.param_groups[0]['lr'] *= 0.5
 opt.param_groups[0]['lr'] = 0.0
 opt.param_groups[0].update(betas=(0.5, 0.9))
 decay(0.05)
@@ -111,7 +105,6 @@ opt.register_step_post_hook(lambda o, a, k: seen.append(emb.weight.sum().item())
 opt.register_step_post_hook(lambda o, a, k: emb.weight.data.clamp_(-0.5, 0.5)); None
 opt.register_step_pre_hook(lambda o, a, k: (nn.utils.clip_grad_norm_(model.parameters(), 0.3), None)[1]); None
 hooks.append(emb.weight.register_hook(lambda g: g * 2))
-hooks.append(emb.weight.register_hook(lambda g: seen.append(g.norm().item())))
 hooks.append(emb.weight.register_post_accumulate_grad_hook(lambda p: seen.append((p.grad.norm().item(), p.sum().item()))))
 hooks.append(emb.weight.register_post_accumulate_grad_hook(lambda p: (p.grad.mul_(0.5), None)[1]))
 [h.remove() for h in hooks]; hooks.clear()
@@ -121,7 +114,6 @@ backward(torch.autograd.grad(loss({k}), query, create_graph=True)[0].pow(2).sum(
 loss({k}).backward(create_graph=True); emb.weight.grad = emb.weight.grad.detach(); query.grad.detach_(); detach(items)
 torch.utils.checkpoint.checkpoint(lambda: loss({k}), use_reentrant=False).backward()
 torch.utils.checkpoint.checkpoint(lambda x: x.sum() + loss({k}), query, use_reentrant=True).backward()
-x = emb(draw({k})); x.register_hook(lambda g: g * 3); backward(x.sum())
 x = emb(draw({k})); x.retain_grad(); backward(x.pow(2).sum()); x.grad.sum()
 x = emb(draw({k})); y = x.detach().requires_grad_(); backward(y.pow(3).sum()); x.backward(y.grad)
 out = emb(draw({k})); out *= 0.5; backward(out.pow(2).sum())
@@ -134,9 +126,7 @@ opt.zero_grad(); scaler.scale(loss({k}) * (1 if {k} % 2 else torch.inf)).backwar
 in_thread(lambda: emb(draw({k})).detach()), in_thread(lambda: emb.weight.sum().item())
 torch.func.functional_call(emb, {'weight': emb.weight * 2}, (draw({k}),)).sum().backward()
 ema.update_parameters(model); ema.module.emb(draw({k}))
-model.load_state_dict(copy.deepcopy(ema.module.state_dict()))
 with torch.no_grad(): emb.weight.add_(emb.weight.grad, alpha=-0.1)
-with torch.no_grad(): [p.sub_(0.1 * p.grad) for p in model.parameters() if p.grad is not None]
 torch.utils.swap_tensors(query, nn.Parameter(torch.ones_like(query)))
 model.to(torch.float64); model.double(); model.cpu(); None
 """.strip().splitlines()

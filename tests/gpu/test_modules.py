@@ -188,20 +188,6 @@ def test_a_captured_round(device, monkeypatch):
 # --- n-grams ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["xor", "polynomial"])
-def test_rows_of_n_grams_are_those_of_the_cpu(scheme):
-    token_map = torch.arange(VOCAB) % 31
-    for options in ({}, {"eos": (0, 3)}, {"bos": 1, "pad": 49}, {"token_map": token_map}):
-        ngrams = st.NgramHash((1, 2, 4), 2, 2**33, vocab_size=VOCAB, scheme=scheme, **options)
-        tokens, context = torch.randint(0, VOCAB, (3, 20)), torch.randint(0, VOCAB, (3, 2))
-        expected = ngrams(tokens, context)
-        found = ngrams.cuda()(tokens.cuda(), context.cuda())
-        assert found.is_cuda
-        assert torch.equal(found.cpu(), expected)
-        # The module's own device is of no account.
-        assert torch.equal(ngrams.cpu()(tokens.cuda(), context.cuda()).cpu(), expected)
-
-
 def test_a_token_out_of_range_is_no_row():
     ngrams = st.NgramHash(heads=2, rows=100, vocab_size=VOCAB).cuda()
     rows = ngrams(torch.tensor([1, VOCAB, -1, 2], device="cuda")).cpu()

@@ -100,13 +100,6 @@ class OnCuda(Made, TableContract):
             values[index.cpu()] += 1
             assert_same_bits(seen, values[index.cpu()])
 
-    def test_views_see_rows_that_were_just_scattered(self):
-        table = self.make(100_000, 64)
-        index = torch.arange(100_000, device=self.device)
-        for value in range(1, 5):
-            table.scatter(index, torch.full((100_000, 64), float(value), device=self.device))
-            assert table.torch()[::997].eq(value).all()
-
     def test_first_values_wait_for_rows_on_their_way(self):
         table = self.make(100_000, 64)
         index = torch.arange(100_000, device=self.device)
