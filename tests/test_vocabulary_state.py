@@ -390,6 +390,25 @@ def test_only_what_has_changed() -> None:
         vocabulary.changed_since(99)
 
 
+WAYS: dict[str, Callable[[Any, Tensor], object]] = {
+    "in evaluation mode": lambda emb, ids: emb.eval()(ids).sum().backward(),
+    "read ahead": lambda emb, ids: emb.eval()(emb.prefetch(ids)).sum().backward(),
+    "activate": lambda emb, ids: emb.activate(ids).add_grad(torch.ones(len(ids), emb.embedding_dim)),
+    "twice": lambda emb, ids: (emb(ids[:1]).sum().backward(), emb.eval()(ids).sum().backward()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_that_a_step_moves_have_changed(way: str) -> None:
+    run = trained(idle="lazy")
+    clock, ids = run.vocabulary.clock, run.vocabulary.ids()[:2]
+    assert run.vocabulary.changed_since(clock).ids.tolist() == []
+    run.optimizer.zero_grad()
+    WAYS[way](run.net.emb, ids)
+    run.optimizer.step()
+    assert sorted(run.vocabulary.changed_since(clock).ids.tolist()) == sorted(ids.tolist())
+
+
 def test_all_rows_when_idle_ones_have_moved() -> None:
     run = trained(idle="exact")
     clock = run.vocabulary.clock

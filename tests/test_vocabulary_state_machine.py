@@ -408,7 +408,7 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.dumped = changes.clock
         reserved = np.arange(self.vocabulary.reserved)
         both = self.vocabulary, self.follower.vocabulary
-        ours, theirs = (dict(zip(one.ids().tolist(), one.export()[1], strict=True)) for one in both)
+        ours, theirs = (dict(zip(ids.tolist(), rows, strict=True)) for ids, rows in (one.export() for one in both))
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(row, theirs[id]) for id, row in ours.items())
         assert torch.equal(*(one.weights_of(reserved) for one in both))

@@ -104,8 +104,8 @@ class VocabularyModule:
     def _stamped(self, found: FoundRows) -> FoundRows:
         """Return the same with what a gradient must know of the lookup."""
         # Of those there is a warning, if rows are trained nevertheless.
-        missed = 0 if self.training and torch.is_grad_enabled() else found.num_unseen
-        return found._replace(stamp=self._handle.id_space.stamp(missed))
+        counted = self.training and torch.is_grad_enabled()
+        return found._replace(stamp=self._handle.id_space.stamp(0 if counted else found.num_unseen, counted))
 
     def _check_same_ids(self, other: Handle | None) -> None:
         """Raise if, with the weight of another table, ids would no longer be those of a vocabulary, or padding no padding."""

@@ -66,8 +66,11 @@ class IdSpace:
     def check_written(self, what: str) -> None:
         """Raise if rows cannot be written by their numbers, in a way that is `what`."""
 
-    def stamp(self, num_missed: int = 0) -> Any:
-        """Return what a gradient must know of a lookup made now, which could not admit `num_missed` ids."""
+    def stamp(self, num_missed: int = 0, counted: bool = False) -> Any:
+        """Return what a gradient must know of a lookup made now, which could not admit `num_missed` ids.
+
+        `counted`: it was noted as a use of the others.
+        """
 
     def pin(self, rows: Tensor, ids: Tensor | None, known: Known) -> None:
         """Let rows in a graph, ``(n, dim)``, be those of their ids until their gradient comes; `ids` (n,), or None: all."""

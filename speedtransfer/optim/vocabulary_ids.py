@@ -23,7 +23,10 @@ from speedtransfer.vocabulary.loaded_state import unpack_features
 
 
 class Stamp(NamedTuple):
-    """When a lookup was made: which ids had the rows, of how many rows, and the clock; how many ids it could not admit."""
+    """When a lookup was made: which ids had the rows, of how many rows; how many ids it could not admit.
+
+    And the clock, if it was noted as a use of the others, else -1: a step must note it.
+    """
 
     generation: int
     num_rows: int
@@ -156,8 +159,9 @@ class VocabularyIds(IdSpace):
         rows = self.vocabulary.rows(ids)
         return rows.masked_fill_(rows < 0, UNSEEN_ROW)
 
-    def stamp(self, num_missed: int = 0) -> Stamp:  # noqa: D102
-        return Stamp(self.vocabulary.generation, self._of.num_rows, self.vocabulary.clock, num_missed)
+    def stamp(self, num_missed: int = 0, counted: bool = False) -> Stamp:  # noqa: D102
+        clock = self.vocabulary.clock if counted else -1
+        return Stamp(self.vocabulary.generation, self._of.num_rows, clock, num_missed)
 
     def pin(self, rows: Tensor, ids: Tensor | None, known: Known) -> None:  # noqa: D102
         if self.owners.holds_lookups:

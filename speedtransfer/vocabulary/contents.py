@@ -18,25 +18,23 @@ from speedtransfer.vocabulary.mixing import owners_of
 from speedtransfer.vocabulary.room import Room
 
 
-def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
-    """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.
-
-    For a plain ``nn.Embedding.from_pretrained(rows)``, whose row `i` is then that of ``ids[i]`` (``torch.searchsorted``).
-    """
-    live, owner = vocabulary._bound()
-    with owner.rows.lock:
-        rows = live.occupied()
-        rows = rows[np.argsort(live.ids[rows], kind="stable")]
-        return torch.from_numpy(live.ids[rows]), vocabulary.weights_of(rows)
-
-
 def by_id(vocabulary: Room) -> tuple[np.ndarray, np.ndarray, int]:
     """Return the known ids, sorted, their rows, (n,) int64 each, and how many rows belong to no id: the first ones."""
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         rows = live.occupied()
-        rows = rows[np.argsort(live.ids[rows])]
+        rows = rows[np.argsort(live.ids[rows], kind="stable")]
         return live.ids[rows], rows, live.reserved
+
+
+def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
+    """Return the known ids, ``(n,)`` int64, sorted, and their weights, ``(n, dim)`` on the CPU.
+
+    For a plain ``nn.Embedding.from_pretrained(rows)``, whose row `i` is then that of ``ids[i]`` (``torch.searchsorted``).
+    """
+    with vocabulary._bound()[1].rows.lock:
+        ids, rows, _ = by_id(vocabulary)
+        return torch.from_numpy(ids), vocabulary.weights_of(rows)
 
 
 @torch.no_grad()
