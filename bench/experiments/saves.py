@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import tempfile
@@ -22,19 +23,21 @@ from speedtransfer.benchmark.results import CaseResult, GroupResult
 NOTE = (
     "One table of 64 float32 columns with AdamW, so three planes, in ordinary memory; 4,096 Zipf ids a step (exponent 1.05). "
     "The disk: as many bytes written by large writes and synced, and read; from memory where the system keeps them. On two "
-    "cores the thread that saves takes one of those that a step has."
+    "cores the thread that saves takes one of those that a step has. A delta is of ten steps."
 )
 BY = ("rows", "rows")
 DIM, IDS, PLANES = 64, 4096, 3
 STEP, MEANWHILE, SAVE, LOAD = "a step", "a step while it is saved", "saved, training stopped", "loaded"
+DELTA, APPLIED = "a delta saved", "a delta applied"
 BACKGROUND, WRITTEN, READ = "saved in the background", "as many bytes written and synced", "as many bytes read"
 COLUMNS = {
     "median, ms": lambda group, case: f"{1e3 * case.median_s:,.4g}",
     "worst, ms": lambda group, case: f"{1e3 * max(case.samples_s):,.4g}",
+    "written, MB": lambda group, case: f"{case.figures['MB']:,.4g}" if case.figures else "",
     "GB/s": lambda group, case: f"{case.payload_bytes / case.median_s / 1e9:.3g}" if case.payload_bytes else "",
 }
 VALUE = (lambda case: 1e3 * case.median_s, "milliseconds, median")
-_REPEATS, _STEPS, _PIECE = 3, 40, 1 << 24
+_REPEATS, _STEPS, _STEPS_A_DELTA, _PIECE = 3, 40, 10, 1 << 24
 
 
 def series(group: GroupResult) -> str:
@@ -107,15 +110,39 @@ def _measure(rows: int, idle: Any, device: torch.device, seed: int) -> list[Case
             written.append(_seconds(lambda: _write(folder / "bytes", num_bytes)))
             read.append(_seconds(lambda: _read(folder / "bytes")))
             (folder / "bytes").unlink()
+    deltas = _deltas(emb, step) if idle == "lazy" else []
     return [
         CaseResult(STEP, "other", 0, alone),
         CaseResult(MEANWHILE, "ours", 0, meanwhile),
         CaseResult(SAVE, "ours", num_bytes, saved),
         CaseResult(BACKGROUND, "ours", num_bytes, background),
         CaseResult(LOAD, "ours", num_bytes, loaded),
+        *deltas,
         CaseResult(WRITTEN, "roof", num_bytes, written),
         CaseResult(READ, "roof", num_bytes, read),
     ]
+
+
+def _deltas(emb: st.Embedding, step: Callable[[], object]) -> list[CaseResult]:
+    """Let a copy follow by files of the rows that a few steps have changed: the payload is the table, which is read."""
+    copied, mark, known = copy.deepcopy(emb), st.mark(emb), None
+    with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR")) as name:
+        path, saved, applied, size = Path(name, "delta.safetensors"), list[float](), list[float](), 0
+        for _ in range(_REPEATS):
+            for _ in range(_STEPS_A_DELTA):
+                step()
+            start = time.perf_counter()
+            mark = st.save_delta(path, emb, mark)
+            saved.append(time.perf_counter() - start)
+            start = time.perf_counter()
+            known = st.apply_delta(path, copied, known)
+            applied.append(time.perf_counter() - start)
+            size = path.stat().st_size
+    if known is None or known.fingerprints != mark.fingerprints:
+        raise AssertionError("the copy has other rows")
+    figures = {"MB": size / 1e6}
+    payload = emb.table.dim * emb.table.num_rows * 4
+    return [CaseResult(DELTA, "ours", payload, saved, figures=figures), CaseResult(APPLIED, "ours", 0, applied)]
 
 
 def _seconds(call: Callable[[], object]) -> float:
