@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
+import random
 import shutil
 import threading
 from pathlib import Path
@@ -19,7 +21,9 @@ from torch import nn
 
 import speedtransfer as st
 from speedtransfer.checkpoint.folder import Folder
+from speedtransfer.checkpoint.large_writes import LargeWrites
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.system import create_file
 
 LEFT = f"model-{'5' * 32}.safetensors"
 
@@ -315,3 +319,32 @@ def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     skip_where_torch_refuses(result.stderr)
     assert result.returncode == 0, result.stderr[-3000:]
     assert result.stdout.strip() == f"killed {moments}"
+
+
+@pytest.mark.skipif(not hasattr(os, "O_DIRECT"), reason="all writes go by the cache here")
+@pytest.mark.parametrize("refused", [False, True])
+def test_pieces_of_any_size_are_written_past_the_cache(
+    refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw, write, begun = random.Random(3), os.write, list[bool]()
+
+    def partly(handle: int, data: Any) -> int:
+        begun.append(bool(fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_DIRECT))
+        if begun[-1] and refused:
+            raise OSError(errno.EINVAL, "not here")
+        some = draw.choice([len(data), 4096, 100])
+        return write(handle, data[: max(some // 4096 * 4096, 4096) if begun[-1] else some])
+
+    monkeypatch.setattr("speedtransfer.checkpoint.large_writes._BUFFER_BYTES", 1 << 16)
+    for number, sizes in enumerate(([0], [5], [4096], [4095, 2], [65536], [65535, 70000, 1], [200_000, 3, 12345])):
+        pieces, path = [draw.randbytes(size) for size in sizes], tmp_path / f"{number}"
+        begun.clear()
+        with LargeWrites(create_file(path, path)) as file, monkeypatch.context() as patch:
+            patch.setattr(os, "write", partly)
+            for piece in pieces:
+                file.write(piece)
+            assert file.tell() == sum(sizes)
+            file.flush()
+        assert path.read_bytes() == b"".join(pieces)
+        # Where it is refused nobody asks again.
+        assert not refused or sum(begun) <= 1

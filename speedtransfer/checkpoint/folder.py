@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.large_writes import LargeWrites
 from speedtransfer.errors import InvalidValueError, ProcessGroupError, StorageError, format_bytes
 from speedtransfer.system import create_file
 
@@ -25,7 +26,7 @@ except ImportError:  # Windows: no locks, folders cannot be opened, and open fil
     fcntl = None  # type: ignore[assignment]
 
 
-class NewFiles(dict[str, BinaryIO]):
+class NewFiles(dict[str, Any]):
     """The files of `new_files` by role."""
 
     # Whether rank 0 may by now have made them part of a checkpoint: they stay, unless it says that it has not.
@@ -142,7 +143,7 @@ class Folder:
                         sync()
                 with _exclusive(path):
                     for role, name in names.items():
-                        files[role] = stack.enter_context(create_file(path / name, path / manifest.NAME))
+                        files[role] = stack.enter_context(LargeWrites(create_file(path / name, path / manifest.NAME)))
                         _lock(files[role].fileno())
                 yield files
             except BaseException as error:
@@ -162,7 +163,7 @@ class Folder:
                     ) from error
                 raise
 
-    def finish(self, file: BinaryIO) -> None:
+    def finish(self, file: Any) -> None:
         """Write what a file has been given to the disk itself."""
         file.flush()
         os.fsync(file.fileno())

@@ -123,13 +123,13 @@ class Store:
         try:
             with self._told("write to"):
                 for role, name in names.items():
-                    files[role] = _Told(self, self._begun(name))  # type: ignore[assignment]
+                    files[role] = _Told(self, self._begun(name))
             yield files
         except BaseException as error:
             current = self.named()
             for role, name in names.items():
                 if role in files:
-                    files[role].discard()  # type: ignore[attr-defined]
+                    files[role].discard()
                 if not files.stay(error) and current is not None and name not in current:
                     with contextlib.suppress(Exception):
                         self._fs.rm_file(self._path(name))

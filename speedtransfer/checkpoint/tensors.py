@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -84,7 +84,7 @@ class TensorPlan:
         """Size of the file."""
         return len(header_bytes(self.header())) + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, file: BinaryIO, advance: Callable[[int], None]) -> dict[str, Any]:
+    def write(self, file: Any, advance: Callable[[int], None]) -> dict[str, Any]:
         """Write the file and return what the manifest says of it."""
         header, digest = self.header(), hashlib.sha256()
         chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)

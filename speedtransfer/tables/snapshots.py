@@ -102,8 +102,8 @@ class Snapshot:
             values = torch.from_numpy(np.array(plane.numpy()[at]))
         else:
             values = plane[at if isinstance(at, slice) else torch.from_numpy(at).to(plane.device)].cpu()
-        # After the table was read: a row that is written meanwhile is there by now.
-        places = self._places[at]
+        # After the table was read: a row that is written meanwhile is there by now. A copy, as others go on writing.
+        places = self._places[at].copy()
         changed = places.nonzero()[0]
         if len(changed):
             values.numpy()[changed] = self._aside[name].view(torch.uint8).numpy()[places[changed] - 1]
