@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
+import sys
 import threading
 import warnings
 import weakref
@@ -24,7 +26,9 @@ from speedtransfer.rows import Rows
 from speedtransfer.tables.snapshots import Snapshot
 
 # So much of a table may be copied aside for the time of a save: a part of it, and something of a small one.
-_ASIDE_PART, _ASIDE_BYTES = 8, 1 << 28
+_ASIDE_PART, _ASIDE_BYTES = 8, 1 << 30
+# A step took 2.6 times as long beside a save of the usual priority, on two cores, and 1.1 times beside this one.
+_NICE = 10
 
 
 class SnapshotRows(StoredRows):
@@ -187,6 +191,10 @@ class _State:
         self.done_bytes += num_bytes
 
     def run(self, write: Callable[[Callable[[int], None]], None]) -> None:
+        if sys.platform == "linux":
+            # Those who train come first.
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         try:
             write(self.advance)
         except BaseException as error:

@@ -66,7 +66,7 @@ def save_checkpoint(
         A bar on standard error. Default: on a terminal, if it takes more than a second, and not in the background.
     background : bool
         Return at once, and write while training goes on: what is saved is what there was when this was called, to the bit.
-        Rows that a step is about to write are copied aside first, at most an eighth of the table or 256 MB; then steps wait
+        Rows that a step is about to write are copied aside first, at most an eighth of the table or 1 GB; then steps wait
         for the end of the save, as do growth and whatever changes all rows at once. The rest of the model and the state of
         other objects are copied at once. Tables of one process only. A later save to the same path waits for this one.
     **objects : object
@@ -139,7 +139,7 @@ def save_checkpoint(
 
         def write(advance: Callable[[int], None]) -> None:
             with closing:
-                plan.write(progress is True, advance, rows.check)
+                plan.write(progress is True, advance, rows.check, on_one_thread=True)
 
         return begin(place, need, write)
 
@@ -160,6 +160,7 @@ class _Plan(NamedTuple):
         progress: bool | None,
         advance: Callable[[int], None] = lambda count: None,
         check: Callable[[], None] = lambda: None,
+        on_one_thread: bool = False,
     ) -> None:
         """Write the files, and the manifest last, if `check` does not raise."""
         place, processes, plans, content, own, need, is_new = self
@@ -175,7 +176,7 @@ class _Plan(NamedTuple):
                 for role, plan in plans.items():
                     facts[role] = {
                         "name": Path(files[role].name).name,
-                        **plan.write(files[role], both),
+                        **plan.write(files[role], both, on_one_thread),
                         **own.get(role, {}),
                     }
                     place.finish(files[role])

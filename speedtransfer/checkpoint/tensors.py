@@ -84,17 +84,17 @@ class TensorPlan:
         """Size of the file."""
         return len(header_bytes(self.header())) + sum(tensor.nbytes for tensor in self.tensors.values())
 
-    def write(self, file: Any, advance: Callable[[int], None]) -> dict[str, Any]:
-        """Write the file and return what the manifest says of it."""
+    def write(self, file: Any, advance: Callable[[int], None], on_one_thread: bool = False) -> dict[str, Any]:
+        """Write the file and return what the manifest says of it; checksums are computed on another thread, or on this one."""
         header, digest = self.header(), hashlib.sha256()
         chunks = itertools.chain.from_iterable(read_chunks(self.tensors[name]) for name in header)
         values: Iterator[Any] = (chunk.view(torch.uint8).numpy().data for chunk in chunks)
         with ThreadPoolExecutor(1) as hasher:
             for data in itertools.chain([header_bytes(header)], values):
-                hashed = hasher.submit(digest.update, data)
+                hashed = None if on_one_thread else hasher.submit(digest.update, data)
                 file.write(data)
                 # The next chunk may come in the same memory.
-                hashed.result()
+                digest.update(data) if hashed is None else hashed.result()
                 advance(len(data))
         return {"bytes": file.tell(), "sha256": digest.hexdigest(), "tensors": header}
 

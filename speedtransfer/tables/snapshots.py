@@ -46,6 +46,8 @@ class Snapshot:
             name: torch.empty((self._room, plane.shape[1]), dtype=plane.dtype, device="cpu")
             for name, plane in self._planes.items()
         }
+        # Up to which row planes have been read, of those that are read once and in order.
+        self._done = dict.fromkeys(self._planes, 0)
         # By row, 1 + its place there; 0: it has not been written.
         self._places, self._used = np.zeros(table.num_rows, np.int32), 0
         self._whole, self._read, self._ended = True, threading.Event(), threading.Event()
@@ -58,15 +60,15 @@ class Snapshot:
         if self._read.is_set():
             return
         rows = (ids if known.host is None else known.host).cpu()
-        # Without the padding.
-        rows = rows[rows < len(self._places)]
+        needed = [name for name, done in self._done.items() if done < len(self._places)]
+        # Without the padding, and what has been read of all.
+        rows = rows[(rows < len(self._places)) & (rows >= min(self._done.values()))]
         rows = rows[torch.from_numpy(self._places[rows.numpy()] == 0)]
         first, last = self._used, self._used + len(rows)
         if last > self._room:
             self._read.wait()
         elif len(rows):
-            stored = list(self._planes.values())
-            aside = [part[first:last] for part in self._aside.values()]
+            stored, aside = [self._planes[n] for n in needed], [self._aside[n][first:last] for n in needed]
             on_device = self.device.type != "cpu"
             out = [torch.empty_like(part, device=self.device) for part in aside] if on_device else aside
             self._table._engine.gather(stored, rows.to(self.device), out)
@@ -91,8 +93,10 @@ class Snapshot:
         return {name: self._rows(name, ids.numpy()) for name in planes}
 
     def chunk(self, name: str, rows: slice) -> Tensor:
-        """Return the rows ``rows.start`` to ``rows.stop`` of a plane as they were stored, on the host."""
-        return self._rows(name, rows)
+        """Return the rows ``rows.start`` to ``rows.stop`` of a plane as they were stored, on the host, for the last time."""
+        values = self._rows(name, rows)
+        self._done[name] = rows.stop
+        return values
 
     def _rows(self, name: str, at: slice | np.ndarray) -> Tensor:
         # NumPy has not all dtypes.
