@@ -57,6 +57,7 @@ SECTIONS = (
     Section("beside others", ("peers",), title=EXPERIMENTS["peers"]),
     Section("plan accuracy", ("plan_accuracy",), title=EXPERIMENTS["plan_accuracy"]),
     Section("two hosts", ("hosts",), title=EXPERIMENTS["hosts"]),
+    Section("checkpoints", ("saves",), title=EXPERIMENTS["saves"]),
 )
 
 
