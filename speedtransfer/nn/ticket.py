@@ -96,11 +96,12 @@ class Ticket:
         self._place, self._given = place_of(ids), ids
         # Ids that were computed from the same since.
         self._again: Tensor | None = None
-        self._asked = current_stream(table.device).record_event() if self.source.is_cuda else None
         self._handle, self._rows, self._process, self._padding_idx = handle, rows, os.getpid(), padding_idx
         self.noted = NotedIds(self.source.view(-1)) if id_space.come_and_go and self.source.is_cuda else None
         self._version, ahead = id_space.version, id_space.rows_ahead(self.source)
         self._ids = (self.source if ahead is None else ahead).view(-1)
+        # Once all is there: rows that the host has found are on their way to the device as well.
+        self._asked = current_stream(table.device).record_event() if self.source.is_cuda else None
         if ahead is None:
             begin_to_wait(self)
             return  # those who know their rows find them when they are looked up
