@@ -230,6 +230,11 @@ def test_what_cannot_be_saved_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         st.save_checkpoint(tmp_path / "saved", net, opt, extra=object(), background=True)
     step(net, opt)  # nobody copies rows aside
     assert not net.emb.table.has_snapshot
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            st.save_checkpoint(tmp_path / "saved", net, opt, background=True)
+    assert not net.emb.table.has_snapshot
     held = Held(monkeypatch, tmp_path / "saved", net, opt)
     with pytest.raises(TimeoutError, match="is not saved after"):
         held.save.wait(0.01)

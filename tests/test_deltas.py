@@ -275,7 +275,10 @@ def test_a_folder_is_listed(tmp_path: Path) -> None:
     code, text = listed(str(tmp_path))
     assert code == 1
     assert "safetensors" in text
-    for args, words in [([str(tmp_path / "none")], "no folder"), ([str(tmp_path), "--pattern", "*.npy"], "holds no")]:
+    for args, words in [
+        ([str(tmp_path / "none")], "not a folder"),
+        ([str(tmp_path), "--pattern", "*.npy"], "holds no"),
+    ]:
         result = CliRunner().invoke(app, ["follow", *args])
         assert words in str(result.exception or result.output)
 

@@ -27,7 +27,7 @@ from speedtransfer.tables.snapshots import Snapshot
 
 # So much of a table may be copied aside for the time of a save: a part of it, and something of a small one.
 _ASIDE_PART, _ASIDE_BYTES = 8, 1 << 30
-# Where steps take all cores one took 2.6 times as long beside a save of the usual priority, and 1.1 to 1.3 times beside this.
+# Where steps take all cores they have them first; ``bench/experiments/saves.py`` measures both.
 _NICE = 10
 
 

@@ -99,11 +99,11 @@ def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool 
             )._asdict()
             ids, rows = after.keys[at], at
             if of_ids:
-                _, places, reserved = handle.id_space.vocabulary.by_id()
-                rows = places[at]
+                vocabulary = handle.id_space.vocabulary
+                rows = vocabulary.rows(torch.from_numpy(ids)).numpy()
                 gone = np.setdiff1d(before.keys, after.keys)
                 written += [_column(f"{number}.gone", gone), _column(f"{number}.gone_before", before.of(gone))]
-                written += _rows(f"{number}.reserved.", handle, np.arange(reserved))
+                written += _rows(f"{number}.reserved.", handle, np.arange(vocabulary.reserved))
             written += [*_rows(f"{number}.", handle, rows), _column(f"{number}.ids", ids)]
             written.append(_column(f"{number}.before", was[at]))
         dense = {key: value.detach().cpu().contiguous() for key, value in _dense_of(model, tables).items()}
@@ -201,8 +201,9 @@ def _count(handle: Handle) -> int:
 
 
 def _dense_of(model: nn.Module, tables: Mapping[str, Handle]) -> dict[str, Tensor]:
-    """Return the tensors of a model's state dict that are no tables, nor the ids of one."""
-    ids = tuple(f"{key.removesuffix('weight')}{OF_VOCABULARY}" for key in tables)
+    """Return the tensors of a model's state dict that are neither tables nor ids of one."""
+    of_ids = [key for key, handle in tables.items() if handle.id_space.come_and_go]
+    ids = tuple(f"{key.removesuffix('weight')}{OF_VOCABULARY}" for key in of_ids)
     return {key: value for key, value in dense_of(model).items() if not key.startswith(ids)}
 
 

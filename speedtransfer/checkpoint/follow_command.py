@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from speedtransfer.checkpoint.delta_file import Delta
-from speedtransfer.errors import InvalidValueError, StorageError, format_bytes
+from speedtransfer.errors import InvalidValueError, StorageError, format_bytes, printable
+
+_FOLLOWS, _MISSING = "where the one before ends", "elsewhere: one is missing"
 
 
 def follow(
@@ -22,10 +24,11 @@ def follow(
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     if not folder.is_dir():
         raise InvalidValueError(
-            f"FOLDER is {str(folder)!r}, which is no folder; pass the one that deltas are written to"
+            f"FOLDER is {str(folder)!r}, which is not a folder; pass the one that deltas are written to"
         )
     paths = sorted(path for path in folder.glob(pattern) if path.is_file())
     if not paths:
@@ -34,30 +37,20 @@ def follow(
     before: dict[str, str] | None = None
     whole = True
     for path in paths:
-        facts, now = path.stat(), time.time()
+        facts, rows, gone = path.stat(), "", ""
         try:
             delta = Delta(path)
         except StorageError as error:
-            shown.add_row(
-                path.name, _age(now - facts.st_mtime), "", "", format_bytes(facts.st_size), f"[red]{error}[/red]"
-            )
-            before, whole = {}, False
-            continue
-        begins = {key: table.since for key, table in delta.tables.items()}
-        follows = before is None or begins == before
+            said, follows, before = printable(str(error)), False, {}
+        else:
+            rows, gone = (f"{sum(len(getattr(r, name)) for r in delta.rows.values()):,}" for name in ("ids", "gone"))
+            follows = before is None or before == {key: table.since for key, table in delta.tables.items()}
+            said = "first" if before is None else _FOLLOWS if follows else _MISSING
+            before = {key: table.now for key, table in delta.tables.items()}
         whole &= follows
-        rows, gone = (sum(len(getattr(found, name)) for found in delta.rows.values()) for name in ("ids", "gone"))
-        said = (
-            "first"
-            if before is None
-            else "where the one before ends"
-            if follows
-            else "[red]elsewhere: one is missing[/red]"
-        )
-        shown.add_row(
-            path.name, _age(now - facts.st_mtime), f"{rows:,}", f"{gone:,}", format_bytes(facts.st_size), said
-        )
-        before = {key: table.now for key, table in delta.tables.items()}
+        # As texts: a name may have what rich takes for a colour.
+        cells = printable(path.name), _age(time.time() - facts.st_mtime), rows, gone, format_bytes(facts.st_size)
+        shown.add_row(*map(Text, cells), Text(said, "" if follows else "red"))
     Console().print(shown)
     if not whole:
         raise typer.Exit(1)

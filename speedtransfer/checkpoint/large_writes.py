@@ -1,7 +1,8 @@
 """Write a file front to back in large pieces, past the page cache of the system where the disk takes that.
 
 The pages of a checkpoint would take the place of what is in use, tables in files among it. And on a virtual machine new pages
-are slow to come: there 0.15 to 0.7 GB/s were saved by the cache, 1.0 to 1.4 past it (``bench/experiments/saves.py``).
+may be slow to come: writes of 384 MB by the cache took 0.2 to 3.1 s, a checkpoint of as many 0.3 to 0.4 s
+(``bench/experiments/saves.py``).
 """
 
 from __future__ import annotations

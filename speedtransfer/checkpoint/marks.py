@@ -135,8 +135,9 @@ def contents_of(tables: Mapping[str, Handle], progress: bool | None = None) -> d
             handle.rows.catch_up()
             count, ids, numbers, reserved = handle.table.num_rows, None, np.empty(0, np.int64), 0
             if handle.id_space.come_and_go:
-                ids, numbers, first = handle.id_space.vocabulary.by_id()
-                count, reserved = len(ids), reserved_sum(read(handle, np.arange(first)))
+                vocabulary = handle.id_space.vocabulary
+                ids, numbers = vocabulary.by_id()
+                count, reserved = len(ids), reserved_sum(read(handle, np.arange(vocabulary.reserved)))
             hashes = np.empty(count, np.uint64)
             for rows in row_chunks(count, sizes[key]):
                 if ids is None:

@@ -103,26 +103,7 @@ def save_checkpoint(
     with contextlib.ExitStack() as until_saved:
         rows = until_saved.enter_context(SnapshotRows()) if background else StoredRows()
         with processes.together():
-            plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
-            keeps = {
-                r: Keeps(plan.keep if processes.is_first else _drop, shards.keep, rows) for r, plan in plans.items()
-            }
-            content: dict[str, Any] = {
-                "versions": manifest.VERSIONS,
-                "model": encode_model(model, keeps["model"]),
-                "optimizers": {n: encode_optimizer(o, n, keeps["optimizer"]) for n, o in optimizers.items()},
-            }
-            # What the manifest says of the file of this process, if it has one of its own.
-            own = {} if processes.is_alone else {f"rows-{processes.rank}": {"rows": _ranges(content, processes)}}
-            if processes.is_first:
-                keep = plans["objects"].keep
-                content["rng"] = encode(rng_states(), "rng", keep)
-                content["objects"] = {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()}
-                content["extra"] = encode(extra, "extra", keep)
-            else:
-                plans = {}
-                own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
-            plans |= dict.fromkeys(own, shards)
+            plans, content, own = _planned(processes, rows, model, optimizers, others, extra)
             processes.release()
             need = sum(plan.num_bytes for plan in plans.values())
             need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
@@ -141,7 +122,40 @@ def save_checkpoint(
             with closing:
                 plan.write(progress is True, advance, rows.check, on_one_thread=True)
 
-        return begin(place, need, write)
+        try:
+            return begin(place, need, write)
+        except BaseException:
+            # Without a thread nobody else lets the steps go on that wait.
+            closing.close()
+            raise
+
+
+def _planned(
+    processes: Processes,
+    rows: StoredRows,
+    model: nn.Module,
+    optimizers: dict[str, Optimizer],
+    others: dict[str, Any],
+    extra: Any,
+) -> tuple[dict[str, TensorPlan], dict[str, Any], dict[str, dict[str, Any]]]:
+    """Return what the files will hold, by role, what the manifest says, and what it says of the file of this process."""
+    plans, shards = {role: TensorPlan() for role in manifest.ROLES}, TensorPlan()
+    keeps = {r: Keeps(plan.keep if processes.is_first else _drop, shards.keep, rows) for r, plan in plans.items()}
+    content: dict[str, Any] = {
+        "versions": manifest.VERSIONS,
+        "model": encode_model(model, keeps["model"]),
+        "optimizers": {n: encode_optimizer(o, n, keeps["optimizer"]) for n, o in optimizers.items()},
+    }
+    own = {} if processes.is_alone else {f"rows-{processes.rank}": {"rows": _ranges(content, processes)}}
+    if processes.is_first:
+        keep = plans["objects"].keep
+        content["rng"] = encode(rng_states(), "rng", keep)
+        content["objects"] = {n: encode(state_methods(v)[0](), n, keep) for n, v in others.items()}
+        content["extra"] = encode(extra, "extra", keep)
+    else:
+        plans = {}
+        own[f"rows-{processes.rank}"]["generators"] = encode_generators(others, shards.keep)
+    return plans | dict.fromkeys(own, shards), content, own
 
 
 class _Plan(NamedTuple):

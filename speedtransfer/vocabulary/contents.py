@@ -18,13 +18,13 @@ from speedtransfer.vocabulary.mixing import owners_of
 from speedtransfer.vocabulary.room import Room
 
 
-def by_id(vocabulary: Room) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return the known ids, sorted, their rows, (n,) int64 each, and how many rows belong to no id: the first ones."""
+def by_id(vocabulary: Room) -> tuple[np.ndarray, np.ndarray]:
+    """Return the known ids, sorted, and their rows, (n,) int64 each."""
     live, owner = vocabulary._bound()
     with owner.rows.lock:
         rows = live.occupied()
         rows = rows[np.argsort(live.ids[rows], kind="stable")]
-        return live.ids[rows], rows, live.reserved
+        return live.ids[rows], rows
 
 
 def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
@@ -33,7 +33,7 @@ def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
     For a plain ``nn.Embedding.from_pretrained(rows)``, whose row `i` is then that of ``ids[i]`` (``torch.searchsorted``).
     """
     with vocabulary._bound()[1].rows.lock:
-        ids, rows, _ = by_id(vocabulary)
+        ids, rows = by_id(vocabulary)
         return torch.from_numpy(ids), vocabulary.weights_of(rows)
 
 
