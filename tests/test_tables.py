@@ -294,12 +294,15 @@ def test_autograd_knows_of_writes_by_compiled_copies():
 
 
 class TestUniqueRows:
-    @pytest.mark.parametrize("high", [1, 2, 50, 2**31, 2**50, 2**62])
-    @pytest.mark.parametrize("count", [0, 1, 2, 1000, 2000])  # the last one is sorted by us
-    def test_against_torch(self, high, count):
-        flat = torch.randint(high, (count,), generator=torch.Generator().manual_seed(0))
-        unique = unique_rows(flat)
+    @pytest.mark.parametrize("high", [1, 2, 50, 2**11, 2**31, 2**50, 2**62])
+    @pytest.mark.parametrize("count", [0, 1, 2, 1000, 2000])  # the last one is sorted by us, all of them if grouped
+    @pytest.mark.parametrize("low", [0, -5])
+    @pytest.mark.parametrize("grouped", [False, True])
+    def test_against_torch(self, high, count, low, grouped):
+        flat = torch.randint(low, high, (count,), generator=torch.Generator().manual_seed(0))
+        unique = unique_rows(flat, grouped=grouped)
         ids, inverse = torch.unique(flat, return_inverse=True)
+        assert (unique.order is not None) == (grouped or count > 1024) or low < 0 or high > 2**50 or not count
         assert torch.equal(unique.ids, ids)
         assert torch.equal(unique.inverse, inverse)
         if unique.order is not None:

@@ -9,9 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from speedtransfer import buffers
+from speedtransfer.jit import compiled_module
 from speedtransfer.tables.index import check_bounds
 
 _FEW_IDS = 1 << 10  # torch.unique is faster for no more
+_LARGEST = (1 << 63) - 1
 
 
 class Known(NamedTuple):
@@ -100,32 +103,20 @@ def unique_rows(
         return UniqueRows(flat, flat, flat, flat.new_zeros(1)) if grouped else UniqueRows(flat, flat)
     if flat.device.type != "cpu":
         return _unique_on_device(flat, num_rows, given, look_for)
-    bits, largest = count.bit_length(), 0
-    few = count <= _FEW_IDS and not grouped
-    if not few:
-        if num_rows is not None:
-            check_bounds(flat, num_rows, flat if given is None else given)
-        largest = int(flat.numpy().max())
-    if few or largest >> (63 - bits):
-        # What torch.unique calls.
-        ids, inverse, _ = torch._unique2(flat, True, True)
-        array = ids.numpy()
-        if num_rows is not None and (array[0] < 0 or array[-1] >= num_rows):
-            check_bounds(flat, num_rows, flat if given is None else given)
-        return UniqueRows(ids, inverse, found=-1 if look_for is None else _position(array, look_for))
-    # One sort of "value, position" in a single integer: sorting with indices, as torch.unique does, costs twice that and more.
-    key = np.sort((flat.numpy() << bits) | np.arange(count))
-    order = key & ((1 << bits) - 1)
-    key >>= bits
-    first = np.empty(count, dtype=bool)
-    first[0] = True
-    np.not_equal(key[1:], key[:-1], out=first[1:])
-    place = np.empty(count, dtype=np.int64)
-    place[order] = np.cumsum(first) - 1
-    starts = np.append(np.flatnonzero(first), count)
-    ids = key[starts[:-1]]
-    unique, inverse, positions, edges = (torch.from_numpy(array) for array in (ids, place, order, starts))
-    return UniqueRows(unique, inverse, positions, edges, -1 if look_for is None else _position(ids, look_for))
+    if count > _FEW_IDS or grouped:
+        made, spare = (buffers.empty(shape, torch.int64, flat.device) for shape in ((4, count + 1), (2, count)))
+        group = compiled_module("speedtransfer.tables.numba_unique").group
+        unique = group(flat.numpy(), _LARGEST if num_rows is None else num_rows, made.numpy(), spare.numpy())
+        if unique > 0:
+            ids, inverse, order, starts = made
+            found = -1 if look_for is None else _position(ids[:unique].numpy(), look_for)
+            return UniqueRows(ids[:unique], inverse[:count], order[:count], starts[: unique + 1], found)
+    # What torch.unique calls.
+    ids, inverse, _ = torch._unique2(flat, True, True)
+    array = ids.numpy()
+    if num_rows is not None and (array[0] < 0 or array[-1] >= num_rows):
+        check_bounds(flat, num_rows, flat if given is None else given)
+    return UniqueRows(ids, inverse, found=-1 if look_for is None else _position(array, look_for))
 
 
 def _position(ids: np.ndarray, wanted: int) -> int:
