@@ -20,6 +20,7 @@ from speedtransfer.engines.mapped import _MOVES, pack_plane
 SOURCES = sorted(
     entry.name for entry in importlib.resources.files("speedtransfer.kernels").iterdir() if entry.name.endswith(".cu")
 )
+WIDE = ("cache.cu", "rows.cu", "step.cu", "word2vec.cu")
 NUM_ROWS = 37
 LAUNCHES = [(1, 1), (1, 3), (2, 32), (3, 7), (5, 64), (1, 256)]  # (blocks, threads), odd ones too
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -39,18 +40,24 @@ class TestCompile:
     @pytest.mark.parametrize("source", SOURCES)
     def test_compiles(self, source):
         """To code for no device: the last step, of which each architecture has its own, takes seconds."""
-        code, log = nvrtc.compile_cubin(kernel_source(source), source, "compute_90", kind="PTX")
+        self.check_code(source, "compute_90")
+
+    def check_code(self, source, architecture):
+        code, log = nvrtc.compile_cubin(kernel_source(source), source, architecture, kind="PTX")
         assert log.strip("\0\n") == ""
         names = re.findall(r'extern "C" __global__ void (\w+)\(', kernel_source(source))
         assert names
         assert all(f".entry {name}(".encode() in code for name in names)
         # Subnormal numbers stay; the one exception is in CUDA's own expf.
         assert set(re.findall(rb"[\w.]+\.ftz[\w.]*", code)) <= {b"ex2.approx.ftz.f32"}
+        # Rows move 16 bytes at a time.
+        assert source not in WIDE or {b"ld", b"st"} == set(re.findall(rb"(ld|st)\.global(?:\.\w+)*\.v4\.", code))
 
     @pytest.mark.slow
     @pytest.mark.parametrize("architecture", nvrtc.ARCHITECTURES)
     def test_compiles_for_every_architecture(self, architecture):
         for source in SOURCES:
+            self.check_code(source, architecture.replace("sm_", "compute_"))
             self.check_machine_code(source, architecture)
 
     def check_machine_code(self, source, architecture):

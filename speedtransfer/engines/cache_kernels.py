@@ -76,7 +76,8 @@ def move(
 
     def queue() -> list[Tensor]:
         launch_over(len(ids), "cache.cu", "find_slots", slots.device, argument)
-        launch_over(len(ids) * lanes, "cache.cu", f"{direction}_cached", slots.device, argument)
+        name, count, on_host = f"{direction}_cached", len(ids) * lanes, not planes[0].is_cuda
+        launch_over(count, "cache.cu", name, slots.device, argument, on_host)
         return [ids, found, *rows, *([] if places is None else [places])]
 
     cast(KernelEngine, slots.inner).update(queue)
