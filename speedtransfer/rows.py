@@ -17,6 +17,7 @@ from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing
 from speedtransfer.dtypes import bits_of
+from speedtransfer.engines import CachedRows
 from speedtransfer.idle import Lag
 from speedtransfer.once import fork_safe_lock
 from speedtransfer.progress import ByteProgress
@@ -256,7 +257,7 @@ class Rows(StoredPlanes):
         ids: Tensor,
         read: Sequence[str],
         written: Sequence[str],
-        queue: Callable[[list[Tensor]], Sequence[Tensor]],
+        queue: Callable[[list[Tensor], CachedRows | None], Sequence[Tensor]],
         known: Known,
     ) -> None:
         """Let kernels change the rows `ids` (n,) of planes that are stored as they are; see `Table.update`."""

@@ -61,8 +61,8 @@ class ByKernels(HostEngine):
     def __init__(self):
         super().__init__("cpu")
 
-    def update(self, queue):
-        queue()
+    def update(self, planes, ids, read, queue):
+        queue(None)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def launches(monkeypatch):
     """Run the kernels of caches on the CPU; return their names."""
     kernels, made = cpu_kernels(), []
 
-    def launch(num_items, source, name, device, packed):
-        assert source == "cache.cu"
+    def launch(num_items, source, name, device, packed, on_host=False):
+        assert (source, on_host) == ("cache.cu", name != "find_slots")
         made.append(name)
         kernels.launch(name, *[(1, 1), (2, 32), (3, 7)][len(made) % 3], packed, backwards=bool(len(made) % 2))
 

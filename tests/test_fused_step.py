@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from speedtransfer.engines import HostEngine
+from speedtransfer.engines import HostEngine, cache_kernels
 from speedtransfer.errors import DeviceError
 from speedtransfer.optim import fused_step
 from speedtransfer.optim.fused_step import SWITCH
@@ -49,12 +49,17 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Run the kernel on the CPU, in launches of odd sizes; return these."""
     kernels, made = cpu_kernels(), list[tuple[int, int]]()
 
-    def launch(num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray, on_host: bool) -> None:
-        assert (source, num_items > 0, on_host) == ("step.cu", True, True)
-        made.append(LAUNCHES[len(made) % len(LAUNCHES)])
-        kernels.launch(name, *made[-1], packed, backwards=bool(len(made) % 3))
+    def launch(
+        num_items: int, source: str, name: str, device: torch.device, packed: np.ndarray, on_host: bool = False
+    ) -> None:
+        assert (num_items > 0, on_host) == (True, name != "find_slots"), (num_items, name, on_host)
+        size = LAUNCHES[len(made) % len(LAUNCHES)]
+        if source == "step.cu":
+            made.append(size)
+        kernels.launch(name, *size, packed, backwards=bool(len(made) % 3))
 
-    monkeypatch.setattr(fused_step, "launch_over", launch)
+    for module in (fused_step, cache_kernels):
+        monkeypatch.setattr(module, "launch_over", launch)
     return made
 
 
@@ -69,7 +74,7 @@ def switched_on(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> list[An
     """Let tables on the CPU take the fused way; return the launches so far, those of the check left out."""
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(HostEngine, "runs_kernels", True)
-    monkeypatch.setattr(HostEngine, "update", lambda self, queue: queue(), raising=False)
+    monkeypatch.setattr(HostEngine, "update", lambda self, *given: given[-1](None), raising=False)
     assert fused_step._check(torch.device("cpu"))
     for asked in ("is_trusted", "_has_bits_of_torch"):
         monkeypatch.setattr(fused_step, asked, lambda *args: True)
@@ -181,10 +186,15 @@ def twins(make: Make, **options: Any) -> Twins:
 
 @fuses
 @pytest.mark.sweep
+@pytest.mark.parametrize(
+    "cached", [{}, {"cache_rows": 9}, {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}]
+)
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_training_has_the_bits_of_torch(name: str, idle: str, switched_on: list[Any], exact_roots: None) -> None:
-    pair = twins(OPTIMIZERS[name], idle=idle)
+def test_a_training_has_the_bits_of_torch(
+    name: str, idle: str, cached: dict[str, Any], switched_on: list[Any], exact_roots: None
+) -> None:
+    pair = twins(OPTIMIZERS[name], idle=idle, **cached)
     pair.train(pair.batches(12), *pair.schedulers(lambda opt: lr_scheduler.LambdaLR(opt, lambda step: 0.97**step)))
     pair.assert_same()
     # The first step makes the state.
@@ -207,12 +217,15 @@ def test_beside_other_parameters_and_hooks(switched_on: list[Any], exact_roots: 
     assert torch.equal(*(optimizer.param_groups[1]["params"][0] for optimizer in pair.optimizers))
 
 
+@pytest.mark.parametrize("cached", [{}, {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}])
 @pytest.mark.parametrize("idle", ["lazy", "exact"])
-def test_it_counts_as_the_ordinary_way(idle: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_counts_as_the_ordinary_way(
+    idle: str, cached: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted = []
     for switch in ("1", "0"):
         monkeypatch.setenv(SWITCH, switch)
-        pair = twins(OPTIMIZERS["adam"], idle=idle)
+        pair = twins(OPTIMIZERS["adam"], idle=idle, **cached)
         pair.train(pair.batches(6))
         counted.append((pair.ours.table.stats(), pair.ours._handle.rows.state_dict()))
     assert counted[0] == counted[1]
@@ -309,16 +322,24 @@ def test_a_hyperparameter_switched_off_and_on(
     assert 0 < len(switched_on) < 11 + (key == "weight_decay")
 
 
-@pytest.mark.parametrize(("error", "idle"), [(DeviceError, "lazy"), (DeviceError, "exact"), (ValueError, "lazy")])
+@pytest.mark.parametrize(
+    ("error", "idle", "cached"),
+    [
+        (DeviceError, "lazy", {}),
+        (DeviceError, "exact", {}),
+        (ValueError, "lazy", {}),
+        (DeviceError, "exact", {"cache_rows": 9}),
+    ],
+)
 def test_a_step_that_fails(
-    error: type[Exception], idle: str, switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
+    error: type[Exception], idle: str, cached: dict[str, Any], switched_on: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves the table, the state and the gradient as they were, and can be made again."""
 
     def no_launch(*args: Any, **given: Any) -> None:
         raise DeviceError("no launch")
 
-    pair = twins(OPTIMIZERS["adam"], idle=idle)
+    pair = twins(OPTIMIZERS["adam"], idle=idle, **cached)
     pair.train(pair.batches(12))
     pair.zero_grad()
     pair.backward(*pair.batches(1, seed=1)[0])

@@ -1,7 +1,15 @@
 """How rows move between the planes of a table and the compute device."""
 
 from speedtransfer.engines.auto import AutoEngine, calibrate_device, engine_names, make_engine
-from speedtransfer.engines.base import CHANGED_ID, Engine, KernelEngine, check_apart, faults_left, out_of_range
+from speedtransfer.engines.base import (
+    CHANGED_ID,
+    CachedRows,
+    Engine,
+    KernelEngine,
+    check_apart,
+    faults_left,
+    out_of_range,
+)
 from speedtransfer.engines.cache_policy import CachePolicy, LfuPolicy, StaticPolicy, auto_capacity, hottest_rows
 from speedtransfer.engines.cached import CachedEngine
 from speedtransfer.engines.calibration import DIRECTIONS, Direction
@@ -17,6 +25,7 @@ __all__ = [
     "AutoEngine",
     "CachePolicy",
     "CachedEngine",
+    "CachedRows",
     "Direction",
     "Engine",
     "HostEngine",

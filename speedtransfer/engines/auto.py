@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import is_capturing, pinned_empty
-from speedtransfer.engines.base import Engine, KernelEngine, check_apart
+from speedtransfer.engines.base import Engine, KernelEngine, Queue, check_apart
 from speedtransfer.engines.calibration import (
     PLANE_BYTES,
     Calibration,
@@ -96,10 +96,10 @@ class AutoEngine:
         """Whether kernels can read and write the planes now, without waiting for an engine that they do not know."""
         return self._busy <= {"mapped"}
 
-    def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
+    def update(self, planes: Sequence[Tensor], ids: Tensor, read: Sequence[bool], queue: Queue) -> None:
         """Let `queue` queue kernels that read and write planes; see `KernelEngine`."""
         with self._turn:
-            cast(KernelEngine, self._take_turn("scatter", "mapped")).update(queue)
+            cast(KernelEngine, self._take_turn("scatter", "mapped")).update(planes, ids, read, queue)
 
     def wait(self, writes_only: bool = False) -> None:
         """Block the host until every gather and scatter so far is done."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -85,11 +85,22 @@ class Engine(Protocol):
         ...
 
 
+class CachedRows(NamedTuple):
+    """Which rows of a call a cache has: `found` (n,) and, of each plane, the addresses of its slots, as in slots.cuh."""
+
+    found: Tensor
+    slots: list[tuple[int, int, int]]
+
+
+# Queues kernels on the current stream, and returns the tensors that they use beside the planes. None: there is no cache.
+Queue = Callable[[CachedRows | None], Sequence[Tensor]]
+
+
 class KernelEngine(Engine, Protocol):
     """One that lets kernels which it does not know read and write planes, in order with its own calls."""
 
-    def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
-        """Let `queue` queue such kernels on the current stream; it returns the tensors that they use beside the planes."""
+    def update(self, planes: Sequence[Tensor], ids: Tensor, read: Sequence[bool], queue: Queue) -> None:
+        """Let `queue` queue kernels that write all columns of the rows `ids` (n,) of `planes`, and `read` those of some."""
         ...
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from speedtransfer.cuda import check_not_capturing, current_stream, keep_until_done, to_device
-from speedtransfer.engines.base import Engine, check_apart, check_host_index
-from speedtransfer.engines.cache_kernels import COUNTERS, are_suitable, move
+from speedtransfer.engines.base import Engine, KernelEngine, Queue, check_apart, check_host_index
+from speedtransfer.engines.cache_kernels import COUNTERS, are_suitable, move, update
 from speedtransfer.engines.cache_moves import Reading, existing, write_through
 from speedtransfer.engines.cache_policy import NO_ROW, CachePolicy
 from speedtransfer.engines.cache_slots import Ahead, Slots, close
@@ -44,7 +45,6 @@ class CachedEngine:
     """
 
     name = "cached"
-    runs_kernels = False
 
     def __init__(
         self,
@@ -125,6 +125,28 @@ class CachedEngine:
 
         self._with_less_memory(write)
         self._keep((index, *rows))
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether kernels can read and write the rows, in their slots and in the planes."""
+        return self.slots.inner.runs_kernels
+
+    @torch.no_grad()
+    def update(self, planes: Sequence[Tensor], ids: Tensor, read: Sequence[bool], queue: Queue) -> None:
+        """Let `queue` queue kernels that read and write rows; see `KernelEngine`."""
+        self._check_not_capturing()
+        slots = self.slots
+
+        def change() -> None:
+            with slots.turn():
+                slots.notice()
+                slots.epoch += 1
+                if are_suitable(slots, planes, planes):
+                    update(slots, planes, ids, read, queue, self._counts)
+                else:
+                    cast(KernelEngine, slots.inner).update(planes, ids, read, queue)
+
+        self._with_less_memory(change)
 
     def wait(self, writes_only: bool = False) -> None:
         """Block the host until the planes are up to date, and done with; see `Engine`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from speedtransfer.cuda import (
     resolve_cuda,
     to_device,
 )
-from speedtransfer.engines.base import check_host_index, leaves_faults, out_of_range
+from speedtransfer.engines.base import Queue, check_host_index, leaves_faults, out_of_range
 from speedtransfer.errors import InvalidValueError
 
 MAX_PLANES = 16  # of one launch, as in move.cuh
@@ -147,11 +147,11 @@ class MappedEngine:
             self._move("scatter", planes, ids, rows, stream, None, places)
             keep_until_done((index, *rows), stream)
 
-    def update(self, queue: Callable[[], Sequence[Tensor]]) -> None:
+    def update(self, planes: Sequence[Tensor], ids: Tensor, read: Sequence[bool], queue: Queue) -> None:
         """Let `queue` queue kernels that read and write planes; see `KernelEngine`."""
         self._raise_fault()
         with self._order.writing() as stream:
-            keep_until_done(queue(), stream)
+            keep_until_done(queue(None), stream)
 
     def wait(self, writes_only: bool = False) -> None:
         """Block the host until every gather and scatter so far is done."""

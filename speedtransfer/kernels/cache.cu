@@ -3,19 +3,16 @@
 
 #include "move.cuh"
 #include "lanes.cuh"
+#include "slots.cuh"
 
 namespace {
 
-constexpr int kMaxCached = 12;             // planes, as in engines/cache_kernels.py
 constexpr int kCounters = 256;             // that threads add to, so that few wait for each other
-constexpr long long kNoSlot = -1, kNoRow = -2, kNothing = -3;
 
 struct CachedPlane {
     char* plane;                   // (table_rows, width), stride_bytes apart
     char* rows;                    // (num_rows, width), contiguous, of the same type
-    char* values;                  // (capacity, width), contiguous: the slots
-    bool* valid;                   // (capacity,): whether the slot has the row
-    bool* dirty;                   // (capacity,): whether the plane lacks it
+    PlaneSlots slots;
     long long stride_bytes;
     long long lanes;               // of a row
     long long lane_bytes;
@@ -32,13 +29,11 @@ struct Cached {
     const long long* places;       // (num_rows,): rows of the buffers; null: each in its place
     long long* seen;               // (num_rows,): the id of each row that exists, else the largest number; null: not wanted
     unsigned long long* counts;    // (kCounters, 4): hits, their bytes, misses, their bytes; null: not wanted
-    long long row_bytes;
+    long long counted;             // a bit for each plane: those that a hit has
+    long long row_bytes;           // of these
     long long num_planes;
     CachedPlane planes[kMaxCached];
 };
-
-// Whether the slot has the row, for plane p.
-__device__ inline bool has(long long found, int p) { return found >= 0 && (found >> p & 1) != 0; }
 
 template <bool kGather, int kBytes>
 __device__ inline void move_cached(const Cached& given, int p) {
@@ -55,7 +50,7 @@ __device__ inline void move_cached(const Cached& given, int p) {
             if (found[k] == kNothing) continue;
             at[k] = (given.places == nullptr ? j : given.places[j]) * width + column;
             if (found[k] >= kNoSlot) stored[k] = plane.plane + given.ids[j] * plane.stride_bytes + column;
-            if (found[k] >= 0) slot[k] = plane.values + (found[k] >> kMaxCached) * width + column;
+            if (found[k] >= 0) slot[k] = plane.slots.values + (found[k] >> kMaxCached) * width + column;
         }
 #pragma unroll
         for (int k = 0; k < kInFlight; ++k) {
@@ -70,8 +65,8 @@ __device__ inline void move_cached(const Cached& given, int p) {
             if (found[k] < 0 || (kGather && has(found[k], p))) continue;
             write_lane<kBytes>(slot[k], held[k]);
             if ((first + k * step) % plane.lanes != 0) continue;
-            plane.valid[found[k] >> kMaxCached] = true;
-            if (!kGather) plane.dirty[found[k] >> kMaxCached] = true;
+            plane.slots.valid[found[k] >> kMaxCached] = true;
+            if (!kGather) plane.slots.dirty[found[k] >> kMaxCached] = true;
         }
     }
 }
@@ -92,7 +87,6 @@ __device__ inline void move_all(const Cached& given) {
 }  // namespace
 
 extern "C" __global__ void find_slots(const __grid_constant__ Cached given) {
-    const long long all = (1ll << given.num_planes) - 1;
     unsigned long long hits = 0, misses = 0;
     for (long long j = this_thread(); j < given.num_rows; j += all_threads()) {
         const long long id = given.ids[j];
@@ -107,11 +101,11 @@ extern "C" __global__ void find_slots(const __grid_constant__ Cached given) {
         if (exists && low < given.capacity && given.cached[low] == id) {
             const long long slot = given.slots[low];
             found = slot << kMaxCached;
-            for (int p = 0; p < given.num_planes; ++p) found |= static_cast<long long>(given.planes[p].valid[slot]) << p;
+            for (int p = 0; p < given.num_planes; ++p) found |= static_cast<long long>(given.planes[p].slots.valid[slot]) << p;
         }
         given.found[j] = found;
         if (given.seen != nullptr) given.seen[j] = exists ? id : ~(1ll << 63);
-        const bool hit = found >= 0 && (found & all) == all;
+        const bool hit = found >= 0 && (found & given.counted) == given.counted;
         hits += hit;
         misses += exists && !hit;
     }

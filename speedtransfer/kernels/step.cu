@@ -1,6 +1,6 @@
 // A step of Adam, AdamW or SGD on the active rows: their state is read from its planes, or taken as it was read with the weights,
 // updated with them, and both are written to the planes at once, with the number of the step where idle rows catch up. A plane
-// may live in device memory or in page-locked host memory across the bus.
+// may live in device memory or in page-locked host memory across the bus, and rows of it in the slots of a cache.
 //
 // The arithmetic is that of torch's optimizers, operation by operation, so that the bits are those of a step by torch, whose code
 // for the CPU and for CUDA differ. A product that torch adds to something is fused with the addition, as there; nothing else is,
@@ -8,6 +8,7 @@
 
 #include "move.cuh"
 #include "lanes.cuh"
+#include "slots.cuh"
 #include "bits.cuh"
 
 namespace {
@@ -33,6 +34,8 @@ struct Step {
     char* last_step;           // (table_rows, 1) int32: set to `now`; null: there is none
     long long last_stride;
     long long now;
+    const long long* found;    // (num_rows,): what find_slots in cache.cu left of the planes below; null: there is no cache
+    PlaneSlots slots[kMaxStates + 2];  // of weight, the states, last_step
     const float* steps;        // on the device, the number of this one; null: `rate` and `root_correction` are of it
     long long kind;
     long long way;
@@ -103,16 +106,34 @@ __device__ inline float update(const Step& step, const Scale& scale, float weigh
                             : __fmaf_rn(scale.rate, __fdiv_rn(state[0], below), weight);
 }
 
+// Where a plane has the row: in its slot, or where it is stored.
+struct Place {
+    const Step& step;
+    long long row, slot;  // -1: it has none
+
+    __device__ char* at(int p, char* plane, long long stride, long long width, long long column) const {
+        return slot < 0 ? plane + row * stride + column : step.slots[p].values + slot * width + column;
+    }
+    // After the row was written there.
+    __device__ void note(int p) const {
+        if (slot >= 0) step.slots[p].valid[slot] = step.slots[p].dirty[slot] = true;
+    }
+};
+
 template <Kind kKind, int kBytes>
 __device__ inline void step_lanes(const Step& step) {
     constexpr int kStates = static_cast<int>(kKind), kRoom = kStates > 0 ? kStates : 1;
     const Scale scale = scale_of<kKind>(step);
+    const long long width = step.lanes * kBytes;
     for (long long item = this_thread(); item < step.num_rows * step.lanes; item += all_threads()) {
         const long long row = step.ids[item / step.lanes], column = item % step.lanes * kBytes;
         if (static_cast<unsigned long long>(row) >= static_cast<unsigned long long>(step.table_rows)) continue;
+        const long long found = step.found == nullptr ? kNoSlot : step.found[item / step.lanes];
+        const Place place = {step, row, found < 0 ? -1 : found >> kMaxCached};
         Lane<kBytes> states[kRoom];
         for (int s = 0; s < kStates; ++s) {
-            const char* stored = step.states[s] + row * step.strides[s] + column;
+            const char* stored = has(found, 1 + s) ? place.at(1 + s, nullptr, 0, width, column)
+                                                   : step.states[s] + row * step.strides[s] + column;
             states[s] = read_lane<kBytes>(step.held[s] == nullptr ? stored : step.held[s] + item * kBytes);
         }
         Lane<kBytes> weights = read_lane<kBytes>(step.rows + item * kBytes);
@@ -125,13 +146,15 @@ __device__ inline void step_lanes(const Step& step) {
             for (int s = 0; s < kStates; ++s) states[s].word[i] = as_bits(state[s]);
         }
         write_lane<kBytes>(step.rows + item * kBytes, weights);
-        write_lane<kBytes>(step.weight + row * step.weight_stride + column, weights);
+        write_lane<kBytes>(place.at(0, step.weight, step.weight_stride, width, column), weights);
         for (int s = 0; s < kStates; ++s) {
-            write_lane<kBytes>(step.states[s] + row * step.strides[s] + column, states[s]);
+            write_lane<kBytes>(place.at(1 + s, step.states[s], step.strides[s], width, column), states[s]);
         }
-        if (step.last_step != nullptr && column == 0) {
-            write_lane<4>(step.last_step + row * step.last_stride, {{static_cast<unsigned int>(step.now)}});
-        }
+        if (column != 0) continue;
+        for (int p = 0; p <= kStates; ++p) place.note(p);
+        if (step.last_step == nullptr) continue;
+        write_lane<4>(place.at(1 + kStates, step.last_step, step.last_stride, 4, 0), {{static_cast<unsigned int>(step.now)}});
+        place.note(1 + kStates);
     }
 }
 

@@ -124,6 +124,8 @@ class FeatureIds:
         for name in ids:
             if name not in self._features:
                 raise InvalidValueError(f"ids has {name!r}, which is not a feature{suggest(str(name), names)}")
+        if self._keys is None and ids and all(map(_is_read, ids.values())):
+            return torch.cat(tuple(ids.values())), {name: part.shape for name, part in ids.items()}
         parts, shapes = [torch.empty(0, dtype=torch.int64, device=device)][: not ids], Shapes()
         for name, part in ids.items():
             flat, shape = self.read(part, device)
@@ -182,6 +184,11 @@ def read_ids(ids: Any, device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
         # As torch.nn does to find shapes.
         return ids.reshape(-1).to(torch.int64), tuple(ids.shape)
     return as_index(ids, 0, device, check=False)[:2]
+
+
+def _is_read(ids: Any) -> bool:
+    """Tell whether `read_ids` would return `ids` themselves: most are, and there may be many."""
+    return type(ids) is Tensor and ids.dtype is torch.int64 and ids.is_cpu and ids.dim() == 1 and not ids.is_sparse
 
 
 def first_beyond(ids: Tensor, num_rows: int | Tensor) -> int | None:

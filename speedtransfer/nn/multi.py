@@ -228,7 +228,11 @@ class MultiEmbedding(FeatureModules, TableModule):
         if shapes is None:
             return rows
         split = self._split(rows, {name: shape.numel() for name, shape in shapes.items()}, used)
-        parts = [part.view(*shape, self.embedding_dim) for part, shape in zip(split, shapes.values(), strict=True)]
+        # Of 1-D ids as it is: a view would be one more node for backward.
+        parts = [
+            part if len(shape) == 1 else part.view(*shape, self.embedding_dim)
+            for part, shape in zip(split, shapes.values(), strict=True)
+        ]
         return dict(zip(shapes, parts, strict=True)) if found.by_name else parts
 
     def _split(self, rows: Tensor, sizes: dict[str, int], used: UsedFeatures) -> Any:

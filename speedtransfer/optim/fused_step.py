@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import logging
 import operator
 import os
@@ -29,6 +30,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.optimizer import _default_to_fused_or_foreach, _global_optimizer_pre_hooks
 
 from speedtransfer.cuda import WARM_UP, KernelArgument, check_not_capturing, is_capturing, is_trusted, launch_over
+from speedtransfer.engines import CachedRows
 from speedtransfer.once import once
 from speedtransfer.optim.graph import KEY
 from speedtransfer.optim.state import RowState
@@ -39,8 +41,8 @@ SWITCH = "SPEEDTRANSFER_FUSED_STEP"
 log = logging.getLogger(__name__)
 
 # struct Step of step.cu
-_STEP = "26q11d"
 _MAX_STATES = 3
+_STEP = f"{27 + 3 * (_MAX_STATES + 2)}q11d"
 _FLOAT32_MAX = torch.finfo(torch.float32).max
 # Whose functions may make up the step of an optimizer: its own, and what torch and this package wrap around it.
 _OURS = {
@@ -153,10 +155,10 @@ def make_step(
         rows.mark_steps()
     taken = lag.now + (made is not None) if rows.has(LAST_STEP) else None
 
-    def queue(stored: list[Tensor]) -> list[Tensor]:
+    def queue(stored: list[Tensor], cached: CachedRows | None) -> list[Tensor]:
         weight, *states = stored
         last = None if taken is None else states.pop()
-        _queue(plan, ids, grad, active, weight, states, held, last, taken or 0)
+        _queue(plan, ids, grad, active, weight, states, held, last, taken or 0, cached)
         return [ids, grad, active, *held, *plan.on_device]
 
     rows.update(ids, read, written if taken is None else (*written, LAST_STEP), queue, known)
@@ -285,22 +287,25 @@ def _queue(
     held: Sequence[Tensor] = (),
     last: Tensor | None = None,
     taken: int = 0,
+    cached: CachedRows | None = None,
 ) -> None:
     """Queue the kernel on the current stream; `states`, and `held` if it was read, are in the order of `plan.planes`.
 
-    The rows of `last`, (num_rows, 1) int32, become `taken`.
+    The rows of `last`, (num_rows, 1) int32, become `taken`. `cached`: where rows of `weight`, `states` and `last` are instead.
     """
     (count, width), stored = grad.shape, [weight, *states]
     pointers, strides = [plane.data_ptr() for plane in stored], [4 * plane.stride()[0] for plane in stored]
-    dense = [rows.data_ptr() for rows in held]
-    bits = functools.reduce(operator.or_, (4 * width, grad.data_ptr(), active.data_ptr(), *dense, *pointers, *strides))
+    dense, slots = [rows.data_ptr() for rows in held], [] if cached is None else cached.slots
+    moved = *dense, *pointers, *strides, *[values for values, *_ in slots[: len(stored)]]
+    bits = functools.reduce(operator.or_, (4 * width, grad.data_ptr(), active.data_ptr(), *moved))
     lane = 16 if bits % 16 == 0 else 4
     lanes, missing = 4 * width // lane, [0] * (_MAX_STATES - len(states))
     noted = (0, 0, 0) if last is None else (last.data_ptr(), 4 * last.stride()[0], taken)
     argument = KernelArgument(_STEP).pack(
         *(ids.data_ptr(), grad.data_ptr(), active.data_ptr(), count, weight.shape[0], lanes, lane),
         *(pointers[0], strides[0], *pointers[1:], *missing, *strides[1:], *missing),
-        *(*dense, *[0] * (_MAX_STATES - len(dense)), *noted),
+        *(*dense, *[0] * (_MAX_STATES - len(dense)), *noted, 0 if cached is None else cached.found.data_ptr()),
+        *(*itertools.chain(*slots), *[0] * (3 * (_MAX_STATES + 2 - len(slots)))),
         *(sum(steps.data_ptr() for steps in plan.on_device), len(states), *plan[1:-1]),
     )
     launch_over(count * lanes, "step.cu", "step_rows", grad.device, argument, on_host=not weight.is_cuda)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
 from speedtransfer import buffers
 from speedtransfer.cuda import count_graphs, is_capturing
-from speedtransfer.engines import SELECTED, Engine, KernelEngine, check_apart
+from speedtransfer.engines import SELECTED, CachedRows, Engine, KernelEngine, check_apart
 from speedtransfer.tables import forks, stats
 from speedtransfer.tables.page_advice import FEW_ROWS, read_ahead_of_rows
 from speedtransfer.tables.planes import Planes
@@ -131,7 +131,7 @@ class UncheckedRows(Planes):
         ids: Tensor,
         read: Sequence[str],
         written: Sequence[str],
-        queue: Callable[[list[Tensor]], Sequence[Tensor]],
+        queue: Callable[[list[Tensor], CachedRows | None], Sequence[Tensor]],
         known: Known,
     ) -> None:
         """Let kernels change the rows `ids` (n,), as for `write`, where they are stored; needs `runs_kernels`.
@@ -140,23 +140,27 @@ class UncheckedRows(Planes):
         ----------
         ids, known : Tensor, Known
         read, written : sequence of str
-            The planes whose rows they read and write.
+            The planes whose rows they read and write; those are among these.
         queue : callable
-            Takes the planes `written`, queues the kernels on the current stream, and returns the tensors that they use.
+            Takes the planes `written` and what a cache has of them; see `Queue`.
         """
         if self._place.refuses_writes:
             self.check_writable()
         came, stored = ([self._planes[name] for name in names] for names in (read, written))
         engine = cast(KernelEngine, self._engine)
+
+        def change(*_: Any) -> None:
+            engine.update(stored, ids, [name in read for name in written], lambda cached: queue(stored, cached))
+
         with self._turn:
             if self._snapshot is not None:
                 self._snapshot.keep(ids, known)
             self._begun += 1
             try:
                 if self.watched:
-                    self._write_watched(ids, None, lambda *_: engine.update(lambda: queue(stored)))
+                    self._write_watched(ids, None, change)
                 else:
-                    engine.update(lambda: queue(stored))
+                    change()
                     self._writes += 1
             finally:
                 self._ended = self._begun

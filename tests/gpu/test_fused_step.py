@@ -12,6 +12,7 @@ import speedtransfer as st
 from gpu.tools import hold, synchronizing
 from speedtransfer.optim import stepping
 from speedtransfer.optim.fused_step import SWITCH
+from speedtransfer.optim.placeholder import EncodedPlane
 
 try:
     import fakegpu  # the emulated GPU
@@ -59,6 +60,7 @@ def train(memory, device, make, dim=DIM, engine=None, step=None, idle="lazy", **
         squared_loss(linear(emb(ids.to(device))), target.to(device)).backward()
         (step or optimizer.step)(*([optimizer] if step else []))
     state = optimizer.state.get(emb.weight, {})
+    state = {name: value.decode() if isinstance(value, EncodedPlane) else value for name, value in state.items()}
     found = {"weight": emb.table.torch(), "grad": emb.weight.grad.to_dense(), "linear": linear.weight.detach(), **state}
     return {name: value.cpu().clone() for name, value in found.items()}, emb.table.stats()
 
@@ -73,21 +75,28 @@ def assert_same(found, expected):
 
 def assert_counted(found, expected):
     """Rows are read and written as often, but that the first step of a process may read its rows once more."""
-    assert replace(found, gathered_rows=0, gathered_bytes=0) == replace(expected, gathered_rows=0, gathered_bytes=0)
+    some = ("gathered_rows", "gathered_bytes", *(name for name in vars(found) if name.startswith("cache")))
+    assert replace(found, **dict.fromkeys(some, 0)) == replace(expected, **dict.fromkeys(some, 0))
     assert expected.gathered_rows <= found.gathered_rows <= expected.gathered_rows + NUM_ROWS
 
 
 @pytest.mark.parametrize(
-    ("memory", "dim", "layout", "idle"),
-    [("pinned", 16, "planes", "lazy"), ("pinned", 7, "rows", "exact"), ("device", 16, "planes", "exact")],
+    ("memory", "dim", "layout", "idle", "cached"),
+    [
+        ("pinned", 16, "planes", "lazy", {}),
+        ("pinned", 7, "rows", "exact", {}),
+        ("device", 16, "planes", "exact", {}),
+        ("pinned", 16, "planes", "lazy", {"cache_rows": 9}),
+        ("pinned", 7, "rows", "exact", {"cache_rows": NUM_ROWS, "cache_counts": torch.ones(NUM_ROWS)}),
+    ],
 )
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_training_as_the_ordinary_way(make, memory, dim, layout, idle, device, fused, monkeypatch):
-    found = train(memory, device, make, dim, padding_idx=0, layout=layout, idle=idle)
+def test_a_training_as_the_ordinary_way(make, memory, dim, layout, idle, cached, device, fused, monkeypatch):
+    found = train(memory, device, make, dim, padding_idx=0, layout=layout, idle=idle, **cached)
     # The first step makes the state.
     assert len(fused) == 11
     monkeypatch.setenv(SWITCH, "0")
-    expected = train(memory, device, make, dim, padding_idx=0, idle=idle)
+    expected = train(memory, device, make, dim, padding_idx=0, idle=idle, **cached)
     assert len(fused) == 11
     assert_same(found[0], expected[0])
     assert_counted(found[1], expected[1])

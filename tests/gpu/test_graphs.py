@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import threading
 import warnings
 
 import pytest
@@ -332,12 +333,17 @@ class TestRefused:
         assert table.planes == ("weight",)
 
 
-def test_tables_that_go_during_a_capture(device):
-    """Freeing page-locked memory would make a capture fail: it is put off."""
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_tables_that_go_during_a_capture(elsewhere, device):
+    """Freeing page-locked memory would make a capture fail: it is put off, by any thread."""
     graphed, garbage = Training(device), [Training(device).table]
     graphed.warm_up()
     graphed.opt.zero_grad(set_to_none=True)
     with warnings.catch_warnings(), torch.cuda.graph(graphed.graph):
+        if elsewhere:
+            thread = threading.Thread(target=garbage.clear)
+            thread.start()
+            thread.join()
         garbage.clear()
         gc.collect()
         graphed.step()
