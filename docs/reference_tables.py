@@ -24,7 +24,7 @@ from speedtransfer.planning.hosts import LINKS
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.planner import plan
 from speedtransfer.units import format_seconds
-from speedtransfer.word2vec.config import described
+from speedtransfer.word2vec.commands import described
 from speedtransfer.word2vec.optimizers import DEFAULT_LR, DEFAULT_OPTIONS, default_lr
 from speedtransfer.word2vec.settings import SETTINGS
 

@@ -7,9 +7,11 @@ names the bad value, the rule it broke and the remedy, on one line: the command 
 from __future__ import annotations
 
 import difflib
+import math
 import operator
 import os
 import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
@@ -151,3 +153,27 @@ def check_size(value: object, name: str, minimum: int = 0) -> int:
     if number >= 2**63:
         raise InvalidValueError(f"{name} is {number} but must be below 2**63; pass a smaller {name}")
     return number
+
+
+def check_number(
+    value: object, name: str, minimum: float = 0.0, maximum: float = math.inf, above: bool = False
+) -> float:
+    """Return `value` as a finite float from `minimum`, or `above` it, to `maximum`, or raise an error that names it.
+
+    Raises
+    ------
+    InvalidTypeError
+        `value` is no int or float (bool counts as none).
+    InvalidValueError
+        `value` is not within, or not finite.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass float({name})")
+    # An int may be too large for a float.
+    if not -sys.float_info.max <= value <= sys.float_info.max:
+        raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
+    if not minimum <= value <= maximum or (above and value == minimum):
+        least = f"above {minimum:g}" if above else f"at least {minimum:g}"
+        most = "" if maximum == math.inf else f" and at most {maximum:g}"
+        raise InvalidValueError(f"{name} is {value} but must be {least}{most}; pass such a number")
+    return float(value)

@@ -23,7 +23,7 @@ from speedtransfer.errors import SpeedtransferError, StorageError
 from speedtransfer.speedtorch import files as speedtorch_files
 from speedtransfer.word2vec import Settings, Vectors, Vocabulary
 from speedtransfer.word2vec.checkpoints import Checkpoints
-from speedtransfer.word2vec.config import read_config
+from speedtransfer.word2vec.commands import read_config
 from speedtransfer.word2vec.evaluation import load_set
 
 # --- files elsewhere, pipes and pickles ---------------------------------------------------------------------------------

@@ -230,7 +230,7 @@ plan((0, 8)) -> InvalidValueError: rows of 'table' is 0 but must be at least 1
 plan((10, 8), batch=0) -> InvalidValueError: batch is 0 but must be at least 1
 plan((2**49, 8)) -> InvalidValueError: rows of 'table' is 562949953421312 but must be at most 2\*\*48
 plan((1.5, 8)) -> InvalidValueError: rows of 'table' is 1.5 but must be a whole number; pass for instance 1e9
-plan((10, 8), lookups=0.5) -> InvalidValueError: lookups is 0.5 but must be a number from 1 on
+plan((10, 8), lookups=0.5) -> InvalidValueError: lookups is 0.5 but must be at least 1
 plan((10, 8), lookups={"tabel": 1}) -> InvalidValueError: names a table 'tabel', which is not there; did you mean 'table'
 plan((10, 8), unique=2.0) -> InvalidValueError: must be above 0 and at most the lookups and the rows of 'table', 1
 plan([(10, 8), (10, 8)], unique=1.0) -> InvalidValueError: unique is 1.0 for 2 tables; pass a dict
@@ -380,7 +380,7 @@ TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
 TABLE --scale-block 64 --storage int8 -> scale_block is 64 but storage_dtype is torch.int8, and only float8 rows have blocks
 TABLE --idle exat -> idle is 'exat'
 TABLE --storage int9 -> storage_dtype is 'int9'; did you mean 'int8'
-FAST --dense-ms inf -> --dense-ms is inf but must be a number from 0 on
+FAST --dense-ms inf -> --dense-ms is inf but must be finite
 TABLE --by hour -> --by is 'hour' without --rank
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1
 FAST --picture plan.qqq -> 'plan.qqq' ends in '.qqq' but the picture is a PNG; use the ending .png

@@ -12,9 +12,8 @@ from typer.testing import CliRunner
 
 from speedtransfer.tables import MEMORIES
 from speedtransfer.word2vec import Settings, train
-from speedtransfer.word2vec.commands import app
-from speedtransfer.word2vec.config import CorpusSettings, TrainingSettings, described, read_config
-from speedtransfer.word2vec.settings import SETTINGS
+from speedtransfer.word2vec.commands import app, described, read_config
+from speedtransfer.word2vec.settings import SETTINGS, CorpusSettings, TrainingSettings
 
 
 def test_memories_are_those_of_tables():

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from speedtransfer.errors import InvalidValueError, check_png, check_size, suggest
+from speedtransfer.errors import InvalidValueError, check_number, check_png, check_size, suggest
 
 # For the help, which is shown without torch.
 STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -127,7 +127,7 @@ def plan(
     from speedtransfer.planning.plan_result import WIDTH, as_renderable
     from speedtransfer.planning.planner import hosts_given, plan_workload
     from speedtransfer.planning.rank import as_table, rank_machines, read_prices
-    from speedtransfer.planning.workload import checked_number, make_workload
+    from speedtransfer.planning.workload import make_workload
     from speedtransfer.system import check_writable, replace_file
 
     if len(dim) not in (1, len(rows)):
@@ -138,7 +138,7 @@ def plan(
     per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
     if comm_dtype not in COMM_NAMES:
         raise InvalidValueError(f"--comm-dtype is {comm_dtype!r}{suggest(comm_dtype, COMM_NAMES)}")
-    checked_number(dense_ms, "--dense-ms", 0.0)
+    check_number(dense_ms, "--dense-ms")
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)
     shared = hosts_given(hosts, link, "--")

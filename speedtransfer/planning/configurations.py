@@ -122,7 +122,8 @@ class Option:
 
 
 def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, dense_s: float = 0.0) -> list[Option]:
-    """Return all configurations with what they take, without times."""
+    """Return all configurations with what they take, without times; raise if the memory for rows of a step is unknown."""
+    machine.figure("host_bytes" if machine.device is None else "device_bytes")
     sparse = sparse_way(workload)
     torchs = [DENSE] if sparse is None else [DENSE, SPARSE]
     ways = [(Form(), memory) for memory in torchs] + [(form, memory) for form in forms for memory in memories(machine)]

@@ -274,8 +274,3 @@ def _takes_sparse(make: MakeOptimizer) -> bool:
     # SGD with momentum keeps a sparse buffer, which grows with every row that was ever touched.
     values = [value for value in optimizer.state[module.weight].values() if isinstance(value, torch.Tensor)]
     return not any(value.is_sparse for value in values)
-
-
-def check_machine(machine: Machine) -> None:
-    """Raise unless the size of the memory is known that rows are computed in."""
-    machine.figure("host_bytes" if machine.device is None else "device_bytes")

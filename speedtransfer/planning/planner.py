@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from speedtransfer.cuda import resolve_device
-from speedtransfer.errors import InvalidValueError, check_size
+from speedtransfer.errors import InvalidValueError, check_number, check_size
 from speedtransfer.nn.options import Idle
 from speedtransfer.planning.configurations import (
     MEASURED,
@@ -33,7 +33,6 @@ from speedtransfer.planning.footprint import (
     SPARSE,
     Form,
     bytes_of,
-    check_machine,
     dense_bytes,
     forms_for,
     moved,
@@ -45,7 +44,7 @@ from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.timed_trial import time_tables, time_torch
-from speedtransfer.planning.workload import Workload, checked_number, dtype_name, make_workload
+from speedtransfer.planning.workload import Workload, dtype_name, make_workload
 from speedtransfer.progress import LateBar
 
 _BANDWIDTHS = ("host", "device", "link")
@@ -133,7 +132,7 @@ def plan(
     StorageError
         The file of a machine cannot be read.
     """
-    dense_ms = checked_number(dense_ms, "dense_ms", 0.0)
+    dense_ms = check_number(dense_ms, "dense_ms")
     workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
     forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
     shared = hosts_given(hosts, link)
@@ -168,7 +167,6 @@ def plan_workload(
     here = machine is None
     own = this_machine(rates=() if measure else _BANDWIDTHS) if here else machine_given(machine)
     target = with_memory(own, host_memory, disk)
-    check_machine(target)
     options = make_options(workload, forms, target, dense_s)
     if shared is not None:
         # Modules of torch are in each host as a whole.

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
 from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
-from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form, check_machine
+from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form
 from speedtransfer.planning.hosts import counts_of, one_share
 from speedtransfer.planning.machine import (
     Machine,
@@ -241,7 +241,6 @@ def rank_machines(
 
     def estimate(machine: Machine) -> float:
         ranks, one = machine.devices, one_of(machine) if machine.devices > 1 else machine
-        check_machine(one)
         owned = one_share(workload, ranks) if ranks > 1 else workload
         found = [estimated(option, owned, one) for option in make_options(owned, forms, one, dense_s)]
         best, seconds = _best([option for option in found if ranks == 1 or option.is_table])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number, check_size, suggest
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
@@ -83,7 +82,7 @@ def make_workload(
     if not isinstance(idle, str) or idle not in IDLE:
         raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
     batch = check_size(batch, "batch", 1)
-    exponent = checked_number(zipf, "zipf", 0.0)
+    exponent = check_number(zipf, "zipf", 0.0)
     found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), 0)
     names = [table.name for table in found]
     per_sample = dict.fromkeys(names, 1.0) | _by_name(lookups, names, "lookups", 1.0)
@@ -112,22 +111,13 @@ def make_workload(
     return Workload(tuple(tables), batch, exponent, trainer, idle, others)
 
 
-def checked_number(value: Any, name: str, minimum: float) -> float:
-    """Return a finite number of at least `minimum`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass one")
-    if not math.isfinite(value) or value < minimum:
-        raise InvalidValueError(f"{name} is {value} but must be a number from {minimum:g} on; pass one")
-    return float(value)
-
-
 def _by_name(given: Any, names: Sequence[str], label: str, minimum: float) -> dict[str, float]:
     """Return the numbers that are given by name, or a number for all."""
     by_name = given if isinstance(given, Mapping) else dict.fromkeys(names, given)
     for name in by_name:
         if name not in names:
             raise InvalidValueError(f"{label} names a table {name!r}, which is not there{suggest(str(name), names)}")
-    return {name: checked_number(value, label, minimum) for name, value in by_name.items()}
+    return {name: check_number(value, label, minimum) for name, value in by_name.items()}
 
 
 def _of_sizes(given: Any) -> list[Load]:

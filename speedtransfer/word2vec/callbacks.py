@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, check_number
 from speedtransfer.lazy import import_extra
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.evaluation import Analogies, Similarity, evaluate, load_set
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import check_number, check_writable
+from speedtransfer.word2vec.settings import check_writable
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
 EVALUATED_WORDS = 300_000  # the most frequent ones, the default of `evaluate`
@@ -30,7 +30,7 @@ class Evaluations(Callback):
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]], every: float, board: TensorBoard | None = None) -> None:
         self._sets = [(os.fspath(path), load_set(path)) for path in paths]
-        self._every = check_number(every, "evaluate_every", "above 0", default=1)
+        self._every = check_number(every, "evaluate_every", above=True)
         self._last_step, self._board = -1, board
 
     def begin(self, trainer: Trainer, progress: TrainingProgress) -> None:

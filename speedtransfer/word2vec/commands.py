@@ -1,4 +1,4 @@
-"""The commands ``speedtransfer word2vec train | demo | ...``: options and output, no logic.
+"""The commands ``speedtransfer word2vec train | demo | ...``: options, files of settings and output, no logic.
 
 What needs torch is imported when a command runs: ``--help`` answers without it.
 """
@@ -8,20 +8,72 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
+import re
+import sys
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.untrusted import parse_json
 from speedtransfer.word2vec import commands_vectors
-from speedtransfer.word2vec.config import described, read_config
-from speedtransfer.word2vec.settings import SETTINGS, Settings
+from speedtransfer.word2vec.settings import SETTINGS, Settings, check_setting
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_MOST_BYTES = 1 << 20  # of a file of settings
 
 app = typer.Typer(
     help="Word vectors: train, evaluate and explore them.", no_args_is_help=True, pretty_exceptions_enable=False
 )
+
+
+def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the settings in the TOML file at `path`, or of a ``.json`` file its object "settings", each checked by itself."""
+    path = Path(path)
+    where = f"config {str(path)!r}"
+    checked = {}
+    for name, value in _parse(path, where).items():
+        if name not in SETTINGS:
+            raise InvalidValueError(f"{where} has {name!r}, not a setting{suggest(name, SETTINGS)}")
+        try:
+            checked[name] = check_setting(name, value)
+        except (InvalidTypeError, InvalidValueError) as error:
+            raise type(error)(f"{where}: {error}") from None
+    return checked
+
+
+def _parse(path: Path, where: str) -> dict[str, Any]:
+    from speedtransfer.word2vec.formats_text import reading
+
+    with reading(path) as file:
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise InvalidValueError(f"{where} has over {_MOST_BYTES} bytes; pass a TOML file of settings")
+    if path.suffix != ".json":
+        try:
+            return tomllib.loads(data.decode())
+        except (ValueError, RecursionError) as error:
+            raise InvalidValueError(f"{where} is no TOML: {error}; fix it") from None
+    try:
+        content = parse_json(data)
+    except ValueError as error:
+        raise InvalidValueError(f"{where} is no JSON: {error}; pass the settings.json of a run") from None
+    settings = content.get("settings") if isinstance(content, dict) else None
+    if not isinstance(settings, dict):
+        raise InvalidValueError(f'{where} has no object "settings"; pass the settings.json of a run, or TOML')
+    return settings
+
+
+def described(name: str) -> str | None:
+    """Return the description of a setting from the docstring of `Settings`; None where there are no docstrings (``-OO``)."""
+    found = re.search(rf"^{name} : .*\n((?:    .*\n)+)", inspect.cleandoc(Settings.__doc__ or ""), re.MULTILINE)
+    return " ".join(found[1].split()).replace("`", "") if found else None
 
 
 def _parse_options(pairs: list[str]) -> dict[str, Any]:
@@ -41,16 +93,8 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
 
 _SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")]
-# The groups of `train --help` after the first one, in this order.
-_PANELS = ["Corpus", "Model", "Training", "Optimizer", "Memory", "Evaluation", "Output"]
-
-
-class _InGroups(TyperCommand):
-    """A command whose help has the groups of `_PANELS`."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        order = [None, *_PANELS]
-        return sorted(super().get_params(ctx), key=lambda param: order.index(getattr(param, "rich_help_panel", None)))
+# The groups of `train --help`, in this order.
+_PANELS = [None, "Corpus", "Model", "Training", "Optimizer", "Memory", "Evaluation", "Output"]
 
 
 def _as_option(name: str, kind: Any) -> Any:
@@ -68,15 +112,21 @@ def _as_option(name: str, kind: Any) -> Any:
     ]
 
 
+def _panel(parameter: inspect.Parameter) -> int:
+    about = getattr(parameter.annotation, "__metadata__", (None,))[0]
+    return _PANELS.index(getattr(about, "rich_help_panel", None))
+
+
 def _with_settings(function: Any) -> Any:
     """Show typer each setting in place of ``**flags``, but for `options`, which come as pairs."""
-    signature = inspect.signature(function, eval_str=True)
-    *shown, _ = signature.parameters.values()
+    *own, _ = inspect.signature(function, eval_str=True).parameters.values()
+    by_name = inspect.Parameter.KEYWORD_ONLY
+    shown = [parameter.replace(kind=by_name) for parameter in own]
     for name, kind in get_type_hints(Settings).items():
         if name != "options":
             option, default = _as_option(name, kind), SETTINGS[name].default
-            shown.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=option))
-    function.__signature__ = signature.replace(parameters=shown)
+            shown.append(inspect.Parameter(name, by_name, default=default, annotation=option))
+    function.__signature__ = inspect.Signature(sorted(shown, key=_panel))
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
     return function
 
@@ -110,7 +160,7 @@ _EVALUATE = "Similarity or analogy set to evaluate on during training; repeatabl
 _FORMAT = "Format of the vectors: txt, vec, bin, safetensors, glove or kv."
 
 
-@app.command(cls=_InGroups)
+@app.command()
 @_with_settings
 def train(
     ctx: typer.Context,

@@ -21,9 +21,8 @@ import numpy as np
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.untrusted import storage_error
-from speedtransfer.word2vec.config import CorpusSettings, settings_of
 from speedtransfer.word2vec.phrases import count_numbers, join_phrases
-from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.settings import CorpusSettings, Settings, settings_of
 from speedtransfer.word2vec.text import Source, name_of
 from speedtransfer.word2vec.tokenise import LINE_END, read_words
 from speedtransfer.word2vec.vocabulary import Vocabulary

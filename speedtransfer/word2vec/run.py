@@ -13,11 +13,10 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import PathLike
 from speedtransfer.word2vec.callbacks import Evaluations, TensorBoard
 from speedtransfer.word2vec.checkpoints import Checkpoints
-from speedtransfer.word2vec.config import TrainingSettings, settings_of
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
-from speedtransfer.word2vec.settings import SETTINGS, Settings, check_path
+from speedtransfer.word2vec.settings import SETTINGS, Settings, TrainingSettings, check_path, settings_of
 from speedtransfer.word2vec.text import Source
 from speedtransfer.word2vec.trainer import Callback, Trainer
 from speedtransfer.word2vec.vectors import Vectors

@@ -8,39 +8,27 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypedDict, get_args
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_no_url, check_size, suggest
+from speedtransfer.errors import (
+    InvalidTypeError,
+    InvalidValueError,
+    StorageError,
+    check_no_url,
+    check_number,
+    check_size,
+    suggest,
+)
 
+# What gensim's Word2Vec calls settings that are here too.
+_OF_GENSIM = {"vector_size": "dim", "sg": "model", "alpha": "lr", "max_final_vocab": "max_words"}
 Check = Callable[[Any, str], Any]  # (value, name) -> the value to keep, or raises
 Model = Literal["skipgram", "cbow"]
 Kind = Literal["text", "lines", "graph", "adjacency"]
 Memory = Literal["auto", "pinned", "pageable", "mmap", "device", "shared"]  # `tables.MEMORIES`, and two more
-
-
-def check_number(value: Any, name: str, rule: str, within: float = math.inf, default: float | None = None) -> float:
-    """Return a number as a float, or raise.
-
-    `rule` is "above 0" or "at least 0"; `within` is how many times above or below 1 it may be.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        kind = type(value).__name__
-        raise InvalidTypeError(f"{name} is {value!r} ({kind}) but must be a number; pass float({name})")
-    try:
-        is_finite = math.isfinite(value)
-    except OverflowError:  # of an int
-        is_finite = False
-    if not is_finite:
-        raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
-    usual = "drop it for the default" if default is None else f"the default is {default:g}"
-    if value < 0 or (value == 0 and rule == "above 0"):
-        raise InvalidValueError(f"{name} is {value} but must be {rule}; {usual}")
-    if not 1 / within <= value <= within:
-        raise InvalidValueError(f"{name} is {value} but must be from {1 / within:g} to {within:g}; {usual}")
-    return float(value)
 
 
 def _about(panel: str, check: Check | None, none: str | None = None, choices: Sequence[str] = ()) -> dict[str, Any]:
@@ -52,9 +40,16 @@ def _size(panel: str, default: int | None, minimum: int, none: str | None = None
     return field(default=default, metadata=_about(panel, lambda value, name: check_size(value, name, minimum), none))
 
 
-def _number(panel: str, default: float | None, rule: str, within: float = math.inf, none: str | None = None) -> Any:
+def _number(
+    panel: str,
+    default: float | None,
+    least: float = 0.0,
+    most: float = math.inf,
+    above: bool = False,
+    none: str | None = None,
+) -> Any:
     def check(value: Any, name: str) -> float:
-        return check_number(value, name, rule, within, default)
+        return check_number(value, name, least, most, above)
 
     return field(default=default, metadata=_about(panel, check, none))
 
@@ -181,8 +176,8 @@ class Settings:
 
     dim: int = _size("Model", 128, minimum=1)
     optimizer: str = field(default="adamw", metadata=_about("Optimizer", _check_optimizer))
-    lr: float | None = _number("Optimizer", None, "above 0", none="the optimizer's")
-    clip: float | None = _number("Optimizer", None, "above 0")
+    lr: float | None = _number("Optimizer", None, above=True, none="the optimizer's")
+    clip: float | None = _number("Optimizer", None, above=True)
     options: Mapping[str, Any] | None = field(default=None, metadata=_about("Optimizer", _check_options))
     model: Model = field(default="skipgram", metadata=_choice("Model", Model))
     epochs: int | None = _size("Training", None, minimum=1, none="chosen from the corpus; usually 5")
@@ -190,17 +185,17 @@ class Settings:
     negative: int = _size("Model", 5, minimum=1)
     min_count: int = _size("Corpus", 5, minimum=1)
     max_words: int | None = _size("Corpus", None, minimum=2, none="all")
-    sample: float = _number("Training", 1e-3, "at least 0")
+    sample: float = _number("Training", 1e-3)
     buckets: int = _size("Model", 0, minimum=0)
     min_n: int = _size("Model", 3, minimum=1)
     max_n: int = _size("Model", 6, minimum=1)
     kind: Kind = field(default="text", metadata=_choice("Corpus", Kind))
     phrases: int = _size("Corpus", 0, minimum=0)
-    phrase_threshold: float = _number("Corpus", 10.0, "above 0")
+    phrase_threshold: float = _number("Corpus", 10.0, above=True)
     walks: int = _size("Corpus", 10, minimum=1)
     walk_length: int = _size("Corpus", 80, minimum=2)
-    p: float = _number("Corpus", 1.0, "above 0", within=1e4)  # rejection sampling takes as many draws a step
-    q: float = _number("Corpus", 1.0, "above 0", within=1e4)
+    p: float = _number("Corpus", 1.0, 1e-4, 1e4)  # rejection sampling takes as many draws a step
+    q: float = _number("Corpus", 1.0, 1e-4, 1e4)
     block_words: int | None = _size("Training", None, minimum=2, none="chosen from the corpus; usually 16384")
     shared_negatives: int | None = _size("Training", None, minimum=1)
     seed: int = _size("Training", 1, minimum=0)
@@ -260,3 +255,45 @@ def check_setting(name: str, value: Any) -> Any:
     if check is None or (value is None and SETTINGS[name].default is None):
         return value
     return check(value, name)
+
+
+def settings_of(names: Collection[str], given: Mapping[str, Any], **more: Any) -> Settings:
+    """Return the settings `given` to what takes `names`, and `more`; raise InvalidTypeError for one not in `names`."""
+    for name in given:
+        if name not in names:
+            here = f"; gensim's {name!r} is {_OF_GENSIM[name]!r} here" if name in _OF_GENSIM else suggest(name, names)
+            raise InvalidTypeError(f"got an unexpected keyword argument {name!r}{here}")
+    return Settings(**given, **more)
+
+
+class CorpusSettings(TypedDict, total=False):
+    """For type checkers: the settings that :class:`Corpus` takes by name only."""
+
+    kind: Kind
+    phrases: int
+    phrase_threshold: float
+    walks: int
+    walk_length: int
+    p: float
+    q: float
+    seed: int
+
+
+class TrainingSettings(CorpusSettings, total=False):
+    """For type checkers: the settings that `train` takes by name only."""
+
+    clip: float | None
+    options: Mapping[str, Any] | None
+    model: Model
+    epochs: int | None
+    window: int
+    negative: int
+    sample: float
+    buckets: int
+    min_n: int
+    max_n: int
+    block_words: int | None
+    shared_negatives: int | None
+    memory: Memory
+    path: str | os.PathLike[str] | None
+    device: Any
