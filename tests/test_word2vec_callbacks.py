@@ -13,7 +13,8 @@ from test_word2vec_resume import QUICK, broken_off, corpus, quietly, text  # noq
 from typer.testing import CliRunner
 
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import Settings, Trainer, callbacks
+from speedtransfer.word2vec import Settings, Trainer
+from speedtransfer.word2vec import run as run_module
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
@@ -24,7 +25,7 @@ CURVES = ["rows/bytes_in", "rows/bytes_out", "train/loss", "train/lr", "train/wo
 
 @pytest.fixture
 def every_step(monkeypatch):
-    monkeypatch.setattr(callbacks, "LOG_EVERY_S", 0.0)
+    monkeypatch.setattr(run_module, "LOG_EVERY_S", 0.0)
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def curves(folder):
 
 
 def test_curves_and_the_frequent_words_in_the_projector(corpus, tmp_path, every_step, monkeypatch):
-    monkeypatch.setattr(callbacks, "PROJECTOR_WORDS", 7)
+    monkeypatch.setattr(run_module, "PROJECTOR_WORDS", 7)
     board = tmp_path / "runs" / "one"
     vectors = quietly(corpus, tensorboard=board)
     assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
@@ -154,7 +155,7 @@ def test_failed_evaluation_does_not_end_training(corpus, sets, monkeypatch, caps
             raise InvalidValueError("the cosines are all 0")
         return evaluate(vectors, words)
 
-    monkeypatch.setattr("speedtransfer.word2vec.callbacks.evaluate", fails_later)
+    monkeypatch.setattr("speedtransfer.word2vec.run.measure", fails_later)
     vectors = quietly(corpus, evaluate=sets[0])
     assert vectors.matrix.tobytes() == quietly(corpus).matrix.tobytes()
     assert capsys.readouterr().err.splitlines() == [f"epoch {n}  the cosines are all 0" for n in (1, 2)]

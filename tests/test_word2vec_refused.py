@@ -58,7 +58,6 @@ Vocabulary(["a", "b", "a"], [1, 1, 1]) -> InvalidValueError: word 'a' is there t
 Vocabulary(["a", "b"], [1]) -> InvalidValueError: counts have shape \(1,\) but there are 2 words
 Vocabulary(["a", "b", "c"], [1, -2, 3]) -> InvalidValueError: the count of 'b' is -2 but must be at least 0
 Vocabulary(["a", "b"], [1.5, 2.5]) -> InvalidTypeError: counts hold .* but are whole numbers
-Vocabulary.from_counts({}) -> InvalidValueError: holds no words but a model needs at least 2
 Sampler(np.array([0, 1], "i4"), Vocabulary(["a", "b"], [0, 0])) -> InvalidValueError: the counts of the vocabulary are all 0
 Sampler(np.empty(0, "i4"), words) -> InvalidValueError: the corpus has no word of the vocabulary
 Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
@@ -70,7 +69,7 @@ model(20, buckets=10) -> InvalidTypeError: vocabulary is 20 but n-grams \(bucket
 model(20, path="here/file/tables") -> StorageError: cannot make folder
 Word2Vec(20, Settings(device="cpu")).ngram_vectors() -> InvalidValueError: buckets is 0, so this model has no n-grams
 NgramVectors(np.zeros((3, 2), "f4"), 4, 5)["a"] -> InvalidValueError: 'a' has no n-grams of 4 to 5 characters
-NgramVectors(np.zeros((3, 2), "f4")).save("n.txt") -> InvalidValueError: ends in '\.txt' but n-gram vectors are \.safetensors
+NgramVectors(np.zeros((3, 2), "f4")).save("n.txt") -> InvalidValueError: has the suffix '\.txt' but must end in \.safetensors
 Vectors(["a", "b"], np.zeros((3, 2), "f4")) -> InvalidValueError: there are 2 words; pass one row a word
 Vectors(["a"], np.zeros((1, 2), "i8")) -> InvalidTypeError: matrix holds int64 but vectors are floating-point
 Vectors(["a", 3], np.eye(2)) -> InvalidTypeError: words\[1\] is 3 \(int\) but words are strings

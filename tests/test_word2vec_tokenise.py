@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from speedtransfer.word2vec import Corpus, tokenise
-from speedtransfer.word2vec import phrases as phrases_module
-from speedtransfer.word2vec.phrases import count_pairs
+from speedtransfer.word2vec import corpus as corpus_module
+from speedtransfer.word2vec.corpus import count_pairs
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable
 
 SPACES = re.findall(r"\s", "".join(map(chr, range(sys.maxunicode + 1))))
@@ -149,7 +149,7 @@ def words_of(corpus):
 
 
 def test_joins_what_gensim_joins(factbook, monkeypatch):
-    monkeypatch.setattr(phrases_module, "CHUNK_IDS", 1 << 13)
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 1 << 13)
     min_count, threshold = 5, 10.0
     corpus = Corpus(io.BytesIO(encoded(factbook)), min_count, kind="lines", phrases=1, phrase_threshold=threshold)
     joined = by_gensim(factbook, min_count, threshold)
@@ -175,12 +175,12 @@ def test_two_passes_join_longer_ones_as_gensim_does(factbook):
 def test_the_end_of_a_line_is_no_word():
     """With -1 for the second word, the number of a pair would be that of another."""
     ids = np.array([1, LINE_END, 0, 2], np.int32)
-    assert phrases_module._replace(ids, np.array([0 * 3 + 2]), np.array([3], np.int32), 3) == 3
+    assert corpus_module._replace(ids, np.array([0 * 3 + 2]), np.array([3], np.int32), 3) == 3
     assert ids[:3].tolist() == [1, LINE_END, 3]
 
 
 def test_counting_pairs(monkeypatch):
-    monkeypatch.setattr(phrases_module, "CHUNK_IDS", 7)
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 7)
     ids = np.random.default_rng(3).integers(-1, 6, 400).astype(np.int32)
     pairs, counts = count_pairs(ids, 6)
     expected = Counter((a, b) for a, b in zip(ids.tolist(), ids[1:].tolist(), strict=False) if a >= 0 and b >= 0)
@@ -189,8 +189,8 @@ def test_counting_pairs(monkeypatch):
 
 
 def test_rare_pairs_are_dropped_when_there_are_too_many(monkeypatch):
-    monkeypatch.setattr(phrases_module, "CHUNK_IDS", 100)
-    monkeypatch.setattr(phrases_module, "MAX_PAIRS", 50)
+    monkeypatch.setattr(corpus_module, "CHUNK_IDS", 100)
+    monkeypatch.setattr(corpus_module, "MAX_PAIRS", 50)
     often = np.tile(np.array([1, 2], np.int32), 50)
     rare = np.arange(3, 1003, dtype=np.int32)
     pairs, counts = count_pairs(np.concatenate([np.concatenate([often, r]) for r in rare.reshape(10, 100)]), 1003)

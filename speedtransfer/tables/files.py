@@ -80,11 +80,11 @@ Written = tuple[str, torch.dtype, tuple[int, ...], Iterator[Tensor]]
 def write(path: Path, tensors: list[Written], metadata: Mapping[str, str] | None = None, grows: bool = False) -> None:
     """Write tensors to `path`, only the first to a .npy file: the old file stays whole until the new one is.
 
-    `metadata` go with several tensors; `grows` is as for `create`, with one.
+    One tensor without `metadata` is called "weight" in any case; `grows` is as for `create`, with such a one.
     """
     (_, dtype, shape, _), *others = tensors
     header = _header(path, (shape[0], shape[1]), dtype, grows)
-    if others:
+    if others or metadata:
         header = safetensors_io.header_bytes(safetensors_io.make_header([written[:3] for written in tensors], metadata))
     with replace_file(path) as file:
         file.write(header)

@@ -56,26 +56,22 @@ class Word2Vec(nn.Module):
         super().__init__()
         settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
-        buckets = settings.buckets
-        if isinstance(vocabulary, Sequence) and not isinstance(vocabulary, str):
-            vocabulary = Vocabulary(vocabulary, [0] * len(vocabulary))
-        self.subwords: Subwords | None = None
-        if isinstance(vocabulary, Vocabulary):
-            self.num_words = len(vocabulary)
-            if buckets:
-                self.subwords = Subwords(vocabulary.words, buckets, settings.min_n, settings.max_n)
-        else:
-            self.num_words = check_size(vocabulary, "vocabulary", 1)
-            if buckets:
-                raise InvalidTypeError(
-                    f"vocabulary is {vocabulary} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
-                )
+        words, buckets = vocabulary.words if isinstance(vocabulary, Vocabulary) else vocabulary, settings.buckets
+        are_known = isinstance(words, Sequence) and not isinstance(words, str)
+        self.num_words = check_size(len(words) if are_known else words, "vocabulary", 1)
+        if buckets and not are_known:
+            raise InvalidTypeError(
+                f"vocabulary is {words} but n-grams (buckets={buckets}) need the words; pass a Vocabulary"
+            )
+        self.subwords = Subwords(list(words), buckets, settings.min_n, settings.max_n) if buckets else None
         generator = torch.Generator().manual_seed(settings.seed)
         self._files = TableFiles(settings.path)
         self._group = process_group
         self._files.check_none()
         try:
-            self._files.make_folder()
+            if settings.path is not None:
+                with storage_error(f"cannot make folder {str(settings.path)!r}", "choose another path"):
+                    os.makedirs(settings.path, exist_ok=True)
             self.input = self._make_table("input", self.num_words + buckets, settings)
             self.output = self._make_table("output", self.num_words, settings)
             reach = (1.0 if buckets else 0.5) / self.dim
@@ -106,7 +102,8 @@ class Word2Vec(nn.Module):
         their own: their movements are added, where gradients would be averaged. The memory of the gradients returned, of rows
         of `input` (`center`) and of `output`, belongs to the optimizer from now on.
         """
-        places = self._places_of(block).to(self.input.table.device)
+        places: Any = self.prepare(block).places
+        places = places.to(self.input.table.device)
         output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
         options: dict[str, Any] = {"model": self.model, "negative": self.negative, "rate": rate, "with_loss": with_loss}
         result = block_gradients(active.rows, output.rows, places, **options)
@@ -125,13 +122,11 @@ class Word2Vec(nn.Module):
 
         A word outside the vocabulary raises `RowIndexError`.
         """
-        return dataclasses.replace(block, places=self._places_of(block))
-
-    def _places_of(self, block: Block) -> Places:
         if block.places is not None:
-            return block.places
+            return block
         reach = int(torch.maximum(block.before, block.after).max()) if len(block.words) else 0
-        return Places.find(block, self.num_words, draws_of(self.model, self.negative, reach), self.subwords)
+        places = Places.find(block, self.num_words, draws_of(self.model, self.negative, reach), self.subwords)
+        return dataclasses.replace(block, places=places)
 
     @torch.no_grad()
     def word_vectors(self, num_words: int | None = None) -> Tensor:
@@ -190,12 +185,6 @@ class TableFiles:
                 raise StorageError(
                     f"table {str(file)!r} of another run exists and would be overwritten; delete it, or choose another path"
                 )
-
-    def make_folder(self) -> None:
-        """Make the folder where it is missing."""
-        if self._folder is not None:
-            with storage_error(f"cannot make folder {str(self._folder)!r}", "choose another path"):
-                self._folder.mkdir(parents=True, exist_ok=True)
 
     def remove(self) -> None:
         """Remove the files, and their folder where nothing else is in it."""

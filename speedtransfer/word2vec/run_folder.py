@@ -28,13 +28,12 @@ from speedtransfer.ranks import is_first, joined
 from speedtransfer.system import keep_mode, program
 from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec import formats
-from speedtransfer.word2vec.callbacks import remove_curves
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
-from speedtransfer.word2vec.run import make_callbacks, make_trainer
+from speedtransfer.word2vec.run import make_callbacks, remove_curves
 from speedtransfer.word2vec.settings import Settings, check_writable, existing_folder
 from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
@@ -84,7 +83,7 @@ def train_into(
             words = Corpus(corpus, report=progress.reading, settings=settings)
             if not checkpoints.resumes:
                 _clear(output, checkpoints)
-            trainer = make_trainer(words, settings, checkpoints, progress)
+            trainer = checkpoints.restore(words, progress) if checkpoints.resumes else Trainer(words, settings)
             # From the first step until everything is saved a signal only ends training.
             stop = saving.enter_context(StopOnSignal())
             trainer.run(progress, callbacks, stop)
@@ -123,7 +122,7 @@ def _clear(folder: Path, checkpoints: Checkpoints) -> None:
 
 def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Callable[[Path], None]:
     """Return what writes vectors, those of n-grams if any, vocabulary and settings of a run into a folder."""
-    vectors, ngrams = trainer.vectors(), trainer.ngram_vectors()
+    vectors, ngrams = trainer.vectors(), trainer.model.ngram_vectors() if trainer.settings.buckets else None
     settings = trainer.settings.as_dict()
     if trainer.settings.path == run_folder / formats.TABLES:
         settings["path"] = None  # another run with these settings has table files in a folder of its own

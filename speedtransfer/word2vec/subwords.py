@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -22,12 +21,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, check_size, describe_ending
+from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.jit import compile_function
-from speedtransfer.safetensors_io import header_bytes, make_header
-from speedtransfer.system import replace_file
 from speedtransfer.tables import UniqueRows, files, row_chunks, unique_rows
-from speedtransfer.tables.saving import check_path
+from speedtransfer.tables.saving import check_safetensors_path
 from speedtransfer.untrusted import only_storage_errors
 from speedtransfer.word2vec.lookup import UnknownWordError
 
@@ -186,26 +183,18 @@ class NgramVectors:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as tensor `ngrams` of a .safetensors file; a file that was there stays whole until the new one is."""
-        path = _check_suffix(path)
         facts = {"format": _FORMAT, "min_n": str(self.min_n), "max_n": str(self.max_n)}
-        with replace_file(path) as file:
-            file.write(header_bytes(make_header([("ngrams", torch.float32, self.matrix.shape)], facts)))
-            for rows in row_chunks(len(self.matrix), 4 * self.matrix.shape[1]):
-                file.write(self.matrix[rows].astype("<f4", copy=False).tobytes())
+        chunks = (
+            torch.from_numpy(self.matrix[rows]) for rows in row_chunks(len(self.matrix), 4 * self.matrix.shape[1])
+        )
+        files.write(check_safetensors_path(path), [("ngrams", torch.float32, self.matrix.shape, chunks)], facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramVectors:
         """Read what `save` wrote; the rows are mapped, so it loads at once. Raises StorageError for a damaged file."""
-        path = _check_suffix(path)
+        path = check_safetensors_path(path)
         matrix, _ = files.open_mapped(path, writable=False, key="ngrams")
         with only_storage_errors(path, "a file that says min_n and max_n"):
             with safetensors.safe_open(path, framework="np") as file:
                 facts = file.metadata() or {}
             return cls(matrix.numpy(), int(facts["min_n"]), int(facts["max_n"]))
-
-
-def _check_suffix(path: str | os.PathLike[str]) -> Path:
-    path = check_path(path)
-    if path.suffix != ".safetensors":
-        raise InvalidValueError(f"path {str(path)!r} {describe_ending(path)} but n-gram vectors are .safetensors")
-    return path

@@ -34,7 +34,6 @@ from speedtransfer.word2vec.progress import (
 )
 from speedtransfer.word2vec.sampler import Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
-from speedtransfer.word2vec.subwords import NgramVectors
 from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
@@ -283,10 +282,6 @@ class Trainer:
         """
         vocabulary, some = self.corpus.vocabulary, slice(num_words)
         return Vectors(vocabulary.words[some], self.model.word_vectors(num_words), vocabulary.counts[some])
-
-    def ngram_vectors(self) -> NgramVectors | None:
-        """Return the rows of the n-grams as they are now; None where `buckets` is 0."""
-        return None if self.model.subwords is None else self.model.ngram_vectors()
 
 
 @contextlib.contextmanager

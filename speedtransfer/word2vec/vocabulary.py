@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -43,17 +43,6 @@ class Vocabulary:
             raise InvalidValueError(f"the count of {self.words[at]!r} is {self.counts[at]} but must be at least 0")
 
     @classmethod
-    def from_counts(cls, counts: Mapping[str, int], min_count: int = 5, max_words: int | None = None) -> Vocabulary:
-        """Choose the words of a model by how often each word of the corpus occurs.
-
-        Words that occur less than `min_count` times are left out; of the rest only the `max_words` most frequent are taken.
-        Raises `InvalidValueError` where fewer than two words are left.
-        """
-        words, numbers = list(counts), np.fromiter(counts.values(), dtype=np.int64, count=len(counts))
-        vocabulary, _ = cls.choose(numbers, lambda chosen: [words[at] for at in chosen.tolist()], min_count, max_words)
-        return vocabulary
-
-    @classmethod
     def choose(
         cls,
         counts: np.ndarray,
@@ -64,7 +53,8 @@ class Vocabulary:
         """Choose the words of a model by their numbers, so that rare words need not be looked at.
 
         `counts` (n,) int64 says how often word number i occurs, and `take` returns the words that have the numbers passed to
-        it. Returns the vocabulary and the old number of each of its words; otherwise as `from_counts`.
+        it. Words that occur less than `min_count` times are left out, and of the rest all but the `max_words` most frequent.
+        Returns the vocabulary and the old number of each of its words. Raises `InvalidValueError` where it has fewer than two.
         """
         min_count, max_words = check_setting("min_count", min_count), check_setting("max_words", max_words)
         _check_enough(counts, take, min_count)
@@ -91,15 +81,6 @@ class Vocabulary:
     def num_words(self) -> int:
         """Occurrences of all the words in the corpus."""
         return int(self.counts.sum())
-
-    def get(self, word: str, default: int = -1) -> int:
-        """Return the number of `word`, or `default` where it is not in the vocabulary."""
-        return self._number_of.get(word, default)
-
-    def encode(self, words: Iterable[str]) -> np.ndarray:
-        """Return the numbers of `words` as int32, shape (known words,); words outside the vocabulary are dropped."""
-        numbers = np.fromiter(map(self.get, words), dtype=np.int32)
-        return numbers[numbers >= 0]
 
     def keep_probability(self, sample: float) -> np.ndarray:
         """Return the probability with which subsampling keeps an occurrence of each word.
@@ -152,9 +133,10 @@ class Vocabulary:
 def _check_enough(counts: np.ndarray, take: Callable[[np.ndarray], list[str]], min_count: int) -> None:
     """Raise where fewer than two words occur `min_count` times; the message names a min_count that works."""
     found = np.flatnonzero(counts)
-    if len(found) < 2:
-        what = f"has one distinct word, {take(found)[0]!r}," if len(found) else "holds no words"
-        raise InvalidValueError(f"the corpus {what} but a model needs at least 2; pass a larger corpus")
+    if len(found) == 1:
+        raise InvalidValueError(
+            f"the corpus has one distinct word, {take(found)[0]!r}, but a model needs at least 2; pass a larger corpus"
+        )
     num_kept = int(np.count_nonzero(counts >= min_count))
     if num_kept < 2:
         works = int(np.partition(counts, -2)[-2])
