@@ -105,7 +105,7 @@ def test_output_folder_that_exists(folder):
 def test_what_cannot_be(folder):
     fails_with(InvalidValueError, "exists and is a file", "train", "corpus.txt", "-o", "corpus.txt", *QUICK)
     fails_with(StorageError, "cannot write vectors", "train", "corpus.txt", "-o", "corpus.txt/out", *QUICK)
-    fails_with(InvalidValueError, "'text' is unknown; did you mean 'txt'", *TRAIN, "--format", "text", *QUICK)
+    fails_with(InvalidValueError, "ends in '.text' but vectors are .txt, .vec,", *TRAIN, "--format", "text", *QUICK)
     fails_with(InvalidValueError, "option 'momentum' is no name=value", *TRAIN, "--option", "momentum", *QUICK)
     assert names(folder) == ["corpus.txt"]
 

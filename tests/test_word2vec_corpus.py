@@ -50,19 +50,6 @@ def test_lines_in_many_blocks(monkeypatch):
     assert corpus.num_raw_words == len(flat)
 
 
-def test_from_ids(tmp_path):
-    vocabulary = Vocabulary(["a", "b", "c"], [2, 2, 1])
-    np.array([0, 1, 2, 0, 1], np.int32).tofile(tmp_path / "ids")
-    ids = np.memmap(tmp_path / "ids", np.int32, mode="r+")
-    corpus = Corpus.from_ids(ids, vocabulary, np.array([0, 3]))
-    assert sequences_of(corpus) == [["a", "b", "c"], ["a", "b"]]
-    assert (len(corpus), corpus.num_raw_words, corpus.vocabulary) == (5, 5, vocabulary)
-    assert np.shares_memory(corpus.ids, ids)
-    assert not corpus.ids.flags.writeable
-    assert ids.flags.writeable  # of the caller's own array nothing has changed
-    assert Corpus.from_ids(ids, vocabulary).starts is None
-
-
 def test_no_room_for_the_numbers(monkeypatch):
     def refuse(*args, **kwargs):
         raise OSError(28, "No space left on device")

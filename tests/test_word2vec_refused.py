@@ -50,9 +50,6 @@ Corpus("-") -> StorageError: corpus is '-' but the standard input is closed
 Corpus("nowhere") -> StorageError: 'nowhere' does not exist; pass a text file
 Corpus("here") -> InvalidValueError: holds no \.txt, \.gz, \.xz file
 Corpus(io.StringIO("text")) -> InvalidTypeError: gives str but a corpus is bytes
-corpus_of([0, 3]) -> InvalidValueError: ids must be numbers from 0 to 2
-corpus_of([[0], [1]]) -> InvalidTypeError: ids is int32 \(2, 1\) but must be a 1-D int32 array
-corpus_of([0, 1], np.array([0, 2])) -> InvalidValueError: starts must rise from 0 to below 2
 Vocabulary("ab", [1, 1]) -> InvalidTypeError: words is 'ab' .* must be a list of words
 Vocabulary(["a", "b", "a"], [1, 1, 1]) -> InvalidValueError: word 'a' is there twice
 Vocabulary(["a", "b"], [1]) -> InvalidValueError: counts have shape \(1,\) but there are 2 words
@@ -173,10 +170,6 @@ def model(vocabulary, dim=5, **settings):
     return word2vec.Word2Vec(vocabulary, word2vec.Settings(dim=dim, **memory))
 
 
-def corpus_of(ids, starts=None):
-    return Corpus.from_ids(np.array(ids, np.int32), Vocabulary(["a", "b", "c"], [1, 1, 1]), starts)
-
-
 def read(data, **settings):
     return Corpus(io.BytesIO(data if isinstance(data, bytes) else data.encode()), **settings)
 
@@ -198,7 +191,7 @@ def named(word):
 
 NAMES = {
     **{name: getattr(word2vec, name) for name in word2vec.__all__}, "np": np, "torch": torch, "io": io, "plot": plot,
-    "Places": Places, "Unread": Unread, "model": model, "corpus_of": corpus_of, "read": read, "file": file,
+    "Places": Places, "Unread": Unread, "model": model, "read": read, "file": file,
     "stored": stored, "named": named, "read_config": read_config,
 }  # fmt: skip
 

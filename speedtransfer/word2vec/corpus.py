@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.jit import compile_function
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.settings import CorpusSettings, Settings, settings_of
@@ -72,8 +72,10 @@ class Corpus:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
         kind, min_count = settings.kind, settings.min_count
 
-        with _temporary_file() as self._file:
-            write = partial(_write, self._file)
+        with storage_error("no temporary file for the corpus", "set TMPDIR to a folder with room"):
+            file = tempfile.TemporaryFile(prefix="speedtransfer-")  # noqa: SIM115
+        with file:
+            write = partial(_write, file)
             if kind in ("graph", "adjacency"):
                 graph = read_graph(source, adjacency=kind == "adjacency")
                 words = graph.nodes
@@ -84,7 +86,7 @@ class Corpus:
             if len(words) == 0:
                 raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
             # The map keeps the pages of the file alive after the file is closed (and, nameless, gone from its folder).
-            ids: np.ndarray = np.memmap(self._file, dtype=np.int32, mode="r+")
+            ids: np.ndarray = np.memmap(file, dtype=np.int32, mode="r+")
         counts = count_numbers(ids, len(words))
         self.num_raw_words = int(counts.sum())
         for _ in range(settings.phrases):
@@ -96,26 +98,6 @@ class Corpus:
         final[LINE_END] = LINE_END
         self.ids, starts = _renumber(ids, final)
         self.starts = None if kind == "text" else starts
-
-    @classmethod
-    def from_ids(cls, ids: np.ndarray, vocabulary: Vocabulary, starts: np.ndarray | None = None) -> Corpus:
-        """Make a corpus of words that are numbered already.
-
-        `ids` (num_words,) int32 are numbers of words of `vocabulary`; may be mapped from a file. Kept, not copied. `starts`
-        (num_sequences,) int64 is where each sequence begins; one stream by default.
-        """
-        _check_array(ids, "ids", np.int32)
-        if not len(ids) or ids.min() < 0 or ids.max() >= len(vocabulary):
-            raise InvalidValueError(f"ids must be numbers from 0 to {len(vocabulary) - 1}, of words, and at least one")
-        if starts is not None:
-            _check_array(starts, "starts", np.int64)
-            if not len(starts) or starts[0] != 0 or starts[-1] >= len(ids) or (starts[1:] <= starts[:-1]).any():
-                raise InvalidValueError(f"starts must rise from 0 to below {len(ids)}; leave out empty sequences")
-        corpus = cls.__new__(cls)
-        corpus.vocabulary, corpus.num_raw_words, corpus.starts = vocabulary, len(ids), starts
-        corpus.ids = ids.view(np.ndarray)
-        corpus.ids.flags.writeable = False
-        return corpus
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -132,18 +114,6 @@ class Corpus:
                 text.update(np.ascontiguousarray(array[start : start + CHUNK_IDS]).tobytes())
         digests = {"vocabulary": vocabulary.hexdigest(), "text": text.hexdigest()}
         return {"vocabulary_words": len(words), "words": len(self.ids), **digests}
-
-
-def _check_array(array: Any, name: str, dtype: Any) -> None:
-    if not isinstance(array, np.ndarray) or array.dtype != dtype or array.ndim != 1:
-        what = f"{array.dtype} {array.shape}" if isinstance(array, np.ndarray) else type(array).__name__
-        kind = np.dtype(dtype).name
-        raise InvalidTypeError(f"{name} is {what} but must be a 1-D {kind} array; pass np.array({name}, '{kind}')")
-
-
-def _temporary_file() -> IO[bytes]:
-    with storage_error("no temporary file for the corpus", "set TMPDIR to a folder with room"):
-        return tempfile.TemporaryFile(prefix="speedtransfer-")
 
 
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:

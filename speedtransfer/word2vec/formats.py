@@ -13,7 +13,7 @@ import safetensors
 import torch
 
 from speedtransfer.dtypes import TORCH_OF_NUMPY
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending
 from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
@@ -161,15 +161,6 @@ def find_format(path: Path, reading: bool = False) -> Format:
         raise InvalidValueError(f"{str(path)!r} ends in '.gz', which is only read, and only of {packable}; drop .gz")
     found.check()
     return found
-
-
-def check_format(name: str) -> str:
-    """Return the suffix of the vector format called `name`, "txt" or another of `FORMATS`; raise as `find_format`."""
-    suffix = f".{name.lower().lstrip('.')}"
-    if suffix not in FORMATS:
-        raise InvalidValueError(f"format {name!r} is unknown{suggest(name, [s[1:] for s in FORMATS])}")
-    FORMATS[suffix].check()
-    return suffix
 
 
 def find_vectors(path: str | os.PathLike[str]) -> Path:

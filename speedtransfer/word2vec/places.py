@@ -42,9 +42,7 @@ class Block:
     words: Tensor
     before: Tensor
     after: Tensor
-    negatives: (
-        Tensor  # (pool,) int64, drawn from the noise distribution: the words take theirs from them (`Places.draws`)
-    )
+    negatives: Tensor  # (pool,) int64, drawn from the noise distribution; `Places.draws` are of these
     num_corpus_words: int
     # 0: the reach of each context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
     # probability that word2vec would have drawn it, see `pair_weight`.
@@ -84,8 +82,13 @@ class Places:
             )
         outputs, sizes = unique_rows(torch.cat([words, negatives]), num_words), before + after
         bags = Bags.of_single_rows(words) if subwords is None else subwords.find(words)
-        span = _span_of(bags, len(words))
-        draws = _draw(outputs.inverse[len(words) :], -(-len(words) // span), num_draws)
+        # Fewer words at once where two of them would often share a row: what it learns at once from many pairs overshoots.
+        most = int(torch.bincount(bags.rows.inverse).max()) if len(words) else 1
+        span = min(max(len(words) // most, 1), MOST_WORDS_AT_ONCE)
+        # The negatives of a span are the next of the pool, and from its end on those at its beginning again.
+        pool, num_spans = outputs.inverse[len(words) :], -(-len(words) // span)
+        num_draws = min(len(pool), num_draws)
+        draws = pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) % len(pool)]
         num_pairs = (_side_weight(before, window) + _side_weight(after, window)).sum()
         starts, predicted = bags.starts.tolist(), (sizes > 0).sum()
         return cls(bags, starts, outputs, before, after, reach, span, draws, num_pairs, predicted, window)
@@ -104,18 +107,3 @@ class Places:
     def contexts(self) -> Tensor:
         """The words of the block, as positions in the output rows: (n,) int64."""
         return self.outputs.inverse[: len(self.before)]
-
-
-def _span_of(bags: Bags, num_words: int) -> int:
-    """Return how many words may be trained at once: `MOST_WORDS_AT_ONCE`, fewer where two of them would often share a row.
-
-    What a row learns at once from many pairs overshoots.
-    """
-    most = int(torch.bincount(bags.rows.inverse).max()) if num_words else 1
-    return min(max(num_words // most, 1), MOST_WORDS_AT_ONCE)
-
-
-def _draw(pool: Tensor, num_spans: int, num_draws: int) -> Tensor:
-    """Return the negatives of each span: the next of `pool`, and from its end on those at its beginning again."""
-    num_draws = min(len(pool), num_draws)
-    return pool[torch.arange(num_spans * num_draws, device="cpu").view(num_spans, num_draws) % len(pool)]

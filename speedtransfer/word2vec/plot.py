@@ -137,25 +137,19 @@ def spread_labels(centers: np.ndarray, sizes: np.ndarray, frame: tuple[float, fl
     place = centers.astype(np.float64)
     low = sizes / 2
     high = np.maximum(np.array(frame) - sizes / 2, low)
+    first, second = np.triu_indices(len(place), 1)
     for _ in range(_ROUNDS):
         place = np.clip(place, low, high)
-        first, second, apart, overlap = _covered(place, sizes)
-        if not len(first):
+        apart = place[first] - place[second]
+        overlap = (sizes[first] + sizes[second]) / 2 - np.abs(apart)
+        covered = (overlap > 0).all(axis=1)
+        if not covered.any():
             break
         # Push along the axis that needs less; a later word goes up or right where two share one spot.
         axis = overlap.argmin(axis=1)
         ahead = np.sign(apart[np.arange(len(axis)), axis])
         push = np.where(ahead == 0, np.sign(first - second), ahead) * overlap.min(axis=1) * 0.3
         for way in (0, 1):
-            along = np.where(axis == way, push, 0.0)
+            along = np.where(covered & (axis == way), push, 0.0)
             place[:, way] += np.bincount(first, along, len(place)) - np.bincount(second, along, len(place))
     return np.clip(place, low, high)
-
-
-def _covered(place: np.ndarray, sizes: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the pairs of boxes that cover one another: both boxes, how far apart they are and by how much they overlap."""
-    first, second = np.triu_indices(len(place), 1)
-    apart = place[first] - place[second]
-    overlap = (sizes[first] + sizes[second]) / 2 - np.abs(apart)
-    covered = (overlap > 0).all(axis=1)
-    return first[covered], second[covered], apart[covered], overlap[covered]

@@ -62,7 +62,8 @@ def train_into(
 
     The arguments are those of the command ``train``; `show` is called with each line of the report.
     """
-    suffix = formats.check_format(format)
+    suffix = f".{format.lower().lstrip('.')}"
+    formats.find_format(Path(formats.VECTORS + suffix))
     _check_output(output, overwrite or resume)
     tables_within = settings.path is not None and Path(settings.path) == output / formats.TABLES
     kept = {"when_stopped": not (resume or checkpoint_every), "own_tables": tables_within}

@@ -57,20 +57,20 @@ def pack_spans(
     bags = places.bags
     given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     assert all(tensor.is_contiguous() for tensor in (center_rows, context_rows, *given))
+    numbers = (
+        len(places.before),
+        dim,
+        places.span,
+        places.reach,
+        places.draws.shape[1],
+        sizes.bag_rows,
+        _is_single(places),
+    )
     packed = _TRAIN.pack(
         *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (room, losses)),
-        *(
-            len(places.before),
-            dim,
-            places.span,
-            places.reach,
-            places.draws.shape[1],
-            sizes.bag_rows,
-            _is_single(places),
-        ),
-        *(cbow, places.window, sizes.plan, sizes.room, negative, rate),
-    )
+        *numbers, cbow, places.window, sizes.plan, sizes.room, negative, rate,
+    )  # fmt: skip
     return Work(packed, num_spans, exchanged + (4 * sizes.room if in_shared else 0), (plans, room))
 
 

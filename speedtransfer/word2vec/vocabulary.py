@@ -13,7 +13,6 @@ from speedtransfer.system import replace_file
 from speedtransfer.tables.saving import check_path
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
-from speedtransfer.word2vec.settings import check_setting
 
 _COUNT_DIGITS = 19  # of the largest int64
 
@@ -47,8 +46,8 @@ class Vocabulary:
         cls,
         counts: np.ndarray,
         take: Callable[[np.ndarray], list[str]],
-        min_count: int = 5,
-        max_words: int | None = None,
+        min_count: int,
+        max_words: int | None,
     ) -> tuple[Vocabulary, np.ndarray]:
         """Choose the words of a model by their numbers, so that rare words need not be looked at.
 
@@ -56,7 +55,6 @@ class Vocabulary:
         it. Words that occur less than `min_count` times are left out, and of the rest all but the `max_words` most frequent.
         Returns the vocabulary and the old number of each of its words. Raises `InvalidValueError` where it has fewer than two.
         """
-        min_count, max_words = check_setting("min_count", min_count), check_setting("max_words", max_words)
         _check_enough(counts, take, min_count)
         kept = np.flatnonzero(counts >= min_count)
         if max_words is not None and len(kept) > max_words:
@@ -91,7 +89,6 @@ class Vocabulary:
 
         `sample` is the threshold, usually 1e-5 to 1e-3; 0 keeps everything. float64, shape (len(self),).
         """
-        sample = check_setting("sample", sample)
         if sample == 0:
             return np.ones(len(self))
         with np.errstate(divide="ignore"):  # a word that never occurs is kept
