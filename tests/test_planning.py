@@ -244,7 +244,7 @@ plan((10, 8), hosts=4, link="1.2.3Gbit,1ms") -> InvalidValueError: or a rate and
 plan((10, 8), hosts=4, link=10) -> InvalidTypeError: link is 10 \(int\) but must be text; pass for instance '25GbE'
 plan((10, 8), machine="h2000") -> InvalidValueError: machine is 'h2000'
 plan((10, 8), machine=3) -> InvalidTypeError: machine is 3 \(int\) but must be a name
-plan((10, 8), host_memory=True) -> InvalidTypeError: host_memory is True \(bool\) but must be bytes
+plan((10, 8), host_memory=True) -> InvalidValueError: host_memory is True but must be a size
 plan((10, 8), machine=Machine("m", device="GPU")) -> InvalidValueError: machine 'm' has no figure device_bytes
 plan((10, 8), "LBFGS") -> OptimizerError: LBFGS cannot train rows of a table
 plan((10, 8), "AdmW") -> InvalidValueError: optimizer is 'AdmW'; did you mean 'AdamW'

@@ -120,7 +120,7 @@ def plan(
     import torch
     from rich.console import Console
 
-    from speedtransfer.planning.footprint import forms_for, size_of
+    from speedtransfer.planning.footprint import forms_for
     from speedtransfer.planning.hosts import show_ranks
     from speedtransfer.planning.machine import load_machines, published_machines, with_memory
     from speedtransfer.planning.optimizer_name import optimizer_given
@@ -162,11 +162,8 @@ def plan(
                 "--ranks is for one table and its training steps; pass one --rows, and an --optimizer but none"
             )
         comm = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(comm_dtype)
-        (table,) = workload.tables
-        (form, *_) = forms_for(
-            workload, storage_dtype or "float32", state_dtype, scale_block if storage_dtype else None
-        )
-        show_ranks(console, size_of(workload, table, form), ranks, asked, table.unique, zipf, distinct_share, comm)
+        form = forms_for(workload, storage_dtype or "float32", state_dtype, scale_block if storage_dtype else None)[0]
+        show_ranks(console, workload, form, ranks, distinct_share, comm)
         return
     forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     # Before anything is measured.

@@ -5,10 +5,10 @@ from __future__ import annotations
 import keyword
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from speedtransfer.planning.estimate import Estimate, estimate_step
+from speedtransfer.planning.estimate import Estimate
 from speedtransfer.planning.footprint import (
     DENSE,
     DEVICE,
@@ -138,11 +138,6 @@ def make_options(workload: Workload, forms: Sequence[Form], machine: Machine, de
     return found
 
 
-def estimated(option: Option, workload: Workload, machine: Machine) -> Option:
-    """Return an option with what its step takes by the figures of the machine."""
-    return replace(option, estimate=estimate_step(workload, option.form, option.memory, machine))
-
-
 # Where no time is known: nothing to look up in other memory first.
 _ORDER = (DENSE, SPARSE, DEVICE, PINNED, PAGEABLE)
 
@@ -191,12 +186,12 @@ def code_for(workload: Workload, form: Form, memory: str, shared: bool = False) 
     few = ["min_rows=1"] if min((table.rows for table in replaced), default=_MIN_ROWS) < _MIN_ROWS else []
     for table in replaced if memory == MMAP else replaced[:1]:
         names = [f"names={list(table.names)!r}"] if memory == MMAP and len(workload.tables) > 1 else []
-        path = [f"path={_file(table)!r}"] if memory == MMAP else []
+        path = [f"path='{_variable(table)}.safetensors'"] if memory == MMAP else []
         lines.append(f"st.replace_embeddings({', '.join(['model', *few, *names, *options, *path])})")
     for table in workload.tables:
         if table in replaced:
             continue
-        path = [f"path={_file(table)!r}"] if memory == MMAP else []
+        path = [f"path='{_variable(table)}.safetensors'"] if memory == MMAP else []
         frozen = ["_freeze=True"] if workload.trainer.make is None and table.kind != BAG else []
         rows = [size for size, _ in table.features] if table.kind in MULTI else table.rows
         own = [str(rows), str(table.dim), *frozen, *options, *path]
@@ -223,7 +218,3 @@ def _variable(table: Load) -> str:
     """Return a name of Python for a table."""
     text = "".join(letter if letter.isascii() and letter.isalnum() else "_" for letter in table.name)
     return text if text.isidentifier() and not keyword.iskeyword(text) else f"table_{text}"
-
-
-def _file(table: Load) -> str:
-    return f"{_variable(table)}.safetensors"

@@ -81,9 +81,9 @@ class Estimate:
     @property
     def bound(self) -> str:
         """Which part is the longest: "host", "bus", "copies", "compute" or "disk"."""
-        parts = {"bus": self.up_s + self.down_s}
-        parts |= {name: getattr(self, f"{name}_s") for name in ("host", "copies", "compute", "disk")}
-        return max(("host", "bus", "copies", "compute", "disk"), key=lambda name: parts[name])
+        parts = {"host": self.host_s, "bus": self.up_s + self.down_s}
+        parts |= {name: getattr(self, f"{name}_s") for name in ("copies", "compute", "disk")}
+        return max(parts, key=parts.__getitem__)
 
 
 def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine) -> Estimate | None:
@@ -103,7 +103,8 @@ def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine)
             touched += 2 * (whole.weight + whole.state) + 2 * whole.weight
         return Estimate(host_s=_host_s(workload, DENSE, Form()), compute_s=touched / near, queued=gpu)
     up, down = moved(workload, form)
-    host_s = _host_s(workload, _kind(workload), form)
+    kind = "frozen" if workload.trainer.make is None else "exact" if is_exact(workload) else "lazy"
+    host_s = _host_s(workload, kind, form)
     compute_s = 4 * active / near
     disk_s = 0.0
     if memory == MMAP:
@@ -123,12 +124,6 @@ def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine)
     if host_rate is None:
         return None
     return Estimate(host_s, up / up_rate, down / down_rate, 2 * (up + down) / host_rate, compute_s, disk_s)
-
-
-def _kind(workload: Workload) -> str:
-    if workload.trainer.make is None:
-        return "frozen"
-    return "exact" if is_exact(workload) else "lazy"
 
 
 def _host_s(workload: Workload, kind: str, form: Form) -> float:

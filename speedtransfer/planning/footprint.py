@@ -64,8 +64,8 @@ _TRAINED: tuple[Form, ...] = (
 )
 
 
-def forms_for(workload: Workload, storage: str | None, state: str | None, scale_block: int | None = None) -> list[Form]:
-    """Return the forms to plan: the one of given dtypes, of which float32 is the default, or all that differ."""
+def forms_for(workload: Workload, storage: Any, state: Any, scale_block: int | None = None) -> list[Form]:
+    """Return the forms to plan: the one of given dtypes or their names, float32 by default, or all that differ."""
     if scale_block is not None:
         check_size(scale_block, "scale_block", 1)
     if storage is not None or state is not None:
@@ -77,9 +77,8 @@ def forms_for(workload: Workload, storage: str | None, state: str | None, scale_
     return [form._replace(scale_block=scale_block) if form.storage.startswith("float8") else form for form in kept]
 
 
-def _checked(label: str, name: str | None, choices: dict[str, torch.dtype]) -> str:
-    if name is None:
-        return FLOAT32
+def _checked(label: str, dtype: Any, choices: dict[str, torch.dtype]) -> str:
+    name = dtype_name(dtype) if dtype is None or isinstance(dtype, torch.dtype) else dtype
     if not isinstance(name, str) or name not in choices:
         raise InvalidValueError(f"{label} is {name!r}{suggest(str(name), choices)}")
     return name
@@ -175,9 +174,7 @@ def active_bytes(workload: Workload, on_gpu: bool) -> float:
 
 def dense_bytes(workload: Workload) -> float:
     """Return the bytes of all other parameters, with gradients and state of the same optimizer."""
-    if workload.trainer.make is None:
-        return float(workload.dense_bytes)
-    return float(workload.dense_bytes * (2 + state_planes(workload)))
+    return float(workload.dense_bytes * (1 if workload.trainer.make is None else 2 + state_planes(workload)))
 
 
 def footprint(workload: Workload, form: Form, memory: str, machine: Machine) -> Footprint:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
 from speedtransfer.nn.sizing import TableSize
-from speedtransfer.planning.footprint import Form, is_exact, state_planes
+from speedtransfer.planning.footprint import Form, is_exact, size_of, state_planes
 from speedtransfer.planning.workload import Load, Workload
 from speedtransfer.ranks import Partition
 from speedtransfer.ranks import cost as costs
@@ -194,34 +194,33 @@ Rows of torch.nn.Embedding are in device memory, so that there is no bus; sparse
 
 def show_ranks(
     console: Console,
-    size: TableSize,
+    workload: Workload,
+    form: Form,
     ranks: int,
-    lookups: int,
-    unique: float,
-    zipf: float,
     distinct_share: float | None,
     comm_dtype: torch.dtype | None,
 ) -> None:
-    """Print the cost of each kind of table of that `size` in one process; raises if `distinct_share` cannot be.
+    """Print the cost of each kind of a single table in one process; raises if `distinct_share` cannot be.
 
-    `lookups`, `unique` of them distinct, are those of one process in a step; `distinct_share` are the distinct rows of all
-    processes over the sum of those of each, by default by `zipf`. Gradients are sent in `comm_dtype`.
+    The lookups, and those that are distinct, are those of one process in a step; `distinct_share` are the distinct rows of all
+    processes over the sum of those of each, by default by the Zipf law. Gradients are sent in `comm_dtype`.
     """
-    rows, dim = size.rows, size.dim
+    (work,), zipf = workload.tables, workload.zipf
+    rows, lookups, unique = work.rows, work.lookups, work.unique
     share = expected_distinct_share(rows, zipf, lookups, ranks) if distinct_share is None else distinct_share
     if not 1 / ranks <= share <= 1:
         raise InvalidValueError(f"--distinct-share is {share} but must be from 1 / --ranks to 1; pass a share between")
     balance = expected_imbalance(Partition(rows, ranks), zipf, lookups)
     console.print(
         Text(
-            f"{rows:,} x {dim} in {ranks} processes; each looks up {unique:,.0f} distinct rows a step, {share:.2f} "
+            f"{rows:,} x {work.dim} in {ranks} processes; each looks up {unique:,.0f} distinct rows a step, {share:.2f} "
             f"of these are distinct over all; the busiest owner has {balance:.2f} times the mean\n"
         )
     )
     table = TextTable("", box=None, pad_edge=False)
     for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down"):
         table.add_column(label, justify="right", no_wrap=True)
-    for name, (held, cost) in _kinds(size, ranks, unique, share, comm_dtype).items():
+    for name, (held, cost) in _kinds(size_of(workload, work, form), ranks, unique, share, comm_dtype).items():
         sent = (cost.control, cost.ids, cost.rows, cost.gradients)
         cells = [format_bytes(count) if count else "" for count in (held, *sent, cost.bus_up, cost.bus_down)]
         table.add_row(name, *cells[:5], str(cost.calls), *cells[5:])

@@ -118,9 +118,6 @@ def with_memory(machine: Machine, host_memory: Any = None, disk: Any = None) -> 
     for label, value in (("host_memory", host_memory), ("disk", disk)):
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, str | int | float):
-            what = f"{label} is {value!r} ({type(value).__name__})"
-            raise InvalidTypeError(f"{what} but must be bytes; pass for instance '512GB'")
         try:
             changed[f"{label.removesuffix('_memory')}_bytes"] = parse_bytes(value)
         except InvalidValueError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,18 +100,8 @@ class Plan:
     def draw(self, path: str | Path) -> None:
         """Draw the time of a step in each memory, or of hosts the bytes that each sends by their number, as a PNG.
 
-        Parameters
-        ----------
-        path : path-like
-
-        Raises
-        ------
-        InvalidTypeError, InvalidValueError
-            `path` is none, or does not end in .png.
-        StorageError
-            It cannot be written.
-        MissingPackageError
-            matplotlib is not installed.
+        Raises `InvalidValueError` for another ending, `StorageError` where it cannot be written, and `MissingPackageError`
+        where matplotlib is not installed.
         """
         path = check_png(path)
         # Drawing is loaded where a picture is wanted.
@@ -138,12 +129,6 @@ def as_renderable(plan: Plan, steps: bool = True) -> RenderableType:
     return Group(*parts)
 
 
-def _row_bytes(plan: Plan, form: Form) -> str:
-    """Return the bytes of a row, or of those of each number of columns."""
-    sizes = {size_of(plan.workload, table, form).row_bytes for table in plan.workload.tables}
-    return " or ".join(f"{size:,}" for size in sorted(sizes))
-
-
 def _about(plan: Plan, steps: bool) -> Iterable[str]:
     work = plan.workload
     if plan.hosts is not None:
@@ -163,7 +148,9 @@ def _about(plan: Plan, steps: bool) -> Iterable[str]:
     counted = ", ".join(f"{format_bytes(count)} of {name}" for name, count in parts.items() if count)
     idle = f", idle rows {'exact' if is_exact(work) else 'lazy'}" if work.trainer.make is not None else ""
     ids = f", ids by Zipf's law with exponent {work.zipf:g}" if steps else ""
-    yield f"{work.trainer.name}{idle}{ids}; in {_form_words(plan, first)} {counted}, {_row_bytes(plan, first)} bytes a row"
+    sizes = sorted({size_of(work, table, first).row_bytes for table in work.tables})
+    a_row = " or ".join(f"{size:,}" for size in sizes)
+    yield f"{work.trainer.name}{idle}{ids}; in {_form_words(plan, first)} {counted}, {a_row} bytes a row"
     if plan.dense_bytes:
         yield f"all other parameters, with gradients and state: {format_bytes(plan.dense_bytes)}"
 
@@ -193,15 +180,13 @@ def _shown_options(plan: Plan) -> list[Option]:
         if not keep and option.form not in seen and option.memory != MMAP:
             of_form = [other for other in plan.options if other.form == option.form and other.memory != MMAP]
             fitting = [other for other in of_form if other.fits]
-            keep = option is min(fitting, key=_seconds) if fitting else option is of_form[-1]
+            keep = (
+                option is min(fitting, key=lambda other: other.step_s or math.inf) if fitting else option is of_form[-1]
+            )
         if keep:
             seen.add(option.form)
             shown.append(option)
     return shown
-
-
-def _seconds(option: Option) -> float:
-    return float("inf") if option.step_s is None else option.step_s
 
 
 def _options(plan: Plan, steps: bool) -> TextTable:

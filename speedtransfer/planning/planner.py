@@ -20,7 +20,6 @@ from speedtransfer.planning.configurations import (
     Option,
     best_option,
     code_for,
-    estimated,
     make_options,
     smallest_option,
 )
@@ -44,7 +43,7 @@ from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.plan_result import CacheSize, Plan
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.timed_trial import time_tables, time_torch
-from speedtransfer.planning.workload import Workload, dtype_name, make_workload
+from speedtransfer.planning.workload import Workload, make_workload
 from speedtransfer.progress import LateBar
 
 _BANDWIDTHS = ("host", "device", "link")
@@ -134,7 +133,7 @@ def plan(
     """
     dense_ms = check_number(dense_ms, "dense_ms")
     workload = make_workload(model, optimizer_given(optimizer), batch, lookups, zipf, unique, idle)
-    forms = forms_for(workload, _name(storage_dtype), _name(state_dtype), scale_block)
+    forms = forms_for(workload, storage_dtype, state_dtype, scale_block)
     shared = hosts_given(hosts, link)
     return plan_workload(workload, forms, machine, host_memory, disk, dense_ms / 1e3, measure, shared, progress)
 
@@ -179,7 +178,7 @@ def plan_workload(
         target = _with_disk_rate(target, workload, options)
         options = _measured(options, workload, target, progress)
     else:
-        options = [estimated(option, workload, target) for option in options]
+        options = [replace(each, estimate=estimate_step(workload, each.form, each.memory, target)) for each in options]
     best, smallest = best_option(options), smallest_option(options)
     cache = _caches(workload, options, best, target) if shared is None else ()
     hosts = None if shared is None else shared_by(whole, (best or options[0]).form, *shared)
@@ -195,10 +194,6 @@ def _with_disk_rate(machine: Machine, workload: Workload, options: Sequence[Opti
     if rate is None:
         return machine
     return replace(machine, disk_bytes_per_s=rate, sources={**machine.sources, "disk_bytes_per_s": MEASURED})
-
-
-def _name(dtype: torch.dtype | str | None) -> str | None:
-    return dtype_name(dtype) if isinstance(dtype, torch.dtype) else dtype
 
 
 def _measured(options: Sequence[Option], workload: Workload, machine: Machine, progress: bool | None) -> list[Option]:

@@ -14,7 +14,8 @@ from rich.table import Table as TextTable
 from rich.text import Text
 
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
-from speedtransfer.planning.configurations import Option, best_option, estimated, make_options
+from speedtransfer.planning.configurations import Option, best_option, make_options
+from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form
 from speedtransfer.planning.hosts import counts_of, one_share
 from speedtransfer.planning.machine import (
@@ -108,30 +109,26 @@ class Ranked:
         rate = machine.host_bytes_per_s if machine.device is None else machine.device_bytes_per_s
         return None if rate is None else rate * (1 if machine.device is None else machine.devices)
 
-    def per(self, price: float | None) -> float | None:
-        """Return the performance over a price; None where that is not known."""
-        return None if price is None else self.performance / price
-
 
 class Measure(NamedTuple):
-    """An order: the value of which more is better, what it is in words and in a picture, and the price that it needs."""
+    """An order, in words and in a picture: by a figure of `Ranked` of which more is better, or by performance over a price."""
 
-    value: Callable[[Ranked], float | None]
+    figure: str
     words: str
     title: str
-    price: str = ""
 
-
-def _by_price(price: str, words: str, title: str) -> Measure:
-    return Measure(lambda each: each.per(getattr(each, price)), words, title, price)
+    def value(self, each: Ranked) -> float | None:
+        """Return what machines are ordered by; None where it is not known."""
+        found: float | None = getattr(each, self.figure)
+        return each.performance / found if found and self.figure in _PRICES else found
 
 
 MEASURES = {
-    "time": Measure(lambda each: each.performance, "the time of a step", "batches/s"),
-    "bandwidth": Measure(lambda each: each.bandwidth, "memory bandwidth", ""),
-    "device-price": _by_price("device_price", "performance over the price of the GPUs", "per GPU price"),
-    "machine-price": _by_price("machine_price", "performance over the price of the machine", "per machine price"),
-    "hour": _by_price("hourly_price", "the cost of the steps, by the hour", "per hour"),
+    "time": Measure("performance", "the time of a step", "batches/s"),
+    "bandwidth": Measure("bandwidth", "memory bandwidth", ""),
+    "device-price": Measure("device_price", "performance over the price of the GPUs", "per GPU price"),
+    "machine-price": Measure("machine_price", "performance over the price of the machine", "per machine price"),
+    "hour": Measure("hourly_price", "the cost of the steps, by the hour", "per hour"),
 }
 
 
@@ -149,11 +146,6 @@ class Ranking:
         values = [MEASURES[measure].value(each) for each in self.ranked]
         best = max((value for value in values if value is not None), default=None)
         return [None if value is None or best is None else value / best for value in values]
-
-    def columns(self) -> dict[str, list[float | None]]:
-        """Return the relative values of each measure that a picture shows, by its title, where there are any."""
-        titled = {each.title: self.relative(name) for name, each in MEASURES.items() if each.title}
-        return {title: values for title, values in titled.items() if any(value is not None for value in values)}
 
     def data(self) -> dict[str, Any]:
         """Return it as plain data: rates in bytes per second, times in seconds, None for what is not known."""
@@ -179,7 +171,9 @@ class Ranking:
         """Draw the values relative to the best as a PNG."""
         from speedtransfer.planning.plan_picture import draw_ranking  # drawing is loaded where it is wanted
 
-        draw_ranking(path, [f"{each.machine.name} ({each.machine.devices})" for each in self.ranked], self.columns())
+        titled = {each.title: self.relative(name) for name, each in MEASURES.items() if each.title}
+        columns = {title: values for title, values in titled.items() if any(value is not None for value in values)}
+        draw_ranking(path, [f"{each.machine.name} ({each.machine.devices})" for each in self.ranked], columns)
 
 
 def rank(
@@ -218,9 +212,9 @@ def rank(
         paid = {name: each * counts[name] for name in _PRICES if (each := getattr(found, name, None)) is not None}
         ranked.append(Ranked(used, seconds, **paid))
     measure = MEASURES[by]
-    if measure.price and ranked and all(measure.value(each) is None for each in ranked):
+    if measure.figure in _PRICES and ranked and all(measure.value(each) is None for each in ranked):
         raise InvalidValueError(
-            f"by is {by!r} but no machine that fits has a {measure.price}; give one in a file of prices (--prices FILE.yaml)"
+            f"by is {by!r} but no machine that fits has a {measure.figure}; give one in a file of prices (--prices FILE.yaml)"
         )
     order = sorted(ranked, key=lambda each: (measure.value(each) is None, -(measure.value(each) or 0.0), each.seconds))
     return Ranking(by, tuple(order), tuple(left_out), tuple(prices.values()))
@@ -242,8 +236,12 @@ def rank_machines(
     def estimate(machine: Machine) -> float:
         ranks, one = machine.devices, one_of(machine) if machine.devices > 1 else machine
         owned = one_share(workload, ranks) if ranks > 1 else workload
-        found = [estimated(option, owned, one) for option in make_options(owned, forms, one, dense_s)]
-        best, seconds = _best([option for option in found if ranks == 1 or option.is_table])
+        found = [
+            replace(option, estimate=estimate_step(owned, option.form, option.memory, one))
+            for option in make_options(owned, forms, one, dense_s)
+            if ranks == 1 or option.is_table
+        ]
+        best, seconds = _best(found)
         if ranks == 1:
             return seconds
         counts = counts_of(workload, best.form, ranks)
@@ -295,8 +293,6 @@ def _best(options: Sequence[Option]) -> tuple[Option, float]:
 
 # --- as a table -----------------------------------------------------------------------------------------------------------
 
-HOW_TO_PRICE = "prices are left out: give yours with --prices FILE.yaml; examples/prices.yaml shows how"
-
 
 def as_table(ranking: Ranking) -> RenderableType:
     """Return what a console prints: the ranking, below it what was left out and why, and of when the prices are."""
@@ -315,7 +311,7 @@ def as_table(ranking: Ranking) -> RenderableType:
         parts.append(Text("the workload fits on none of the machines"))
     lines = [f"  {_name(machine)}: {reason}" for machine, reason in ranking.left_out]
     parts += map(Text, ["\nleft out:", *lines] if lines else [])
-    about = HOW_TO_PRICE
+    about = "prices are left out: give yours with --prices FILE.yaml; examples/prices.yaml shows how"
     if ranking.prices:
         dates = sorted(price.date for price in ranking.prices)
         when = " to ".join(dict.fromkeys((dates[0], dates[-1])))

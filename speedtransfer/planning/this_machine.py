@@ -49,7 +49,8 @@ def this_machine(path: str | Path | None = None, *, rates: Collection[str] = ())
             several = values if isinstance(values, tuple) else (values,)
             figures.update(zip(names.split(), map(float, several), strict=True))
         except (SpeedtransferError, OSError, RuntimeError, MemoryError) as error:
-            notes.append(f"{what} is not known: {_first_line(error)}")
+            why = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
+            notes.append(f"{what} is not known: {why.splitlines()[0]}")
 
     folder = Path.cwd() if path is None else Path(path)
     add("host_bytes", lambda: _free_on_host(notes), "host memory")
@@ -98,11 +99,6 @@ def _free_on(device: torch.device, notes: list[str]) -> float:
         f"{format_bytes(kept - idle)} in this process, and others and CUDA itself {format_bytes(total - free - kept)}"
     )
     return float(free + idle)
-
-
-def _first_line(error: BaseException) -> str:
-    text = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
-    return str(text.splitlines()[0])
 
 
 # --- rates --------------------------------------------------------------------------------------------------------------

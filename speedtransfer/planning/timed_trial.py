@@ -269,14 +269,11 @@ def _drawn_of(table: Load, zipf: float) -> tuple[list[float], float]:
 
 
 class Draws:
-    """Draws the lookups of one feature, step by step.
+    """Draws the lookups of one feature, step by step, by the Zipf law, spread over its rows.
 
-    Of a feature that is whole, ids are drawn by the Zipf law and spread over the rows. Of one with fewer rows than it stands
-    in for, the most frequent ids have half of the rows to themselves, and all others take the other half in turns: distinct
-    ids of a step have distinct rows, and a row that is rare is one that has not been touched for long.
-
-    The feature that is planned has so many `rows` and `lookups` of a step; at most `kept` rows are there for it, and a `share`
-    of the distinct rows is looked up. Where these are `unique`, and not those of the Zipf law, rows take turns.
+    Where it has fewer rows (`kept`) than it stands in for (`rows`), the most frequent ids have half of them to themselves, and
+    all others take the other half in turns: distinct ids of a step have distinct rows, and a rare row is one that has not been
+    touched for long. A `share` of the distinct rows is looked up. If they are `unique`, not those of the law, rows take turns.
     """
 
     def __init__(
