@@ -221,4 +221,5 @@ def _exit_after(stop_signal: int | None) -> None:
         raise SystemExit(128 + stop_signal)
 
 
-commands_vectors.register(app)
+for _command in commands_vectors.COMMANDS:
+    app.command()(_command)

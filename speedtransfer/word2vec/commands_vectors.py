@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
-    from speedtransfer.word2vec.evaluation import Analogies, Section, Similarity
+    from speedtransfer.word2vec.evaluation import Section, Similarity
     from speedtransfer.word2vec.vectors import Vectors
 
 _SHOW_UNKNOWN = 20
@@ -29,12 +30,6 @@ _Vectors = Annotated[
 _WORDS = "Draw these words, separated by commas, and their neighbours."
 _TARGET = "Ends in .txt, .vec, .bin, .safetensors, .glove or .kv."
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")]
-
-
-def register(app: typer.Typer) -> None:
-    """Add these commands to `app`."""
-    for command in (evaluate, nearest, analogy, plot, convert):
-        app.command()(command)
 
 
 def _load(path: Path, max_words: int | None = None) -> Vectors:
@@ -97,10 +92,13 @@ def evaluate(
     console = Console(soft_wrap=True, highlight=False, markup=False)
     pairs = [result for result in results if isinstance(result, Similarity)]
     if pairs:
-        console.print(_similarity_table(pairs))
+        console.print(_table("similarity set", _PAIR_COLUMNS, map(_pair_cells, pairs)))
     for result in results:
         if isinstance(result, Analogies):
-            console.print(_analogy_table(result))
+            parts = *result.sections, result.semantic, result.syntactic, result.total
+            left_out = "left out", "", f"{result.num_unknown:,}", f"({result.oov_ratio:.1f}%)", ""
+            rows = [*map(_section_cells, parts), left_out]
+            console.print(_table(printable(result.name), _ANALOGY_COLUMNS, rows))
     for result in results:
         if unknown := result.unknown_words:
             more = f" and {len(unknown) - _SHOW_UNKNOWN} more" if len(unknown) > _SHOW_UNKNOWN else ""
@@ -108,44 +106,31 @@ def evaluate(
             typer.echo(printable(f"{result.name}: {len(unknown)} unknown words: {shown}{more}"))
 
 
-def _table(title: str, *columns: str) -> Table:
+_PAIR_COLUMNS = "pairs", "left out", "Spearman", "95% interval", "Pearson"
+_ANALOGY_COLUMNS = "correct", "questions", "accuracy", "95% interval"
+
+
+def _table(title: str, columns: Iterable[str], rows: Iterable[tuple[str, ...]]) -> Table:
     from rich.table import Table
 
     table = Table(title, box=None)
     for column in columns:
         table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def _similarity_table(results: list[Similarity]) -> Table:
-    table = _table("similarity set", "pairs", "left out", "Spearman", "95% interval", "Pearson")
-    for one in results:
-        low, high = one.interval
-        table.add_row(
-            printable(one.name), f"{one.num_pairs:,}", f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", f"{one.spearman:.4f}",
-            f"{low:.3f} to {high:.3f}", f"{one.pearson:.4f}",
-        )  # fmt: skip
-    return table
+def _pair_cells(one: Similarity) -> tuple[str, ...]:
+    left_out, interval = f"{one.num_unknown:,} ({one.oov_ratio:.1f}%)", "{:.3f} to {:.3f}".format(*one.interval)
+    return printable(one.name), f"{one.num_pairs:,}", left_out, f"{one.spearman:.4f}", interval, f"{one.pearson:.4f}"
 
 
-def _analogy_table(result: Analogies) -> Table:
-    table = _table(printable(result.name), "correct", "questions", "accuracy", "95% interval")
-    for section in result.sections:
-        table.add_row(*_analogy_cells(section))
-    table.add_section()
-    for section in (result.semantic, result.syntactic, result.total):
-        table.add_row(*_analogy_cells(section), style="bold")
-    table.add_row("left out", "", f"{result.num_unknown:,}", f"({result.oov_ratio:.1f}%)")
-    return table
-
-
-def _analogy_cells(section: Section) -> tuple[Any, ...]:
-    name = printable(section.name)
-    if section.accuracy is None:
-        return name, "0", "0", "-", "-"
-    low, high = section.interval
-    counts = f"{len(section.correct):,}", f"{section.num_questions:,}"
-    return name, *counts, f"{section.accuracy:.4f}", f"{low:.3f} to {high:.3f}"
+def _section_cells(section: Section) -> tuple[str, ...]:
+    counts, shown = (f"{len(section.correct):,}", f"{section.num_questions:,}"), ("-", "-")
+    if section.accuracy is not None:
+        shown = f"{section.accuracy:.4f}", "{:.3f} to {:.3f}".format(*section.interval)
+    return printable(section.name), *counts, *shown
 
 
 def nearest(
@@ -212,3 +197,6 @@ def convert(
     loaded = _load(source, max_words)
     loaded.save(target)
     typer.echo(printable(f"{len(loaded):,} words, dim {loaded.dim}: {target}"))
+
+
+COMMANDS = evaluate, nearest, analogy, plot, convert

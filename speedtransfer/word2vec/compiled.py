@@ -1,9 +1,8 @@
 """Train the rows of a block on the host, compiled by numba.
 
-One core does all of it: a second one, given half of the rows to copy, takes them out of the caches of the first.
-
-A pair costs a dot product and two additions of a row, all in the cache: the rows of a block are few beside the tables. The
-negatives of a span are one for all its words, so what they cost are products of small matrices.
+One core does it: a second one, given half of the rows to copy, takes them out of the caches of the first. A pair costs a dot
+product and two additions of a row, all in the cache; negatives, which the words of a span share, cost products of small
+matrices.
 
 A span's words are counted from its first one, and those near it from the first of these. A pair is a word and one in its
 window; a prediction is a pair in skip-gram, and in CBOW a word that has a window. Arrays are handed over one by one, as each
@@ -51,8 +50,8 @@ def _find_pairs(
 ) -> None:  # fmt: skip
     """List the pairs of the words from `start` to `stop`: whom they are near, one by the size of the window, and their weight.
 
-    A pair counts as `places.pair_weight` says, and `weights` is the sum over those of each word.
-    `near_words` gets, for each word near, up to `WIDTH` words that have it in their window, and `pair_slots` where there.
+    `weights` is the sum of `places.pair_weight` of each word; `near_words` gets, for each word near, up to `WIDTH` words that
+    have it in their window, and `pair_slots` where there.
     """
     n = 0
     for near in range(len(near_sizes)):

@@ -1,12 +1,8 @@
 """A corpus: words streamed out of text, or walks over a graph, once, into a temporary file of word numbers.
 
-The text may exceed memory, may be one single line (the text8 format) and may come from a pipe that can be read only once.
-So it is read exactly once, in pieces: every word gets a provisional number in order of appearance, the numbers go to a
-temporary file (4 bytes a word), and when the counts are known the file is rewritten in place with the numbers of the
-vocabulary. Memory holds the distinct words, never the text (of a graph: its edges, never the walks).
-
-Words are what white space separates. Lower-casing and punctuation are the user's affair. By default the corpus is one stream
-and windows reach across lines and files; where each line or walk is a sequence, `Corpus.starts` holds where they begin.
+The text may exceed memory, may be one single line (the text8 format) and may come from a pipe. So it is read exactly once, in
+pieces: words get provisional numbers in order of appearance, which go to the file (4 bytes a word), and when the counts are
+known it is rewritten in place with the numbers of the vocabulary. Memory holds the distinct words (of a graph: its edges).
 """
 
 from __future__ import annotations

@@ -1,17 +1,14 @@
 """Skip-gram and CBOW with negative sampling over a block of words: how far word2vec would move the rows, as a gradient.
 
-word2vec moves the rows after every pair of words. An optimizer steps once a block, and a sum of gradients over thousands of
-words, all taken at the same point, overshoots where a row occurs often: limits and scales that prevent that cost quality
-(see docs/word2vec.md). So a copy of the block's rows is trained as word2vec does, at a given learning rate, and the way
-that each row went, divided by the rate, is the gradient that the optimizer gets: `torch.optim.SGD` with that learning rate
-takes word2vec's steps, and any other makes of them what it makes of gradients. As the rate goes to 0 those of skip-gram become
-the gradients of the loss.
+word2vec moves the rows after every pair of words; an optimizer steps once a block, where a sum of gradients of thousands of
+words at the same point overshoots (docs/word2vec.md). So a copy of the block's rows is trained as word2vec does, and the way
+that each row went, divided by the rate, is the gradient: `torch.optim.SGD` with that rate takes word2vec's steps, and any
+other makes of them what it makes of gradients. As the rate goes to 0 those of skip-gram become the gradients of the loss.
 
-Words are taken in spans of a few (`Places.span`): all scores of a span are of the rows as the span finds them, which changes
-next to nothing, since few words occur twice in it, and its words share their negatives, weighted to stand for `negative` a
-prediction. These come from a pool that the block draws from the noise distribution (`sampler`). One that happens to be the
-context word itself is not skipped, as it would be in word2vec.c: it has the weight of its small probability. On the host numba
-goes along the pairs (`compiled`), on a CUDA device kernels do (`spans`); torch (`spans`, too) replaces either.
+All scores of a span (`Places.span`) are of the rows as the span finds them, which changes next to nothing, since few words
+occur twice in it, and its words share their negatives, of the pool of the block, weighted to stand for `negative` a
+prediction. A negative that is the context word itself is not skipped, as in word2vec.c: it has the weight of its small
+probability.
 """
 
 from __future__ import annotations

@@ -91,10 +91,8 @@ class StopOnSignal:
     """Within this context the first SIGINT (Ctrl-C) or SIGTERM sets `requested`, its number, and does nothing else.
 
     An exception between two writes would leave weights and optimizer state of different steps. Ctrl-C after that raises
-    KeyboardInterrupt; another SIGTERM does nothing, since ``timeout`` and job schedulers send several.
-
-    In a thread other than the main one nothing is changed, nor is a signal that the program ignores or handles itself: one
-    that is ignored, as SIGINT is in background jobs of a script, stays so.
+    KeyboardInterrupt; another SIGTERM does nothing, since ``timeout`` and job schedulers send several. Nothing is changed in a
+    thread other than the main one, and of signals that the program ignores or handles itself.
     """
 
     def __init__(self) -> None:
@@ -188,8 +186,7 @@ def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
 def warning_of_loss(losses: Losses, settings: Settings, epochs: int) -> str:
     """Return a warning of a loss that did not fall; "" where it did.
 
-    Every run begins at chance, since the rows of the output table are zeros: the loss that it began with need not be measured,
-    and what the first block learns while it is measured does not count against the end.
+    Every run begins at chance, since the rows of the output table are zeros: the loss that it began with need not be measured.
     """
     chance, lr = (1 + settings.negative) * math.log(2), f"{settings.first_lr:g}"
     if losses.count < 2 or losses.recent <= _MIN_LOSS_RATIO * chance:

@@ -58,10 +58,7 @@ def train_into(
     evaluate: Sequence[Path] = (),
     evaluate_every: float = 1.0,
 ) -> int | None:
-    """Train on `corpus`, a path or "-", and fill the folder `output`; return the signal that stopped it early, if one did.
-
-    The arguments are those of the command ``train``; `show` is called with each line of the report.
-    """
+    """Train as the command ``train`` does, `show` each line of the report, and return the signal that stopped it, if any."""
     suffix = f".{format.lower().lstrip('.')}"
     formats.find_format(Path(formats.VECTORS + suffix))
     _check_output(output, overwrite or resume)

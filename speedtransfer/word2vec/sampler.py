@@ -1,10 +1,9 @@
 """Sample blocks of words, their windows and a pool of negatives; choose the number of steps.
 
-A block is a stretch of the corpus of fixed length, chosen so that about `block_words` words survive subsampling. Fixed
-stretches make the number of steps known beforehand, so that a learning rate can fall along a straight line to the very end.
-Each epoch takes the stretches in an order of its own: in that of the text, rows lean towards its last topics at the end.
-What a step draws depends on the seed and the number of the step alone: a run is taken up in the middle by that number, and
-blocks can be drawn ahead of time.
+A block is a stretch of the corpus of fixed length, of which about `block_words` words survive subsampling: so the number of
+steps is known beforehand, and a learning rate can fall along a straight line to the very end. Each epoch takes the stretches
+in an order of its own: in that of the text, rows lean towards its last topics at the end. What a step draws depends on the
+seed and its number alone: a run is taken up in the middle, and blocks can be drawn ahead of time.
 """
 
 from __future__ import annotations
@@ -136,11 +135,7 @@ class Sampler:
         return order
 
     def _draw_negatives(self, generator: torch.Generator) -> Tensor:
-        """Draw (pool,) words of the noise, one in each of as many equal strata of it, in random order.
-
-        Every draw follows the noise, and all together they spread over frequent and rare words as it does, so that sums over
-        them vary less than over independent draws.
-        """
+        """Draw (pool,) words of the noise, one in each of as many equal strata, in random order: sums over them vary less."""
         strata = torch.rand(self.pool, dtype=torch.float64, generator=generator, device="cpu")
         strata.add_(torch.arange(self.pool, device="cpu")).div_(self.pool)
         # Clamped because the last stratum may be rounded up to 1.
@@ -168,11 +163,10 @@ class Sampler:
 def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int | None) -> tuple[int, int]:
     """Return epochs and words per step for a corpus of which subsampling keeps `num_kept_words` an epoch; what is given stays.
 
-    A run needs some 1,000 steps: with fewer, optimizers with steps of fixed length, such as AdamW, end before the vectors have
-    left chance. Large blocks are faster, so blocks shrink only as far as 1,000 steps take, and the corpus is passed over more
-    often than usual only where even the smallest blocks are too few. Loss on held-out text confirms it: with 4,000, 30,000 and
-    200,000 words of the World Factbook AdamW was best at about 500, 1,500 and 1,500 steps, and worse again beyond. Blocks of
-    fewer than 32 words would lose too many pairs at their edges, and more than 50 epochs only learn a small text by heart.
+    A run needs some 1,000 steps: by loss on held-out text, with 4,000, 30,000 and 200,000 words of the World Factbook, AdamW
+    was best at about 500, 1,500 and 1,500. Large blocks are faster, so they shrink only as far as that takes, and the corpus
+    is passed over more often only where even the smallest are too few. Fewer than 32 words would lose too many pairs at the
+    edges, and more than 50 epochs only learn a small text by heart.
     """
     if epochs is None:
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))

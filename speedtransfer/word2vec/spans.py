@@ -42,11 +42,9 @@ def pack_spans(
     center_rows: Tensor, context_rows: Tensor, places: Places, cbow: bool, negative: int, rate: float,
     losses: Tensor | None, blocks: int,
 ) -> Work:  # fmt: skip
-    """Return what the kernels are launched with.
+    """Return what the kernels are launched with: arguments as `gradients.block_gradients`, rows contiguous.
 
-    `center_rows` (u, dim) and `context_rows` (v, dim), float32 and contiguous, are trained in place; `places` are on their
-    device, and `losses`, float64 of shape (blocks, threads), get the loss in parts, to be summed. `blocks` train together;
-    the others are as in `gradients.block_gradients`.
+    `losses`, float64 of shape (blocks, threads), get the loss in parts, to be summed; `blocks` train together.
     """
     dim, num_spans = center_rows.shape[1], len(places.draws)
     sizes = _sizes(places, dim, cbow, blocks)

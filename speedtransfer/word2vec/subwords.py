@@ -1,12 +1,10 @@
 """Words as bags of rows: their own and those of their character n-grams, hashed into buckets (Bojanowski et al. 2017).
 
-"Enriching Word Vectors with Subword Information", section 3.2: a word in boundary marks, ``<word>``, is cut into all its
-n-grams of `min_n` to `max_n` characters, and each is hashed into one of `buckets` rows that all words share. The n-grams,
-their order and their buckets are those of fastText and of gensim, so that tables can be compared row by row: 32-bit FNV-1a
-over the bytes of UTF-8, which fastText takes as signed numbers. A boundary mark alone is no n-gram.
-
-The table has a row for each word of the vocabulary, then the buckets; the vector of a word is the mean of its rows. In
-training each of them moves by the whole of what the vector receives, as in fastText, so that the vector does too.
+A word in boundary marks, ``<word>``, is cut into all its n-grams of `min_n` to `max_n` characters (a mark alone is none), and
+each is hashed into one of `buckets` rows that all words share; n-grams, their order and buckets are those of fastText and
+gensim: 32-bit FNV-1a over UTF-8 as signed bytes. The table has a row for each word, then the buckets; the vector of a word is
+the mean of its rows. In training each moves by the whole of what the vector receives, as in fastText, so that the vector does
+too.
 """
 
 from __future__ import annotations
@@ -52,10 +50,7 @@ def count_ngrams(words: Sequence[str], min_n: int, max_n: int) -> np.ndarray:
 
 
 def hash_ngrams(words: Sequence[str], buckets: int, min_n: int = 3, max_n: int = 6) -> np.ndarray:
-    """Return the bucket of every n-gram of `words`, word after word, each by where its n-grams begin, then by their length.
-
-    They have `min_n` to `max_n` characters (not bytes), boundary marks included. int64, shape (sum of `count_ngrams`,).
-    """
+    """Return the bucket of every n-gram of `words`, word after word, by where they begin, then by length: int64."""
     marked = [f"<{word}>".encode() for word in words]
     ends = np.cumsum([len(word) for word in marked], dtype=np.int64)
     hashed = np.empty(count_ngrams(words, min_n, max_n).sum(), dtype=np.int64)
@@ -87,16 +82,9 @@ def _hash(data: np.ndarray, ends: np.ndarray, buckets: int, min_n: int, max_n: i
 
 
 class Subwords:
-    """The rows that the vector of each word of a vocabulary is the mean of.
+    """The rows that the vector of each word of a vocabulary is the mean of: its own, then those of its n-grams.
 
-    Word i has row i of the table, which has `buckets` rows after those of the words.
-
-    Attributes
-    ----------
-    offsets : Tensor of int64, shape (len(words) + 1,)
-        The rows of word i are ``rows[offsets[i] : offsets[i + 1]]``.
-    rows : Tensor of int32 (int64 where the table has 2**31 rows or more), shape (offsets[-1],)
-        Its own row first.
+    Those of word i are ``rows[offsets[i] : offsets[i + 1]]``; `rows` is int32, or int64 where the table has 2**31 or more.
     """
 
     def __init__(self, words: list[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:

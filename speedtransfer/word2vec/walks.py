@@ -1,10 +1,10 @@
 """Graphs out of text, and random walks over them as node2vec takes them: sentences of nodes.
 
-A walk that has come from t to v goes on to the neighbour x of v with a probability proportional to ``w(v, x)`` times 1/p where
-x is t, 1 where x is a neighbour of t, 1/q else (Grover and Leskovec 2016, "node2vec", section 3.2). The walkers step together,
-drawn by rejection: x is proposed by its weight alone and accepted by the share of its factor in the largest, so that nothing
-has to be kept for each pair of nodes. Of 1/p only what the other factors reach is rejected that way; the rest is a chance of
-going back at once.
+A walk that has come from t to v goes on to the neighbour x of v with a probability proportional to ``w(v, x)`` times 1/p
+where x is t, 1 where x is a neighbour of t, 1/q else (Grover and Leskovec 2016, "node2vec", section 3.2). The walkers step
+together: x is proposed by its weight alone and accepted by the share of its factor in the largest, so that nothing is kept
+for each pair of nodes. Of 1/p only what the other factors reach is rejected that way; the rest is a chance of going back at
+once.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ class Graph:
 def read_graph(source: Source, adjacency: bool = False) -> Graph:
     """Read a graph from text; blank lines and lines that begin with # or % are skipped.
 
-    With `adjacency` a line is a node and its neighbours: then an edge is there once, however often it is named, and a line of
-    one node adds it without an edge. Else a line is an edge: two nodes, and a weight where it is not 1; the weights of an edge
-    that is named several times, in either direction, add up.
+    A line is an edge: two nodes, and a weight where it is not 1; those of an edge that is named several times add up. With
+    `adjacency` it is a node and its neighbours, and an edge is there once; a line of one node adds it without an edge.
     """
     nodes = WordTable()
     heads, tails, weights = [], [], []
@@ -122,10 +121,9 @@ def _iter_adjacent(source: Source) -> Iterator[_Edges]:
 def write_walks(
     graph: Graph, settings: Settings, write: Callable[[np.ndarray], None], report: Callable[[int], None] | None = None
 ) -> None:
-    """Walk from every node, `settings.walks` times in turn, and hand the walks to `write` in blocks.
+    """Walk from every node, `settings.walks` times in turn, and hand the walks to `write`: int32, `LINE_END` after each.
 
-    `write` is called with int32 arrays, shape (n,): node numbers, and `LINE_END` after each walk. The walk of a node without
-    edges is that node. `report` is called with the number of nodes written so far.
+    The walk of a node without edges is that node. `report` is called with the number of nodes written so far.
     """
     stepper = _Stepper(graph, settings.p, settings.q)
     rng = np.random.default_rng(settings.seed)
