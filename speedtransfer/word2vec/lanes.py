@@ -111,22 +111,34 @@ def _call(builder: Any, name: str, dtype: Any, result: Any, args: Any, **how: An
     return builder.call(function, args, **how)
 
 
-def _elementwise(code: Callable[..., Any]) -> Any:
-    """Return a function of vectors of one type that returns such a one, ``code(builder, dtype, *vectors)``."""
-
-    @intrinsic
-    def function(typing: Any, *given: Any) -> tuple[Any, _Code]:
-        return given[0](*given), lambda context, builder, signature, args: code(builder, given[0].dtype, *args)
-
-    return function
+@intrinsic
+def mul_add(typing: Any, a: Any, b: Any, c: Any) -> tuple[Any, _Code]:
+    """Return a * b + c, rounded once where the processor can."""
+    return a(a, b, c), lambda context, builder, signature, args: _call(builder, "fmuladd", a.dtype, args[0].type, args)
 
 
-add = _elementwise(lambda builder, dtype, a, b: builder.fadd(a, b))
-divide = _elementwise(lambda builder, dtype, a, b: builder.fdiv(a, b))
-negative = _elementwise(lambda builder, dtype, a: builder.fneg(a))
-rint = _elementwise(lambda builder, dtype, a: _call(builder, "rint", dtype, a.type, [a]))
-# a * b + c, rounded once where the processor can.
-mul_add = _elementwise(lambda builder, dtype, a, b, c: _call(builder, "fmuladd", dtype, a.type, [a, b, c]))
+@intrinsic
+def add(typing: Any, a: Any, b: Any) -> tuple[Any, _Code]:
+    """Return a + b."""
+    return a(a, b), lambda context, builder, signature, args: builder.fadd(*args)
+
+
+@intrinsic
+def negative(typing: Any, a: Any) -> tuple[Any, _Code]:
+    """Return -a."""
+    return a(a), lambda context, builder, signature, args: builder.fneg(*args)
+
+
+@intrinsic
+def divide(typing: Any, a: Any, b: Any) -> tuple[Any, _Code]:
+    """Return a / b."""
+    return a(a, b), lambda context, builder, signature, args: builder.fdiv(*args)
+
+
+@intrinsic
+def rint(typing: Any, a: Any) -> tuple[Any, _Code]:
+    """Return the nearest whole numbers."""
+    return a(a), lambda context, builder, signature, args: _call(builder, "rint", a.dtype, args[0].type, args)
 
 
 @intrinsic
