@@ -94,7 +94,7 @@ read_config(file("s.json", "[]")) -> InvalidValueError: has no object "settings"
 read_config(file("s.json", '{"settings": {"dimm": 3}}')) -> InvalidValueError: 's.json' has 'dimm', not a setting
 read("") -> InvalidValueError: 'the given file' holds no words; pass a corpus with text in it
 read(" \n\t ") -> InvalidValueError: holds no words
-read("alone " * 100) -> InvalidValueError: the corpus has one distinct word, 'alone', but a model needs at least 2
+read("alone " * 100) -> InvalidValueError: min_count=5 leaves 1 of 1 distinct words .* pass a larger corpus
 read("a a a a a a b b c") -> InvalidValueError: min_count=5 leaves 1 of 3 distinct words .* pass min_count=2 or less
 read(b"some text\0more") -> InvalidValueError: is no text: byte 9 is NUL
 read(b"cut short \xe6\x9d") -> InvalidValueError: is no UTF-8 text: unexpected end of data at byte 10

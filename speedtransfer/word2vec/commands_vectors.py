@@ -40,12 +40,12 @@ def _load(path: Path, max_words: int | None = None) -> Vectors:
 
 def _unseen(path: Path, words: list[str], known: Vectors) -> dict[str, np.ndarray]:
     """Return the vectors of those of `words` that only have n-grams; raise one `UnknownWordError` for all without a vector."""
-    from speedtransfer.word2vec.formats import find_ngrams
+    from speedtransfer.word2vec.formats import NGRAMS, find_vectors
     from speedtransfer.word2vec.subwords import NgramVectors
     from speedtransfer.word2vec.vectors import UnknownWordError
 
-    file, found = find_ngrams(path), {}
-    ngrams = None if file is None else NgramVectors.load(file)
+    file, found = find_vectors(path).with_name(NGRAMS), {}
+    ngrams = NgramVectors.load(file) if file.exists() else None
     for word in words:
         if ngrams is not None and word not in known:
             with contextlib.suppress(UnknownWordError):  # too short to have n-grams

@@ -183,9 +183,3 @@ def find_vectors(path: str | os.PathLike[str]) -> Path:
             )
         raise StorageError(f"folder {str(path)!r} holds no {VECTORS} file ({', '.join(FORMATS)}); pass the file itself")
     return path
-
-
-def find_ngrams(path: str | os.PathLike[str]) -> Path | None:
-    """Return the file of n-gram vectors beside the vectors at `path`, a file or the folder of a run; None without one."""
-    found = Path(path, NGRAMS) if os.path.isdir(path) else find_vectors(path).with_name(NGRAMS)
-    return found if found.exists() else None

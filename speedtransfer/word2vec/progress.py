@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from speedtransfer.errors import printable
-from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.gradients import RATES
 from speedtransfer.word2vec.optimizers import DEFAULT_OPTIONS, STEPS_AS_GIVEN
 from speedtransfer.word2vec.settings import Settings
@@ -210,18 +209,4 @@ def warning_of_vectors(vectors: Tensor, settings: Settings) -> str:
         f"the vectors have {share:.0%} of their squared length in common, in dimension {int(shares.argmax())}, which leaves "
         f"little to tell words apart by; pass more shared_negatives than {settings.pool}, a smaller lr than "
         f"{settings.first_lr:g}, or optimizer='sgd'"
-    )
-
-
-def why_nothing_was_learned(corpus: Corpus, settings: Settings, num_steps: int) -> str:
-    """Return the message of an error where no step had a pair of words."""
-    starts, num_words = corpus.starts, len(corpus)
-    if starts is not None and len(starts) == num_words:
-        return (
-            f"each of the {num_words} lines or walks has one word of the vocabulary, so no word has another beside it; "
-            "pass kind='text' for one stream of words, or a smaller min_count"
-        )
-    return (
-        f"sample={settings.sample:g} leaves no two words in any of {num_steps} blocks of this small corpus; "
-        "pass a larger sample, or 0 to keep every word"
     )

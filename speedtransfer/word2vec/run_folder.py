@@ -39,9 +39,6 @@ from speedtransfer.word2vec.text import find_files
 from speedtransfer.word2vec.trainer import Trainer
 from speedtransfer.word2vec.vectors import Vectors
 
-# A small corpus: many passes, and a subsampling threshold that leaves it words to learn from.
-DEMO_SETTINGS: dict[str, Any] = {"dim": 64, "optimizer": "adamw", "epochs": 25, "sample": 1e-3, "memory": "auto"}
-
 
 def train_into(
     output: Path,
@@ -204,7 +201,7 @@ def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], N
 
 def run_demo(output: Path, overwrite: bool = False, settings: Settings | None = None, show: Any = print) -> int | None:
     """Train on the World Factbook (CIA, public domain, CC0), and write vectors and a picture; otherwise as `train_into`."""
-    settings = settings or Settings(**DEMO_SETTINGS)
+    settings = settings or Settings(dim=64, epochs=25)  # a small corpus: many passes
     with resources.as_file(resources.files(__package__).joinpath("corpora", "world_factbook.words.txt.gz")) as corpus:
         stop_signal = train_into(output, str(corpus), settings, overwrite=overwrite, show=show)
     show(f"World Factbook: dim {settings.dim}, {settings.optimizer}, {settings.epochs} epochs")

@@ -70,10 +70,8 @@ class Sampler:
                 f"shared_negatives={settings.pool} asks for {format_bytes(num_bytes)} a step but this machine has "
                 f"{format_bytes(physical_bytes())} of memory; pass fewer shared_negatives"
             )
-        keep = vocabulary.keep_probability(settings.sample)
-        kept_share = float((vocabulary.counts * keep).sum()) / vocabulary.num_words
-        self.stretch = min(max(round(block_words / kept_share), 2), len(ids))
-        self._keep = torch.from_numpy(keep.astype(np.float32))
+        self.stretch = min(max(round(block_words / vocabulary.kept_share(settings.sample)), 2), len(ids))
+        self._keep = torch.from_numpy(vocabulary.keep_probability(settings.sample).astype(np.float32))
         cumulated = np.cumsum(vocabulary.noise())
         cumulated[-1] = 1.0  # exactly, however the sum was rounded
         self._noise = torch.from_numpy(cumulated)
@@ -179,9 +177,5 @@ def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int 
 
 def schedule_for(settings: Settings, corpus: Corpus) -> tuple[int, int]:
     """Return the epochs and words per step of `settings`, chosen for `corpus` where they are None."""
-    if settings.epochs is not None and settings.block_words is not None:
-        return settings.epochs, settings.block_words
-    vocabulary = corpus.vocabulary
-    kept = float((vocabulary.counts * vocabulary.keep_probability(settings.sample)).sum())
-    share = kept / max(vocabulary.num_words, 1)
-    return choose_schedule(share * len(corpus), settings.epochs, settings.block_words)
+    num_kept_words = corpus.vocabulary.kept_share(settings.sample) * len(corpus)
+    return choose_schedule(num_kept_words, settings.epochs, settings.block_words)

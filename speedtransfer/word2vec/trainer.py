@@ -30,7 +30,6 @@ from speedtransfer.word2vec.progress import (
     warning_of_loss,
     warning_of_rate,
     warning_of_vectors,
-    why_nothing_was_learned,
 )
 from speedtransfer.word2vec.sampler import Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
@@ -237,7 +236,10 @@ class Trainer:
                 f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
             )
         elif not self._has_learned and self._ranks == 1:
-            raise InvalidValueError(why_nothing_was_learned(self.corpus, self.settings, self.num_steps))
+            raise InvalidValueError(
+                f"no word has another of the vocabulary beside it in any of {self.num_steps} blocks; pass a larger corpus, a "
+                f"larger sample than {self.settings.sample:g} (0: every word), a smaller min_count, or kind='text' for lines"
+            )
         else:
             some = self.model.word_vectors(MOST_WORDS)
             _warn(warning_of_loss(self._losses, self.settings, self.epochs), warning_of_vectors(some, self.settings))

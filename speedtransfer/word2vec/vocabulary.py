@@ -55,8 +55,13 @@ class Vocabulary:
         it. Words that occur less than `min_count` times are left out, and of the rest all but the `max_words` most frequent.
         Returns the vocabulary and the old number of each of its words. Raises `InvalidValueError` where it has fewer than two.
         """
-        _check_enough(counts, take, min_count)
-        kept = np.flatnonzero(counts >= min_count)
+        kept, found = np.flatnonzero(counts >= min_count), int(np.count_nonzero(counts))
+        if len(kept) < 2:
+            remedy = "a larger corpus" if found < 2 else f"min_count={np.partition(counts, -2)[-2]} or less"
+            raise InvalidValueError(
+                f"min_count={min_count} leaves {len(kept)} of {found} distinct words but a model needs at least 2; "
+                f"pass {remedy}"
+            )
         if max_words is not None and len(kept) > max_words:
             least = np.partition(counts[kept], -max_words)[-max_words]
             kept = kept[counts[kept] >= least]  # with all that tie with the last one
@@ -95,6 +100,10 @@ class Vocabulary:
             part = sample * self.num_words / self.counts.astype(np.float64)
         return np.minimum(part + np.sqrt(part), 1.0)
 
+    def kept_share(self, sample: float) -> float:
+        """Return the share of all occurrences that subsampling keeps."""
+        return float((self.counts * self.keep_probability(sample)).sum()) / max(self.num_words, 1)
+
     def noise(self, power: float = 0.75) -> np.ndarray:
         """Return the probability of each word as a negative example, ``count**power`` over the sum of them.
 
@@ -125,19 +134,3 @@ class Vocabulary:
         except UnicodeDecodeError as error:
             raise StorageError(f"{str(path)!r} is no vocabulary ({error}); pass a vocab.txt") from None
         return cls(words, counts)
-
-
-def _check_enough(counts: np.ndarray, take: Callable[[np.ndarray], list[str]], min_count: int) -> None:
-    """Raise where fewer than two words occur `min_count` times; the message names a min_count that works."""
-    found = np.flatnonzero(counts)
-    if len(found) == 1:
-        raise InvalidValueError(
-            f"the corpus has one distinct word, {take(found)[0]!r}, but a model needs at least 2; pass a larger corpus"
-        )
-    num_kept = int(np.count_nonzero(counts >= min_count))
-    if num_kept < 2:
-        works = int(np.partition(counts, -2)[-2])
-        raise InvalidValueError(
-            f"min_count={min_count} leaves {num_kept} of {len(found)} distinct words but a model needs at least 2; "
-            f"pass min_count={works} or less"
-        )
