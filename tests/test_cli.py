@@ -133,7 +133,7 @@ def test_standard_input_that_is_closed_is_one_line(run, monkeypatch, tmp_path):
 BAD = """
 word2vec train missing.txt -o out -> missing.txt
 word2vec train empty.txt -o out -> empty
-word2vec train one.txt -o out -> one
+word2vec train one.txt -o out -> leaves 1 of 1 distinct words
 word2vec train binary.txt -o out -> binary.txt
 word2vec train good.txt -o taken -> taken
 word2vec train good.txt -o out --optimizer admaw -> adamw

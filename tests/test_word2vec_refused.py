@@ -25,6 +25,7 @@ Settings(path="tables") -> InvalidValueError: path is 'tables' but memory='auto'
 Settings(dim=0) -> InvalidValueError: dim is 0 but must be at least 1
 Settings(buckets=(1 << 32) + 1) -> InvalidValueError: buckets is 4294967297 but the hash has 32 bits; pass at most
 Settings(min_n=7) -> InvalidValueError: max_n is 6 but min_n is 7; pass a max_n of at least 7
+Settings(lr=0) -> InvalidValueError: lr is 0 but must be above 0
 Settings(p=0) -> InvalidValueError: p is 0 but must be at least 0.0001 and at most 10000
 Settings(q=20_000) -> InvalidValueError: q is 20000 but must be at least 0.0001 and at most 10000
 Settings(phrases=1, kind="graph") -> InvalidValueError: phrases is 1 but must be 0 for kind='graph': nodes are no words

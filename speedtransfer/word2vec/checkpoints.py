@@ -178,17 +178,13 @@ def _facts_of_run(path: Path) -> dict[str, Any]:
     """Return what a run, of any version, has saved in the checkpoint at `path` beside its tensors."""
     content = manifest.parse(Folder(path).read_manifest(), path / manifest.NAME)
     try:
-        facts: dict[str, Any] = decode(content["extra"], _no_tensor)["word2vec"]
+        facts: dict[str, Any] = decode(content["extra"], {}.__getitem__)["word2vec"]  # a run has no tensors
         is_run = all(isinstance(facts[part], dict) for part in ("settings", "corpus", "training"))
     except (ValueError, TypeError, KeyError):
         is_run = False
     if not is_run:
         raise InvalidValueError(f"the checkpoint in {str(path)!r} is of no word2vec run; choose another folder")
     return facts
-
-
-def _no_tensor(name: Any) -> torch.Tensor:
-    raise ValueError(f"tensor {name!r} where a run has none")
 
 
 def _comparable(settings: Settings) -> dict[str, Any]:

@@ -56,7 +56,8 @@ class Word2Vec(nn.Module):
         super().__init__()
         settings = settings or Settings()
         self.model, self.dim, self.negative, self.clip = settings.model, settings.dim, settings.negative, settings.clip
-        words, buckets = vocabulary.words if isinstance(vocabulary, Vocabulary) else vocabulary, settings.buckets
+        words: Any = vocabulary.words if isinstance(vocabulary, Vocabulary) else vocabulary
+        buckets = settings.buckets
         are_known = isinstance(words, Sequence) and not isinstance(words, str)
         self.num_words = check_size(len(words) if are_known else words, "vocabulary", 1)
         if buckets and not are_known:

@@ -260,8 +260,7 @@ def train(
     with TrainingProgress(progress) as shown:
         if not isinstance(corpus, Corpus):
             corpus = Corpus(corpus, report=shown.reading, settings=chosen)
-        resumes = checkpoints is not None and checkpoints.resumes
-        trainer = checkpoints.restore(corpus, shown) if resumes else Trainer(corpus, chosen)
+        trainer = checkpoints.restore(corpus, shown) if checkpoints and checkpoints.resumes else Trainer(corpus, chosen)
         trainer.run(shown, callbacks)
     if trainer.stop_signal == signal.SIGTERM:
         raise SystemExit(128 + signal.SIGTERM)
