@@ -30,14 +30,6 @@ class Work(NamedTuple):
     memory: tuple[Tensor | None, ...]  # that they work in, to be kept until they are queued
 
 
-class _Sizes(NamedTuple):
-    """Rows of bags that a span reads at most, and numbers of 4 bytes that the kernels work in."""
-
-    bag_rows: int
-    plan: int  # of each span
-    room: int  # of each block, beside what blocks exchange
-
-
 def pack_spans(
     center_rows: Tensor, context_rows: Tensor, places: Places, cbow: bool, negative: int, rate: float,
     losses: Tensor | None, blocks: int,
@@ -47,29 +39,21 @@ def pack_spans(
     `losses`, float64 of shape (blocks, threads), get the loss in parts, to be summed; `blocks` train together.
     """
     dim, num_spans = center_rows.shape[1], len(places.draws)
-    sizes = _sizes(places, dim, cbow, blocks)
+    bag_rows, plan_size, room_size = _sizes(places, dim, cbow, blocks)
     exchanged = 4 * _exchanged(places, cbow, blocks)
-    in_shared = exchanged + 4 * sizes.room <= _SHARED_BYTES
-    plans = torch.empty(num_spans * sizes.plan, dtype=torch.int32, device=center_rows.device)
-    room = None if in_shared else center_rows.new_empty(blocks * sizes.room)
+    in_shared = exchanged + 4 * room_size <= _SHARED_BYTES
+    plans = torch.empty(num_spans * plan_size, dtype=torch.int32, device=center_rows.device)
+    room = None if in_shared else center_rows.new_empty(blocks * room_size)
     bags = places.bags
     given = bags.rows.inverse, bags.starts, places.contexts, places.before, places.after, places.draws
     assert all(tensor.is_contiguous() for tensor in (center_rows, context_rows, *given))
-    numbers = (
-        len(places.before),
-        dim,
-        places.span,
-        places.reach,
-        places.draws.shape[1],
-        sizes.bag_rows,
-        _is_single(places),
-    )
     packed = _TRAIN.pack(
         *(tensor.data_ptr() for tensor in (center_rows, context_rows, *given, plans)),
         *(0 if tensor is None else tensor.data_ptr() for tensor in (room, losses)),
-        *numbers, cbow, places.window, sizes.plan, sizes.room, negative, rate,
+        len(places.before), dim, places.span, places.reach, places.draws.shape[1], bag_rows, _is_single(places), cbow,
+        places.window, plan_size, room_size, negative, rate,
     )  # fmt: skip
-    return Work(packed, num_spans, exchanged + (4 * sizes.room if in_shared else 0), (plans, room))
+    return Work(packed, num_spans, exchanged + (4 * room_size if in_shared else 0), (plans, room))
 
 
 def fits_kernel(rows: Tensor, places: Places, cbow: bool) -> bool:
@@ -87,7 +71,8 @@ def _exchanged(places: Places, cbow: bool, blocks: int) -> int:
     return 4 + (blocks + 1) * slots + targets * _SPAN
 
 
-def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> _Sizes:
+def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> tuple[int, int, int]:
+    """Return the rows of bags that a span reads at most, and numbers of 4 bytes: of its plan, and of each block's room."""
     reach = places.reach
     near, bags = (_SPAN, _SPAN + 2 * reach) if cbow else (_SPAN + 2 * reach, _SPAN)
     bag_rows, single = bags, _is_single(places)
@@ -102,7 +87,7 @@ def _sizes(places: Places, dim: int, cbow: bool, blocks: int) -> _Sizes:
     parts = _PARTS if blocks > 1 and not cbow else 1
     rows += (0 if single else bags) + (_SPAN if cbow else 0) + parts * _SPAN
     chunks = _up(_up(dim, 4) // 4, blocks) // blocks  # of four columns, of each block
-    return _Sizes(bag_rows, plan, 2 * plan + rows * 4 * (chunks | 1))
+    return bag_rows, plan, 2 * plan + rows * 4 * (chunks | 1)
 
 
 def _up(number: int, multiple: int) -> int:
