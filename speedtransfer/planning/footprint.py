@@ -87,22 +87,18 @@ def _checked(label: str, dtype: Any, choices: dict[str, torch.dtype]) -> str:
 def state_planes(workload: Workload) -> int:
     """Return how many values of state the optimizer keeps for each value of a row."""
     dim = 3  # no other entry of a row is as wide
-    size = _row_size(workload, dim, Form())
+    size = _row_size(workload.trainer.make, workload.idle, dim, Form())
     return sum(plane.row_bytes == 4 * dim and plane.name != "weight" for plane in size.planes)
 
 
 @functools.lru_cache(maxsize=256)
-def _row_size_of(make: MakeOptimizer | None, idle: str, dim: int, form: Form) -> TableSize:
+def _row_size(make: MakeOptimizer | None, idle: str, dim: int, form: Form) -> TableSize:
     return table_size(1, dim, make, **form.arguments, idle=idle)
-
-
-def _row_size(workload: Workload, dim: int, form: Form) -> TableSize:
-    return _row_size_of(workload.trainer.make, workload.idle, dim, form)
 
 
 def size_of(workload: Workload, table: Load, form: Form) -> TableSize:
     """Return the bytes of a table in a form, from a few rows that are really made and trained."""
-    return replace(_row_size(workload, table.dim, form), rows=table.rows)
+    return replace(_row_size(workload.trainer.make, workload.idle, table.dim, form), rows=table.rows)
 
 
 class Bytes(NamedTuple):
@@ -127,7 +123,7 @@ def bytes_of(workload: Workload, form: Form) -> Bytes:
 
 def is_exact(workload: Workload) -> bool:
     """Tell whether rows remember the last step that they have taken."""
-    return _row_size(workload, workload.tables[0].dim, Form()).exact
+    return _row_size(workload.trainer.make, workload.idle, workload.tables[0].dim, Form()).exact
 
 
 # --- memories -----------------------------------------------------------------------------------------------------------

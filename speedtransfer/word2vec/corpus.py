@@ -178,20 +178,15 @@ def count_pairs(ids: np.ndarray, num_words: int) -> tuple[np.ndarray, np.ndarray
     pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     least = 1
     for start in range(0, len(ids), CHUNK_IDS):
-        some = _pairs_of(ids[start : start + CHUNK_IDS + 1], num_words)
-        pairs, counts = _merge(pairs, counts, *np.unique(some[some >= 0], return_counts=True))
+        first, second = ids[start : start + CHUNK_IDS], ids[start + 1 : start + CHUNK_IDS + 1]
+        first = first[: len(second)]
+        found = (first * np.int64(num_words) + second)[(first != LINE_END) & (second != LINE_END)]
+        pairs, counts = _merge(pairs, counts, *np.unique(found, return_counts=True))
         if len(pairs) > MAX_PAIRS:
             kept = counts > least
             pairs, counts = pairs[kept], counts[kept]
             least += 1
     return pairs, counts
-
-
-def _pairs_of(ids: np.ndarray, stride: int) -> np.ndarray:
-    """Return each pair of neighbours as one number, -1 where the end of a sequence is one of them."""
-    pairs = ids[:-1] * np.int64(stride) + ids[1:]
-    pairs[(ids[:-1] == LINE_END) | (ids[1:] == LINE_END)] = -1
-    return pairs
 
 
 def _merge(
