@@ -19,7 +19,7 @@ from speedtransfer.planning.hosts import CALL_S, LINKS
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.workload import make_workload
-from speedtransfer.ranks.zipf import expected_unique
+from speedtransfer.ranks.zipf import expected_distinct_share, expected_unique
 from speedtransfer.units import format_seconds
 
 # --- workloads ----------------------------------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ def gpu(device=80e9, host=500e9, disk=4e12):
 
 def test_measured_here(monkeypatch):
     monkeypatch.setattr(planner, "_folder", lambda: planner.Path.cwd())
-    plan = st.plan((2000, 8), batch=64, lookups=2, idle="lazy", storage_dtype="float32")
+    plan = st.plan((2000, 8), batch=64, lookups=2, idle="lazy", storage_dtype=torch.float32)
     timed = {option.memory: option for option in plan.options if option.trial is not None}
     assert plan.here
     assert {"nn.Embedding", "nn.Embedding(sparse=True)", "pageable", "mmap"} <= timed.keys()
@@ -308,6 +308,8 @@ def test_bytes_and_times(run):
     code, out, _ = run(*SIZES, "--idle", "lazy", *given)
     assert code == 0
     assert "each looks up 1,000 distinct rows a step, 0.50 of these are distinct over all" in out
+    share = expected_distinct_share(1_000_000, 1.05, 65_536, 4)
+    assert f"{share:.2f} of these are distinct over all" in run(*SIZES, "--idle", "lazy")[1]
     found = {name: [cell.strip() for cell in cells] for name, cells in lines(out).items()}
     # 750 rows of others: 8 bytes of id, 256 of row, 256 of gradient; 500 rows owned, with two planes of state.
     assert found["sharded"] == ["192 MB", "384 bytes", "6 kB", "192 kB", "192 kB", "5", "384 kB", "384 kB"]
