@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path, PurePath
+from typing import Any
 
 _MOST_LISTED = 30
 _MOST_COMPARED = 10_000
@@ -128,6 +129,14 @@ def check_no_url(path: object, name: str = "path") -> None:
             f"{name} is the URL {str(path)!r} but must be a path of this machine; mount the store, or pass a "
             "local path and copy what is there (fsspec, rclone)"
         )
+
+
+def check_choice(value: object, name: str, choices: Iterable[str]) -> Any:
+    """Return `value`, which must be one of `choices`."""
+    choices = list(choices)
+    if value not in choices:
+        raise InvalidValueError(f"{name} is {value!r}, not one of its values{suggest(str(value), choices)}")
+    return value
 
 
 def check_size(value: object, name: str, minimum: int = 0) -> int:

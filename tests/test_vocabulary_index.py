@@ -17,8 +17,7 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.vocabulary import id_index
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import IdRows
-from speedtransfer.vocabulary.policies import Admission, Eviction
-from speedtransfer.vocabulary.sightings import Sightings
+from speedtransfer.vocabulary.policies import Admission, Eviction, Sightings
 from speedtransfer.vocabulary.string_ids import hash_ids
 
 LOW, HIGH = -(2**63), 2**63 - 1

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
-from speedtransfer.vocabulary import device_slots, numba_initial
-from speedtransfer.vocabulary.device_slots import Slots, fill_unseen
+from speedtransfer.vocabulary import device_map, numba_initial
+from speedtransfer.vocabulary.device_map import Slots, fill_unseen
 from speedtransfer.vocabulary.initial import Initial, _rounded, check_initial, initial_values, stream_key
 from speedtransfer.vocabulary.mixing import GOLDEN
 
@@ -135,7 +135,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[CpuKernels]:
         built.launch(name, 3, 5, packed, request.param)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_slots, "launch_over", launch)
+        patch.setattr(device_map, "launch_over", launch)
         yield built
 
 

@@ -79,9 +79,9 @@ def make_handle(
     rows = new.over(weight) if weight is not None and in_place else new.make()
     handle = Handle(rows.table, requires_grad, options["idle"], rows)
     if options["vocabulary"] is not None:
-        VocabularyIds(handle, options["vocabulary"], padding_idx)
+        ids = VocabularyIds(handle, options["vocabulary"], padding_idx)
         if weight is not None:
-            options["vocabulary"].adopt(weight)
+            ids.load_saved({}, len(weight), weight)
     elif weight is not None and not in_place:
         rows.load("weight", weight)
     return handle
@@ -104,9 +104,9 @@ def _made_in_all(new: NewRows, exchange: Exchange, requires_grad: bool) -> Handl
     vocabulary.seed = seeds[1]
     partition = Interleaved([rows.table.num_rows] * exchange.ranks)
     handle.owners = kind(handle, exchange, partition, options["comm_dtype"])
-    VocabularyIds(handle, vocabulary, new.padding_idx)
+    ids = VocabularyIds(handle, vocabulary, new.padding_idx)
     if weight is not None:
-        vocabulary.adopt(weight, exchange.rank, exchange.ranks)
+        ids.load_saved({}, len(weight), weight)
     return handle
 
 

@@ -14,7 +14,6 @@ from speedtransfer.vocabulary.changes import Changes
 from speedtransfer.vocabulary.copies import check_alone, check_changes
 from speedtransfer.vocabulary.id_rows import FREE
 from speedtransfer.vocabulary.ids import as_ids
-from speedtransfer.vocabulary.mixing import owners_of
 from speedtransfer.vocabulary.room import Room
 
 
@@ -35,25 +34,6 @@ def export(vocabulary: Room) -> tuple[Tensor, Tensor]:
     with vocabulary._bound()[1].rows.lock:
         ids, rows = by_id(vocabulary)
         return torch.from_numpy(ids), vocabulary.weights_of(rows)
-
-
-@torch.no_grad()
-def adopt(vocabulary: Room, weights: Tensor, rank: int = 0, ranks: int = 1) -> None:
-    """Let the ids from 0 on be known, with `weights`, ``(n, dim)``, of a table with a row for each; none was before.
-
-    In a group, those that `rank` owns.
-    """
-    live, owner = vocabulary._bound()
-    with owner.rows.lock:
-        ids = np.arange(len(weights))
-        ids = ids[owners_of(ids, ranks) == rank]
-        if vocabulary._padding is not None and 0 <= vocabulary._padding[0] < len(weights):
-            ids = ids[ids != vocabulary._padding[0]]
-            owner.rows.load("weight", weights[vocabulary._padding[0]][None], vocabulary._padding[1])
-        rows = live.take(len(ids))
-        for part in row_chunks(len(ids), 4 * live.table.dim):
-            owner.rows.load("weight", weights[torch.from_numpy(ids[part])], int(rows[part][0]))
-        live.assign(ids, rows, vocabulary.clock)
 
 
 @torch.no_grad()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda import StreamOrder, is_trusted, side_stream, to_device
-from speedtransfer.vocabulary.device_slots import SLOT_BYTES, Slots, fill_unseen
+from speedtransfer.cuda import KernelArgument, StreamOrder, is_trusted, launch_over, side_stream, to_device
 from speedtransfer.vocabulary.id_rows import IdRows
-from speedtransfer.vocabulary.initial import initial_values
+from speedtransfer.vocabulary.initial import KINDS, Initial, check_range, initial_values, scaling, stream_key
 
 # It may take this part of the memory that is free.
 _SHARE = 8
@@ -18,6 +20,63 @@ _LEAST_SLOTS = 1024
 _SPACE, _LEAST_SPACE = 3, 2
 # Ids that are copied at once.
 _CHUNK = 1 << 20
+SLOT_BYTES = 16
+_SOURCE = "ids.cu"
+# struct Ids and struct Values of ids.cu; 64 bits of a hash as int64.
+_IDS, _VALUES = KernelArgument("9q"), KernelArgument("9q3d")
+# enum Type of move.cuh; float64 where no type is meant.
+_TYPES = {torch.float64: 0, torch.float32: 1, torch.float16: 2, torch.bfloat16: 3}
+
+
+class Slots(NamedTuple):
+    """The hash table; where an id stands depends on random numbers, so that nobody can choose ids that make it slow.
+
+    Its memory, ``(size, 2)`` int64 with `size` a power of two, has ids and the complements of their rows, 0 where no id
+    stands, 1 where the id was removed. Seed and multiplier are signed, of 64 bits; the multiplier is odd.
+    """
+
+    memory: Tensor
+    seed: int
+    multiplier: int
+
+    @classmethod
+    def over(cls, memory: Tensor) -> Slots:
+        """Return a table in `memory`, ``(size, 2)`` int64 zeros."""
+        seed, multiplier = np.frombuffer(os.urandom(16), np.int64).tolist()
+        return cls(memory, seed, multiplier | 1)
+
+    def _pack(self, ids: Tensor, rows: Tensor, unknown: int = 0, unseen: int = -1) -> np.ndarray:
+        pointers = self.memory.data_ptr(), ids.data_ptr(), rows.data_ptr(), unknown
+        return _IDS.pack(*pointers, len(ids), len(self.memory) - 1, self.seed, self.multiplier, unseen)
+
+    def find(self, ids: Tensor, unknown: Tensor | None, unseen: int) -> Tensor:
+        """Return the row of each id (n,) int64, contiguous, `unseen` where it has none; their number is added to `unknown`."""
+        rows = torch.empty_like(ids)
+        counter = 0 if unknown is None else unknown.data_ptr()
+        launch_over(len(ids), _SOURCE, "find_ids", ids.device, self._pack(ids, rows, counter, unseen))
+        return rows
+
+    def change(self, ids: Tensor, rows: Tensor) -> None:
+        """Give ids, (n,) and distinct, the rows `rows` (n,), which are changed; a negative one takes its id off.
+
+        There must be free slots for all; both are int64 and contiguous.
+        """
+        for name in ("change_ids", "insert_ids"):
+            launch_over(len(ids), _SOURCE, name, ids.device, self._pack(ids, rows))
+
+
+def fill_unseen(values: Tensor, ids: Tensor, rows: Tensor, unseen: int, seed: int, initial: Initial) -> None:
+    """Set `values`, ``(n, dim)``, of each id whose row is `unseen` to what it begins with: the bits of `initial_values`.
+
+    All are contiguous; ids and rows, ``(n,)``, are int64.
+    """
+    check_range(initial, values.dtype)
+    kind, *numbers = scaling(initial)
+    pointers = values.data_ptr(), ids.data_ptr(), rows.data_ptr()
+    shape = len(ids), values.shape[-1]
+    words = unseen, int(stream_key(seed).view(np.int64)[0]), KINDS.index(kind), _TYPES[values.dtype]
+    packed = _VALUES.pack(*pointers, *shape, *words, *numbers)
+    launch_over(len(ids) * shape[1], _SOURCE, "fill_unseen", values.device, packed)
 
 
 class DeviceMap:
@@ -66,7 +125,7 @@ class DeviceMap:
             with self._order.writing() as stream:
                 self._side.wait_stream(stream)
         self._slots = None
-        self._forget_changes()
+        self._changes, self._num_changes = [], 0
 
     def follow(self, live: IdRows) -> bool:
         """Know all ids of `live`; return False where the memory of the device is too small for them."""
@@ -81,7 +140,7 @@ class DeviceMap:
             ids, last = np.unique(ids, return_index=True)
             with self._order.writing():
                 self._send(ids, rows[last])
-            self._forget_changes()
+            self._changes, self._num_changes = [], 0
         return True
 
     def find(self, ids: Tensor, unseen: int, counted: bool = True) -> Tensor:
@@ -123,9 +182,6 @@ class DeviceMap:
         there = to_device(torch.from_numpy(np.stack([ids, rows])), self.device)
         self._slots.change(there[0], there[1])
         self._taken += int(np.count_nonzero(rows >= 0))
-
-    def _forget_changes(self) -> None:
-        self._changes, self._num_changes = [], 0
 
 
 def _are_right(device: torch.device) -> bool:

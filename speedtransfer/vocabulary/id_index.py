@@ -7,7 +7,7 @@ import os
 import numpy as np
 
 from speedtransfer.buffers import anonymous
-from speedtransfer.errors import HostMemoryError, InvalidValueError, check_size, format_bytes
+from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.jit import compiled_module, run_on_threads
 from speedtransfer.vocabulary.mixing import checked
 
@@ -55,7 +55,6 @@ class IdIndex:
 
     def reserve(self, room: int) -> None:
         """Make room for `room` ids in all. HostMemoryError: the system refuses that much memory; the index is as before."""
-        room = check_size(room, "room")
         if 2 * room <= len(self._slots):
             return
         self._move(len(self._old))
@@ -89,14 +88,9 @@ class IdIndex:
     def insert(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Add ids (n,) int64 that the index does not have, with their rows (n,) int64.
 
-        If one is repeated or has a row already, a row is negative, or `reserve` fails, it raises and the index is as before.
+        If one is repeated or has a row already, or `reserve` fails, it raises and the index is as before.
         """
         ids, rows = checked(ids, "ids"), checked(rows, "rows")
-        if len(ids) != len(rows):
-            raise InvalidValueError(f"{len(ids)} ids and {len(rows)} rows were given; pass one row for each id")
-        if len(rows) and rows.min() < 0:
-            at = int((rows < 0).argmax())
-            raise InvalidValueError(f"rows[{at}] is {rows[at]} but must not be negative; pass a row of the table")
         self.reserve(self._count + len(ids))
         self._move(max(_MOVED_SLOTS, _MOVED_SLOTS_PER_ID * len(ids)))
         done = self._insert(ids, rows)

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import RowIndexError
 from speedtransfer.jit import compiled_module
 from speedtransfer.tables import Table
 from speedtransfer.vocabulary.id_index import COMPILED, IdIndex
@@ -39,10 +38,11 @@ class IdRows:
         self.table, self.reserved, self._padding = table, reserved, padding
         # Whether something came into a change, so that index and free rows may not be those of the planes.
         self.torn = False
-        self._kinds = {ID: torch.int64, LAST_USE: torch.int64} | ({COUNT: torch.float32} if counted else {})
+        # The planes.
+        self.kinds = {ID: torch.int64, LAST_USE: torch.int64} | ({COUNT: torch.float32} if counted else {})
         # The host needs them: those of a table in the memory of a GPU are kept here.
         self._beside: dict[str, Tensor] = {}
-        for name, dtype in self._kinds.items():
+        for name, dtype in self.kinds.items():
             fill = FREE if name == LAST_USE else 0
             if table.stored("weight").is_cuda:
                 self._beside[name] = torch.full((table.num_rows, 1), fill, dtype=dtype, device="cpu")
@@ -70,7 +70,7 @@ class IdRows:
                 fill = FREE if name == LAST_USE else 0
                 self._beside[name] = torch.cat([plane, plane.new_full((num_rows - len(plane), 1), fill)])
         self.ids, self.last_use = self.plane(ID).numpy()[:, 0], self.plane(LAST_USE).numpy()[:, 0]
-        if COUNT in self._kinds:
+        if COUNT in self.kinds:
             self.counts = self.plane(COUNT).numpy()[:, 0]
         if len(self._stays) < num_rows:
             self._stays = np.zeros(num_rows, dtype=bool)
@@ -78,11 +78,6 @@ class IdRows:
     def plane(self, name: str) -> Tensor:
         """Return a plane, ``(num_rows, 1)``, on the host."""
         return self._beside[name] if name in self._beside else self.table.stored(name)
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the planes."""
-        return tuple(self._kinds)
 
     @property
     def released(self) -> np.ndarray:
@@ -141,14 +136,8 @@ class IdRows:
 
         Their counts become ``count * decay ** (now - last use)``, then `uses` is added for each time that a row is there.
         """
-        rows = checked(rows, "rows")
-        if len(rows) and rows.max() >= len(self.last_use):
-            at = int(rows.argmax())
-            raise RowIndexError(
-                f"rows[{at}] is {rows[at]} but there are {len(self.last_use)} rows; pass rows of the table"
-            )
         counts = _NO_COUNTS if self.counts is None else self.counts
-        compiled_module(COMPILED).touch(rows, now, self.last_use, counts, float(decay), uses)
+        compiled_module(COMPILED).touch(checked(rows, "rows"), now, self.last_use, counts, float(decay), uses)
 
     def release(self, rows: np.ndarray) -> None:
         """Let `rows` (n,), distinct, have no id any more."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +13,12 @@ from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.tables import Placement
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import FREE
-from speedtransfer.vocabulary.initial import KINDS, Initial, as_line, check_initial
+from speedtransfer.vocabulary.initial import KINDS, Initial, check_initial
 
-_FORMAT = 1
+FORMAT = 1
 # What the tensor of numbers holds, in this order. Saved states may have a clock in microseconds (`by_time`), and a number of
 # `draws`, which are of rules that are gone: both are written as 0.
-_NUMBERS = (
+NUMBERS = (
     "format",
     "clock",
     "by_time",
@@ -86,32 +86,6 @@ class LoadPlan(NamedTuple):
         return same and self.placement.num_saved == num_saved
 
 
-def pack_numbers(**numbers: int) -> Tensor:
-    """Return the tensor of numbers of a state."""
-    numbers = {"format": _FORMAT, **numbers}
-    bits = [numbers.get(name, 0) & (2**64 - 1) for name in _NUMBERS]
-    return torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
-
-
-def pack_initial(initial: Initial) -> Tensor:
-    """Return what rows begin with as a tensor."""
-    kind, *values = as_line(initial)
-    return torch.tensor([KINDS.index(kind), *values], dtype=torch.float64, device="cpu")
-
-
-def unpack_initial(values: Tensor) -> Initial:
-    """Return what `pack_initial` was given; raise ValueError, IndexError or SpeedtransferError for other tensors."""
-    kind, *numbers = values.tolist()
-    if kind not in (0.0, 1.0, 2.0) or len(numbers) != 2:
-        raise ValueError(f"no such kind: {values.tolist()}")
-    return check_initial(numbers[0] if kind == 0 else (KINDS[int(kind)], *numbers))
-
-
-def pack_features(names: Sequence[str]) -> Tensor:
-    """Return the names of features, of which there are some, as a tensor."""
-    return torch.from_numpy(np.frombuffer("\0".join(names).encode(), dtype=np.uint8).copy())
-
-
 def unpack_features(state: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of features in a state, none if it has none; raise ValueError for other tensors."""
     return tuple(bytes(state["features"].tolist()).decode().split("\0")) if "features" in state else ()
@@ -119,60 +93,51 @@ def unpack_features(state: Mapping[str, Any]) -> tuple[str, ...]:
 
 def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     """Return the state in these tensors; InvalidValueError, which names the module `about`: something is malformed."""
+
+    def error(what: str, remedy: str = "load what state_dict() returned") -> InvalidValueError:
+        return InvalidValueError(f"{about}: {what}; {remedy}")
+
+    arrays: dict[str, np.ndarray] = {}
     for name, (dtype, dims, optional) in _SPECS.items():
-        if name not in state:
-            if optional:
-                continue
-            raise InvalidValueError(
-                f"{about}: the state has no 'vocabulary.{name}'; load all that state_dict() returned"
-            )
-        value = state[name]
-        if not isinstance(value, Tensor) or value.dim() != dims or (dtype is not None and value.dtype != dtype):
+        value = state.get(name)
+        if value is None and optional:
+            continue
+        if value is None:
+            raise error(f"the state has no 'vocabulary.{name}'")
+        if not isinstance(value, Tensor) or value.dim() != dims or dtype not in (None, value.dtype):
             shown = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value).__name__
-            raise InvalidValueError(
-                f"{about}: 'vocabulary.{name}' is {shown} but must be a tensor of {dims} dimensions"
-                f"{f' of {dtype}' if dtype is not None else ''}; load what state_dict() returned"
-            )
-    arrays = {name: state[name].detach().cpu().numpy() for name in _SPECS if name in state}
-    numbers = dict(zip(_NUMBERS, arrays["numbers"].tolist(), strict=False))
-    if numbers.get("format") != _FORMAT or len(arrays["numbers"]) != len(_NUMBERS):
-        raise InvalidValueError(
-            f"{about}: the state of the vocabulary has format {numbers.get('format')} but this version reads {_FORMAT}; "
-            "update speedtransfer"
-        )
+            raise error(f"'vocabulary.{name}' is {shown} but must be {dtype or 'integers'} of {dims} dimensions")
+        arrays[name] = value.detach().cpu().numpy()
+    numbers = dict(zip(NUMBERS, arrays["numbers"].tolist(), strict=False))
+    if numbers.get("format") != FORMAT or len(arrays["numbers"]) != len(NUMBERS):
+        found = f"the state of the vocabulary has format {numbers.get('format')} but this version reads {FORMAT}"
+        raise error(found, "update speedtransfer")
     # Of any 64 bits.
     numbers["seed"] &= 2**64 - 1
     try:
-        initial = unpack_initial(state["initial"])
-    except (ValueError, SpeedtransferError) as error:
-        raise InvalidValueError(
-            f"{about}: 'vocabulary.initial' is not a valid initial value ({error}); load another state"
-        ) from None
-    try:
+        kind, first, second = arrays["initial"].tolist()
+        initial = check_initial((dict(enumerate(KINDS))[kind], first, second) if kind else first)
         features = unpack_features(state)
-    except ValueError:
-        raise InvalidValueError(
-            f"{about}: 'vocabulary.features' has no names of features; load another state"
-        ) from None
+    except (ValueError, KeyError, SpeedtransferError) as reason:
+        raise error(f"'vocabulary.initial' or 'vocabulary.features' is not valid ({reason})") from None
     ids, last_use, counts = arrays["ids"], arrays["last_use"], arrays.get("counts")
-    reserved = numbers["reserved"]
-    wrong = None
-    if len(ids) != len(last_use) or (counts is not None and len(counts) != len(ids)):
-        wrong = "ids, last_use and counts of different lengths"
-    elif not 0 < reserved <= len(ids) or (last_use < FREE).any():
-        wrong = "an impossible number of reserved rows, or impossible times of last use"
-    elif "sightings" in arrays and (arrays["sightings"].dtype.kind != "u" or not arrays["sightings"].size):
-        wrong = f"sightings of {arrays['sightings'].dtype}"
-    elif len(arrays["origin"]) != 2:
-        wrong = f"an origin of {len(arrays['origin'])} numbers"
-    elif any(numbers[name] < 0 for name in ("clock", "sightings_added", "hand", "admitted_now", "admitted_lately")):
-        wrong = "negative numbers"
-    if wrong:
-        raise InvalidValueError(f"{about}: the state of the vocabulary has {wrong}; load what state_dict() returned")
-    origin, clock = arrays["origin"].tolist()
-    return SavedState(
-        ids, last_use, counts, arrays.get("sightings"), arrays["released"], numbers, initial, (origin, clock), features
-    )
+    sightings, origin = arrays.get("sightings"), arrays["origin"]
+    not_negative = ("clock", "sightings_added", "hand", "admitted_now", "admitted_lately")
+    wrong = {
+        "ids, last_use and counts of different lengths": not len(ids)
+        == len(last_use)
+        == len(ids if counts is None else counts),
+        "an impossible number of reserved rows": not 0 < numbers["reserved"] <= len(ids),
+        "impossible times of last use": (last_use < FREE).any(),
+        "sightings that are no counters": sightings is not None and (sightings.dtype.kind != "u" or not sightings.size),
+        "an origin that is not of two numbers": len(origin) != 2,
+        "negative numbers": any(numbers[name] < 0 for name in not_negative),
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise error(f"the state of the vocabulary has {what}")
+    synced = int(origin[0]), int(origin[1])
+    return SavedState(ids, last_use, counts, sightings, arrays["released"], numbers, initial, synced, features)
 
 
 def free_rows(saved: SavedState) -> tuple[np.ndarray, int] | None:

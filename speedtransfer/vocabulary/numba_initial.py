@@ -17,8 +17,8 @@ from speedtransfer.jit import compile_function
 from speedtransfer.vocabulary import mixing
 from speedtransfer.vocabulary.mixing import GOLDEN
 
-CENTRAL = 0.425  # `central` is for probabilities no farther than this from 1/2
-NEAR = 5.0  # `near_tail` is for depths up to this
+_CENTRAL = 0.425  # `central` is for probabilities no farther than this from 1/2
+_NEAR = 5.0  # depths up to which the tail is near
 _ROOT_HALF = 0.7071067811865476
 _LN_2 = 0.6931471805599453
 # Polynomials, above and below a fraction, from the highest power on.
@@ -73,15 +73,11 @@ def depth(fraction: Any, exponent: Any) -> Any:
 
 
 @inlined
-def near_tail(depth: Any) -> Any:
-    """Return minus the quantile of a probability below 0.075 and not very small."""
-    r = depth - 1.6
-    return _polynomial(_NEAR_TAIL[0], r) / _polynomial(_NEAR_TAIL[1], r)
-
-
-@inlined
-def far_tail(depth: Any) -> Any:
-    """Return minus the quantile of a probability below exp(-25)."""
+def tail(depth: Any) -> Any:
+    """Return minus the quantile of a probability below 0.075, whose `depth` that is."""
+    if depth <= _NEAR:
+        r = depth - 1.6
+        return _polynomial(_NEAR_TAIL[0], r) / _polynomial(_NEAR_TAIL[1], r)
     r = depth - 5.0
     return _polynomial(_FAR_TAIL[0], r) / _polynomial(_FAR_TAIL[1], r)
 
@@ -90,12 +86,6 @@ def far_tail(depth: Any) -> Any:
 def half_range(word: Any) -> Any:
     """Return the middle of one of 2**52 equal parts between -1/2 and 1/2, by the upper bits of a random word."""
     return ((word >> np.uint64(12)) + 0.5) * 2.0**-52 - 0.5
-
-
-@inlined
-def unit_range(word: Any) -> Any:
-    """Return one of the 2**53 multiples of 2**-53 from 0 to below 1, by the upper bits of a random word."""
-    return (word >> np.uint64(11)) * 2.0**-53
 
 
 @compile_function
@@ -119,11 +109,12 @@ def fill(
                 values[j, i] = min(central(q) * scale + first, highest)
             for i in range(dim):
                 q = places[i]
-                if abs(q) > CENTRAL:
+                if abs(q) > _CENTRAL:
                     fraction, exponent = math.frexp(0.5 - abs(q))
-                    below = depth(fraction, exponent)
-                    size = near_tail(below) if below <= NEAR else far_tail(below)
+                    size = tail(depth(fraction, exponent))
                     values[j, i] = min(math.copysign(size, q) * scale + first, highest)
         else:
+            # One of the 2**53 multiples of 2**-53 from 0 to below 1, by the upper bits of a random word.
             for i in range(dim):
-                values[j, i] = min(unit_range(mix64(word + np.uint64(i + 1) * GOLDEN)) * scale + first, highest)
+                bits = mix64(word + np.uint64(i + 1) * GOLDEN) >> np.uint64(11)
+                values[j, i] = min(bits * 2.0**-53 * scale + first, highest)

@@ -189,7 +189,7 @@ class Owned:
         live, owner = self._bound()
         if live.table is not owner.rows.table:
             moved = IdRows(owner.rows.table, live.reserved, self._eviction.counts, self._padding)
-            for name in moved.names:
+            for name in moved.kinds:
                 moved.plane(name)[: len(live.ids)].copy_(live.plane(name))
             moved.rebuild()
             self._live = live = moved

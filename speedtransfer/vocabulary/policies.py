@@ -1,4 +1,4 @@
-"""Which new ids are admitted, and which known ones have to go."""
+"""Which new ids are admitted, by a sketch of how often they were seen, and which known ones have to go."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
-from speedtransfer.vocabulary.sightings import Sightings
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice
+from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
 
 # Takes ids, last use and number of uses of some rows, (n,) arrays, and returns which may go (bool), or scores of which the
 # lowest go first.
@@ -24,6 +24,44 @@ Evict = Literal["lru", "lfu"] | int | EvictFunction | None
 _DEPTH = 4
 _LEAST_LIMIT = 255
 _SIGHTINGS_PER_COUNTER = 4
+_COUNTERS = (np.uint8, np.uint16, np.uint32)
+
+
+class Sightings:
+    """A count-min sketch: estimates of how often each id was added, never too low, seldom too high.
+
+    Each id has one counter in each of `depth` lines of `width`, shared with other ids by chance; the lowest of them is the
+    estimate. Only counters below the new estimate rise ("conservative update"), up to `limit`. `state` are the counters,
+    ``(depth, width)``: all that a checkpoint has to keep.
+    """
+
+    def __init__(self, width: int, depth: int, seed: int, limit: int) -> None:
+        self._limit = limit
+        dtype = next(dtype for dtype in _COUNTERS if limit <= np.iinfo(dtype).max)
+        self.state = np.zeros((depth, width), dtype)
+        lines = np.arange(1, depth + 1, dtype=np.uint64) * GOLDEN
+        self._seeds = mix64(lines + np.uint64(seed % 2**64))
+
+    def add(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Add `counts` (n,), not negative, to the sightings of distinct ids (n,) int64; return their estimates (n,) int64."""
+        # All ids at once, from the counters as they were: no order among them, and still at least the count of each.
+        words = checked(ids, "ids").view(np.uint64)
+        half, width = np.uint64(32), np.uint64(self.state.shape[1])
+        # The upper half of a random word, times the width, over 2**32: even over the width, and no division.
+        places = [((mix64(words ^ seed) >> half) * width >> half).view(np.int64) for seed in self._seeds]
+        before = self._lowest(places)
+        goals = (before + np.minimum(counts, self._limit - before)).astype(self.state.dtype)
+        for line, place in zip(self.state, places, strict=True):
+            np.maximum.at(line, place, goals)
+        return self._lowest(places)
+
+    def halve(self) -> None:
+        """Halve all numbers, rounding down: sightings of long ago count less and less."""
+        self.state >>= 1
+
+    def _lowest(self, places: list[np.ndarray]) -> np.ndarray:
+        counts = [line[place] for line, place in zip(self.state, places, strict=True)]
+        return np.minimum.reduce(counts).astype(np.int64)
 
 
 class Admission:
@@ -37,9 +75,8 @@ class Admission:
         self._admit = admit
         self.sightings: Sightings | None = None
         if isinstance(admit, int) and admit > 1:
-            limit, depth = max(admit, _LEAST_LIMIT), _DEPTH
-            if counters is not None:
-                depth, width = counters.shape
+            limit = max(admit, _LEAST_LIMIT)
+            depth, width = (_DEPTH, width) if counters is None else counters.shape
             self.sightings = Sightings(width, depth, seed, limit)
             if counters is not None:
                 self.sightings.state[:] = np.minimum(counters, limit)
@@ -48,14 +85,14 @@ class Admission:
 
     def choose(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return which of the `ids` (n,) int64, distinct, that were seen `counts` (n,) times more are admitted, (n,) bool."""
-        if self.sightings is not None:
-            self.added += int(counts.sum())
-            if self.added > _SIGHTINGS_PER_COUNTER * self.sightings.width:
-                # Those of ids that never come again would fill it.
-                self.sightings.halve()
-                self.added = 0
-            return np.asarray(self.sightings.add(ids, counts) >= self._admit)
-        return np.ones(len(ids), dtype=bool)
+        if self.sightings is None:
+            return np.ones(len(ids), dtype=bool)
+        self.added += int(counts.sum())
+        if self.added > _SIGHTINGS_PER_COUNTER * self.sightings.state.shape[1]:
+            # Those of ids that never come again would fill it.
+            self.sightings.halve()
+            self.added = 0
+        return np.asarray(self.sightings.add(ids, counts) >= self._admit)
 
 
 class Eviction:
@@ -66,23 +103,18 @@ class Eviction:
         self.decay = 0.5 ** (1 / half_life)
         # After so many steps without a use a row goes.
         self.lifetime = evict if isinstance(evict, int) else None
-
-    @property
-    def counts(self) -> bool:
-        """Whether it needs the number of uses."""
-        return self.rule == "lfu" or callable(self.rule)
+        # Whether it needs the number of uses.
+        self.counts = evict == "lfu" or callable(evict)
 
     def scores(self, now: int, ids: np.ndarray, last_use: np.ndarray, counts: np.ndarray | None) -> np.ndarray:
         """Return a number for each row, (n,) float64: the lowest go first, and those of inf stay."""
         if self.lifetime is not None:
             return np.where(now - last_use > self.lifetime, last_use.astype(np.float64), np.inf)
-        if self.rule == "lru":
+        if counts is None:
             return last_use.astype(np.float64)
-        assert counts is not None
         current = counts * self.decay ** (now - last_use).astype(np.float64)
-        if self.rule == "lfu":
+        if not callable(self.rule):
             return np.asarray(current, dtype=np.float64)
-        assert callable(self.rule)
         chosen = np.asarray(self.rule(ids.copy(), last_use.copy(), current.astype(np.float32)))
         if chosen.shape != ids.shape or chosen.dtype.kind not in "biuf":
             raise InvalidValueError(
@@ -95,9 +127,7 @@ class Eviction:
 def check_admit(admit: Any) -> Admit:
     """Return a valid `admit`; raise for anything else."""
     if isinstance(admit, str):
-        if admit != "always":
-            raise InvalidValueError(f"admit is {admit!r}, not one of its values{suggest(admit, ['always'])}")
-        return "always"
+        return check_choice(admit, "admit", ["always"])
     if isinstance(admit, bool) or not isinstance(admit, numbers.Integral):
         raise InvalidTypeError(f"admit is {admit!r} but must be 'always' or an int (sightings); pass one of them")
     if not 1 <= int(admit) < 2**32:
@@ -112,9 +142,7 @@ def check_evict(evict: Any) -> Evict:
     if evict is None or callable(evict):
         return evict
     if isinstance(evict, str):
-        if evict not in ("lru", "lfu"):
-            raise InvalidValueError(f"evict is {evict!r}, not one of its values{suggest(evict, ['lru', 'lfu'])}")
-        return "lru" if evict == "lru" else "lfu"
+        return check_choice(evict, "evict", ["lru", "lfu"])
     if isinstance(evict, bool) or not isinstance(evict, numbers.Integral):
         raise InvalidTypeError(
             f"evict is {evict!r} but must be None, 'lru', 'lfu', an int (steps) or a callable; pass one of them"

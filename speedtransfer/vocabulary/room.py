@@ -14,12 +14,10 @@ from speedtransfer.cuda import to_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
-from speedtransfer.vocabulary.device_map import DeviceMap
-from speedtransfer.vocabulary.device_slots import fill_unseen
-from speedtransfer.vocabulary.feature_keys import FeatureKeys
+from speedtransfer.vocabulary.device_map import DeviceMap, fill_unseen
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
-from speedtransfer.vocabulary.ids import NotedIds
+from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds
 from speedtransfer.vocabulary.initial import initial_values
 from speedtransfer.vocabulary.owned import Owned
 

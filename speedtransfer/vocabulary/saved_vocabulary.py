@@ -15,13 +15,13 @@ from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
+from speedtransfer.vocabulary.initial import KINDS, as_line
 from speedtransfer.vocabulary.loaded_state import (
+    FORMAT,
+    NUMBERS,
     LoadPlan,
     SavedState,
     free_rows,
-    pack_features,
-    pack_initial,
-    pack_numbers,
     read_state,
 )
 from speedtransfer.vocabulary.policies import Admission
@@ -30,30 +30,35 @@ from speedtransfer.vocabulary.room import Room
 
 def state_dict(vocabulary: Room) -> dict[str, Tensor]:
     """Return its state: `ids` and `last_use`, ``(num_rows,)``, by row (-1: no id), which are views, and the rest."""
-    live, _ = vocabulary._bound()
+    live, admission = vocabulary._bound()[0], vocabulary._admission
     state = {"ids": live.plane(ID)[:, 0], "last_use": live.plane(LAST_USE)[:, 0]}
     if live.counts is not None:
         state["counts"] = live.plane(COUNT)[:, 0]
-    if vocabulary._admission.sightings is not None:
-        state["sightings"] = torch.from_numpy(vocabulary._admission.sightings.state)
+    if admission.sightings is not None:
+        state["sightings"] = torch.from_numpy(admission.sightings.state)
     state["released"] = torch.from_numpy(live.released.copy())
     state["origin"] = torch.tensor(
         vocabulary._synced or (vocabulary._log.origin, vocabulary.clock), dtype=torch.int64, device="cpu"
     )
-    state["numbers"] = pack_numbers(
-        clock=vocabulary.clock,
-        seed=vocabulary.seed,
-        reserved=live.reserved,
-        padding=vocabulary._padding[0] if vocabulary._padding is not None else 0,
-        sightings_added=vocabulary._admission.added,
-        hand=live.hand,
-        fresh=live.fresh,
-        admitted_now=vocabulary._admitted_now,
-        admitted_lately=vocabulary._admitted_lately,
-    )
-    state["initial"] = pack_initial(vocabulary.initial)
+    numbers = {
+        "format": FORMAT,
+        "clock": vocabulary.clock,
+        "seed": vocabulary.seed,
+        "reserved": live.reserved,
+        "padding": vocabulary.padding_idx or 0,
+        "sightings_added": admission.added,
+        "hand": live.hand,
+        "fresh": live.fresh,
+        "admitted_now": vocabulary._admitted_now,
+        "admitted_lately": vocabulary._admitted_lately,
+    }
+    bits = [numbers.get(name, 0) & (2**64 - 1) for name in NUMBERS]
+    state["numbers"] = torch.from_numpy(np.array(bits, dtype=np.uint64).view(np.int64))
+    kind, *values = as_line(vocabulary.initial)
+    state["initial"] = torch.tensor([KINDS.index(kind), *values], dtype=torch.float64, device="cpu")
     if vocabulary.features:
-        state["features"] = pack_features(vocabulary.features)
+        names = "\0".join(vocabulary.features).encode()
+        state["features"] = torch.from_numpy(np.frombuffer(names, dtype=np.uint8).copy())
     return state
 
 
@@ -122,19 +127,16 @@ def _placement(
     sources: np.ndarray,
     rows: np.ndarray,
 ) -> Placement:
-    reserved = vocabulary.reserved
     if saved is None:
         # What unseen ids read is of this vocabulary alone.
-        first = (
-            [] if vocabulary._padding is None or not 0 <= vocabulary._padding[0] < num_saved else [vocabulary._padding]
-        )
-        pairs = np.array(first, dtype=np.int64).reshape(-1, 2)
-        sources, rows = np.concatenate([pairs[:, 0], sources]), np.concatenate([pairs[:, 1], rows])
+        padding = vocabulary._padding
+        if padding is not None and 0 <= padding[0] < num_saved:
+            sources, rows = np.append(sources, padding[0]), np.append(rows, padding[1])
         order = np.argsort(sources)
         return Placement(num_saved, torch.from_numpy(sources[order]), torch.from_numpy(rows[order]))
     if num_saved <= num_rows and np.array_equal(sources, rows) and vocabulary._bound()[1].owners.processes == 1:
         return Placement(num_saved)
-    kept = np.arange(reserved)
+    kept = np.arange(vocabulary.reserved)
     joined = (torch.from_numpy(np.concatenate([kept, numbers])) for numbers in (sources, rows))
     return Placement(num_saved, *joined)
 

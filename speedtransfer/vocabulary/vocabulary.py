@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_size
 from speedtransfer.vocabulary import contents, copies, saved_vocabulary
 from speedtransfer.vocabulary.capacity import check_max_capacity
 from speedtransfer.vocabulary.ids import as_ids
@@ -101,11 +101,9 @@ class Vocabulary(Room):
         self.capacity_asked = None if capacity is None else check_size(capacity, "capacity", 1)
         self.max_capacity = check_max_capacity(max_capacity, self.capacity_asked)
         self.admit, self.evict = check_admit(admit), check_evict(evict)
-        if unseen not in UNSEEN:
-            raise InvalidValueError(f"unseen is {unseen!r}, not one of its values{suggest(str(unseen), UNSEEN)}")
         if on_evict is not None and not callable(on_evict):
             raise InvalidTypeError(f"on_evict is {on_evict!r} but must be called with ids and rows; pass a function")
-        self.unseen, self.on_evict = unseen, on_evict
+        self.unseen, self.on_evict = check_choice(unseen, "unseen", UNSEEN), on_evict
         self.initial, self.seed = check_initial(initial), check_seed(seed)
         self.half_life = check_half_life(half_life)
         if not isinstance(deferred, bool):
@@ -135,7 +133,7 @@ class Vocabulary(Room):
     def stats(self) -> VocabularyStats:
         """Return what it has done since it was made, or `reset_stats`."""
         live, most = self._bound()[0], self._most()
-        num_bytes = live.index.nbytes + sum(live.plane(name).nbytes for name in live.names)
+        num_bytes = live.index.nbytes + sum(live.plane(name).nbytes for name in live.kinds)
         self._count_unknown()
         admitted, evicted, lookups, unseen = self._counts.tolist()
         return VocabularyStats(
@@ -166,7 +164,6 @@ class Vocabulary(Room):
 
     by_id = contents.by_id
     export = contents.export
-    adopt = contents.adopt
     update = contents.update
     forget = contents.forget
     changed_since = copies.changed_since

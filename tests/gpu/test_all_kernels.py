@@ -14,7 +14,7 @@ from engine_cases import any_bits, cached
 from gpu.tools import check_same, pinned
 from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import RowIndexError
-from speedtransfer.vocabulary.device_slots import Slots, fill_unseen
+from speedtransfer.vocabulary.device_map import Slots, fill_unseen
 
 pytestmark = pytest.mark.sanitizer
 
