@@ -119,26 +119,22 @@ class DataGadget(Gadgets, CudaOrPinned, CPUPinn=False):
     """
 
 
-class ModelFactoryMM(Models, MemoryMapped, diskname="variable", datatype="float32", CPUPinn=False, path=None):
-    """A :class:`~speedtransfer.speedtorch.ModelFactory` whose rows live in a file, by default one that vanishes with it.
+class ModelFactoryMM(Models, MemoryMapped, diskname="variable", datatype="float32", CPUPinn=False):
+    """A :class:`~speedtransfer.speedtorch.ModelFactory` whose rows live in a file without a name, which goes with it.
 
-    That file is in the folder of the path `diskname`. `path`, a new ``.npy`` or ``.safetensors`` file, keeps the rows.
-    `CPUPinn` is ignored: the rows pass through page-locked memory anyway.
+    The file is in the folder of the path `diskname`. `CPUPinn` is ignored: the rows pass through page-locked memory anyway.
     """
 
 
-class OptimizerFactoryMM(Optimizers, MemoryMapped, dtype="float32", CPUPinn=False, folder=""):
-    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` whose state lives in files without a name, which go with it.
+class OptimizerFactoryMM(Optimizers, MemoryMapped, dtype="float32", CPUPinn=False):
+    """An :class:`~speedtransfer.speedtorch.OptimizerFactory` whose state lives in files of the working directory.
 
-    The files are in `folder`, by default the working directory. `CPUPinn` is ignored.
+    The files have no name, and go with it. `CPUPinn` is ignored.
     """
 
 
-class COMMM(ArrayMatrices, MemoryMapped, diskname="COM", datatype="uint32", CPUPinn=False, path=None):
-    """A :class:`~speedtransfer.speedtorch.COM` that lives in a file, as the rows of a :class:`ModelFactoryMM` do.
-
-    In the file `path` unsigned integers are signed ones of the same bits.
-    """
+class COMMM(ArrayMatrices, MemoryMapped, diskname="COM", datatype="uint32", CPUPinn=False):
+    """A :class:`~speedtransfer.speedtorch.COM` that lives in a file, as the rows of a :class:`ModelFactoryMM` do."""
 
 
 class DataGadgetMM(MappedGadgets, MemoryMapped, CPUPinn=False):

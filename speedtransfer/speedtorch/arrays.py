@@ -94,7 +94,7 @@ def tensor_from(value: Any, what: str) -> Tensor:
     dtype = getattr(torch, array.dtype.name, None)
     if dtype in BITS:
         native = np.require(array, array.dtype.newbyteorder("="), ["C", "W", "A"])
-        return torch.from_numpy(native.view(np.dtype(str(BITS[dtype]).removeprefix("torch.")))).view(dtype)
+        return torch.from_numpy(native.view(numpy_dtype(BITS[dtype]))).view(dtype)
     return tensor_of(array, what)
 
 
@@ -113,11 +113,17 @@ def wait_for(array: Any) -> None:
         (torch.cuda.ExternalStream(pointer) if pointer > 1 else torch.cuda.default_stream()).synchronize()
 
 
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    """Return NumPy's dtype; InvalidTypeError for bfloat16 and float8."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype in NO_NUMPY_DTYPES:
+        raise InvalidTypeError(f"NumPy has no {name}; use getTorchVar() and saveTorch(), or another datatype")
+    return np.dtype(name)
+
+
 def host_array(plane: Tensor) -> np.ndarray:
-    """Return an array over the memory of a tensor on the host; InvalidTypeError for bfloat16 and float8."""
-    if plane.dtype in NO_NUMPY_DTYPES:
-        name = str(plane.dtype).removeprefix("torch.")
-        raise InvalidTypeError(f"NumPy has no {name}; use getTorchVar(), or another datatype")
+    """Return an array over the memory of a tensor on the host."""
+    numpy_dtype(plane.dtype)
     return plane.numpy()
 
 

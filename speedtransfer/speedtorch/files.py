@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.dtypes import NO_NUMPY_DTYPES
 from speedtransfer.errors import InvalidTypeError, StorageError
+from speedtransfer.speedtorch.arrays import numpy_dtype
 from speedtransfer.system import replace_file
 from speedtransfer.tables import PathLike, plane_chunks
 from speedtransfer.untrusted import check_file, only_storage_errors, open_file
@@ -32,10 +32,7 @@ def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
     if len(kinds) != 1:
         raise InvalidTypeError(f"a .npy file has one shape and dtype but there are {len(kinds)} kinds; use saveTorch")
     (shape, dtype) = kinds.pop()
-    name = str(dtype).removeprefix("torch.")
-    if dtype in NO_NUMPY_DTYPES:
-        raise InvalidTypeError(f"NumPy has no {name} and so no .npy file of it; use saveTorch, or another datatype")
-    kind = np.dtype(name)
+    kind = numpy_dtype(dtype)
     fields = {"descr": np.lib.format.dtype_to_descr(kind), "fortran_order": False}
     with replace_file(path) as file:
         np.lib.format.write_array_header_1_0(file, {**fields, "shape": (len(tensors), *shape) if stacked else shape})

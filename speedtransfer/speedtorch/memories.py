@@ -14,7 +14,7 @@ import torch
 from speedtransfer.cuda import cuda_status, resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.speedtorch.storage import Memory, Storage, view_of
-from speedtransfer.tables import PathLike, Table
+from speedtransfer.tables import Table
 
 ARRAY_DOC = "All rows over their memory, as `getCupyVar` returns them; assign an array to load it."
 TENSOR_DOC = "All rows over their memory, as `getTorchVar` returns them; assign a tensor to load it."
@@ -33,23 +33,19 @@ class CudaOrPinned(Storage):
 
 
 class MemoryMapped(Storage):
-    """Rows in a file mapped into memory: the new file `path`, or one without a name in a folder."""
+    """Rows in a file mapped into memory, which has no name; it is in the folder of `diskname`."""
 
-    path: PathLike | None = None
     diskname: str = ""
-    folder: PathLike = ""
 
     def _place(self) -> tuple[Memory, torch.device]:
         return _on_device("cuda", "mmap")
 
     def _new_table(self, num_rows: int, dim: int, dtype: torch.dtype) -> Table:
-        folder = self.folder or os.path.dirname(self.diskname)
-        path = Path(self.path or Path(folder, f".speedtorch-{uuid.uuid4().hex}.safetensors"))
+        path = Path(os.path.dirname(self.diskname), f".speedtorch-{uuid.uuid4().hex}.safetensors")
         memory, device = self._place()
         table = Table(num_rows, dim, dtype, memory, path, device)
-        if self.path is None:
-            with contextlib.suppress(OSError):  # the map keeps the file, without a name, until the table dies
-                path.unlink()
+        with contextlib.suppress(OSError):  # the map keeps the file, without a name, until the table dies
+            path.unlink()
         return table
 
     CUPYmemmap = view_of("getCupyMM", ARRAY_DOC)

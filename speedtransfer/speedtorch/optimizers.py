@@ -9,7 +9,6 @@ updates row by row will do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,21 +19,10 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, OptimizerE
 from speedtransfer.optim import PlaneSpec, probe_optimizer
 from speedtransfer.optim.leaves import cloned, leaves, put
 from speedtransfer.optim.probe import Trial, without_gradients
-from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
+from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, to_copy
 from speedtransfer.speedtorch.models import all_weights, find_parameter
 from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.speedtorch.storage import Storage
-
-
-class States(list[Any]):
-    """Arrays or tensors over the states of an optimizer; to set an item is to load it."""
-
-    def __init__(self, arrays: Iterable[Any], load: Callable[[Any, Any], None]) -> None:
-        super().__init__(arrays)
-        self._load = load
-
-    def __setitem__(self, at: Any, value: Any) -> None:
-        self._load(at, value)
 
 
 class Optimizers(Storage):
@@ -137,28 +125,20 @@ class Optimizers(Storage):
             rows.fill(_plane(name), weights)
         self._copies = []
 
-    def _lent(self, views: list[Any]) -> States:
+    def _one_or_all(self, arrays: list[Any]) -> Any:
         self._shown = True
-        return States(views, self._set_item)
-
-    def _set_item(self, at: Any, value: Any) -> None:
-        names = self.optVarList[at]
-        if isinstance(names, str):
-            names, value = [names], [value]
-        self._load(names, [tensor_from(one, "the array") for one in value])
+        return super()._one_or_all(arrays)
 
     def _take(self, tensors: list[Tensor]) -> None:
         if self._held is None:
             self._try()
-        self._load(self.optVarList, tensors)
-
-    def _load(self, names: list[str], tensors: list[Tensor]) -> None:
-        if len(tensors) != len(names):
+        if len(tensors) != len(self._specs):
             raise InvalidValueError(
-                f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {names}; pass one for each"
+                f"there are {len(tensors)} arrays but {type(self.given_optimizer).__name__} keeps {self.optVarList}; pass "
+                "one for each"
             )
-        sources = []
-        for name, tensor in zip(names, tensors, strict=True):
+        sources = {}
+        for name, tensor in zip(self.optVarList, tensors, strict=True):
             column = self._columns[_plane(name)]
             shape = (self.total_classes, *column.tail)
             if tuple(tensor.shape) != shape:
@@ -166,12 +146,12 @@ class Optimizers(Storage):
                     f"the array of {name!r} has shape {tuple(tensor.shape)} but must be {shape}; load another file, or make "
                     "the factory for this shape"
                 )
-            sources.append(to_copy(column.dtype, tensor, f"the array of {name!r}"))
+            sources[_plane(name)] = to_copy(column.dtype, tensor, f"the array of {name!r}")
         rows = self._held or self._make()
         rows.settle()
-        for name, source in zip(names, sources, strict=True):
-            rows.fill(_plane(name), source)
-        self._shown, self._copies = True, [name for name in self._copies if name not in names]
+        for plane, source in sources.items():
+            rows.fill(plane, source)
+        self._shown, self._copies = True, []
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
         """Put the state of a batch's rows into the optimizer. What all rows share (the number of steps) stays there.

@@ -19,7 +19,6 @@ from speedtransfer.speedtorch.rows import Column, Rows
 from speedtransfer.tables import PathLike, Table
 
 Memory: TypeAlias = Literal["device", "pinned", "pageable", "mmap"]
-_BY_NAME_ALONE = ("path", "folder")  # SpeedTorch had no such arguments
 
 
 class NoRowsError(InvalidValueError, AttributeError):
@@ -42,11 +41,9 @@ class Storage(ABC):
     def __init_subclass__(cls, **defaults: Any) -> None:
         super().__init_subclass__()
         if defaults:
-            given = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in cls._role]
-            for name, value in defaults.items():
-                kind = Parameter.KEYWORD_ONLY if name in _BY_NAME_ALONE else Parameter.POSITIONAL_OR_KEYWORD
-                given.append(Parameter(name, kind, default=value))
-            cls.__signature__ = Signature(given)
+            names = dict.fromkeys(cls._role, Parameter.empty) | defaults
+            kind = Parameter.POSITIONAL_OR_KEYWORD
+            cls.__signature__ = Signature([Parameter(name, kind, default=value) for name, value in names.items()])
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         given = self.__signature__.bind(*arguments, **named)
@@ -87,9 +84,9 @@ class Storage(ABC):
     def _whole(self) -> list[Tensor]:
         return [self._rows.whole(name) for name in self._rows.columns]
 
-    def _lent(self, views: list[Any]) -> Any:
-        """Return what a call that shows rows over their memory returns."""
-        return views[0]
+    def _one_or_all(self, arrays: list[Any]) -> Any:
+        """Return what a call that shows rows returns."""
+        return tuple(arrays) if self._several else arrays[0]
 
     def _set(self, value: Any) -> None:
         self._take([tensor_from(one, "the array") for one in (value if self._several else [value])])
@@ -97,21 +94,20 @@ class Storage(ABC):
     def getCupyVar(self) -> Any:
         """Return all rows over their memory: a CuPy array where CUDA reaches it, else a NumPy array, which is used alike.
 
-        An optimizer's switcher returns a list, one array for each name in `optVarList`; an item that is set is loaded.
+        An optimizer's switcher returns a tuple, one array for each name in `optVarList`.
         """
-        return self._lent([self._rows.array(name) for name in self._rows.columns])
+        return self._one_or_all([self._rows.array(name) for name in self._rows.columns])
 
     getCupyMM = getCupyVar  # noqa: N815
 
     def getTorchVar(self) -> Any:
-        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a list as `getCupyVar`."""
+        """Return all rows as a tensor over their memory, on the CPU unless that is the device's; a tuple as `getCupyVar`."""
         self._rows.lend()
-        return self._lent(self._whole())
+        return self._one_or_all(self._whole())
 
     def getNumpyVersion(self) -> Any:
         """Return a copy of all rows as a NumPy array; of an optimizer's switcher a tuple of them."""
-        copies = [self._rows.numpy(name) for name in self._rows.columns]
-        return tuple(copies) if self._several else copies[0]
+        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
 
     def saveCupy(self, saveFileName: PathLike) -> None:
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.

@@ -93,9 +93,9 @@ class NotedIds:
 class FeatureKeys:
     """The ids of a vocabulary, here called keys, for those of features that are numbered from 1 on.
 
-    The feature is in the highest bits. With 64 - b bits for an id, where b are enough for the number, the key of an id of
-    feature n is ``(n << 64 - b) + id`` modulo 2**64. Number 0 is that of no feature: of padding, and of rows without an id. Ids from ``-(1 << bits - 1)`` on and
-    below ``1 << bits - 1`` have keys, where `bits` are those of an id.
+    The feature is in the highest bits: with 64 - b bits for an id, where b are enough for the number, the key of an id of
+    feature n is ``(n << 64 - b) + id`` modulo 2**64. Number 0 is that of no feature: of padding, and of rows without an id.
+    Ids from ``-(1 << bits - 1)`` on and below ``1 << bits - 1`` have keys, where `bits` are those of an id.
     """
 
     # Of the padding of all features.
