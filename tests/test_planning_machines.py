@@ -41,8 +41,7 @@ from speedtransfer.planning.rank import (
 )
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.workload import make_workload
-from speedtransfer.ranks.cost import StepCost, sharded_step
-from speedtransfer.ranks.row_counts import expected_counts, row_form
+from speedtransfer.ranks.cost import StepCost, expected_counts, row_form, sharded_step
 from speedtransfer.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]

@@ -17,11 +17,19 @@ from rich.text import Text
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
 from speedtransfer.nn.sizing import TableSize
 from speedtransfer.planning.footprint import Form, is_exact, size_of, state_planes
-from speedtransfer.planning.workload import Load, Workload
+from speedtransfer.planning.workload import Workload
 from speedtransfer.ranks import Partition
-from speedtransfer.ranks import cost as costs
-from speedtransfer.ranks.cost import StepCost, delays_of, sharded_calls, sharded_step
-from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts, expected_counts, row_form
+from speedtransfer.ranks.cost import (
+    RowCounts,
+    StepCost,
+    delays_of,
+    expected_counts,
+    replicas_step,
+    row_form,
+    sharded_calls,
+    sharded_step,
+    shared_step,
+)
 from speedtransfer.ranks.zipf import expected_distinct_share, expected_imbalance, expected_unique
 from speedtransfer.units import format_seconds
 
@@ -84,7 +92,7 @@ def one_share(workload: Workload, ranks: int) -> Workload:
     tables = []
     for table in workload.tables:
         rows = math.ceil(table.rows / ranks)
-        unique = min(_distinct_share(table, workload.zipf, ranks) * table.unique, rows)
+        unique = min(expected_distinct_share(table.features, workload.zipf, ranks) * table.unique, rows)
         tables.append(dataclasses.replace(table, rows=rows, features=((rows, table.lookups),), unique=unique))
     return dataclasses.replace(workload, tables=tuple(tables))
 
@@ -96,17 +104,11 @@ def counts_of(workload: Workload, form: Form, ranks: int) -> list[RowCounts]:
         expected_counts(
             row_form(table.dim, **form.arguments, **how),
             table.unique,
-            _distinct_share(table, workload.zipf, ranks),
+            expected_distinct_share(table.features, workload.zipf, ranks),
             ranks,
         )
         for table in workload.tables
     ]
-
-
-def _distinct_share(table: Load, zipf: float, ranks: int) -> float:
-    """Return the distinct rows that all processes look up over the sum of those of each."""
-    together = sum(expected_unique(rows, zipf, ranks * count) for rows, count in table.features)
-    return together / (ranks * sum(expected_unique(rows, zipf, count) for rows, count in table.features))
 
 
 @dataclass(frozen=True)
@@ -207,7 +209,7 @@ def show_ranks(
     """
     (work,), zipf = workload.tables, workload.zipf
     rows, lookups, unique = work.rows, work.lookups, work.unique
-    share = expected_distinct_share(rows, zipf, lookups, ranks) if distinct_share is None else distinct_share
+    share = expected_distinct_share([(rows, lookups)], zipf, ranks) if distinct_share is None else distinct_share
     if not 1 / ranks <= share <= 1:
         raise InvalidValueError(f"--distinct-share is {share} but must be from 1 / --ranks to 1; pass a share between")
     balance = expected_imbalance(Partition(rows, ranks), zipf, lookups)
@@ -238,12 +240,15 @@ def _kinds(
     sent = form.stored if size.exact else stored
     form = dataclasses.replace(form, stored=stored, state=size.row_bytes - stored, sent=sent)
     counts, plain = expected_counts(form, unique, share, ranks), row_form(size.dim, state_planes=2)
-    replica = ReplicaCounts(form, unique, unique, share * unique * ranks)
-    dense, whole = size.rows * plain.stored, size.total_bytes
+    replica = form, unique, unique, share * unique * ranks
+    dense, whole, others = size.rows * plain.stored, size.total_bytes, (ranks - 1) * unique
+    # By gloo, computed and not counted: calls for sizes (left out), ids and values of all; a ring all-reduce of all rows.
+    sparse_ddp = StepCost(ids=8 * others, gradients=plain.gradient * others, calls=3)
+    dense_ddp = StepCost(gradients=2 * (1 - 1 / ranks) * dense, calls=1)
     return {
         "sharded": (whole / ranks, sharded_step([counts], ranks)),
-        'memory="shared"': (whole / ranks, costs.shared_step([counts], ranks)),
-        "ordinary table in DDP": (whole, costs.replicas_step([replica], ranks)),
-        "nn.Embedding, sparse, DDP": (3 * dense, costs.ddp_sparse_step(unique, plain.gradient, ranks)),
-        "nn.Embedding, DDP": (4 * dense, costs.ddp_dense_step(size.rows, plain.stored, ranks)),
+        'memory="shared"': (whole / ranks, shared_step([counts], ranks)),
+        "ordinary table in DDP": (whole, replicas_step([replica], ranks)),
+        "nn.Embedding, sparse, DDP": (3 * dense, sparse_ddp),
+        "nn.Embedding, DDP": (4 * dense, dense_ddp),
     }

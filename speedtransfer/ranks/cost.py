@@ -9,13 +9,82 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from speedtransfer.ranks.row_counts import ReplicaCounts, RowCounts
+import torch
+
+from speedtransfer.encoding import check_dtypes, codec_for
 
 # Numbers of 8 bytes in the first message of a meeting, two of which name it; the others are what is told.
 _MESSAGE, _NAMES = 8, 2
 _ID_BYTES = 8
 # What a connection of TCP sends before an answer: ten segments (RFC 6928) in frames of 1,500 bytes.
 _AT_ONCE = 10 * 1448
+
+
+@dataclass(frozen=True)
+class RowForm:
+    """Bytes of a row: its weights in the table and on their way from an owner, its state, its gradient on the way back."""
+
+    stored: int
+    state: int
+    sent: int
+    gradient: int
+
+
+def row_form(
+    dim: int,
+    dtype: torch.dtype = torch.float32,
+    storage_dtype: torch.dtype | None = None,
+    state_dtype: torch.dtype | None = None,
+    comm_dtype: torch.dtype | None = None,
+    *,
+    state_planes: int = 2,
+    idle: str = "lazy",
+    max_norm: bool = False,
+    scale_block: int | None = None,
+) -> RowForm:
+    """Return the bytes of a row of a table made with these arguments of :class:`speedtransfer.Embedding`.
+
+    Owners send rows as they are stored, but decoded (float32) with ``idle="exact"`` or `max_norm`, where they change rows
+    before they send them. `state_planes` is the number of tensors of the shape of the weights in the optimizer's state: 2 of
+    AdamW, 1 of SGD with momentum, 0 of SGD.
+    """
+    check_dtypes(dtype, storage_dtype, state_dtype, scale_block)
+    computed = dtype if storage_dtype is None else torch.float32
+    plain = _bytes_of(dim, computed, computed)
+    stored = _bytes_of(dim, computed, storage_dtype or computed, scale_block)
+    # Exact rows also keep the step that they were last touched at, an int32.
+    state = state_planes * _bytes_of(dim, computed, state_dtype or computed) + 4 * (idle == "exact")
+    sent = plain if idle == "exact" or max_norm else stored
+    return RowForm(stored, state, sent, _bytes_of(dim, computed, comm_dtype or computed))
+
+
+def _bytes_of(dim: int, computed: torch.dtype, stored: torch.dtype, scale_block: int | None = None) -> int:
+    codec = codec_for(dim, computed, stored, scale_block)
+    return sum(part.width * part.dtype.itemsize for part in codec.parts.values())
+
+
+@dataclass(frozen=True)
+class RowCounts:
+    """Rows of one lookup, from the view of one process: distinct ones that it looks up, and those of them that others own.
+
+    And what it serves: distinct rows that it owns and that any process looks up, and rows that others ask it for, where a row
+    that two of them ask for counts twice.
+    """
+
+    form: RowForm
+    asked: float
+    asked_of_others: float
+    served: float
+    served_to_others: float
+
+
+def expected_counts(form: RowForm, unique: float, distinct_share: float, ranks: int) -> RowCounts:
+    """Return the counts of a mean process if rows are spread evenly over `ranks` owners.
+
+    `unique` distinct rows are looked up by each; those of all are the `distinct_share` of their sum.
+    """
+    away = unique * (1 - 1 / ranks)
+    return RowCounts(form, unique, away, distinct_share * unique, away)
 
 
 @dataclass(frozen=True)
@@ -114,31 +183,19 @@ def shared_step(tables: Sequence[RowCounts], ranks: int) -> StepCost:
     return _cost([*meetings, ("ids", ids), ("gradients", gradients)], read + changed, changed)
 
 
-def replicas_step(tables: Sequence[ReplicaCounts], ranks: int) -> StepCost:
+def replicas_step(tables: Sequence[tuple[RowForm, float, float, float]], ranks: int) -> StepCost:
     """Return the cost of a step of ordinary tables under `DistributedDataParallel`: every process has all rows.
 
     The processes meet at the end of backward; then all get ids and gradients of each table from all, in messages padded to the
     longest. Rows need no network, but each process updates all rows that any of them has looked up.
+
+    Of each table it takes the form of a row, and distinct rows: those that this process looks up, those of the process that
+    looks up most, and those that any does.
     """
-    calls = _meeting(len(tables), ranks)
-    for each in tables:
-        longest = (ranks - 1) * each.largest
-        calls += [("ids", _ID_BYTES * longest), ("gradients", each.form.gradient * longest)]
-    changed = sum((each.form.stored + each.form.state) * each.distinct for each in tables)
-    return _cost(calls, sum(each.form.stored * each.asked for each in tables) + changed, changed)
-
-
-def ddp_sparse_step(unique: float, gradient_bytes: int, ranks: int) -> StepCost:
-    """Return the cost of `DistributedDataParallel` with an ``nn.Embedding(sparse=True)``, by gloo: computed, not counted.
-
-    Every process gets ids and gradients of all, by three calls (sizes, ids, values); the sizes are left out.
-    """
-    return StepCost(ids=(ranks - 1) * _ID_BYTES * unique, gradients=(ranks - 1) * gradient_bytes * unique, calls=3)
-
-
-def ddp_dense_step(num_rows: int, row_bytes: int, ranks: int) -> StepCost:
-    """Return the cost of `DistributedDataParallel` with an ``nn.Embedding``: computed, not counted.
-
-    A ring all-reduce of the gradient of all rows, in one call: a parameter is in one bucket, however large.
-    """
-    return StepCost(gradients=2 * (1 - 1 / ranks) * num_rows * row_bytes, calls=1)
+    calls, up, down = _meeting(len(tables), ranks), 0.0, 0.0
+    for form, asked, largest, distinct in tables:
+        longest = (ranks - 1) * largest
+        calls += [("ids", _ID_BYTES * longest), ("gradients", form.gradient * longest)]
+        changed = (form.stored + form.state) * distinct
+        up, down = up + form.stored * asked + changed, down + changed
+    return _cost(calls, up, down)

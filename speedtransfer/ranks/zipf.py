@@ -30,14 +30,15 @@ def expected_unique(num_rows: int, exponent: float, lookups: int) -> float:
     return float((counts * hits).sum())
 
 
-def expected_distinct_share(num_rows: int, exponent: float, lookups: int, ranks: int) -> float:
-    """Return the distinct rows that all `ranks` processes look up over the sum of those of each.
+def expected_distinct_share(features: Sequence[tuple[int, int]], exponent: float, ranks: int) -> float:
+    """Return the distinct rows that all `ranks` processes look up over the sum of those of each, of a table of `features`.
 
-    Each makes `lookups` of its own, all from the same distribution: 1 if no row is shared, ``1 / ranks`` if all are.
+    These are numbers of rows and of lookups of each process, all from the same distribution: 1 if no row is shared,
+    ``1 / ranks`` if all are.
     """
-    check_size(ranks, "ranks", 1)
-    each = expected_unique(num_rows, exponent, lookups)
-    return expected_unique(num_rows, exponent, ranks * lookups) / (ranks * each) if each else 1.0
+    each = sum(expected_unique(num_rows, exponent, lookups) for num_rows, lookups in features)
+    together = sum(expected_unique(num_rows, exponent, ranks * lookups) for num_rows, lookups in features)
+    return together / (ranks * each) if each else 1.0
 
 
 def expected_cached(num_rows: int, exponent: float, lookups: int, cached: Sequence[int]) -> list[float]:
