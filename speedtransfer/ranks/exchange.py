@@ -123,14 +123,19 @@ class Exchange:
             )
         return group
 
-    def _all_to_all(self, got: Tensor, sent: Tensor, receives: Sequence[int] = (), sends: Sequence[int] = ()) -> None:
+    def _all_to_all(self, got: Tensor, sent: Tensor, what: str, receives: Any = (), sends: Any = ()) -> None:
         """Send parts of `sent` to each rank, as many as `sends`, by default as many each, and fill `got` with theirs."""
         # Raises if it was destroyed.
         group = self.group
-        if self._apart is None:
-            dist.all_to_all_single(got, sent, list(receives) or None, list(sends) or None, group=group)
-        else:
-            self._apart.alltoall_base(got, sent, list(receives), list(sends)).wait()
+        with self._told_of_failure(what):
+            if self._apart is None:
+                dist.all_to_all_single(got, sent, receives or None, sends or None, group=group)
+            else:
+                self._apart.alltoall_base(got, sent, list(receives), list(sends)).wait()
+
+    def _count(self, kind: str, num_bytes: int) -> None:
+        self.traffic.calls += 1
+        setattr(self.traffic, kind, getattr(self.traffic, kind) + num_bytes)
 
     def is_destroyed(self) -> bool:
         """Tell whether there is no process group any more."""
@@ -199,10 +204,8 @@ class Exchange:
     def _numbers(self, values: Tensor, what: str) -> Tensor:
         sent = values.to(self._device())
         got = torch.empty_like(sent)
-        with self._told_of_failure(what):
-            self._all_to_all(got, sent)
-        self.traffic.calls += 1
-        self.traffic.control += (self.ranks - 1) * values.shape[1] * 8
+        self._all_to_all(got, sent, what)
+        self._count("control", (self.ranks - 1) * values.shape[1] * 8)
         return got.cpu()
 
     @contextlib.contextmanager
@@ -278,11 +281,8 @@ class Exchange:
             joined = torch.cat([part[r].flatten() for r in range(self.ranks) for part in parts])
         sent = joined.to(self._device())
         got = sent.new_empty(sum(sizes[1]))
-        with self._told_of_failure(f"sends {kind}"):
-            self._all_to_all(got, sent, sizes[1], sizes[0])
-        self.traffic.calls += 1
-        sent_away = sum(sizes[0]) - sizes[0][self.rank]
-        setattr(self.traffic, kind, getattr(self.traffic, kind) + sent_away)
+        self._all_to_all(got, sent, f"sends {kind}", sizes[1], sizes[0])
+        self._count(kind, sum(sizes[0]) - sizes[0][self.rank])
         got = got.to(device)
         if len(segments) == 1:
             return [got.view(segments[0].values.dtype).view(-1, segments[0].values.shape[1])]
@@ -309,8 +309,7 @@ class Exchange:
                 dist.all_gather(parts, sent, group=self.group)
             else:
                 self._apart.allgather([parts], [sent]).wait()
-        self.traffic.calls += 1
-        setattr(self.traffic, kind, getattr(self.traffic, kind) + (self.ranks - 1) * sent.numel())
+        self._count(kind, (self.ranks - 1) * sent.numel())
         kept = [part[:count] for part, count in zip(parts, counts, strict=True)]
         return torch.cat(kept).to(values.device).view(values.dtype)
 

@@ -17,12 +17,6 @@ from speedtransfer.tables import PathLike, plane_chunks
 from speedtransfer.untrusted import check_file, only_storage_errors, open_file
 
 
-def npy_path(path: PathLike) -> Path:
-    """Return `path` with ``.npy`` added as NumPy does."""
-    name = os.fspath(path)
-    return Path(name if name.endswith(".npy") else f"{name}.npy")
-
-
 def write_npy(path: Path, tensors: list[Tensor], stacked: bool) -> None:
     """Write a tensor, or several as one array with a dimension more, chunk by chunk; an old file stays whole until the end.
 
@@ -51,13 +45,6 @@ def read_npy(path: PathLike, writable: bool = False) -> np.ndarray:
         array.close()
         raise StorageError(f"{os.fspath(path)!r} is an archive of arrays, not a .npy file; save one array by itself")
     return array
-
-
-def write_torch(path: PathLike, value: Tensor | list[Tensor]) -> None:
-    """Write tensors by torch.save; an old file stays whole until the end."""
-    on_host = [tensor.cpu() for tensor in value] if isinstance(value, list) else value.cpu()
-    with replace_file(Path(path)) as file:
-        torch.save(on_host, file)
 
 
 def read_torch(path: PathLike) -> Any:

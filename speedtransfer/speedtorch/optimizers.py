@@ -66,7 +66,7 @@ class Optimizers(Storage):
         A trial has dense gradients, and what SparseAdam keeps is what Adam keeps.
         """
         optimizer = self.given_optimizer
-        self.optimizerKey, group = _place_in(optimizer, self._param, self.variable_name)
+        group = _group_of(optimizer, self._param, self.variable_name)
         if not isinstance(optimizer, torch.optim.SparseAdam):
             return optimizer, group
         adam = torch.optim.Adam([nn.Parameter(self._like)], **{key: group[key] for key in ("lr", "betas", "eps")})
@@ -203,10 +203,8 @@ def _plane(state: str) -> str:
     return f"state.{state}"
 
 
-def _place_in(optimizer: Optimizer, param: nn.Parameter, name: str) -> tuple[int, dict[str, Any]]:
-    """Return the number of `param` in the optimizer's state dict, and its group."""
-    trained = ((group, other) for group in optimizer.param_groups for other in group["params"])
-    for number, (group, other) in enumerate(trained):
-        if other is param:
-            return number, group
+def _group_of(optimizer: Optimizer, param: nn.Parameter, name: str) -> dict[str, Any]:
+    for group in optimizer.param_groups:
+        if any(other is param for other in group["params"]):
+            return group
     raise InvalidValueError(f"given_optimizer does not train {name!r}, the variable_name; make the optimizer with it")

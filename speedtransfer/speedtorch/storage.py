@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import torch
@@ -14,8 +16,9 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
 from speedtransfer.speedtorch.arrays import dtype_of, stored_dtype, tensor_from, to_copy
-from speedtransfer.speedtorch.files import npy_path, read_npy, read_torch, write_npy, write_torch
+from speedtransfer.speedtorch.files import read_npy, read_torch, write_npy
 from speedtransfer.speedtorch.rows import Column, Rows
+from speedtransfer.system import replace_file
 from speedtransfer.tables import PathLike, Table
 
 Memory: TypeAlias = Literal["device", "pinned", "pageable", "mmap"]
@@ -114,7 +117,9 @@ class Storage(ABC):
 
         A file that rows are mapped from stays what it is, and has every change.
         """
-        rows, target = self._rows, npy_path(saveFileName)
+        # NumPy adds the suffix.
+        rows, name = self._rows, os.fspath(saveFileName)
+        target = Path(name if name.endswith(".npy") else f"{name}.npy")
         own = rows.path
         if own is not None and own.exists() and target.exists() and target.samefile(own):
             rows.table.flush()  # it has every change, and a new file in its place would get no more of them
@@ -127,7 +132,9 @@ class Storage(ABC):
 
     def saveTorch(self, saveFileName: PathLike) -> None:
         """Write all rows as a tensor by torch.save, on the CPU; the states of an optimizer as a list of them."""
-        write_torch(saveFileName, self._whole() if self._several else self._whole()[0])
+        on_host = [tensor.cpu() for tensor in self._whole()]
+        with replace_file(Path(saveFileName)) as file:
+            torch.save(on_host if self._several else on_host[0], file)
 
     def loadTorch(self, loadFileName: PathLike) -> None:
         """Read all rows from a file of `saveTorch` or torch.save, tensors only: nothing pickled is run."""
