@@ -312,7 +312,7 @@ OptimizerFactory(adam, 5, 4, model, "tabel") -> InvalidValueError: did you mean 
 OptimizerFactory(adam, 5, 4, OneVariable(), "table") -> InvalidValueError: does not train
 OptimizerFactory(model, 5, 4, model, "table") -> InvalidTypeError: is a OneVariable but
 OptimizerFactory(Factored(model.parameters(), lr=0.1), 5, 4, model, "table") -> OptimizerError: not row by row
-PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit() -> InvalidValueError: 'gpu' but must be 'cuda' or 'cpu'
+PytorchModelFactory(model.table, 5, 4, deviceType="gpu").zerosInit() -> InvalidValueError: deviceType is 'gpu'
 PytorchModelFactory(model.table, 5, 4, pinType=True).zerosInit() -> InvalidValueError: pass deviceType='cpu'
 COM(-1) -> InvalidValueError: total_classes is -1
 """

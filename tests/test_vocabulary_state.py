@@ -517,7 +517,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
         (changes._replace(padding_idx=4), InvalidValueError, "padding_idx"),
         (changes._replace(ids=changes.ids[1:]), InvalidValueError, "fit together"),
         (changes._replace(clock=-1), InvalidValueError, "fit together"),
-        (changes._replace(evicted=[]), InvalidValueError, "must be a tensor"),
+        (changes._replace(evicted=[]), InvalidValueError, "do not fit together"),
         (changes._replace(ids=torch.zeros_like(changes.ids)), InvalidValueError, "twice"),
     ]
     for given, kind, message in bad:

@@ -42,38 +42,22 @@ def to_copy(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:
 
     Raises where rows of `dtype` cannot hold the values: floats round them, integers take no floats and nothing too large.
     """
-    if tensor.dtype == dtype:
-        return tensor.view(stored_dtype(dtype))
-    _check_values(dtype, tensor, what)
-    return tensor
-
-
-def _check_values(dtype: torch.dtype, tensor: Tensor, what: str) -> None:
     given = tensor.dtype
-    if dtype.is_floating_point and not given.is_complex:
-        return
-    if given.is_floating_point or given.is_complex:
+    if given == dtype:
+        return tensor.view(stored_dtype(dtype))
+    if given.is_complex or (given.is_floating_point and not dtype.is_floating_point):
         raise InvalidTypeError(f"{what} has dtype {given} but the rows hold {dtype}; pass it .to({dtype})")
-    low, high = _limits(dtype)
-    if not tensor.numel() or (low <= _limits(given)[0] and _limits(given)[1] <= high):
-        return
-    wide = tensor.long()  # torch compares few unsigned integers
-    least, most = int(wide.min()), int(wide.max())
-    if given == torch.uint64:
-        low = 0  # a larger one than int64 has
-    if least < low or most > high:
-        value = least if least < low else most
-        raise InvalidValueError(
-            f"{what} has the value {value % 2**64 if given == torch.uint64 else value} but the rows hold {dtype}; clamp it, "
-            "or choose a wider datatype"
-        )
-
-
-def _limits(dtype: torch.dtype) -> tuple[int, int]:
-    if dtype == torch.bool:
-        return 0, 1
-    info = torch.iinfo(dtype)
-    return int(info.min), int(info.max)
+    if dtype.is_floating_point or not tensor.numel():
+        return tensor
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    wide = tensor.long()  # torch compares few unsigned integers; those beyond int64 become negative
+    for value in (int(wide.min()), int(wide.max())):
+        value = value % 2**64 if given == torch.uint64 else value
+        if not low <= value <= high:
+            raise InvalidValueError(
+                f"{what} has the value {value} but the rows hold {dtype}; clamp it, or choose a wider datatype"
+            )
+    return tensor
 
 
 def stored_as(dtype: torch.dtype, tensor: Tensor, what: str) -> Tensor:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from speedtransfer.cuda import cuda_status, resolve_device
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError, check_choice
 from speedtransfer.speedtorch.storage import Memory, Storage, view_of
 from speedtransfer.tables import Table
 
@@ -63,11 +63,12 @@ class Pinned(Storage):
 class AnyDevice(Storage):
     """Rows on the GPU, as by default, or in ordinary or page-locked memory, from where they come to the variable's device."""
 
-    deviceType: object = "cuda"  # noqa: N815
+    deviceType: str | torch.device = "cuda"  # noqa: N815
     pinType: object = False  # noqa: N815
 
     def _place(self) -> tuple[Memory, torch.device]:
-        device = _device_of(self.deviceType)
+        check_choice(str(self.deviceType).partition(":")[0], "deviceType", ("cuda", "cpu"))
+        device = torch.device(self.deviceType)
         if device.type == "cuda":
             if self.pinType:
                 raise InvalidValueError("pinType is True but deviceType is 'cuda'; pass deviceType='cpu'")
@@ -85,18 +86,6 @@ def _on_device(device: torch.device | str, memory: Memory) -> tuple[Memory, torc
         return memory, resolve_device(device)
     _warn_once(cuda.reason)
     return "mmap" if memory == "mmap" else "pageable", torch.device("cpu")
-
-
-def _device_of(device_type: object) -> torch.device:
-    if not isinstance(device_type, (str, torch.device)):
-        raise InvalidTypeError(f"deviceType is {device_type!r} but must be a name; pass 'cuda' or 'cpu'")
-    try:
-        device = torch.device(device_type)
-    except RuntimeError:
-        device = torch.device("meta")
-    if device.type not in ("cpu", "cuda"):
-        raise InvalidValueError(f"deviceType is {str(device_type)!r} but must be 'cuda' or 'cpu'; pass one of them")
-    return device
 
 
 def _warn_once(reason: str) -> None:

@@ -122,18 +122,14 @@ class Changes(NamedTuple):
 
     def check(self) -> None:
         """Raise `InvalidValueError` unless the parts fit together."""
-        for name in _TENSORS:
-            if not isinstance(getattr(self, name), Tensor):
-                raise InvalidValueError(
-                    f"{name} of changes is a {type(getattr(self, name)).__name__} but must be a tensor; pass what "
-                    "changed_since returned"
-                )
-        shapes = {name: tuple(getattr(self, name).shape) for name in _TENSORS}
-        fits = len(shapes["rows"]) == len(shapes["reserved"]) == 2 and len(shapes["evicted"]) == 1
-        fits = fits and shapes["ids"] == shapes["rows"][:1] and shapes["rows"][1:] == shapes["reserved"][1:]
-        fits = fits and all(getattr(self, name).dtype == torch.int64 for name in ("ids", "evicted"))
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        fits = all(isinstance(tensor, Tensor) for tensor in tensors.values())
+        fits = fits and self.rows.dim() == self.reserved.dim() == 2 and self.evicted.dim() == 1
+        fits = fits and self.ids.shape == self.rows.shape[:1] and self.rows.shape[1:] == self.reserved.shape[1:]
+        fits = fits and self.ids.dtype == self.evicted.dtype == torch.int64
         whole = all(type(getattr(self, name)) is int for name in ("clock", "since", "origin"))
         if not fits or not whole or type(self.complete) is not bool or not 0 <= self.since <= self.clock:
+            shapes = {name: tuple(getattr(tensor, "shape", ())) for name, tensor in tensors.items()}
             raise InvalidValueError(
                 f"changes of the shapes {shapes}, from clock {self.since} to {self.clock}, do not fit together; pass what "
                 "changed_since returned"

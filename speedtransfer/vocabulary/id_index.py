@@ -58,7 +58,7 @@ class IdIndex:
         if 2 * room <= len(self._slots):
             return
         self._move(len(self._old))
-        slots, none = _free_slots(_size_for(room)), np.zeros(1, np.int64)
+        slots, none = _free_slots(room), np.zeros(1, np.int64)
         # In one line, within which nothing is called: an interrupt comes before it or after it.
         self._slots, self._old, self._moved = slots, self._slots if self._count else _NO_TABLE, none
 
@@ -136,7 +136,7 @@ _NO_TABLE = np.zeros((0, 2), np.int64)
 def _table_for(num_ids: int) -> tuple[np.ndarray, np.uint64, np.uint64]:
     """Return an empty hash table of `numba_index` with room for so many ids, and its seed and multiplier."""
     seed, multiplier = np.frombuffer(os.urandom(16), np.uint64)
-    return _free_slots(_size_for(num_ids)), seed, multiplier | np.uint64(1)
+    return _free_slots(num_ids), seed, multiplier | np.uint64(1)
 
 
 def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
@@ -152,19 +152,14 @@ def first_unknown(ids: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.nda
     ids, rows = checked(ids, "ids"), checked(rows, "rows")
     positions = np.flatnonzero(rows == -1)
     unknown, counts, numbers = (np.empty(len(positions), np.int64) for _ in range(3))
-    if not len(positions):
-        return unknown, counts, positions, numbers
-    number = compiled_module(COMPILED).number
-    found = number(*_table_for(len(positions)), ids[positions], unknown, counts, numbers)
+    table = _table_for(len(positions))
+    found = compiled_module(COMPILED).number(*table, ids[positions], unknown, counts, numbers)
     return unknown[:found].copy(), counts[:found].copy(), positions, numbers
 
 
-def _size_for(num_ids: int) -> int:
-    """Return the least power of two of which `num_ids` is no more than half."""
-    return max(_SMALLEST, 1 << (2 * num_ids - 1).bit_length()) if num_ids else _SMALLEST
-
-
-def _free_slots(size: int) -> np.ndarray:
+def _free_slots(num_ids: int) -> np.ndarray:
+    """Return as many as the least power of two of which `num_ids` is no more than half."""
+    size = 1 << max(2 * num_ids - 1, _SMALLEST - 1).bit_length()
     num_bytes = size * _SLOT_BYTES
     if num_bytes < _MAPPED_BYTES:
         return np.zeros((size, 2), np.int64)

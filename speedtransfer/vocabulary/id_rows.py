@@ -56,8 +56,8 @@ class IdRows:
         self._released, self._num_released = np.empty(0, dtype=np.int64), 0
         # The first row that never had an id.
         self.fresh = reserved
-        # By row, whether it must stay while rows that may go are looked for; between two searches False everywhere.
-        self._stays, self._any_stays = np.empty(0, dtype=bool), False
+        # By row, whether it must stay while rows that may go are looked for, and where that is so since the last search.
+        self._stays, self._staying = np.empty(0, dtype=bool), list[np.ndarray]()
         # Where the search for rows that may go begins, counted from the first row of ids.
         self.hand = 0
         self.follow()
@@ -206,20 +206,11 @@ class IdRows:
 
         With `once` it looks at one window of rows only, so that there may be fewer.
         """
-        if self._any_stays:
-            # Something came into the search before this one.
-            self._stays[:] = False
-        self._any_stays = True
+        for rows in self._staying:
+            self._stays[rows] = False
+        self._staying = list(in_use)
         for rows in in_use:
             self._stays[rows] = True
-        try:
-            return self._search(count, eviction, now, once)
-        finally:
-            for rows in in_use:
-                self._stays[rows] = False
-            self._any_stays = False
-
-    def _search(self, count: int, eviction: Eviction, now: int, once: bool) -> np.ndarray:
         size = len(self.ids) - self.reserved
         window = min(max(_WINDOW * count, _LEAST_WINDOW), size)
         found, seen = [np.empty(0, dtype=np.int64)], 0

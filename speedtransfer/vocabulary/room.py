@@ -18,7 +18,7 @@ from speedtransfer.vocabulary.device_map import DeviceMap, fill_unseen
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds
-from speedtransfer.vocabulary.initial import initial_values
+from speedtransfer.vocabulary.initial import check_range, initial_values
 from speedtransfer.vocabulary.owned import Owned
 
 # A table that is full grows by this factor, as far as it may.
@@ -62,7 +62,7 @@ class Room(Owned):
 
     def check_dtype(self, dtype: torch.dtype) -> None:
         """Raise unless rows of `dtype` can hold what they begin with."""
-        self.initial_values(np.empty(0, dtype=np.int64), 1, dtype)
+        check_range(self.initial, dtype)
 
     def initial_values(self, ids: np.ndarray, dim: int, dtype: torch.dtype) -> Tensor:
         """Return what rows of ids (n,) int64 begin with, ``(n, dim)`` on the CPU."""

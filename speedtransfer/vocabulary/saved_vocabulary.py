@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError
-from speedtransfer.tables import Placement
+from speedtransfer.tables import Placement, row_chunks
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
 from speedtransfer.vocabulary.id_index import IdIndex
@@ -215,9 +215,9 @@ def reset_rows(vocabulary: Room, fill_padding: bool = False) -> None:
     with owner.rows.lock:
         live.table.check_writable()
         rows = live.occupied()
-        for start in range(0, len(rows), 1 << 16):
-            part = rows[start : start + (1 << 16)]
-            put(vocabulary, part, vocabulary.initial_values(live.ids[part], live.table.dim, owner.rows.dtype))
+        for part in row_chunks(len(rows), 8 * live.table.dim):
+            values = vocabulary.initial_values(live.ids[rows[part]], live.table.dim, owner.rows.dtype)
+            put(vocabulary, rows[part], values)
         live.last_use[rows] = vocabulary.clock
         if vocabulary._padding is not None:
             values = vocabulary.initial_values(np.array(vocabulary._padding[:1]), live.table.dim, owner.rows.dtype)

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_size
-from speedtransfer.vocabulary import contents, copies, saved_vocabulary
+from speedtransfer.vocabulary import contents, saved_vocabulary
 from speedtransfer.vocabulary.capacity import check_max_capacity
 from speedtransfer.vocabulary.ids import as_ids
-from speedtransfer.vocabulary.initial import check_initial
+from speedtransfer.vocabulary.initial import check_initial, check_range
 from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_half_life, check_seed
 from speedtransfer.vocabulary.room import Room
 from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats
@@ -166,8 +166,8 @@ class Vocabulary(Room):
     export = contents.export
     update = contents.update
     forget = contents.forget
-    changed_since = copies.changed_since
-    check_changes = copies.check_changes
+    changed_since = contents.changed_since
+    check_changes = contents.check_changes
 
     def all_rows_changed(self) -> None:
         """Note that rows may have changed of which no lookup tells."""
@@ -192,10 +192,7 @@ class Vocabulary(Room):
 
     def set_initial(self, initial: Any) -> None:
         """Set what rows begin with, those of known ids and of padding too: functions of ``torch.nn.init`` fill all."""
-        before, self.initial = self.initial, check_initial(initial)
-        try:
-            self.check_dtype(self._bound()[1].rows.dtype)
-        except BaseException:
-            self.initial = before
-            raise
+        initial = check_initial(initial)
+        check_range(initial, self._bound()[1].rows.dtype)
+        self.initial = initial
         self.reset_rows(fill_padding=True)
