@@ -123,10 +123,9 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     ids, last_use, counts = arrays["ids"], arrays["last_use"], arrays.get("counts")
     sightings, origin = arrays.get("sightings"), arrays["origin"]
     not_negative = ("clock", "sightings_added", "hand", "admitted_now", "admitted_lately")
+    lengths = {len(ids), len(last_use), len(ids if counts is None else counts)}
     wrong = {
-        "ids, last_use and counts of different lengths": not len(ids)
-        == len(last_use)
-        == len(ids if counts is None else counts),
+        "ids, last_use and counts of different lengths": len(lengths) > 1,
         "an impossible number of reserved rows": not 0 < numbers["reserved"] <= len(ids),
         "impossible times of last use": (last_use < FREE).any(),
         "sightings that are no counters": sightings is not None and (sightings.dtype.kind != "u" or not sightings.size),

@@ -194,7 +194,8 @@ def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarra
         return np.full(len(sources), vocabulary.clock)
     numbers = saved.numbers
     vocabulary.seed, vocabulary.initial = numbers["seed"], saved.initial
-    width = vocabulary._admission.sightings.width if vocabulary._admission.sightings is not None else 1
+    before = vocabulary._admission.sightings
+    width = 1 if before is None else before.state.shape[1]
     vocabulary._admission = Admission(vocabulary.admit, vocabulary.seed, width, saved.sightings)
     vocabulary._admission.added = numbers["sightings_added"]
     vocabulary._admitted_now, vocabulary._admitted_lately = numbers["admitted_now"], numbers["admitted_lately"]
