@@ -14,7 +14,7 @@ from speedtransfer.units import parse_bytes
 MaxCapacity = int | str | float | None
 
 
-def check_max_capacity(limit: Any, capacity: int | None) -> MaxCapacity:
+def check_max_capacity(limit: Any) -> MaxCapacity:
     """Return a valid limit of the number of ids; raise for anything else."""
     if limit is None or (isinstance(limit, float) and limit == math.inf):
         return limit
@@ -25,12 +25,7 @@ def check_max_capacity(limit: Any, capacity: int | None) -> MaxCapacity:
         raise InvalidTypeError(
             f"max_capacity is {limit!r} but must be a number of ids, bytes such as '48 GB', or math.inf; pass one of them"
         )
-    number = check_size(limit, "max_capacity", 1)
-    if capacity is not None and number < capacity:
-        raise InvalidValueError(
-            f"max_capacity is {number} but capacity is {capacity}; pass at least as many, or leave it out"
-        )
-    return number
+    return check_size(limit, "max_capacity", 1)
 
 
 def bytes_of(text: str) -> int:

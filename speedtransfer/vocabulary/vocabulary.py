@@ -99,7 +99,7 @@ class Vocabulary(Room):
         deferred: bool = False,
     ) -> None:
         self.capacity_asked = None if capacity is None else check_size(capacity, "capacity", 1)
-        self.max_capacity = check_max_capacity(max_capacity, self.capacity_asked)
+        self.max_capacity = check_max_capacity(max_capacity)
         self.admit, self.evict = check_admit(admit), check_evict(evict)
         if on_evict is not None and not callable(on_evict):
             raise InvalidTypeError(f"on_evict is {on_evict!r} but must be called with ids and rows; pass a function")
