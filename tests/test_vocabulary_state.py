@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValueError, OptimizerError, StorageError
+from speedtransfer.vocabulary import id_rows
 
 DIM = 3
 IDS = torch.arange(30) * 2**59 - 2**62
@@ -118,6 +119,8 @@ def test_a_plain_embedding_becomes_one_with_ids(
 ) -> None:
     plain = Net(library.Embedding(9, DIM, padding_idx=padding_idx))
     ours = Net(st.Embedding(12, DIM, padding_idx=padding_idx, vocabulary=st.Vocabulary()))
+    if library is nn:
+        plain.emb.weight.data[3] = 7
     optimizers = [torch.optim.AdamW(net.parameters()) for net in (plain, ours)]
     ids = torch.arange(9)
     plain.emb(ids).square().sum().backward()
@@ -130,6 +133,33 @@ def test_a_plain_embedding_becomes_one_with_ids(
             net.emb(ids).square().sum().backward()
             optimizer.step()
     assert len(ours.emb.vocabulary) == 9 - (padding_idx is not None)
+
+
+def test_rows_that_are_given_are_those_of_the_ids_from_0_on() -> None:
+    weight, ids = torch.randn(6, DIM), torch.arange(6)
+    emb = st.Embedding.from_pretrained(weight, padding_idx=2, vocabulary=st.Vocabulary(capacity=8))
+    assert torch.equal(emb(ids), weight)
+    assert emb.vocabulary.ids().tolist() == [0, 1, 3, 4, 5]
+
+
+def test_a_state_that_was_loaded_is_saved_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(id_rows, "_LEAST_WINDOW", 1)
+    monkeypatch.setattr(id_rows, "_WINDOW", 1)
+    run = Run(admit=2, evict="lfu", seed=2**64 - 3)
+    run.train(*range(12))
+    state = run.save()[0]
+    # Where the search for rows that may go begins, and how many ids came lately.
+    assert state["emb.vocabulary.numbers"][[8, 11]].all()
+    other = Run(admit=2, evict="lfu")
+    other.net.load_state_dict(state)
+    again = other.net.state_dict()
+    for name in ("last_use", "sightings", "released", "numbers", "initial"):
+        assert torch.equal(again[f"emb.vocabulary.{name}"], state[f"emb.vocabulary.{name}"]), name
+    # Of one that admits all there are no sightings.
+    other.net.load_state_dict(Run(evict="lfu").save()[0])
+    sightings = other.net.state_dict()["emb.vocabulary.sightings"]
+    assert sightings.shape == state["emb.vocabulary.sightings"].shape
+    assert not sightings.any()
 
 
 def test_the_other_way_round_is_refused(tmp_path: Path) -> None:

@@ -112,8 +112,6 @@ def read_state(state: Mapping[str, Any], about: str) -> SavedState:
     if numbers.get("format") != FORMAT or len(arrays["numbers"]) != len(NUMBERS):
         found = f"the state of the vocabulary has format {numbers.get('format')} but this version reads {FORMAT}"
         raise error(found, "update speedtransfer")
-    # Of any 64 bits.
-    numbers["seed"] &= 2**64 - 1
     try:
         kind, first, second = arrays["initial"].tolist()
         initial = check_initial((dict(enumerate(KINDS))[kind], first, second) if kind else first)
