@@ -314,6 +314,7 @@ def test_bytes_and_times(run):
     # 750 rows of others: 8 bytes of id, 256 of row, 256 of gradient; 500 rows owned, with two planes of state.
     assert found["sharded"] == ["192 MB", "384 bytes", "6 kB", "192 kB", "192 kB", "5", "384 kB", "384 kB"]
     assert found['memory="shared"'] == ["192 MB", "768 bytes", "6 kB", "192 kB", "6", "640 kB", "384 kB"]
+    assert found["nn.Embedding, sparse, DDP"] == ["768 MB", "24 kB", "768 kB", "3"]
     assert found["nn.Embedding, DDP"] == ["1.02 GB", "384 MB", "1"]
 
 

@@ -165,8 +165,29 @@ def test_the_state_of_an_optimizer_is_set():
         state.CUPYcorpi = [np.ones((6, 4)), np.zeros((5, 4))]
     with pytest.raises(InvalidValueError, match="there are 1 arrays but Adam keeps"):
         state.CUPYcorpi = [np.ones((6, 4))]
+    with pytest.raises(TypeError, match="item assignment"):
+        state.CUPYcorpi[0] = np.ones((6, 4))
     state.beforeForwardPass([2])
     assert optimizer.state[model.table.weight]["exp_avg"].eq(10).all()
+
+
+@pytest.mark.parametrize(
+    ("look", "seen"),
+    [
+        (lambda state: state.getNumpyVersion(), False),
+        (lambda state: state.getTorchVar(), True),
+        (lambda state: state._set([torch.ones(6, 4)]), True),
+    ],
+    ids=["copy", "view", "loaded"],
+)
+def test_state_that_may_have_been_set_is_that_of_the_first_step(look, seen):
+    model = OneVariable()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    state = SpeedTorch.OptimizerFactory(optimizer, 6, 4, model, "table")
+    state.optInit()
+    look(state)
+    state.beforeForwardPass([2])
+    assert bool(optimizer.state.get(model.table.weight)) == seen
 
 
 def test_state_is_what_the_optimizer_keeps_now():

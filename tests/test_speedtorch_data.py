@@ -151,6 +151,7 @@ def test_gadgets_that_cannot_be():
         ("int64", 2**63, torch.uint64, False),
         ("uint64", 2**63 - 1, torch.int64, True),
         ("uint64", -1, torch.int32, False),
+        ("bool", 2, torch.int32, False),
     ],
 )
 def test_integers_are_taken_where_they_fit(dtype, value, given, fits):

@@ -125,8 +125,8 @@ class Optimizers(Storage):
             rows.fill(_plane(name), weights)
         self._copies = []
 
-    def _one_or_all(self, arrays: list[Any]) -> Any:
-        self._shown = True
+    def _one_or_all(self, arrays: list[Any], lent: bool = True) -> Any:
+        self._shown = self._shown or lent
         return super()._one_or_all(arrays)
 
     def _take(self, tensors: list[Tensor]) -> None:

@@ -87,8 +87,8 @@ class Storage(ABC):
     def _whole(self) -> list[Tensor]:
         return [self._rows.whole(name) for name in self._rows.columns]
 
-    def _one_or_all(self, arrays: list[Any]) -> Any:
-        """Return what a call that shows rows returns."""
+    def _one_or_all(self, arrays: list[Any], lent: bool = True) -> Any:
+        """Return what a call that shows rows returns; `lent` are views, by which rows may be set."""
         return tuple(arrays) if self._several else arrays[0]
 
     def _set(self, value: Any) -> None:
@@ -110,7 +110,7 @@ class Storage(ABC):
 
     def getNumpyVersion(self) -> Any:
         """Return a copy of all rows as a NumPy array; of an optimizer's switcher a tuple of them."""
-        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns])
+        return self._one_or_all([self._rows.numpy(name) for name in self._rows.columns], lent=False)
 
     def saveCupy(self, saveFileName: PathLike) -> None:
         """Write all rows to a ``.npy`` file, chunk by chunk; the states of an optimizer as one array of all.
