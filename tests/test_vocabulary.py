@@ -53,6 +53,7 @@ def trained(module: Any, optimizer: torch.optim.Optimizer, *values: int) -> None
 WRONG = [
     ({"capacity": 0}, "at least 1"),
     ({"max_capacity": 0}, "at least 1"),
+    ({"capacity": 5, "max_capacity": 4}, "but capacity is 5"),
     ({"max_capacity": "48"}, "such as '48 GB'"),
     ({"max_capacity": "0.5 B"}, "such as"),
     ({"max_capacity": 1e6}, "or math.inf"),
@@ -86,7 +87,7 @@ def test_wrong_arguments_are_named(about: dict[str, Any], text: str) -> None:
         ({"vocabulary": st.Vocabulary(), "padding_idx": 1.5}, "integers of 64 bits"),
         ({"vocabulary": st.Vocabulary(), "padding_idx": 2**65}, "ids have 64 bits"),
         ({"vocabulary": st.Vocabulary(initial=1e6), "dtype": torch.float16}, "ends at 65504"),
-        ({"vocabulary": st.Vocabulary(5, max_capacity=4)}, "capacity .* is 5;"),
+        ({"vocabulary": st.Vocabulary(max_capacity=3)}, "capacity .* is 4;"),
         ({"vocabulary": st.Vocabulary(), "cache_rows": 2, "cache_counts": torch.ones(4)}, "leave cache_counts"),
     ],
     ids=str,

@@ -100,6 +100,10 @@ class Vocabulary(Room):
     ) -> None:
         self.capacity_asked = None if capacity is None else check_size(capacity, "capacity", 1)
         self.max_capacity = check_max_capacity(max_capacity)
+        if capacity is not None and isinstance(self.max_capacity, int) and self.max_capacity < capacity:
+            raise InvalidValueError(
+                f"max_capacity is {max_capacity} but capacity is {capacity}; pass at least as many, or leave it out"
+            )
         self.admit, self.evict = check_admit(admit), check_evict(evict)
         if on_evict is not None and not callable(on_evict):
             raise InvalidTypeError(f"on_evict is {on_evict!r} but must be called with ids and rows; pass a function")
