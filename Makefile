@@ -35,8 +35,8 @@ help:
 	@echo "make release-check  all that can be checked of a release before it is one; set-version VERSION=X.Y.Z begins it"
 	@echo "make notebooks   run every notebook again and write its outputs into it"
 	@echo "make bench       benchmarks on this machine, results into bench/results/<device>/"
-	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/idle.py for the data"
-	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/word2vec.py for the data"
+	@echo "make idle DATA=FOLDER  loss curves with dense, exact and lazy idle rows; see bench/experiments/idle.py for the data"
+	@echo "make word2vec DATA=FOLDER  speed and quality beside gensim; see bench/experiments/word2vec.py for the data"
 	@echo "make plan-accuracy  ten plans beside what training at full size takes (minutes; 8 GB of memory and disk)"
 	@echo "make ngram-lm    a small GPT with hashed n-gram tables: dense, SparseAdam, ours lazy and exact (a few minutes)"
 	@echo "make parallel    one device, DataParallel and DistributedDataParallel: the same losses (under a minute)"
@@ -102,11 +102,11 @@ bench: $(ENV)
 	$(call RECORD,here)
 
 idle: $(ENV)
-	$(PY) bench/idle.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
+	$(PY) bench/record.py here --only idle --limit 3600 --set "data=$(DATA)" $(ARGS) && $(PY) bench/readme.py
 
-# ARGS="--seeds 1 --words 3000000": a quick look. ARGS=--resume goes on with a run that was stopped.
+# ARGS=--quick: one seed, three million words. ARGS=--resume goes on with a run that was stopped.
 word2vec: $(ENV)
-	$(PY) bench/word2vec.py --data "$(DATA)" $(ARGS) && $(PY) bench/readme.py
+	$(PY) bench/record.py here --only word2vec --limit 86400 --set "data=$(DATA)" $(ARGS) && $(PY) bench/readme.py
 
 # ARGS=--quick: small tables.
 plan-accuracy: $(ENV)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store import run, write
+from store import STOPPED, ending, run, write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
 WORKERS, TEST_S = 8, 60  # processes that run tests at once, and seconds of a test
@@ -26,7 +26,7 @@ ALONE = tuple(f"tests/gpu/test_{name}.py" for name in ("all_kernels", "cuda", "l
 MARK = "pytest.mark.sanitizer"
 SANITIZER, TOOLS = "compute-sanitizer", ("memcheck", "racecheck")
 SANITIZER_FOUND = 86  # our choice, for findings in tests that pass
-STOPPED, REFUSED = "stopped at its time limit", "could not run"
+REFUSED = "could not run"
 
 
 def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> str:
@@ -60,10 +60,6 @@ def workers() -> list[str]:
     # Nothing but the end of its process stops a test whose host waits for a kernel.
     limit = ["--timeout", str(TEST_S), "--timeout-method", "thread"]
     return ["-n", str(count), "--dist", "worksteal", "--max-worker-restart", "30", *limit]
-
-
-def ending(code: int | None) -> str:
-    return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
 
 
 def summary(outcomes: Path) -> dict[str, Any]:

@@ -7,27 +7,26 @@ import json
 import re
 from typing import Any
 
-from idle import DENSE, EXACT, LAZY, TOP
-from store import IDLE, NGRAM_EXAMPLE, ROOT, WORD2VEC
-from word2vec_report import OPTIMIZERS, OURS, WORSE, differences, ratio, systems
+from experiments import word2vec
+from experiments.idle import DENSE, DISTANCE, EXACT, LAZY, RECALL
+from store import ROOT
 
-from speedtransfer.benchmark.report import commit_and_date
-from speedtransfer.benchmark.results import GroupResult
+from examples.ngram_lm import WAYS
+from speedtransfer.benchmark.report import commit_and_date, groups_of
 from speedtransfer.units import format_count
 
 OVERSIZED = "notebooks/oversized.ipynb"
-STEP, GPU, PEERS = "step", "gpu", "peers"  # of the suites
 _OURS, _DENSE, _SPARSE = "speedtransfer, pageable", "nn.Embedding + AdamW", "nn.Embedding(sparse=True) + SparseAdam"
 
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the sentence that `result` gives README.md; after the one on steps comes that on a table in a file."""
     line = f"- {SENTENCES[result['part']](result)} ({result['environment']['device']}, {commit_and_date(result)})"
-    return f"{line}\n\n{_oversized()}" if result["part"] == STEP else line
+    return f"{line}\n\n{_oversized()}" if result["part"] == "step" else line
 
 
 def _steps(result: dict[str, Any]) -> str:
-    sizes = [GroupResult.from_json(group) for group in result["groups"] if group["params"]["experiment"] == "size"]
+    sizes = [group for group in groups_of(result) if group.params["experiment"] == "size"]
     times = {group.params["rows"]: {case.name: 1e3 * case.median_s for case in group.ran} for group in sizes}
     rows = max(rows for rows, found in times.items() if {_OURS, _DENSE, _SPARSE} <= found.keys())
     most = max(rows for rows, found in times.items() if _OURS in found)
@@ -41,8 +40,8 @@ def _steps(result: dict[str, Any]) -> str:
 
 def _beside_others(result: dict[str, Any]) -> str:
     """Return times on the large table, and on many small ones the optimizer with which others are fastest."""
-    groups = [GroupResult.from_json(group) for group in result["groups"]]
-    found = {(g.params["tables"], g.params["dim"], g.params["bags"], g.params["optimizer"]): g for g in groups}
+    keys = ("tables", "dim", "bags", "optimizer")
+    found = {tuple(group.params[key] for key in keys): group for group in groups_of(result)}
 
     def ms(tables: int, dim: int, optimizer: str, name: str) -> str:
         case = found[tables, dim, 0, optimizer].by_name[name]
@@ -59,7 +58,7 @@ def _beside_others(result: dict[str, Any]) -> str:
 
 
 def _on_a_gpu(result: dict[str, Any]) -> str:
-    groups = [GroupResult.from_json(group) for group in result["groups"] if group["params"]["experiment"] == "step"]
+    groups = [group for group in groups_of(result) if group.params["experiment"] == "step"]
     group = max(groups, key=lambda group: group.params["size"])
     (lookups,) = re.findall(r"step of ([\d,]+) lookups", group.title)
     several, one = "several kernels", "one kernel"
@@ -88,41 +87,40 @@ def _oversized() -> str:
 
 
 def _same_numbers(result: dict[str, Any]) -> str:
-    curves = result["curves"]
-    recall = {way: curves[way]["recall"][-1] for way in (DENSE, EXACT, LAZY)}
+    (group,) = groups_of(result)
+    dense, exact, lazy = (group.by_name[way].figures for way in (DENSE, EXACT, LAZY))
     return (
-        f"**The numbers of dense training.** {result['data'].capitalize()}, recall@{TOP} after "
-        f"{result['settings']['steps']:,} steps of AdamW: dense {recall[DENSE]:.3f}, ours {recall[EXACT]:.3f}, lazy "
-        f"{recall[LAZY]:.3f}; weights differ by at most {curves[EXACT]['distance'][-1]:.0e} of the "
-        "farthest that any moved."
+        f"**The numbers of dense training.** {group.title.partition(',')[0].capitalize()}, {RECALL} after "
+        f"{group.params['steps']:,} steps of AdamW: dense {dense[RECALL]:.3f}, ours {exact[RECALL]:.3f}, lazy "
+        f"{lazy[RECALL]:.3f}; weights differ by at most {exact[DISTANCE]:.0e} of the farthest that any moved."
     )
 
 
 def _language_model(result: dict[str, Any]) -> str:
-    found, settings = result["contenders"], result["settings"]
-    loss = {way: found[way]["validation"][-1][1] for way in ("none", "dense", "exact", "sparse")}
-    tokens = {way: settings["batch"] * settings["context"] / found[way]["step_s"] for way in ("dense", "exact")}
+    (group,) = groups_of(result)
+    none, dense, sparse, exact = (group.by_name[WAYS[way].title] for way in ("none", "dense", "sparse", "exact"))
+    loss = {case.name: f"{case.figures['validation']:.3f}" for case in (none, dense, sparse, exact)}
+    tokens = [group.params["batch"] * group.params["context"] / case.median_s for case in (exact, dense)]
     return (
-        f"**N-gram tables of a language model.** A small GPT's validation loss with {settings['heads']} rows a token: "
-        f"{loss['exact']:.3f}, dense AdamW {loss['dense']:.3f}, SparseAdam {loss['sparse']:.3f}, without tables "
-        f"{loss['none']:.3f}; {tokens['exact']:,.0f} tokens a second, dense {tokens['dense']:,.0f}."
+        f"**N-gram tables of a language model.** A small GPT's validation loss with {group.params['heads']} rows a token: "
+        f"{loss[exact.name]}, dense AdamW {loss[dense.name]}, SparseAdam {loss[sparse.name]}, without tables "
+        f"{loss[none.name]}; {tokens[0]:,.0f} tokens a second, dense {tokens[1]:,.0f}."
     )
 
 
 def _words(result: dict[str, Any]) -> str:
-    system = next(system for system in systems(result) if system.system == OURS and system.model == "skipgram")
-    beside = ratio(result, system)
-    verdicts = [verdict for _, verdict in differences(result, system)]
-    worse = verdicts.count(WORSE)
-    quality = f"worse on {worse} of {len(verdicts)} sets" if worse else f"not worse on any of {len(verdicts)} sets"
-    speed = "" if beside is None else f"{beside[0]:.1f} times gensim's words a second, "
+    group = next(group for group in groups_of(result) if group.params["model"] == "skipgram")
+    case = next(case for case in group.ran if case.role == "ours")
+    found = [verdict for _, verdict in word2vec.verdicts(case)]
+    worse = found.count(word2vec.WORSE)
+    quality = f"worse on {worse} of {len(found)} sets" if worse else f"not worse on any of {len(found)} sets"
     return (
-        f"**word2vec.** Skip-gram of {system.dim} dimensions by {OPTIMIZERS[system.optimizer]} on two cores: "
-        f"{speed}{quality} beyond the confidence interval."
+        f"**word2vec.** Skip-gram of {group.params['dim']} dimensions by {case.name.rpartition(', ')[2]} on two cores: "
+        f"{word2vec.ratio(group, case):.1f} times gensim's words a second, {quality} beyond the confidence interval."
     )
 
 
 SENTENCES = {
-    **{STEP: _steps, PEERS: _beside_others, GPU: _on_a_gpu},
-    **{IDLE: _same_numbers, WORD2VEC: _words, NGRAM_EXAMPLE: _language_model},
+    **{"step": _steps, "peers": _beside_others, "gpu": _on_a_gpu},
+    **{"idle": _same_numbers, "ngram_example": _language_model, "word2vec": _words},
 }

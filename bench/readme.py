@@ -5,7 +5,6 @@ With ``--check`` it only compares the text. Only complete runs are shown, no qui
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
 import sys
@@ -13,24 +12,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from store import EXPERIMENTS, IDLE, MEASURED, NGRAM_EXAMPLE, PARALLEL_EXAMPLE, ROOT, WORD2VEC, read, recorded, suites
+import in_numbers
+from store import EXPERIMENTS, MEASURED, ROOT, read, recorded, suites
 
 from speedtransfer.benchmark import report
 
-SUITES = "speedtransfer.benchmark.report"  # the module that shows them
+RESULTS = "docs/results.md"
 
 
 class Section(NamedTuple):
-    """A section of a page that shows the newest results of `parts`, between two marks, and the picture of the first.
-
-    A `module` has its `markdown` and `draw`; that of suites is the report of the package.
-    """
+    """A section of docs/results.md, or of README.md, that shows the newest results of `parts`; the first has a picture."""
 
     name: str
     parts: tuple[str, ...]
-    module: str = SUITES
     title: str = ""  # of the picture
-    page: str = "docs/results.md"
+    page: str = RESULTS
 
     @property
     def begin(self) -> str:
@@ -42,22 +38,21 @@ class Section(NamedTuple):
 
 
 STEPS = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
-IDLE_ROWS = "Training with dense, exact, lazy and SparseAdam's idle rows"
 FIGURES = Section("figures", ())  # of the suites without a section of their own, in short
+NAMES = {
+    **{"gpu": "experiments", "idle": "idle rows", "word2vec": "word2vec", "ngram_example": "ngram example"},
+    **{
+        "parallel_example": "parallel example",
+        "exchange": "exchange",
+        "mixed": "mixed precision",
+        "peers": "beside others",
+    },
+    **{"plan_accuracy": "plan accuracy", "hosts": "two hosts", "saves": "checkpoints"},
+}
 SECTIONS = (
     FIGURES,
-    Section("in numbers", ("step", "peers", "gpu", IDLE, NGRAM_EXAMPLE, WORD2VEC), "in_numbers", STEPS, "README.md"),
-    Section("idle rows", (IDLE,), "idle", IDLE_ROWS),
-    Section("word2vec", (WORD2VEC,), "word2vec_report", "word2vec beside gensim: words/s and quality"),
-    Section("ngram example", (NGRAM_EXAMPLE,), "record_examples", "Losses of ways to hold n-gram tables"),
-    Section("parallel example", (PARALLEL_EXAMPLE,), "record_examples", "Losses of one process and of several"),
-    Section("experiments", ("gpu",), title=EXPERIMENTS["gpu"]),
-    Section("exchange", ("exchange",), title=EXPERIMENTS["exchange"]),
-    Section("mixed precision", ("mixed",), title=EXPERIMENTS["mixed"]),
-    Section("beside others", ("peers",), title=EXPERIMENTS["peers"]),
-    Section("plan accuracy", ("plan_accuracy",), title=EXPERIMENTS["plan_accuracy"]),
-    Section("two hosts", ("hosts",), title=EXPERIMENTS["hosts"]),
-    Section("checkpoints", ("saves",), title=EXPERIMENTS["saves"]),
+    Section("in numbers", tuple(in_numbers.SENTENCES), STEPS, "README.md"),
+    *(Section(name, (part,), EXPERIMENTS[part]) for part, name in NAMES.items()),
 )
 
 
@@ -80,7 +75,6 @@ def _try(path: Path, show: Callable[[dict[str, Any]], str]) -> list[Recorded]:
 
 
 def every_suite(root: Path) -> list[Recorded]:
-    suites()
     found = [one for part, path in recorded(root) if part in MEASURED for one in _try(path, report.markdown)]
     return sorted(found, key=lambda one: not one.result["environment"]["cuda"])
 
@@ -88,7 +82,7 @@ def every_suite(root: Path) -> list[Recorded]:
 def in_section(root: Path, section: Section) -> list[Recorded]:
     """Return the newest results of a section."""
     page, shown = root / section.page, list[Recorded]()
-    make = importlib.import_module(section.module).markdown
+    make = report.markdown if section.page == RESULTS else in_numbers.markdown
     for part in section.parts:
         found = [one for other, path in recorded(root) if other == part for one in _try(path, make)]
         if found:
@@ -102,32 +96,22 @@ def _read(page: Path) -> str:
     return page.read_text(encoding="utf-8") if page.exists() else ""
 
 
-def draw_all(root: Path, found: list[Recorded]) -> None:
-    """Draw every result beside it, but those of which modules have no `draw`."""
-    drawn = [(report.plot, one) for one in found]
-    for section in SECTIONS:
-        own = getattr(importlib.import_module(section.module), "draw", None)
-        drawn += [(own, one) for one in in_section(root, section)] if own else []
-    for make, (path, result, _) in drawn:
-        try:
-            _draw(make, result, path.with_suffix(".png"))
-        except Exception as error:
-            _warn(f"no plot of {path} ({type(error).__name__}: {error})")
-
-
-def _draw(make: Callable[[dict[str, Any]], Any], result: dict[str, Any], path: Path) -> None:
-    """Write what `make` returns for a result, a figure or the bytes of a PNG, to `path`."""
+def draw(path: Path, result: dict[str, Any]) -> None:
+    """Draw a result beside it, where there is something to show."""
     from PIL import Image  # matplotlib brings it
 
-    picture = make(result)
-    if picture is None:
-        path.unlink(missing_ok=True)
-        return
-    file = io.BytesIO(picture if isinstance(picture, bytes) else b"")
-    if not isinstance(picture, bytes):
-        picture.savefig(file, format="png")
-    with Image.open(file) as image:  # few colours are enough for bars and lines, and a third of the bytes
-        image.convert("RGB").quantize(64).save(path, optimize=True)
+    target = path.with_suffix(".png")
+    try:
+        picture = report.plot(result)
+        if picture is None:
+            target.unlink(missing_ok=True)
+            return
+        with Image.open(
+            io.BytesIO(picture)
+        ) as image:  # few colours are enough for bars and lines, and a third of the bytes
+            image.convert("RGB").quantize(64).save(target, optimize=True)
+    except Exception as error:
+        _warn(f"no plot of {path} ({type(error).__name__}: {error})")
 
 
 def _warn(text: str) -> None:
@@ -145,7 +129,7 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
             short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
         pages[page] += [text, _image(path, title, page)]
-        if not any(section.parts[:1] == (result["suite"],) for section in SECTIONS if section.page == FIGURES.page):
+        if not any(section.parts[:1] == (result["suite"],) for section in SECTIONS if section.page == RESULTS):
             short += [report.markdown(result, short=True), _image(path, title, figures)]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     for section in SECTIONS:
@@ -169,9 +153,10 @@ def _address(file: Path, page: Path) -> str:
 
 def main(check: bool, root: Path = ROOT) -> int:
     """Write the pages and a page for each device; or compare them and return 1 where they differ."""
+    suites()
     found = every_suite(root)
-    if not check:
-        draw_all(root, found)
+    for path, result, _ in () if check else found:
+        draw(path, result)
     wanted = documents(root, found)
     others = [path for path, text in wanted.items() if _read(path) != text]
     for path in others:

@@ -20,9 +20,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import store
-from device_tests import SANITIZER, ending, run_sanitizer, run_tests, verdict
-from rich.console import Console
-from store import CHECKS, FULL, MEASURED, PARTIAL, QUICK, ROOT, header, path_of, read, recorded, suites, write
+from store import (
+    CHECKS,
+    FULL,
+    MEASURED,
+    PARTIAL,
+    QUICK,
+    ROOT,
+    USUAL,
+    ending,
+    header,
+    path_of,
+    read,
+    recorded,
+    suites,
+    write,
+)
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
@@ -31,11 +44,13 @@ MARGIN_S = 10.0  # that a suite ends by itself before it is stopped
 
 
 class Task(NamedTuple):
-    """A part to run, its time limit, and whether to run its quick form."""
+    """A part to run, its time limit, whether to run its quick form or to go on with a run, and what its suite is given."""
 
     name: str
     limit_s: float
     quick: bool = False
+    resume: bool = False
+    options: dict[str, Any] = {}
 
 
 REST, PART_S = 1000.0, 540.0
@@ -60,28 +75,58 @@ COMMIT=1a2b3c+changes names the commit where there is no git; "+changes" means t
 # --- a suite in a process of its own ------------------------------------------------------------------------------------
 
 
-def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, quick: bool) -> str:
+def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, task: Task) -> str:
     """Measure a suite in another process; return what went wrong."""
-    job = {"about": about, "path": str(path), "quick": quick, "seconds": max(1.0, limit_s - MARGIN_S)}
+    job = {"about": about, "path": str(path), "seconds": max(1.0, limit_s - MARGIN_S), **task._asdict()}
+    del job["name"], job["limit_s"]
     code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
     return "a group failed" if code == 1 else ending(code)
 
 
-def measure_here(about: dict[str, Any], path: str, quick: bool, seconds: float) -> int:
-    """Measure a suite and write its result after every group; return 1 where a group failed."""
+def measure_here(
+    about: dict[str, Any], path: str, quick: bool, seconds: float, options: dict[str, Any], resume: bool = False
+) -> int:
+    """Measure a suite and write its result after every group; return 1 where a group failed, 2 where none can begin."""
+    from rich.console import Console
+
     from speedtransfer.benchmark import run as runner
+    from speedtransfer.benchmark.report import groups_of
     from speedtransfer.cuda import resolve_device
+    from speedtransfer.errors import SpeedtransferError
 
     def keep(result: dict[str, Any]) -> None:
         # The header was made before: its commit is that of the sources that were measured.
         write(Path(path), {**about, **result, "environment": about["environment"]})
 
     device, console = resolve_device(None), Console(width=120, force_terminal=False)
-    result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds)
+    try:
+        done = groups_of(earlier(Path(path), about, options)) if resume else []
+        done = [group for group in done if not group.skipped]
+        result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds, done, **options)
+    except SpeedtransferError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     keep(result)
     return int(bool(result["failures"]))
+
+
+def earlier(path: Path, about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return what a stopped run has left, if it is one of the same code with the same options."""
+    from speedtransfer.errors import InvalidValueError
+
+    try:
+        old = read(path)
+        ways = [
+            {name: one["environment"].get(name) for name in ("commit", "dirty", "versions")} for one in (old, about)
+        ]
+        same = ways[0] == ways[1] and old["options"] == options
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidValueError(f"cannot read {str(path)!r} ({error!r}); drop --resume to start over") from error
+    if not same:
+        raise InvalidValueError(f"{str(path)!r} is of another commit or of other options; drop --resume to start over")
+    return old
 
 
 def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, archive: Path | None = None) -> int:
@@ -94,7 +139,8 @@ def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, arc
     os.environ.setdefault("SPEEDTRANSFER_HOST_BYTES", f"{room:.0f}")
     os.environ.setdefault("SPEEDTRANSFER_CACHE", str(folder))
     os.environ.setdefault("CUPY_CACHE_DIR", str(folder / "cupy"))
-    tasks = [Task(name, limit * seconds / PART_S, small or quick) for name, limit, small in GPU_PARTS[number]]
+    parts = GPU_PARTS[number]
+    tasks = [Task(one.name, one.limit_s * seconds / PART_S, one.quick or quick) for one in parts]
     return record(tasks, STARTED + seconds - SPARE_S, root, archive, f"part{number}")
 
 
@@ -135,11 +181,14 @@ def _run_task(task: Task, limit_s: float, root: Path) -> str:
     about = header(root, task.name)  # before: the commit as it is when it starts
     quick = task.quick and task.name not in CHECKS
     path = path_of(root, about["environment"]["device"], task.name, QUICK if quick else PARTIAL)
-    path.unlink(missing_ok=True)
+    if not task.resume:
+        path.unlink(missing_ok=True)
     if task.name in CHECKS:
+        from device_tests import run_sanitizer, run_tests
+
         problem = (run_tests if task.name == "tests" else run_sanitizer)(root, path, about, limit_s)
     else:
-        problem = run_suite(root, path, about, limit_s, quick)
+        problem = run_suite(root, path, about, limit_s, task)
     if not quick and path.exists() and read(path)["complete"]:
         path.replace(path_of(root, about["environment"]["device"], task.name))
     return problem
@@ -187,6 +236,8 @@ def status(root: Path = ROOT) -> int:
 
 
 def outcome(part: str, result: dict[str, Any]) -> str:
+    from device_tests import SANITIZER, verdict
+
     text = "came to its end"
     if part == "tests":
         text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
@@ -200,13 +251,22 @@ def outcome(part: str, result: dict[str, Any]) -> str:
     return text + (", quick" if result.get("quick") else "") + ("" if result["complete"] else ", INCOMPLETE")
 
 
+def number(text: str) -> Any:
+    """Return the number that a text is, else the text."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def main(arguments: list[str] | None = None) -> int:
-    usual = [part for part in MEASURED if part not in ("gpu", "peers", "plan_accuracy", "hosts")]
-    parts = {"gpu": [*CHECKS, *usual, "gpu"], "here": usual}
+    parts = {"gpu": (*CHECKS, *USUAL, "gpu"), "here": USUAL}
     parser = argparse.ArgumentParser(prog="bench/record.py", description=__doc__, epilog=HELP)
     parser.add_argument("command", choices=(*parts, "status"))
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {','.join((*CHECKS, *MEASURED))}")
     parser.add_argument("--quick", action="store_true", help="small sizes and few samples")
+    parser.add_argument("--resume", action="store_true", help="go on with what a stopped run of a suite has left")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help="for the suite")
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="stop a part after that")
     parser.add_argument("--total", type=float, default=float("inf"), metavar="SECONDS", help="for all parts")
     parser.add_argument("--archive", type=Path, metavar="FILE.tgz", help="all results of this device, to take home")
@@ -229,7 +289,8 @@ def main(arguments: list[str] | None = None) -> int:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if args.part is not None:
         return record_part(args.part, args.quick, args.total, archive=args.archive)
-    tasks = [Task(part, args.limit, args.quick) for part in only]
+    options = {name: number(text) for name, _, text in (given.partition("=") for given in args.set)}
+    tasks = [Task(part, args.limit, args.quick, args.resume, options) for part in only]
     return record(tasks, time.monotonic() + args.total, archive=args.archive)
 
 

@@ -3,13 +3,12 @@
 A run that is under way or was interrupted has its own in ``<part>.partial.json``, a quick one in ``<part>.quick.json``:
 neither takes the place of a complete one. Each names its commit: ``git log COMMIT.. -- PATH`` tells what has changed since.
 
-And what scripts share: arguments, errors, processes with a time limit. The package is imported where it is needed: a process
-that measures gensim must not hold it in memory.
+And what scripts share: processes with a time limit, examples. The package is imported where it is needed: a process that
+measures gensim must not hold it in memory.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -38,12 +37,15 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
     "plan_accuracy": "Planned beside measured times of a step",
     "hosts": "Planned beside measured steps of two hosts",
     "saves": "Checkpoints: saved, loaded, and written while training goes on",
+    "idle": "Training with dense, exact, lazy and SparseAdam's idle rows",
+    "word2vec": "word2vec beside gensim: words/s and quality",
+    "ngram_example": "Ways to hold the n-gram tables of a language model",
+    "parallel_example": "One process and several",
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
-# Of scripts of their own: idle.py and word2vec.py need data that are not here, record_examples.py runs examples.
-IDLE, WORD2VEC, NGRAM_EXAMPLE, PARALLEL_EXAMPLE = OTHERS = "idle", "word2vec", "ngram_example", "parallel_example"
+USUAL = (*SUITES, "tax", "mixed", "exchange", "saves")  # those that need neither much time nor data, root or libraries
 FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
-GRACE_S = 10.0
+GRACE_S, STOPPED = 10.0, "stopped at its time limit"
 logs: list[TextIO] = []  # of what processes print
 
 
@@ -76,9 +78,7 @@ def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
 def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
     """Yield the part and path of every result of `runs` (by default full ones), device by device."""
     for folder in sorted((root / "bench" / "results").glob("*/")):
-        paths = (
-            (part, folder / f"{part}{run}.json") for part in (*CHECKS, *MEASURED, *OTHERS) for run in runs or (FULL,)
-        )
+        paths = ((part, folder / f"{part}{run}.json") for part in (*CHECKS, *MEASURED) for run in runs or (FULL,))
         yield from ((part, path) for part, path in paths if path.exists())
 
 
@@ -95,39 +95,6 @@ def write(path: Path, result: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with replace_file(path) as file:
         file.write(f"{to_text(result)}\n".encode())
-
-
-# --- scripts ------------------------------------------------------------------------------------------------------------
-
-
-class RunError(RuntimeError):
-    """A process that was started failed."""
-
-
-# --- the command line -----------------------------------------------------------------------------------------------------
-
-
-def make_parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Return a parser for a script of this folder, described by the first line of its docstring, with ``--out``."""
-    parser = argparse.ArgumentParser(prog=f"bench/{name}.py", description=(doc or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, help="the JSON file to write", metavar="FILE")
-    return parser
-
-
-def exit_code(run: Callable[[], int]) -> int:
-    """Return what `run` returns; print an error in one line and return 2 (data), 1 (a process) or 130 (Ctrl-C)."""
-    from speedtransfer.errors import SpeedtransferError
-
-    try:
-        return run()
-    except SpeedtransferError as error:
-        code, message = 2, str(error)
-    except RunError as error:
-        code, message = 1, str(error)
-    except KeyboardInterrupt:
-        code, message = 130, "stopped"
-    print(f"error: {message}", file=sys.stderr)
-    return code
 
 
 # --- processes ------------------------------------------------------------------------------------------------------------
@@ -169,6 +136,10 @@ def run(command: Sequence[str], limit_s: float, quiet: bool = False, **kwargs: A
     return code, "".join(lines)
 
 
+def ending(code: int | None) -> str:
+    return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
+
+
 def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
     with stream:
         for line in stream:
@@ -177,16 +148,13 @@ def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
                 log(line)
 
 
-def run_job(script: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run ``python bench/<script> JOB.json``, which writes a JSON object to the path ``job["result"]``, and return that.
+def run_example(main: Callable[[list[str]], int], flags: dict[str, Any]) -> dict[str, Any]:
+    """Return what an example writes by ``--json``; raises SpeedtransferError where it fails."""
+    from speedtransfer.errors import SpeedtransferError
 
-    Raises `RunError` if it ended with another exit code than 0.
-    """
-    with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
-        path, result = Path(folder, "job.json"), Path(folder, "result.json")
-        path.write_text(json.dumps({**job, "result": str(result)}), encoding="utf-8")
-        code, output = run([sys.executable, str(ROOT / "bench" / script), str(path)], float("inf"), quiet=True)
-        if code != 0 or not result.exists():
-            raise RunError((output.strip().splitlines() or [f"ended with exit code {code}"])[-1])
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    with tempfile.TemporaryDirectory(prefix="speedtransfer-example-") as folder:
+        file = Path(folder, "found.json")
+        given = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+        if code := main([*given, "--json", str(file)]):
+            raise SpeedtransferError(f"the example ended with exit code {code}")
+        return read(file)

@@ -18,6 +18,7 @@ from speedtransfer.benchmark.measure import measure
 from speedtransfer.benchmark.report import markdown, plot
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.cuda import cuda_status
+from speedtransfer.errors import InvalidValueError
 
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
@@ -90,38 +91,34 @@ def test_pages_show_what_is_recorded(tmp_path, script, capsys):
     assert 1000 < path.with_suffix(".png").stat().st_size < 150_000
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        ("parallel --quick --steps 6", "| DDP, sharded | (32, 5) | 50 | "),
-        (
-            "ngram_lm --steps 6 --batch 2 --context 8 --vocabulary 40 --width 8 --layers 2 --attention-heads 2 --rows 50 "
-            "--dim 4 --only dense exact",
-            '| speedtransfer, idle="exact" | ',
-        ),
-    ],
-)
-def test_an_example_is_recorded_and_shown(script, tmp_path, arguments, line):
-    store, readme = script("store"), script("readme")
-    assert script("record_examples").main(arguments.split(), tmp_path) == 0
-    ((part, path),) = store.recorded(tmp_path)
-    assert store.read(path)["complete"]
-    (section,) = [section for section in readme.SECTIONS if section.parts == (part,)]
-    text = page(tmp_path, section)
-    assert readme.main(check=False, root=tmp_path) == 0
-    assert line in text.read_text()
-    assert f"](../{path.with_suffix('.png').relative_to(tmp_path).as_posix()})" in text.read_text()
-
-
 # --- experiments --------------------------------------------------------------------------------------------------------
 
 
-def test_each_is_declared_as_a_suite_is(script, suites):
+def test_each_is_declared_as_a_suite_is(script, suites, likes, texts):
+    data = {"idle": str(likes), "word2vec": str(texts)}
     for name in script("store").EXPERIMENTS:
-        groups = suites[name].groups(CPU, True, seed=3, rows=5, whatever=1)
-        assert len({group.title for group in groups}) == len(groups) <= len(suites[name].groups(CPU, False))
+        given = {"data": data.get(name, "")}
+        groups = suites[name].groups(CPU, True, seed=3, rows=5, whatever=1, **given)
+        assert len({group.title for group in groups}) == len(groups) <= len(suites[name].groups(CPU, False, **given))
         assert suites[name].declared("NOTE", "")
+        if given["data"]:
+            with pytest.raises(InvalidValueError, match="name the folder that has"):
+                suites[name].groups(CPU, True, data="no such folder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "given", "line"),
+    [
+        ("parallel_example", {"steps": 6}, "| **DDP, sharded** | 32 | 50 | "),
+        ("ngram_example", {}, '| **speedtransfer, idle="exact"** | '),
+    ],
+)
+def test_an_example_is_measured(suites, name, given, line):
+    (group,) = suites[name].groups(CPU, True, **given)
+    text = shown(name, [measure(group, CPU)])
+    assert line in text
+    assert "6 steps of " in text
 
 
 def test_tax_compares_the_same_three_ways(suites, monkeypatch):
@@ -244,11 +241,6 @@ def test_what_a_gpu_is_asked_runs_small_and_what_needs_one_says_so(suites):
 
 
 @pytest.fixture
-def idle(script):
-    return script("idle")
-
-
-@pytest.fixture
 def likes(tmp_path):
     """Data of 30 users, each of whom likes the even or the odd of 40 items, one file packed."""
     texts = []
@@ -262,23 +254,23 @@ def likes(tmp_path):
     return made
 
 
-def test_exact_is_dense_and_lazy_is_not(idle, likes, tmp_path, capsys):
-    path = tmp_path / "idle.json"
-    assert idle.main(["--data", str(likes), "--out", str(path), "--steps", "60", "--batch", "8"]) == 0
-    found = json.loads(path.read_text())
-    curves = found["curves"]
-    assert found["counts"][-1] == 60
+def test_exact_is_dense_and_lazy_is_not(suites, likes):
+    idle = suites["idle"].module
+    (group,) = idle.groups(CPU, True, data=str(likes), points=7)
+    found = measure(group, CPU)
+    steps, by_name = group.params["steps_shown"], found.by_name
+    assert steps == [0, *range(8, 60, 8), 60]
     for way in idle.WAYS:
-        assert len(curves[way]["loss"]) + 1 == len(curves[way]["recall"]) == len(found["counts"])
-    assert curves["dense"]["distance"][-1] == 0
-    assert curves["exact"]["distance"][-1] < 1e-3 < 1e-2 < curves["lazy"]["distance"][-1]
-    assert found["loss_difference"]["exact"] < 1e-5
-    assert (found["complete"], found["data"], found["settings"]["steps"]) == (True, "likes", 60)
-    assert capsys.readouterr().out.splitlines()[-4].startswith("Likes, 30 users x 40 items, ")
-    assert len(idle.draw(found).axes) == 3
+        values = by_name[way].values
+        assert len(values["loss"]) + 1 == len(values[idle.RECALL]) == len(steps)
+    far = {way: case.figures[idle.DISTANCE] for way, case in by_name.items()}
+    assert far["dense"] == 0
+    assert far["exact"] < 1e-3 < 1e-2 < far["lazy"]
+    assert by_name["exact"].figures[idle.APART] < 1e-5
+    assert "| likes, 30 users x 40 items | loss | recall@20 | " in shown("idle", [found])
 
 
-# --- bench/word2vec.py: a small text, end to end; how sure differences are --------------------------------------------
+# --- word2vec: a small text, end to end; how sure differences are -------------------------------------------------------
 
 
 TOPICS, WORDS_A_TOPIC = 6, 8
@@ -286,17 +278,14 @@ PAIRS = ("WS-353", "RG-65", "MTurk-287", "SimLex-999", "RW")
 
 
 @pytest.fixture
-def word2vec():
-    return importlib.import_module("word2vec")
+def word2vec(suites):
+    return suites["word2vec"].module
 
 
 @pytest.fixture
-def report():
-    return importlib.import_module("word2vec_report")
-
-
-def put_data(folder):
-    """Write a text of ten words a topic and the sets about it, as the real ones are laid out, and return the folder."""
+def texts(tmp_path):
+    """A text of ten words a topic and the sets about it, as the real ones are laid out."""
+    folder = tmp_path / "data"
     folder.joinpath("corpora").mkdir(parents=True)
     folder.joinpath("wordsim").mkdir()
     rng = np.random.default_rng(0)
@@ -313,50 +302,27 @@ def put_data(folder):
     return folder
 
 
-@pytest.fixture
-def small(word2vec, tmp_path, monkeypatch):
-    """The arguments of a small run, of one corpus and in this process, which saves the imports of others."""
-    jobs = importlib.import_module("word2vec_child").JOBS
-    monkeypatch.setattr(word2vec, "run_job", lambda script, job: json.loads(json.dumps(jobs[job["task"]](job))))
-    settings = word2vec.Settings(dims=(8,), optimizers=("adagrad",), models=("skipgram",), seeds=2)
-    monkeypatch.setattr(word2vec, "SETTINGS", settings)
-    monkeypatch.setattr(word2vec, "LARGE", word2vec.CorpusSettings(2))
-    monkeypatch.setattr(word2vec, "WARM_WORDS", 500)
-    shipped = tmp_path / "shipped.txt"
-    shipped.write_text("t0w0 t1w1 " * 300)
-    monkeypatch.setattr(word2vec, "SHIPPED", shipped)
-    monkeypatch.setattr(word2vec, "SMALL", word2vec.CorpusSettings(1, analogies=False))
-    return ["--data", str(put_data(tmp_path / "data")), "--out", str(tmp_path / "word2vec.json")]
-
-
 @pytest.mark.slow
-def test_a_stopped_run_goes_on(word2vec, report, small, tmp_path, monkeypatch, capsys):
-    train, partial = word2vec.Session._train, tmp_path / "word2vec.partial.json"
-
-    def gensim_alone(self, system, seed, warm=False):
-        if system.system != "gensim" and not warm:
-            raise KeyboardInterrupt
-        return train(self, system, seed, warm)
-
-    monkeypatch.setattr(word2vec.Session, "_train", gensim_alone)
-    assert word2vec.main(small) == 1
-    assert "error: stopped; what was measured is in" in capsys.readouterr().err
-    (first,) = json.loads(partial.read_text())["runs"]
-    monkeypatch.setattr(word2vec.Session, "_train", train)
-    assert word2vec.main([*small, "--resume", "--words", "100"]) == 2
-    assert "was measured with other corpora and words; drop --resume" in capsys.readouterr().err
-    assert word2vec.main([*small, "--resume", "--seeds", "1"]) == 0
-    assert not partial.exists()
-    found = json.loads((tmp_path / "word2vec.json").read_text())
-    del first["items"]
-    assert (found["complete"], found["same_vocabulary"], found["runs"][0]) == (True, True, first)
-    assert [run["system"] for run in found["runs"]] == ["gensim", "speedtransfer"] * 2
-    analogies = {"analogies": 2, "analogies, semantic": 1, "analogies, syntactic": 1}
-    assert found["runs"][1]["asked"] == dict.fromkeys(PAIRS, 36) | analogies
-    system = report.system_of(found["runs"][1])
-    assert {one["set"] for one, _ in report.differences(found, system)} == set(PAIRS)  # three questions are too few
-    assert "Analogies say nothing on a corpus of this size" in capsys.readouterr().out
-    assert len(report.draw(found).axes) == 2 * (1 + len(PAIRS) + 1)
+def test_ours_is_compared_with_gensim(word2vec, texts, monkeypatch):
+    """In this process, which saves the imports of others."""
+    monkeypatch.setattr(word2vec, "in_process", lambda job, given: json.loads(json.dumps(job(given))))
+    monkeypatch.setattr(word2vec, "WARM_WORDS", 500)
+    large, shipped = word2vec.groups(
+        CPU, True, data=str(texts), models=("skipgram",), optimizers=("adagrad", "no such"), seeds=2, words=3000
+    )
+    found = measure(large, CPU)
+    assert [case.name for case in found.ran] == ["gensim", "speedtransfer, Adagrad"]
+    assert "no such" in found.cases[2].error
+    ours = found.ran[1]
+    assert large.params["same_vocabulary"]
+    assert {name: ours.values[f"{name}, known"] for name in PAIRS} == {name: [36] for name in PAIRS}
+    assert ours.values["analogies, known"] == [2]
+    assert [name for name, _ in word2vec.verdicts(ours)] == list(PAIRS)  # three questions are too few
+    assert len(ours.samples_s) == len(ours.values["RW"]) == 2
+    text = shown("word2vec", [found])
+    assert "36 of WS-353" in text
+    assert "x gensim's words/s (seed by seed " in text
+    assert shipped.params["epochs"] == 25
 
 
 # --- differences ----------------------------------------------------------------------------------------------------------
@@ -379,9 +345,9 @@ HALF = 1.96 * (MORE - RIGHT).std() / np.sqrt(4000)  # of paired differences, far
         (APART, EVEN, None, 0.1, -0.2, 0.4),  # items hardly matter: as wide as the seeds are apart
     ],
 )
-def test_differences_that_are_known(report, monkeypatch, ours, theirs, gold, value, low, high):
-    monkeypatch.setattr(report, "RESAMPLES", 200)
-    found = report.bootstrap(ours, theirs, gold)
-    assert found == report.bootstrap(ours, theirs, gold), "the same draws each time"
-    assert found["value"] == pytest.approx(value)
-    assert [found["low"], found["high"]] == pytest.approx([low, high], abs=0.2 * HALF)
+def test_differences_that_are_known(word2vec, monkeypatch, ours, theirs, gold, value, low, high):
+    monkeypatch.setattr(word2vec, "RESAMPLES", 200)
+    found = word2vec.bootstrap(ours, theirs, gold)
+    assert found == word2vec.bootstrap(ours, theirs, gold), "the same draws each time"
+    assert found[0] == pytest.approx(value)
+    assert found[1:] == pytest.approx([low, high], abs=0.2 * HALF)

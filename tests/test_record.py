@@ -128,18 +128,39 @@ def test_a_suite_is_measured_with_its_header(record, store, tmp_path, monkeypatc
     group = Group("breaks", lambda: 1 / 0)
     monkeypatch.setattr(type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about: [group]))
     path = tmp_path / "step.json"
-    job = {"about": {"part": "step", "environment": {}, "more": 1}, "path": str(path), "quick": True, "seconds": 100.0}
+    about = {"part": "step", "environment": {}, "more": 1}
+    job = {"about": about, "path": str(path), "quick": True, "seconds": 100.0, "options": {}}
     assert record.measure_here(**job) == 1
     found = store.read(path)
     assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
     assert (found["complete"], found["more"], found["environment"]) == (True, 1, {})
 
 
+def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
+    """With the groups that were measured, if they are of the same code and the same options."""
+    calls, path = [], tmp_path / "step.json"
+    made = [Group(name, lambda name=name: calls.append(name) or []) for name in "ab"]
+    monkeypatch.setattr(
+        type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about, **given: made)
+    )
+    about = {"part": "step", "environment": {"commit": "abc", "dirty": False, "versions": {}}}
+    job = {"about": about, "path": str(path), "quick": True, "options": {"rows": 5}, "resume": True}
+    assert record.measure_here(**job, seconds=100.0) == 2, "there is nothing to go on with"
+    assert record.measure_here(**{**job, "resume": False}, seconds=100.0) == 0
+    stopped = store.read(path)
+    stopped["groups"][1]["skipped"] = "the time was up"
+    store.write(path, stopped)
+    assert record.measure_here(**{**job, "options": {}}, seconds=100.0) == 2
+    assert record.measure_here(**job, seconds=100.0) == 0
+    assert calls == ["a", "b", "b"]
+    assert [group["skipped"] for group in store.read(path)["groups"]] == ["", ""]
+
+
 def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, monkeypatch, capsys):
     full, complete = put(store, tree, "tax", commit="old"), []
 
-    def suite(root, path, about, limit_s, quick):
-        store.write(path, {**about, **SUITE, "quick": quick, "complete": complete[-1]})
+    def suite(root, path, about, limit_s, task):
+        store.write(path, {**about, **SUITE, "quick": task.quick, "complete": complete[-1]})
         return ""
 
     monkeypatch.setattr(record, "run_suite", suite)
@@ -161,18 +182,19 @@ def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tr
     (folder / "cache/kernels").mkdir(parents=True)
     (folder / "cache/kernels/rows.cubin").touch()
 
-    def runner(root, path, about, limit_s, quick=None):
+    def runner(root, path, about, limit_s, task=None):
         if archive.exists():  # written after each task: a part that is killed loses no more than its last
             with tarfile.open(archive) as file:
                 assert any(f"/{asked[-1][0]}." in name for name in file.getnames())
         assert archive.exists() == bool(asked)
-        asked.append((about["part"], round(limit_s), quick))
+        asked.append((about["part"], round(limit_s), task and task.quick))
         record.store.log(f"this is {about['part']}\n")
         store.write(path, {**about, **SUITE})
         return "broken"
 
-    for name in ("run_tests", "run_sanitizer", "run_suite"):
-        monkeypatch.setattr(record, name, runner)
+    monkeypatch.setattr(record, "run_suite", runner)
+    for name in ("run_tests", "run_sanitizer"):
+        monkeypatch.setattr(importlib.import_module("device_tests"), name, runner)
     monkeypatch.setattr(record, "STARTED", time.monotonic())
     for name in ("SPEEDTRANSFER_HOST_BYTES", "SPEEDTRANSFER_CACHE", "CUPY_CACHE_DIR"):
         monkeypatch.setenv(name, "before")  # so that it is put back

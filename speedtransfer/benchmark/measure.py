@@ -64,8 +64,8 @@ class Group:
 
     `make` builds the data and returns the cases, or what it has measured itself. It is called just before measuring, so that
     only one group's memory is held at a time; a :class:`~speedtransfer.errors.SpeedtransferError` or lack of memory skips the
-    group with its reason. `params` are what varies, for plots, and `effort` the arguments of :func:`measure` that differ from
-    the defaults.
+    group with its reason. `params` are what varies, for plots, to which `make` may add, and `effort` the arguments of
+    :func:`measure` that differ from the defaults.
     """
 
     title: str

@@ -69,6 +69,10 @@ def _ratio(group: GroupResult, case: CaseResult) -> str:
     return format_ratio(case.median_s / group.ran[0].median_s)
 
 
+def _show_quartiles(group: GroupResult, case: CaseResult) -> str:
+    return " to ".join(format_seconds(s) for s in case.quartiles_s) if len(case.samples_s) > 1 else ""
+
+
 def _show_memory(key: str, group: GroupResult, case: CaseResult) -> str:
     return format_bytes(case.memory[key]) if key in case.memory else ""
 
@@ -150,25 +154,28 @@ def _pivot(suite: Suite, title: str, groups: list[GroupResult], show: Show) -> T
     return TextTable(f"{title}, by {label}", ["", *(f"{group.params[key]:,}" for group in groups)], rows, ours)
 
 
-def group_table(group: GroupResult) -> TextTable:
-    """Return all figures of a group, fastest case first, without empty columns."""
-    cases = group.ran
+def group_table(suite: Suite, group: GroupResult) -> TextTable:
+    """Return all figures of a group, fastest case first, without empty columns; or `COLUMNS` of a suite without series."""
+    cases, own = group.ran, None if suite.declared("BY", None) else suite.declared("COLUMNS", None)
     names = list(dict.fromkeys(name for case in cases for name in case.figures))
-    columns: list[tuple[str, Show]] = []
-    if _has_times(group) and cases:
+    columns: list[tuple[str, Show]] = list(own.items()) if own else []
+    if not own and _has_times(group) and cases:
         overhead = group.params.get("kind") == "overhead"
         columns = [
             ("GB/s", lambda group, case: format_rate(case.gb_per_s)),
             ("of roof", lambda group, case: format_share(group.share_of_roof(case)) if case.role != "roof" else "roof"),
             (f"x {cases[0].name}", _ratio),
             ("median", show_time),
-            ("quartiles", lambda group, case: " to ".join(format_seconds(s) for s in case.quartiles_s)),
+            ("quartiles", _show_quartiles),
             ("host", lambda group, case: format_seconds(case.median_host_s) if overhead else ""),
         ]
         columns = [column for column in columns if group.roof is not None or column[0] != "of roof"]
         cases = sorted(cases, key=lambda case: case.median_s)
-    columns += [(name.replace("_", " "), show_figure(name)) for name in names]
-    columns += [(f"{place} memory", functools.partial(_show_memory, f"{place}_bytes")) for place in ("host", "device")]
+    if not own:
+        columns += [(name.replace("_", " "), show_figure(name)) for name in names]
+        columns += [
+            (f"{place} memory", functools.partial(_show_memory, f"{place}_bytes")) for place in ("host", "device")
+        ]
     rows = [[case.name, *(show(group, case) for _, show in columns)] for case in cases]
     kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i] for row in rows))]
     header = ["", *(label for label, _ in columns)]
@@ -193,7 +200,8 @@ def plot(result: dict[str, Any]) -> bytes | None:
         if own is not None:
             figure = own(make_figure, groups)
         else:
-            figure = _lines(make_figure, suite, panels) if panels else _bars(make_figure, suite, groups)
+            drawn = _curves if suite.declared("CURVES", None) else _bars
+            figure = _lines(make_figure, suite, panels) if panels else drawn(make_figure, suite, groups)
         device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
         figure.suptitle(device, fontsize=8, color=drawing.QUIET, parse_math=False)
         file = io.BytesIO()
@@ -241,6 +249,26 @@ def _lines(make_figure: Callable[..., Any], suite: Suite, panels: dict[str, list
     return figure
 
 
+def _curves(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupResult]) -> Any:
+    """Draw a row for each group and a panel for each of `CURVES`; lines on each other are both visible, the later thinner."""
+    curves: dict[str, tuple[str, str]] = suite.declared("CURVES", {})
+    figure = make_figure(3 + 4.5 * len(curves), 4.4 * len(groups))
+    panels = figure.subplots(len(groups), len(curves), squeeze=False)
+    for row, group in zip(panels, groups, strict=True):
+        for axes, (key, (title, scale)) in zip(row, curves.items(), strict=True):
+            for number, case in enumerate(group.ran):
+                found, last = case.values.get(key, []), len(group.ran) - 1
+                steps = case.values.get(f"{key}_steps") or group.params.get("steps_shown") or range(1, len(found) + 1)
+                style = {"color": drawing.COLOURS[number], "lw": 1 + 5 * (last - number) / max(last, 1)}
+                if found:
+                    axes.plot(steps[len(steps) - len(found) :], found, label=case.name, **style)
+            axes.set(yscale=scale, xlabel="step")
+            axes.set_title(title, fontsize=10, color=drawing.INK)
+            drawing.tidy(axes)
+    drawing.legend_below(figure, max(panels.flat, key=lambda axes: len(axes.lines)))
+    return figure
+
+
 # --- markdown -----------------------------------------------------------------------------------------------------------
 
 
@@ -264,9 +292,10 @@ def markdown(result: dict[str, Any], short: bool = False) -> str:
     groups = [group for group in groups_of(result) if group.ran]
     alone = [] if short else _in_series(suite, groups).get("", [])
     tables = series_tables(suite, groups)[: 1 if short else None]
-    parts = [f"**{suite.title}** ({provenance(result)}; medians; x: times that of the first)"]
+    medians = "; medians; x: times that of the first" * any(group.params.get("headline", True) for group in groups)
+    parts = [f"**{suite.title}** ({provenance(result)}{medians})"]
     parts += ["\n".join(f"- {line}" for line in headlines(suite, groups))]
-    parts += [markdown_table(table) for table in [*tables, *map(group_table, alone)]]
+    parts += [markdown_table(table) for table in [*tables, *(group_table(suite, group) for group in alone)]]
     if not short:
         parts += [suite.declared("NOTE", ""), "\n".join(f"- not run: {line}" for line in missing(result))]
     return "\n\n".join(filter(None, parts))

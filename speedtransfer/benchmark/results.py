@@ -17,7 +17,8 @@ NOISY = 1.5  # a third quartile above this many times the first marks a figure a
 class CaseResult:
     """Samples of one :class:`~speedtransfer.benchmark.measure.Case`, in seconds of one repetition.
 
-    `host_s` are seconds until its calls had returned; `error` says why a case did not run.
+    `host_s` are seconds until its calls had returned; `error` says why a case did not run. `figures` are shown in tables;
+    `values` are several numbers by name, such as losses by step or scores by seed, for pictures.
     """
 
     name: str
@@ -28,6 +29,7 @@ class CaseResult:
     memory: dict[str, int] = field(default_factory=dict)
     error: str = ""
     figures: dict[str, float] = field(default_factory=dict)
+    values: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def median_s(self) -> float:
@@ -113,7 +115,7 @@ def to_text(value: Any, pad: str = "") -> str:
     if isinstance(value, dict):
         lines = [f"{json.dumps(key)}: {to_text(one, inner)}" for key, one in value.items()]
         return "{\n" + ",\n".join(f"{inner}{line}" for line in lines) + f"\n{pad}}}"
-    lines = [json.dumps(one) if _depth(one) <= 2 else to_text(one, inner) for one in value]
+    lines = [json.dumps(one) if _depth(one) <= 3 else to_text(one, inner) for one in value]
     return "[\n" + ",\n".join(f"{inner}{line}" for line in lines) + f"\n{pad}]"
 
 

@@ -6,7 +6,7 @@ import gc
 import textwrap
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def run_suite(
     console: Console | None = None,
     after_group: Callable[[dict[str, Any]], None] | None = None,
     seconds: float | None = None,
+    done: Sequence[GroupResult] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Measure a suite and return the result as plain data.
@@ -37,7 +38,8 @@ def run_suite(
     Its keys: "suite", "quick", "options", "environment", "groups", "failures" (reason by title), "complete", "seconds".
     Tables are printed on a `console`, with a bar on standard error if that is a terminal. `after_group` gets the result so
     far after every group; errors of groups are recorded as failures then, not raised. Groups that would start after so many
-    `seconds` are skipped. `options` are those of the suite.
+    `seconds` are skipped, and those that are `done` already, by their titles, are taken as they are. `options` are those of
+    the suite.
     """
     start, missed = time.perf_counter(), list[str]()
     # Invalid options raise before anything is printed.
@@ -49,6 +51,7 @@ def run_suite(
     sizing = f", sized for {format_bytes(facts['host_bytes'])} of host memory" if facts["host_bytes"] else ""
     show.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
     found: list[GroupResult] = []
+    earlier = {group.title: group for group in done}
 
     def result() -> dict[str, Any]:
         return {
@@ -68,7 +71,9 @@ def run_suite(
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
             left_s = float("inf") if seconds is None else seconds - (time.perf_counter() - start)
             try:
-                if left_s > 0:
+                if group.title in earlier:
+                    found.append(earlier[group.title])
+                elif left_s > 0:
                     found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
                 else:
                     missed.append(group.title)
@@ -84,7 +89,7 @@ def run_suite(
                 if not isinstance(error, SpeedtransferError):  # whose message is enough
                     show.print(Text(traceback.format_exc()))
             bar.stop()  # gives way to the table
-            _show(show, found[-1])
+            _show(show, suite, found[-1])
             bar.advance(task)
             bar.start()
             if after_group is not None:
@@ -98,11 +103,11 @@ def run_suite(
     return result()
 
 
-def _show(console: Console, group: GroupResult) -> None:
+def _show(console: Console, suite: Suite, group: GroupResult) -> None:
     if group.skipped:
         console.print(Text(f"\n{group.title}: not run: {group.skipped}"))
         return
-    _show_table(console, group_table(group))
+    _show_table(console, group_table(suite, group))
     for case in group.cases:
         if case.error:
             console.print(Text(f"{case.name}: not run: {case.error}"))

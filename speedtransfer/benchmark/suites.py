@@ -8,9 +8,11 @@ The module declares what is compared and how it is shown; whatever has a default
 - ``BY = (key, label)``: the parameter by which groups of a series are put side by side, in tables and as lines;
 - ``series(group)``: the title of the series of a group, "" for one that stands alone; by default all groups are one series
   where there is a ``BY``, else each stands alone and has a sentence, a table and bars;
-- ``COLUMNS = {title: show}``: what the tables of a series show of a case, by default its time;
+- ``COLUMNS = {title: show}``: what the tables of a series show of a case, by default its time; without a ``BY`` what the
+  table of a group shows, by default all figures;
 - ``describe(group, case)``: what is said of a case beside its time, by default its rate and share of the roof;
 - ``VALUE = (function, label)``: the figure of a case that the picture shows, by default milliseconds; None: no picture;
+- ``CURVES = {key: (title, scale)}``: which `values` of cases, by step, the picture shows as lines in place of bars;
 - ``picture(make_figure, groups)``: the figure, where it is to be another than lines or bars;
 - ``about(groups)``: further sentences.
 """

@@ -42,7 +42,7 @@ def draws_of(model: str, negative: int, window: int) -> int:
 
 MODELS = tuple(DRAWS)
 # First learning rates, those of word2vec.c but for 0.03, which is 0.025 there: similarities and analogies were better with it
-# (SimVerb-3500, MEN and the tuned sets of bench/word2vec.py).
+# (SimVerb-3500, MEN and the tuned sets of bench/experiments/word2vec.py).
 RATES = {"skipgram": 0.03, "cbow": 0.05}
 
 

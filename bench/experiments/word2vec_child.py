@@ -1,7 +1,6 @@
-"""What one process of bench/word2vec.py does: train by gensim, train by this package, or evaluate the vectors of either.
+"""What one process of experiments/word2vec.py does: train by gensim, train by this package, or evaluate the vectors of either.
 
-``python bench/word2vec_child.py JOB.json`` (see `run_job`). Only what a job needs is imported, before its clock starts, so
-that its memory is its own.
+Only what a job needs is imported, before its clock starts, so that its memory is its own.
 """
 
 from __future__ import annotations
@@ -9,9 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib
-import json
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-GENSIM, OURS, EVALUATE = "gensim", "speedtransfer", "evaluate"
 MODELS = ("skipgram", "cbow")
 
 
@@ -137,11 +133,3 @@ def _keep(job: dict[str, Any], words: Sequence[str], counts: Any, matrix: np.nda
     same = hashlib.sha256("".join(sorted(lines)).encode()).hexdigest()
     about = {"words": len(words), "occurrences": int(sum(counts)), "sha256": same}
     return {"vocabulary": about, "peak_bytes": peak}
-
-
-JOBS = {GENSIM: train_gensim, OURS: train_ours, EVALUATE: evaluate}
-
-
-if __name__ == "__main__":
-    described = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    Path(described["result"]).write_text(json.dumps(JOBS[described["task"]](described)), encoding="utf-8")
