@@ -91,7 +91,7 @@ def measure_here(
     """Measure a suite and write its result after every group; return 1 where a group failed, 2 where none can begin."""
     from rich.console import Console
 
-    from speedtransfer.benchmark import run as runner
+    from speedtransfer.benchmark import commands as runner
     from speedtransfer.benchmark.report import groups_of
     from speedtransfer.cuda import resolve_device
     from speedtransfer.errors import SpeedtransferError

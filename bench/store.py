@@ -51,8 +51,8 @@ logs: list[TextIO] = []  # of what processes print
 
 def suites() -> dict[str, Any]:
     """Return the suites of the command and the experiments by name, also for the reports of the package."""
-    from speedtransfer.benchmark.suites import SUITES as KNOWN
-    from speedtransfer.benchmark.suites import Suite
+    from speedtransfer.benchmark.measure import SUITES as KNOWN
+    from speedtransfer.benchmark.measure import Suite
 
     KNOWN.update({name: Suite(name, title, package="experiments") for name, title in EXPERIMENTS.items()})
     return KNOWN

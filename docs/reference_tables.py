@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import typer
 
-from speedtransfer.benchmark.suites import SUITES
+from speedtransfer.benchmark.measure import SUITES
 from speedtransfer.cli import app as root
 from speedtransfer.errors import format_bytes
 from speedtransfer.nn.sizing import table_size

@@ -10,9 +10,8 @@ import torch
 from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
 from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES
-from speedtransfer.benchmark.measure import Case, Group, WrongResultError, measure
+from speedtransfer.benchmark.measure import SUITES, Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.suites import SUITES
 from speedtransfer.benchmark.workload import Ids, Tables, workload
 from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.page_cache import PagesStayError

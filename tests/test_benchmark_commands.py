@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from speedtransfer.benchmark import commands
-from speedtransfer.benchmark.measure import EFFORT, Case, Group
+from speedtransfer.benchmark.commands import run_suite
+from speedtransfer.benchmark.measure import EFFORT, SUITES, Case, Group, Suite
 from speedtransfer.benchmark.report import groups_of, markdown, plot
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.run import run_suite
-from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.cli import main
 from speedtransfer.errors import HostMemoryError
 from speedtransfer.units import format_count, format_ratio, format_seconds, format_share

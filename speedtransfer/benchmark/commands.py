@@ -6,23 +6,33 @@ keeps the figures of all finished groups.
 
 from __future__ import annotations
 
+import gc
 import math
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
 
-from speedtransfer.benchmark.report import groups_of, markdown, plot
-from speedtransfer.benchmark.results import to_text
-from speedtransfer.benchmark.run import run_suite
-from speedtransfer.benchmark.suites import MIN_TABLE_BYTES, SUITES
+from speedtransfer.benchmark.environment import environment
+from speedtransfer.benchmark.measure import EFFORT, MIN_TABLE_BYTES, SUITES, Suite, measure
+from speedtransfer.benchmark.report import TextTable, group_table, groups_of, headlines, markdown, plot, series_tables
+from speedtransfer.benchmark.results import GroupResult, to_text
 from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import require_matplotlib
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, format_bytes, suggest
 from speedtransfer.system import check_writable, replace_file
 
 ALL = "all"
+WIDE = 10  # columns, from which on headers are broken
 
 
 def bench(
@@ -47,7 +57,7 @@ def bench(
     """Measure how fast rows move on this machine, compared with PyTorch and with a plain copy."""
     if suite not in (*SUITES, ALL):
         raise InvalidValueError(f"there is no suite {suite!r}{suggest(suite, [*SUITES, ALL])}")
-    given: dict[str, int] = {} if rows is None else {"rows": check_size(rows, "--rows", 1)}
+    given: dict[str, Any] = {} if rows is None else {"rows": check_size(rows, "--rows", 1)}
     if table_bytes is not None:
         if suite not in ("transfer", ALL):
             raise InvalidValueError(f"--table-bytes means nothing to suite {suite!r}; it is for transfer")
@@ -116,3 +126,109 @@ def _write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
 def _write(path: Path, content: bytes) -> None:
     with replace_file(path) as file:
         file.write(content)
+
+
+# --- a suite -----------------------------------------------------------------------------------------------------------------
+
+
+def run_suite(
+    suite: Suite,
+    device: torch.device,
+    quick: bool,
+    console: Console | None = None,
+    after_group: Callable[[dict[str, Any]], None] | None = None,
+    seconds: float | None = None,
+    done: Sequence[GroupResult] = (),
+    **options: Any,
+) -> dict[str, Any]:
+    """Measure a suite and return the result as plain data.
+
+    Its keys: "suite", "quick", "options", "environment", "groups", "failures" (reason by title), "complete", "seconds".
+    Tables are printed on a `console`, with a bar on standard error if that is a terminal. `after_group` gets the result so
+    far after every group; errors of groups are recorded as failures then, not raised. Groups that would start after so many
+    `seconds` are skipped, and those that are `done` already, by their titles, are taken as they are. `options` are those of
+    the suite.
+    """
+    start, missed = time.perf_counter(), list[str]()
+    # Invalid options raise before anything is printed.
+    groups = suite.groups(device, quick, **options)
+    facts, failures = environment(device), dict[str, str]()
+    show = console or Console(quiet=True)
+    terminal = Console(stderr=True)
+    bar = Progress(console=terminal, transient=True, disable=console is None or not terminal.is_terminal)
+    sizing = f", sized for {format_bytes(facts['host_bytes'])} of host memory" if facts["host_bytes"] else ""
+    show.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
+    found: list[GroupResult] = []
+    earlier = {group.title: group for group in done}
+
+    def result() -> dict[str, Any]:
+        return {
+            "suite": suite.name,
+            "quick": quick,
+            "options": options,
+            "environment": facts,
+            "groups": [group.to_json() for group in found],
+            "failures": failures,
+            "complete": len(found) == len(groups) and not missed,
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+
+    with bar:
+        task = bar.add_task(suite.name, total=len(groups))
+        for group in groups:
+            bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
+            left_s = float("inf") if seconds is None else seconds - (time.perf_counter() - start)
+            try:
+                if group.title in earlier:
+                    found.append(earlier[group.title])
+                elif left_s > 0:
+                    found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
+                else:
+                    missed.append(group.title)
+                    found.append(GroupResult(group.title, group.params, skipped="the time was up"))
+                gc.collect()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()  # leaves memory for CuPy and page-locked tables
+            except Exception as error:
+                if after_group is None:
+                    raise
+                failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
+                if not isinstance(error, SpeedtransferError):  # whose message is enough
+                    show.print(Text(traceback.format_exc()))
+            bar.stop()  # gives way to the table
+            _show_group(show, suite, found[-1])
+            bar.advance(task)
+            bar.start()
+            if after_group is not None:
+                after_group(result())
+    ran = [group for group in found if group.ran]
+    for table in series_tables(suite, ran):
+        _show_table(show, table)
+    show.print()
+    for text in [*(f"- {line}" for line in headlines(suite, ran)), suite.declared("NOTE", "")]:
+        show.print(Text(text))
+    return result()
+
+
+def _show_group(console: Console, suite: Suite, group: GroupResult) -> None:
+    if group.skipped:
+        console.print(Text(f"\n{group.title}: not run: {group.skipped}"))
+        return
+    _show_table(console, group_table(suite, group))
+    for case in group.cases:
+        if case.error:
+            console.print(Text(f"{case.name}: not run: {case.error}"))
+
+
+def _show_table(console: Console, table: TextTable) -> None:
+    """Print a table with its title; ours in bold."""
+    made, narrow = Table(box=None, pad_edge=False), len(table.header) < WIDE
+    for number, label in enumerate(table.header):
+        made.add_column(
+            Text(label), justify="right" if number else "left", no_wrap=number > 0 and narrow, overflow="fold"
+        )
+    for name, *rest in table.rows:
+        made.add_row(*map(Text, (name, *rest)), style="bold" if name in table.ours else "")
+    console.print(Text(f"\n{table.title}", style="bold"))
+    console.print(made)

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from speedtransfer import drawing
+from speedtransfer.benchmark.measure import SUITES, Suite
 from speedtransfer.benchmark.results import CaseResult, GroupResult, case_names
-from speedtransfer.benchmark.suites import SUITES, Suite
 from speedtransfer.errors import format_bytes
 from speedtransfer.units import format_count, format_rate, format_ratio, format_seconds, format_share
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.measure import MIN_TABLE_BYTES, Case, Group
 from speedtransfer.benchmark.methods import as_case, other_methods, our_methods, roofs
 from speedtransfer.benchmark.report import show_rate
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.benchmark.suites import MIN_TABLE_BYTES
 from speedtransfer.benchmark.workload import Tables, default_table_bytes, workload
 from speedtransfer.engines import DIRECTIONS, Direction
 from speedtransfer.errors import check_size, format_bytes
