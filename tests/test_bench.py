@@ -265,7 +265,7 @@ def test_exact_is_dense_and_lazy_is_not(suites, likes):
         assert len(values["loss"]) + 1 == len(values[idle.RECALL]) == len(steps)
     far = {way: case.figures[idle.DISTANCE] for way, case in by_name.items()}
     assert far["dense"] == 0
-    assert far["exact"] < 1e-3 < 1e-2 < far["lazy"]
+    assert 0 < far["exact"] < 1e-3 < 1e-2 < far["lazy"], "as far as rounding: it is not the dense one itself"
     assert by_name["exact"].figures[idle.APART] < 1e-5
     assert "| likes, 30 users x 40 items | loss | recall@20 | " in shown("idle", [found])
 
@@ -349,5 +349,8 @@ def test_differences_that_are_known(word2vec, monkeypatch, ours, theirs, gold, v
     monkeypatch.setattr(word2vec, "RESAMPLES", 200)
     found = word2vec.bootstrap(ours, theirs, gold)
     assert found == word2vec.bootstrap(ours, theirs, gold), "the same draws each time"
+    more = [np.pad(side, ((0, 0), (0, 1)), constant_values=last) for side, last in ((ours, 1.0), (theirs, np.nan))]
+    people = None if gold is None else np.append(gold, 1.0)
+    assert found == word2vec.bootstrap(*more, people), "an item that one does not know is left out"
     assert found[0] == pytest.approx(value)
     assert found[1:] == pytest.approx([low, high], abs=0.2 * HALF)

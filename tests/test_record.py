@@ -174,6 +174,11 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, mon
     assert run(record, tree, "tax") == 0
     assert full.read_text() != before
     assert sorted(path.name for path in full.parent.glob("*.json")) == ["tax.json", "tax.quick.json"]
+    put(store, tree, "tax", store.PARTIAL, commit="old")
+    monkeypatch.setattr(record, "run_suite", lambda *about: "stopped before it wrote anything")
+    before = full.read_text()
+    assert run(record, tree, "tax") == 1
+    assert full.read_text() == before, "what an earlier run has left is not this one's"
 
 
 def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tree, monkeypatch, capsys):
