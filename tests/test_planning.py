@@ -308,7 +308,7 @@ def test_bytes_and_times(run):
     code, out, _ = run(*SIZES, "--idle", "lazy", *given)
     assert code == 0
     assert "each looks up 1,000 distinct rows a step, 0.50 of these are distinct over all" in out
-    share = expected_distinct_share(1_000_000, 1.05, 65_536, 4)
+    share = expected_distinct_share([(1_000_000, 65_536)], 1.05, 4)
     assert f"{share:.2f} of these are distinct over all" in run(*SIZES, "--idle", "lazy")[1]
     found = {name: [cell.strip() for cell in cells] for name, cells in lines(out).items()}
     # 750 rows of others: 8 bytes of id, 256 of row, 256 of gradient; 500 rows owned, with two planes of state.

@@ -7,6 +7,7 @@ import functools
 import gc
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +68,23 @@ def test_bytes_on_the_bus_over_its_rate():
     assert step.up == step.down == pytest.approx(3 * 4 * 128 * work.unique)
     assert (found.up_s, found.down_s) == (pytest.approx(step.up / 50e9), pytest.approx(step.down / 40e9))
     assert estimate_step(work, Form(), DEVICE, GPU).up_s == 0
+
+
+def test_one_kernel_reads_state_while_it_writes():
+    work = workload()
+    found, step = estimate_step(work, Form(), PINNED, GPU), moved(work, Form())
+    assert found.both_ways_s == pytest.approx(2 / 3 * step.up / 50e9)
+    device_s = found.compute_s + step.up / 3 / 50e9 + step.down / 40e9
+    assert found.seconds == pytest.approx(max(found.host_s, device_s))
+    assert replace(found, host_s=0).seconds == pytest.approx(device_s)
+    others = (
+        workload(optimizer="Adagrad"),
+        workload(idle="exact"),
+        workload(optimizer="SGD"),
+        workload(optimizer=None),
+    )
+    assert [estimate_step(each, Form(), PINNED, GPU).both_ways_s for each in others] == [0, 0, 0, 0]
+    assert estimate_step(work, Form(torch.bfloat16), PINNED, GPU).both_ways_s == 0
 
 
 def test_overlap():

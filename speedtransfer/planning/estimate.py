@@ -10,6 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW
+
 from speedtransfer.planning.footprint import (
     DENSE,
     DEVICE,
@@ -56,7 +60,8 @@ CODEC_US, LAUNCH_US = 133.0, 2.5
 class Estimate:
     """Seconds of the parts of a step.
 
-    `queued`: the host queues its work and goes on, so that its calls and the work of the device overlap.
+    `queued`: the host queues its work and goes on, so that its calls and the work of the device overlap. `both_ways_s`: of
+    `up_s`, what one kernel reads while it writes.
     """
 
     host_s: float = 0.0
@@ -66,11 +71,12 @@ class Estimate:
     compute_s: float = 0.0
     disk_s: float = 0.0
     queued: bool = False
+    both_ways_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """A step without reading ahead."""
-        rest = self.up_s + self.down_s + self.copies_s + self.compute_s + self.disk_s
+        rest = self.up_s + self.down_s - self.both_ways_s + self.copies_s + self.compute_s + self.disk_s
         return max(self.host_s, rest) if self.queued else self.host_s + rest
 
     @property
@@ -81,7 +87,7 @@ class Estimate:
     @property
     def bound(self) -> str:
         """Which part is the longest: "host", "bus", "copies", "compute" or "disk"."""
-        parts = {"host": self.host_s, "bus": self.up_s + self.down_s}
+        parts = {"host": self.host_s, "bus": self.up_s + self.down_s - self.both_ways_s}
         parts |= {name: getattr(self, f"{name}_s") for name in ("copies", "compute", "disk")}
         return max(parts, key=parts.__getitem__)
 
@@ -102,7 +108,7 @@ def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine)
             whole = bytes_of(workload, Form())
             touched += 2 * (whole.weight + whole.state) + 2 * whole.weight
         return Estimate(host_s=_host_s(workload, DENSE, Form()), compute_s=touched / near, queued=gpu)
-    up, down = moved(workload, form)
+    up, down, weight = moved(workload, form)
     kind = "frozen" if workload.trainer.make is None else "exact" if is_exact(workload) else "lazy"
     host_s = _host_s(workload, kind, form)
     compute_s = 4 * active / near
@@ -120,10 +126,20 @@ def estimate_step(workload: Workload, form: Form, memory: str, machine: Machine)
     if up_rate is None or down_rate is None:
         return None
     if memory == PINNED:
-        return Estimate(host_s, up / up_rate, down / down_rate, 0.0, compute_s, queued=True)
+        state = up - weight if _is_one_kernel(workload, form) else 0.0
+        both_ways_s = min(state / up_rate, down / down_rate)
+        return Estimate(host_s, up / up_rate, down / down_rate, 0.0, compute_s, queued=True, both_ways_s=both_ways_s)
     if host_rate is None:
         return None
     return Estimate(host_s, up / up_rate, down / down_rate, 2 * (up + down) / host_rate, compute_s, disk_s)
+
+
+def _is_one_kernel(workload: Workload, form: Form) -> bool:
+    """Tell whether one kernel reads and writes the state of a step, by the optimizer's class (docs/gpu.md has the details)."""
+    make = workload.trainer.make
+    if make is None or is_exact(workload) or form != Form():
+        return False
+    return type(make([nn.Parameter(torch.zeros(2, 2, device="cpu"))])) in (SGD, Adam, AdamW)
 
 
 def _host_s(workload: Workload, kind: str, form: Form) -> float:

@@ -143,10 +143,11 @@ class Footprint(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """Bytes of rows and state that a step reads from where the table lives, and writes to it."""
+    """Bytes of rows and state that a step reads from where the table lives, and writes to it; those read of weights."""
 
     up: float
     down: float
+    weight: float = 0.0
 
 
 def memories(machine: Machine) -> tuple[str, ...]:
@@ -218,8 +219,10 @@ def misfit(need: Footprint, machine: Machine) -> str:
 
 def moved(workload: Workload, form: Form) -> Moved:
     """Return the bytes that a step reads from a table and writes to it, of the distinct rows that it looks up."""
-    steps = [size_of(workload, table, form).step(min(table.unique, table.rows)) for table in workload.tables]
-    return Moved(sum(step.up for step in steps), sum(step.down for step in steps))
+    tables = [(size_of(workload, table, form), min(table.unique, table.rows)) for table in workload.tables]
+    steps = [size.step(unique) for size, unique in tables]
+    weight = sum(unique * plane.row_bytes for size, unique in tables for plane in size.planes if plane.name == "weight")
+    return Moved(sum(step.up for step in steps), sum(step.down for step in steps), weight)
 
 
 def page_bytes(workload: Workload, table: Load, form: Form) -> float:
