@@ -84,7 +84,7 @@ def test_one_kernel_reads_state_while_it_writes():
         workload(optimizer=None),
     )
     assert [estimate_step(each, Form(), PINNED, GPU).both_ways_s for each in others] == [0, 0, 0, 0]
-    assert estimate_step(work, Form(torch.bfloat16), PINNED, GPU).both_ways_s == 0
+    assert estimate_step(work, Form("bfloat16"), PINNED, GPU).both_ways_s == 0
 
 
 def test_overlap():
