@@ -176,6 +176,7 @@ FORMS: dict[str, Form | Words] = {
     "lazy, mmap": Form("mmap"),
     "lazy, device": Form("device"),
     "lazy, cache": Form(cached=True),
+    "lazy, foreach, cache": Form(optimizer=_FOREACH, cached=True),
     "lazy, int8 and uint8 state": Form(options=_INT8),
     "lazy, bfloat16": Form(options=_BFLOAT16),
     "lazy, looked up twice": Form(lookups=2),
