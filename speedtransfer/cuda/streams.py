@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from speedtransfer.cuda.graphs import check_not_capturing, is_capturing
+from speedtransfer.cuda.graphs import check_not_capturing, is_capturing, some_thread_captures
 from speedtransfer.cuda.status import load_cupy, on_device
 from speedtransfer.once import fork_safe_lock, once
 
@@ -97,7 +97,9 @@ class StreamOrder:
 
 def _wait_quietly(order: StreamOrder) -> None:
     with contextlib.suppress(Exception):  # a forked child has no CUDA; other errors mean that it is being shut down
-        order.wait()
+        # A capture of a CUDA graph by another thread would fail of it; freeing the memory waits once more.
+        if not some_thread_captures():
+            order.wait()
 
 
 class _Queueing(AbstractContextManager[torch.cuda.Stream]):
