@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optimizer_cases import ALL, OptimizerCase, some, warmup_and_cosine
+from optimizer_cases import ALL, OptimizerCase
 
-from speedtransfer.idle import History, IdleStep, Rule, quadrature, rule_for
+from speedtransfer.idle import History, IdleStep, Rule, rule_for
 from speedtransfer.idle import sums as sums_module
 from speedtransfer.idle.device_copy import DeviceCopy
 from speedtransfer.idle.rule import Scalars
@@ -178,55 +178,7 @@ def test_whatever_the_hyperparameters(data: st.DataObject) -> None:
     check(Sums(torch.float64), steps, torch.float64, 5e-12, seed)
 
 
-# --- compiled against Python --------------------------------------------------------------------------------------------
-
-
-def steps_of(case: OptimizerCase, count: int, dtype: torch.dtype) -> tuple[Rule, list[IdleStep]]:
-    """Return what `count` steps of a real optimizer, under a schedule, do to idle rows."""
-    param = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
-    optimizer = case.make([param])
-    schedule = warmup_and_cosine(optimizer)
-    (group,) = optimizer.param_groups
-    rule, steps = rule_for(optimizer, group, dtype), []
-    for _ in range(count):
-        param.grad = torch.ones_like(param)
-        before = rule.before(optimizer.state[param])
-        optimizer.step()
-        steps.append(rule.step(group, optimizer.state[param], before))
-        schedule.step()
-    return rule, steps
-
-
-# Every rule, and every kind of sum within one; the others differ in numbers.
-ALWAYS = ["sgd-weight-decay", "sgd-momentum", "sgd-nesterov-weight-decay", "adam", "adam-no-first", "adamw-amsgrad"]
-ALWAYS += ["adamax", "nadam-decoupled", "radam", "rmsprop-momentum", "rmsprop-centered", "adadelta", "adagrad"]
-ALWAYS += ["rprop", "asgd"]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("first", "count"), [(30, 300), pytest.param(300, 620, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("case", some(ALL, ALWAYS), ids=str)
-def test_compiled_steps_equal_those_of_python(
-    case: OptimizerCase, dtype: torch.dtype, first: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of every rule: while the table grows, after it was swept, and where lines are final."""
-    rule, steps = steps_of(case, count, dtype)
-    index = torch.arange(count + 1)
-    lines = []
-    for compiled in (True, False):
-        if not compiled:
-            monkeypatch.setattr(sums_module, "compiled_module", lambda name: quadrature)
-        history = History(rule, dtype)
-        with np.errstate(all="ignore"):
-            for step in steps[:first]:
-                history.record(step)
-            history.sweep()
-            for step in steps:
-                history.record(step)
-        assert (history.base, history.length, history.now) == (first, count, first + count)
-        lines.append(history.sums.lines(index))
-    torch.testing.assert_close(*lines, rtol=1e-13, atol=0, equal_nan=False)
+# --- counts of steps on a device, and what a device gets ------------------------------------------------------------------
 
 
 class OnDevice(torch.Tensor):

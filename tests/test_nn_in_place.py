@@ -56,21 +56,6 @@ def scaled(out: Tensor, scale: Tensor) -> Tensor:
     return out
 
 
-def partly(out: Tensor, scale: Tensor) -> Tensor:
-    out[..., ::2] = 0
-    out[0] = scale
-    return out * out
-
-
-def by_a_view(out: Tensor, scale: Tensor) -> Tensor:
-    out.view(-1)[1::3] *= scale
-    return out.exp()
-
-
-def masked(out: Tensor, scale: Tensor) -> Tensor:
-    return (out + scale).sum() + out.masked_fill_(out > 0, 0).sum()
-
-
 def compare(modules: tuple[nn.Module, nn.Module], use: Callable[[nn.Module, Tensor], Tensor]) -> None:
     """Check that values, and the gradients of the rows and of a scale, are those of torch."""
     results = []
@@ -99,14 +84,10 @@ def test_at_every_size(num: int, threads: int) -> None:
         torch.set_num_threads(before)
 
 
-@pytest.mark.sweep(strength=2)
-@pytest.mark.parametrize("change", [scaled, partly, by_a_view, masked], ids=lambda f: f.__name__)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("num", [NEAR // 2 - 1, NEAR * 2 + 2])
-def test_every_form(form: str, change: Callable[[Tensor, Tensor], Tensor], num: int) -> None:
-    ours, dense, ids = pair(num, **FORMS[form])
-    ids = ids if "mode" in FORMS[form] else ids[: num // 2 * 2].view(2, -1)
-    compare((ours, dense), lambda module, scale: change(module(ids), scale))
+def test_every_form(form: str) -> None:
+    ours, dense, ids = pair(NEAR * 2 + 2, **FORMS[form])
+    compare((ours, dense), lambda module, scale: scaled(module(ids), scale))
 
 
 @pytest.mark.parametrize("num", [NEAR - 1, NEAR])
@@ -117,27 +98,6 @@ def test_a_value_that_is_still_needed_cannot_be_changed_unnoticed(num: int) -> N
         out *= 2
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
-
-
-@pytest.mark.parametrize("num", [NEAR - 1, NEAR])
-@pytest.mark.parametrize("form", [form for form, options in FORMS.items() if "mode" not in options])
-def test_rows_read_without_gradients(form: str, num: int) -> None:
-    """What no_grad has made is an ordinary tensor, not a view, which autograd would refuse to change."""
-    ours, dense, ids = pair(num, **FORMS[form])
-    table, ids = ours.table, ids.view(1, -1)
-    with torch.no_grad():
-        read = [ours(ids), ours.activate(ids).rows]
-        raw = [table.gather(ids), table[ids], table.gather(ids, planes=["weight"])["weight"], table[0:5], table[0]]
-    # torch multiplies no float8.
-    read += [rows for rows in raw if rows.is_floating_point() and rows.element_size() > 1]
-    assert torch.equal(read[0], dense(ids))
-    for rows in read:
-        scale = torch.tensor(1.5, dtype=rows.dtype, requires_grad=True)
-        before = rows.clone().double()
-        rows *= scale
-        rows.sum().backward()
-        torch.testing.assert_close(scale.grad.double(), before.sum(), rtol=2e-2, atol=4.0)
-    assert torch.equal(ours(ids), dense(ids)), "the table was changed"
 
 
 # --- differentiated twice -----------------------------------------------------------------------------------------------
