@@ -46,7 +46,6 @@ class TableCases(ABC):
 
     dtypes = TABLE_DTYPES
     host = True  # the whole table is a host array
-    persistent = False  # the rows are a file
 
     @abstractmethod
     def make(self, num_rows, dim, dtype=torch.float32, **kwargs) -> st.Table:
@@ -163,15 +162,6 @@ class GatherCases(TableCases):
             assert rows.shape == (*np.shape(index), 4)
             table.scatter(index, rows)
         assert table.stats().gathered_rows == 0
-
-    def test_result_is_a_copy(self):
-        table = self.numbered()
-        rows = table.gather([1, 2])
-        rows.zero_()
-        assert table.gather([1, 2])[:, 0].tolist() == [1, 2]
-        before = table.gather([1])
-        table.scatter([1], torch.zeros(1, 4, device=table.device))
-        assert before[0, 0] == 1
 
     def test_what_is_no_index_names_the_remedy(self):
         table, ids = self.numbered(), torch.tensor([[1, 0], [0, 2]])
@@ -590,15 +580,6 @@ class PlaneCases(TableCases):
         with pytest.raises(InvalidTypeError, match=rf"dtype is {scale} but a table holds one of torch's"):
             self.make(4, 4, dtype=scale)
 
-    def test_add_plane_gives_a_view(self):
-        table = self.make(4, 3)
-        plane = table.add_plane("m", 2, torch.float64)
-        assert plane.shape == (4, 2)
-        assert plane.dtype == torch.float64
-        plane[1] = 5
-        assert table.plane("m").data_ptr() == plane.data_ptr()
-        assert self.rows_of(table, "m").tolist() == [[0, 0], [5, 5], [0, 0], [0, 0]]
-
     def test_add_plane_copies_a_tensor(self):
         table = self.make(50, 3)
         fill_values = numbers((50, 2), torch.float64)
@@ -642,21 +623,6 @@ class PlaneCases(TableCases):
             table.flush()
             assert view[4].tolist() == [value] * 3
 
-    def test_dlpack_to_torch(self, dtype):
-        table = self.filled(numbers((30, 3), dtype))
-        if dtype in FLOAT8_DTYPES and torch.__version__ < "2.13":
-            try:
-                torch.zeros(3, dtype=dtype).__dlpack__()
-            except RuntimeError as refused:  # of torch 2.6
-                with pytest.raises(RuntimeError, match=str(refused)):
-                    torch.from_dlpack(table)
-                return
-        view = torch.from_dlpack(table)
-        assert_same_bits(view.cpu(), self.rows_of(table))
-        view[3] = 1
-        assert table.gather(3).tolist() == [1, 1, 1]
-        assert view.data_ptr() == table.torch().data_ptr()
-
 
 # --- tables saved and loaded, and tables that grow -------------------------------------------------------------------
 
@@ -677,39 +643,6 @@ class FileCases(TableCases):
             loaded = self.load(path)
             assert (loaded.num_rows, loaded.dim, loaded.dtype, loaded.memory) == (*shape, dtype, table.memory)
             self.assert_unchanged(loaded, values)
-
-    def test_whether_the_loaded_file_is_the_table(self):
-        path = self.folder / "one.npy"
-        self.numbered().save(path)
-        before = path.read_bytes()
-        loaded = self.load(path)
-        loaded.fill_(9)
-        loaded.flush()
-        assert (path.read_bytes() != before) == self.persistent
-
-    @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()], ids=repr)
-    def test_failure_of_save_keeps_the_old_file(self, error, monkeypatch):
-        table, path = self.numbered(100, 4), self.folder / "saved.npy"
-        path.write_bytes(b"old")
-        files_before = sorted(p.name for p in self.folder.iterdir())
-        monkeypatch.setattr(fill, "CHUNK_BYTES", 1)
-        calls = []
-
-        def failing(plane):
-            for rows in fill.plane_chunks(plane):
-                calls.append(rows)
-                if len(calls) == 3:
-                    raise error
-                yield rows
-
-        expected = pytest.raises(KeyboardInterrupt)
-        if isinstance(error, OSError):
-            expected = refused(StorageError, r"cannot write .* \(No space left on device\); free some space")
-        with monkeypatch.context() as patch, expected:
-            patch.setattr("speedtransfer.tables.saving.plane_chunks", failing)
-            table.save(path)
-        assert path.read_bytes() == b"old"
-        assert sorted(p.name for p in self.folder.iterdir()) == files_before
 
 
 # Width, dtype and fill.

@@ -22,7 +22,7 @@ from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
-from speedtransfer.errors import HostMemoryError, InvalidValueError, OptimizerError, StorageError
+from speedtransfer.errors import InvalidValueError, OptimizerError, StorageError
 from speedtransfer.optim import find_handle
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.placeholder import EncodedPlane
@@ -229,26 +229,6 @@ def test_ordinary_memory_becomes_longer_where_it_is(monkeypatch: pytest.MonkeyPa
     views.fill_(2)
     assert table.gather([0, 5, 499_999], "large").sum(1).tolist() == [2000, 0, 0]
     assert copy.deepcopy(table.torch()[:3]).untyped_storage().nbytes() == table.stored("weight").nbytes
-
-
-def test_the_system_refuses_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = filled()
-    extend, left = reserved.Reserved.extend, [1]
-
-    def refuse(block: reserved.Reserved, num_bytes: int) -> None:
-        left[0] -= 1
-        if left[0] < 0:
-            raise OSError(12, "Cannot allocate memory")
-        extend(block, num_bytes)
-
-    monkeypatch.setattr(reserved.Reserved, "extend", refuse)
-    version = table.version
-    with refused(HostMemoryError, "7 rows, 5 so far, ask for 84 bytes for m, which the system refused"):
-        table.grow(7)
-    assert (table.num_rows, table.version) == (5, version)
-    monkeypatch.undo()
-    table.grow(7)
-    assert table.plane("m").eq(0.5).all()
 
 
 @SUFFIXES

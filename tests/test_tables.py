@@ -63,7 +63,7 @@ class TestDevice(OnCpu):
 
 
 class OnDisk(OnCpu):
-    memory, persistent = "mmap", True
+    memory = "mmap"
     suffix: str
     added_plane = "'m'"
 
@@ -237,20 +237,6 @@ def test_refused_calls(tmp_path):
         assert table.planes == ("weight", "m")
         assert table.torch().flatten().tolist() == list(range(40))
     assert [path.name for path in tmp_path.iterdir()] == ["folder.npy"]
-
-
-class TestSharing:
-    """``from_array(copy=False)``: the array is the table."""
-
-    @pytest.mark.parametrize("kind", [torch.Tensor.detach, torch.Tensor.numpy, torch.nn.Parameter])
-    def test_shared(self, kind):
-        values = torch.ones(4, 3)
-        table = st.Table.from_array(kind(values), "pageable", device="cpu", copy=False)
-        assert table.torch().data_ptr() == values.data_ptr()
-        assert not table.torch().requires_grad
-        table.scatter([1], torch.zeros(1, 3))
-        values[2] = 5
-        assert table.gather([0, 1, 2])[:, 0].tolist() == [1, 0, 5]
 
 
 class TestLargeTables:

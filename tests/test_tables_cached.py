@@ -408,17 +408,6 @@ def test_copies_have_the_layout(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["planes", "rows"])
-@pytest.mark.parametrize("bad", [(4, None, torch.ones(3, 3)), (-1, None, 0), (4, torch.bool, 0)])
-def test_planes_are_added_all_or_none(layout, bad):
-    table = made(layout)
-    with pytest.raises((ValueError, TypeError)):
-        table.add_planes({**SEVERAL, "bad": bad})
-    with pytest.raises(InvalidValueError, match="plane 'weight' exists"):
-        table.add_planes({**SEVERAL, "weight": (4, None, 0)})
-    assert table.planes == ("weight",)
-
-
-@pytest.mark.parametrize("layout", ["planes", "rows"])
 def test_no_memory_for_them_leaves_the_table_whole(layout, monkeypatch):
     emb = st.Embedding(20, 4, device="cpu", layout=layout)
     before, allocate, count = emb.table.torch().clone(), PageableMemory._allocate, []

@@ -155,7 +155,7 @@ class TestPageable(OnCuda):
 
 
 class TestMmap(OnCuda):
-    memory, persistent = "mmap", True
+    memory = "mmap"
 
 
 class TestDevice(CupyViews, OnCuda):
