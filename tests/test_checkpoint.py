@@ -21,7 +21,6 @@ from torch import nn
 from torch.optim import lr_scheduler as lr
 
 import speedtransfer as st
-from speedtransfer.checkpoint.tensors import TensorPlan
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 
 PLAIN = [
@@ -136,13 +135,6 @@ def test_what_is_no_plain_data_is_refused_before_anything_is_written(
     assert not (tmp_path / "a").exists()
 
 
-def test_wide_tensors_come_first_and_none_has_the_name_of_the_metadata() -> None:
-    plan = TensorPlan()
-    names = [plan.keep("__metadata__", torch.zeros(3, dtype=torch.uint8)), plan.keep("b", torch.zeros(2).double())]
-    assert names == ["__metadata__#2", "b"]
-    assert list(plan.header()) == ["b", "__metadata__#2"]  # so that every value is aligned
-
-
 def test_the_files_are_plain_safetensors(model: nn.Module, tmp_path: Path) -> None:
     st.save_checkpoint(tmp_path, model, torch.optim.Adam(model.parameters()))
     assert len(os.listdir(tmp_path)) == 4
@@ -220,32 +212,6 @@ def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> Non
     opt.step()
     start[1] -= 1
     assert torch.equal(emb.table.torch(), start)
-
-
-# SequentialLR of torch 2.6 passes it to those that it is made of.
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
-def test_a_scheduler_of_schedulers_and_a_rate_in_a_tensor(tmp_path: Path) -> None:
-    def make() -> tuple[Any, ...]:
-        emb = st.Embedding(9, 3)
-        opt = torch.optim.SGD(emb.parameters(), lr=torch.tensor(0.1), momentum=0.9)
-        return emb, opt, lr.SequentialLR(opt, [lr.ConstantLR(opt), lr.ExponentialLR(opt, 0.9)], [2])
-
-    def train(emb: Any, opt: Any, scheduler: Any) -> list[float]:
-        rates = []
-        for _ in range(4):
-            opt.zero_grad()
-            emb(torch.arange(5)).sum().backward()
-            opt.step()
-            scheduler.step()
-            rates.append(float(opt.param_groups[0]["lr"]))
-        return rates
-
-    first, second = make(), make()
-    train(*first)
-    st.save_checkpoint(tmp_path, *first[:2], scheduler=first[2])
-    st.load_checkpoint(tmp_path, *second[:2], scheduler=second[2])
-    assert train(*second) == train(*first)
-    assert torch.equal(first[0].table.torch(), second[0].table.torch())
 
 
 # --- wrong arguments --------------------------------------------------------------------------------------------------

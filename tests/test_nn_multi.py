@@ -93,16 +93,6 @@ def test_first_values_beyond_a_chunk() -> None:
         assert torch.equal(module.weight.detach(), nn.Embedding(size, 16).weight.detach())
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_lookups(form: str) -> None:
-    ours, theirs, ids = multi(), dense(), next(batches(1))
-    expected = columns(theirs, ids)
-    for dtype in (torch.int64, torch.int32, torch.uint8):
-        assert torch.equal(FORMS[form](ours, ids.to(dtype)), expected)
-        with torch.no_grad():
-            assert torch.equal(FORMS[form](ours, ids.to(dtype)), expected)
-
-
 def test_shapes_and_names() -> None:
     ours, theirs = multi(), dense()
     ids = torch.stack(list(batches(6))).view(2, 3, 12, 4)
@@ -236,34 +226,6 @@ def test_refused(use: Callable[[Any], Any], message: str) -> None:
 
 
 # --- tickets in the place of ids ------------------------------------------------------------------------------------------
-
-# What is called, with ids in this form.
-TICKETS: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Any]]] = {
-    "columns": (lambda m: m, lambda ids: ids),
-    "list": (lambda m: m, lambda ids: [ids[:3, 0].view(3, 1), *ids.unbind(1)[1:]]),
-    "names": (lambda m: m, lambda ids: {"3": ids[:, 3], "0": ids[:2, 0]}),
-    "one feature": (lambda m: m[1], lambda ids: ids[:, 1].view(4, 3)),
-}
-
-
-def leaves(rows: Any) -> list[Tensor]:
-    return torch.utils._pytree.tree_leaves(rows)
-
-
-@pytest.mark.parametrize("form", TICKETS)
-def test_tickets_give_the_rows_of_the_ids(form: str) -> None:
-    """Also those that are written meanwhile."""
-    emb, (part, given) = multi(), TICKETS[form]
-    opt, module = torch.optim.Adam(emb.parameters(), lr=0.1), part(emb)
-    for ids in map(given, batches(6)):
-        ticket = module.prefetch(ids)
-        opt.step()
-        opt.zero_grad()
-        rows, wanted = module(ticket), module(ids)
-        assert type(rows) is type(wanted)
-        assert not isinstance(ids, dict) or list(rows) == list(ids)
-        assert all(torch.equal(*pair) for pair in zip(leaves(rows), leaves(wanted), strict=True))
-        sum((each * torch.arange(DIM)).square().sum() for each in leaves(rows)).backward()
 
 
 def test_what_tickets_serve() -> None:

@@ -231,23 +231,6 @@ def test_trains_as_torch(options: dict[str, Any]) -> None:
         torch.testing.assert_close(ours[name].weight.detach(), module.weight.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_read_ahead_by_a_loader(form: str) -> None:
-    """Also where the loop changes ids that were read ahead, and where others come."""
-    ours, given = multi(), [FORMS[form](batch(seed)) for seed in range(4)]
-    for step, ids in enumerate(st.prefetch(given, lambda ids: {ours: ids})):
-        if step == 2 and form == "pairs":
-            ids["who"][0].fill_(0)
-        assert_same(named(ours(ids)), named(multi()(ids)))
-
-
-def test_a_table_that_nothing_came_to_has_no_gradient() -> None:
-    ours = multi()
-    found = ours(keyed(batch()))
-    found["who"].sum().backward()
-    assert [name for name, table in ours.items() if table.weight.grad is not None] == ["user"]
-
-
 def test_from_modules_and_state_dicts() -> None:
     tables = nn.ModuleDict({"a": nn.EmbeddingBag(9, 4, mode="sum", padding_idx=2), "b": nn.EmbeddingBag(7, 4)})
     ours = st.MultiEmbeddingBag.from_modules(tables, features={"x": "a", "y": "b", "z": "a"})

@@ -187,20 +187,6 @@ def test_one_table_and_two_optimizers_in_turn() -> None:
     assert rows_of(module).lag is None
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("saved", ["lazy", "exact", "auto"])
-@pytest.mark.parametrize("loaded", ["lazy", "exact", "auto"])
-def test_checkpoints_do_not_say_how_rows_idle(saved: str, loaded: str, tmp_path: Path) -> None:
-    """It is a matter of the module that they are loaded into."""
-    first, second = (exact(case_named("adamw"), idle=idle) for idle in (saved, loaded))
-    train(first.ours, first.opt)
-    st.save_checkpoint(tmp_path / "saved", first.ours, first.opt)
-    st.load_checkpoint(tmp_path / "saved", second.ours, second.opt)
-    assert second.ours.idle == loaded
-    assert torch.equal(first.ours.table.torch(), second.ours.table.torch())
-    assert (rows_of(second.ours).lag is None) == (loaded == "lazy")
-
-
 class Signs(torch.optim.Optimizer):
     """Not known, and leaves rows without a gradient alone unless there is decay."""
 
