@@ -187,20 +187,6 @@ def test_every_kind_of_module_state(tmp_path: Path) -> None:
     assert len(load_file(next(tmp_path.glob("model-*")))) == 7  # the shared table once
 
 
-def test_keys_may_be_renamed_by_hooks(tmp_path: Path) -> None:
-    def make() -> nn.Module:
-        emb = st.Embedding(4, 2)
-        emb.register_state_dict_post_hook(lambda m, s, p, _: s.__setitem__(p + "vectors", s.pop(p + "weight")))
-        emb.register_load_state_dict_pre_hook(lambda m, s, p, *_: s.__setitem__(p + "weight", s.pop(p + "vectors")))
-        return nn.Sequential(emb)
-
-    first, second = make(), make()
-    st.save_checkpoint(tmp_path, first)
-    assert list(load_file(next(tmp_path.glob("model-*")))) == ["0.vectors"]
-    st.load_checkpoint(tmp_path, second)
-    assert torch.equal(first[0].table.torch(), second[0].table.torch())
-
-
 def test_a_pending_gradient_is_stepped_on_what_was_loaded(tmp_path: Path) -> None:
     emb = st.Embedding(6, 2)
     opt = torch.optim.SGD(emb.parameters(), lr=1.0)

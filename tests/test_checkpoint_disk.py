@@ -177,18 +177,18 @@ def test_a_save_in_progress_is_not_cleaned_away(run: Run, tmp_path: Path, monkey
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 
-# A table and planes of 100 MB each, in files: its pages count as shared memory, so what is counted is private.
+# A table and planes of 50 MB each, in files: its pages count as shared memory, so what is counted is private.
 MEMORY = r"""
 import resource, sys, threading, time
 import psutil, torch
 import speedtransfer as st
 folder, what = sys.argv[1:]
 torch.set_num_threads(1)
-emb = st.Embedding(400_000, 64, memory="mmap", path=folder + f"/{what}.safetensors")
+emb = st.Embedding(200_000, 64, memory="mmap", path=folder + f"/{what}.safetensors")
 model = torch.nn.ModuleList([emb, st.Embedding(3, 64)])
 opt = torch.optim.Adam(model.parameters(), lr=0.1)
 if what == "save":
-    model[0](torch.tensor([1, 399_999])).sum().backward()
+    model[0](torch.tensor([1, 199_999])).sum().backward()
     opt.step()
 small = st.Embedding(9, 4)  # what torch imports at its first step is no matter of ours
 warm = torch.optim.Adam(small.parameters())
@@ -215,7 +215,7 @@ else:
 done = True
 thread.join()
 state = opt.state[emb.weight]
-print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][399_999].sum()))
+print((peak[0] - start) >> 20, float(emb.table.torch().double().sum()), float(state["exp_avg"][199_999].sum()))
 """
 
 
@@ -225,10 +225,10 @@ def test_memory_does_not_grow_with_the_table(tmp_path: Path) -> None:
         result = run_script(MEMORY, str(tmp_path), what, timeout=500)
         assert result.returncode == 0, result.stderr[-3000:]
         extra, *values = result.stdout.split()
-        assert int(extra) < 80, f"{what} took {extra} MB more"
+        assert int(extra) < 70, f"{what} took {extra} MB more"
         sums.append(values)
     assert sums[0] == sums[1]
-    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 300e6
+    assert sum(file.stat().st_size for file in (tmp_path / "point").iterdir()) > 150e6
     shutil.rmtree(tmp_path)
 
 
@@ -313,7 +313,7 @@ print("killed", killed)
 
 
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("moments", [4, pytest.param(80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("moments", [2, pytest.param(80, marks=pytest.mark.slow)])
 def test_killed_at_any_moment(moments: int, tmp_path: Path) -> None:
     result = run_script(SCRIPT, str(tmp_path), str(moments), timeout=900)
     skip_where_torch_refuses(result.stderr)

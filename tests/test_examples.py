@@ -17,7 +17,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
 import ngram_lm
 import parallel
-from ngram_lm import END, PAIRS, UNKNOWN, WAYS, read_tokens
+from ngram_lm import PAIRS, WAYS
 from parallel import DATA_PARALLEL, ONE, ORDINARY, SHARDED, SHARED
 
 # --- a small GPT with n-gram tables --------------------------------------------------------------------------------------
@@ -68,19 +68,6 @@ def test_a_run_of_ngram_lm(text, tmp_path, monkeypatch, capsys, names):
         assert exact["table_difference"] <= 1e-11 < 1e-3 < lazy["table_difference"]
         assert not lazy["losses_equal"]
         assert "losses and the table are the same bits" in out
-
-
-def test_words_by_number(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_text("\n".join(["The cat sat", "the CAT ran", "the end"] * 10), encoding="utf-8")
-    training, validation, vocabulary = read_tokens(path, 4)
-    # The two most frequent words; all others are unknown.
-    assert vocabulary == 4
-    assert torch.cat([training, validation]).tolist() == [2, 3, UNKNOWN, END, 2, 3, UNKNOWN, END, 2, UNKNOWN, END] * 10
-    assert len(validation) == 11
-    training, validation, vocabulary = read_tokens(None, 1000)  # the shipped text
-    assert len(training) > 9 * len(validation) - 10 > 500_000
-    assert 0 <= int(training.min()) <= int(training.max()) < vocabulary == 1000
 
 
 # --- one device and several ----------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from cases import COPIES, refused
+from cases import refused
 from forked import run_script
 from lazy_oracle import squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
@@ -26,7 +26,6 @@ from speedtransfer.errors import InvalidValueError, OptimizerError, StorageError
 from speedtransfer.optim import find_handle
 from speedtransfer.optim.handle import Handle
 from speedtransfer.optim.placeholder import EncodedPlane
-from speedtransfer.rows import LAST_STEP
 from speedtransfer.tables import files, reserved
 from speedtransfer.tables.longer_files import LongerFile
 
@@ -141,22 +140,6 @@ def test_what_shows_the_weight_and_its_state_grows() -> None:
         emb.weight[6] = 3
     assert emb.table[6].eq(3).all()
     assert view.shape == (5, DIM)
-
-
-def test_the_table_of_a_module_grows_with_its_weight() -> None:
-    emb = embedding(pageable(5), "exact")
-    opt = case_named("adamw").make(emb.parameters())
-    train(emb, opt, 5)
-    emb.table.grow(8)
-    assert emb.weight.shape == (8, DIM)
-    assert emb.table.stored(LAST_STEP)[5:].flatten().tolist() == [5, 5, 5]
-    old = emb.table
-    emb.weight = torch.nn.Parameter(torch.ones(20, DIM))
-    old.grow(9)
-    assert (len(old), len(emb.table), emb.table.max_rows) == (9, 20, 1000)
-    for other in (emb, *(copied(emb) for copied in COPIES.values())):
-        other.table.grow(21)
-        assert other.weight.shape == (21, DIM)
 
 
 @pytest.mark.parametrize("kind", [st.Embedding, st.EmbeddingBag])

@@ -127,15 +127,6 @@ def test_rows_of_longcat():
     assert ngrams(torch.tensor([[5]]))[0, 0].tolist() == [5 + offset for offset in ngrams.offsets]
 
 
-def test_every_head_of_every_layer_has_a_prime_of_its_own():
-    layers = [st.NgramHash((2, 3), 4, (100, 90), vocab_size=9, layer=layer) for layer in range(3)]
-    sizes = [size for layer in layers for size in layer.sizes]
-    assert len(set(sizes)) == len(sizes) == 24
-    assert all(size % part for size in sizes for part in range(2, math.isqrt(size) + 1))
-    assert min(sizes) == 97
-    assert layers[0].constants.numbers != layers[1].constants.numbers
-
-
 def test_shapes_dtypes_and_devices():
     ngrams = st.NgramHash((2, 4), 3, 100, vocab_size=300)
     tokens = torch.randint(0, 256, (2, 3, 5))
@@ -349,14 +340,6 @@ def test_padding_reads_zeros_and_is_not_trained():
     out.sum().backward()
     torch.optim.SGD(module.parameters(), lr=1.0).step()
     assert not module.embedding.weight[module.ngrams.padding_row].any()
-
-
-def test_context_goes_on_where_a_prompt_ended():
-    module = st.NgramEmbedding(make_hash(), 4, 8, std=1.0)
-    tokens = tokens_of(2, 10)
-    whole = module(tokens)
-    for cut in range(1, 10):
-        torch.testing.assert_close(module(tokens[:, cut:], context=tokens[:, :cut]), whole[:, cut:])
 
 
 def test_the_lookup_finds_what_was_read_ahead():

@@ -158,7 +158,6 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[Any], bool]] = {
         True,
     ),
     "n-grams": (lambda: st.NgramEmbedding(st.NgramHash(rows=1000, heads=2), 4, std=0.1), SMALL, False),
-    "norm": (lambda: st.Embedding(20, 4, padding_idx=2, max_norm=0.8, dtype=F64), TABLES, True),
     "in turn": (InTurn, TABLES, False),
     "bag max": (bag(mode="max", padding_idx=2), OFFSETS, True),
     "bag weights": (bag(mode="sum", padding_idx=3), WEIGHTED, True),

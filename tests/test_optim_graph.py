@@ -255,25 +255,6 @@ def test_reads_as_the_dense_one(index):
         torch.testing.assert_close(grad.to_dense(), dense)
 
 
-def test_a_sparse_one_has_no_padding():
-    grad, dense = padded_gradient([5, 2, 2], sparse=True)
-    assert grad.known.length is not None
-    assert grad.detach()._nnz() == 2
-    assert grad._indices().tolist() == [[2, 5]]
-    assert grad._values().shape == (2, WIDTH)
-    assert torch.equal(grad.coo().to_dense(), dense)
-
-
-def test_its_owner_hears_of_what_changes():
-    heard = []
-    grad, _ = padded_gradient([5, 2, 2], changed=lambda before, ids, rows, how: heard.append((ids.tolist(), how)))
-    grad.max()
-    grad.add_(1)
-    grad.zero_()
-    every = list(range(NUM_ROWS))
-    assert heard == [([2, 5], "trimmed"), (every, "dense"), (every, "zeroed")]
-
-
 def test_backwards_of_several_threads_are_added():
     emb, rounds = st.Embedding(50, 8, idle="lazy"), 200
     ids = torch.arange(50)

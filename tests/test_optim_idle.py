@@ -43,27 +43,6 @@ def test_equals_dense_training_with_reads_in_between(case: OptimizerCase, dtype:
 # --- how a loop may go --------------------------------------------------------------------------------------------------
 
 
-def test_tables_of_one_optimizer() -> None:
-    """Of two groups, some without a gradient in some steps: tables that make the same steps share what is known of them."""
-    found, draw = [], torch.Generator()
-    for kind in (nn.Embedding, lambda *shape: st.Embedding(*shape, idle="exact")):
-        torch.manual_seed(0)
-        draw.manual_seed(1)
-        own = nn.ModuleList(kind(30, 4) for _ in range(6))
-        groups = [{"params": own[:4].parameters()}, {"params": own[4:].parameters(), "lr": 0.002}]
-        optimizer = torch.optim.AdamW(groups, lr=0.02, weight_decay=0.1)
-        for step in range(60):
-            ids = torch.randint(0, 30, (6, 5), generator=draw)
-            missing = (2,) if step % 7 == 3 else (1, 3, 5) if step == 40 else ()
-            optimizer.zero_grad()
-            sum(own[n](ids[n]).square().sum() for n in range(6) if n not in missing).backward()
-            optimizer.step()
-            if step == 30:
-                own[0](torch.arange(30)), own[1].weight.sum()
-        found.append(torch.cat([table.weight.detach() for table in own]))
-    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
-
-
 def test_a_view_of_the_table_and_its_file_are_whole(tmp_path: Path) -> None:
     def saved(table: st.Table) -> torch.Tensor:
         table.save(tmp_path / "table.npy")

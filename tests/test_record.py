@@ -15,7 +15,6 @@ import pytest
 
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import GroupResult
-from speedtransfer.cuda import cuda_status
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"
 SUITE = {"quick": False, "failures": {}, "groups": [GroupResult("a", {}).to_json()]}
@@ -69,29 +68,6 @@ def listed(record, tree, capsys):
 def run(record, tree, *parts, quick=False, seconds=100.0, archive=None):
     tasks = [record.Task(part, seconds, quick) for part in parts]
     return record.record(tasks, time.monotonic() + seconds, tree, archive)
-
-
-def test_every_result_is_listed(record, store, tree, capsys):
-    ((line,),) = listed(record, tree, capsys)
-    assert line.startswith("no results yet; run `make gpu`")
-    put(store, tree, "tests", files={"test_device": 12}, passed=12, failed=3, skipped=1)
-    summary = {"memcheck": "0 errors", "racecheck": "1 hazard"}
-    tools = {name: {"exit": 0, "summary": [f"SUMMARY: {text}"], "ran": True} for name, text in summary.items()}
-    tools["racecheck"]["exit"] = 86
-    put(store, tree, "sanitizer", absent=False, tools=tools)
-    put(store, tree, "step", complete=False, quick=True, failures={"a": "why"})
-    put(store, tree, "memory").write_text("[]")
-    (tree / "tests/gpu/test_large.py").touch()
-    device, *lines = listed(record, tree, capsys)
-    assert device == ["NVIDIA H200"]
-    about = ["2026-01-02", "0123456789ab"]
-    assert lines[:3] == [
-        ["tests", *about, "12 passed, 3 failed, 1 skipped"],
-        ["sanitizer", *about, "memcheck clean, racecheck NOT CLEAN"],
-        ["step", *about, "1 groups measured, 1 FAILED, quick, INCOMPLETE"],
-    ]
-    assert ["memory", "unreadable (TypeError); record it again"] in lines
-    assert lines[-2:] == [["no recorded run on a GPU has passed a test of"], ["tests/gpu/test_large.py"]]
 
 
 def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
@@ -233,16 +209,3 @@ def test_what_is_there_is_kept_whatever_ends_the_run(record, tree, monkeypatch, 
     with tarfile.open(tree / "all.tgz") as file:
         (log,) = file.getnames()
         assert file.extractfile(log).read().endswith(b"begun")
-
-
-# --- the command line ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(cuda_status().available, reason="there is a CUDA device")
-def test_without_a_device_each_refuses_in_one_line(record, capsys):
-    for options in (["gpu"], ["gpu", "--part", "1"]):
-        assert record.main(options) == 2
-    reason = f"error: the GPU tests and benchmarks need CUDA, but {cuda_status().reason}\n"
-    assert capsys.readouterr() == ("", 2 * reason)
-    assert importlib.import_module("launches").main([]) == 2
-    assert capsys.readouterr().err.startswith("error: this counts on the emulated GPU")

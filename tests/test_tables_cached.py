@@ -16,7 +16,7 @@ from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
 from refusals import check_refused, refusals
 from table_cases import GatherCases, PlaneCases, ScatterCases
-from ticket_machine import CONFIGS, MODERATE, ROW, TicketMachine, run_machine
+from ticket_machine import CONFIGS, MODERATE, ROW, WRITES, TicketMachine, run_machine, written
 from torch import nn
 
 import speedtransfer as st
@@ -68,29 +68,10 @@ def make(cache, seed=0, **options):
     return st.Embedding(ROWS, DIM, device="cpu", **{"memory": "pageable"} | options, **cache)
 
 
-@torch.no_grad()
-def to_the_weight(side, row):
-    side.emb.weight[row] *= 0.5
-
-
-def to_a_view(side, row):
-    side.emb.table.torch()[row] = 1
-
-
-def to_data(side, row):
-    if side.emb._handle.rows.plain:  # of encoded rows it is a copy
-        side.emb.weight.data[row] = 3.0
-
-
-def by_scatter(side, row):
-    side.emb.table.scatter([row], torch.full((1, side.emb.table.dim), -1.0).to(side.emb.table.dtype))
-
-
-def of_two_planes(side, row):
-    """Of the last plane and the weights in one call."""
-    table = side.emb.table
-    rows = {name: table.stored(name)[:1].clone().zero_() for name in {"weight", table.planes[-1]}}
-    table.write(torch.tensor([row]), rows)
+OF_TWO_PLANES = """
+rows = {name: emb.table.stored(name)[:1].clone().zero_() for name in ("weight", emb.table.planes[-1])}
+emb.table.write(torch.tensor([row]), rows)
+"""
 
 
 class CachedMachine(TicketMachine):
@@ -108,9 +89,9 @@ class CachedMachine(TicketMachine):
         if hasattr(self, "other_folder"):
             self.other_folder.cleanup()
 
-    @rule(write=some.sampled_from([to_the_weight, to_a_view, to_data, by_scatter, of_two_planes]), row=ROW)
+    @rule(write=some.sampled_from([*WRITES[:4], OF_TWO_PLANES]), row=ROW)
     def write(self, write, row):
-        self.both(lambda side: write(side, row))
+        self.both(lambda side: written(side, write, row))
 
     @rule(row=ROW)
     def write_to_a_view_after_a_wait(self, row):
@@ -155,15 +136,6 @@ class CachedMachine(TicketMachine):
         first, second = (side.optimizer.state_dict()["state"].get(0, {}) for side in self.sides)
         for name, value in first.items():
             assert_same_bits(torch.as_tensor(second[name]), torch.as_tensor(value))
-
-    @rule(how=some.sampled_from([copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))]))
-    def copies(self, how):
-        self.step_and_begin_anew()
-
-        def copied(side):
-            side.emb, side.optimizer = how((side.emb, side.optimizer))
-
-        self.both(copied)
 
 
 def test_any_sequence_of_calls_gives_the_same_bits(monkeypatch):

@@ -22,7 +22,7 @@ from table_cases import ConvertCases, GatherCases
 
 import speedtransfer as st
 from speedtransfer import safetensors_io
-from speedtransfer.errors import HostMemoryError, InvalidValueError, RowIndexError, StorageError
+from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.tables import spans
 
 CPU = torch.device("cpu")
@@ -205,18 +205,6 @@ def names(published):
 def test_wrong_arguments(names):
     for refusal in refusals(WRONG):
         assert "; " in check_refused(refusal, open=st.Table.open, torch=torch, **names)
-
-
-def test_what_comes_from_a_device_is_checked_where_rows_are_read(tmp_path):
-    table = st.Table.open(write_parts(tmp_path, numbers((10, 4), torch.float32)), device="cpu")
-    stored, rows = table.stored("weight"), torch.zeros(2, 4)
-    for bad in (10, -1):
-        index = torch.tensor([3, bad])
-        with pytest.raises(RowIndexError, match=f"is {bad} "):
-            table._engine.gather([stored], index, [rows], check=True)
-        with pytest.raises(RowIndexError, match=f"is {bad} "):
-            table._engine.gather([stored], torch.tensor([3, 4]), [rows], check=index)
-    assert not rows.any()
 
 
 # --- never written ---------------------------------------------------------------------------------------------------------
@@ -500,16 +488,6 @@ def test_a_map_that_the_system_refuses(opened, monkeypatch):
     assert table.in_parts
     table.torch().zero_()  # a copy
     assert_same_bits(table[range(300)], values)
-
-
-def test_a_system_without_addresses(opened, monkeypatch):
-    _, values, folder = opened
-    monkeypatch.setattr(spans, "AVAILABLE", False)
-    one = folder / "one.safetensors"
-    save_file({"weight": values}, one)
-    assert_same_bits(st.Table.open(one, device="cpu").torch(), values)
-    with pytest.raises(StorageError, match="rows in 2 tensors cannot be mapped as one table on this system; join them"):
-        st.Table.open([one, one], device="cpu")
 
 
 def test_memory_is_given_back(tmp_path):
