@@ -35,6 +35,19 @@ class Lion(RowOptimizer):
         m.lerp_(g, 0.01)
 
 
+class AdaBelief(RowOptimizer):
+    """Adds eps to the variance in every step, also where there is no gradient."""
+
+    def update(self, p, g, state, group) -> None:
+        if not state:
+            state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_var=torch.zeros_like(p))
+        state["step"] += 1
+        m, s = state["exp_avg"].lerp_(g, 0.1), state["exp_avg_var"]
+        s.mul_(0.999).addcmul_(g - m, g - m, value=0.001).add_(1e-6)
+        t = state["step"]
+        p.addcdiv_(m, (s / (1 - 0.999**t)).sqrt_().add_(1e-8), value=-group["lr"] / (1 - 0.9**t))
+
+
 class Yogi(RowOptimizer):
     """Starts from an accumulator of its own, which zero cannot stand for."""
 
@@ -186,6 +199,7 @@ class OddConstructor(RowOptimizer):
 # Name -> optimizer and the planes that it needs.
 STYLES: dict[str, tuple[Callable[[Any], Optimizer], set[str]]] = {
     "lion": (Lion, {"exp_avg"}),
+    "adabelief": (AdaBelief, {"exp_avg", "exp_avg_var"}),
     "yogi": (Yogi, {"m", "v"}),
     "adabound": (AdaBound, {"m", "v"}),
     "lookahead": (Lookahead, {"slow"}),
@@ -300,6 +314,16 @@ REFUSED_SPARSE: dict[type[RowOptimizer], str] = {
 
 ROW_BY_ROW = "is not row by row: the update of a row depends on the other rows"
 OUTSIDE = r"keeps something of the rows outside optimizer\.state"
+
+
+class Lamb(RowOptimizer):
+    """Trust ratio of norms, which are clipped: a table of large weights would not show it."""
+
+    def update(self, p, g, state, group) -> None:
+        m = state.setdefault("m", torch.zeros_like(p)).lerp_(g, 0.1)
+        v = state.setdefault("v", torch.zeros_like(p)).lerp_(g * g, 0.001)
+        step = m / (v.sqrt() + 1e-6)
+        p.sub_(step * (p.norm().clamp(0, 10) / step.norm().clamp(min=1e-9)), alpha=group["lr"])
 
 
 class Factored(RowOptimizer):
@@ -425,6 +449,7 @@ class Crashes(RowOptimizer):
 
 
 REFUSED_STYLES: dict[type[RowOptimizer], str] = {
+    Lamb: ROW_BY_ROW,
     Factored: ROW_BY_ROW,
     FaintNorm: ROW_BY_ROW,
     Watches: "is not row by row: state 'mean' depends on the other rows",
