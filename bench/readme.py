@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import in_numbers
+import roof
 from store import EXPERIMENTS, MEASURED, ROOT, read, recorded, suites
 
 from speedtransfer.benchmark import report
@@ -27,6 +28,7 @@ class Section(NamedTuple):
     parts: tuple[str, ...]
     title: str = ""  # of the picture
     page: str = RESULTS
+    make: Callable[[dict[str, Any]], str] = report.markdown
 
     @property
     def begin(self) -> str:
@@ -51,7 +53,8 @@ NAMES = {
 }
 SECTIONS = (
     FIGURES,
-    Section("in numbers", tuple(in_numbers.SENTENCES), STEPS, "README.md"),
+    Section("in numbers", tuple(in_numbers.SENTENCES), STEPS, "README.md", in_numbers.markdown),
+    Section("roofs", ("gpu",), make=roof.markdown),
     *(Section(name, (part,), EXPERIMENTS[part]) for part, name in NAMES.items()),
 )
 
@@ -82,9 +85,8 @@ def every_suite(root: Path) -> list[Recorded]:
 def in_section(root: Path, section: Section) -> list[Recorded]:
     """Return the newest results of a section."""
     page, shown = root / section.page, list[Recorded]()
-    make = report.markdown if section.page == RESULTS else in_numbers.markdown
     for part in section.parts:
-        found = [one for other, path in recorded(root) if other == part for one in _try(path, make)]
+        found = [one for other, path in recorded(root) if other == part for one in _try(path, section.make)]
         if found:
             newest = max(found, key=lambda one: one.result["environment"]["date"])
             image = _image(newest.path, section.title, page) if part == section.parts[0] else ""
@@ -129,7 +131,7 @@ def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
             short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
         pages[page] += [text, _image(path, title, page)]
-        if not any(section.parts[:1] == (result["suite"],) for section in SECTIONS if section.page == RESULTS):
+        if not any(section.parts[:1] == (result["suite"],) for section in SECTIONS if section.make is report.markdown):
             short += [report.markdown(result, short=True), _image(path, title, figures)]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     for section in SECTIONS:

@@ -89,6 +89,17 @@ class TestStreamOrder:
         with order.writing():
             pass
 
+    def test_wait(self, on):
+        order = StreamOrder(torch.device("cpu"))
+        order.wait()  # nothing yet
+        on(Stream(1))
+        with order.writing():
+            pass
+        with order.reading():
+            pass
+        order.wait()
+        assert order._written.synchronize_calls == 1
+
     def test_threads_take_turns(self, on):
         order = StreamOrder(torch.device("cpu"))
         on(Stream(1))
@@ -99,6 +110,14 @@ class TestStreamOrder:
             assert not entered.wait(0.05)
         thread.join(10)
         assert entered.is_set()
+
+    def test_one_stream_needs_no_waits(self, on):
+        order, stream = StreamOrder(torch.device("cpu")), Stream(1)
+        on(stream)
+        for queueing in (order.writing, order.reading, order.reading, order.writing, order.writing):
+            with queueing():
+                pass
+        assert stream.waits == []
 
 
 class TestCapture:
