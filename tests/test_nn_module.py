@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -147,6 +148,22 @@ def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
     emb(ROWS).sum().backward()
     opt.step()
     assert st.summary(emb, opt).tables[0].idle == idle
+
+
+def test_a_weight_of_another_name_is_pickled() -> None:
+    emb = st.Embedding(10, 4)
+    nn.utils.spectral_norm(emb)
+    emb(ROWS).sum().backward()
+    torch.optim.Adam(emb.parameters()).step()
+    emb.weight = emb.weight.detach()
+    for again in (pickle.loads(pickle.dumps(emb)), copy.deepcopy(emb)):
+        assert [name for name, _ in again.named_parameters()] == ["weight_orig"]
+        assert torch.equal(again.weight_orig, emb.weight_orig)
+        assert torch.equal(again.eval()(ROWS), emb.eval()(ROWS))
+        before = again.weight_orig.detach().clone()
+        again.train()(ROWS).sum().backward()
+        torch.optim.SGD(again.parameters(), 0.1).step()
+        assert not torch.equal(again.weight_orig, before)
 
 
 # --- functions of torch that are replaced where there are tables -----------------------------------------------------------

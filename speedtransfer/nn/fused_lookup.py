@@ -18,7 +18,7 @@ from speedtransfer.nn.ahead import begin_to_read
 from speedtransfer.nn.ticket import Ticket, begin_to_wait, rows_in, to_row_numbers
 from speedtransfer.optim import Handle
 from speedtransfer.optim.shards import Route
-from speedtransfer.ranks import Exchange, Segment, check_counts
+from speedtransfer.ranks import Exchange, IdsAhead, Segment, check_counts
 from speedtransfer.tables import UniqueRows, unique_rows
 
 
@@ -69,53 +69,73 @@ class FusedLookups:
     parts : list of FusedPart
     placed : list of tuple
         What `ShardLookups.by_owner` gives for each.
-    counts : list of list of int
-        How many ids come from each rank, for each.
+    message : IdsAhead, optional
+        Brings what the others ask for; None: `arrive` is given that.
     """
 
-    def __init__(self, exchange: Exchange, parts: list[FusedPart], placed: list[Any], counts: list[list[int]]) -> None:
-        self._exchange = exchange
-        ids = [
-            Segment(places.unsqueeze(1), n.tolist(), got) for (places, _, n), got in zip(placed, counts, strict=True)
-        ]
+    def __init__(
+        self, exchange: Exchange, parts: list[FusedPart], placed: list[Any], message: IdsAhead | None = None
+    ) -> None:
+        self._exchange, self._placed, self._message = exchange, placed, message
         # A ticket may be gone before; the others need what it asks for.
-        self._work, self._ahead = list[tuple[Any, Route, weakref.ref[FusedPart]]](), list[Any]()
-        for part, place, segment, got in zip(parts, placed, ids, exchange.move("ids", ids), strict=True):
-            route = part.handle.owners.lookups.routed(place[1], segment.sends, segment.receives, got[:, 0])
-            part.fused, part.route = self, route
-            self._work.append((part.handle, route, weakref.ref(part)))
-
-    def begin(self, parts: list[FusedPart]) -> None:
-        """Begin to read what all processes ask of this one."""
+        self._parts = [(part.handle, part.training, weakref.ref(part)) for part in parts]
+        self._routes, self._ahead = list[Route](), list[Any]()
         for part in parts:
-            planes = None if part.training or part.handle.rows.lag is not None else ("weight",)
+            part.fused = self
+        if message is not None:
+            _coming.setdefault(exchange, weakref.WeakSet()).add(self)
+
+    def arrive(self, counts: list[list[int]], ids: list[Tensor]) -> None:
+        """Take the ids of each table that are asked for here, (n,), and how many come from each rank."""
+        for (handle, _, reference), (_, order, sends), got, rows in zip(
+            self._parts, self._placed, counts, ids, strict=True
+        ):
+            route = handle.owners.lookups.routed(order, sends.tolist(), got, rows)
+            self._routes.append(route)
+            part = reference()
+            if part is not None:
+                part.route = route
+
+    def begin(self) -> None:
+        """Begin to read what all processes ask of this one, once it is there."""
+        if self._message is not None:
+            if self._routes or not self._parts or not self._message.has_come:
+                return
+            self.arrive(*self._message.receive())
+        for (handle, training, _), route in zip(self._parts, self._routes, strict=True):
+            planes = None if training or handle.rows.lag is not None else ("weight",)
             # From the host: those of a device would be padded.
-            owned = part.route.owned.cpu()
-            self._ahead.append(begin_to_read(part.handle.rows, owned, tuple(owned.shape), None, planes, None))
+            owned = route.owned.cpu()
+            self._ahead.append(begin_to_read(handle.rows, owned, tuple(owned.shape), None, planes, None))
 
     @torch.no_grad()
     def pull(self) -> None:
         """Let the rows of all tables come."""
-        found: list[Any] = [None] * len(self._work)
-        if self._ahead:
-            about = "rows ahead, of " + ", ".join(str(each[0]) for each in self._work)
+        if self._message is not None and not self._routes:
+            self.arrive(*self._message.receive())
+        if self._message is not None or self._ahead:
+            about = "rows ahead, of " + ", ".join(str(handle) for handle, _, _ in self._parts)
             self._exchange.agree_on_counts("looks up rows", torch.zeros(self._exchange.ranks, 1), 0, about)
-            found = [ahead.result() for ahead in self._ahead]
+        found: list[Any] = [ahead.result() for ahead in self._ahead] or [None] * len(self._routes)
         reads, segments = [], list[Segment]()
-        for (handle, route, _), ahead in zip(self._work, found, strict=True):
+        for (handle, _, _), route, ahead in zip(self._parts, self._routes, found, strict=True):
             if ahead is not None:
                 ahead.take()
             reads.append(handle.owners.lookups.read(route.owned, None, ahead))
             sent = reads[-1][1].values()
             segments += [Segment(rows_at(part, route.inverse), route.receives, route.sends) for part in sent]
         received = iter(self._exchange.move("rows", segments))
-        for (handle, route, reference), (read, sent) in zip(self._work, reads, strict=True):
+        for (handle, _, reference), route, (read, sent) in zip(self._parts, self._routes, reads, strict=True):
             rows = handle.owners.lookups.arranged(route, {name: next(received) for name in sent})
             part = reference()
             if part is not None:
                 part.arrive(rows, read)
         # One that nobody takes would keep the tables of the others.
-        self._work.clear()
+        self._parts.clear()
+
+
+# Those whose ids nobody has waited for.
+_coming: weakref.WeakKeyDictionary[Exchange, weakref.WeakSet[FusedLookups]] = weakref.WeakKeyDictionary()
 
 
 def look_up_together(
@@ -135,7 +155,7 @@ def look_up_together(
     counts = agree(parts, torch.stack([count for _, _, count in placed], 1))
     if counts is None:
         return None
-    FusedLookups(parts[0].handle.owners.exchange, parts, placed, counts).pull()
+    _ask(parts[0].handle.owners.exchange, parts, placed, counts).pull()
     for ticket, part in zip(tickets, parts, strict=True):
         ticket.part = part
     return tickets
@@ -198,11 +218,29 @@ def read_ahead_of(pairs: Iterable[tuple[Any, Any]]) -> list[Ticket]:
 
 
 def _send_ahead(exchange: Exchange, handles: list[Any], parts: list[FusedPart], error: Exception | None) -> None:
-    """Send the ids of one batch to those who have their rows, who begin to read."""
+    """Send the ids of one batch to those who have their rows, who begin to read once they have come."""
     about = "ids ahead, of " + ", ".join(map(str, handles))
+    beside = exchange.may_be_beside
     if error is not None:
-        exchange.agree("looks up rows", [-1] * len(handles), about)
+        if beside:
+            IdsAhead(exchange, None, [torch.empty(0, dtype=torch.int64)] * len(handles), about)
+        else:
+            exchange.agree("looks up rows", [-1] * len(handles), about)
         raise error
     placed = [part.handle.owners.lookups.by_owner(part.groups.ids) for part in parts]
-    counts = check_counts(exchange.agree("looks up rows", torch.stack([count for _, _, count in placed], 1), about))
-    FusedLookups(exchange, parts, placed, counts.T.tolist()).begin(parts)
+    sends = torch.stack([count for _, _, count in placed], 1)
+    if beside:
+        for earlier in list(_coming.get(exchange, ())):
+            earlier.begin()
+        FusedLookups(exchange, parts, placed, IdsAhead(exchange, sends, [places for places, _, _ in placed], about))
+    else:
+        counts = check_counts(exchange.agree("looks up rows", sends, about))
+        _ask(exchange, parts, placed, counts.T.tolist()).begin()
+
+
+def _ask(exchange: Exchange, parts: list[FusedPart], placed: list[Any], counts: list[list[int]]) -> FusedLookups:
+    """Send ids to those who have their rows, given how many come from each rank for each table."""
+    made = FusedLookups(exchange, parts, placed)
+    ids = [Segment(places.unsqueeze(1), n.tolist(), got) for (places, _, n), got in zip(placed, counts, strict=True)]
+    made.arrive(counts, [got[:, 0] for got in exchange.move("ids", ids)])
+    return made

@@ -351,10 +351,12 @@ class TableModule(VocabularyModule, ModuleState):
         install()
         if "_handle" not in self.__dict__:
             return
-        if "weight" not in self._parameters:
-            self._parameters["weight"] = self._handle.param_ref() or self._handle.new_param(TableWeight)
+        # A weight may have another name, or place: that of spectral_norm and the like.
+        if "weight" not in self._parameters and all(find_handle(p) is not self._handle for p in self.parameters()):
+            param = self._handle.param_ref()
+            self._parameters["weight"] = self._handle.new_param(TableWeight) if param is None else param
         self._use(self._handle)
-        if self._has_rows() and find_handle(self._parameters["weight"]) is None:
+        if self._has_rows() and find_handle(self._parameters.get("weight", self._handle.param_ref())) is None:
             # Pickled by an older version.
             self._parameters["weight"] = self._handle.new_param(TableWeight)
 

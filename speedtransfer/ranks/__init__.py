@@ -14,6 +14,7 @@ from speedtransfer.ranks.exchange import (
     is_first,
     to_words,
 )
+from speedtransfer.ranks.ids_ahead import IdsAhead
 from speedtransfer.ranks.partition import Interleaved, Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
 from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
@@ -22,6 +23,7 @@ __all__ = [
     "DifferenceError",
     "EqualSteps",
     "Exchange",
+    "IdsAhead",
     "Interleaved",
     "Partition",
     "Segment",

@@ -79,6 +79,9 @@ class Exchange:
         self._number = 0
         # What messages go by, if not by the group itself.
         self._apart: Any = None
+        # What messages go by that nobody waits for, and how many numbers each has (`ids_ahead`).
+        self.beside: Any = None
+        self.room_beside = 0
 
     def __deepcopy__(self, memo: object) -> Exchange:
         return self
@@ -93,19 +96,36 @@ class Exchange:
 
         With gloo alone: NCCL wants the messages of all groups in one order.
         """
-        if (
-            self.is_apart
-            or self.ranks == 1
-            or not self.on_host
-            or "cpu:gloo" not in dist.get_backend_config(self.group)
-        ):
-            return
+        if not self.is_apart and self.may_be_beside:
+            self._apart = self.make_beside()
+
+    @property
+    def may_be_beside(self) -> bool:
+        """Whether messages can go beside the group; the same in all processes."""
+        return self.ranks > 1 and self.on_host and "cpu:gloo" in dist.get_backend_config(self.group)
+
+    def make_beside(self) -> Any:
+        """Return another group of the same processes. Collective."""
         options = getattr(self.group._get_backend(torch.device("cpu")), "options", None)
         timeout = getattr(options, "_timeout", dist.default_pg_timeout)
         # Not `new_group`, which all processes call, or else name a group by how many they have, maybe not equally many.
         number = self.from_first(torch.tensor([secrets.randbits(63)], device="cpu")).item()
         store = dist.distributed_c10d.PrefixStore(f"speedtransfer/{number}", dist.distributed_c10d._get_default_store())
-        self._apart = dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
+        return dist.ProcessGroupGloo(store, self.rank, self.ranks, timeout)
+
+    def begin_beside(self, kind: str, got: Tensor, sent: Tensor) -> Any:
+        """Begin to send a row of `sent` to each rank and to fill `got`, both (ranks, n); return what `wait_beside` takes."""
+        # Raises if it was destroyed.
+        group = self.group
+        with self._told_of_failure(f"sends {kind} ahead"):
+            work = self.beside.alltoall_base(got, sent, [], [])
+        self._count(kind, (group.size() - 1) * sent[0].nbytes)
+        return work
+
+    def wait_beside(self, work: Any, what: str) -> None:
+        """Wait for what was begun."""
+        with self._told_of_failure(what):
+            work.wait()
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -174,8 +194,7 @@ class Exchange:
             raise kind(
                 f"the processes are out of step: {self._told(where)}; each must make the same lookups, backwards and steps"
             )
-        if bool((got[:, 1] != first[0, 1]).any()):
-            self._differ(point, about)
+        self.check_same(got[:, 1], point, about)
         if count <= _VALUES:
             return got[:, 2 : 2 + count]
         return torch.cat([got[:, 2:], self._numbers(values[:, _VALUES:].contiguous(), what)], 1)
@@ -222,6 +241,11 @@ class Exchange:
                     "took longer than the timeout of the group; start all again from the last checkpoint"
                 ) from error
             raise
+
+    def check_same(self, words: Tensor, point: str, about: str) -> None:
+        """Raise `DifferenceError`, in all processes, unless the words (ranks,) that these have told are that of `about`."""
+        if bool((words != zlib.crc32(about.encode())).any()):
+            self._differ(point, about)
 
     def _differ(self, point: str, about: str) -> NoReturn:
         raise DifferenceError(f"the processes differ where one {point}: {self._told(about)}; give all the same")

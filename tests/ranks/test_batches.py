@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 import speedtransfer as st
 from ranks.pair import told, wrap
-from speedtransfer.ranks import equal_steps
+from speedtransfer.ranks import equal_steps, ids_ahead
 
 
 class Broken:
@@ -202,8 +202,11 @@ CASES = {
 }
 
 
-def each(case: str) -> list:
-    return [trained(depth, CASES[case]) for depth in (0, 1, 3)]
+def each(case: str, room: int = 4096) -> list:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ids_ahead, "_FIRST_ROOM", room)
+        patch.setattr(ids_ahead, "_STEP", min(room, 256))
+        return [trained(depth, CASES[case]) for depth in (0, 1, 3)]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -213,3 +216,28 @@ def test_same_bits_in_fewer_messages(two, case):
             assert all(map(torch.equal, rows, wanted))
             # Per step: three tables, three messages each, and one more for each form; ahead two and two for all.
             assert calls == most if case in ("shared", "max_norm", "vocabulary") else calls < 0.65 * most
+
+
+@pytest.mark.parametrize("room", [1, 7])
+def test_more_ids_than_a_message_has_room_for(two, room):
+    for (wanted, _), *ahead in two(each, "lazy", room):
+        assert all(map(torch.equal, rows, wanted) for rows, _ in ahead)
+
+
+def sent_alone() -> list:
+    """The first process sends its ids, the other waits until it has gone on; nobody waits for ids that come."""
+    emb = st.Embedding(50, 4, process_group=dist.group.WORLD)
+    store, rank = dist.distributed_c10d._get_default_store(), dist.get_rank()
+    first = emb.prefetch(torch.arange(5) + rank)  # makes the group for them
+    if rank:
+        store.wait(["gone on"])
+    tickets = [emb.prefetch(torch.arange(n) * 2 + rank) for n in (6, 0, 9)]
+    if not rank:
+        store.set("gone on", "1")
+    found = [emb(ticket).shape for ticket in (first, *tickets)]
+    store.delete_key("gone on")
+    return found
+
+
+def test_nobody_waits_for_ids_ahead(two):
+    assert all(each == [(n, 4) for n in (5, 6, 0, 9)] for each in two(sent_alone))
