@@ -101,7 +101,7 @@ class FusedLookups:
         if self._message is not None:
             if self._routes or not self._parts or not self._message.has_come:
                 return
-            self.arrive(*self._message.receive())
+            self.arrive(*self._message.take())
         for (handle, training, _), route in zip(self._parts, self._routes, strict=True):
             planes = None if training or handle.rows.lag is not None else ("weight",)
             # From the host: those of a device would be padded.
@@ -111,11 +111,14 @@ class FusedLookups:
     @torch.no_grad()
     def pull(self) -> None:
         """Let the rows of all tables come."""
-        if self._message is not None and not self._routes:
-            self.arrive(*self._message.receive())
+        if self._message is not None:
+            self._message.wait()
         if self._message is not None or self._ahead:
             about = "rows ahead, of " + ", ".join(str(handle) for handle, _, _ in self._parts)
             self._exchange.agree_on_counts("looks up rows", torch.zeros(self._exchange.ranks, 1), 0, about)
+        if not self._routes:
+            assert self._message is not None
+            self.arrive(*self._message.take())
         found: list[Any] = [ahead.result() for ahead in self._ahead] or [None] * len(self._routes)
         reads, segments = [], list[Segment]()
         for (handle, _, _), route, ahead in zip(self._parts, self._routes, found, strict=True):

@@ -16,8 +16,8 @@ from speedtransfer.ranks.exchange import Exchange, Segment, check_counts
 
 # What comes first in a message: what it is about, and how many numbers follow in the longest message of its sender.
 _HEAD = 2
-_STEP = 256  # messages have room for a multiple of so many numbers
-_FIRST_ROOM = 16 * _STEP
+_STEP = 256  # messages have room for a multiple of so many numbers, at first for as many
+_MOST_ROOM = 4  # times what a message needs, or those after it get less
 
 
 class IdsAhead:
@@ -37,7 +37,7 @@ class IdsAhead:
 
     def __init__(self, exchange: Exchange, sends: Tensor | None, parts: Sequence[Tensor], about: str) -> None:
         if exchange.beside is None:
-            exchange.beside, exchange.room_beside = exchange.make_beside(), _FIRST_ROOM
+            exchange.beside, exchange.room_beside = exchange.make_beside(), _STEP
         room, self._tables = max(exchange.room_beside, len(parts)), len(parts)
         self._exchange, self._parts, self._about = exchange, parts, about
         self._word = zlib.crc32(about.encode())
@@ -55,7 +55,7 @@ class IdsAhead:
 
     @property
     def has_come(self) -> bool:
-        """Whether all is there, in one message and as it should be, so that `receive` needs nobody."""
+        """Whether all is there, in one message and as it should be, so that `take` needs nobody."""
         if not self._work.is_completed():
             return False
         words, sizes = self._got[:, 0], self._got[:, 1]
@@ -64,8 +64,8 @@ class IdsAhead:
     def _fits(self) -> bool:
         return int(self._got[:, 1].max()) <= self._got.shape[1] - _HEAD
 
-    def receive(self) -> tuple[list[list[int]], list[Tensor]]:
-        """Return for each table how many ids come from each rank, and the ids, (n,) in rank order.
+    def wait(self) -> None:
+        """Wait for what comes, before `take`. All processes know then how much room the messages after this one need.
 
         Raises
         ------
@@ -76,18 +76,22 @@ class IdsAhead:
         exchange.wait_beside(self._work, "sends ids ahead")
         check_counts(got[:, 1:2])
         exchange.check_same(got[:, 0], "looks up rows", self._about)
-        begin = _HEAD + self._tables
+        most = int(got[:, 1].max())
+        if not most <= exchange.room_beside <= max(_MOST_ROOM * most, _STEP):
+            exchange.room_beside = -(-most * 9 // (8 * _STEP)) * _STEP
+
+    def take(self) -> tuple[list[list[int]], list[Tensor]]:
+        """Return for each table how many ids come from each rank, and the ids, (n,) in rank order.
+
+        Collective where a message had no room for all.
+        """
+        begin, got = _HEAD + self._tables, self._got
         counts = got[:, _HEAD:begin]
         if self._fits():
             rows = [row[begin : begin + sum(each)].split(each) for row, each in zip(got, counts.tolist(), strict=True)]
-            found = [
-                torch.cat(pieces).to(part.device)
-                for pieces, part in zip(zip(*rows, strict=True), self._parts, strict=True)
-            ]
-            return counts.T.tolist(), found
-        # As all see. Those that are sent from now on have room for as many, and some more.
-        exchange.room_beside = -(-int(got[:, 1].max()) * 9 // (8 * _STEP)) * _STEP
+            found = map(torch.cat, zip(*rows, strict=True))
+            return counts.T.tolist(), [ids.to(part.device) for ids, part in zip(found, self._parts, strict=True)]
         assert self._sends is not None
         ways = zip(self._parts, self._sends.T.tolist(), counts.T.tolist(), strict=True)
         segments = [Segment(part.unsqueeze(1), sends, receives) for part, sends, receives in ways]
-        return counts.T.tolist(), [ids[:, 0] for ids in exchange.move("ids", segments)]
+        return counts.T.tolist(), [ids[:, 0] for ids in self._exchange.move("ids", segments)]

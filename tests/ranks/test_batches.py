@@ -202,10 +202,9 @@ CASES = {
 }
 
 
-def each(case: str, room: int = 4096) -> list:
+def each(case: str, room: int = 256) -> list:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ids_ahead, "_FIRST_ROOM", room)
-        patch.setattr(ids_ahead, "_STEP", min(room, 256))
+        patch.setattr(ids_ahead, "_STEP", room)
         return [trained(depth, CASES[case]) for depth in (0, 1, 3)]
 
 
@@ -221,7 +220,26 @@ def test_same_bits_in_fewer_messages(two, case):
 @pytest.mark.parametrize("room", [1, 7])
 def test_more_ids_than_a_message_has_room_for(two, room):
     for (wanted, _), *ahead in two(each, "lazy", room):
-        assert all(map(torch.equal, rows, wanted) for rows, _ in ahead)
+        for rows, _ in ahead:
+            assert all(map(torch.equal, rows, wanted))
+
+
+def rooms() -> list[int]:
+    """Return the room of messages after batches of several sizes, one of them much larger."""
+    emb = st.Embedding(20_000, 4, process_group=dist.group.WORLD)
+    exchange, found = emb._handle.owners.exchange, []
+    for count in (10, 3000, 3001, 500, 500, 0, 10):
+        emb(emb.prefetch(torch.arange(count)))
+        found.append(exchange.room_beside)
+    return found
+
+
+def test_messages_have_room_for_what_is_needed(two):
+    (first, other) = two(rooms)
+    assert first == other
+    assert first[0] == first[-1] == 256
+    assert 1500 < first[1] == first[2] < 1.25 * 1600
+    assert first[3] == first[4] <= 512
 
 
 def sent_alone() -> list:
