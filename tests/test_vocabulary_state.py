@@ -439,6 +439,28 @@ def test_rows_that_a_step_moves_have_changed(way: str) -> None:
     assert sorted(run.vocabulary.changed_since(clock).ids.tolist()) == sorted(ids.tolist())
 
 
+@pytest.mark.parametrize("way", ["eval", "no_grad"])
+def test_rows_that_a_lookup_rescales_have_changed(way):
+    """Without a use: only what is longer than `max_norm` is written, once."""
+    emb = st.Embedding(8, 4, vocabulary=st.Vocabulary(), max_norm=1.0, idle="lazy")
+    vocabulary = emb.vocabulary
+    emb(torch.tensor([7, 3, 5])).pow(3).sum().backward()
+    torch.optim.SGD(emb.parameters(), 5.0).step()
+    clock, used = vocabulary.clock, vocabulary.state_dict()["last_use"].clone()
+    long = {int(id) for id, row in zip(*vocabulary.export(), strict=True) if row.norm() > 1 and id != 5}
+    assert long
+    emb.train(way != "eval")
+    with torch.no_grad():
+        emb(torch.tensor([3, 7]))
+    assert set(vocabulary.changed_since(clock).ids.tolist()) == long
+    assert torch.equal(vocabulary.state_dict()["last_use"], used)
+    emb.zero_grad()
+    emb.train()(torch.tensor([5])).sum().backward()
+    torch.optim.SGD(emb.parameters(), 0.0).step()
+    assert set(vocabulary.changed_since(clock).ids.tolist()) == long | {5}
+    assert vocabulary.changed_since(clock + 1).ids.tolist() == []
+
+
 def test_all_rows_when_idle_ones_have_moved() -> None:
     run = trained(idle="exact")
     clock = run.vocabulary.clock

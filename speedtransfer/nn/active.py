@@ -13,7 +13,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.ahead import may_pad
 from speedtransfer.nn.ticket import FoundRows, Ticket, find_ticket, known_again, to_row_numbers
 from speedtransfer.optim import Handle, Sharded, UsedFeatures
-from speedtransfer.tables import UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
+from speedtransfer.tables import NOTHING, Known, UniqueRows, as_index, kept, padded_unique, trimmed, unique_rows
 
 
 class ActiveRows:
@@ -152,7 +152,7 @@ def activate(
     known = groups.known if check is None else groups.known._replace(check=check)
     rows = handle.rows.read(groups.ids, known=known) if ahead is None else ahead.rows(handle.rows)
     if max_norm is not None and len(groups.ids):
-        _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type)
+        _renormalize(handle, groups.ids, rows["weight"], max_norm, norm_type, groups.known)
     lookup = found and found.stamp
     # Rows that a caller gets to see cannot be changed in place.
     return ActiveRows(handle, groups, shape, rows, training, padding_idx, lookup, features, guarded=not padded)
@@ -250,17 +250,21 @@ def _unique_on_device(
     return groups._replace(found=at[0] if at else -1), None
 
 
-def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, norm_type: float) -> None:
-    """Rescale the rows of `weight` (n, dim) that are longer than `max_norm`, also in the table."""
+def _renormalize(
+    handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, norm_type: float, known: Known = NOTHING
+) -> None:
+    """Rescale the rows of `weight` (n, dim) that are longer than `max_norm`, also in the table; `known` is of `ids`."""
     if weight.is_cuda:
         # What torch.embedding_renorm_ does, which makes the host wait.
         norms = torch.linalg.vector_norm(weight, norm_type, dim=1, keepdim=True)
         longer = norms > max_norm
         weight.copy_(torch.where(longer, weight * (max_norm / (norms + 1e-7)), weight))
+        # Which of them, only the device knows.
+        handle.id_space.note_written(ids, known)
         if handle.table.takes_padding:
             # Others are written nowhere: an encoded row would be rounded anew.
-            ids, known = kept(ids, longer[:, 0], handle.table.num_rows)
-            handle.rows.write(ids, {"weight": weight}, known=known)
+            ids, padding = kept(ids, longer[:, 0], handle.table.num_rows)
+            handle.rows.write(ids, {"weight": weight}, known=padding)
             return
         changed = longer[:, 0].nonzero().flatten()
     else:
@@ -268,4 +272,5 @@ def _renormalize(handle: Handle, ids: Tensor, weight: Tensor, max_norm: float, n
         torch.embedding_renorm_(weight, torch.arange(len(weight), device=weight.device), max_norm, norm_type)
         changed = (weight != before).any(dim=1).nonzero().flatten()
     if len(changed):
+        handle.id_space.note_written(ids[changed], NOTHING)
         handle.rows.write(ids[changed], {"weight": weight[changed]})

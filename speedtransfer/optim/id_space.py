@@ -99,6 +99,9 @@ class IdSpace:
     def note_late(self) -> None:
         """Note that the pending gradient may be of rows that were not looked up since the last step."""
 
+    def note_written(self, rows: Tensor, known: Known) -> None:
+        """Note that a lookup may have written to `rows` (n,)."""
+
     def note_cleared(self) -> None:
         """Note that there is no pending gradient any more."""
 

@@ -226,6 +226,11 @@ class VocabularyIds(IdSpace):
     def note_late(self) -> None:  # noqa: D102
         self._late = True
 
+    def note_written(self, rows: Tensor, known: Known) -> None:  # noqa: D102
+        # Several processes tell no changes.
+        if self.owners.processes == 1:
+            self.vocabulary.note_written(self._on_host(rows, known))
+
     def note_cleared(self) -> None:  # noqa: D102
         self._late = False
 

@@ -216,7 +216,7 @@ def changed_since(vocabulary: Room, clock: int) -> Changes:
         complete = since == 0 or since < vocabulary._log.begins or LAST_STEP in live.table.planes
         rows = live.occupied()
         if not complete:
-            rows = rows[live.last_use[rows] >= since]
+            rows = rows[(live.last_use[rows] >= since) | np.isin(rows, vocabulary._log.written_since(since))]
         evicted = np.unique(
             np.concatenate([np.empty(0, dtype=np.int64), *(i for at, i in vocabulary._log.gone if at >= since)])
         )

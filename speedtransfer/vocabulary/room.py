@@ -302,6 +302,12 @@ class Room(Owned):
         rows = rows[(live.last_use[rows] != FREE) & (live.last_use[rows] < now)]
         live.touch(rows, now, self._eviction.decay, uses=0.0)
 
+    def note_written(self, rows: np.ndarray) -> None:
+        """Note that `rows` (n,) were written to without a use: a lookup in evaluation rescales them (`max_norm`)."""
+        rows = rows[self._bound()[0].last_use[rows] < self.clock]
+        if len(rows):
+            self._log.note_written(rows, self.clock)
+
     def count_step(self, late: np.ndarray | None = None) -> None:
         """Note a step of the optimizer, of the rows `late` (n,) if some may not have been looked up since the last one."""
         with self._bound()[1].rows.lock:
