@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from experiments.gpu import DIM, Scale, Uniform, _many
+from experiments.gpu import DIM, MANY_DISTINCT, Scale, Uniform, many
 from store import ROOT, read, recorded
 
 from speedtransfer.benchmark.report import groups_of
@@ -52,7 +52,9 @@ def markdown(result: dict[str, Any]) -> str:
             optimizer, idle, *layout = case.name.removeprefix("MultiEmbedding, ").split(", ")
             if case.name.startswith(("nn.", "10 ")) or layout == ["rows"] or not case.figures:
                 continue
-            tables, lookups, distinct = (10, _many(Scale()), 0.4136) if ten else (1, Scale().lookups, Uniform.distinct)
+            tables, lookups, distinct = (
+                (10, many(Scale()), MANY_DISTINCT) if ten else (1, Scale().lookups, Uniform.distinct)
+            )
             work = workload(optimizer, idle, rows, tables, lookups, distinct)
             bytes_each_way = moved(work, Form())
             times = [estimate_step(work, Form(), PINNED, machine) for machine in machines]

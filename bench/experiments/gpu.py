@@ -52,6 +52,7 @@ SGD, LAZY, LAZY_ROWS, EXACT, EXACT_ROWS = WAYS = (
 KERNELS = 8  # of the profile, the longest
 NEED_CUDA = ("both_ways", "few_blocks", "pages")
 DIM = 128
+MANY_DISTINCT = 0.4136  # the share of distinct rows among the lookups of `many`
 ROW_BYTES = 4 * DIM
 HOST_SHARE = 0.4  # of this machine's memory, for the tables of an experiment
 
@@ -94,7 +95,7 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
     sizes = scale.sizes or (0,)
     found = [
         *(_group(f"step of {scale.lookups:,} lookups in {n:,} rows, ms", step, scale, n) for n in (small, large)),
-        _group(f"step of ten tables of {small:,} rows, {_many(scale):,} lookups in all, ms", fbgemm, scale),
+        _group(f"step of ten tables of {small:,} rows, {many(scale):,} lookups in all, ms", fbgemm, scale),
         *(_group(f"rows read beside rows written, {n:,} rows, GB/s", both_ways, scale, n) for n in rows),
         _group(f"rows read beside a product of matrices, {rows[1]:,} rows, GB/s", few_blocks, scale),
         _group("step of ten small tables, 2,000 lookups each, ms", host, scale),
@@ -151,15 +152,16 @@ def step(scale: Scale, rows: int) -> Cases:
         yield f"nn.Embedding, {name}", functools.partial(_times, form, sizes, scale.steps, switched=False)
 
 
-def _many(scale: Scale) -> int:
+def many(scale: Scale) -> int:
+    """Return the lookups of a step of ten tables."""
     return 8 * scale.lookups - 6
 
 
 def fbgemm(scale: Scale) -> Cases:
     """Yield the time of steps of ten tables: 1,048,570 lookups of 433,720 rows of 512 bytes."""
-    sizes = Sizes(10 * scale.rows(scale.small, 30), _many(scale), DIM)
+    sizes = Sizes(10 * scale.rows(scale.small, 30), many(scale), DIM)
     for (optimizer, idle, layout), together in itertools.product((SGD, LAZY, EXACT), (False, True)):
-        form = replace(_form(optimizer, idle, layout), tables=10, together=together, distinct=0.4136)
+        form = replace(_form(optimizer, idle, layout), tables=10, together=together, distinct=MANY_DISTINCT)
         modules = "MultiEmbedding" if together else "10 Embeddings"
         yield f"{modules}, {optimizer}, {idle}", functools.partial(_times, form, sizes, max(scale.steps // 2, 1))
 

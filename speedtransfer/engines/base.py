@@ -100,7 +100,7 @@ class KernelEngine(Engine, Protocol):
     """One that lets kernels which it does not know read and write planes, in order with its own calls."""
 
     def update(self, planes: Sequence[Tensor], ids: Tensor, read: Sequence[bool], queue: Queue) -> None:
-        """Let `queue` queue kernels that write all columns of the rows `ids` (n,) of `planes`, and `read` those of some."""
+        """Let `queue` queue kernels that write the rows `ids` (n,) of `planes`, and read those of which `read` says so."""
         ...
 
 

@@ -271,9 +271,10 @@ def _drawn_of(table: Load, zipf: float) -> tuple[list[float], float]:
 class Draws:
     """Draws the lookups of one feature, step by step, by the Zipf law, spread over its rows.
 
-    Where it has fewer rows (`kept`) than it stands in for (`rows`), the most frequent ids have half of them to themselves, and
-    all others take the other half in turns: distinct ids of a step have distinct rows, and a rare row is one that has not been
-    touched for long. A `share` of the distinct rows is looked up. If they are `unique`, not those of the law, rows take turns.
+    Where it has fewer rows (`kept`) than the table that is planned (`rows`), the most frequent ids have half of them to
+    themselves, and all others take the other half in turns: distinct ids of a step have distinct rows, and a rare row is one
+    that has not been touched for long. A `share` of the distinct rows is looked up. If they are `unique`, not those of the
+    law, rows take turns.
     """
 
     def __init__(
