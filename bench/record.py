@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import json
 import os
 import signal
@@ -100,16 +101,32 @@ def measure_here(
         # The header was made before: its commit is that of the sources that were measured.
         write(Path(path), {**about, **result, "environment": about["environment"]})
 
-    device, console = resolve_device(None), Console(width=120, force_terminal=False)
+    device, console, suite = resolve_device(None), Console(width=120, force_terminal=False), suites()[about["part"]]
     try:
+        check_options(suite, options)
         done = groups_of(earlier(Path(path), about, options)) if resume else []
         done = [group for group in done if not group.skipped]
-        result = runner.run_suite(suites()[about["part"]], device, quick, console, keep, seconds, done, **options)
+        result = runner.run_suite(suite, device, quick, console, keep, seconds, done, **options)
     except SpeedtransferError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     keep(result)
     return int(bool(result["failures"]))
+
+
+def check_options(suite: Any, options: dict[str, Any]) -> None:
+    """Raise unless all are settings of a suite: arguments of its `groups`, and what it has in `SETTINGS`."""
+    from speedtransfer.errors import InvalidValueError, suggest
+
+    named = (
+        one.name
+        for one in inspect.signature(suite.module.groups).parameters.values()
+        if one.kind is not one.VAR_KEYWORD
+    )
+    known = {*named, *suite.declared("SETTINGS", ())} - {"device", "quick"}
+    for name in options:
+        if name not in known:
+            raise InvalidValueError(f"--set {name}=: {suite.name} has no such setting{suggest(name, sorted(known))}")
 
 
 def earlier(path: Path, about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:

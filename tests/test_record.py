@@ -117,7 +117,7 @@ def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
     calls, path = [], tmp_path / "step.json"
     made = [Group(name, lambda name=name: calls.append(name) or []) for name in "ab"]
     monkeypatch.setattr(
-        type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about, **given: made)
+        type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about, rows, **given: made)
     )
     about = {"part": "step", "environment": {"commit": "abc", "dirty": False, "versions": {}}}
     job = {"about": about, "path": str(path), "quick": True, "options": {"rows": 5}, "resume": True}
@@ -126,7 +126,8 @@ def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
     stopped = store.read(path)
     stopped["groups"][1]["skipped"] = "the time was up"
     store.write(path, stopped)
-    assert record.measure_here(**{**job, "options": {}}, seconds=100.0) == 2
+    for others in ({"rows": 6}, {"rows": 5, "rosw": 5}):
+        assert record.measure_here(**{**job, "options": others}, seconds=100.0) == 2
     assert record.measure_here(**job, seconds=100.0) == 0
     assert calls == ["a", "b", "b"]
     assert [group["skipped"] for group in store.read(path)["groups"]] == ["", ""]

@@ -89,7 +89,9 @@ class VocabularyMachine(RuleBasedStateMachine):
         self.folder, self.config = tempfile.TemporaryDirectory(), config
         self.files, self.asked = 0, list[tuple[list[list[int]], Any]]()
         self.make(CAPACITY, seed)
-        alike = {n: config[n] for n in ("padding_idx", "storage_dtype")}
+        # Idle rows that have missed steps read as what fewer bits cannot hold.
+        stored = None if config["idle"] == "exact" else config["storage_dtype"]
+        alike = {"padding_idx": config["padding_idx"], "storage_dtype": stored}
         self.follower = st.Embedding(20, DIM, vocabulary=st.Vocabulary(unseen=config["unseen"], seed=5), **alike)
         self.dumped = 0
         self.set_plain(range(2 + 2 * len(IDS)), torch.zeros(2 + 2 * len(IDS), DIM))

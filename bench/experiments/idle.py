@@ -63,12 +63,12 @@ class Settings:
 
 
 _QUICK = {"steps": 60, "batch": 8}
+SETTINGS = [each.name for each in fields(Settings)]
 
 
 def groups(device: torch.device, quick: bool, data: str = "", **others: Any) -> list[Group]:
     """Make the group of all ways, which other settings can be given for."""
-    known = {each.name for each in fields(Settings)}
-    given = {name: value for name, value in others.items() if name in known}
+    given = {name: value for name, value in others.items() if name in SETTINGS}
     settings, found = Settings(**(_QUICK if quick else {}) | given), read_data(Path(data))
     users, items = found.sizes
     title = f"{Path(data).resolve().name}, {users:,} users x {items:,} items"

@@ -38,8 +38,11 @@ _QUICK = {
 }
 
 
+SETTINGS = list(ngram_lm.SIZES)
+
+
 def groups(device: torch.device, quick: bool, **given: Any) -> list[Group]:
-    flags = (_QUICK if quick else {}) | {name: value for name, value in given.items() if name in ngram_lm.SIZES}
+    flags = (_QUICK if quick else {}) | {name: value for name, value in given.items() if name in SETTINGS}
     params: dict[str, Any] = {"headline": False}
     return [Group("a GPT with n-gram tables", functools.partial(_measure, flags, params), params)]
 

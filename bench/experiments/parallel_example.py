@@ -20,13 +20,12 @@ COLUMNS = {
     "a step": show_time,
     "largest loss difference": show_figure("difference", "{:.2g}"),
 }
+SETTINGS = list(parallel.SETTINGS)
 CURVES = {"loss": ("loss of the batch", "linear")}
 
 
 def groups(device: torch.device, quick: bool, **given: Any) -> list[Group]:
-    flags = (parallel.QUICK if quick else {}) | {
-        name: value for name, value in given.items() if name in parallel.SETTINGS
-    }
+    flags = (parallel.QUICK if quick else {}) | {name: value for name, value in given.items() if name in SETTINGS}
     params: dict[str, Any] = {"headline": False}
     return [Group("the same batches in one process and in several", functools.partial(_measure, flags, params), params)]
 

@@ -91,6 +91,7 @@ class Corpus(NamedTuple):
 
 
 FULL, QUICK = Scale(), Scale(dims=(100,), seeds=1, words=3_000_000)
+SETTINGS = Scale._fields
 
 
 def corpora(data: Path) -> list[Corpus]:
@@ -109,7 +110,7 @@ def find(folder: Path, *names: str) -> Path:
 def groups(device: torch.device, quick: bool, data: str = "", **given: Any) -> list[Group]:
     """Make a group for each corpus, model and dimension."""
     scale = QUICK if quick else FULL
-    scale = scale._replace(**{name: value for name, value in given.items() if name in Scale._fields})
+    scale = scale._replace(**{name: value for name, value in given.items() if name in SETTINGS})
     try:
         about = {"gensim": importlib.metadata.version("gensim"), "workers": cores(), "headline": False}
     except importlib.metadata.PackageNotFoundError:
