@@ -37,6 +37,8 @@ KINDS = [
 @pytest.mark.parametrize("name", [name for name, parts in PARTS.items() if parts])
 def test_as_torch(kind, name):
     """What people do with it on the host, with all tensors on the device."""
+    if name == "swap-Add_a_parameter_group" and kind.optimizer is torch.optim.Adagrad and torch.__version__ < "2.13":
+        pytest.skip("Adagrad of this torch makes no state for a group that is added")
     case = replace(CASES[name], code="\n".join(PARTS[name]))
     moment = "trained" if case.group in ("swap", "train") else "between"
     compare(case, kind, torch.float64, moment, True)
