@@ -1,18 +1,26 @@
-"""The numbers of README.md: one sentence from each of six recorded results, and one from a notebook."""
+"""The numbers of README.md, a sentence from each of six recorded results and one from a notebook; and a table of docs/results.md."""
 
 from __future__ import annotations
 
 import functools
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from experiments import word2vec
+from experiments.gpu import DIM, MANY_DISTINCT, Scale, Uniform, many
 from experiments.idle import DENSE, DISTANCE, EXACT, LAZY, RECALL
 from store import ROOT
 
 from examples.ngram_lm import WAYS
-from speedtransfer.benchmark.report import commit_and_date, groups_of
+from speedtransfer.benchmark.report import TextTable, commit_and_date, groups_of, markdown_table
+from speedtransfer.planning.estimate import HOST, estimate_step
+from speedtransfer.planning.footprint import DEVICE, PINNED, Form, moved
+from speedtransfer.planning.machine import load_machines
+from speedtransfer.planning.optimizer_name import optimizer_given
+from speedtransfer.planning.workload import Workload, make_workload
+from speedtransfer.ranks.zipf import expected_unique
 from speedtransfer.units import format_count
 
 OVERSIZED = "notebooks/oversized.ipynb"
@@ -124,3 +132,59 @@ SENTENCES = {
     **{"step": _steps, "peers": _beside_others, "gpu": _on_a_gpu},
     **{"idle": _same_numbers, "ngram_example": _language_model, "word2vec": _words},
 }
+
+
+# --- the least that a step on a GPU can take ----------------------------------------------------------------------------
+
+MACHINES = ("h200", "gh200", "gb200")
+
+
+def workload(optimizer: str, idle: str, rows: int, tables: int, lookups: int, distinct: float) -> Workload:
+    sizes = [(rows, DIM)] * tables
+    # As `Uniform` draws them: so many anywhere, and the rest of the lookups again of these.
+    unique = expected_unique(rows, 0.0, round(distinct * lookups / tables))
+    found = make_workload(sizes, optimizer_given(optimizer), lookups // tables, 1, 0.0, None, idle)
+    return replace(found, tables=tuple(replace(table, unique=unique) for table in found.tables))
+
+
+def roofs(result: dict[str, Any]) -> str:
+    """Return a table of the least that steps of tables in page-locked memory take, planned (docs/plan.md), beside `result`.
+
+    That is one of the suite `gpu`.
+    """
+    machines = [load_machines(name)[0] for name in MACHINES]
+    heads = ["AdamW and SGD", "MB up", "MB down", "launches", *(f"{name}, ms" for name in MACHINES)]
+    heads += ["h200's memory, ms", "measured, ms"]
+    rows = list[list[str]]()
+    for group in groups_of(result):
+        if group.params["experiment"] not in ("step", "fbgemm"):
+            continue
+        ten = group.params["experiment"] == "fbgemm"
+        count = group.params.get("size", Scale().small)
+        for case in group.cases:
+            optimizer, idle, *layout = case.name.removeprefix("MultiEmbedding, ").split(", ")
+            if case.name.startswith(("nn.", "10 ")) or layout == ["rows"] or not case.figures:
+                continue
+            tables, lookups, distinct = (
+                (10, many(Scale()), MANY_DISTINCT) if ten else (1, Scale().lookups, Uniform.distinct)
+            )
+            work = workload(optimizer, idle, count, tables, lookups, distinct)
+            bytes_each_way = moved(work, Form())
+            times = [estimate_step(work, Form(), PINNED, machine) for machine in machines]
+            times.append(estimate_step(work, Form(), DEVICE, machines[0]))
+            cells = [
+                f"{optimizer}, {idle}, {tables} x {count:,}",
+                *(f"{number / 1e6:,.0f}" for number in bytes_each_way[:2]),
+                f"{HOST[idle].first_launches:.0f}",
+                *(f"{1e3 * (one.seconds if one else 0):.3g}" for one in times),
+                f"{min(case.figures['several kernels'], case.figures['one kernel']):.3g}",
+            ]
+            rows.append(cells)
+    names = ", ".join(f"`{name}`" for name in MACHINES)
+    about = (
+        f"**The least that a step can take**, by rates of the bus and counted calls ({names} of `speedtransfer plan`), and "
+        f"what it took on {result['environment']['device']}. One table, or a MultiEmbedding of ten, in page-locked memory; "
+        "beside them tables in the GPU's memory."
+    )
+    table = markdown_table(TextTable(heads[0], heads, rows, frozenset(row[0] for row in rows)))
+    return f"{about}\n\n{table}"

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import in_numbers
-import roof
 from store import EXPERIMENTS, MEASURED, ROOT, read, recorded, suites
 
 from speedtransfer.benchmark import report
@@ -54,7 +53,7 @@ NAMES = {
 SECTIONS = (
     FIGURES,
     Section("in numbers", tuple(in_numbers.SENTENCES), STEPS, "README.md", in_numbers.markdown),
-    Section("roofs", ("gpu",), make=roof.markdown),
+    Section("roofs", ("gpu",), make=in_numbers.roofs),
     *(Section(name, (part,), EXPERIMENTS[part]) for part, name in NAMES.items()),
 )
 

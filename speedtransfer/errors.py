@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import numbers
 import operator
 import os
 import re
@@ -172,11 +173,11 @@ def check_number(
     Raises
     ------
     InvalidTypeError
-        `value` is no int or float (bool counts as none).
+        `value` is no real number (bool counts as none).
     InvalidValueError
         `value` is not within, or not finite.
     """
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass float({name})")
     # An int may be too large for a float.
     if not -sys.float_info.max <= value <= sys.float_info.max:

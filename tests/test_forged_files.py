@@ -20,7 +20,7 @@ from test_checkpoint_fuzz import damaged, resign
 import speedtransfer as st
 from speedtransfer.engines import calibration
 from speedtransfer.errors import SpeedtransferError, StorageError
-from speedtransfer.speedtorch import files as speedtorch_files
+from speedtransfer.speedtorch import storage as speedtorch_files
 from speedtransfer.word2vec import Settings, Vectors, Vocabulary
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import read_config

@@ -17,10 +17,12 @@ from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
 from speedtransfer.engines.calibration import Calibration
 from speedtransfer.errors import DeviceError, InvalidValueError, StorageError
+from speedtransfer.nn.sizing import table_size
 from speedtransfer.page_cache import PagesStayError
 from speedtransfer.planning import this_machine as module
 from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.footprint import Form
+from speedtransfer.planning.hosts import row_form
 from speedtransfer.planning.machine import (
     Machine,
     link_rates,
@@ -41,7 +43,7 @@ from speedtransfer.planning.rank import (
 )
 from speedtransfer.planning.this_machine import this_machine
 from speedtransfer.planning.workload import make_workload
-from speedtransfer.ranks.cost import StepCost, expected_counts, row_form, sharded_step
+from speedtransfer.ranks.cost import StepCost, expected_counts, sharded_step
 from speedtransfer.units import parse_bytes
 
 ROOT = Path(__file__).parents[1]
@@ -353,7 +355,7 @@ def test_several_gpus_share_the_rows_out():
     table = workload.tables[0]
     # Uniform ids: 16 million lookups of 4 processes, and of one 4 million.
     share = 1e8 * (1 - (1 - 1e-8) ** 16e6) / (4 * table.unique)
-    cost = sharded_step([expected_counts(row_form(64, idle="exact"), table.unique, share, 4)], 4)
+    cost = sharded_step([expected_counts(row_form(table_size(1, 64)), table.unique, share, 4)], 4)
     features, unique = ((25_000_000, 4_000_000),), share * table.unique
     owned = dataclasses.replace(table, rows=25_000_000, features=features, unique=unique)
     alone = estimate_step(dataclasses.replace(workload, tables=(owned,)), Form(), "device", one_of(FOUR))

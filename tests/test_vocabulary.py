@@ -20,7 +20,7 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.rows import Rows
 from speedtransfer.tables import unique_rows
 from speedtransfer.vocabulary import room
-from speedtransfer.vocabulary.capacity import rows_within
+from speedtransfer.vocabulary.policies import rows_within
 
 DIM = 3
 
@@ -65,7 +65,7 @@ WRONG = [
     ({"evict": 1.5}, "or a callable"),
     ({"unseen": "zero"}, "did you mean 'zeros'"),
     ({"seed": 1.5}, "must be an int"),
-    ({"half_life": 0}, "positive number of steps"),
+    ({"half_life": 0}, "half_life is 0 but must be above 0"),
     ({"on_evict": 3}, "pass a function"),
     ({"deferred": 1}, "True or False"),
 ]

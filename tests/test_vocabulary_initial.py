@@ -112,7 +112,7 @@ def test_ties_between_two_roundings():
     [
         ("normal", InvalidTypeError, r"initial is 'normal' \(str\) .* pass \(\"normal\", mean, std\)"),
         (("gauss", 0, 1), InvalidValueError, "initial is .'gauss', 0, 1."),
-        (("normal", 0, "1"), InvalidTypeError, "'1' is not a number; pass mean and standard deviation"),
+        (("normal", 0, "1"), InvalidTypeError, "is '1' .str. but must be a number"),
         (("uniform", 0, float("nan")), InvalidValueError, "nan but must be finite"),
         (("uniform", -1e308, 1e308), InvalidValueError, "beyond float64"),
     ],

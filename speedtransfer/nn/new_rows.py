@@ -18,7 +18,7 @@ from speedtransfer.optim import Rows
 from speedtransfer.ranks import Exchange, Partition, SharedMemory
 from speedtransfer.tables import Table, check_layout
 from speedtransfer.vocabulary import Vocabulary, owners_of
-from speedtransfer.vocabulary.capacity import limit_of_each, most_rows, share_of
+from speedtransfer.vocabulary.policies import limit_of_each, most_rows, share_of
 
 # What gradients may be sent as.
 COMM_DTYPES = (None, torch.bfloat16, torch.int8)

@@ -14,18 +14,19 @@ from rich.console import Console
 from rich.table import Table as TextTable
 from rich.text import Text
 
+from speedtransfer.encoding import codec_for
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
 from speedtransfer.nn.sizing import TableSize
-from speedtransfer.planning.footprint import Form, is_exact, size_of, state_planes
+from speedtransfer.planning.footprint import Form, size_of
 from speedtransfer.planning.workload import Workload
 from speedtransfer.ranks import Partition
 from speedtransfer.ranks.cost import (
     RowCounts,
+    RowForm,
     StepCost,
     delays_of,
     expected_counts,
     replicas_step,
-    row_form,
     sharded_calls,
     sharded_step,
     shared_step,
@@ -99,16 +100,23 @@ def one_share(workload: Workload, ranks: int) -> Workload:
 
 def counts_of(workload: Workload, form: Form, ranks: int) -> list[RowCounts]:
     """Return the rows that a mean process asks for and serves, of each table."""
-    how: Any = {"state_planes": state_planes(workload), "idle": "exact" if is_exact(workload) else "lazy"}
     return [
         expected_counts(
-            row_form(table.dim, **form.arguments, **how),
+            row_form(size_of(workload, table, form)),
             table.unique,
             expected_distinct_share(table.features, workload.zipf, ranks),
             ranks,
         )
         for table in workload.tables
     ]
+
+
+def row_form(size: TableSize, comm_dtype: torch.dtype | None = None) -> RowForm:
+    """Return the bytes of a row in the table and on its way; gradients are sent in `comm_dtype`."""
+    stored = sum(plane.row_bytes for plane in size.planes if plane.name.split(".")[0] == "weight")
+    gradient = codec_for(size.dim, torch.float32, comm_dtype or torch.float32).parts.values()
+    sent = sum(part.width * part.dtype.itemsize for part in gradient)
+    return RowForm(stored, size.row_bytes - stored, 4 * size.dim if size.exact else stored, sent)
 
 
 @dataclass(frozen=True)
@@ -234,16 +242,13 @@ def _kinds(
     size: TableSize, ranks: int, unique: float, share: float, comm_dtype: torch.dtype | None
 ) -> dict[str, tuple[float, StepCost]]:
     """Return the bytes that one process holds, and the cost of a step, of each kind of table."""
-    stored = sum(plane.row_bytes for plane in size.planes if plane.name.split(".")[0] == "weight")
-    form = row_form(size.dim, comm_dtype=comm_dtype, state_planes=0)
-    # Owners send rows as they are stored, unless they change them first.
-    sent = form.stored if size.exact else stored
-    form = dataclasses.replace(form, stored=stored, state=size.row_bytes - stored, sent=sent)
-    counts, plain = expected_counts(form, unique, share, ranks), row_form(size.dim, state_planes=2)
+    form = row_form(size, comm_dtype)
+    counts = expected_counts(form, unique, share, ranks)
     replica = form, unique, unique, share * unique * ranks
-    dense, whole, others = size.rows * plain.stored, size.total_bytes, (ranks - 1) * unique
+    row, whole, others = 4 * size.dim, size.total_bytes, (ranks - 1) * unique
+    dense = size.rows * row
     # By gloo, computed and not counted: calls for sizes (left out), ids and values of all; a ring all-reduce of all rows.
-    sparse_ddp = StepCost(ids=8 * others, gradients=plain.gradient * others, calls=3)
+    sparse_ddp = StepCost(ids=8 * others, gradients=row * others, calls=3)
     dense_ddp = StepCost(gradients=2 * (1 - 1 / ranks) * dense, calls=1)
     return {
         "sharded": (whole / ranks, sharded_step([counts], ranks)),

@@ -9,10 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from speedtransfer.encoding import check_dtypes, codec_for
-
 # Numbers of 8 bytes in the first message of a meeting, two of which name it; the others are what is told.
 _MESSAGE, _NAMES = 8, 2
 _ID_BYTES = 8
@@ -22,45 +18,15 @@ _AT_ONCE = 10 * 1448
 
 @dataclass(frozen=True)
 class RowForm:
-    """Bytes of a row: its weights in the table and on their way from an owner, its state, its gradient on the way back."""
+    """Bytes of a row: its weights in the table and on their way from an owner, its state, its gradient on the way back.
+
+    Owners send rows as they are stored, but decoded where they change rows before they send them (``idle="exact"``).
+    """
 
     stored: int
     state: int
     sent: int
     gradient: int
-
-
-def row_form(
-    dim: int,
-    dtype: torch.dtype = torch.float32,
-    storage_dtype: torch.dtype | None = None,
-    state_dtype: torch.dtype | None = None,
-    comm_dtype: torch.dtype | None = None,
-    *,
-    state_planes: int = 2,
-    idle: str = "lazy",
-    max_norm: bool = False,
-    scale_block: int | None = None,
-) -> RowForm:
-    """Return the bytes of a row of a table made with these arguments of :class:`speedtransfer.Embedding`.
-
-    Owners send rows as they are stored, but decoded (float32) with ``idle="exact"`` or `max_norm`, where they change rows
-    before they send them. `state_planes` is the number of tensors of the shape of the weights in the optimizer's state: 2 of
-    AdamW, 1 of SGD with momentum, 0 of SGD.
-    """
-    check_dtypes(dtype, storage_dtype, state_dtype, scale_block)
-    computed = dtype if storage_dtype is None else torch.float32
-    plain = _bytes_of(dim, computed, computed)
-    stored = _bytes_of(dim, computed, storage_dtype or computed, scale_block)
-    # Exact rows also keep the step that they were last touched at, an int32.
-    state = state_planes * _bytes_of(dim, computed, state_dtype or computed) + 4 * (idle == "exact")
-    sent = plain if idle == "exact" or max_norm else stored
-    return RowForm(stored, state, sent, _bytes_of(dim, computed, comm_dtype or computed))
-
-
-def _bytes_of(dim: int, computed: torch.dtype, stored: torch.dtype, scale_block: int | None = None) -> int:
-    codec = codec_for(dim, computed, stored, scale_block)
-    return sum(part.width * part.dtype.itemsize for part in codec.parts.values())
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.dtypes import NO_NUMPY_DTYPES
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.tables import check_dtype, tensor_of
 
 # What no table has is stored as the bits that it is.
@@ -133,26 +133,10 @@ def names_rows(index: Any) -> bool:
     return getattr(index, "dtype", None) not in (torch.bool, np.bool_)
 
 
-def unfit(shape: tuple[int, ...], error: IndexError) -> RowIndexError:
-    """Return the error for an index that names what is not there."""
-    return RowIndexError(f"indexes do not fit data of shape {shape}: {error}; pass others")
-
-
 def unreadable(error: TypeError) -> InvalidTypeError:
     """Return the error for a sequence that NumPy refuses, such as one of tensors on CUDA."""
     reason = str(error).partition("\n")[0]
     return InvalidTypeError(f"indexes are not integers that NumPy can read ({reason}); pass one tensor (torch.stack)")
-
-
-def is_basic(index: Any) -> bool:
-    """Say whether numbers and slices alone are named, for which torch has a view as NumPy has."""
-    parts = index if isinstance(index, tuple) else (index,)
-    return sum(part is Ellipsis for part in parts) < 2 and all(
-        part is Ellipsis
-        or (isinstance(part, (int, np.integer)) and not isinstance(part, bool))
-        or (isinstance(part, slice) and (part.step is None or part.step > 0))
-        for part in parts
-    )
 
 
 def for_numpy(index: Any) -> Any:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.speedtorch.arrays import dtype_of, names_rows, plain_index, stored_as, tensor_from
-from speedtransfer.speedtorch.files import read_npy
 from speedtransfer.speedtorch.rows import Column, Rows
-from speedtransfer.speedtorch.storage import OneArray, Storage
+from speedtransfer.speedtorch.storage import OneArray, Storage, read_npy
 from speedtransfer.tables import PathLike, Table
 
 

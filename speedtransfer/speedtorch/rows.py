@@ -12,16 +12,14 @@ import torch
 from torch import Tensor
 
 from speedtransfer.cuda import mapped_view, to_cupy, wait_until_filled
-from speedtransfer.errors import InvalidValueError
+from speedtransfer.errors import InvalidValueError, RowIndexError
 from speedtransfer.speedtorch.arrays import (
     BITS,
     for_numpy,
     host_array,
-    is_basic,
     row_numbers,
     stored_as,
     tensor_from,
-    unfit,
     unreadable,
     wait_for,
 )
@@ -127,27 +125,18 @@ class Rows:
 
     def pick(self, name: str, index: Any) -> Tensor:
         """Return a copy of the values that any index of NumPy's names, tuples of slices among them, on the compute device."""
+        plane, places = self.table.plane(name).view(-1), self._places(name, index)
         # As they are stored: there is no indexing of unsigned integers on CUDA.
-        plane = self.table.plane(name)
-        if is_basic(index):
-            found = self._part(name, index).to(self.table.device, copy=True)
-        else:
-            places = torch.from_numpy(self._places(name, index))
-            found = plane.view(-1)[places.to(plane.device)].to(self.table.device)
-        return found.view(self.columns[name].dtype)
+        return plane[places.to(plane.device)].to(self.table.device).view(self.columns[name].dtype)
 
     def put(self, name: str, index: Any, value: Any) -> None:
         """Set the values that any index of NumPy's names; of one named twice the last value stays."""
         self.table.check_writable()
-        plane, basic = self.table.plane(name).view(-1), is_basic(index)
-        where = self._part(name, index) if basic else torch.from_numpy(self._places(name, index))
-        values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(where.shape)), "dataObject")
-        if basic:
-            where.copy_(values.clone() if overlap(values, plane) else values)
-        else:
-            found = unique_rows(where.reshape(-1))
-            values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
-            plane.index_copy_(0, found.ids.to(plane.device), values.to(plane.device))
+        plane, places = self.table.plane(name).view(-1), self._places(name, index)
+        values = stored_as(self.columns[name].dtype, _broadcast(value, tuple(places.shape)), "dataObject")
+        found = unique_rows(places.reshape(-1))
+        values = values.reshape(-1)[last_places(found.inverse, len(found.ids)).to(values.device)]
+        plane.index_copy_(0, found.ids.to(plane.device), values.to(plane.device))
         wait_until_filled(plane)
 
     def broadcast(self, name: str, value: Any, shape: tuple[int, ...]) -> Tensor:
@@ -177,15 +166,7 @@ class Rows:
         bits = values.view(column.dtype) if column.dtype in BITS else values
         return bits.view((*shape, *column.tail))
 
-    def _part(self, name: str, index: Any) -> Tensor:
-        """Return a view of what numbers and slices name, as it is stored."""
-        shape = (self.table.num_rows, *self.columns[name].tail)
-        try:
-            return self.table.plane(name).view(shape)[index]
-        except IndexError as error:
-            raise unfit(shape, error) from None
-
-    def _places(self, name: str, index: Any) -> np.ndarray:
+    def _places(self, name: str, index: Any) -> Tensor:
         """Return where in the flat plane the values are that `index` names, in the shape that NumPy gives them."""
         shape = (self.table.num_rows, *self.columns[name].tail)
         index = tuple(map(for_numpy, index)) if isinstance(index, tuple) else for_numpy(index)
@@ -196,10 +177,10 @@ class Rows:
                 along = np.arange(size).reshape([-1 if other == axis else 1 for other in range(len(shape))])
                 places = places + stride * np.broadcast_to(along, shape)[index]
         except IndexError as error:
-            raise unfit(shape, error) from None
+            raise RowIndexError(f"indexes do not fit data of shape {shape}: {error}; pass others") from None
         except TypeError as error:
             raise unreadable(error) from None
-        return np.ascontiguousarray(places, dtype=np.int64).reshape(np.shape(places))
+        return torch.from_numpy(np.ascontiguousarray(places, dtype=np.int64)).view(np.shape(places))
 
 
 def last_places(inverse: Tensor, count: int) -> Tensor:

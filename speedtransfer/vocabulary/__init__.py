@@ -6,8 +6,7 @@ from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds, as_ids
 from speedtransfer.vocabulary.loaded_state import LoadPlan
 from speedtransfer.vocabulary.mixing import owners_of
 from speedtransfer.vocabulary.string_ids import hash_ids
-from speedtransfer.vocabulary.vocabulary import Vocabulary
-from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats
+from speedtransfer.vocabulary.vocabulary import Vocabulary, VocabularyStats
 
 __all__ = [
     "PADDING_ROW",

@@ -222,20 +222,9 @@ def changed_since(vocabulary: Room, clock: int) -> Changes:
         )
         evicted = evicted[live.index.find(evicted) < 0]
         ids, reserved = torch.from_numpy(live.ids[rows]), vocabulary.weights_of(np.arange(live.reserved))
-        return Changes(
-            ids,
-            vocabulary.weights_of(rows),
-            torch.from_numpy(evicted),
-            reserved,
-            now,
-            complete,
-            since,
-            vocabulary._log.origin,
-            vocabulary.seed,
-            vocabulary.initial,
-            vocabulary.padding_idx,
-            vocabulary.features,
-        )
+        about = vocabulary.seed, vocabulary.initial, vocabulary.padding_idx, vocabulary.features
+        changed, gone, origin = vocabulary.weights_of(rows), torch.from_numpy(evicted), vocabulary._log.origin
+        return Changes(ids, changed, gone, reserved, now, complete, since, origin, *about)
 
 
 def check_alone(vocabulary: Room, what: str) -> None:

@@ -15,14 +15,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number
 from speedtransfer.jit import compiled_module, run_on_threads
 from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
 
 Initial = tuple[str, float, float] | float
 
 _COMPILED = "speedtransfer.vocabulary.numba_initial"
-_KINDS = {"normal": "mean and standard deviation", "uniform": "lowest and highest value"}
 # By their numbers in saved files and in ids.cu.
 KINDS = ("number", "normal", "uniform")
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -32,24 +31,19 @@ FARTHEST = 8.3  # standard deviations: no normal value is farther from 0
 
 def check_initial(initial: Any) -> Initial:
     """Return `initial`, ("normal", mean, std), ("uniform", low, high) or a number, with floats; raise for anything else."""
-    if _is_number(initial):
-        return _finite(initial, "initial")
+    if isinstance(initial, numbers.Real):
+        return check_number(initial, "initial", -math.inf)
     if not isinstance(initial, (tuple, list)):
         raise InvalidTypeError(
             f"initial is {initial!r} ({type(initial).__name__}) but must be a number or a tuple; "
             'pass ("normal", mean, std), ("uniform", low, high) or a number'
         )
-    if len(initial) != 3 or not isinstance(initial[0], str) or initial[0] not in _KINDS:
+    if len(initial) != 3 or initial[0] not in KINDS[1:]:
         raise InvalidValueError(
             f'initial is {initial!r} but must be ("normal", mean, std), ("uniform", low, high) or a number; pass one of these'
         )
     kind, *given = initial
-    for number in given:
-        if not _is_number(number):
-            raise InvalidTypeError(
-                f"initial is {initial!r} but {number!r} is not a number; pass {_KINDS[kind]} as floats"
-            )
-    first, second = (_finite(number, f"a number of initial {initial!r}") for number in given)
+    first, second = (check_number(number, f"a number of initial {initial!r}", -math.inf) for number in given)
     if kind == "normal" and second < 0:
         raise InvalidValueError(f"initial is {initial!r}, whose standard deviation is negative; pass 0 or more")
     if kind == "uniform" and first > second:
@@ -115,20 +109,6 @@ def stream_starts(ids: np.ndarray, seed: int) -> np.ndarray:
     """Return where each id's random words begin, uint64 (n,): that of column j is ``mix64(start + (j + 1) * GOLDEN)``."""
     key = stream_key(seed)
     return mix64(mix64(checked(ids, "ids").view(np.uint64) ^ key) + key)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
-
-
-def _finite(value: Any, name: str) -> float:
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise InvalidValueError(f"{name} is {value!r} but must be finite; pass an ordinary number")
-    return number
 
 
 def _largest(initial: Initial) -> float:

@@ -1,4 +1,4 @@
-"""Which new ids are admitted, by a sketch of how often they were seen, and which known ones have to go."""
+"""Which new ids are admitted, by a sketch of how often they were seen, how many a table holds, and which have to go."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_size
+from speedtransfer.system import physical_bytes
+from speedtransfer.tables import Table
+from speedtransfer.units import parse_bytes
 from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
 
 # Takes ids, last use and number of uses of some rows, (n,) arrays, and returns which may go (bool), or scores of which the
@@ -19,6 +22,7 @@ EvictFunction = Callable[[np.ndarray, np.ndarray, np.ndarray], Any]
 
 Admit = Literal["always"] | int
 Evict = Literal["lru", "lfu"] | int | EvictFunction | None
+MaxCapacity = int | str | float | None
 
 # Lines of counters of sightings, which rise to this at least, and are halved after so many for each counter of a line.
 _DEPTH = 4
@@ -152,16 +156,6 @@ def check_evict(evict: Any) -> Evict:
     return int(evict)
 
 
-def check_half_life(half_life: Any) -> float:
-    """Return a valid half-life of counts; raise unless it is a positive number."""
-    number = isinstance(half_life, numbers.Real) and not isinstance(half_life, bool)
-    if not number or not 0 < half_life < math.inf:
-        raise InvalidValueError(
-            f"half_life is {half_life!r} but must be a positive number of steps; pass for instance 10_000"
-        )
-    return float(half_life)
-
-
 def check_seed(seed: Any) -> int:
     """Return a seed; None: torch's, as it is now."""
     if seed is None:
@@ -169,3 +163,68 @@ def check_seed(seed: Any) -> int:
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise InvalidTypeError(f"seed is {seed!r} but must be an int; pass one")
     return int(seed)
+
+
+# --- how many ids -------------------------------------------------------------------------------------------------------
+
+
+def check_max_capacity(limit: Any) -> MaxCapacity:
+    """Return a valid limit of the number of ids; raise for anything else."""
+    if limit is None or (isinstance(limit, float) and limit == math.inf):
+        return limit
+    if isinstance(limit, str):
+        bytes_of(limit)
+        return limit
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Integral):
+        raise InvalidTypeError(
+            f"max_capacity is {limit!r} but must be a number of ids, bytes such as '48 GB', or math.inf; pass one of them"
+        )
+    return check_size(limit, "max_capacity", 1)
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes that a limit such as "48 GB" or "16GiB" names."""
+    try:
+        num_bytes = int(parse_bytes(text))
+    except InvalidValueError as error:
+        raise InvalidValueError(f"max_capacity is {error}") from None
+    if not num_bytes or not text.strip().upper().endswith("B"):
+        raise InvalidValueError(f"max_capacity is {text!r} but must be a size such as '48 GB' or '16 GiB'; pass one")
+    return num_bytes
+
+
+def share_of(capacity: int, ranks: int) -> int:
+    """Return the number of ids that each of `ranks` processes has rows for, where there are to be rows for `capacity`.
+
+    A hash spreads ids over processes: four standard deviations more than an even share, so that nearly always all fit.
+    """
+    even = -(-capacity // ranks)
+    return min(capacity, even + math.ceil(4 * math.sqrt(even)))
+
+
+def limit_of_each(limit: MaxCapacity, ranks: int) -> MaxCapacity:
+    """Return the limit of each of `ranks` processes, where `limit` is that of all."""
+    if isinstance(limit, int):
+        return share_of(limit, ranks)
+    return f"{bytes_of(limit) // ranks} B" if isinstance(limit, str) else limit
+
+
+def rows_within(limit: MaxCapacity, table: Table, reserved: int) -> int | None:
+    """Return the number of ids that `table` may have rows for, by its planes as they are now; None: as the memory allows."""
+    capacity = table.num_rows - reserved
+    if limit is None:
+        return capacity
+    if isinstance(limit, str):
+        row_bytes = max(table.nbytes // max(table.num_rows, 1), 1)
+        return max(bytes_of(limit) // row_bytes - reserved, capacity)
+    return None if limit == math.inf else max(int(limit), capacity)
+
+
+def most_rows(limit: MaxCapacity, num_rows: int, reserved: int, row_bytes: int) -> int | None:
+    """Return the number of rows to keep addresses for in a table that may grow from `num_rows`; None: it does not grow."""
+    if limit is None:
+        return None
+    if isinstance(limit, int):
+        return max(limit + reserved, num_rows)
+    num_bytes = bytes_of(limit) if isinstance(limit, str) else physical_bytes() or 1 << 40
+    return max(num_bytes // max(row_bytes, 1), num_rows)

@@ -13,7 +13,7 @@ from torch import Tensor
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.capacity import limit_of_each, rows_within
+from speedtransfer.vocabulary.policies import limit_of_each, rows_within
 from speedtransfer.vocabulary.device_map import DeviceMap, fill_unseen
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW

@@ -16,14 +16,7 @@ from speedtransfer.vocabulary.contents import put
 from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
 from speedtransfer.vocabulary.initial import KINDS, as_line
-from speedtransfer.vocabulary.loaded_state import (
-    FORMAT,
-    NUMBERS,
-    LoadPlan,
-    SavedState,
-    free_rows,
-    read_state,
-)
+from speedtransfer.vocabulary.loaded_state import FORMAT, NUMBERS, LoadPlan, SavedState, free_rows, read_state
 from speedtransfer.vocabulary.policies import Admission
 from speedtransfer.vocabulary.room import Room
 
@@ -120,12 +113,7 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
 
 
 def _placement(
-    vocabulary: Room,
-    saved: SavedState | None,
-    num_saved: int,
-    num_rows: int,
-    sources: np.ndarray,
-    rows: np.ndarray,
+    vocabulary: Room, saved: SavedState | None, num_saved: int, num_rows: int, sources: np.ndarray, rows: np.ndarray
 ) -> Placement:
     if saved is None:
         # What unseen ids read is of this vocabulary alone.

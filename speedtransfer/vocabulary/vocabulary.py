@@ -2,22 +2,65 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_size
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_number, check_size
 from speedtransfer.vocabulary import contents, saved_vocabulary
-from speedtransfer.vocabulary.capacity import check_max_capacity
 from speedtransfer.vocabulary.ids import as_ids
 from speedtransfer.vocabulary.initial import check_initial, check_range
-from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_half_life, check_seed
+from speedtransfer.vocabulary.policies import Admit, Evict, check_admit, check_evict, check_max_capacity, check_seed
 from speedtransfer.vocabulary.room import Room
-from speedtransfer.vocabulary.vocabulary_stats import VocabularyStats
 
 UNSEEN = ("initial", "zeros", "row")
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyStats:
+    """Counters of a vocabulary.
+
+    Attributes
+    ----------
+    size, capacity, max_capacity : int
+        Known ids; those that there are rows for; those that there may be rows for (None: as the memory allows).
+    admitted, evicted : int
+        Ids that got a row and that lost it, since the vocabulary was made or `reset_stats`.
+    lookups, unseen : int
+        Ids looked up, and those of them that had no row.
+    clock : int
+        Optimizer steps so far.
+    num_bytes : int
+        Of the index and of the planes of ids and their use.
+    """
+
+    size: int
+    capacity: int
+    max_capacity: int | None
+    admitted: int
+    evicted: int
+    lookups: int
+    unseen: int
+    clock: int
+    num_bytes: int
+
+    @property
+    def load(self) -> float:
+        """The share of the rows that have an id."""
+        return self.size / self.capacity if self.capacity else 0.0
+
+    @property
+    def unseen_rate(self) -> float:
+        """The share of the ids looked up that had no row."""
+        return self.unseen / self.lookups if self.lookups else 0.0
+
+    def scalars(self, prefix: str = "vocabulary") -> dict[str, float]:
+        """Return what is worth a curve, by name: for ``SummaryWriter.add_scalar``."""
+        names = "size", "load", "admitted", "evicted", "unseen_rate"
+        return {f"{prefix}/{name}": float(getattr(self, name)) for name in names}
 
 
 class Vocabulary(Room):
@@ -109,7 +152,7 @@ class Vocabulary(Room):
             raise InvalidTypeError(f"on_evict is {on_evict!r} but must be called with ids and rows; pass a function")
         self.unseen, self.on_evict = check_choice(unseen, "unseen", UNSEEN), on_evict
         self.initial, self.seed = check_initial(initial), check_seed(seed)
-        self.half_life = check_half_life(half_life)
+        self.half_life = check_number(half_life, "half_life", above=True)
         if not isinstance(deferred, bool):
             raise InvalidTypeError(f"deferred is {deferred!r} but must be True or False; pass one of them")
         self.deferred = deferred

@@ -13,6 +13,8 @@ from hypothesis import strategies as some
 
 import speedtransfer as st
 from ranks.pair import wrap
+from speedtransfer.nn.sizing import table_size
+from speedtransfer.planning.hosts import row_form
 from speedtransfer.ranks import Partition, exchange_of
 from speedtransfer.ranks.cost import (
     RowCounts,
@@ -20,7 +22,6 @@ from speedtransfer.ranks.cost import (
     delays_of,
     expected_counts,
     replicas_step,
-    row_form,
     sharded_calls,
     sharded_step,
     shared_step,
@@ -38,16 +39,16 @@ class Tables:
     dim: int
     count: int = 1
     idle: str = "lazy"
-    module: tuple = ()
-    dtype: torch.dtype = torch.float32
     storage_dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
     scale_block: int | None = None
     comm_dtype: torch.dtype | None = None
 
+    def options(self):
+        return {name: getattr(self, name) for name in ("idle", "storage_dtype", "state_dtype", "scale_block")}
+
     def made(self, kind: str) -> list[st.Embedding]:
-        names = ["idle", "dtype", "storage_dtype", "state_dtype", "scale_block"]
-        options = {name: getattr(self, name) for name in names} | dict(self.module)
+        options = self.options()
         if kind != "replicas":
             options |= {"process_group": dist.group.WORLD, "comm_dtype": self.comm_dtype}
         if kind == "shared":
@@ -55,19 +56,16 @@ class Tables:
         return [st.Embedding(ROWS, self.dim, **options) for _ in range(self.count)]
 
     def form(self):
-        options = {"state_planes": 2, "idle": self.idle, "max_norm": bool(self.module), "scale_block": self.scale_block}
-        return row_form(self.dim, self.dtype, self.storage_dtype, self.state_dtype, self.comm_dtype, **options)
+        return row_form(table_size(ROWS, self.dim, **self.options()), self.comm_dtype)
 
 
 CASES = {
     "float32": Tables(16),
-    "float64": Tables(8, dtype=torch.float64),
     "exact": Tables(24, idle="exact"),
     "rows and gradients in bfloat16": Tables(24, storage_dtype=torch.bfloat16, comm_dtype=torch.bfloat16),
     "rows in int8, state in blocks": Tables(130, storage_dtype=torch.int8, state_dtype=torch.uint8),
     "rows in float8, scales for 32 columns": Tables(130, storage_dtype=torch.float8_e5m2, scale_block=32),
     "gradients in int8": Tables(32, comm_dtype=torch.int8),
-    "max_norm: rows in bfloat16 cross decoded": Tables(12, storage_dtype=torch.bfloat16, module=(("max_norm", 1.0),)),
     "two tables": Tables(16, count=2),
     "seven tables: a second message": Tables(4, count=7),
 }
@@ -160,7 +158,7 @@ def sent_of(cost: StepCost) -> StepCost:
     [
         ("sharded", 2, [*CASES][::3]),
         ("sharded", 3, [*CASES]),
-        ("shared", 3, [name for name, tables in CASES.items() if not tables.module]),
+        ("shared", 3, [*CASES]),
         ("replicas", 3, ["rows in int8, state in blocks", "two tables", "exact"]),
     ],
 )
@@ -171,19 +169,19 @@ def test_cost_of_a_step(pool, kind, world, names):
             for number, found in enumerate(steps, 1):
                 wanted = expected(kind, tables, world, rank, number)
                 assert wanted.sent > 0
-                if tables.module or (tables.idle == "exact" and kind != "sharded"):
-                    # A lookup reads or writes rows, or state, once more.
+                if tables.idle == "exact" and kind != "sharded":
+                    # A lookup reads or writes state once more.
                     found, wanted = sent_of(found), sent_of(wanted)
                 assert found == wanted, name
             if kind == "sharded":
                 wanted = expected(kind, tables, world, rank, 9, training=False)
-                if not tables.module and tables.idle == "lazy":
+                if tables.idle == "lazy":
                     assert evaluation == wanted, name
             assert sent_of(evaluation) == (sent_of(wanted) if kind == "sharded" else StepCost()), name
 
 
 def test_expected_counts_are_the_formulas_of_even_owners():
-    form = row_form(128, storage_dtype=torch.int8, comm_dtype=torch.bfloat16)
+    form = row_form(table_size(1, 128, storage_dtype=torch.int8, idle="lazy"), torch.bfloat16)
     assert (form.stored, form.state, form.sent, form.gradient) == (132, 1024, 132, 256)
     cost = sharded_step([expected_counts(form, 1000, 0.7, 4)], 4)
     assert cost.sent == 750 * (8 + 132 + 256) + 2 * 3 * 64
@@ -192,17 +190,20 @@ def test_expected_counts_are_the_formulas_of_even_owners():
     assert sharded_step([], 4) == StepCost()
 
 
+def counts_of(unique: float, ranks: int) -> RowCounts:
+    return expected_counts(row_form(table_size(1, 64, idle="lazy")), unique, 1.0, ranks)
+
+
 def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
     def delays(unique: float, ranks: int, tables: int = 1) -> int:
-        counts = [expected_counts(row_form(64), unique, 1.0, ranks)] * tables
-        return delays_of(sharded_calls(counts, ranks), ranks)
+        return delays_of(sharded_calls([counts_of(unique, ranks)] * tables, ranks), ranks)
 
     # A meeting, ids and rows; a meeting and gradients. Each to each process is ready, and then sends.
     assert (delays(20, 2), delays(20, 2, 4)) == (10, 28)
     # Rows and gradients of 256 bytes are more than TCP sends at once; of many processes each gets a part.
     assert (delays(256, 2), delays(256, 2, 4), delays(256, 4)) == (12, 33, 12)
     assert delays(256, 8) == 10
-    assert delays_of(sharded_calls([expected_counts(row_form(64), 20, 1.0, 2)], 2, training=False), 2) == 6
+    assert delays_of(sharded_calls([counts_of(20, 2)], 2, training=False), 2) == 6
 
 
 # --- which rank has which row, and how many rows are asked of whom ----------------------------------------------------

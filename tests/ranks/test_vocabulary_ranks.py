@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import speedtransfer as st
 from ranks.pair import DIM, Pair, told
 from speedtransfer.vocabulary import owners_of
-from speedtransfer.vocabulary.capacity import share_of
+from speedtransfer.vocabulary.policies import share_of
 
 # Padding has a row of rank 0; by the hash it would be an id of rank 1.
 PADDING = -6
