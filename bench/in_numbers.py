@@ -1,4 +1,4 @@
-"""The numbers of README.md, a sentence from each of six recorded results and one from a notebook; and a table of docs/results.md."""
+"""The numbers of README.md, a sentence from each of six results and one from a notebook; and a table of docs/results.md."""
 
 from __future__ import annotations
 

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, by_hand, contenders, fitting
-from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import GroupResult
+from speedtransfer.benchmark.results import HOST_SHARE, GroupResult, host_room
 from speedtransfer.benchmark.training_step import (
     BATCHES,
     Batches,

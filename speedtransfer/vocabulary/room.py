@@ -13,13 +13,13 @@ from torch import Tensor
 from speedtransfer.cuda import to_device
 from speedtransfer.errors import HostMemoryError, InvalidValueError, StorageError
 from speedtransfer.tables import row_chunks
-from speedtransfer.vocabulary.policies import limit_of_each, rows_within
 from speedtransfer.vocabulary.device_map import DeviceMap, fill_unseen
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds
 from speedtransfer.vocabulary.initial import check_range, initial_values
 from speedtransfer.vocabulary.owned import Owned
+from speedtransfer.vocabulary.policies import limit_of_each, rows_within
 
 # A table that is full grows by this factor, as far as it may.
 _GROWTH = 1.5
