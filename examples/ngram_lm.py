@@ -233,7 +233,7 @@ def train(
             print(f"{name}: step {step:,} of {steps:,}, loss {losses[-1]:.4f}, validation {validations[-1][1]:.4f}")
         start = time.perf_counter()
     step_s = statistics.median(seconds[WARM_STEPS:] or seconds)
-    found = {"losses": losses, "validation": validations, "complete": True, "step_s": step_s}
+    found = {"losses": losses, "validation": validations, "step_s": step_s}
     if model.ngrams is None:
         return {**found, "table_bytes": 0}, None
     table = model.ngrams.embedding.state_dict()["weight"]  # rows that are idle catch up now

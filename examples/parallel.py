@@ -146,7 +146,7 @@ def train_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         apart = [abs(a - b) for a, b in zip(losses, runs.get(ONE, {"losses": losses})["losses"], strict=True)]
         sizes, rows = [one["sizes"] for one in parts], [one["rows"] for one in parts]
         about = {"losses": losses, "step_s": parts[0]["step_s"], "sizes": sizes, "rows": rows}
-        runs[kind] = {**about, "differences": apart, "difference": max(apart)}
+        runs[kind] = {**about, "difference": max(apart)}
     return runs
 
 

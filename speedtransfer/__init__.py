@@ -77,10 +77,8 @@ __all__ = [
 ]
 
 
-# How gradients of the rest of a model are sent is no matter of tables.
-MOVED = dict.fromkeys(("BlockMomentumAverager", "OneBitState", "one_bit_hook"), "examples/compressed_exchange.py")
 __getattr__ = lazy_names(
-    __name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks", "planning.planner"], MOVED
+    __name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks", "planning.planner"]
 )
 
 

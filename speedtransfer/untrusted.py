@@ -51,9 +51,10 @@ def only_storage_errors(path: PathLike, what: str) -> Iterator[None]:
         yield
     except (StorageError, MemoryError):
         raise
-    except OSError as error:
-        raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror or error}); check the path") from error
     except Exception as error:
+        # That of a damaged gzip file is an OSError of no system call.
+        if isinstance(error, OSError) and error.strerror:
+            raise StorageError(f"cannot read {os.fspath(path)!r} ({error.strerror}); check the path") from error
         reason = (" ".join(str(error).split()) or type(error).__name__)[:200]
         raise StorageError(f"{os.fspath(path)!r} is not {what} ({reason}); get the file again") from error
 

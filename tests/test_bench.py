@@ -155,14 +155,6 @@ def test_every_method_comes_to_the_loss_of_one_process(suites, kind):
     assert max(sent[1:]) < sent[0]
 
 
-@pytest.mark.parametrize("package", ["speedtransfer", "speedtransfer.ranks"])
-def test_the_package_says_where_they_are(package):
-    with pytest.raises(
-        ImportError, match=rf"{package}\.one_bit_hook is no part of the package any more; copy it from ex"
-    ):
-        getattr(importlib.import_module(package), "one_bit_hook")  # noqa: B009 (of either)
-
-
 @pytest.mark.slow
 def test_plans_are_compared_with_what_a_step_takes(suites, monkeypatch, tmp_path):
     plans = suites["plan_accuracy"].module

@@ -374,7 +374,7 @@ def test_machines_are_ranked(run, tmp_path):
 BASES = {"SIZES": SIZES, "TABLE": TABLE, "FAST": FAST, "RANKED": RANKED}
 # One of these, further arguments, and what is told.
 WRONG = """
-SIZES --comm-dtype in8 -> --comm-dtype is 'in8'; did you mean 'int8'?
+SIZES --comm-dtype in8 -> --comm-dtype is 'in8', not one of its values; did you mean 'int8'?
 SIZES --distinct-share 0.1 -> --distinct-share is 0.1 but must be from 1 / --ranks to 1
 SIZES --tokens 4 -> --lookups is given, and --tokens or --rows-per-token too; pass one or the others
 RANKED --hosts 4 --link IB -> --rank is given with --hosts
@@ -382,7 +382,7 @@ TABLE --hosts 2 --link IB -> --hosts is given without the lookups of a step
 TABLE --rows-per-token 2 -> --rows-per-token is given without --tokens
 TABLE --scale-block 64 --storage int8 -> scale_block is 64 but storage_dtype is torch.int8, and only float8 rows have blocks
 TABLE --idle exat -> idle is 'exat'
-TABLE --storage int9 -> storage_dtype is 'int9'; did you mean 'int8'
+TABLE --storage int9 -> storage_dtype is 'int9', not one of its values; did you mean 'int8'
 FAST --dense-ms inf -> --dense-ms is inf but must be finite
 TABLE --by hour -> --by is 'hour' without --rank
 FAST --dim 8 --dim 9 -> --dim is given 3 times and --rows 1

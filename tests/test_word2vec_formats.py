@@ -149,7 +149,7 @@ def test_packed(vectors, tmp_path, suffix):
     assert same(Vectors.load(path), vectors)
     for damaged in (data[:-9], data[:40], b"no gzip", data[:-8] + b"\0" * 8):
         path.write_bytes(damaged)
-        with pytest.raises(StorageError, match=r"is no whole gzip file .*; get it again"):
+        with pytest.raises(StorageError, match=r"is not a whole file of words \(.*\); get the file again"):
             Vectors.load(path)
     message = r"ends in '\.gz', which is only read, and only of \.txt, \.vec, \.bin"
     for attempt, name in ((vectors.save, path), (Vectors.load, tmp_path / "v.kv.gz")):

@@ -110,10 +110,10 @@ read("a\nb\n", kind="adjacency") -> InvalidValueError: holds no edges
 Vocabulary.load("no") -> StorageError: cannot read .*No such file
 Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no count.n', no word and count
 Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
-Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is no vocabulary
+Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
 load_set("no") -> StorageError: cannot read .*check the path
 load_set(".") -> StorageError: cannot read .*check the path
-load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: is no UTF-8 text
+load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: can't decode byte 0xff
 load_set(file("s", "")) -> StorageError: holds no lines to evaluate with
 load_set(file("s", "a b 1\n\na b\n")) -> StorageError: line 3 .* is 'a b' but must be 'word word score', .*; fix it, or
 load_set(file("s", "word1\tword2\tscore\n")) -> StorageError: line 1 of .*'word1\\tword2\\tscore' but must be 'word word

@@ -10,7 +10,6 @@ import torch
 from late import models
 from typer.testing import CliRunner
 
-from speedtransfer.errors import InvalidTypeError
 from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import UnknownWordError, Vectors, Vocabulary, lookup
 from speedtransfer.word2vec.commands import app
@@ -130,7 +129,7 @@ def test_other_names_of_gensim(many, monkeypatch):
         assert many.similarity(first[0], second[0]) == pytest.approx(kv.similarity(first[0], second[0]), abs=1e-6)
 
 
-def test_to_gensim_and_back(many):
+def test_to_gensim(many):
     kv = many.to_gensim()
     assert np.shares_memory(kv.vectors, many.matrix)
     assert (len(kv), kv.vector_size, kv.get_index("w7")) == (500, 16, 7)
@@ -138,23 +137,6 @@ def test_to_gensim_and_back(many):
     kv.add_vectors(["new"], np.ones((1, 16), dtype=np.float32))
     assert "new" in kv
     assert len(many) == 500
-    again = Vectors.from_gensim(many.to_gensim())
-    assert again.words == many.words
-    assert again.matrix.tobytes() == many.matrix.tobytes()
-    assert again.counts.tolist() == many.counts.tolist()
-
-
-def test_from_a_gensim_model():
-    model = models.Word2Vec([["a", "b", "c"] * 5], vector_size=4, min_count=1, workers=1)
-    vectors = Vectors.from_gensim(model)
-    assert vectors.words == model.wv.index_to_key
-    assert vectors.counts.tolist() == [5, 5, 5]
-    with pytest.raises(InvalidTypeError, match=r"dict is no gensim KeyedVectors .*; pass gensim's model\.wv"):
-        Vectors.from_gensim({})
-    numbered = models.KeyedVectors(2)
-    numbered.add_vectors([0, 1], np.eye(2, dtype=np.float32))
-    with pytest.raises(InvalidTypeError, match="key 0 is no word"):
-        Vectors.from_gensim(numbered)
 
 
 def test_without_gensim(many, tmp_path, monkeypatch):
@@ -162,7 +144,6 @@ def test_without_gensim(many, tmp_path, monkeypatch):
     (tmp_path / "v.kv").write_text("old")
     for attempt in (
         many.to_gensim,
-        lambda: Vectors.from_gensim(None),
         lambda: many.save(tmp_path / "v.kv"),
         lambda: Vectors.load(tmp_path / "v.kv"),
     ):

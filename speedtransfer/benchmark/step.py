@@ -19,15 +19,7 @@ from torch import Tensor
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, by_hand, contenders, fitting
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import HOST_SHARE, GroupResult, host_room
-from speedtransfer.benchmark.training_step import (
-    BATCHES,
-    Batches,
-    Lookup,
-    SmallTables,
-    Task,
-    TrainingStep,
-    WholeTable,
-)
+from speedtransfer.benchmark.training_step import BATCHES, Batches, Lookup, SmallTables, Task, TrainingStep, WholeTable
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size
 

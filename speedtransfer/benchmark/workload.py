@@ -143,9 +143,8 @@ def spread(ranks: Tensor, num_rows: int) -> Tensor:
 
 def _distinct(batch: Tensor) -> Tensor:
     """Keep the first occurrence of each value, in order."""
-    values, inverse = batch.unique(return_inverse=True)
-    first = torch.full((len(values),), len(batch)).scatter_reduce_(0, inverse, torch.arange(len(batch)), "amin")
-    return batch[first.sort().values]
+    _, first = np.unique(batch.numpy(), return_index=True)
+    return batch[np.sort(first)]
 
 
 def cache_bytes() -> int:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from speedtransfer.errors import InvalidValueError, check_number, check_png, check_size, suggest
+from speedtransfer.errors import InvalidValueError, check_choice, check_number, check_png, check_size
 
 # For the help, which is shown without torch.
 STORAGE_NAMES = "float32", "bfloat16", "float16", "int8", "float8_e4m3fn", "float8_e5m2"
@@ -136,8 +136,7 @@ def plan(
         )
     sizes = list(zip(rows, dim * len(rows) if len(dim) == 1 else dim, strict=True))
     per_sample, samples = _lookups(lookups, tokens, rows_per_token, batch)
-    if comm_dtype not in COMM_NAMES:
-        raise InvalidValueError(f"--comm-dtype is {comm_dtype!r}{suggest(comm_dtype, COMM_NAMES)}")
+    check_choice(comm_dtype, "--comm-dtype", COMM_NAMES)
     check_number(dense_ms, "--dense-ms")
     trainer = optimizer_given(optimizer, "--optimizer")
     asked = None if per_sample is None else round(per_sample * samples)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from speedtransfer.encoding import STATE_DTYPES, STORAGE_DTYPES
-from speedtransfer.errors import InvalidValueError, check_size, format_bytes, suggest
+from speedtransfer.errors import check_choice, check_size, format_bytes
 from speedtransfer.nn.sizing import MakeOptimizer, TableSize, table_size
 from speedtransfer.planning.machine import Machine
 from speedtransfer.planning.workload import Load, Workload, dtype_name
@@ -79,9 +79,7 @@ def forms_for(workload: Workload, storage: Any, state: Any, scale_block: int | N
 
 def _checked(label: str, dtype: Any, choices: dict[str, torch.dtype]) -> str:
     name = dtype_name(dtype) if dtype is None or isinstance(dtype, torch.dtype) else dtype
-    if not isinstance(name, str) or name not in choices:
-        raise InvalidValueError(f"{label} is {name!r}{suggest(str(name), choices)}")
-    return name
+    return str(check_choice(name, label, choices))
 
 
 def state_planes(workload: Workload) -> int:

@@ -51,15 +51,13 @@ class Link(NamedTuple):
 
 
 _ETHERNET = "the rate by IEEE 802.3, of which TCP has 1,448 of 1,538 bytes a frame; the delay is assumed"
-LINKS = {
-    each.name: each
-    for each in (
-        Link("10GbE", 1.25e9 * 1448 / 1538, 30e-6, _ETHERNET),
-        Link("25GbE", 3.125e9 * 1448 / 1538, 30e-6, _ETHERNET),
-        Link("100GbE", 12.5e9 * 1448 / 1538, 30e-6, _ETHERNET),
-        Link("IB", 25e9, 10e-6, "HDR InfiniBand, 200 Gbit/s; the delay, of TCP over it, is assumed"),
-    )
-}
+_KNOWN = (
+    Link("10GbE", 1.25e9 * 1448 / 1538, 30e-6, _ETHERNET),
+    Link("25GbE", 3.125e9 * 1448 / 1538, 30e-6, _ETHERNET),
+    Link("100GbE", 12.5e9 * 1448 / 1538, 30e-6, _ETHERNET),
+    Link("IB", 25e9, 10e-6, "HDR InfiniBand, 200 Gbit/s; the delay, of TCP over it, is assumed"),
+)
+LINKS = {each.name: each for each in _KNOWN}
 _GIVEN = re.compile(r"([\d.]+) *([kMGT]?)bit(?:/s)? *, *([\d.]+) *(us|ms|s)")
 
 
@@ -100,15 +98,11 @@ def one_share(workload: Workload, ranks: int) -> Workload:
 
 def counts_of(workload: Workload, form: Form, ranks: int) -> list[RowCounts]:
     """Return the rows that a mean process asks for and serves, of each table."""
-    return [
-        expected_counts(
-            row_form(size_of(workload, table, form)),
-            table.unique,
-            expected_distinct_share(table.features, workload.zipf, ranks),
-            ranks,
-        )
-        for table in workload.tables
-    ]
+    found = []
+    for table in workload.tables:
+        share = expected_distinct_share(table.features, workload.zipf, ranks)
+        found.append(expected_counts(row_form(size_of(workload, table, form)), table.unique, share, ranks))
+    return found
 
 
 def row_form(size: TableSize, comm_dtype: torch.dtype | None = None) -> RowForm:
@@ -227,33 +221,24 @@ def show_ranks(
             f"of these are distinct over all; the busiest owner has {balance:.2f} times the mean\n"
         )
     )
+    size = size_of(workload, work, form)
+    of_row = row_form(size, comm_dtype)
+    counts, whole, others = expected_counts(of_row, unique, share, ranks), size.total_bytes, (ranks - 1) * unique
+    row, dense = 4 * work.dim, 4 * work.dim * rows
+    kinds = {
+        "sharded": (whole / ranks, sharded_step([counts], ranks)),
+        'memory="shared"': (whole / ranks, shared_step([counts], ranks)),
+        "ordinary table in DDP": (whole, replicas_step([(of_row, unique, unique, share * unique * ranks)], ranks)),
+        # By gloo, computed and not counted: calls for sizes (left out), ids and values of all; a ring all-reduce of all rows.
+        "nn.Embedding, sparse, DDP": (3 * dense, StepCost(ids=8 * others, gradients=row * others, calls=3)),
+        "nn.Embedding, DDP": (4 * dense, StepCost(gradients=2 * (1 - 1 / ranks) * dense, calls=1)),
+    }
     table = TextTable("", box=None, pad_edge=False)
     for label in ("held", "control", "ids", "rows", "gradients", "calls", "bus up", "bus down"):
         table.add_column(label, justify="right", no_wrap=True)
-    for name, (held, cost) in _kinds(size_of(workload, work, form), ranks, unique, share, comm_dtype).items():
+    for name, (held, cost) in kinds.items():
         sent = (cost.control, cost.ids, cost.rows, cost.gradients)
         cells = [format_bytes(count) if count else "" for count in (held, *sent, cost.bus_up, cost.bus_down)]
         table.add_row(name, *cells[:5], str(cost.calls), *cells[5:])
     console.print(table)
     console.print(Text(_RANKS_NOTE))
-
-
-def _kinds(
-    size: TableSize, ranks: int, unique: float, share: float, comm_dtype: torch.dtype | None
-) -> dict[str, tuple[float, StepCost]]:
-    """Return the bytes that one process holds, and the cost of a step, of each kind of table."""
-    form = row_form(size, comm_dtype)
-    counts = expected_counts(form, unique, share, ranks)
-    replica = form, unique, unique, share * unique * ranks
-    row, whole, others = 4 * size.dim, size.total_bytes, (ranks - 1) * unique
-    dense = size.rows * row
-    # By gloo, computed and not counted: calls for sizes (left out), ids and values of all; a ring all-reduce of all rows.
-    sparse_ddp = StepCost(ids=8 * others, gradients=row * others, calls=3)
-    dense_ddp = StepCost(gradients=2 * (1 - 1 / ranks) * dense, calls=1)
-    return {
-        "sharded": (whole / ranks, sharded_step([counts], ranks)),
-        'memory="shared"': (whole / ranks, shared_step([counts], ranks)),
-        "ordinary table in DDP": (whole, replicas_step([replica], ranks)),
-        "nn.Embedding, sparse, DDP": (3 * dense, sparse_ddp),
-        "nn.Embedding, DDP": (4 * dense, dense_ddp),
-    }

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, printable, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, printable, suggest
 from speedtransfer.once import once
 from speedtransfer.units import parse_bytes
-from speedtransfer.untrusted import open_file
+from speedtransfer.untrusted import open_file, storage_error
 
 # Transfers per second of a lane, times the share of bits that are not coding (8b/10b, 128b/130b, FLITs of 242 in 256).
 _PCIE_BITS_PER_S = {1: 2e9, 2: 4e9, 3: 8e9 * 128 / 130, 4: 16e9 * 128 / 130, 5: 32e9 * 128 / 130, 6: 64e9 * 242 / 256}
@@ -148,13 +148,8 @@ def read_yaml(path: Path, what: str) -> dict[str, Any]:
     """Return the mapping that a YAML file holds; `what` it should be is for messages."""
     import yaml  # few commands need it
 
-    if not path.is_file():
-        raise StorageError(f"{str(path)!r} is no file that is there; check the path")
-    try:
-        with open_file(path) as opened:
-            data = opened.read(_MOST_BYTES + 1)
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror}); choose a file that you may read") from error
+    with storage_error(f"cannot read {str(path)!r}", "check the path"), open_file(path) as opened:
+        data = opened.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
         raise InvalidValueError(f"{path} has more than {_MOST_BYTES:,} bytes, too many for {what}; check the path")
     try:

@@ -15,14 +15,7 @@ from torch import nn
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, check_number, check_size
 from speedtransfer.nn.options import Idle
-from speedtransfer.planning.configurations import (
-    MEASURED,
-    Option,
-    best_option,
-    code_for,
-    make_options,
-    smallest_option,
-)
+from speedtransfer.planning.configurations import MEASURED, Option, best_option, code_for, make_options, smallest_option
 from speedtransfer.planning.estimate import Estimate, disk_bytes, estimate_step, served_share
 from speedtransfer.planning.footprint import (
     DENSE,

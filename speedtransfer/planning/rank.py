@@ -13,7 +13,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table as TextTable
 from rich.text import Text
 
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, suggest
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_choice, check_size, suggest
 from speedtransfer.planning.configurations import Option, best_option, make_options
 from speedtransfer.planning.estimate import estimate_step
 from speedtransfer.planning.footprint import DEVICE, PAGEABLE, PINNED, Form
@@ -189,8 +189,7 @@ def rank(
     `estimate` returns the time of a step on a machine; an error of this package that it raises is a reason to leave the
     machine out. Of each so many `devices` are used, by default its own; as many machines are paid for as have them.
     """
-    if by not in MEASURES:
-        raise InvalidValueError(f"by is {by!r}{suggest(by, MEASURES)}")
+    check_choice(by, "by", MEASURES)
     if devices is not None:
         check_size(devices, "devices", 1)
     prices = prices or {}

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_number, check_size, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_number, check_size, suggest
 from speedtransfer.nn.feature import Feature
 from speedtransfer.nn.multi import MultiEmbedding
 from speedtransfer.nn.multi_bag import MultiEmbeddingBag
@@ -79,8 +79,7 @@ def make_workload(
     given: Any, trainer: Trainer, batch: Any, lookups: Any, zipf: Any, unique: Any, idle: str
 ) -> Workload:
     """Check and complete what :func:`speedtransfer.plan` is given, which documents it."""
-    if not isinstance(idle, str) or idle not in IDLE:
-        raise InvalidValueError(f"idle is {idle!r}, not one of its values{suggest(str(idle), IDLE)}")
+    check_choice(idle, "idle", IDLE)
     batch = check_size(batch, "batch", 1)
     exponent = check_number(zipf, "zipf", 0.0)
     found, others = _of_model(given) if isinstance(given, nn.Module) else (_of_sizes(given), 0)
@@ -94,10 +93,6 @@ def make_workload(
         features = tuple((rows, round(batch * per_sample[table.name])) for rows, _ in table.features)
         rows, count = table.rows, sum(number for _, number in features)
         check_size(count, "lookups of a step", 1)
-        if count >= MAX_SIZE:
-            raise InvalidValueError(
-                f"lookups of a step in {table.name!r} are {count} but must be below 2**48; pass fewer"
-            )
         distinct = told.get(table.name)
         if distinct is None:
             distinct = sum(expected_unique(rows, exponent, number) for rows, number in features)

@@ -1,6 +1,5 @@
 """Several processes, by torch.distributed: who has which row, messages between them, and what training beside tables needs."""
 
-from speedtransfer.lazy import lazy_names
 from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
 from speedtransfer.ranks.exchange import (
     DifferenceError,
@@ -41,6 +40,3 @@ __all__ = [
     "to_words",
     "world",
 ]
-
-_MOVED = "BlockMomentumAverager", "OneBitState", "one_bit_hook", "averaging", "comm_hooks"
-__getattr__ = lazy_names(__name__, [], [], dict.fromkeys(_MOVED, "examples/compressed_exchange.py"))

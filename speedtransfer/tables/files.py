@@ -28,6 +28,7 @@ from speedtransfer.errors import (
     suggest,
 )
 from speedtransfer.system import replace_file
+from speedtransfer.tables.chunks import row_chunks
 from speedtransfer.untrusted import open_file
 
 _MAX_SIZE = 2**63 - 1
@@ -92,6 +93,12 @@ def write(path: Path, tensors: list[Written], metadata: Mapping[str, str] | None
             for chunk in chunks:
                 if chunk.numel():
                     file.write(chunk.contiguous().view(torch.uint8).numpy().data.cast("B"))
+
+
+def in_chunks(name: str, tensor: Tensor) -> Written:
+    """Return a tensor as `write` takes it, a few rows at a time."""
+    rows = row_chunks(len(tensor), tensor[:1].nbytes)
+    return name, tensor.dtype, tuple(tensor.shape), (tensor[part] for part in rows)
 
 
 class Header(NamedTuple):

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
-from speedtransfer.tables import PathLike, files, row_chunks
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.tables import PathLike, files
 from speedtransfer.tables.saving import check_safetensors_path
-from speedtransfer.untrusted import parse_json
+from speedtransfer.untrusted import only_storage_errors, parse_json
 from speedtransfer.vocabulary.initial import Initial, check_initial
 
 _FORMAT = "speedtransfer.changes"
@@ -82,7 +82,7 @@ class Changes(NamedTuple):
         metadata = {"format": _FORMAT, "version": "1", **{name: json.dumps(value) for name, value in numbers.items()}}
         # Rows first: 2-D tensors may be opened as tables.
         tensors = {name: getattr(self, name).detach().cpu() for name in ("rows", "ids", "evicted", "reserved")}
-        files.write(path, [_written(name, tensor) for name, tensor in tensors.items()], metadata)
+        files.write(path, [files.in_chunks(name, tensor) for name, tensor in tensors.items()], metadata)
 
     @classmethod
     def load(cls, path: PathLike) -> Changes:
@@ -96,7 +96,7 @@ class Changes(NamedTuple):
         path = check_safetensors_path(path)
         header = files.open_header(path)
         metadata = header.metadata if isinstance(header.metadata, dict) else {}
-        try:
+        with only_storage_errors(path, "a file of changes of a vocabulary"):
             if (metadata.get("format"), metadata.get("version")) != (_FORMAT, "1"):
                 raise ValueError(f"format {metadata.get('format')!r}, version {metadata.get('version')!r}")
             # Those of earlier versions are of no features.
@@ -112,12 +112,6 @@ class Changes(NamedTuple):
                 tensors[name], _ = files.map_tensor(path, found.offset, found.shape, found.dtype, "c")
             changes = cls(**tensors, **numbers)
             changes.check()
-        except StorageError:
-            raise
-        except (SpeedtransferError, ValueError, KeyError, TypeError) as error:
-            raise StorageError(
-                f"{str(path)!r} does not hold changes of a vocabulary ({error}); pass a file that Changes.save has written"
-            ) from error
         return changes
 
     def check(self) -> None:
@@ -138,11 +132,6 @@ class Changes(NamedTuple):
 
 _TENSORS = ("ids", "rows", "evicted", "reserved")
 _NUMBERS = tuple(name for name in Changes._fields if name not in _TENSORS)
-
-
-def _written(name: str, tensor: Tensor) -> files.Written:
-    row_bytes = tensor[:1].nbytes
-    return name, tensor.dtype, tuple(tensor.shape), (tensor[part] for part in row_chunks(len(tensor), row_bytes))
 
 
 class ChangeLog:

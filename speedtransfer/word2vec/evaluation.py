@@ -51,11 +51,8 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
     Raises `StorageError` where the file is missing, is no text, or a line of it is neither; the message names the line.
     """
     path = check_path(path)
-    try:
-        with reading(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig") as file:
-            text = file.read()
-    except UnicodeDecodeError as error:
-        raise StorageError(f"{str(path)!r} is no UTF-8 text ({error}); pass a text file") from None
+    with reading(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig") as file:
+        text = file.read()
     lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1)]
     lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
     if not lines:

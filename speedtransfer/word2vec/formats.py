@@ -13,7 +13,7 @@ import safetensors
 import torch
 
 from speedtransfer.dtypes import TORCH_OF_NUMPY
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, describe_ending
+from speedtransfer.errors import InvalidValueError, StorageError, describe_ending
 from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables import files
@@ -68,22 +68,6 @@ def to_keyed_vectors(stored: Stored) -> Any:
     return keyed
 
 
-def from_keyed_vectors(keyed: Any) -> Stored:
-    """Return what `KeyedVectors` hold, or a model that has them as `wv`.
-
-    Raises `InvalidTypeError` for anything else, and where keys are no words (vectors of numbered documents).
-    """
-    keyed = getattr(keyed, "wv", keyed)
-    if not isinstance(keyed, import_gensim().KeyedVectors):
-        raise InvalidTypeError(f"{type(keyed).__name__} is no gensim KeyedVectors and has none; pass gensim's model.wv")
-    words = list(keyed.index_to_key)
-    odd = next((word for word in words if not isinstance(word, str)), None)
-    if odd is not None:
-        raise InvalidTypeError(f"key {odd!r} is no word (str) but {type(odd).__name__}; pass KeyedVectors of words")
-    counts = keyed.expandos.get("count")
-    return Stored(words, keyed.vectors, None if counts is None else np.asarray(counts))
-
-
 def write_safetensors(path: Path, stored: Stored) -> None:
     """Write the tensors `vectors`, `word_ends`, `words` and, where there are counts, `counts`."""
     encoded = [encode(word) for word in stored.words]
@@ -127,10 +111,15 @@ def write_gensim(path: Path, stored: Stored) -> None:
 
 def read_gensim(path: Path, max_words: int | None = None) -> Stored:
     """Read what gensim saved: `KeyedVectors`, or a model that has them as `wv`. Raises StorageError where it cannot."""
-    keyedvectors = import_gensim()
+    gensim = import_gensim()
     with only_storage_errors(path, "a file of gensim's KeyedVectors"):
         check_file(path)
-        return from_keyed_vectors(keyedvectors.utils.SaveLoad.load(str(path))).first(max_words)
+        keyed = gensim.utils.SaveLoad.load(str(path))
+        keyed = getattr(keyed, "wv", keyed)
+        words, counts = list(keyed.index_to_key), keyed.expandos.get("count")
+        if not all(isinstance(word, str) for word in words):
+            raise ValueError("its keys are no words")
+        return Stored(words, keyed.vectors, None if counts is None else np.asarray(counts)).first(max_words)
 
 
 _TEXT = Format(write_text, read_text)

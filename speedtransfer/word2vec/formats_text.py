@@ -6,7 +6,6 @@ import collections
 import gzip
 import itertools
 import string
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.system import replace_file
-from speedtransfer.untrusted import open_file
+from speedtransfer.untrusted import only_storage_errors, open_file
 
 HEADER_BYTES = 100  # a header is shorter
 ROWS_AT_ONCE = 4096
@@ -66,19 +65,12 @@ def encode(word: str) -> bytes:
 @contextmanager
 def reading(path: Path) -> Iterator[BinaryIO]:
     """Open `path`, unpacked where it ends in .gz; what fails while it is read is a StorageError."""
-    try:
-        with open_file(path) as file:
-            if path.suffix == ".gz":
-                with gzip.open(file) as unpacked:
-                    yield cast(BinaryIO, unpacked)
-            else:
-                yield file
-    except StorageError:
-        raise
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise StorageError(f"{str(path)!r} is no whole gzip file ({error}); get it again") from error
-    except OSError as error:
-        raise StorageError(f"cannot read {str(path)!r} ({error.strerror or error}); check the path") from error
+    with only_storage_errors(path, "a whole file of words"), open_file(path) as file:
+        if path.suffix == ".gz":
+            with gzip.open(file) as unpacked:
+                yield cast(BinaryIO, unpacked)
+        else:
+            yield file
 
 
 def parse_header(line: bytes, path: Path) -> tuple[int, int]:

@@ -14,11 +14,11 @@ from speedtransfer.drawing import INK, require_matplotlib
 from speedtransfer.errors import InvalidValueError, check_png, check_size
 from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
+from speedtransfer.word2vec.lookup import TINY, find_rows
 from speedtransfer.word2vec.vectors import Vectors
 
 _WIDTH_INCH, _HEIGHT_INCH, _DPI = 16.0, 10.0, 120
 _ROUNDS = 400  # of moving labels apart
-_TINY = 1e-12
 _PERPLEXITY = 12.0  # about how many neighbours of a word count; fewer of few words
 
 
@@ -62,8 +62,7 @@ def _around(vectors: Vectors, words: Sequence[str], num_words: int) -> np.ndarra
     found = [[near for near, _ in vectors.most_similar(word, num_words)] for word in words]
     in_turn = (near for same_rank in zip_longest(*found) for near in same_rank if near is not None)
     chosen = list(islice(dict.fromkeys([*words, *in_turn]), num_words))
-    row_of = {word: row for row, word in enumerate(vectors.words)}
-    return np.array([row_of[word] for word in chosen])
+    return np.array(find_rows(chosen, vectors._row_of))
 
 
 def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title: str | None) -> None:
@@ -121,7 +120,7 @@ def neighbour_map(matrix: np.ndarray) -> np.ndarray:
     It begins at their two main axes. The same vectors always give the same map.
     """
     tsne = import_extra("sklearn.manifold", "plots", '"speedtransfer[plot]"').TSNE
-    rows = matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), _TINY)
+    rows = matrix / np.maximum(np.linalg.norm(matrix, axis=1, keepdims=True), TINY)
     if np.ptp(rows, axis=0).max() < 1e-6:  # nothing to tell them apart by
         return np.stack([np.arange(len(rows), dtype=np.float64), np.zeros(len(rows))], axis=1)
     begin = "pca" if rows.shape[1] > 1 else "random"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from speedtransfer.errors import InvalidValueError, check_size
 from speedtransfer.jit import compile_function
-from speedtransfer.tables import UniqueRows, files, row_chunks, unique_rows
+from speedtransfer.tables import UniqueRows, files, unique_rows
 from speedtransfer.tables.saving import check_safetensors_path
 from speedtransfer.untrusted import only_storage_errors
 from speedtransfer.word2vec.lookup import UnknownWordError
@@ -172,10 +172,7 @@ class NgramVectors:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the rows as tensor `ngrams` of a .safetensors file; a file that was there stays whole until the new one is."""
         facts = {"format": _FORMAT, "min_n": str(self.min_n), "max_n": str(self.max_n)}
-        chunks = (
-            torch.from_numpy(self.matrix[rows]) for rows in row_chunks(len(self.matrix), 4 * self.matrix.shape[1])
-        )
-        files.write(check_safetensors_path(path), [("ngrams", torch.float32, self.matrix.shape, chunks)], facts)
+        files.write(check_safetensors_path(path), [files.in_chunks("ngrams", torch.from_numpy(self.matrix))], facts)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> NgramVectors:

@@ -195,14 +195,6 @@ class Vectors:
         """Return gensim's ``KeyedVectors`` of these words, over the same memory as `matrix`; needs gensim."""
         return formats.to_keyed_vectors(Stored(self.words, self.matrix, self.counts))
 
-    @classmethod
-    def from_gensim(cls, keyed_vectors: Any) -> Vectors:
-        """Return the vectors of gensim's ``KeyedVectors``, or of a model that has them as `wv`, without a copy.
-
-        Raises `InvalidTypeError` for anything else, and for vectors of something other than words.
-        """
-        return cls(*formats.from_keyed_vectors(keyed_vectors))
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the vectors in the format of the suffix; a file that was there stays whole until the new one is.
 
