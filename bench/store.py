@@ -60,7 +60,7 @@ def suites() -> dict[str, Any]:
 
 def header(root: Path, part: str) -> dict[str, Any]:
     """Return what identifies a result: machine, versions, and the commit, by $COMMIT where there is no git."""
-    from speedtransfer.benchmark.results import commit_of, environment
+    from speedtransfer.benchmark.environment import commit_of, environment
 
     facts = environment()
     facts["commit"], facts["dirty"] = commit_of(root)

@@ -40,7 +40,7 @@ def tree(tmp_path, monkeypatch):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     monkeypatch.setenv("COMMIT", "abc+changes")  # a copy of the tree without git cannot know it
     facts = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00", "versions": {}}
-    monkeypatch.setattr("speedtransfer.benchmark.results.environment", lambda: dict(facts))
+    monkeypatch.setattr("speedtransfer.benchmark.environment.environment", lambda: dict(facts))
     return tmp_path
 
 

@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 from warm_steps import Form, Sizes, Step, Words
 
+from speedtransfer.benchmark.environment import host_room, set_variable
 from speedtransfer.benchmark.measure import Group, synchronize
-from speedtransfer.benchmark.results import CaseResult, host_room, set_variable
+from speedtransfer.benchmark.results import CaseResult
 from speedtransfer.cuda import pinned_empty, resolve_device
 from speedtransfer.engines import MappedEngine
 from speedtransfer.errors import DeviceError

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from speedtransfer import Embedding, EmbeddingBag, drawing
+from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import CaseResult, GroupResult, host_room
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.units import format_seconds
 
 NOTE = (

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.contenders import UnfilledEmbedding
-from speedtransfer.benchmark.results import set_variable
+from speedtransfer.benchmark.environment import set_variable
 from speedtransfer.nn import Embedding
 from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory
 from speedtransfer.tables import Table, page_advice, plane_chunks

@@ -22,9 +22,10 @@ from rich.progress import Progress
 from rich.table import Table
 from rich.text import Text
 
+from speedtransfer.benchmark.environment import environment
 from speedtransfer.benchmark.measure import EFFORT, MIN_TABLE_BYTES, SUITES, Suite, measure
 from speedtransfer.benchmark.report import TextTable, group_table, groups_of, headlines, markdown, plot, series_tables
-from speedtransfer.benchmark.results import GroupResult, environment, to_text
+from speedtransfer.benchmark.results import GroupResult, to_text
 from speedtransfer.cuda import resolve_device
 from speedtransfer.drawing import require_matplotlib
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, check_size, format_bytes, suggest

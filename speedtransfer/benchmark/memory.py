@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, contenders
+from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import CaseResult, GroupResult, host_room
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import HostMemoryError, SpeedtransferError, check_size, format_bytes
 
 NOTE = (

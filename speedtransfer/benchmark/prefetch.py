@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables
+from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import CaseResult, GroupResult, host_room
+from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import check_size
 from speedtransfer.nn import Embedding, prefetch
 from speedtransfer.page_cache import PAGE, read_pages

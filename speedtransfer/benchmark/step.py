@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, by_hand, contenders, fitting
+from speedtransfer.benchmark.environment import HOST_SHARE, host_room
 from speedtransfer.benchmark.measure import Case, Group
-from speedtransfer.benchmark.results import HOST_SHARE, GroupResult, host_room
+from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.training_step import BATCHES, Batches, Lookup, SmallTables, Task, TrainingStep, WholeTable
 from speedtransfer.benchmark.workload import zipf_ids
 from speedtransfer.errors import check_size
