@@ -26,8 +26,7 @@ def plan(
     rows: Annotated[list[float], typer.Option(help="Rows of the table, for instance 1e9; repeat for more tables.")],
     dim: Annotated[list[int], typer.Option(help="Embedding dimension; repeat to set one per table.")],
     batch: Annotated[
-        int | None,
-        typer.Option(help="Samples of a step; --lookups are then those of a sample.", show_default="1"),
+        int | None, typer.Option(help="Samples of a step; --lookups are then those of a sample.", show_default="1")
     ] = None,
     lookups: Annotated[
         float | None,
@@ -64,8 +63,7 @@ def plan(
         str | None, typer.Option(help="A name, such as h200, or a YAML file.", show_default="this one")
     ] = None,
     host_memory: Annotated[
-        str | None,
-        typer.Option(help="Host memory to plan for, for instance 512GB.", show_default="the machine's"),
+        str | None, typer.Option(help="Host memory to plan for, for instance 512GB.", show_default="the machine's")
     ] = None,
     disk: Annotated[
         str | None, typer.Option(help="Room for files, for instance 4TB.", show_default="the machine's")

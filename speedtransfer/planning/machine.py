@@ -185,8 +185,9 @@ def load_machines(machine: str) -> list[Machine]:
         return list(_machines_of(Path(machine), _published()).values())
     found = _published().get(machine.lower())
     if found is None:
-        what = f"machine is {machine!r}, which is neither a name nor a YAML file"
-        raise InvalidValueError(f"{what}{suggest(machine, _published())}")
+        raise InvalidValueError(
+            f"machine is {machine!r}, neither a name nor a YAML file{suggest(machine, _published())}"
+        )
     return [found]
 
 

@@ -37,9 +37,8 @@ def optimizer_given(optimizer: Any, label: str = "optimizer") -> Trainer:
     if isinstance(optimizer, str):
         return Trainer(optimizer, _named(optimizer, label))
     if isinstance(optimizer, Optimizer):
-        settings = {
-            key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "param_names")
-        }
+        group = optimizer.param_groups[0]
+        settings = {key: group[key] for key in group if key not in ("params", "param_names")}
         return Trainer(type(optimizer).__name__, functools.partial(_made_like, type(optimizer), settings))
     if not callable(optimizer):
         raise InvalidTypeError(

@@ -142,8 +142,7 @@ def _about(plan: Plan, steps: bool) -> Iterable[str]:
     if len(work.tables) > _MOST_TABLES:
         rows = sum(table.rows for table in work.tables)
         yield f"... {len(work.tables)} tables in all: {rows:,} rows{looked_up(work)}"
-    first = next(iter(plan.bytes))
-    held = plan.bytes[first]
+    first, held = next(iter(plan.bytes.items()))
     parts = {"weights": held.weight, "state": held.state, "last steps": held.last_step, "scales": held.scale}
     counted = ", ".join(f"{format_bytes(count)} of {name}" for name, count in parts.items() if count)
     idle = f", idle rows {'exact' if is_exact(work) else 'lazy'}" if work.trainer.make is not None else ""

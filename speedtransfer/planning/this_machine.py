@@ -21,7 +21,6 @@ from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory, read
 from speedtransfer.planning.machine import Machine
 from speedtransfer.system import available_bytes, physical_bytes
 
-NAME = "this machine"
 _MEASURED = "measured"
 COPY_BYTES = 256 << 20
 _BUDGET_S = 0.3
@@ -76,7 +75,7 @@ def this_machine(path: str | Path | None = None, *, rates: Collection[str] = ())
         add("disk_bytes_per_s", lambda: disk_bytes_per_s(folder), f"the disk at {str(folder)!r}")
     sources = {name: _MEASURED for name in figures if name != "device"} | sources
     devices = max(1, len(status.devices)) if status.available else 1
-    return Machine(NAME, **figures, devices=devices, sources=sources, notes=tuple(notes))
+    return Machine("this machine", **figures, devices=devices, sources=sources, notes=tuple(notes))
 
 
 def _free_on_host(notes: list[str]) -> float:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.tables import tensor_of
 
 # Words searched for a similar spelling: the search is slow, and people mostly mean frequent words.
 _SUGGEST_FROM = 50_000
 _SUGGEST_FOR = 3  # unknown words for which similar ones are suggested
 _SHOW_WORDS = 10
 _ROWS_AT_ONCE = 1 << 18
-# For analogies.
-_QUESTIONS_AT_ONCE = 1024
-_WORDS_AT_ONCE = 8192  # with the former: 32 MB of cosines
+_COSINES_AT_ONCE = 1 << 24
 _LOOK_AT = 5  # words among which gensim looks for one that is not a, b or c
 TINY = float(np.finfo(np.float32).tiny)  # a zero vector divided by this is a zero vector: near to nothing
 
@@ -154,32 +152,16 @@ def answer_analogies(matrix: np.ndarray, norms: np.ndarray, name: np.ndarray, qu
     `name` (num_words,) a number for each way to write a word, which rows that differ only in case share; `questions` (n, 4)
     the rows of a, b, c and of the word expected. Of cosines that are equal to rounding gensim may rank another first.
     """
-    correct = np.zeros(len(questions), dtype=bool)
-    for start in range(0, len(questions), _QUESTIONS_AT_ONCE):
-        some = questions[start : start + _QUESTIONS_AT_ONCE]
-        for number, (question, near) in enumerate(zip(some, _nearest_of_each(matrix, norms, some), strict=True), start):
+    correct, size = np.zeros(len(questions), dtype=bool), max(_COSINES_AT_ONCE // len(matrix), 1)
+    units = tensor_of(matrix) / torch.from_numpy(np.maximum(norms, TINY)[:, None])
+    for start in range(0, len(questions), size):
+        some = questions[start : start + size]
+        a, b, c = (units[torch.from_numpy(some[:, i])] for i in range(3))
+        # Some of which are a, b and c.
+        nearest = ((b - a + c) @ units.T).topk(min(_LOOK_AT + 3, len(units))).indices.numpy()
+        for number, (question, near) in enumerate(zip(some, nearest, strict=True), start):
             near = near[~np.isin(near, question[:3])][:_LOOK_AT]
             others = near[~np.isin(name[near], name[question[:3]])]
             answer = [*others[:1], *near[-1:]]
             correct[number] = bool(answer) and name[answer[0]] == name[question[3]]
     return correct
-
-
-def _nearest_of_each(matrix: np.ndarray, norms: np.ndarray, questions: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield for each question the rows nearest to its answer, the nearest first; a, b and c may be among them."""
-    a, b, c = (_unit(matrix, norms, questions[:, i]) for i in range(3))
-    wanted = b - a + c
-    wanted /= wanted.norm(dim=1, keepdim=True).clamp_min(TINY)
-    count = min(_LOOK_AT + 3, len(matrix))
-    cosines, rows = torch.empty(len(wanted), 0), torch.empty(len(wanted), 0, dtype=torch.int64)
-    for start in range(0, len(matrix), _WORDS_AT_ONCE):
-        block = np.arange(start, min(start + _WORDS_AT_ONCE, len(matrix)))
-        more, where = (wanted @ _unit(matrix, norms, block).T).topk(min(count, len(block)))
-        cosines, rows = torch.cat([cosines, more], 1), torch.cat([rows, where + start], 1)
-        cosines, best = cosines.topk(min(count, cosines.shape[1]))
-        rows = rows.gather(1, best)
-    yield from rows.numpy()
-
-
-def _unit(matrix: np.ndarray, norms: np.ndarray, rows: np.ndarray) -> Tensor:
-    return torch.from_numpy(matrix[rows] / np.maximum(norms[rows], TINY)[:, None])

@@ -58,7 +58,8 @@ class Sampler:
             raise InvalidValueError(
                 "the counts of the vocabulary are all 0, so there is nothing to draw negatives by; pass how often words occur"
             )
-        self.ids, self.starts, self.seed = ids, starts, settings.seed
+        self.ids, self.seed = ids, settings.seed
+        self.starts = np.zeros(1, np.int64) if starts is None else starts
         self.window, self.shared_negatives = settings.window, settings.pool
         # What CBOW predicts from is a mean over the window: no sum of pairs, of which the expectation could be taken instead.
         self._draws_windows = settings.model == "cbow"
@@ -147,8 +148,6 @@ class Sampler:
     def _within(self, windows: Tensor, kept: Tensor, start: int) -> tuple[Tensor, Tensor]:
         """Cut `windows` (n,) at the edges of the block and of the sequences of the words `kept`."""
         position = torch.arange(len(windows), device="cpu")
-        if self.starts is None:
-            return torch.minimum(windows, position), torch.minimum(windows, len(windows) - 1 - position)
         first, last = np.searchsorted(self.starts, [start, start + len(kept)], side="right")
         edges = torch.from_numpy(self.starts[first:last] - start)
         kept_before = torch.nn.functional.pad(kept.cumsum(0), (1, 0))
