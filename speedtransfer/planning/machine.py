@@ -185,9 +185,7 @@ def load_machines(machine: str) -> list[Machine]:
         return list(_machines_of(Path(machine), _published()).values())
     found = _published().get(machine.lower())
     if found is None:
-        raise InvalidValueError(
-            f"machine is {machine!r}, neither a name nor a YAML file{suggest(machine, _published())}"
-        )
+        raise InvalidValueError(f"machine is {machine!r}, no name and no YAML file{suggest(machine, _published())}")
     return [found]
 
 
