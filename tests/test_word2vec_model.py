@@ -14,7 +14,7 @@ from test_word2vec_gradients import draw_block as draw_windows
 from test_word2vec_gradients import train
 
 from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
-from speedtransfer.word2vec import NgramVectors, Settings, Vocabulary, Word2Vec, subwords
+from speedtransfer.word2vec import NgramVectors, Settings, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
 from speedtransfer.word2vec.sampler import Sampler
 from speedtransfer.word2vec.subwords import Subwords, count_ngrams, hash_ngrams
@@ -196,8 +196,7 @@ def test_ngrams_fall_into_the_buckets_of_fasttext(buckets, min_n, max_n):
     assert count_ngrams(words, min_n, max_n).tolist() == list(map(len, expected))
 
 
-def test_rows_of_a_vocabulary(monkeypatch):
-    monkeypatch.setattr(subwords, "_WORDS_AT_ONCE", 7)
+def test_rows_of_a_vocabulary():
     words = list(dict.fromkeys(draw_words(200)))
     bags, expected = Subwords(words, 1000, 2, 4), rows_of(1000, words, 2, 4)
     ends = bags.offsets.tolist()

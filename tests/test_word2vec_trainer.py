@@ -105,13 +105,11 @@ def test_options_of_optimizers(monkeypatch):
     assert Settings(optimizer="LBFGS").first_lr == FALLBACK_LR
 
 
-@pytest.mark.parametrize("lr", [0.5, torch.tensor(0.5)])
-def test_learning_rate_falls_along_a_line(lr):
-    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=lr)
+def test_learning_rate_falls_along_a_line():
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
     for done, expected in ((0.0, 0.5), (0.5, 0.25), (1.0, 0.5 * LR_END)):
         set_lr(optimizer, 0.5, done)
-        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(expected)
-    assert isinstance(optimizer.param_groups[0]["lr"], type(lr))
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(expected)
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------

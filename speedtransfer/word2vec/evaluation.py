@@ -53,8 +53,8 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
     path = check_path(path)
     with reading(path) as packed, io.TextIOWrapper(packed, encoding="utf-8-sig") as file:
         text = file.read()
-    lines = [(number, line.rstrip("\r")) for number, line in enumerate(text.split("\n"), start=1)]
-    lines = [(number, line) for number, line in lines if line.strip() and not line.startswith("#")]
+    every = enumerate(text.split("\n"), start=1)
+    lines = [(number, line.rstrip("\r")) for number, line in every if line.strip() and not line.startswith("#")]
     if not lines:
         raise StorageError(f"{str(path)!r} holds no lines to evaluate with; pass a set of word pairs or of analogies")
     if lines[0][1].startswith(":") or (len(lines[0][1].split()) == 4 and "\t" not in lines[0][1]):
@@ -63,8 +63,7 @@ def load_set(path: str | os.PathLike[str]) -> SimilaritySet | AnalogySet:
 
 
 def _malformed(path: Path, number: int, line: str, expected: str) -> StorageError:
-    shown = line if len(line) <= 60 else line[:57] + "..."
-    return StorageError(f"line {number} of {str(path)!r} is {shown!r} but must be {expected}; fix it, or drop it")
+    return StorageError(f"line {number} of {str(path)!r} is {line[:60]!r} but must be {expected}; fix it, or drop it")
 
 
 def _parse_pairs(path: Path, lines: list[tuple[int, str]]) -> SimilaritySet:

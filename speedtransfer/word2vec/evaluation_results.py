@@ -134,8 +134,7 @@ class Analogies:
     @property
     def accuracy(self) -> float:
         """Share of all questions answered as expected."""
-        total = self.total
-        return len(total.correct) / total.num_questions
+        return self.total.accuracy or 0.0
 
     @property
     def oov_ratio(self) -> float:

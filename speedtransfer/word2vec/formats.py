@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import safetensors
-import torch
 
-from speedtransfer.dtypes import TORCH_OF_NUMPY
 from speedtransfer.errors import InvalidValueError, StorageError, describe_ending
 from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
-from speedtransfer.tables import files
+from speedtransfer.tables import files, tensor_of
 from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import (
-    ROWS_AT_ONCE,
     Stored,
     encode,
     read_binary,
@@ -75,13 +72,8 @@ def write_safetensors(path: Path, stored: Stored) -> None:
     if stored.counts is not None:
         arrays["counts"] = stored.counts
     arrays["words"] = np.frombuffer(b"".join(encoded), np.uint8)
-    tensors = [(name, TORCH_OF_NUMPY[array.dtype], array.shape, _chunks(array)) for name, array in arrays.items()]
+    tensors = [files.in_chunks(name, tensor_of(array)) for name, array in arrays.items()]
     files.write(path, tensors, {"format": "speedtransfer word vectors 1"})
-
-
-def _chunks(array: np.ndarray) -> Iterator[torch.Tensor]:
-    for start in range(0, len(array), ROWS_AT_ONCE):
-        yield torch.from_numpy(array[start : start + ROWS_AT_ONCE].copy())
 
 
 def read_safetensors(path: Path, max_words: int | None = None) -> Stored:
@@ -122,11 +114,10 @@ def read_gensim(path: Path, max_words: int | None = None) -> Stored:
         return Stored(words, keyed.vectors, None if counts is None else np.asarray(counts)).first(max_words)
 
 
-_TEXT = Format(write_text, read_text)
 _PICKLED = ".kv"
 FORMATS = {
-    ".txt": _TEXT,
-    ".vec": _TEXT,
+    ".txt": Format(write_text, read_text),
+    ".vec": Format(write_text, read_text),
     ".bin": Format(write_binary, read_binary),
     ".safetensors": Format(write_safetensors, read_safetensors, packed=False),
     ".glove": Format(write_glove, read_text),

@@ -1,4 +1,4 @@
-"""Find rows by word or by cosine, in bounded memory, and answer analogies."""
+"""Find rows by word or by cosine, and answer analogies."""
 
 from __future__ import annotations
 

@@ -103,24 +103,16 @@ def make_optimizer(
     try:
         return kind(params, **arguments)
     except Exception as error:  # of any kind: torch uses some options before it checks them
-        _check_options(kind, options or {})
-        raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); fix lr or options") from error
-
-
-def _check_options(kind: type[Optimizer], options: Mapping[str, Any]) -> None:
-    """Raise for an option that `kind` does not have."""
-    known = inspect.signature(kind).parameters
-    for name in options:
-        if name not in known:
+        known = inspect.signature(kind).parameters
+        for name in (options or {}).keys() - known.keys():
             others = sorted(known.keys() - {"params", "lr"})
-            raise InvalidValueError(f"{kind.__name__} has no option {name!r}{suggest(name, others)}")
+            raise InvalidValueError(f"{kind.__name__} has no option {name!r}{suggest(name, others)}") from error
+        raise InvalidValueError(f"{kind.__name__} does not take {arguments} ({error}); fix lr or options") from error
 
 
 def _fuses(kind: type[Optimizer], params: list[torch.nn.Parameter], arguments: Mapping[str, Any]) -> bool:
     """Return whether torch has a fused kernel of `kind` for `params`, and `arguments` leave the choice open."""
     if "fused" not in inspect.signature(kind).parameters or not _OWN_CHOICE.isdisjoint(arguments):
-        return False
-    if any(p.dtype != torch.float32 or p.device.type not in ("cpu", "cuda") for p in params):
         return False
     try:
         for device in {p.device for p in params}:  # some versions have it for one of the two only, and raise in a step
@@ -136,8 +128,4 @@ def set_lr(optimizer: Optimizer, start: float, done: float) -> None:
     """Set the learning rate for the share `done` (0 to 1) of training: from `start` along a line to ``LR_END * start``."""
     lr = start * max(1.0 - done, LR_END)
     for group in optimizer.param_groups:
-        # A tensor where the user asked for a capturable optimizer: keep it and change its value.
-        if isinstance(group["lr"], torch.Tensor):
-            group["lr"].fill_(lr)
-        else:
-            group["lr"] = lr
+        group["lr"] = lr

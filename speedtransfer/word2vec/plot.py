@@ -61,8 +61,7 @@ def _around(vectors: Vectors, words: Sequence[str], num_words: int) -> np.ndarra
     vectors[words]  # one message for all that are unknown
     found = [[near for near, _ in vectors.most_similar(word, num_words)] for word in words]
     in_turn = (near for same_rank in zip_longest(*found) for near in same_rank if near is not None)
-    chosen = list(islice(dict.fromkeys([*words, *in_turn]), num_words))
-    return np.array(find_rows(chosen, vectors._row_of))
+    return np.array(find_rows(list(islice(dict.fromkeys([*words, *in_turn]), num_words)), vectors._row_of))
 
 
 def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title: str | None) -> None:

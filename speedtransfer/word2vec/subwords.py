@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import safetensors
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -29,7 +28,6 @@ from speedtransfer.word2vec.lookup import UnknownWordError
 _FORMAT = "speedtransfer n-gram vectors 1"
 MAX_BUCKETS = 1 << 32  # the hash has 32 bits
 _FNV_OFFSET, _FNV_PRIME = np.uint32(2166136261), np.uint32(16777619)
-_WORDS_AT_ONCE = 1 << 16  # hashed at once
 
 
 def check_ngrams(buckets: int, min_n: int, max_n: int) -> None:
@@ -90,18 +88,13 @@ class Subwords:
     def __init__(self, words: list[str], buckets: int, min_n: int = 3, max_n: int = 6) -> None:
         self.buckets, self.min_n, self.max_n = buckets, min_n, max_n
         num_words = len(words)
-        offsets = np.zeros(len(words) + 1, dtype=np.int64)
+        offsets = np.zeros(num_words + 1, dtype=np.int64)
         np.cumsum(count_ngrams(words, min_n, max_n) + 1, out=offsets[1:])
         rows = np.empty(offsets[-1], dtype=np.int32 if num_words + buckets <= 1 << 31 else np.int64)
-        for start in range(0, num_words, _WORDS_AT_ONCE):
-            stop = min(start + _WORDS_AT_ONCE, num_words)
-            begin, end = offsets[start], offsets[stop]
-            own = offsets[start:stop] - begin
-            is_own = np.zeros(end - begin, dtype=bool)
-            is_own[own] = True
-            part = rows[begin:end]
-            part[own] = np.arange(start, stop)
-            part[~is_own] = hash_ngrams(words[start:stop], buckets, min_n, max_n) + num_words
+        is_own = np.zeros(len(rows), dtype=bool)
+        is_own[offsets[:-1]] = True
+        rows[is_own] = np.arange(num_words)
+        rows[~is_own] = hash_ngrams(words, buckets, min_n, max_n) + num_words
         self.offsets, self.rows = torch.from_numpy(offsets), torch.from_numpy(rows)
 
     def find(self, words: Tensor) -> Bags:
@@ -180,6 +173,5 @@ class NgramVectors:
         path = check_safetensors_path(path)
         matrix, _ = files.open_mapped(path, writable=False, key="ngrams")
         with only_storage_errors(path, "a file that says min_n and max_n"):
-            with safetensors.safe_open(path, framework="np") as file:
-                facts = file.metadata() or {}
+            facts: Any = files.open_header(path).metadata
             return cls(matrix.numpy(), int(facts["min_n"]), int(facts["max_n"]))
