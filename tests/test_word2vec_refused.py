@@ -120,7 +120,7 @@ load_set(file("s", "word1\tword2\tscore\n")) -> StorageError: line 1 of .*'word1
 load_set(file("s", "a\tb\t1\na\t\t2\n")) -> StorageError: line 2 of
 load_set(file("s", "a b c d\n")) -> StorageError: line 1 of .* but must be ': section', as the first line of an analogy set is
 load_set(file("s", ": one\na b c d\na b c\n")) -> StorageError: line 3 of .* is 'a b c' but must be four words or ': section'
-load_set(file("s", ": one\n" + "x" * 500)) -> StorageError: line 2 of .* is 'x{57}\.\.\.' but must be
+load_set(file("s", ": one\n" + "x" * 500)) -> StorageError: line 2 of .* is 'x{60}' but must be
 evaluate(vectors, file("s", "q r 1\nr s 2\n")) -> InvalidValueError: set 's' has 0 pairs .*; unknown are 'q', 'r', 's'; pass
 evaluate(vectors, file("s", "a b 1\n")) -> InvalidValueError: set 's' has 1 pairs .* unknown are none
 evaluate(vectors, file("s", "a b 1\na a 1\n")) -> InvalidValueError: the scores of the 2 known pairs of set 's' are all 1

@@ -47,7 +47,8 @@ def expected_cached(num_rows: int, exponent: float, lookups: int, cached: Sequen
     That is the sum of ``1 - (1 - p) ** lookups`` over so many rows, where p is the probability of each: a cache that keeps
     them for good serves so many rows of a step.
     """
-    ends, hits, sums = _served(num_rows, exponent, lookups)
+    counts, hits = _hits(num_rows, exponent, lookups)
+    ends, sums = counts.cumsum(), (counts * hits).cumsum()
     wanted = np.minimum([check_size(number, "cached") for number in cached], num_rows)
     last = np.searchsorted(ends, wanted)  # the block that the last of them is in
     return (sums[last] - (ends[last] - wanted) * hits[last]).tolist()
@@ -92,15 +93,6 @@ def _hits(num_rows: int, exponent: float, lookups: int) -> tuple[NDArray[np.floa
     with np.errstate(divide="ignore"):
         # 1 - (1 - p) ** lookups, also where p is tiny.
         return counts, -np.expm1(lookups * np.log1p(-chances))
-
-
-@functools.lru_cache(maxsize=4)  # 24 MB each at most
-def _served(
-    num_rows: int, exponent: float, lookups: int
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return where blocks of ids end, the chance that an id of each is among the lookups, and how many are up to there."""
-    counts, hits = _hits(num_rows, exponent, lookups)
-    return counts.cumsum(), hits, (counts * hits).cumsum()
 
 
 @functools.lru_cache(maxsize=4)

@@ -81,7 +81,8 @@ def check_range(initial: Initial, dtype: torch.dtype) -> None:
         raise InvalidTypeError(
             f"dtype is {dtype} but initial values are float32, float64, float16 or bfloat16; convert them afterwards"
         )
-    largest = _largest(initial)
+    kind, first, second = as_line(initial)
+    largest = abs(first) + FARTHEST * second if kind == "normal" else max(abs(first), abs(second))
     if largest > torch.finfo(dtype).max:
         raise InvalidValueError(
             f"initial is {initial!r}, with values up to {largest:g}, but {dtype} ends at {torch.finfo(dtype).max:g}; "
@@ -109,11 +110,6 @@ def stream_starts(ids: np.ndarray, seed: int) -> np.ndarray:
     """Return where each id's random words begin, uint64 (n,): that of column j is ``mix64(start + (j + 1) * GOLDEN)``."""
     key = stream_key(seed)
     return mix64(mix64(checked(ids, "ids").view(np.uint64) ^ key) + key)
-
-
-def _largest(initial: Initial) -> float:
-    kind, first, second = as_line(initial)
-    return abs(first) + FARTHEST * second if kind == "normal" else max(abs(first), abs(second))
 
 
 def _rounded(values: np.ndarray, dtype: torch.dtype) -> Tensor:
