@@ -141,11 +141,7 @@ class Models(OneArray):
                 weight.data = values.new_empty(0, dtype=other)
             weight.data = values
             grad = weight.grad
-            if grad is not None and (grad.shape, grad.dtype, grad.device) != (
-                values.shape,
-                values.dtype,
-                values.device,
-            ):
+            if grad is not None and any(getattr(grad, x) != getattr(values, x) for x in ("shape", "dtype", "device")):
                 weight.grad = None  # of the rows of another batch
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:

@@ -104,11 +104,6 @@ class DeviceMap:
         # Its memory may still be in use when the last reference is gone.
         self._order.wait_when_gone(self)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the table on the device."""
-        return 0 if self._slots is None else self._slots.memory.nbytes
-
     def note(self, ids: np.ndarray, rows: np.ndarray) -> None:
         """Learn that `ids` (n,), distinct, have the rows `rows` (n,) from now on, or none where these are negative."""
         if self._slots is None:

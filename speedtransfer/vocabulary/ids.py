@@ -116,10 +116,6 @@ class FeatureKeys:
 
     def first_beyond(self, ids: Tensor) -> int | None:
         """Return the first flat position of ids (int64) that have no key; the host waits for those on a device."""
-        if ids.device.type == "cpu":
-            # Negative ids are the largest unsigned ones.
-            beyond = (ids.numpy() + np.int64(self.limit)).view(np.uint64) >= np.uint64(2 * self.limit)
-            return int(beyond.argmax()) if beyond.any() else None
         over = (ids < -self.limit) | (ids >= self.limit)
         return int(over.reshape(-1).nonzero()[0]) if bool(over.any()) else None
 

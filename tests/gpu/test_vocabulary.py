@@ -70,7 +70,7 @@ def test_evaluation_follows_training_without_a_wait(device, memory, unseen):
                 out = module(there)
             assert torch.equal(out.cpu(), module(ids).cpu())
         assert not found
-    assert module.vocabulary._map.nbytes > 0
+    assert module.vocabulary._map._slots is not None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16], ids=str)
