@@ -179,11 +179,12 @@ def check_number(
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise InvalidTypeError(f"{name} is {value!r} ({type(value).__name__}) but must be a number; pass float({name})")
+    number: Any = value
     # An int may be too large for a float.
-    if not -sys.float_info.max <= value <= sys.float_info.max:
+    if not -sys.float_info.max <= number <= sys.float_info.max:
         raise InvalidValueError(f"{name} is {value} but must be finite; pass an ordinary number")
-    if not minimum <= value <= maximum or (above and value == minimum):
+    if not minimum <= number <= maximum or (above and number == minimum):
         least = f"above {minimum:g}" if above else f"at least {minimum:g}"
         most = "" if maximum == math.inf else f" and at most {maximum:g}"
         raise InvalidValueError(f"{name} is {value} but must be {least}{most}; pass such a number")
-    return float(value)
+    return float(number)
