@@ -13,7 +13,7 @@ from torch import nn
 
 import speedtransfer as st
 from speedtransfer import errors, word2vec
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size, format_bytes, suggest
+from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.word2vec import UnknownWordError
 
 STANDARD = {
@@ -42,26 +42,6 @@ def test_is_ours_and_the_standard_one(name: str) -> None:
         # What a terminal would carry out is shown. Messages of several lines are put on one by whoever shows them.
         assert errors.printable(text) == shown
         assert str(error(text)) == str(UnknownWordError(text)) == shown.replace(r"\n", "\n")
-
-
-CHOICES = ["pinned", "pageable", "AdamW", "Adam"]
-SUGGESTED = {"pined": "'pinned'", "PINNED": "'pinned'", "pinned": "'pinned'", "adamw": "'AdamW' or 'Adam'"}
-
-
-def test_suggest() -> None:
-    for name, expected in SUGGESTED.items():
-        assert suggest(name, CHOICES) == f"; did you mean {expected}?"
-    for name in ("xyz", ""):
-        assert suggest(name, iter(CHOICES)) == "; choose from 'pinned', 'pageable', 'AdamW', 'Adam'"
-
-
-SHOWN = {0: "0 bytes", 999.4: "999 bytes", 1000: "1 kB", 1024: "1.02 kB", 999_499: "999 kB", 999_500: "1 MB"}
-SHOWN |= {2**30: "1.07 GB", 999_499_999_999: "999 GB", 999_600_000_000: "1 TB", -1500: "-1.5 kB"}
-
-
-def test_format_bytes() -> None:
-    assert {num_bytes: format_bytes(num_bytes) for num_bytes in SHOWN} == SHOWN
-    assert format_bytes(np.int64(2_000_000)) == "2 MB"
 
 
 SIZES: list[tuple[Any, int, str]] = [

@@ -96,25 +96,6 @@ def test_a_run_of_parallel(tmp_path):
     assert "largest difference from one process" in text
 
 
-@pytest.mark.parametrize(("apart", "code"), [(0.0, 0), (0.001, 1)])
-def test_other_losses_of_parallel_are_an_error(monkeypatch, capsys, apart, code):
-    """With what one process really finds."""
-
-    def train_all(args):
-        one = parallel.train(ONE, args)
-        assert one["losses"] == parallel.train(DATA_PARALLEL, args)["losses"]
-        about = {**one, "sizes": [one["sizes"]], "rows": [one["rows"]]}
-        return {ONE: {**about, "difference": 0.0}, SHARDED: {**about, "difference": apart}}
-
-    monkeypatch.setattr(parallel, "train_all", train_all)
-    assert parallel.main(QUICK) == code
-    out = capsys.readouterr().out
-    assert ("error: the losses of DDP, sharded are not those of one process" in out) == bool(code)
-    assert "process 0 of 1, cpu: input (64, 5), output (64, 1), 100 rows" in out
-    assert "with no GPU it calls the model" in parallel.about_data_parallel(0)
-    assert "to 4 GPUs in every forward; with nn.Embedding" in parallel.about_data_parallel(4)
-
-
 REFUSED = """
 ngram_lm --batch 1000 -> pass a longer one, or a smaller --batch or --context
 ngram_lm --context 700 -> pass a longer one, or a smaller --batch or --context

@@ -318,7 +318,6 @@ def stepped(world: World) -> list[Tensor]:
 EXACT = ("exact", "coupled", "momentum", "int8", "state8", "cache", "file")
 IN_PLACE = (*EXACT, "lazy", "bag")
 PLAIN = (*IN_PLACE, "features")
-NOT_ROUNDED = tuple(name for name in PLAIN if name != "int8")
 SAVED = ("exact", "state8", "cache", "features", "vocabulary", "group")
 IN_PAIRS: dict[str, Any] = {"each": True, "tables": 2}
 ACTS: dict[str, Act] = {
@@ -418,7 +417,7 @@ def sweep_of(path: Path, of: str, name: str, points: Any, *how: Any) -> Counter[
 
 CASES = [(of, name) for of, act in ACTS.items() for name in act.kinds]
 # About as many points of each.
-SOME = 5
+SOME = 3
 FEW = [case for case in CASES if ACTS[case[0]].tables == 2]
 FEW += [
     ("weight.detach", "exact"),
@@ -439,7 +438,7 @@ WITHIN = [
     ("loaded", "put_rows", 1),
     ("loaded", "__setstate__", 8),
     ("state8 lazy", "_leave", 6),
-    ("group", "exchange_gradients", 1),
+    ("group", "exchange_gradients", 2),
     ("full", "release", 1),
     ("full", "_begin", 1),
     ("growing ids", "follow", 1),

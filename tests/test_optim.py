@@ -10,8 +10,7 @@ import pytest
 import torch
 from lazy_oracle import Twins, exact, squared_loss, start_value, tensors_in
 from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
-from sweep_optimizers import DIFFERS, FAILS, outcome
-from third_party import STYLES, Lion, RowOptimizer
+from third_party import STYLES
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -245,7 +244,7 @@ def test_hooks_of_others_see_whole_planes_in_state_dicts(table: dict, early: boo
 def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> None:
     """They are zero, and caught up: written again they would take that of a table for each plane."""
     rss = lambda: psutil.Process().memory_info().rss  # noqa: E731
-    emb = st.Embedding(400_000, 64)
+    emb = st.Embedding(150_000, 64)
     opt = torch.optim.Adam(emb.parameters())
     for ids in (torch.arange(64), torch.arange(3)):
         emb(ids).sum().backward()
@@ -253,27 +252,8 @@ def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> N
         opt.zero_grad()
     before = rss()
     state = opt.state_dict()["state"][0]
-    assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (400_000, 64)
+    assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (150_000, 64)
     assert rss() - before < 0.7 * emb.table.torch().nbytes
 
 
 # --- the sweep over the optimizers of other packages ------------------------------------------------------------------------
-
-
-class CountsLate(RowOptimizer):
-    """Row by row for as long as any trial is; then each row is moved by what all have."""
-
-    def update(self, p, g, state, group) -> None:
-        state["step"] = state.get("step", 0) + 1
-        p.sub_(g if state["step"] < 28 else g * p.norm(), alpha=group["lr"] / 10)
-
-
-class Overflows(RowOptimizer):
-    def update(self, p, g, state, group) -> None:
-        p.mul_(1e30).sub_(g)
-
-
-@pytest.mark.parametrize(("kind", "result"), [(Lion, "works"), (Overflows, FAILS), (CountsLate, DIFFERS)])
-def test_the_sweep_tells_what_differs(kind: type[RowOptimizer], result: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sweep_optimizers.STEPS", 50)
-    assert outcome("ours", kind).result == result

@@ -262,19 +262,6 @@ def test_what_makes_no_sense_is_refused_before_anything_is_measured(refusal, mon
     check_refused(refusal, plan=st.plan, nn=nn, Machine=Machine)
 
 
-def test_a_disk_that_cannot_be_measured_is_not_said_to_be(monkeypatch, tmp_path):
-    """And the rate is that of the folder in which files are tried."""
-    asked = []
-    monkeypatch.setattr(planner, "_folder", lambda: tmp_path)
-    monkeypatch.setattr(planner, "disk_bytes", lambda *_: 1.0)
-    unknown = Machine("m", host_bytes=1e9)
-    monkeypatch.setattr(planner, "this_machine", lambda *given, **_: asked.append(given) or unknown)
-    work = workload((10, 4))
-    options = planner.make_options(work, planner.forms_for(work, None, None), ON_CPU)
-    assert planner._with_disk_rate(ON_CPU, work, options) == ON_CPU
-    assert asked == [(tmp_path,)]
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import io
-import json
 import os
 import re
 from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
 from speedtransfer.cuda import cuda_status
 from speedtransfer.cuda.status import CudaStatus
@@ -34,7 +31,6 @@ from speedtransfer.planning.optimizer_name import optimizer_given
 from speedtransfer.planning.rank import (
     MEASURES,
     Price,
-    as_table,
     exchange_seconds,
     one_of,
     rank,
@@ -298,34 +294,11 @@ def test_each_order(by, expected):
     assert "machine 'empty' has no figure device_bytes" in unknown
 
 
-def test_as_many_machines_as_have_the_gpus():
-    for devices, machines in ((4, 1), (5, 2)):
-        found = rank([SLOW], moved, devices=devices, prices=price("slow", 4, 10, 100, 1)).ranked[0]
-        assert (found.device_price, found.machine_price, found.hourly_price) == (10 * devices, 100 * machines, machines)
-        assert (found.performance, found.bandwidth) == (pytest.approx(devices / 0.101), devices * 1e12)
-
-
 def test_what_makes_no_sense():
     with pytest.raises(InvalidValueError, match=r"no machine that fits has a hourly_price; .* \(--prices"):
         rank([SLOW, FAST], moved, by="hour")
     with pytest.raises(InvalidValueError, match="for 'fst', which is not a machine; did you mean 'fast'"):
         rank([SLOW, FAST], moved, prices=price("fst", None, 1, None, None))
-
-
-def test_as_a_table_and_as_data():
-    odd = Machine("[red]odd[/]", "a GPU", 8e9)
-    ranking, written = rank([SLOW, FAST, odd], moved, prices=CHEAP, by="hour", devices=2), io.StringIO()
-    Console(width=140, file=written).print(as_table(ranking))
-    # Two machines of one GPU each, 6 USD an hour.
-    fast = next(line.split() for line in written.getvalue().splitlines() if line.startswith("fast"))
-    assert (fast[:5], fast[-5:]) == (["fast,", "2", "GPUs", "22.0", "ms"], ["2,000", "0.46x", "4,000", "1.00x", "6.00"])
-    for words in ("[red]odd[/], 2 GPUs: it needs 20 GB", "prices in USD, of 2026, as given"):
-        assert words in written.getvalue()
-    data = ranking.data()
-    assert json.loads(json.dumps(data)) == data
-    relative = {"time": 1, "bandwidth": 0.5, "device-price": 0.4591, "machine-price": 1, "hour": 1}
-    assert data["ranked"][0]["relative"] == pytest.approx(relative, rel=1e-3)
-    assert (data["left_out"][0]["machine"], data["prices"][0]["name"]) == ("[red]odd[/]", "slow")
 
 
 # --- by the best configuration ------------------------------------------------------------------------------------------

@@ -101,13 +101,6 @@ def test_a_release_and_what_comes_after(release, tree):
     assert (tree / "CHANGELOG.md").read_text().count("unreleased") == 1
 
 
-@pytest.mark.parametrize("version", ["v1.2.3", "1.2.3.post1", "1.2.3\n"])
-def test_what_is_no_version(release, tree, version):
-    with pytest.raises(ValueError, match=re.escape("a version is 1.2.3, 1.2.3rc1 or 1.2.3.dev0")):
-        release("set_version").set_version(tree, version, "2030-01-02")
-    assert stated(release, tree) == stated(release, ROOT)
-
-
 # --- what is built ------------------------------------------------------------------------------------------------------
 
 BUILD = """
@@ -136,14 +129,6 @@ def editable(tmp_path_factory):
     folder = tmp_path_factory.mktemp("editable")
     with zipfile.ZipFile(build("build_editable", folder)) as wheel:
         return {name: wheel.read(name).decode() for name in wheel.namelist()}, folder / "tree"
-
-
-def test_an_editable_install_needs_no_import_hook(editable):
-    """Type checkers read the .pth file and run no code."""
-    files, tree = editable
-    (pth,) = [name for name in files if name.endswith(".pth")]
-    assert Path(files[pth].strip()) == tree
-    assert not [name for name in files if name.endswith("_finder.py")]
 
 
 def test_metadata(editable):

@@ -2,7 +2,6 @@
 
 import os
 import platform
-import sys
 from pathlib import Path
 
 import pytest
@@ -139,22 +138,3 @@ def test_cpu_features_as_a_system_lists_them(tmp_path, monkeypatch):
     for name in ("flags\t", "Features"):
         info.write_text(f"processor\t: 0\n{name}\t: fpu bf16\n\nprocessor\t: 1\n{name}\t: fpu bf16\n")
         assert system.cpu_features() == {"fpu", "bf16"}
-
-
-def test_how_the_program_was_started(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path / "on_path"))
-    (tmp_path / "on_path").mkdir()
-    main = Path(system.__file__).with_name("__main__.py")
-    for name in ("speedtransfer", "python"):
-        (tmp_path / "on_path" / name).touch(0o755)
-    for path, python, expected in (
-        (tmp_path / "on_path/speedtransfer", sys.executable, "speedtransfer"),
-        (tmp_path / "env dir/bin/speedtransfer", sys.executable, "'env dir/bin/speedtransfer'"),
-        (main, tmp_path / ".venv/bin/python", ".venv/bin/python -m speedtransfer"),
-        (main, tmp_path / "on_path/python", "python -m speedtransfer"),
-        ("train.py", sys.executable, "speedtransfer"),  # of somebody else
-    ):
-        monkeypatch.setattr(sys, "argv", [str(path), "word2vec", "demo"])
-        monkeypatch.setattr(sys, "executable", str(python))
-        assert system.program() == expected

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.word2vec import Settings, Trainer
 from speedtransfer.word2vec import run as run_module
-from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.commands import app
 from speedtransfer.word2vec.evaluation import evaluate
 from speedtransfer.word2vec.optimizers import LR_END
@@ -106,19 +105,6 @@ def test_evaluation_does_not_disturb(corpus, tmp_path, sets, capsys, every_step)
     steps = len(Trainer(corpus, Settings(**QUICK)).sampler)
     assert [step for step, _ in seen["evaluation/pairs/spearman"]] == [steps // 2, steps, 3 * steps // 2, 2 * steps]
     assert seen["evaluation/pairs/spearman"][-1][1] == pytest.approx(last.spearman)
-
-
-def test_a_checkpoint_has_the_last_figures(corpus, tmp_path, sets, monkeypatch):
-    saved = []
-    monkeypatch.setattr(Checkpoints, "save", lambda self, trainer: saved.append(trainer.evaluation))
-    quietly(corpus, evaluate=sets[0], checkpoint=tmp_path / "point")
-    assert [[figures["epochs"] for figures in one] for one in saved] == [[1], [2]]
-
-
-def test_when(corpus, sets, capsys):
-    quietly(corpus, evaluate=sets[0], evaluate_every=0.75)
-    lines = capsys.readouterr().err.splitlines()
-    assert [float(line.split()[1]) for line in lines] == pytest.approx([0.75, 1.5, 2], abs=0.05)
 
 
 def test_the_last_figures_are_in_the_settings_of_the_run(tmp_path, sets, monkeypatch):

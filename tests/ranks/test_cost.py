@@ -108,7 +108,7 @@ def moved(embs) -> tuple[int, int]:
     return sum(s.gathered_bytes for s in stats), sum(s.scattered_bytes for s in stats)
 
 
-def watch(embs, step_of, steps: int = 4) -> list[StepCost]:
+def watch(embs, step_of, steps: int = 3) -> list[StepCost]:
     """What each step after the first sends and moves."""
     traffic = exchange_of(dist.group.WORLD).traffic
     found, before = [], (sent(traffic), moved(embs))
@@ -156,7 +156,6 @@ def sent_of(cost: StepCost) -> StepCost:
 @pytest.mark.parametrize(
     ("kind", "world", "names"),
     [
-        ("sharded", 2, [*CASES][::3]),
         ("sharded", 3, [*CASES]),
         ("shared", 3, [*CASES]),
         ("replicas", 3, ["rows in int8, state in blocks", "two tables", "exact"]),

@@ -160,7 +160,7 @@ def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
 
 @KINDS
 def test_nothing_is_left_of_tables(two, kind):
-    for left in two(made_and_dropped, kind, 10 if kind == "shared" else 2):
+    for left in two(made_and_dropped, kind, 2):
         # What tests before have left may have gone.
         assert max(left) <= 0
 

@@ -46,7 +46,6 @@ def compiled(kind: str, ways: list[str]) -> float:
     ("kind", "ways"),
     [
         ("sharded", ["around"]),
-        ("replicas", ["inside"]),
         *(
             pytest.param(kind, ["around", "inside"], marks=pytest.mark.slow)
             for kind in ("sharded", "shared", "replicas")
