@@ -44,17 +44,6 @@ def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
         assert all(0 < host <= done for host, done in zip(case.host_s, case.samples_s, strict=True))
 
 
-def test_what_comes_before_a_sample_is_not_timed_and_parts_share_the_time(monkeypatch):
-    calls = []
-    clock = iter(range(1000))
-    monkeypatch.setattr("speedtransfer.benchmark.measure.time.perf_counter", lambda: float(next(clock)))
-    case = Case("cold", lambda: calls.append("run"), None, 300, "ours", before=lambda: calls.append("before"), parts=4)
-    result = run_one(case, turns=2, samples=2, budget_s=1000.0)
-    assert calls == ["before", "run"] * 5
-    assert result.cases[0].samples_s == [0.5] * 4
-    assert result.cases[0].gb_per_s == pytest.approx(300 / 0.5 / 1e9)
-
-
 def test_a_wrong_result_of_ours_raises_and_another_is_not_timed():
     wrong, good = failing(AssertionError("row 3 differs")), Case("good", lambda: None, role="ours")
     result = run_one(Case("bad", lambda: None, wrong), good)

@@ -122,14 +122,6 @@ def test_ctrl_c_during_an_import_is_one_line(monkeypatch, capsys):
         monkeypatch.delitem(sys.modules, "speedtransfer.cli", raising=False)
 
 
-def test_standard_input_that_is_closed_is_one_line(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "stdin", None)
-    code, _, err = run("word2vec", "train", "-", "-o", str(tmp_path / "out"))
-    assert code == 2
-    assert err.startswith("speedtransfer: error: the corpus is '-' but the standard input is closed; ")
-    assert err.count("\n") == 1
-
-
 BAD = """
 word2vec train missing.txt -o out -> missing.txt
 word2vec train empty.txt -o out -> empty
@@ -183,14 +175,6 @@ for command in {commands}:
     argv = [sys.executable, "-W", "error", "-c", code]
     result = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True)
     assert result.stdout.count("Usage:") == result.stdout.count("\nset()\n") == len(commands)
-
-
-@pytest.mark.parametrize("command", ["bench", "plan"])
-def test_commands_imported_late_have_their_own_help(run, command):
-    code, out, _ = run(command, "--help")
-    assert code == 0
-    assert "--device" in out or "--rows" in out
-    assert run(command, "--no-such-flag")[0] == 2
 
 
 def test_calibrate(run, monkeypatch, tmp_path):

@@ -233,6 +233,24 @@ class TestPinnedEmpty:
             pinned_empty(1 << 60)  # the system has not so many addresses
 
 
+@pytest.mark.parametrize(
+    ("way", "asked"),
+    [("alloc", "cudaDevAttrUnifiedAddressing"), ("register", "cudaDevAttrCanUseHostPointerForRegisteredMem")],
+)
+def test_which_devices_can_use_host_pointers(monkeypatch, way, asked):
+    names = ["cudaDevAttrUnifiedAddressing", "cudaDevAttrCanUseHostPointerForRegisteredMem"]
+    attributes = {name: name for name in names} | {"deviceGetAttribute": lambda name, index: name != asked}
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(runtime=types.SimpleNamespace(**attributes)))
+    monkeypatch.setattr(memory, "load_cupy", lambda: cupy)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A Device")
+    require = memory.require_mapped.__wrapped__
+    monkeypatch.setenv("SPEEDTRANSFER_PINNED", way)
+    with pytest.raises(DeviceError, match=rf"A Device cannot address .* \({asked} is 0\); use .*memory='pageable'"):
+        require(torch.device("cuda", 0))
+    monkeypatch.setenv("SPEEDTRANSFER_PINNED", "alloc" if way == "register" else "register")
+    require(torch.device("cuda", 0))
+
+
 # --- whether CUDA works, and why not ----------------------------------------------------------------------------------
 
 

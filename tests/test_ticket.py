@@ -182,15 +182,6 @@ def test_tickets_that_are_refused():
 # --- threads and processes --------------------------------------------------------------------------------------------
 
 
-def test_there_are_no_more_threads_than_two(emb):
-    modules = [make() for _ in range(5)]
-    kept = [module.prefetch(torch.arange(ROWS)) for _ in range(20) for module in [emb, *modules]]
-    names = [thread.name for thread in threading.enumerate() if thread.name.startswith("speedtransfer-prefetch")]
-    assert 1 <= len(names) <= ahead.THREADS == 2
-    for ticket in kept:
-        ticket._future.result(LIMIT_S)
-
-
 @forks
 def test_a_forked_process_has_tickets_of_its_own_while_the_parent_reads(emb, held):
     ids = torch.tensor([4, 7])

@@ -18,7 +18,7 @@ from speedtransfer.lazy import MissingPackageError
 from speedtransfer.word2vec import Vectors
 from speedtransfer.word2vec import plot as plot_module
 from speedtransfer.word2vec.evaluation import evaluate
-from speedtransfer.word2vec.plot import neighbour_map, plot, spread_labels
+from speedtransfer.word2vec.plot import neighbour_map, plot
 
 
 @pytest.fixture
@@ -138,22 +138,6 @@ def test_awkward_vectors_have_a_place():
         place = neighbour_map(rows.astype(np.float32))
         assert place.shape == (len(rows), 2)
         assert np.isfinite(place).all()
-
-
-def test_labels_do_not_cover_one_another():
-    rng = np.random.default_rng(0)
-    sizes = np.stack([rng.uniform(20, 60, 80), np.full(80, 12.0)], axis=1)
-    centers = rng.uniform(0, 500, (80, 2))
-    centers[:5] = 250  # one spot
-    place = spread_labels(centers, sizes, (500, 500))
-    overlap = (sizes[:, None] + sizes[None, :]) / 2 - np.abs(place[:, None] - place[None, :])
-    covered = (overlap > 0.5).all(axis=2)
-    np.fill_diagonal(covered, False)
-    assert not covered.any()
-    assert np.median(np.linalg.norm(place - centers, axis=1)) < 40
-    place = spread_labels(rng.uniform(-20, 40, (12, 2)), np.full((12, 2), 20.0), frame=(200, 150))  # all in one corner
-    assert place.min() >= 10
-    assert spread_labels(np.zeros((1, 2)), np.array([[50.0, 9.0]]), frame=(20, 20)).tolist() == [[25.0, 4.5]]
 
 
 @pytest.mark.parametrize("package", ["matplotlib", "sklearn"])

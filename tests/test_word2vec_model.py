@@ -16,7 +16,6 @@ from test_word2vec_gradients import train
 from speedtransfer.errors import InvalidValueError, RowIndexError, StorageError
 from speedtransfer.word2vec import NgramVectors, Settings, Vocabulary, Word2Vec
 from speedtransfer.word2vec import model as model_module
-from speedtransfer.word2vec.sampler import Sampler
 from speedtransfer.word2vec.subwords import Subwords, count_ngrams, hash_ngrams
 
 WORDS = [f"{first}{second}ing" for first in "bcdfg" for second in ("a", "ea", "é", "oo")]  # which share n-grams
@@ -148,19 +147,6 @@ def test_clip_shortens_long_gradients_and_leaves_the_others():
         assert (lengths > 2).any()
         assert (lengths < 2).any()
         torch.testing.assert_close(clipped, plain * (2 / lengths).clamp(max=1))
-
-
-@pytest.mark.parametrize(("kind", "buckets"), [("skipgram", 50), ("cbow", 0)])
-def test_another_default_device_changes_nothing(kind, buckets):
-    model, ids = model_of(VOCABULARY, 7, model=kind, buckets=buckets), (np.arange(2000) % NUM_WORDS).astype(np.int32)
-    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.05)
-    before = model.word_vectors().clone()
-    with torch.device("meta"):
-        for block in Sampler(ids, VOCABULARY, Settings(seed=3, block_words=300)).blocks(0, 1):
-            model.deposit_gradients(block)
-    optimizer.step()
-    assert not torch.equal(model.word_vectors(), before)
-    assert model.word_vectors().isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,9 @@ def dies(kind: str, where: str) -> float:
     return -1.0
 
 
-@pytest.mark.parametrize(("kind", "where"), [("sharded", "step"), ("shared", "backward")])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("sharded", "step"), pytest.param("shared", "backward", marks=pytest.mark.slow)]
+)
 def test_a_rank_that_dies_has_the_others_raise_soon(two, kind, where):
     alive, died = two.fails(dies, kind, where, timeout=20)
     assert isinstance(died, DeadRankError)
