@@ -48,7 +48,7 @@ def few_rows_or_ids(kind: str) -> float:
         for rows, sizes in [(1, (2, 2)), (1, (0, 3)), (2, (1, 0)), (ROWS, (0, 0)), (ROWS, (0, 4))]:
             modules = (table(each, rows, DIM, idle=idle) for each in (kind, "one"))
             batch = lambda step, rank, rows=rows, sizes=sizes: ids(step, rank, sizes[rank]) % rows  # noqa: E731
-            found.append(Pair(*modules, optimizer, batch=batch).train(*range(4), clip=0.5))
+            found.append(Pair(*modules, optimizer, batch=batch).train(0, 1, clip=0.5))
     return max(found)
 
 
