@@ -247,7 +247,7 @@ plan((10, 8), machine=3) -> InvalidTypeError: machine is 3 \(int\) but must be a
 plan((10, 8), host_memory=True) -> InvalidValueError: host_memory is True but must be a size
 plan((10, 8), machine=Machine("m", device="GPU")) -> InvalidValueError: machine 'm' has no figure device_bytes
 plan((10, 8), "LBFGS") -> OptimizerError: LBFGS cannot train rows of a table
-plan((10, 8), "AdmW") -> InvalidValueError: optimizer is 'AdmW'; did you mean 'AdamW'
+plan((10, 8), "AdmW") -> InvalidValueError: optimizer is 'AdmW'; did you mean 'AdamW' or 'Adam'
 plan((10, 8), lambda params: None) -> InvalidTypeError: optimizer makes a NoneType but must make an optimizer
 plan((10, 8), "SGD(momentm=0.9)") -> InvalidValueError: unexpected keyword argument 'momentm'
 plan((10, 8), "SGD(lr=open('x'))") -> InvalidValueError: must be a name with keyword arguments or without
