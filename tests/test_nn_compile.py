@@ -345,7 +345,7 @@ def test_the_weight_used_beside_the_lookup() -> None:
     torch.manual_seed(0)
     model = Tied()
     plain = copy.deepcopy(model)
-    found = trained(torch.compile(model, backend="eager"), model, SMALL)
+    found = trained(torch.compile(model, backend="aot_eager"), model, SMALL)
     torch.testing.assert_close(found, trained(plain, plain, SMALL), rtol=1e-10, atol=1e-12)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         compiled(model)(torch.tensor([1, 2]))
@@ -413,12 +413,12 @@ def test_weights_that_are_swapped() -> None:
     model, plain = pair()
     other = {"words.weight": torch.randn(50, 4, dtype=F64, requires_grad=True)}
     ids = batches(1)[0]
-    run = torch.compile(model, backend="eager")
+    run = torch.compile(model, backend="aot_eager")
     expected = torch.func.functional_call(plain, other, (ids,))
     assert torch.equal(run(ids), plain(ids))
     # Around the compiled model, and within it.
     outside = torch.func.functional_call(run, {"_orig_mod.words.weight": other["words.weight"]}, (ids,))
-    inside = torch.compile(lambda ids: torch.func.functional_call(model, other, (ids,)), backend="eager")(ids)
+    inside = torch.compile(lambda ids: torch.func.functional_call(model, other, (ids,)), backend="aot_eager")(ids)
     for found in (outside, inside):
         torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
         (grad,) = torch.autograd.grad(found.sum(), [other["words.weight"]])
