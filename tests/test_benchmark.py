@@ -9,7 +9,7 @@ import torch
 
 from speedtransfer.benchmark import cache, lookup, memory, methods, precision, prefetch, step
 from speedtransfer.benchmark.cold_tables import DIM, ColdTables, TableFiles
-from speedtransfer.benchmark.contenders import BY_HAND
+from speedtransfer.benchmark.contenders import BY_HAND, PLANES, ROW_BYTES
 from speedtransfer.benchmark.measure import SUITES, Case, Group, WrongResultError, measure
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.workload import Ids, Tables, workload
@@ -44,6 +44,17 @@ def test_samples_are_taken_in_turns_and_nothing_runs_before_its_check():
         assert all(0 < host <= done for host, done in zip(case.host_s, case.samples_s, strict=True))
 
 
+def test_what_comes_before_a_sample_is_not_timed_and_parts_share_the_time(monkeypatch):
+    calls = []
+    clock = iter(range(1000))
+    monkeypatch.setattr("speedtransfer.benchmark.measure.time.perf_counter", lambda: float(next(clock)))
+    case = Case("cold", lambda: calls.append("run"), None, 300, "ours", before=lambda: calls.append("before"), parts=4)
+    result = run_one(case, turns=2, samples=2, budget_s=1000.0)
+    assert calls == ["before", "run"] * 5
+    assert result.cases[0].samples_s == [0.5] * 4
+    assert result.cases[0].gb_per_s == pytest.approx(300 / 0.5 / 1e9)
+
+
 def test_a_wrong_result_of_ours_raises_and_another_is_not_timed():
     wrong, good = failing(AssertionError("row 3 differs")), Case("good", lambda: None, role="ours")
     result = run_one(Case("bad", lambda: None, wrong), good)
@@ -66,6 +77,14 @@ def test_what_cannot_run_says_why_and_the_rest_goes_on():
     assert measure(Group("none", failing(HostMemoryError("too large"))), CPU).skipped == "too large"
     with pytest.raises(RuntimeError, match="a fault"):  # our own faults are no figures
         run_one(Case("ours", failing(RuntimeError("a fault")), role="ours"))
+
+
+def test_shares_of_the_roof():
+    result = run_one(*(Case(role, lambda: None, payload_bytes=100, role=role) for role in ("ours", "roof")))
+    ours, roof = result.cases
+    ours.samples_s, roof.samples_s = [4e-9, 2e-9, 3e-9], [1e-9]
+    assert result.share_of_roof(ours) == pytest.approx(1 / 3)
+    assert (ours.quartiles_s, ours.noisy) == ((2.5e-9, 3.5e-9), False)
 
 
 # --- methods ------------------------------------------------------------------------------------------------------------
@@ -92,6 +111,22 @@ def test_a_method_that_moves_wrong_rows_is_found(work, direction):
     idle = methods.Method("idle", lambda ids: (work.out, work.rows), "roof")
     with pytest.raises(AssertionError, match="not like the original"):
         methods.as_case(idle, work, direction).check()
+
+
+@BOTH
+def test_methods_that_cross_are_right_without_a_device(work, direction, monkeypatch):
+    """The formulations for CUDA, with the CPU as their device: the buffers take turns, the rows arrive."""
+
+    class Event:
+        record = synchronize = lambda self, *stream: None
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(methods, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
+    found = methods._crossing_methods(work, direction)
+    assert len(found) == 3
+    for method in found:
+        methods.as_case(method, work, direction).check()
 
 
 # --- suites: each runs small, and its checks notice what is wrong -----------------------------------------------------
@@ -201,10 +236,68 @@ def test_a_wrong_step_is_noticed(experiment, number):
         case.check()
 
 
+def test_a_step_that_changes_other_rows_is_noticed():
+    case, taken = taken_of("size", 0)
+    touched, emb = taken.task.touched, taken.model.tables[0]
+    emb.table.torch()[touched[~torch.isin(touched, taken.task.checked[0])][0]] += 1e-6
+    with pytest.raises(AssertionError, match="rows that it does not touch"):
+        case.check()
+    case, taken = taken_of("idle rows", 1)
+    case.check()
+    last = taken.model.tables[0].table.read(torch.arange(300), ["idle.last_step"])["idle.last_step"]
+    assert last.max() == 1 + 14 + 30, "new ids have missed steps"
+
+
 # --- precision and lookup -----------------------------------------------------------------------------------------------
 
 
+def test_a_training_that_goes_wrong_is_noticed():
+    """All forms begin with the same model and see the same batches."""
+    plain, _, more, _, far, *_ = (case.run.__self__ for case in precision._cases(CPU, 500, 64, 4, 0))
+    for training in (plain, far):
+        training.run()
+    assert plain.data is far.data
+    plain.check()
+    assert plain.figures["table_bytes"] == 3 * 500 * ROW_BYTES == plain.memory["host_bytes"]
+    far.reached["FP32"] = 0.1
+    with pytest.raises(AssertionError, match=r"FP32 with 0\.1000"):
+        far.check()
+    assert far.figures["moved_bytes"] / plain.figures["moved_bytes"] == 0.2578125
+    more.run()
+    more.model.rows.table.add_plane("more", 1)
+    with pytest.raises(AssertionError, match="holds"):
+        more.check()
+
+
+def test_wrong_rows_of_a_lookup_are_noticed():
+    lookups = lookup.Lookups(lambda ids: torch.zeros(2, 3), [(torch.tensor([1, 2]), torch.ones(2, 3))])
+    with pytest.raises(AssertionError, match="not those"):
+        lookups.check()
+
+
 # --- memory -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_memory_of_a_table_in_a_process_of_its_own():
+    """With more rows than one step takes."""
+    taken = memory.measured(LAZY, "AdamW", 50_000, CPU)
+    planes = PLANES["AdamW"] * 50_000 * ROW_BYTES
+    assert planes <= taken["host_bytes"] <= planes + memory._BUFFERS_BYTES
+    assert taken["device_bytes"] == 0
+    with pytest.raises(HostMemoryError, match=r"failed: plane 'weight' of 1000000000000 x 128 .* asks for 512 TB"):
+        memory.measured(LAZY, "AdamW", 10**12, CPU)
+
+
+@pytest.mark.parametrize(("taken", "problem"), [(1.06, r"6\.0% beyond the 15,3"), (0.94, "the measurement is wrong")])
+def test_what_a_table_may_take(monkeypatch, taken, problem):
+    planes = PLANES["AdamW"] * 10_000_000 * ROW_BYTES
+    monkeypatch.setattr(memory, "measured", lambda *about: {"host_bytes": int(taken * planes), "device_bytes": 0})
+    case = memory.groups(CPU, False, rows=10_000_000)[0].make()[0]
+    wrong = pytest.raises((AssertionError, memory.MeasurementError), match=problem)
+    with wrong:
+        case.run()
+        case.check()
 
 
 # --- tables in files ----------------------------------------------------------------------------------------------------

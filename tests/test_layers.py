@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import speedtransfer
+from speedtransfer.optim import Handle
 
 PACKAGE = Path(speedtransfer.__file__).parent
 # Lowest first; modules of one entry may import each other.
@@ -126,6 +127,9 @@ TOWER = """
 # Rooms of those two, whose kinds others seldom ask for: the number of lines that do may only fall.
 ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids gradient_exchange"
 KIND_TESTS = 9
+CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams"]
+# Classes with more than three bases of ours, one upon the other.
+DEEP = {"PerLayerEmbedding": 4, "MultiEmbeddingBag": 4}
 
 
 def test_a_handle_has_no_kinds():
@@ -137,6 +141,32 @@ def test_a_handle_has_no_kinds():
     tests = re.compile(r"isinstance\(.*(Sharded|SharedOwners|Replicas|VocabularyIds)\b")
     others = [path for path in FILES if not (path.parent.name == "optim" and path.stem in ROOMS.split())]
     assert sum(bool(tests.search(line)) for path in others for line in path.read_text().splitlines()) <= KIND_TESTS
+
+
+def depth(kind: type) -> int:
+    """The longest line of bases of ours below and with `kind`."""
+    ours = kind.__module__.startswith("speedtransfer")
+    return ours + max((depth(base) for base in kind.__bases__), default=0)
+
+
+def test_few_classes_are_deep():
+    values = [value for part in CORE for value in vars(importlib.import_module(f"speedtransfer.{part}")).values()]
+    kinds = {base for kind in values if isinstance(kind, type) for base in kind.__mro__}
+    found = {kind.__name__: depth(kind) for kind in kinds if depth(kind) > 3}
+    assert {name: found[name] for name in found if found[name] > DEEP.get(name, 3)} == {}
+    assert Handle.__subclasses__() == []
+
+
+def test_nothing_is_set_on_tensors():
+    """A copy, a view or a tensor that autograd saves would lose it. Mypy refuses it, and what is lost is asked for by name."""
+    silenced, given, asked = [], set(), set()
+    for path in [path for path in FILES if part_of(path) in CORE and part_of(path) != "checkpoint"]:
+        text = path.read_text()
+        silenced += re.findall(r"^.*\._[a-z]\w* = .*type: ignore\[attr-defined\]$", text, re.MULTILINE)
+        given |= set(re.findall(r"\.(_[a-z]\w*)(?:, [\w.]+)* = ", text))
+        asked |= set(re.findall(r"getattr\([^()]*?, \"(_[a-z]\w*)\"", text))
+    assert silenced == []
+    assert asked & given == set()
 
 
 @pytest.mark.parametrize("layer", ["engines", "tables"])

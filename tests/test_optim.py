@@ -10,7 +10,8 @@ import pytest
 import torch
 from lazy_oracle import Twins, exact, squared_loss, start_value, tensors_in
 from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
-from third_party import STYLES
+from sweep_optimizers import DIFFERS, FAILS, outcome
+from third_party import STYLES, Lion, RowOptimizer
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
@@ -257,3 +258,22 @@ def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> N
 
 
 # --- the sweep over the optimizers of other packages ------------------------------------------------------------------------
+
+
+class CountsLate(RowOptimizer):
+    """Row by row for as long as any trial is; then each row is moved by what all have."""
+
+    def update(self, p, g, state, group) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(g if state["step"] < 28 else g * p.norm(), alpha=group["lr"] / 10)
+
+
+class Overflows(RowOptimizer):
+    def update(self, p, g, state, group) -> None:
+        p.mul_(1e30).sub_(g)
+
+
+@pytest.mark.parametrize(("kind", "result"), [(Lion, "works"), (Overflows, FAILS), (CountsLate, DIFFERS)])
+def test_the_sweep_tells_what_differs(kind: type[RowOptimizer], result: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sweep_optimizers.STEPS", 50)
+    assert outcome("ours", kind).result == result

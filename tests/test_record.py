@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import signal
 import tarfile
@@ -77,7 +78,38 @@ def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
 # --- checks -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("code", "problem"), [(1, "1 failed"), (None, "stopped at its time limit")])
+def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, code, problem):
+    """Of a run whose worker was killed, too."""
+    module = importlib.import_module("device_tests")
+    tests = [("passed", "a::x"), ("passed", "b::x"), ("failed", "a::y"), ("passed", "a::y"), ("skipped", "a::z")]
+    lines = [json.dumps({"test": f"tests/gpu/test_{name}", "outcome": what, "message": "why"}) for what, name in tests]
+
+    def pretend(command, limit_s, env, **others):
+        Path(env["OUTCOMES"]).write_text("\n".join(lines))
+        return code, ""
+
+    monkeypatch.setattr(module, "run", pretend)
+    assert module.run_tests(tree, tree / "found.json", {"part": "tests"}, 100.0) == problem
+    found = store.read(tree / "found.json")
+    assert [found[key] for key in ("passed", "failed", "skipped", "complete")] == [2, 1, 1, code == 1]
+    assert (found["files"], found["failures"]) == ({"test_a": 1, "test_b": 1}, {"tests/gpu/test_a::y": "why"})
+
+
 # --- suites -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_suite_is_measured_with_its_header(record, store, tmp_path, monkeypatch):
+    """As in a process of its own, which bench/record.py starts."""
+    group = Group("breaks", lambda: 1 / 0)
+    monkeypatch.setattr(type(store.suites()["step"]), "module", types.SimpleNamespace(groups=lambda *about: [group]))
+    path = tmp_path / "step.json"
+    about = {"part": "step", "environment": {}, "more": 1}
+    job = {"about": about, "path": str(path), "quick": True, "seconds": 100.0, "options": {}}
+    assert record.measure_here(**job) == 1
+    found = store.read(path)
+    assert found["failures"] == {"breaks": "ZeroDivisionError: division by zero"}
+    assert (found["complete"], found["more"], found["environment"]) == (True, 1, {})
 
 
 def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -83,3 +85,43 @@ def test_links_lead_to_what_is_there(site, pages):
             assert target.exists(), (path.name, link["href"])
             if url.fragment and target in named:
                 assert unquote(url.fragment) in named[target], (path.name, link["href"])
+
+
+# Loads page after page into a frame of each width and writes the names of those that are wider than it into its own text.
+IN_FRAMES = """<!doctype html><meta charset="utf-8"><body><iframe height="800" style="border: 0"></iframe><pre></pre><script>
+const pages = PAGES, frame = document.querySelector("iframe"), wide = []
+const load = (page, width) => new Promise(done => {
+  frame.onload = () => {
+    const shown = frame.contentDocument
+    // On a phone furo lets the text as a whole scroll sideways; it should not have to.
+    const boxes = [shown.documentElement, shown.querySelector(".content")]
+    // Code scrolls in its cell of such a table; long messages break where there is room for a table at all.
+    boxes.push(...shown.querySelectorAll(".table-wrapper:has(> table.cases)"))
+    if (width > 390) boxes.push(...shown.querySelectorAll("#errors .table-wrapper"))
+    for (const box of boxes)
+      if (box.scrollWidth > box.clientWidth) wide.push(`${page}: ${box.scrollWidth} of ${box.clientWidth}, at ${width}`)
+    done(frame.contentDocument.querySelectorAll("article").length)
+  }
+  frame.width = width
+  frame.src = page
+})
+async function run() {
+  let seen = 0
+  for (const width of [390, 1280]) for (const page of pages) seen += await load(page, width)
+  document.querySelector("pre").textContent = JSON.stringify({seen, wide})
+}
+run()
+</script>"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs the browser chromium")
+def test_no_page_is_wider_than_the_screen(site, pages):
+    """As a phone and a small desktop show it."""
+    names = [path.relative_to(site).as_posix() for path in pages]
+    (site / "in_frames.html").write_text(IN_FRAMES.replace("PAGES", json.dumps(names)), encoding="utf-8")
+    argv = ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    argv += [f"--user-data-dir={site.parent / 'browser'}", "--virtual-time-budget=600000", "--dump-dom"]
+    argv += [(site / "in_frames.html").as_uri()]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=500)
+    found = json.loads(BeautifulSoup(done.stdout, "html.parser").pre.get_text())
+    assert found == {"seen": 2 * len(names), "wide": []}
