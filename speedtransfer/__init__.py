@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         apply_delta,
         load_checkpoint,
         mark,
+        merge,
         save_checkpoint,
         save_delta,
     )
@@ -64,6 +65,7 @@ __all__ = [
     "hash_ids",
     "load_checkpoint",
     "mark",
+    "merge",
     "plan",
     "prefetch",
     "replace_embeddings",

@@ -274,6 +274,15 @@ class Rows(StoredPlanes):
         # No view: see `buffers.empty`.
         return self.decode("weight", flat).resize_(rows["weight"].shape)
 
+    def state_fills(self) -> dict[str, float | None]:
+        """Return the planes of the table that store state, by name, with what new rows hold there; None: of their weights."""
+        names = sorted(name for name in self._codecs if name not in ("weight", LAST_STEP))
+        fills = dict[str, float | None]()
+        for name in names:
+            initial = self._initial[name]
+            fills |= {name + suffix: initial and initial[suffix] for suffix in self._codecs[name].parts}
+        return fills
+
     # --- idle rows ----------------------------------------------------------------------------------------------------
 
     def enable_catch_up(self, lag: Lag, owner: object) -> None:

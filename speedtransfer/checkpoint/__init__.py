@@ -4,6 +4,7 @@ from speedtransfer.checkpoint.background import BackgroundSave
 from speedtransfer.checkpoint.deltas import apply_delta, save_delta
 from speedtransfer.checkpoint.load import load_checkpoint
 from speedtransfer.checkpoint.marks import Mark, mark
+from speedtransfer.checkpoint.merge_deltas import merge
 from speedtransfer.checkpoint.save import save_checkpoint
 
-__all__ = ["BackgroundSave", "Mark", "apply_delta", "load_checkpoint", "mark", "save_checkpoint", "save_delta"]
+__all__ = ["BackgroundSave", "Mark", "apply_delta", "load_checkpoint", "mark", "merge", "save_checkpoint", "save_delta"]

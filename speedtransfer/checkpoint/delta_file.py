@@ -1,4 +1,8 @@
-"""A file of the rows that have changed: what it says, read and checked by itself and against a model."""
+"""A file of the rows that have changed: what it says, read and checked by itself and against a model.
+
+It is a checkpoint in one file, whose tables have the rows only that are others than before: in the terms of
+:mod:`speedtransfer.checkpoint.manifest`, with the numbers of these rows, and what they were, beside it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from speedtransfer.checkpoint.marks import Content, hashes_of, read, reserved_sum, row_bytes
+from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.marks import Content, MarkedTable, hashes_of, reserved_sum, total_of
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.optim import Handle
@@ -20,16 +25,17 @@ from speedtransfer.untrusted import parse_json
 from speedtransfer.vocabulary import Changes
 from speedtransfer.vocabulary.initial import check_initial
 
-FORMAT, VERSION = "speedtransfer.delta", "1"
+FORMAT, VERSION = "speedtransfer.delta", "2"
 # Attributes of a vocabulary that its copies have too.
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
+_NO_IDS = torch.empty(0, dtype=torch.int64)
 
 
-def vocabulary_facts(handle: Handle) -> dict[str, Any] | None:
-    """Return what a delta says of a vocabulary; None: rows do not belong to ids."""
-    if not handle.id_space.come_and_go:
+def vocabulary_facts(table: MarkedTable) -> dict[str, Any] | None:
+    """Return what a delta says of a vocabulary whose rows are told apart by their ids; None: they are by their numbers."""
+    if not table.of_ids:
         return None
-    vocabulary = handle.id_space.vocabulary
+    vocabulary = table.handle.id_space.vocabulary
     return {name: getattr(vocabulary, name) for name in _FACTS}
 
 
@@ -39,7 +45,9 @@ class TableFacts(NamedTuple):
     begins: int
     rows: int
     encoding: str
-    parts: list[str]
+    # By plane of the table: the tensor that has it, and what new rows hold there.
+    planes: dict[str, str]
+    fills: dict[str, float | None]
     since: str
     now: str
     # `vocabulary_facts`, and the sum of the hashes that rows of no id had.
@@ -48,18 +56,22 @@ class TableFacts(NamedTuple):
 
     def check(self, found: TableRows) -> None:
         """Raise `ValueError` or `TypeError` unless the parts are of their types, and the ids such as may have changed."""
-        numbers, texts = (self.begins, self.rows), (self.encoding, self.since, self.now, *self.parts)
-        if not all(type(n) is int and n >= 0 for n in numbers) or not all(isinstance(each, str) for each in texts):
+        texts = (self.encoding, self.since, self.now)
+        if not all(type(n) is int and n >= 0 for n in (self.begins, self.rows)) or not all(
+            isinstance(each, str) for each in texts
+        ):
             raise TypeError("a table without its numbers")
+        if self.fills.keys() != self.planes.keys() or not all(type(n) in (float, type(None)) for n in self.fills.values()):
+            raise TypeError("a table without its planes")
         columns: list[tuple[Tensor, list[Any]]] = [
-            (found.ids, [found.was, *found.parts]),
+            (found.ids, [found.was, *found.parts.values()]),
             (found.gone, [found.gone_was]),
         ]
         for ids, beside in columns:
             if ids.dtype != torch.int64 or bool((ids[1:] <= ids[:-1]).any()):
                 raise ValueError("ids that are not in order")
             if any(len(each) != len(ids) for each in beside) or any(
-                part.dim() != 2 for part in [*found.parts, *found.reserved]
+                part.dim() != 2 for part in [*found.parts.values(), *found.reserved.values()]
             ):
                 raise ValueError("other numbers of ids and of rows")
         if self.vocabulary is not None:
@@ -75,18 +87,31 @@ class TableFacts(NamedTuple):
 class TableRows(NamedTuple):
     """What a delta has of a table."""
 
-    # Numbers of rows, or ids, (n,) int64, sorted; the hashes that they had, and what stores them now, by plane.
+    # Numbers of rows, or ids, (n,) int64, sorted; the hashes that they had, and what they are now, by plane.
     ids: Tensor
     was: np.ndarray
-    parts: list[Tensor]
-    # Of a vocabulary, the ids that are gone, (m,), with the hashes that they had; and the rows of no id.
+    parts: dict[str, Tensor]
+    # Where rows are told apart by ids, those that are gone, (m,), with the hashes that they had; and the rows of no id.
     gone: Tensor
     gone_was: np.ndarray
-    reserved: list[Tensor]
+    reserved: dict[str, Tensor]
+
+    def among(self, rows: slice) -> slice:
+        """Return which of them have numbers in a range."""
+        start, stop = np.searchsorted(self.ids.numpy(), [rows.start, rows.stop])
+        return slice(int(start), int(stop))
 
 
 class Delta:
-    """A file of `save_delta`, read and checked by itself."""
+    """A file of `save_delta`, read and checked by itself.
+
+    Attributes
+    ----------
+    content : dict
+        What the manifest of a checkpoint says.
+    tensors : dict of str to Tensor
+        By their role in a checkpoint and their name: "model/emb.weight".
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -95,34 +120,46 @@ class Delta:
         try:
             if (metadata.get("format"), metadata.get("version")) != (FORMAT, VERSION):
                 raise ValueError(f"format {metadata.get('format')!r}, version {metadata.get('version')!r}")
-            if metadata.get("sha256") != checksum(metadata):
+            if metadata.get("sha256") != checksum(metadata["said"]):
                 raise ValueError("another checksum of what it says of tables")
-            described, digests = (parse_json(metadata[name].encode()) for name in ("tables", "dense"))
-            self.tables = {str(key): TableFacts(**each) for key, each in described.items()}
-            self.rows: dict[str, TableRows] = {}
-            for number, (key, table) in enumerate(self.tables.items()):
-                names, empty = ["weight", "weight.scale"][: len(table.parts)], torch.empty(0, dtype=torch.int64)
-                gone, gone_was, reserved = empty, empty.numpy().view(np.uint64), list[Tensor]()
-                if table.vocabulary is not None:
-                    gone, gone_was = (
-                        self._column(header, f"{number}.gone"),
-                        self._hashes(header, f"{number}.gone_before"),
-                    )
-                    reserved = [self._mapped(header, f"{number}.reserved.{name}") for name in names]
-                parts = [self._mapped(header, f"{number}.{name}") for name in names]
-                ids, was = self._column(header, f"{number}.ids"), self._hashes(header, f"{number}.before")
-                self.rows[key] = TableRows(ids, was, parts, gone, gone_was, reserved)
-                table.check(self.rows[key])
-            self.dense = {str(key): self._mapped(header, f"dense.{key}") for key in digests}
-            for key, value in self.dense.items():
-                if digest(value) != digests[key]:
-                    raise ValueError(f"another checksum of {key!r}")
+            said = parse_json(metadata["said"].encode())
+            self.content: dict[str, Any] = said["content"]
+            self.tensors = {name: self._mapped(header, name) for name in header.tensors if "/" in name}
+            self.tables = {str(key): TableFacts(**each) for key, each in said["tables"].items()}
+            self.rows = {key: self._rows(header, n, self.tables[key]) for n, key in enumerate(self.tables)}
+            self._check(said["digests"])
         except StorageError:
             raise
-        except (SpeedtransferError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (SpeedtransferError, ValueError, LookupError, TypeError, AttributeError) as error:
             raise StorageError(
                 f"{str(path)!r} does not hold what st.save_delta has written ({error}); use another copy of it"
             ) from error
+
+    def _rows(self, header: files.Header, number: int, table: TableFacts) -> TableRows:
+        gone, gone_was, reserved = _NO_IDS, _NO_IDS, dict[str, Tensor]()
+        if table.vocabulary is not None:
+            gone, gone_was = (self._column(header, f"{number}.{name}") for name in ("gone", "gone_before"))
+            reserved = {name: self._mapped(header, f"{number}.reserved.{name}") for name in table.planes}
+        parts = {plane: _wide(self.tensors[name]) for plane, name in table.planes.items()}
+        ids, was = (self._column(header, f"{number}.{name}") for name in ("ids", "before"))
+        found = TableRows(ids, was.numpy().view(np.uint64), parts, gone, gone_was.numpy().view(np.uint64), reserved)
+        table.check(found)
+        return found
+
+    def _check(self, digests: Mapping[str, str]) -> None:
+        self.whole = self.tensors.keys() - {name for table in self.tables.values() for name in table.planes.values()}
+        if digests.keys() != self.whole:
+            raise ValueError("other tensors than it has checksums of")
+        for name in self.whole:
+            if digest(self.tensors[name]) != digests[name]:
+                raise ValueError(f"another checksum of {name!r}")
+        named = {role: dict[str, Any]() for role in manifest.ROLES}
+        for name in self.tensors:
+            role, _, inner = name.partition("/")
+            named[role][inner] = None
+        facts = {"sha256": "0" * 64, "bytes": 0}
+        roles = {r: {"name": f"{r}-{'0' * 32}.safetensors", "tensors": t, **facts} for r, t in named.items()}
+        manifest.check({**self.content, "files": roles, "format_version": 1})
 
     def _column(self, header: files.Header, name: str) -> Tensor:
         found = self._mapped(header, name)
@@ -130,71 +167,67 @@ class Delta:
             raise ValueError(f"{name} is {found.dtype}")
         return found.reshape(-1)
 
-    def _hashes(self, header: files.Header, name: str) -> np.ndarray:
-        return self._column(header, name).numpy().view(np.uint64)
+    def _mapped(self, header: files.Header, name: str) -> Tensor:
+        found = files.find_tensor(self.path, header, name, tuple(SAFETENSORS_NAMES))
+        return files.map_tensor(self.path, found.offset, found.shape, found.dtype, "c")[0]
 
     @property
     def changes(self) -> bool:
         """Whether any row has changed."""
         return any(len(found.ids) + len(found.gone) for found in self.rows.values())
 
-    def _mapped(self, header: files.Header, name: str) -> Tensor:
-        found = files.find_tensor(self.path, header, name, tuple(SAFETENSORS_NAMES))
-        return files.map_tensor(self.path, found.offset, found.shape, found.dtype, "c")[0]
+    @property
+    def of_optimizers(self) -> list[str]:
+        """The names of the optimizers whose state it has."""
+        return sorted(self.content["optimizers"])
 
-    def check_fits(self, tables: Mapping[str, Handle], dense: Mapping[str, Tensor]) -> None:
-        """Raise `InvalidValueError` unless these are the tables and tensors of the delta."""
-        for ours, theirs, what in (
-            (tables.keys(), self.tables.keys(), "tables"),
-            (dense.keys(), self.dense.keys(), "tensors"),
-        ):
-            if ours != theirs:
-                raise InvalidValueError(
-                    f"{str(self.path)!r} has {what} that the model has not, or the reverse ({sorted(ours ^ theirs)[:3]}); "
-                    "make the model as the one that was saved"
-                )
-        for key, handle in tables.items():
-            saved, (encoding, parts) = self.tables[key], stored_as(handle)
-            found, reserved = (
-                [_about(part.shape[1], part.dtype) for part in some]
-                for some in (self.rows[key].parts, self.rows[key].reserved)
+    def check_fits(self, tables: Mapping[str, MarkedTable]) -> None:
+        """Raise `InvalidValueError` unless these are the tables of the delta."""
+        if tables.keys() != self.tables.keys():
+            raise InvalidValueError(
+                f"{str(self.path)!r} has tables that the model has not, or the reverse "
+                f"({sorted(tables.keys() ^ self.tables.keys())[:3]}); make the model as the one that was saved"
             )
-            facts = vocabulary_facts(handle)
-            if (facts is None) is not (saved.vocabulary is None):
+        for key, table in tables.items():
+            saved, of_ids = self.tables[key], vocabulary_facts(table) is not None
+            if of_ids is (saved.vocabulary is None):
                 raise InvalidValueError(
-                    f"{key!r} has {'a' if facts else 'no'} vocabulary in the model and {'none' if facts else 'one'} in "
+                    f"{key!r} has {'a' if of_ids else 'no'} vocabulary in the model and {'none' if of_ids else 'one'} in "
                     f"{str(self.path)!r}; make the model as the one that was saved"
                 )
-            if (encoding, parts, parts) != (saved.encoding, saved.parts, found) or reserved not in ([], parts):
-                raise InvalidValueError(
-                    f"{key!r} is stored as {saved.encoding} {saved.parts} in {str(self.path)!r} but as {encoding} {parts} "
-                    "in the model; make it with the same dim, dtype and storage_dtype"
-                )
-            if facts is not None:
-                handle.id_space.vocabulary.check_changes(self.changes_of(key, handle))
-        for key, value in dense.items():
-            theirs_is = self.dense[key]
-            if (value.dtype, value.shape) != (theirs_is.dtype, theirs_is.shape):
-                raise InvalidValueError(
-                    f"{key!r} is {tuple(theirs_is.shape)} {theirs_is.dtype} in {str(self.path)!r} but {tuple(value.shape)} "
-                    f"{value.dtype} in the model; make the model as the one that was saved"
-                )
+            self.check_stored(key, table, state=False)
+            if of_ids:
+                table.handle.id_space.vocabulary.check_changes(self.changes_of(key, table.handle))
 
-    def content_after(self, key: str, handle: Handle, now: Content, check_rows: bool) -> Content:
+    def check_stored(self, key: str, table: MarkedTable, state: bool = True) -> None:
+        """Raise `InvalidValueError` unless a table stores its weights, and `state`, as the one that was saved."""
+        rows, encoding = self.rows[key], table.handle.rows.encoding("weight")
+        ours = {name: _about(table.handle.table.stored(name)) for name in table.stored}
+        theirs = {name: _about(part) for name, part in rows.parts.items() if name not in table.beside}
+        if not state:
+            ours, theirs = ({n: v for n, v in each.items() if n.startswith("weight")} for each in (ours, theirs))
+        of_no_id = {name: _about(part) for name, part in rows.reserved.items()}
+        if (encoding, ours) != (self.tables[key].encoding, theirs) or of_no_id not in ({}, ours):
+            raise InvalidValueError(
+                f"{key!r} is stored as {self.tables[key].encoding} {theirs} in {str(self.path)!r} but as {encoding} {ours} "
+                "in the model; make it with the same dim, dtype, storage_dtype and state_dtype"
+            )
+
+    def content_after(self, key: str, table: MarkedTable, now: Content, check_rows: bool) -> Content:
         """Return the content of a table once the delta is applied, of that `now`; raise unless it begins with what is there.
 
         Rows that an apply that was interrupted has written count as what they were.
         """
         saved, rows = self.tables[key], self.rows[key]
         ids, gone = rows.ids.numpy(), rows.gone.numpy()
-        found, had, had_gone = hashes_of(ids, rows.parts), now.of(ids), now.of(gone)
+        found, had, had_gone = hashes_of(ids, rows.parts, saved.fills), now.of(ids), now.of(gone)
         if check_rows:
-            self._check_rows(key, handle, ids, had)
+            self._check_rows(key, table, ids, had)
         written = had == found
         as_it_was = bool((written | (had == rows.was)).all() and ((had_gone == rows.gone_was) | (had_gone == 0)).all())
         was = np.where(written, rows.was, had)
         # Sums of hashes, of which whole rows are a part.
-        begins = now.total - _sum(had) + _sum(was) - _sum(had_gone) + _sum(rows.gone_was)
+        begins = now.total - total_of(had) + total_of(was) - total_of(had_gone) + total_of(rows.gone_was)
         reserved = reserved_sum(rows.reserved) if rows.reserved else 0
         begins += saved.reserved - now.reserved
         as_it_was &= now.reserved in (saved.reserved, reserved)
@@ -209,15 +242,15 @@ class Delta:
             raise StorageError(f"{str(self.path)!r} has other rows of {key!r} than were saved; use another copy of it")
         return after
 
-    def _check_rows(self, key: str, handle: Handle, ids: np.ndarray, had: np.ndarray) -> None:
+    def _check_rows(self, key: str, table: MarkedTable, ids: np.ndarray, had: np.ndarray) -> None:
         """Raise unless the rows of a table are those of a mark, which `had` says."""
         keys, at = ids, ids
-        if handle.id_space.come_and_go:
-            at = handle.id_space.vocabulary.rows(torch.from_numpy(ids)).numpy()
-        there = (at >= 0) & (at < handle.table.num_rows)
+        if table.of_ids:
+            at = table.handle.id_space.vocabulary.rows(torch.from_numpy(ids)).numpy()
+        there = (at >= 0) & (at < table.handle.table.num_rows)
         keys, at, had = keys[there], at[there], had[there]
-        for some in row_chunks(len(at), row_bytes(handle)):
-            if not np.array_equal(hashes_of(keys[some], read(handle, at[some])), had[some]):
+        for some in row_chunks(len(at), table.row_bytes):
+            if not np.array_equal(hashes_of(keys[some], table.read(at[some]), table.fills), had[some]):
                 raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")
 
     def _merged(
@@ -238,8 +271,8 @@ class Delta:
         rows, facts = self.rows[key], self.tables[key].vocabulary
         assert facts is not None
         values = [
-            handle.rows.decode("weight", dict(zip(handle.rows.part_specs("weight"), parts, strict=True)))
-            for parts in (rows.parts, rows.reserved)
+            handle.rows.decode("weight", {part: found["weight" + part] for part in handle.rows.part_specs("weight")})
+            for found in (rows.parts, rows.reserved)
         ]
         initial = None if facts["initial"] is None else check_initial(facts["initial"])
         return Changes(
@@ -251,27 +284,53 @@ class Delta:
         )
 
 
-def stored_as(handle: Handle) -> tuple[str, list[str]]:
-    """Return the encoding of a table's weights, and the width and dtype of the planes that store them."""
-    return handle.rows.encoding("weight"), [
-        _about(spec.width, spec.dtype) for spec in handle.rows.part_specs("weight").values()
-    ]
+class DeltaReader:
+    """The tensors of a delta of one role, as `TensorReader` has those of a checkpoint; what has rows is written by others."""
+
+    rows_come_apart = True
+
+    def __init__(self, delta: Delta, role: str, tables: Mapping[str, MarkedTable]) -> None:
+        self._delta, self._start, self._tables = delta, f"{role}/", tables
+        self._by_row = {n: (key, plane) for key, t in delta.tables.items() for plane, n in t.planes.items()}
+
+    def spec(self, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
+        """Return dtype and shape of a tensor: of rows that of all."""
+        name = self._start + name
+        found = self._delta.tensors[name]
+        if name not in self._by_row:
+            return found.dtype, tuple(found.shape)
+        return found.dtype, (self._delta.tables[self._by_row[name][0]].rows, *found.shape[1:])
+
+    def read(self, name: str, rows: slice | None = None, buffers: Any = None) -> Tensor:
+        """Return a tensor, or some of its rows; one that a vocabulary has by row as it will be."""
+        name = self._start + name
+        found = self._delta.tensors[name][rows or ...].clone()
+        if name not in self._by_row:
+            return found
+        key, plane = self._by_row[name]
+        before = self._tables[key].beside[plane]
+        whole = before.new_zeros(self._delta.tables[key].rows)
+        whole[: len(before)] = before[: len(whole)]
+        whole[self._delta.rows[key].ids] = found
+        return whole
+
+    mapped = read
 
 
-def _about(width: int, dtype: torch.dtype) -> str:
-    return f"{width} {str(dtype).removeprefix('torch.')}"
+def _about(values: Tensor) -> str:
+    return f"{values.shape[1]} {str(values.dtype).removeprefix('torch.')}"
 
 
-def checksum(texts: Mapping[str, str]) -> str:
-    """Return the SHA-256 of the texts in the metadata of a delta."""
-    return hashlib.sha256(f"{texts['tables']}{texts['dense']}".encode()).hexdigest()
-
-
-def _sum(hashes: np.ndarray) -> int:
-    return int(hashes.sum(dtype=np.uint64))
+def checksum(text: str) -> str:
+    """Return the SHA-256 of what a delta says."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def digest(values: Tensor) -> str:
     """Return the SHA-256 of the bytes of a tensor."""
     data: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
     return hashlib.sha256(data).hexdigest()
+
+
+def _wide(values: Tensor) -> Tensor:
+    return values.unsqueeze(1) if values.dim() == 1 else values

@@ -5,45 +5,59 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.delta_file import (
     FORMAT,
     VERSION,
     Delta,
+    DeltaReader,
     TableFacts,
     checksum,
     digest,
-    stored_as,
     vocabulary_facts,
 )
-from speedtransfer.checkpoint.marks import (
-    Mark,
-    contents_of,
-    held,
-    marked_tables,
-    names_of,
-    read,
-)
-from speedtransfer.checkpoint.model import dense_of, load_dense
-from speedtransfer.checkpoint.tensors import PickedRows
-from speedtransfer.dtypes import SAFETENSORS_NAMES
+from speedtransfer.checkpoint.load import check_names
+from speedtransfer.checkpoint.marks import Content, Mark, MarkedTable, contents_of, held, marked_tables
+from speedtransfer.checkpoint.model import SavedModel
+from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
+from speedtransfer.checkpoint.optimizer import SavedOptimizer, check_all_stored
+from speedtransfer.checkpoint.plain_data import decode, find_tensors
+from speedtransfer.checkpoint.save import check_arguments, plan_files
+from speedtransfer.checkpoint.table_rows import Readers, StoredRows
+from speedtransfer.checkpoint.tensors import PickedRows, TensorPlan, read_chunks
+from speedtransfer.checkpoint.together import Processes
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.interrupts import to_its_end
 from speedtransfer.nn.module_state import OF_VOCABULARY
-from speedtransfer.optim import Handle
-from speedtransfer.tables import PathLike, files, row_chunks
+from speedtransfer.rows import Rows
+from speedtransfer.tables import PathLike, files, loading, row_chunks
 from speedtransfer.tables.saving import check_safetensors_path
 
 
-def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool | None = None) -> Mark:
-    """Write the rows of a model's tables that have changed since a mark, and all else of its state dict.
+def save_delta(
+    path: PathLike,
+    model: nn.Module,
+    since: Mark,
+    optimizer: Optimizer | None = None,
+    *,
+    extra: Any = None,
+    progress: bool | None = None,
+    **objects: Any,
+) -> Mark:
+    """Write the rows of a model's tables that have changed since a mark, and all else that `save_checkpoint` would save.
 
-    With a vocabulary these are the rows of ids, and which ids are gone; not when and how often they were used. The file is
-    written beside its place and renamed: it is whole, or not there. It does not hold the state of optimizers;
-    `save_checkpoint` does.
+    Without an optimizer these are weights, for a copy that serves; with a vocabulary the rows of ids, and which ids are gone,
+    not when and how often they were used. With an optimizer they are weights and state, for a copy that can go on training;
+    with a vocabulary by their place, with all that it knows. The file is written beside its place and renamed: it is whole,
+    or not there.
 
     Parameters
     ----------
@@ -51,7 +65,12 @@ def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool 
         A ``.safetensors`` file.
     model : nn.Module
     since : Mark
-        What the receiver has by now: of :func:`speedtransfer.mark`, or the last ``save_delta``.
+        What the receiver has by now: of :func:`speedtransfer.mark`, or the last ``save_delta``. One that was made with an
+        optimizer, or without, as this delta.
+    optimizer : torch.optim.Optimizer, optional
+        As in `save_checkpoint`.
+    extra, **objects : optional
+        As in `save_checkpoint`; `extra` is for the checkpoint that :func:`speedtransfer.merge` makes.
     progress : bool, optional
         A bar on standard error. Default: on a terminal, if it takes more than a second.
 
@@ -63,62 +82,75 @@ def save_delta(path: PathLike, model: nn.Module, since: Mark, *, progress: bool 
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        As :func:`speedtransfer.mark`; `since` is none, or of a model with other tables; the path has another suffix.
+        As :func:`speedtransfer.mark` and `save_checkpoint`; `since` is none, or of a model with other tables; the path has
+        another suffix.
     StorageError
         It cannot be written.
     """
-    path, tables = check_safetensors_path(path), marked_tables(model)
+    path = check_safetensors_path(path)
+    _, optimizers, others = check_arguments(path, model, optimizer, objects)
+    tables = marked_tables(model, bool(optimizers))
     if not isinstance(since, Mark):
         raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
+    _check_kind(since, "since", bool(optimizers))
     if since._contents.keys() != tables.keys():
         raise InvalidValueError(
             f"since is a mark of the tables {sorted(since._contents)} but the model has {sorted(tables)}; mark this model"
         )
     with held(tables), torch.no_grad():
-        now = Mark(contents_of(tables, progress))
-        written, described = list[files.Written](), {}
-        for number, (key, handle) in enumerate(tables.items()):
-            before, after = since._contents[key], now._contents[key]
-            of_ids = handle.id_space.come_and_go
-            if of_ids is not (before.ids is not None) or (len(before.keys) > len(after.keys) and not of_ids):
+        for each in optimizers.values():
+            check_all_stored(each)
+        now = Mark(contents_of(tables, progress), bool(optimizers))
+        changed = {key: _changed(key, tables[key], since._contents[key], now._contents[key]) for key in tables}
+        picked = ChangedRows({tables[key].handle.rows: rows for key, (_, rows) in changed.items()})
+        plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
+        # Those of a state that was made just now are new.
+        tables = marked_tables(model, bool(optimizers))
+        written, said = list[files.Written](), dict[str, Any]()
+        for number, (key, table) in enumerate(tables.items()):
+            before, after, (at, rows) = since._contents[key], now._contents[key], changed[key]
+            planes = picked.names_in(plans, table.handle.rows) | _take_ids(key, table, rows, plans["model"], content)
+            if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
-                    f"since has {len(before.keys)} rows of {key!r} but the table has {len(after.keys)}; mark this model"
+                    f"{key} has state ({sorted(table.fills.keys() - planes.keys())[:3]}) of another optimizer, or of before a "
+                    "load_state_dict; pass all optimizers of the table by name, or make a step first"
                 )
-            was = before.of(after.keys)
-            at = np.flatnonzero(was != after.hashes)
-            described[key] = TableFacts(
-                *(
-                    len(before.keys),
-                    len(after.keys),
-                    *stored_as(handle),
-                    f"{before.total:016x}",
-                    f"{after.total:016x}",
-                ),
-                vocabulary_facts(handle),
-                before.reserved,
+            said[key] = TableFacts(
+                *(len(before.keys), len(after.keys), table.handle.rows.encoding("weight"), planes, table.fills),
+                *(f"{before.total:016x}", f"{after.total:016x}", vocabulary_facts(table), before.reserved),
             )._asdict()
-            ids, rows = after.keys[at], at
-            if of_ids:
-                vocabulary = handle.id_space.vocabulary
-                rows = vocabulary.rows(torch.from_numpy(ids)).numpy()
+            written += [_column(f"{number}.ids", after.keys[at])]
+            written += [_column(f"{number}.before", before.of(after.keys[at]))]
+            if table.of_ids:
                 gone = np.setdiff1d(before.keys, after.keys)
                 written += [_column(f"{number}.gone", gone), _column(f"{number}.gone_before", before.of(gone))]
-                written += _rows(f"{number}.reserved.", handle, np.arange(vocabulary.reserved))
-            written += [*_rows(f"{number}.", handle, rows), _column(f"{number}.ids", ids)]
-            written.append(_column(f"{number}.before", was[at]))
-        dense = {key: value.detach().cpu().contiguous() for key, value in _dense_of(model, tables).items()}
-        digests = {}
-        for key, value in dense.items():
-            if value.dtype not in SAFETENSORS_NAMES:
-                raise InvalidTypeError(f"{key} has dtype {value.dtype}, which a file cannot hold; convert it first")
-            digests[key] = digest(value)
-            written.append((f"dense.{key}", value.dtype, tuple(value.shape), iter([value.reshape(-1)])))
-        texts = {"tables": json.dumps(described), "dense": json.dumps(digests)}
-        files.write(path, written, {"format": FORMAT, "version": VERSION, "sha256": checksum(texts), **texts})
+                reserved = table.read(np.arange(table.handle.id_space.vocabulary.reserved))
+                plans[f"{number}.reserved"] = TensorPlan()
+                plans[f"{number}.reserved"].tensors.update(reserved)
+        by_row = {name for facts in said.values() for name in facts["planes"].values()}
+        tensors, digests = {}, {}
+        for role, plan in plans.items():
+            in_role = role in manifest.ROLES
+            found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
+            tensors |= found
+            digests |= {n: digest(t) for n, t in found.items() if in_role and n not in by_row and isinstance(t, Tensor)}
+        # Wide dtypes first, so that all are aligned.
+        for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+            written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
+        text = json.dumps({"tables": said, "digests": digests, "content": content})
+        files.write(path, written, {"format": FORMAT, "version": VERSION, "sha256": checksum(text), "said": text})
     return now
 
 
-def apply_delta(path: PathLike, model: nn.Module, mark: Mark | None = None, *, progress: bool | None = None) -> Mark:
+def apply_delta(
+    path: PathLike,
+    model: nn.Module,
+    mark: Mark | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    progress: bool | None = None,
+    **objects: Any,
+) -> Mark:
     """Write what `save_delta` has saved into a copy of the model, which must hold what was there before.
 
     Everything is checked before anything changes: that the rows of the copy are those that the delta begins with, to the bit,
@@ -132,8 +164,13 @@ def apply_delta(path: PathLike, model: nn.Module, mark: Mark | None = None, *, p
     mark : Mark, optional
         What the last ``apply_delta`` of this model returned, if nothing else has written to it since. Without it all rows are
         read to find out what they are.
+    optimizer : torch.optim.Optimizer, optional
+        If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
+        too, as by `load_checkpoint`, and the copy goes on training with the same bits.
     progress : bool, optional
-        A bar on standard error, for that. Default: on a terminal, if it takes more than a second.
+        A bar on standard error, for reading all rows. Default: on a terminal, if it takes more than a second.
+    **objects : object
+        As in `load_checkpoint`.
 
     Returns
     -------
@@ -142,87 +179,167 @@ def apply_delta(path: PathLike, model: nn.Module, mark: Mark | None = None, *, p
 
     Raises
     ------
-    InvalidTypeError, InvalidValueError
+    InvalidTypeError, InvalidValueError, OptimizerError
         The delta begins with other rows (one before it is missing, it has been applied, or it is of another run), or the model
-        has other tables.
+        has other tables, or the optimizer is another one, or missing.
     StorageError
         The file is missing, damaged, or no delta.
     """
-    path, tables = check_safetensors_path(path), marked_tables(model)
-    delta = Delta(path)
-    dense = _dense_of(model, tables)
-    delta.check_fits(tables, dense)
-    for handle in tables.values():
-        handle.table.check_writable()
+    path = check_safetensors_path(path)
+    _, optimizers, others = check_arguments(path, model, optimizer, objects)
+    tables, delta = marked_tables(model, bool(optimizers)), Delta(path)
+    if delta.of_optimizers != sorted(optimizers):
+        raise InvalidValueError(
+            f"{str(path)!r} has the state of {delta.of_optimizers or 'no optimizer'} but {sorted(optimizers) or 'none'} was "
+            "given; pass what it was saved with"
+        )
+    check_names(delta.content, {*optimizers, *others}, set(objects), repr(str(path)))
+    delta.check_fits(tables)
+    for table in tables.values():
+        table.handle.table.check_writable()
     with held(tables), torch.no_grad():
+        if mark is not None:
+            _check_kind(mark, "mark", bool(optimizers))
         if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
-            key: _count(handle) for key, handle in tables.items()
+            key: table.count for key, table in tables.items()
         }:
             raise InvalidValueError(
                 "mark is of a model with other tables; pass what st.apply_delta returned for this one"
             )
-        for handle in tables.values():
-            handle.rows.catch_up()
+        for table in tables.values():
+            table.handle.rows.catch_up()
         before = contents_of(tables, progress) if mark is None else mark._contents
-        after = {key: delta.content_after(key, handle, before[key], mark is not None) for key, handle in tables.items()}
-        same = all(before[key].total == after[key].total for key in tables)
-        if same and delta.changes and all(digest(dense[key]) == digest(value) for key, value in delta.dense.items()):
+        after = {key: delta.content_after(key, table, before[key], mark is not None) for key, table in tables.items()}
+        # Rows are written last.
+        if delta.changes and all(before[key].total == after[key].total for key in tables):
             raise InvalidValueError(
                 f"{str(path)!r} has been applied: the model holds what comes after it; leave it out"
             )
-        # What may find no room comes first.
-        for key, handle in tables.items():
-            if handle.id_space.come_and_go:
-                handle.id_space.vocabulary.update(delta.changes_of(key, handle))
-            elif delta.tables[key].rows > handle.table.num_rows:
-                handle.grow(delta.tables[key].rows)
-        for key, handle in tables.items():
-            found, rows = delta.rows[key], delta.rows[key].ids
-            if handle.id_space.come_and_go:
-                rows = handle.id_space.vocabulary.rows(rows)
-                _write(handle, torch.arange(len(found.reserved[0])), found.reserved)
-            _write(handle, rows, found.parts)
-            handle.table.wait()
-        load_dense(model, delta.dense)
-    return Mark(after)
+        with manifest.damage_told(path):
+            readers = {role: Readers(DeltaReader(delta, role, tables), None) for role in manifest.ROLES}  # type: ignore[arg-type]
+            of_ids = [table.handle for table in tables.values() if table.of_ids]
+            read: Any = readers["objects"].whole.read
+            states = {name: decode(delta.content["objects"][name], read) for name in others}
+            rng = decode(delta.content["rng"], read)
+            check_rng_states(rng)
+            saved = [SavedModel(delta.content["model"], model, readers["model"], of_ids)]
+            more = [
+                SavedOptimizer(delta.content["optimizers"][name], value, name, readers["optimizer"])
+                for name, value in optimizers.items()
+            ]
+        with ExitStack() as stack:
+            with states_set(others, states):
+                # What may find no room comes first.
+                for each in (*saved, *more):
+                    each.allocate()
+                for key, table in marked_tables(model, bool(optimizers)).items():
+                    delta.check_stored(key, table)
+                for key, table in tables.items():
+                    if not table.of_ids and delta.tables[key].rows > table.handle.table.num_rows:
+                        table.handle.grow(delta.tables[key].rows)
+            # Rows that have got other ids are not told apart from those of another run.
+            torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
+            stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
+            for each in (*saved, *more):
+                each.load(lambda count: None)
+            for key, table in marked_tables(model, bool(optimizers)).items():
+                _write_rows(delta, key, table)
+            if optimizers:
+                set_rng_states(rng)
+    return Mark(after, bool(optimizers))
 
 
-def _write(handle: Handle, rows: Tensor, parts: list[Tensor]) -> None:
+def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
+    """Write the rows of a delta into a table."""
+    found, handle = delta.rows[key], table.handle
+    rows, parts = found.ids, found.parts
+    if table.of_ids:
+        vocabulary = handle.id_space.vocabulary
+        vocabulary.update(delta.changes_of(key, handle))
+        rows = vocabulary.rows(rows)
+        _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
+    for plane, values in table.beside.items():
+        values[rows] = parts[plane][:, 0]
+    _write(table, rows, parts)
+    handle.table.wait()
+
+
+def _write(table: MarkedTable, rows: Tensor, parts: Mapping[str, Tensor]) -> None:
     """Write the rows `rows` (n,) of a table as they are stored, by plane."""
-    device = handle.table.device
-    for some in row_chunks(len(rows), sum(part[:1].nbytes for part in parts)):
-        values = {name: part[some].to(device) for name, part in zip(names_of(handle), parts, strict=True)}
-        handle.table.write(rows[some].to(device), values, unsorted=True)
+    target, device = table.handle.table, table.handle.table.device
+    for some in row_chunks(len(rows), sum(part[:1].nbytes for part in parts.values())):
+        values = {name: parts[name][some].to(device) for name in table.stored}
+        numbers = rows[some].to(device)
+        to_its_end(functools.partial(target.write, numbers, values, unsorted=True))
 
 
-def _count(handle: Handle) -> int:
-    """Return how many keys the rows of a table have."""
-    return len(handle.id_space.vocabulary) if handle.id_space.come_and_go else handle.table.num_rows
-
-
-def _dense_of(model: nn.Module, tables: Mapping[str, Handle]) -> dict[str, Tensor]:
-    """Return the tensors of a model's state dict that are neither tables nor ids of one."""
-    of_ids = [key for key, handle in tables.items() if handle.id_space.come_and_go]
-    ids = tuple(f"{key.removesuffix('weight')}{OF_VOCABULARY}" for key in of_ids)
-    return {key: value for key, value in dense_of(model).items() if not key.startswith(ids)}
-
-
-def _rows(name: str, handle: Handle, rows: np.ndarray) -> list[files.Written]:
-    """Return some rows of a table as they are written, by plane: read in chunks."""
-    written = []
-    for number, plane in enumerate(names_of(handle)):
-        picked = PickedRows(
-            handle.table.stored(plane),
-            len(rows),
-            lambda start, stop: rows[start:stop],
-            functools.partial(_read_plane, handle, number),
+def _check_kind(mark: Mark, name: str, with_state: bool) -> None:
+    """Raise unless a mark was made with an optimizer, or without, as a delta."""
+    if mark._with_state is not with_state:
+        made, given = ("with an optimizer", "without one") if mark._with_state else ("without an optimizer", "with one")
+        raise InvalidValueError(
+            f"{name} was made {made} but this delta is {given}; make all of them with the optimizer (st.mark(model, "
+            "optimizer)), or none"
         )
-        written.append((name + plane, picked.dtype, tuple(picked.shape), picked.chunks()))
-    return written
 
 
-def _read_plane(handle: Handle, number: int, rows: np.ndarray) -> Tensor:
-    return read(handle, rows)[number]
+def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> tuple[np.ndarray, np.ndarray]:
+    """Return which keys have rows that have changed, by their place among them, and the numbers of these rows."""
+    if table.of_ids is not (before.ids is not None) or (len(before.keys) > len(after.keys) and not table.of_ids):
+        raise InvalidValueError(
+            f"since has {len(before.keys)} rows of {key!r} but the table has {len(after.keys)}; mark this model"
+        )
+    at = np.flatnonzero(before.of(after.keys) != after.hashes)
+    if not table.of_ids:
+        return at, at
+    return at, table.handle.id_space.vocabulary.rows(torch.from_numpy(after.keys[at])).numpy()
+
+
+class ChangedRows(StoredRows):
+    """Where a plan has the rows of tables from: those that have changed, by the numbers that are given."""
+
+    def __init__(self, numbers: Mapping[Rows, np.ndarray]) -> None:
+        self._numbers = numbers
+        self._picked: dict[Rows, dict[str, Any]] = {}
+
+    def plane(self, rows: Rows, name: str) -> Any:
+        """Return the changed rows of a plane of a table."""
+        numbers, table = self._numbers.get(rows), rows.table
+        if numbers is None:
+            raise InvalidValueError(
+                f"an optimizer has the state of a table of {table.num_rows} rows that the model does not have; pass a model "
+                "with all tables"
+            )
+        at: np.ndarray = numbers
+
+        def read(some: np.ndarray) -> Tensor:
+            return table.read(torch.from_numpy(some).to(table.device), [name])[name]
+
+        picked = PickedRows(table.stored(name), len(at), lambda start, stop: at[start:stop], read)
+        self._picked.setdefault(rows, {})[name] = picked
+        return picked
+
+    def names_in(self, plans: Mapping[str, TensorPlan], rows: Rows) -> dict[str, str]:
+        """Return by plane of a table the name that the tensor of its rows has in the file."""
+        names = {id(t): f"{role}/{name}" for role, plan in plans.items() for name, t in plan.tensors.items()}
+        return {plane: names[id(picked)] for plane, picked in self._picked.get(rows, {}).items()}
+
+
+def _take_ids(
+    key: str, table: MarkedTable, rows: np.ndarray, plan: TensorPlan, content: dict[str, Any]
+) -> dict[str, str]:
+    """Have a plan hold of what a vocabulary has by row the changed rows; none of it where rows are told apart by ids.
+
+    Returns their names in the file.
+    """
+    entries, start = content["model"]["entries"], key.removesuffix("weight")
+    for name in [name for name in entries if table.of_ids and name.startswith(start + OF_VOCABULARY)]:
+        for tensor in find_tensors(entries.pop(name)):
+            del plan.tensors[tensor]
+    found = {plane: entries[start + plane]["v"] for plane in table.beside}
+    for plane, name in found.items():
+        plan.tensors[name] = table.beside[plane][torch.from_numpy(rows)]
+    return {plane: f"model/{name}" for plane, name in found.items()}
 
 
 def _column(name: str, values: np.ndarray) -> files.Written:

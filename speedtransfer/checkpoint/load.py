@@ -78,7 +78,7 @@ def load_checkpoint(
             place, optimizers, others = check_arguments(path, model, optimizer, objects)
         content, readers = _open_alike(place, processes, stack)
         with processes.together():
-            _check_names(content, {*optimizers, *others}, set(objects))
+            check_names(content, {*optimizers, *others}, set(objects))
             for reader in readers.values():
                 reader.check_size()
         checked = files_to_check(processes, place, readers)
@@ -160,12 +160,13 @@ def open_checkpoint(place: Folder | Store, stack: ExitStack) -> tuple[dict[str, 
     return content, readers
 
 
-def _check_names(content: dict[str, Any], given: set[str], named: set[str]) -> None:
+def check_names(content: dict[str, Any], given: set[str], named: set[str], what: str = "the checkpoint") -> None:
+    """Raise `InvalidValueError` unless what is `given` was saved, and what was saved is given, or `named` with None."""
     saved = {*content["optimizers"], *content["objects"]}
     for name in sorted(given - saved):
         remedy = suggest(name, sorted(saved)) if saved else ", but the model alone; pass nothing else"
-        raise InvalidValueError(f"the checkpoint holds no {name!r}{remedy}")
+        raise InvalidValueError(f"{what} holds no {name!r}{remedy}")
     for name in sorted(saved - given - named - {"optimizer"} if given else ()):
         raise InvalidValueError(
-            f"the checkpoint holds {name[:40]!r}, which was not given; pass {name[:40]}=..., or =None to leave it out"
+            f"{what} holds {name[:40]!r}, which was not given; pass {name[:40]}=..., or =None to leave it out"
         )

@@ -133,11 +133,12 @@ def parse(raw: bytes, path: object) -> dict[str, Any]:
             )
         if raw[:_HEAD_BYTES] != _head_of(raw[_HEAD_BYTES:]):
             raise ValueError("its checksum does not match")
-        _check(content)
+        check(content)
     return content
 
 
-def _check(content: dict[str, Any]) -> None:
+def check(content: dict[str, Any]) -> None:
+    """Raise `ValueError`, `TypeError` or `KeyError` unless the sections and files are those of a checkpoint."""
     for section in _SECTIONS:
         if type(content[section]) is not dict:
             raise TypeError(f"{section} is no dict")

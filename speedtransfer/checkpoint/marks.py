@@ -7,22 +7,29 @@ an array over the memory, a checkpoint. A mark takes 8 bytes a row, 16 of an id,
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from speedtransfer.checkpoint.model import tables_of
+from speedtransfer.checkpoint.optimizer import check_all_stored
+from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.jit import compiled_module, run_on_threads
+from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.optim import Handle
 from speedtransfer.progress import ByteProgress
 from speedtransfer.tables import row_chunks
 from speedtransfer.vocabulary.mixing import GOLDEN, mix64
 
 _COMPILED = "speedtransfer.checkpoint.numba_row_hash"
+# What a vocabulary has by row.
+_BY_ROW = ("ids", "last_use", "counts")
 
 
 class Content(NamedTuple):
@@ -51,6 +58,63 @@ class Content(NamedTuple):
         return np.where((at if self.ids is None else self.ids[at]) == keys, self.hashes[at], np.uint64(0))
 
 
+class MarkedTable:
+    """A table as marks and deltas see it.
+
+    Parameters
+    ----------
+    handle : Handle
+    with_state : bool
+        Whether a row is its weights, its state and what a vocabulary knows of it, or its weights alone.
+
+    Attributes
+    ----------
+    of_ids : bool
+        Whether rows are told apart by their ids, and may lie elsewhere in a copy.
+    fills : dict of str to float or None
+        The planes that a row consists of, each with the value of new rows; None: those have values of their own.
+    beside : dict of str to Tensor
+        Those of them, ``(num_rows,)``, that a vocabulary keeps.
+    """
+
+    def __init__(self, handle: Handle, with_state: bool) -> None:
+        self.handle = handle
+        has_ids = handle.id_space.come_and_go
+        self.of_ids = has_ids and not with_state
+        self.fills: dict[str, float | None] = {"weight" + part: None for part in handle.rows.part_specs("weight")}
+        self.beside: dict[str, Tensor] = {}
+        if with_state:
+            self.fills |= handle.rows.state_fills()
+        if with_state and has_ids:
+            saved = handle.id_space.saved()
+            self.beside = {OF_VOCABULARY + name: saved[name] for name in _BY_ROW if name in saved}
+            self.fills |= dict.fromkeys(self.beside)
+
+    @property
+    def count(self) -> int:
+        """How many rows there are, or ids."""
+        return len(self.handle.id_space.vocabulary) if self.of_ids else self.handle.table.num_rows
+
+    @property
+    def stored(self) -> list[str]:
+        """The planes of the table itself."""
+        return [name for name in self.fills if name not in self.beside]
+
+    @property
+    def row_bytes(self) -> int:
+        """The bytes of a row."""
+        return sum(self.handle.table.stored(name)[:1].nbytes for name in self.stored) + 8 * len(self.beside)
+
+    def read(self, rows: np.ndarray | slice) -> dict[str, Tensor]:
+        """Return rows by their numbers, as they are stored, by plane: ``(n, width)``."""
+        table = self.handle.table
+        if isinstance(rows, slice):
+            found = {name: table.chunk(name, rows) for name in self.stored}
+        else:
+            found = dict(table.read(torch.from_numpy(rows).to(table.device), self.stored))
+        return found | {name: values[rows].unsqueeze(1) for name, values in self.beside.items()}
+
+
 class Mark:
     """What :func:`speedtransfer.mark` returns; `save_delta` and `apply_delta` take it and return the next one.
 
@@ -58,18 +122,18 @@ class Mark:
     ----------
     fingerprints : dict of str to str
         16 hexadecimal digits for each table, by its key in the state dict: equal where all rows are, to the bit, and
-        their ids.
+        their ids; and their state, if the mark was made with an optimizer.
     """
 
-    def __init__(self, contents: Mapping[str, Content]) -> None:
-        self._contents = dict(contents)
+    def __init__(self, contents: Mapping[str, Content], with_state: bool = False) -> None:
+        self._contents, self._with_state = dict(contents), with_state
         self.fingerprints = {key: f"{found.total:016x}" for key, found in self._contents.items()}
 
     def __repr__(self) -> str:
         return f"Mark({self.fingerprints})"
 
 
-def mark(model: nn.Module, *, progress: bool | None = None) -> Mark:
+def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool | None = None) -> Mark:
     """Note what the tables of a model hold now, for a `save_delta` of what has changed since.
 
     Rows of ``idle="exact"`` first take the steps that they have missed. A mark takes 8 bytes a row, and reads all rows once.
@@ -77,6 +141,8 @@ def mark(model: nn.Module, *, progress: bool | None = None) -> Mark:
     Parameters
     ----------
     model : nn.Module
+    optimizer : torch.optim.Optimizer, optional
+        With it the mark is one of rows and their state, for deltas by which a copy can go on training.
     progress : bool, optional
         A bar on standard error. Default: on a terminal, if it takes more than a second.
 
@@ -87,14 +153,21 @@ def mark(model: nn.Module, *, progress: bool | None = None) -> Mark:
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `model` is no module, or has no table, or one of several processes.
+        `model` is no module, or has no table, or one of several processes; `optimizer` is none.
     """
-    tables = marked_tables(model)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise InvalidTypeError(
+            f"optimizer is a {type(optimizer).__name__} but must be a torch.optim.Optimizer; pass it, or leave it out"
+        )
+    if optimizer is not None:
+        check_all_stored(optimizer)
+    with_state = optimizer is not None
+    tables = marked_tables(model, with_state)
     with held(tables):
-        return Mark(contents_of(tables, progress))
+        return Mark(contents_of(tables, progress), with_state)
 
 
-def marked_tables(model: object) -> dict[str, Handle]:
+def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
     """Return the tables of a model by their keys in its state dict; raise where not all can be marked."""
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
@@ -111,14 +184,14 @@ def marked_tables(model: object) -> dict[str, Handle]:
             raise InvalidValueError(
                 f"{key} has its rows in several processes, and a mark is of one that has all; use st.save_checkpoint"
             )
-    return tables
+    return {key: MarkedTable(handle, with_state) for key, handle in tables.items()}
 
 
 @contextlib.contextmanager
-def held(tables: Mapping[str, Handle]) -> Iterator[None]:
+def held(tables: Mapping[str, MarkedTable]) -> Iterator[None]:
     """Keep other threads from stepping meanwhile."""
     with contextlib.ExitStack() as stack:
-        for handle in tables.values():
+        for handle in (table.handle for table in tables.values()):
             handle.step.recover()
             if handle.id_space.come_and_go:
                 handle.id_space.vocabulary.settle()
@@ -126,64 +199,62 @@ def held(tables: Mapping[str, Handle]) -> Iterator[None]:
         yield
 
 
-def contents_of(tables: Mapping[str, Handle], progress: bool | None = None) -> dict[str, Content]:
+def contents_of(tables: Mapping[str, MarkedTable], progress: bool | None = None) -> dict[str, Content]:
     """Return the hashes of all rows."""
-    found, sizes = {}, {key: row_bytes(handle) for key, handle in tables.items()}
-    size = sum(sizes[key] * handle.table.num_rows for key, handle in tables.items())
+    found = {}
+    size = sum(table.row_bytes * table.handle.table.num_rows for table in tables.values())
     with ByteProgress("marking rows", size, progress) as bar:
-        for key, handle in tables.items():
-            handle.rows.catch_up()
-            count, ids, numbers, reserved = handle.table.num_rows, None, np.empty(0, np.int64), 0
-            if handle.id_space.come_and_go:
-                vocabulary = handle.id_space.vocabulary
+        for key, table in tables.items():
+            table.handle.rows.catch_up()
+            ids, numbers, reserved = None, np.empty(0, np.int64), 0
+            if table.of_ids:
+                vocabulary = table.handle.id_space.vocabulary
                 ids, numbers = vocabulary.by_id()
-                count, reserved = len(ids), reserved_sum(read(handle, np.arange(vocabulary.reserved)))
+                reserved = reserved_sum(table.read(np.arange(vocabulary.reserved)))
+            count = table.count if ids is None else len(ids)
             hashes = np.empty(count, np.uint64)
-            for rows in row_chunks(count, sizes[key]):
-                if ids is None:
-                    parts = [handle.table.chunk(name, rows) for name in names_of(handle)]
-                    hashes[rows] = hashes_of(np.arange(rows.start, min(rows.stop, count)), parts)
-                else:
-                    parts = read(handle, numbers[rows])
-                    hashes[rows] = hashes_of(ids[rows], parts)
-                bar.advance(sum(part.nbytes for part in parts))
+            for rows in row_chunks(count, table.row_bytes):
+                keys = np.arange(rows.start, min(rows.stop, count)) if ids is None else ids[rows]
+                parts = table.read(rows if ids is None else numbers[rows])
+                hashes[rows] = hashes_of(keys, parts, table.fills)
+                bar.advance(sum(part.nbytes for part in parts.values()))
             found[key] = Content(hashes, ids, reserved)
     return found
 
 
-def reserved_sum(parts: list[Tensor]) -> int:
-    """Return the sum of the hashes of rows that belong to no id, all of them: ``(n, width)`` for each of `parts`."""
-    return int(hashes_of(np.arange(len(parts[0])), parts).sum(dtype=np.uint64))
+def reserved_sum(parts: Mapping[str, Tensor]) -> int:
+    """Return the sum of the hashes of rows that belong to no id, all of them: ``(n, width)`` weights by plane."""
+    return total_of(hashes_of(np.arange(len(parts["weight"])), parts, dict.fromkeys(parts)))
 
 
-def read(handle: Handle, rows: np.ndarray) -> list[Tensor]:
-    """Return rows of a table by their numbers (n,), as they are stored, by plane."""
-    numbers = torch.from_numpy(rows).to(handle.table.device)
-    return list(handle.table.read(numbers, names_of(handle)).values())
+def total_of(hashes: np.ndarray) -> int:
+    """Return the sum of hashes, below 2**64."""
+    return int(hashes.sum(dtype=np.uint64))
 
 
-def row_bytes(handle: Handle) -> int:
-    """Return the bytes of a row of weights."""
-    return sum(handle.table.stored(name)[:1].nbytes for name in names_of(handle))
+def hashes_of(keys: np.ndarray, parts: Mapping[str, Tensor], fills: Mapping[str, float | None]) -> np.ndarray:
+    """Return a hash of each row, (n,) uint64, by its key and its bytes: ``(n, width)`` for each plane of `parts`.
 
-
-def names_of(handle: Handle) -> list[str]:
-    """Return the planes that store the weights."""
-    return ["weight" + suffix for suffix in handle.rows.part_specs("weight")]
-
-
-def hashes_of(ids: np.ndarray, parts: list[Tensor]) -> np.ndarray:
-    """Return a hash of each row, (n,) uint64, by its number and its bytes: ``(n, width)`` for each of `parts`."""
-    hashes = mix64(ids.astype(np.uint64) + GOLDEN)
-    for rows in row_chunks(len(ids), sum(part[:1].nbytes for part in parts)):
-        for part in parts:
-            _go_on(hashes[rows], part[rows])
-    return np.asarray(mix64(hashes))
+    Those of a plane that are all its value in `fills` do not count: state may be made later, or in a copy only.
+    """
+    begun, total = mix64(keys.astype(np.uint64) + GOLDEN), np.zeros(len(keys), np.uint64)
+    for rows in row_chunks(len(keys), sum(part[:1].nbytes for part in parts.values())):
+        for name, part in parts.items():
+            values, fill = part[rows].detach().cpu().contiguous(), fills[name]
+            hashes = begun[rows] ^ np.uint64(zlib.crc32(name.encode()))
+            _go_on(hashes, values)
+            hashes = mix64(hashes)
+            if fill is not None:
+                new = torch.full((1, 1), fill, dtype=values.dtype, device="cpu")
+                bits = INTEGER_OF_SIZE[values.dtype.itemsize]
+                hashes[(values.view(bits) == new.view(bits)).all(1).numpy()] = 0
+            total[rows] += hashes
+    return total
 
 
 def _go_on(hashes: np.ndarray, part: Tensor) -> None:
     """Go on with the hashes (n,) of rows by more of their values, ``(n, width)``."""
-    values: Any = part.detach().cpu().contiguous().view(torch.uint8).numpy()
+    values: Any = part.view(torch.uint8).numpy()
     whole = values.shape[1] // 8 * 8
     # Of rows that are not a multiple of 8 bytes long they are not aligned.
     words = np.ascontiguousarray(values[:, :whole]).view(np.uint64)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, suggest
+from speedtransfer.errors import InvalidValueError, suggest
 from speedtransfer.nn.module_state import OF_VOCABULARY, ids_of, placeholder_rows, refuse_ids
 from speedtransfer.optim import Handle
 from speedtransfer.vocabulary import LoadPlan
@@ -31,23 +31,6 @@ def tables_of(model: nn.Module) -> dict[str, Handle]:
     found: dict[int, str] = {}
     tables = _state(model)[1]
     return {key: handle for key, handle in tables.items() if found.setdefault(id(handle), key) == key}
-
-
-def dense_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the tensors of a model's state dict that are no tables."""
-    state, tables = _state(model)
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or hasattr(value, "full_tensor"):
-            raise InvalidTypeError(
-                f"{key} of the model is a {type(value).__name__} but must be a tensor of this process; use st.save_checkpoint"
-            )
-    return {key: value for key, value in state.items() if key not in tables}
-
-
-def load_dense(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Load what `dense_of` has returned into a model as it was then."""
-    with placeholder_rows():
-        model.load_state_dict(values, strict=False)
 
 
 def encode_model(model: nn.Module, keeps: Keeps) -> dict[str, Any]:
@@ -72,11 +55,20 @@ class SavedModel:
     """A model in a checkpoint, checked against the one that it goes into. Making it changes nothing.
 
     InvalidValueError: the two differ in keys, shapes or dtypes. ValueError, TypeError or KeyError: `node` is malformed.
+    The rows of the tables `left_out`, and the ids that these belong to, stay as they are.
     """
 
-    def __init__(self, node: dict[str, Any], model: nn.Module, readers: Readers) -> None:
+    def __init__(
+        self, node: dict[str, Any], model: nn.Module, readers: Readers, left_out: Collection[Handle] = ()
+    ) -> None:
         self.model, entries, reader = model, node["entries"], readers.whole
         state, self._tables = _state(model)
+        for key in [key for key, handle in self._tables.items() if handle in left_out]:
+            start = key.removesuffix("weight") + OF_VOCABULARY
+            state = OrderedDict((k, v) for k, v in state.items() if k != key and not k.startswith(start))
+            entries = {k: entry for k, entry in entries.items() if k != key}
+            del self._tables[key]
+        self._is_whole = not left_out
         # Of the tables that it goes into.
         self.handles = list(self._tables.values())
         for key, value in state.items():
@@ -105,8 +97,8 @@ class SavedModel:
             saved: Any = decode(entry, reader.mapped) if "complex" in entry else SavedRows(entry, readers)
             shape, dtype = tuple(saved.shape), saved.dtype
             handle = self._tables.get(key)
-            if handle is not None and handle.id_space.come_and_go:
-                # Of any number of rows.
+            if handle is not None and (handle.id_space.come_and_go or reader.rows_come_apart):
+                # Of any number of rows; a delta says itself of how many.
                 current = torch.empty(*shape[:1], *current.shape[1:], dtype=current.dtype, device="meta")
             if shape != tuple(current.shape) or dtype != current.dtype:
                 raise InvalidValueError(
@@ -147,7 +139,7 @@ class SavedModel:
         """Load the model, the rows of tables in chunks."""
         keys, done = {id(self._state[key]): key for key in self._tables}, set()
         with placeholder_rows(self._plans) as met:
-            self.model.load_state_dict(self._state)
+            self.model.load_state_dict(self._state, strict=self._is_whole)
         for placeholder, handle in met:
             key = keys.get(id(placeholder))
             if key is None:

@@ -64,6 +64,20 @@ def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str,
     return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
 
 
+def check_all_stored(optimizer: Optimizer) -> None:
+    """Raise `InvalidValueError` where an optimizer has state of rows that was loaded, and that no plane has as yet."""
+    take_loaded(optimizer)
+    for handle, _ in handles_of(optimizer):
+        entries, state = optimizer.state.get(handle.param, {}), handle.state
+        stored = state.stored(entries) if state is not None and state.optimizer() is optimizer else {}
+        loose = [k for k, v in entries.items() if k not in stored and isinstance(v, Tensor) and v.dim() and len(v)]
+        if loose:
+            raise InvalidValueError(
+                f"{handle} has state {loose[0]!r} that load_state_dict has given to the optimizer and no step has taken over; "
+                "make a step first, or load by st.load_checkpoint"
+            )
+
+
 def _make_first_state(optimizer: Optimizer) -> None:
     """Make planes for state that a constructor made of no rows (Adagrad): a dense optimizer has it of all rows."""
     for handle, group in handles_of(optimizer):
@@ -103,7 +117,7 @@ class SavedOptimizer:
 
     def __init__(self, node: dict[str, Any], optimizer: Optimizer, name: str, readers: Readers) -> None:
         self.optimizer = optimizer
-        self._check_structure(node, name)
+        self._check_structure(node, name, readers.whole.rows_come_apart)
         reader = readers.whole
         self._content = decode(node["rest"], reader.read)
         groups = self._content["param_groups"]
@@ -148,7 +162,7 @@ class SavedOptimizer:
         self.handles = [handle for handle, *_ in self._planes]
         self._ready = _tried(optimizer, self._content)
 
-    def _check_structure(self, node: dict[str, Any], name: str) -> None:
+    def _check_structure(self, node: dict[str, Any], name: str, any_length: bool) -> None:
         kind, ours, theirs = type(self.optimizer).__name__, _shapes(self.optimizer), node["params"]
         if node["class"] != kind:
             raise InvalidValueError(
@@ -162,8 +176,9 @@ class SavedOptimizer:
         for number, group in enumerate(self.optimizer.param_groups):
             for shape, saved, param in zip(ours[number], theirs[number], group["params"], strict=False):
                 handle = find_handle(param)
-                if handle is not None and handle.id_space.come_and_go and len(saved) == len(shape):
-                    # Its ids say which rows those are.
+                of_any = handle is not None and (handle.id_space.come_and_go or any_length)
+                if of_any and len(saved) == len(shape):
+                    # Its ids say which rows those are, or a delta how many.
                     shape[0] = saved[0]
             if theirs[number] != ours[number]:
                 raise InvalidValueError(

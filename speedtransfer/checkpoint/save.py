@@ -103,13 +103,12 @@ def save_checkpoint(
     with contextlib.ExitStack() as until_saved:
         rows = until_saved.enter_context(SnapshotRows()) if background else StoredRows()
         with processes.together():
-            plans, content, own = _planned(processes, rows, model, optimizers, others, extra)
+            plans, content, own = plan_files(processes, rows, model, optimizers, others, extra)
             processes.release()
-            need = sum(plan.num_bytes for plan in plans.values())
-            need += len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
+            need = bytes_of(plans, content)
         processes.check_same(f"rows of {find_shards([content['model'], content['optimizers']])}")
         need = int(processes.numbers(need).sum())
-        plan = _Plan(place, processes, plans, content, own, need, is_new)
+        plan = SavePlan(place, processes, plans, content, own, need, is_new)
         if not isinstance(rows, SnapshotRows):
             plan.write(progress)
             return None
@@ -130,7 +129,7 @@ def save_checkpoint(
             raise
 
 
-def _planned(
+def plan_files(
     processes: Processes,
     rows: StoredRows,
     model: nn.Module,
@@ -158,7 +157,13 @@ def _planned(
     return plans | dict.fromkeys(own, shards), content, own
 
 
-class _Plan(NamedTuple):
+def bytes_of(plans: dict[str, TensorPlan], content: dict[str, Any]) -> int:
+    """Return about how many bytes the files and the manifest will take."""
+    more = len(manifest.to_bytes(content)) + sum(200 * len(plan.tensors) + 1000 for plan in plans.values())
+    return more + sum(plan.num_bytes for plan in plans.values())
+
+
+class SavePlan(NamedTuple):
     """All that a save will write."""
 
     place: Folder | Store
@@ -245,7 +250,7 @@ def check_arguments(
     path: str | os.PathLike[str], model: object, optimizer: object, objects: dict[str, Any]
 ) -> tuple[Folder | Store, dict[str, Optimizer], dict[str, Any]]:
     """Return the place, the optimizers and the other objects by name, all known to be of a kind that can be saved."""
-    place = _place(path)
+    place = place_of(path)
     if not isinstance(model, nn.Module):
         raise InvalidTypeError(
             f"model is a {type(model).__name__} but must be a torch.nn.Module; pass the model itself"
@@ -265,7 +270,8 @@ def check_arguments(
     return place, optimizers, others
 
 
-def _place(path: object) -> Folder | Store:
+def place_of(path: object) -> Folder | Store:
+    """Return the folder or store at `path`; raise where that is no path."""
     if is_url(path):
         if not isinstance(path, str):
             raise InvalidTypeError(f"path is {path!r}, a URL that a Path has changed; pass it as a string")

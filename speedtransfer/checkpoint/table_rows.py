@@ -173,8 +173,11 @@ class SavedRows:
     def copy_into(self, handle: Handle, plane: str, advance: Callable[[int], None]) -> None:
         """Write the rows into a plane of a table of as many; of a table of several processes those of this one.
 
-        Of a table whose rows belong to ids they go where these have theirs (`Rows.placement`).
+        Of a table whose rows belong to ids they go where these have theirs (`Rows.placement`). Those of a delta are written
+        by `apply_delta`, of all planes at a time.
         """
+        if self._reader.rows_come_apart:
+            return
         handle.table.end_snapshot()
         rows, placement, owners = handle.rows, handle.rows.placement, handle.owners
         targets, alike = rows.parts(plane), self.stored_as(rows, plane)

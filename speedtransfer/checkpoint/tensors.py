@@ -130,6 +130,8 @@ class TensorReader:
     in `facts` are not such as lie in a file one after the other.
     """
 
+    rows_come_apart = False
+
     def __init__(self, place: Folder | Store, facts: dict[str, Any]) -> None:
         self.path, self.facts = place.file(facts["name"]), facts
         self._entries: dict[str, Entry] = {}

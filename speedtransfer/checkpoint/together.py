@@ -140,6 +140,8 @@ def like(value: Tensor, current: Any) -> Tensor:
 class ShardReader:
     """Rows of the tables that several processes have saved, each a part: by their places, as if in one file."""
 
+    rows_come_apart = False
+
     def __init__(self, files: dict[str, dict], readers: dict[str, TensorReader]) -> None:
         self._parts = [(files[role]["rows"], readers[role]) for role in manifest.rows_roles(files)]
 
