@@ -90,7 +90,8 @@ def digest(value: Any) -> str:
 def _feed(sha: Any, value: Any) -> None:
     if isinstance(value, Tensor):
         sha.update(str((value.dtype, tuple(value.shape))).encode())
-        sha.update(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        if value.numel():
+            sha.update(value.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     elif isinstance(value, np.ndarray):
         _feed(sha, torch.from_numpy(value.copy()))
     elif isinstance(value, dict):

@@ -301,10 +301,10 @@ class DeltaReader:
             return found.dtype, tuple(found.shape)
         return found.dtype, (self._delta.tables[self._by_row[name][0]].rows, *found.shape[1:])
 
-    def read(self, name: str, rows: slice | None = None, buffers: Any = None) -> Tensor:
-        """Return a tensor, or some of its rows; one that a vocabulary has by row as it will be."""
+    def read(self, name: str) -> Tensor:
+        """Return a tensor; one that a vocabulary has by row as it will be."""
         name = self._start + name
-        found = self._delta.tensors[name][rows or ...].clone()
+        found = self._delta.tensors[name].clone()
         if name not in self._by_row:
             return found
         key, plane = self._by_row[name]
@@ -328,7 +328,9 @@ def checksum(text: str) -> str:
 
 def digest(values: Tensor) -> str:
     """Return the SHA-256 of the bytes of a tensor."""
-    data: Any = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+    # Empty ones may have strides that no view takes.
+    flat = values.detach().cpu().contiguous().reshape(-1) if values.numel() else torch.empty(0, dtype=torch.uint8)
+    data: Any = flat.view(torch.uint8).numpy().data
     return hashlib.sha256(data).hexdigest()
 
 

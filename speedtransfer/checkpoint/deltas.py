@@ -28,7 +28,7 @@ from speedtransfer.checkpoint.load import check_names
 from speedtransfer.checkpoint.marks import Content, Mark, MarkedTable, contents_of, held, marked_tables
 from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
-from speedtransfer.checkpoint.optimizer import SavedOptimizer, check_all_stored
+from speedtransfer.checkpoint.optimizer import SavedOptimizer, store_all
 from speedtransfer.checkpoint.plain_data import decode, find_tensors
 from speedtransfer.checkpoint.save import check_arguments, plan_files
 from speedtransfer.checkpoint.table_rows import Readers, StoredRows
@@ -99,7 +99,7 @@ def save_delta(
         )
     with held(tables), torch.no_grad():
         for each in optimizers.values():
-            check_all_stored(each)
+            store_all(each)
         now = Mark(contents_of(tables, progress), bool(optimizers))
         changed = {key: _changed(key, tables[key], since._contents[key], now._contents[key]) for key in tables}
         picked = ChangedRows({tables[key].handle.rows: rows for key, (_, rows) in changed.items()})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint.model import tables_of
-from speedtransfer.checkpoint.optimizer import check_all_stored
+from speedtransfer.checkpoint.optimizer import store_all
 from speedtransfer.dtypes import INTEGER_OF_SIZE
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.jit import compiled_module, run_on_threads
@@ -160,7 +160,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
             f"optimizer is a {type(optimizer).__name__} but must be a torch.optim.Optimizer; pass it, or leave it out"
         )
     if optimizer is not None:
-        check_all_stored(optimizer)
+        store_all(optimizer)
     with_state = optimizer is not None
     tables = marked_tables(model, with_state)
     with held(tables):

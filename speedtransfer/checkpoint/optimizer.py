@@ -64,18 +64,24 @@ def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str,
     return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
 
 
-def check_all_stored(optimizer: Optimizer) -> None:
-    """Raise `InvalidValueError` where an optimizer has state of rows that was loaded, and that no plane has as yet."""
+def store_all(optimizer: Optimizer) -> None:
+    """Have planes take over state of rows that was loaded, or made by a constructor, as the next step would."""
     take_loaded(optimizer)
-    for handle, _ in handles_of(optimizer):
+    for handle, group in handles_of(optimizer):
         entries, state = optimizer.state.get(handle.param, {}), handle.state
-        stored = state.stored(entries) if state is not None and state.optimizer() is optimizer else {}
+        owner = None if state is None else state.optimizer()
+        stored = state.stored(entries) if state is not None and owner is optimizer else {}
         loose = [k for k, v in entries.items() if k not in stored and isinstance(v, Tensor) and v.dim() and len(v)]
-        if loose:
+        if not loose or (state is not None and state.running):
+            continue
+        if owner not in (None, optimizer):
             raise InvalidValueError(
-                f"{handle} has state {loose[0]!r} that load_state_dict has given to the optimizer and no step has taken over; "
-                "make a step first, or load by st.load_checkpoint"
+                f"{handle} has state {loose[0]!r} of an optimizer that has made no step since another one did; make a step first"
             )
+        if state is None or owner is None:
+            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
+            state = give_state(handle, optimizer, group, specs)
+        state.take_loaded(optimizer)
 
 
 def _make_first_state(optimizer: Optimizer) -> None:

@@ -147,7 +147,7 @@ class SavedRows:
 
     def mapped(self) -> Tensor:
         """Return all rows to be copied from at once, without memory of their own if they are stored plainly."""
-        as_they_are = self.encoding == "plain" and isinstance(self._reader, TensorReader)
+        as_they_are = self.encoding == "plain" and not isinstance(self._reader, ShardReader)
         return self._reader.mapped(self._names[""]) if as_they_are else self.values()
 
     def stored_as(self, rows: Rows, plane: str) -> bool:
