@@ -310,7 +310,7 @@ def of_ids(net: Any) -> Any:
 
 
 @pytest.mark.parametrize(("make", "what"), [(Net, contents), (Ids, of_ids)])
-@pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [131, pytest.param(1, marks=pytest.mark.slow)])
 def test_damaged_files_are_refused(step: int, make: Any, what: Any, tmp_path: Path) -> None:
     _, paths = chain(tmp_path, make)
     raw = paths[0].read_bytes()
@@ -370,7 +370,7 @@ def test_forged_files_are_refused(name: str, number: int, tmp_path: Path) -> Non
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("every", [53, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [211, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_apply_that_is_interrupted_is_made_again(every: int, tmp_path: Path) -> None:
     _, paths = chain(tmp_path)
     wanted, counted = Net(idle="lazy"), Interrupt()

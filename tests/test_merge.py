@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoint_cases import digest
+from in_child import kill_at_line, run_child
+from interrupt import Interrupt
 from torch import nn
 
 import speedtransfer as st
+from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.tables import chunks
 
 ROWS, DIM = 60, 8
 ADAMW, SGD = torch.optim.AdamW, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
@@ -134,3 +138,200 @@ def test_a_copy_goes_on_and_base_and_deltas_are_the_checkpoint(name: str, steps_
     for each in (one, copy, merged):
         each.steps(3, 9, 20)
     assert copy.digest() == merged.digest() == one.digest()
+
+
+def chain(folder: Path, name: str = "adamw lazy", with_state: bool = True) -> World:
+    """Save a base, three deltas and, after each, a full checkpoint."""
+    one = World(name)
+    one.steps(1, 1)
+    opt, more = (one.opt, {"scheduler": one.scheduler}) if with_state else (None, {})
+    st.save_checkpoint(folder / "base", one.net, opt, **more)
+    mark = st.mark(one.net, opt)
+    for number in range(3):
+        one.steps(1, 2 + number, 10 * number)
+        mark = st.save_delta(folder / f"{number}.safetensors", one.net, mark, opt, **more)
+        st.save_checkpoint(folder / f"full{number}", one.net, opt, **more)
+    return one
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("with_state", [True, False])
+def test_chunks_folders_and_deltas_on_deltas(with_state: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    chain(tmp_path, with_state=with_state)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(chunks, "_BLOCK_ROWS", 7)
+    st.merge(tmp_path / "base", tmp_path, tmp_path / "merged")
+    assert files_of(tmp_path / "merged") == files_of(tmp_path / "full2")
+    # In place of an earlier one; and one merged before is a base.
+    st.merge(tmp_path / "base", tmp_path / "0.safetensors", tmp_path / "merged")
+    assert files_of(tmp_path / "merged") == files_of(tmp_path / "full0")
+    st.merge(tmp_path / "merged", [tmp_path / f"{n}.safetensors" for n in (1, 2)], tmp_path / "again")
+    assert files_of(tmp_path / "again") == files_of(tmp_path / "full2")
+
+
+def other_base(folder: Path) -> None:
+    world = World("adamw lazy")
+    world.steps(1, 77)
+    shutil.rmtree(folder / "base")
+    world.save(folder / "base")
+
+
+def of_sgd(folder: Path) -> None:
+    shutil.rmtree(folder / "base")
+    World("sgd").save(folder / "base")
+
+
+def wide_base(folder: Path) -> None:
+    world = World("adamw lazy")
+    world.net.more = st.Embedding(10, DIM, storage_dtype=torch.int8)
+    shutil.rmtree(folder / "base")
+    world.opt = ADAMW(world.net.parameters())
+    world.save(folder / "base")
+
+
+def without_state(folder: Path) -> None:
+    world = World("adamw lazy")
+    world.load(folder / "full0")
+    st.save_delta(folder / "1.safetensors", world.net, st.mark(world.net))
+
+
+def flip(path: str) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (found,) = folder.glob(path)
+        raw = bytearray(found.read_bytes())
+        raw[-3] ^= 4
+        found.write_bytes(raw)
+
+    return damage
+
+
+# What is done to base and deltas, which of these are merged, and words of the refusal.
+REFUSED: list[tuple[Callable[[Path], Any], list[int], str]] = [
+    (lambda f: None, [], "deltas is empty"),
+    (lambda f: None, [0, 2], "1.safetensors.*|2.safetensors' begins with other rows.*in between is missing"),
+    (lambda f: None, [0, 1, 1], "there twice"),
+    (lambda f: None, [1, 0], "the order is another"),
+    (lambda f: None, [1, 2], "1.safetensors' begins with other rows .*base' has"),
+    (lambda f: (f / "1.safetensors").unlink(), [0, 1], "cannot read"),
+    (lambda f: shutil.rmtree(f / "base"), [0], "no checkpoint folder"),
+    (other_base, [0], "begins with other rows of 'emb.weight'"),
+    (of_sgd, [0], "begins with other rows|has the state"),
+    (wide_base, [0], "is .10, 8. torch.int8 in .*base' but the deltas begin with 10 rows of 8 torch.float32"),
+    (without_state, [0, 1], "merge deltas of one kind"),
+    (without_state, [1], r"base' has \['optimizer', 'scheduler'\] but .*the model alone"),
+    (flip("base/model-*"), [0], "checksum"),
+    (flip("base/manifest.json"), [0], "damaged"),
+    (flip("1.safetensors"), [0, 1], "use another copy of it"),
+]
+
+
+@pytest.mark.parametrize(("change", "deltas", "words"), REFUSED)
+def test_what_is_not_merged(change: Any, deltas: list[int], words: str, tmp_path: Path) -> None:
+    chain(tmp_path)
+    change(tmp_path)
+    before = tree(tmp_path)
+    with pytest.raises(SpeedtransferError, match=words) as caught:
+        st.merge(tmp_path / "base", [tmp_path / f"{n}.safetensors" for n in deltas], tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert tree(tmp_path) == before
+    assert not (tmp_path / "out").exists()
+
+
+def test_more_that_is_not_merged(tmp_path: Path) -> None:
+    chain(tmp_path / "v", "vocabulary", with_state=False)
+    with pytest.raises(InvalidValueError, match="without the optimizer, and does not say which rows ids of 'emb.weight'"):
+        st.merge(tmp_path / "v" / "base", tmp_path / "v", tmp_path / "out")
+    with pytest.raises(InvalidValueError, match="out is the base"):
+        st.merge(tmp_path / "v" / "base", tmp_path / "v", tmp_path / "v" / ".." / "v" / "base")
+    with pytest.raises(InvalidValueError, match="holds 'v' and no checkpoint"):
+        st.merge(tmp_path / "v" / "base", tmp_path / "v" / "0.safetensors", tmp_path)
+
+
+def test_every_byte_of_a_delta_counts(tmp_path: Path) -> None:
+    chain(tmp_path)
+    path, copy = tmp_path / "1.safetensors", World("adamw lazy")
+    copy.load(tmp_path / "full0")
+    raw, before = path.read_bytes(), copy.digest()
+    for at in range(0, len(raw), 1 + len(raw) // 60):
+        changed = bytearray(raw)
+        changed[at] ^= 1 << at % 8
+        path.write_bytes(changed)
+        calls = (lambda: copy.apply(path, None), lambda: st.merge(tmp_path / "full0", path, tmp_path / "out"))
+        for call in calls:
+            with pytest.raises(SpeedtransferError):
+                call()
+        assert copy.digest() == before
+        assert not (tmp_path / "out").exists()
+
+
+def test_marks_and_deltas_of_another_kind(tmp_path: Path) -> None:
+    one = chain(tmp_path)
+    path, copy = tmp_path / "0.safetensors", World("adamw lazy")
+    copy.load(tmp_path / "base")
+    plain, other = st.mark(one.net), World("sgd")
+    wider = World("8-bit state")
+    for call, words in [
+        (lambda: one.save_delta(tmp_path / "3.safetensors", plain), "since was made without an optimizer but this delta is with"),
+        (lambda: st.save_delta(tmp_path / "3.safetensors", one.net, st.mark(one.net, one.opt)), "since was made with an optimizer"),
+        (lambda: copy.apply(path, st.mark(copy.net)), "mark was made without an optimizer"),
+        (lambda: st.apply_delta(path, copy.net), r"has the state of \['optimizer'\] but none was given"),
+        (lambda: st.apply_delta(path, copy.net, None, copy.opt), "holds 'scheduler', which was not given"),
+        (lambda: st.apply_delta(path, other.net, None, other.opt, scheduler=None), "optimizer is SGD but the checkpoint|begins with"),
+        (lambda: wider.apply(path, None), "begins with other rows|stored as"),
+        (lambda: st.save_delta(tmp_path / "3.safetensors", one.net.head, plain), "no table"),
+        (lambda: st.save_delta(tmp_path / "3.safetensors", one.net, st.mark(one.net, one.opt), None, more=World("sgd").opt), "that the model does not have|of another optimizer"),
+    ]:
+        before = copy.digest(), one.digest()
+        with pytest.raises(InvalidValueError, match=words):
+            call()
+        assert (copy.digest(), one.digest()) == before
+        assert not (tmp_path / "3.safetensors").exists()
+
+
+def test_killed_as_it_merges(tmp_path: Path) -> None:
+    chain(tmp_path)
+    before, out, line, seen = tree(tmp_path), tmp_path / "out", 1, set()
+    files = ("checkpoint/merge_deltas.py", "checkpoint/save.py", "checkpoint/folder.py")
+    while not run_child(lambda line=line: (kill_at_line(line, files), st.merge(tmp_path / "base", tmp_path, out))):
+        there = (out / "manifest.json").exists()
+        seen.add(there)
+        if there:
+            assert files_of(out) == files_of(tmp_path / "full2")
+            shutil.rmtree(out)
+        line += 37
+    assert line > 200
+    assert False in seen
+    assert files_of(out) == files_of(tmp_path / "full2")
+    # What those that were killed have left goes with the next.
+    assert len(list(out.iterdir())) == 4
+    assert {name: raw for name, raw in tree(tmp_path).items() if not name.startswith("out")} == before
+
+
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("name", ["adamw lazy", "8-bit state exact", "vocabulary"])
+@pytest.mark.parametrize("every", [2999, pytest.param(53, marks=pytest.mark.slow)])
+def test_an_apply_that_is_interrupted(name: str, every: int, tmp_path: Path) -> None:
+    chain(tmp_path, name)
+
+    def copied() -> World:
+        copy = World(name)
+        copy.load(tmp_path / "full0")
+        return copy
+
+    path, wanted, counted = tmp_path / "1.safetensors", copied(), Interrupt()
+    copied().apply(path, None)
+    assert not counted.during(lambda: wanted.apply(path, None))
+    for at in range(1, len(counted.places), every):
+        copy, interrupt = copied(), Interrupt(at)
+        interrupt.during(lambda copy=copy: copy.apply(path, None))
+        try:
+            copy.apply(path, None)
+        except SpeedtransferError as error:
+            if "has been applied" not in str(error):
+                assert name == "vocabulary", error
+                copy.load(tmp_path / "full0")
+                copy.apply(path, None)
+        assert copy.digest() == wanted.digest(), interrupt.place

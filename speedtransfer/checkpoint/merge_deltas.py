@@ -71,13 +71,13 @@ def merge(
         _check_base(str(place), content, chain[0])
         for reader in readers.values():
             reader.check_size()
-        tables = [_Table(key, chain, readers) for key in chain[-1].tables]
+        tables = [_Table(key, chain, str(place), readers) for key in chain[-1].tables]
         size = sum(reader.facts["bytes"] for reader in readers.values()) + sum(table.nbytes for table in tables)
         with ByteProgress(f"checking {place.name}", size, progress) as bar:
             for reader in readers.values():
                 reader.check(bar.advance)
             for table in tables:
-                table.check(str(place), bar)
+                table.check(bar)
         by_row = {name: (table, plane) for table in tables for plane, name in table.planes.items()}
         plans = {role: TensorPlan() for role in manifest.ROLES}
         for name, tensor in chain[-1].tensors.items():
@@ -156,8 +156,8 @@ def _check_base(place: str, content: Mapping[str, Any], first: Delta) -> None:
 class _Table:
     """The rows of a table: those of a base, and over them those of each delta."""
 
-    def __init__(self, key: str, chain: list[Delta], readers: Mapping[str, TensorReader]) -> None:
-        self._key, self._chain, self._readers = key, chain, readers
+    def __init__(self, key: str, chain: list[Delta], place: str, readers: Mapping[str, TensorReader]) -> None:
+        self._key, self._chain, self._place, self._readers = key, chain, place, readers
         # Those of the last one are of the result, the others for the hashes.
         self.planes = chain[-1].tables[key].planes
         self._all, self._fills = dict[str, str](), dict[str, float | None]()
@@ -169,16 +169,6 @@ class _Table:
         self.row_bytes = sum(part[:1].nbytes for part in self._like.values()) or 1
         self._begins, self.count = chain[0].tables[key].begins, chain[-1].tables[key].rows
         self.nbytes = self.row_bytes * self.count
-
-    def _base(self, plane: str, rows: slice) -> Tensor | None:
-        """Return rows of a plane of the base, all of which it has; None: it has no such plane."""
-        role, _, name = self._all[plane].partition("/")
-        if name not in self._readers[role].facts["tensors"]:
-            return None
-        return _wide(self._readers[role].read(name, rows))
-
-    def check(self, place: str, bar: ByteProgress) -> None:
-        """Raise unless these are the rows of the base that the first delta begins with, and those that each one brings."""
         for plane, full_name in self._all.items():
             role, _, name = full_name.partition("/")
             if name in self._readers[role].facts["tensors"]:
@@ -190,6 +180,16 @@ class _Table:
                         f"{name!r} is {tuple(shape)} {dtype} in {place!r} but the deltas begin with {self._begins} rows of "
                         f"{like.shape[1]} {like.dtype}; pass the checkpoint that they follow"
                     )
+
+    def _base(self, plane: str, rows: slice) -> Tensor | None:
+        """Return rows of a plane of the base, all of which it has; None: it has no such plane."""
+        role, _, name = self._all[plane].partition("/")
+        if name not in self._readers[role].facts["tensors"]:
+            return None
+        return _wide(self._readers[role].read(name, rows))
+
+    def check(self, bar: ByteProgress) -> None:
+        """Raise unless these are the rows of the base that the first delta begins with, and those that each one brings."""
         totals, fits = [0] * (len(self._chain) + 1), True
         for rows in row_chunks(self.count, self.row_bytes):
             hashes = np.zeros(min(rows.stop, self.count) - rows.start, np.uint64)
@@ -213,7 +213,7 @@ class _Table:
         if not fits or texts[0] != first.tables[self._key].since:
             raise InvalidValueError(
                 f"{str(first.path)!r} begins with other rows of {self._key!r} (of fingerprint {first.tables[self._key].since}) than "
-                f"{place!r} has ({texts[0]}): one before it is missing, or it is of another run; pass the checkpoint of when "
+                f"{self._place!r} has ({texts[0]}): one before it is missing, or it is of another run; pass the checkpoint of when "
                 "st.mark was called, and all deltas since"
             )
         for delta, text in zip(self._chain, texts[1:], strict=True):
