@@ -155,6 +155,9 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
         owner.rows.catch_up()
         before = live.index.find(plan.ids)
         ids, used = live.ids.copy(), live.last_use != FREE
+        if plan.placement.is_whole and plan.saved is not None:
+            # Those of before of free rows too: all rows are as they were saved, for what tells them apart by their bits.
+            live.ids[: len(plan.saved.ids)] = plan.saved.ids
         # First: the last step of a row is one of its feature.
         live.ids[plan.rows] = plan.ids
         owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
