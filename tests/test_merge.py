@@ -19,7 +19,7 @@ import speedtransfer as st
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
 from speedtransfer.tables import chunks
 
-ROWS, DIM = 60, 8
+ROWS, DIM = 100, 8
 ADAMW, SGD = torch.optim.AdamW, lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
@@ -96,10 +96,8 @@ class World:
 
     def digest(self) -> str:
         state = self.net.state_dict()
-        if "emb.vocabulary.ids" in state:
-            # By which vocabularies are told apart, and ids of before of rows that are free.
-            del state["emb.vocabulary.origin"]
-            state["emb.vocabulary.ids"] = state["emb.vocabulary.ids"] * (state["emb.vocabulary.last_use"] >= 0)
+        # By which vocabularies are told apart.
+        state.pop("emb.vocabulary.origin", None)
         return digest([state, self.opt.state_dict(), self.scheduler.state_dict()])
 
 
