@@ -1,4 +1,4 @@
-"""Any sequence of steps, deltas, merges, growth, eviction and kills of the copy gives what full checkpoints say, bit for bit."""
+"""Any sequence of steps, deltas, merges, growth and eviction gives what full checkpoints say, bit for bit."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ class DeltaMachine(RuleBasedStateMachine):
 
     @initialize(number=some.integers(0, 10**6), with_state=some.booleans(), steps=some.integers(0, 2))
     def begin(self, number: int, with_state: bool, steps: int) -> None:
-        self.folder, self.name, self.with_state = Path(tempfile.mkdtemp()), self.names[number % len(self.names)], with_state
+        self.folder, self.name, self.with_state = (
+            Path(tempfile.mkdtemp()),
+            self.names[number % len(self.names)],
+            with_state,
+        )
         self.one, self.seed, self.count = World(self.name), 0, 0
         self.one.steps(steps, 1)
         self.deltas = list[Path]()

@@ -394,7 +394,7 @@ def test_killed_as_it_saves(tmp_path: Path) -> None:
     mark = st.mark(net)
     step(net, optimizer(net))
     path, line, there = tmp_path / "delta.safetensors", 1, set()
-    files = ("checkpoint/deltas.py", "tables/files.py", "speedtransfer/system.py")
+    files = ("checkpoint/save_deltas.py", "tables/files.py", "speedtransfer/system.py")
     while not run_child(lambda line=line: (kill_at_line(line, files), st.save_delta(path, net, mark))):
         there.add(path.exists())
         if path.exists():

@@ -16,7 +16,7 @@ from interrupt import Interrupt
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.errors import InvalidValueError, SpeedtransferError, StorageError
+from speedtransfer.errors import InvalidValueError, SpeedtransferError
 from speedtransfer.tables import chunks
 
 ROWS, DIM = 100, 8
@@ -240,7 +240,7 @@ def test_what_is_not_merged(change: Any, deltas: list[int], words: str, tmp_path
 
 def test_more_that_is_not_merged(tmp_path: Path) -> None:
     chain(tmp_path / "v", "vocabulary", with_state=False)
-    with pytest.raises(InvalidValueError, match="without the optimizer, and does not say which rows ids of 'emb.weight'"):
+    with pytest.raises(InvalidValueError, match="saved without the optimizer, and does not say which rows ids of 'emb"):
         st.merge(tmp_path / "v" / "base", tmp_path / "v", tmp_path / "out")
     with pytest.raises(InvalidValueError, match="out is the base"):
         st.merge(tmp_path / "v" / "base", tmp_path / "v", tmp_path / "v" / ".." / "v" / "base")
@@ -272,15 +272,29 @@ def test_marks_and_deltas_of_another_kind(tmp_path: Path) -> None:
     plain, other = st.mark(one.net), World("sgd")
     wider = World("8-bit state")
     for call, words in [
-        (lambda: one.save_delta(tmp_path / "3.safetensors", plain), "since was made without an optimizer but this delta is with"),
-        (lambda: st.save_delta(tmp_path / "3.safetensors", one.net, st.mark(one.net, one.opt)), "since was made with an optimizer"),
+        (
+            lambda: one.save_delta(tmp_path / "3.safetensors", plain),
+            "since was made without an optimizer but this delta is with",
+        ),
+        (
+            lambda: st.save_delta(tmp_path / "3.safetensors", one.net, st.mark(one.net, one.opt)),
+            "since was made with an optimizer",
+        ),
         (lambda: copy.apply(path, st.mark(copy.net)), "mark was made without an optimizer"),
         (lambda: st.apply_delta(path, copy.net), r"has the state of \['optimizer'\] but none was given"),
         (lambda: st.apply_delta(path, copy.net, None, copy.opt), "holds 'scheduler', which was not given"),
-        (lambda: st.apply_delta(path, other.net, None, other.opt, scheduler=None), "optimizer is SGD but the checkpoint|begins with"),
+        (
+            lambda: st.apply_delta(path, other.net, None, other.opt, scheduler=None),
+            "optimizer is SGD but the checkpoint|begins with",
+        ),
         (lambda: wider.apply(path, None), "begins with other rows|stored as"),
         (lambda: st.save_delta(tmp_path / "3.safetensors", one.net.head, plain), "no table"),
-        (lambda: st.save_delta(tmp_path / "3.safetensors", one.net, st.mark(one.net, one.opt), None, more=World("sgd").opt), "that the model does not have|of another optimizer"),
+        (
+            lambda: st.save_delta(
+                tmp_path / "3.safetensors", one.net, st.mark(one.net, one.opt), None, more=World("sgd").opt
+            ),
+            "that the model does not have|of another optimizer",
+        ),
     ]:
         before = copy.digest(), one.digest()
         with pytest.raises(InvalidValueError, match=words):
@@ -329,7 +343,9 @@ def test_an_apply_that_is_interrupted(name: str, every: int, tmp_path: Path) -> 
             copy.apply(path, None)
         except SpeedtransferError as error:
             if "has been applied" not in str(error):
-                assert name == "vocabulary", error
+                # Rows whose ids have changed in part.
+                if name != "vocabulary":
+                    raise
                 copy.load(tmp_path / "full0")
                 copy.apply(path, None)
         assert copy.digest() == wanted.digest(), interrupt.place

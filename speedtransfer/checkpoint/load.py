@@ -10,12 +10,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.folder import Folder
 from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
-from speedtransfer.checkpoint.save import check_arguments
 from speedtransfer.checkpoint.store import Store
 from speedtransfer.checkpoint.table_rows import Readers
 from speedtransfer.checkpoint.tensors import TensorReader

@@ -1,8 +1,9 @@
-"""Make a checkpoint of an earlier one and the deltas since, from their files alone: no model is made, and no table in memory."""
+"""Make a checkpoint of an earlier one and the deltas since, from their files alone, without a model or a whole table."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.arguments import place_of
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import open_checkpoint
-from speedtransfer.checkpoint.marks import hashes_of, total_of
-from speedtransfer.checkpoint.save import SavePlan, bytes_of, place_of
+from speedtransfer.checkpoint.row_hashes import hashes_of, total_of
+from speedtransfer.checkpoint.save import SavePlan, bytes_of
 from speedtransfer.checkpoint.tensors import PickedRows, TensorPlan, TensorReader
 from speedtransfer.checkpoint.together import Processes
 from speedtransfer.dtypes import bits_of
@@ -44,10 +46,10 @@ def merge(
     Parameters
     ----------
     base : path-like
-        A checkpoint, or its URL, of the model (and the optimizer and objects, by name) that the deltas are of, and of one process.
+        A checkpoint, or its URL, of one process, with what the deltas have: the model alone, or the optimizer and objects too.
     deltas : path-like or sequence of path-like
-        Files of `save_delta` in their order, or a folder: all its ``.safetensors`` in the order of their names. Those of tables
-        with a vocabulary must have been saved with an optimizer: others do not say which rows ids have.
+        Files of `save_delta` in their order, or a folder: all its ``.safetensors`` in the order of their names. Of tables with
+        a vocabulary they must have been saved with an optimizer: others do not say which rows ids have.
     out : path-like
         A folder as for `save_checkpoint`, or its URL; not the base.
     progress : bool, optional
@@ -101,7 +103,9 @@ def _paths(deltas: Any) -> list[Path]:
         )
     paths = [check_safetensors_path(path) for path in deltas]
     if not paths:
-        raise InvalidValueError("deltas is empty, and the base is what it holds; pass the files that st.save_delta wrote")
+        raise InvalidValueError(
+            "deltas is empty, and the base is what it holds; pass the files that st.save_delta wrote"
+        )
     return paths
 
 
@@ -119,19 +123,19 @@ def _check_chain(chain: list[Delta]) -> None:
                 f"{str(first.path)!r} was saved without the optimizer, and does not say which rows ids of {key!r} have; save "
                 "deltas with it: st.save_delta(path, model, since, optimizer)"
             )
-    for before, after in zip(chain, chain[1:], strict=False):
+    for before, after in itertools.pairwise(chain):
         if _names(after.content) != _names(before.content) or after.tables.keys() != before.tables.keys():
             raise InvalidValueError(
-                f"{str(after.path)!r} has {_names(after.content)} and tables {sorted(after.tables)[:3]}, and {str(before.path)!r}, "
-                f"{_names(before.content)} and {sorted(before.tables)[:3]}; merge deltas of one kind"
+                f"{str(after.path)!r} has {_names(after.content)} and tables {sorted(after.tables)[:3]} but "
+                f"{str(before.path)!r} {_names(before.content)} and {sorted(before.tables)[:3]}; merge deltas of one kind"
             )
         for key, table in after.tables.items():
             ends = before.tables[key]
             if (table.since, table.begins) != (ends.now, ends.rows):
                 raise InvalidValueError(
-                    f"{str(after.path)!r} begins with other rows of {key!r} ({table.begins} of fingerprint {table.since}) than "
-                    f"{str(before.path)!r} ends with ({ends.rows} of {ends.now}): one in between is missing, one is there "
-                    "twice, or the order is another; pass all in their order"
+                    f"{str(after.path)!r} begins with other rows of {key!r} ({table.begins} of fingerprint {table.since}) "
+                    f"than {str(before.path)!r} ends with ({ends.rows} of {ends.now}): one in between is missing, one is "
+                    "there twice, or the order is another; pass all in their order"
                 )
 
 
@@ -212,9 +216,9 @@ class _Table:
         first = self._chain[0]
         if not fits or texts[0] != first.tables[self._key].since:
             raise InvalidValueError(
-                f"{str(first.path)!r} begins with other rows of {self._key!r} (of fingerprint {first.tables[self._key].since}) than "
-                f"{self._place!r} has ({texts[0]}): one before it is missing, or it is of another run; pass the checkpoint of when "
-                "st.mark was called, and all deltas since"
+                f"{str(first.path)!r} begins with other rows of {self._key!r} (fingerprint "
+                f"{first.tables[self._key].since}) than {self._place!r} has ({texts[0]}): a delta before it is missing, or it "
+                "is of another run; pass the checkpoint of when st.mark was called, and all deltas since"
             )
         for delta, text in zip(self._chain, texts[1:], strict=True):
             if text != delta.tables[self._key].now:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 
+from speedtransfer.checkpoint.first_state import make_first_state
 from speedtransfer.checkpoint.plain_data import decode, encode
 from speedtransfer.checkpoint.table_rows import Keeps, Readers, SavedRows, encode_rows
 from speedtransfer.checkpoint.together import like
@@ -46,7 +47,7 @@ def _owned(optimizer: Optimizer) -> dict[int, Handle]:
 def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str, Any]:
     """Return the optimizer as the manifest knows it, and have its tensors kept."""
     take_loaded(optimizer)
-    _make_first_state(optimizer)
+    make_first_state(optimizer)
     owned, states = _owned(optimizer), []
     for handle in owned.values():
         handle.step.abort(optimizer)
@@ -62,40 +63,6 @@ def encode_optimizer(optimizer: Optimizer, name: str, keeps: Keeps) -> dict[str,
         states.append([number, {"entries": encode(entries, path, keeps.whole), "rows": rows}])
     rest = encode(content, name, keeps.whole)
     return {"class": type(optimizer).__name__, "params": _shapes(optimizer), "state": states, "rest": rest}
-
-
-def store_all(optimizer: Optimizer) -> None:
-    """Have planes take over state of rows that was loaded, or made by a constructor, as the next step would."""
-    take_loaded(optimizer)
-    for handle, group in handles_of(optimizer):
-        entries, state = optimizer.state.get(handle.param, {}), handle.state
-        owner = None if state is None else state.optimizer()
-        stored = state.stored(entries) if state is not None and owner is optimizer else {}
-        loose = [k for k, v in entries.items() if k not in stored and isinstance(v, Tensor) and v.dim() and len(v)]
-        if not loose or (state is not None and state.running):
-            continue
-        if owner not in (None, optimizer):
-            raise InvalidValueError(
-                f"{handle} has state {loose[0]!r} of an optimizer that has made no step since another one did; make a step first"
-            )
-        if state is None or owner is None:
-            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
-            state = give_state(handle, optimizer, group, specs)
-        state.take_loaded(optimizer)
-
-
-def _make_first_state(optimizer: Optimizer) -> None:
-    """Make planes for state that a constructor made of no rows (Adagrad): a dense optimizer has it of all rows."""
-    for handle, group in handles_of(optimizer):
-        if handle.state is not None and handle.state.optimizer() is not None:
-            continue  # its own planes, or those of another, which only a step may replace
-        entries = dict(optimizer.state.get(handle.param, {}))
-        names = [k for k, v in entries.items() if isinstance(v, Tensor) and v.dim() > 0 and len(v) == 0]
-        if names and handle.num_rows and optimizer not in handle.lost:
-            specs = probe_optimizer(optimizer, group, handle.param, handle.sparse)
-            state = give_state(handle, optimizer, group, specs)
-            optimizer.state[handle.param].update(entries)
-            state.adopt(optimizer, [key for key in names if key in specs])
 
 
 def _tried(optimizer: Optimizer, content: dict[str, Any]) -> dict[str, Any] | None:

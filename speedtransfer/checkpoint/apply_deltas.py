@@ -1,0 +1,161 @@
+"""Apply files of the rows that have changed to a copy of a model: all is checked first."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from speedtransfer.checkpoint import manifest
+from speedtransfer.checkpoint.arguments import check_arguments
+from speedtransfer.checkpoint.delta_checks import DeltaReader, changes_of, check_fits, check_stored, content_after
+from speedtransfer.checkpoint.delta_file import (
+    Delta,
+)
+from speedtransfer.checkpoint.load import check_names
+from speedtransfer.checkpoint.marks import Mark, MarkedTable, check_kind, contents_of, held, marked_tables
+from speedtransfer.checkpoint.model import SavedModel
+from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
+from speedtransfer.checkpoint.optimizer import SavedOptimizer
+from speedtransfer.checkpoint.plain_data import decode
+from speedtransfer.checkpoint.table_rows import Readers
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.interrupts import to_its_end
+from speedtransfer.tables import PathLike, loading, row_chunks
+from speedtransfer.tables.saving import check_safetensors_path
+
+
+def apply_delta(
+    path: PathLike,
+    model: nn.Module,
+    mark: Mark | None = None,
+    optimizer: Optimizer | None = None,
+    *,
+    progress: bool | None = None,
+    **objects: Any,
+) -> Mark:
+    """Write what `save_delta` has saved into a copy of the model, which must hold what was there before.
+
+    Everything is checked before anything changes: that the rows of the copy are those that the delta begins with, to the bit,
+    and that those in the file are the ones that were saved. Lookups of other threads meanwhile see each row whole.
+
+    Parameters
+    ----------
+    path : path-like
+    model : nn.Module
+        With tables of the same keys, storage dtypes and widths; ones that may grow get the rows that came.
+    mark : Mark, optional
+        What the last ``apply_delta`` of this model returned, if nothing else has written to it since. Without it all rows are
+        read to find out what they are.
+    optimizer : torch.optim.Optimizer, optional
+        If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
+        too, as by `load_checkpoint`, and the copy goes on training with the same bits.
+    progress : bool, optional
+        A bar on standard error, for reading all rows. Default: on a terminal, if it takes more than a second.
+    **objects : object
+        As in `load_checkpoint`.
+
+    Returns
+    -------
+    Mark
+        What the model holds now, for the next delta.
+
+    Raises
+    ------
+    InvalidTypeError, InvalidValueError, OptimizerError
+        The delta begins with other rows (one before it is missing, it has been applied, or it is of another run), or the model
+        has other tables, or the optimizer is another one, or missing.
+    StorageError
+        The file is missing, damaged, or no delta.
+    """
+    path = check_safetensors_path(path)
+    _, optimizers, others = check_arguments(path, model, optimizer, objects)
+    tables, delta = marked_tables(model, bool(optimizers)), Delta(path)
+    if delta.of_optimizers != sorted(optimizers):
+        raise InvalidValueError(
+            f"{str(path)!r} has the state of {delta.of_optimizers or 'no optimizer'} but {sorted(optimizers) or 'none'} was "
+            "given; pass what it was saved with"
+        )
+    check_names(delta.content, {*optimizers, *others}, set(objects), repr(str(path)))
+    check_fits(delta, tables)
+    for table in tables.values():
+        table.handle.table.check_writable()
+    with held(tables), torch.no_grad():
+        if mark is not None:
+            check_kind(mark, "mark", bool(optimizers))
+        if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
+            key: table.count for key, table in tables.items()
+        }:
+            raise InvalidValueError(
+                "mark is of a model with other tables; pass what st.apply_delta returned for this one"
+            )
+        for table in tables.values():
+            table.handle.rows.catch_up()
+        before = contents_of(tables, progress) if mark is None else mark._contents
+        after = {key: content_after(delta, key, table, before[key], mark is not None) for key, table in tables.items()}
+        # Rows are written last.
+        if delta.changes and all(before[key].total == after[key].total for key in tables):
+            raise InvalidValueError(
+                f"{str(path)!r} has been applied: the model holds what comes after it; leave it out"
+            )
+        with manifest.damage_told(path):
+            readers = {role: Readers(DeltaReader(delta, role, tables), None) for role in manifest.ROLES}  # type: ignore[arg-type]
+            of_ids = [table.handle for table in tables.values() if table.of_ids]
+            read: Any = readers["objects"].whole.read
+            states = {name: decode(delta.content["objects"][name], read) for name in others}
+            rng = decode(delta.content["rng"], read)
+            check_rng_states(rng)
+            saved = [SavedModel(delta.content["model"], model, readers["model"], of_ids)]
+            more = [
+                SavedOptimizer(delta.content["optimizers"][name], value, name, readers["optimizer"])
+                for name, value in optimizers.items()
+            ]
+        with ExitStack() as stack:
+            with states_set(others, states):
+                # What may find no room comes first.
+                for each in (*saved, *more):
+                    each.allocate()
+                for key, table in marked_tables(model, bool(optimizers)).items():
+                    check_stored(delta, key, table)
+                for key, table in tables.items():
+                    if not table.of_ids and delta.tables[key].rows > table.handle.table.num_rows:
+                        table.handle.grow(delta.tables[key].rows)
+            # Rows that have got other ids are not told apart from those of another run.
+            torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
+            stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
+            for each in (*saved, *more):
+                each.load(lambda count: None)
+            for key, table in marked_tables(model, bool(optimizers)).items():
+                _write_rows(delta, key, table)
+            if optimizers:
+                set_rng_states(rng)
+    return Mark(after, bool(optimizers))
+
+
+def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
+    """Write the rows of a delta into a table."""
+    found, handle = delta.rows[key], table.handle
+    rows, parts = found.ids, found.parts
+    if table.of_ids:
+        vocabulary = handle.id_space.vocabulary
+        vocabulary.update(changes_of(delta, key, handle))
+        rows = vocabulary.rows(rows)
+        _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
+    for plane, values in table.beside.items():
+        values[rows] = parts[plane][:, 0]
+    _write(table, rows, parts)
+    handle.table.wait()
+
+
+def _write(table: MarkedTable, rows: Tensor, parts: Mapping[str, Tensor]) -> None:
+    """Write the rows `rows` (n,) of a table as they are stored, by plane."""
+    target, device = table.handle.table, table.handle.table.device
+    for some in row_chunks(len(rows), sum(part[:1].nbytes for part in parts.values())):
+        values = {name: parts[name][some].to(device) for name in table.stored}
+        numbers = rows[some].to(device)
+        to_its_end(functools.partial(target.write, numbers, values, unsorted=True))
