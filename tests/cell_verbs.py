@@ -306,15 +306,26 @@ class World:
         return other.look()
 
     def followed(self) -> Tensor:
-        """Train, and let a copy follow."""
+        """Train, and let a copy follow: one that serves, one that could go on training, and one that loads what is merged."""
         if not self.ours:
             self.step()
             return self.look()
         mark, follower = st.mark(self.model), copy.deepcopy(self.model)
+        with_state, trained, loaded = st.mark(self.model, self.opt), *(copy.deepcopy((self.model, self.opt)) for _ in "12")
+        base, path, out = (self.path.with_suffix(f".{self.rank}.{part}") for part in ("base", "delta.safetensors", "out"))
+        st.save_checkpoint(base, self.model, self.opt)
+        if self.vocabulary:
+            # A copy may have its ids in other rows.
+            st.load_checkpoint(base, *trained)
         self.step()
-        path = self.path.with_suffix(f".{self.rank}.delta.safetensors")
         st.save_delta(path, self.model, mark)
         st.apply_delta(path, follower)
+        st.save_delta(path, self.model, with_state, self.opt)
+        st.apply_delta(path, trained[0], None, trained[1])
+        st.merge(base, path, out)
+        st.load_checkpoint(out, *loaded)
+        assert all(torch.equal(self.look(model), self.look()) for model in (trained[0], loaded[0]))
+        assert all(torch.equal(state_of(opt), state_of(self.opt)) for opt in (trained[1], loaded[1]))
         return self.look(follower)
 
     def other(self) -> World:

@@ -17,6 +17,7 @@ from speedtransfer.checkpoint.delta_checks import DeltaReader, changes_of, check
 from speedtransfer.checkpoint.delta_file import (
     Delta,
 )
+from speedtransfer.checkpoint.first_state import store_all
 from speedtransfer.checkpoint.load import check_names
 from speedtransfer.checkpoint.marks import Mark, MarkedTable, check_kind, contents_of, held, marked_tables
 from speedtransfer.checkpoint.model import SavedModel
@@ -75,6 +76,8 @@ def apply_delta(
     """
     path = check_safetensors_path(path)
     _, optimizers, others = check_arguments(path, model, optimizer, objects)
+    for each in optimizers.values():
+        store_all(each)
     tables, delta = marked_tables(model, bool(optimizers)), Delta(path)
     if delta.of_optimizers != sorted(optimizers):
         raise InvalidValueError(

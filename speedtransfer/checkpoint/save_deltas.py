@@ -83,6 +83,8 @@ def save_delta(
     """
     path = check_safetensors_path(path)
     _, optimizers, others = check_arguments(path, model, optimizer, objects)
+    for each in optimizers.values():
+        store_all(each)
     tables = marked_tables(model, bool(optimizers))
     if not isinstance(since, Mark):
         raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
@@ -92,8 +94,6 @@ def save_delta(
             f"since is a mark of the tables {sorted(since._contents)} but the model has {sorted(tables)}; mark this model"
         )
     with held(tables), torch.no_grad():
-        for each in optimizers.values():
-            store_all(each)
         now = Mark(contents_of(tables, progress), bool(optimizers))
         changed = {key: _changed(key, tables[key], since._contents[key], now._contents[key]) for key in tables}
         picked = ChangedRows({tables[key].handle.rows: rows for key, (_, rows) in changed.items()})
