@@ -311,8 +311,13 @@ class World:
             self.step()
             return self.look()
         mark, follower = st.mark(self.model), copy.deepcopy(self.model)
-        with_state, trained, loaded = st.mark(self.model, self.opt), *(copy.deepcopy((self.model, self.opt)) for _ in "12")
-        base, path, out = (self.path.with_suffix(f".{self.rank}.{part}") for part in ("base", "delta.safetensors", "out"))
+        with_state, trained, loaded = (
+            st.mark(self.model, self.opt),
+            *(copy.deepcopy((self.model, self.opt)) for _ in "12"),
+        )
+        base, path, out = (
+            self.path.with_suffix(f".{self.rank}.{part}") for part in ("base", "delta.safetensors", "out")
+        )
         st.save_checkpoint(base, self.model, self.opt)
         if self.vocabulary:
             # A copy may have its ids in other rows.

@@ -43,7 +43,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[[Any], Any]]] = {
     "8-bit state exact": (lambda: {"idle": "exact", "state_dtype": torch.uint8}, ADAMW),
     "vocabulary": (lambda: vocabulary(evict="lru"), ADAMW),
     "vocabulary exact": (lambda: {**vocabulary(evict="lru"), "idle": "exact"}, ADAMW),
-    "vocabulary counts": (lambda: vocabulary(evict="lfu", admit=2), SGD),
+    "vocabulary counts": (lambda: {**vocabulary(evict="lfu", admit=2), "padding_idx": 7}, SGD),
 }
 
 
@@ -109,8 +109,13 @@ def files_of(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in content.items() if name != "sha256"}
 
 
-@pytest.mark.parametrize("steps_before", [0, 2])
-@pytest.mark.parametrize("name", CASES)
+ALWAYS = [("adamw exact", 0), ("8-bit state", 2), ("vocabulary exact", 2), ("vocabulary counts", 0)]
+RUNS = [(name, steps) for name in CASES for steps in (0, 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "steps_before"), [pytest.param(*it, marks=() if it in ALWAYS else pytest.mark.slow) for it in RUNS]
+)
 def test_a_copy_goes_on_and_base_and_deltas_are_the_checkpoint(name: str, steps_before: int, tmp_path: Path) -> None:
     one, copy = World(name), World(name)
     one.steps(steps_before, 1)
@@ -150,6 +155,20 @@ def chain(folder: Path, name: str = "adamw lazy", with_state: bool = True) -> Wo
         mark = st.save_delta(folder / f"{number}.safetensors", one.net, mark, opt, **more)
         st.save_checkpoint(folder / f"full{number}", one.net, opt, **more)
     return one
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chain")
+    chain(folder)
+    return folder
+
+
+@pytest.fixture
+def saved(made: Path, tmp_path: Path) -> Path:
+    """Return a folder with what `chain` makes."""
+    shutil.copytree(made, tmp_path / "saved")
+    return tmp_path / "saved"
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -227,15 +246,14 @@ REFUSED: list[tuple[Callable[[Path], Any], list[int], str]] = [
 
 
 @pytest.mark.parametrize(("change", "deltas", "words"), REFUSED)
-def test_what_is_not_merged(change: Any, deltas: list[int], words: str, tmp_path: Path) -> None:
-    chain(tmp_path)
-    change(tmp_path)
-    before = tree(tmp_path)
+def test_what_is_not_merged(change: Any, deltas: list[int], words: str, saved: Path) -> None:
+    change(saved)
+    before = tree(saved)
     with pytest.raises(SpeedtransferError, match=words) as caught:
-        st.merge(tmp_path / "base", [tmp_path / f"{n}.safetensors" for n in deltas], tmp_path / "out")
+        st.merge(saved / "base", [saved / f"{n}.safetensors" for n in deltas], saved / "out")
     assert "\n" not in str(caught.value)
-    assert tree(tmp_path) == before
-    assert not (tmp_path / "out").exists()
+    assert tree(saved) == before
+    assert not (saved / "out").exists()
 
 
 def test_more_that_is_not_merged(tmp_path: Path) -> None:
@@ -248,21 +266,20 @@ def test_more_that_is_not_merged(tmp_path: Path) -> None:
         st.merge(tmp_path / "v" / "base", tmp_path / "v" / "0.safetensors", tmp_path)
 
 
-def test_every_byte_of_a_delta_counts(tmp_path: Path) -> None:
-    chain(tmp_path)
-    path, copy = tmp_path / "1.safetensors", World("adamw lazy")
-    copy.load(tmp_path / "full0")
+def test_every_byte_of_a_delta_counts(saved: Path) -> None:
+    path, copy = saved / "1.safetensors", World("adamw lazy")
+    copy.load(saved / "full0")
     raw, before = path.read_bytes(), copy.digest()
     for at in range(0, len(raw), 1 + len(raw) // 60):
         changed = bytearray(raw)
         changed[at] ^= 1 << at % 8
         path.write_bytes(changed)
-        calls = (lambda: copy.apply(path, None), lambda: st.merge(tmp_path / "full0", path, tmp_path / "out"))
+        calls = (lambda: copy.apply(path, None), lambda: st.merge(saved / "full0", path, saved / "out"))
         for call in calls:
             with pytest.raises(SpeedtransferError):
                 call()
         assert copy.digest() == before
-        assert not (tmp_path / "out").exists()
+        assert not (saved / "out").exists()
 
 
 def test_marks_and_deltas_of_another_kind(tmp_path: Path) -> None:
@@ -303,28 +320,36 @@ def test_marks_and_deltas_of_another_kind(tmp_path: Path) -> None:
         assert not (tmp_path / "3.safetensors").exists()
 
 
-def test_killed_as_it_merges(tmp_path: Path) -> None:
-    chain(tmp_path)
-    before, out, line, seen = tree(tmp_path), tmp_path / "out", 1, set()
+@pytest.mark.parametrize("step", [331, pytest.param(19, marks=pytest.mark.slow)])
+def test_killed_as_it_merges(step: int, saved: Path) -> None:
+    before, out, line, seen = tree(saved), saved / "out", 1, set()
     files = ("checkpoint/merge_deltas.py", "checkpoint/save.py", "checkpoint/folder.py")
-    while not run_child(lambda line=line: (kill_at_line(line, files), st.merge(tmp_path / "base", tmp_path, out))):
+    while not run_child(lambda line=line: (kill_at_line(line, files), st.merge(saved / "base", saved, out))):
         there = (out / "manifest.json").exists()
         seen.add(there)
         if there:
-            assert files_of(out) == files_of(tmp_path / "full2")
+            assert files_of(out) == files_of(saved / "full2")
             shutil.rmtree(out)
-        line += 37
-    assert line > 200
+        line += step
+    assert line > 600
     assert False in seen
-    assert files_of(out) == files_of(tmp_path / "full2")
+    assert files_of(out) == files_of(saved / "full2")
     # What those that were killed have left goes with the next.
     assert len(list(out.iterdir())) == 4
-    assert {name: raw for name, raw in tree(tmp_path).items() if not name.startswith("out")} == before
+    assert {name: raw for name, raw in tree(saved).items() if not name.startswith("out")} == before
 
 
 @pytest.mark.filterwarnings("ignore:Exception ignored in. <_io:pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("name", ["adamw lazy", "8-bit state exact", "vocabulary"])
-@pytest.mark.parametrize("every", [2999, pytest.param(53, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("vocabulary", 2999),
+        *(
+            pytest.param(name, 499, marks=pytest.mark.slow)
+            for name in ("adamw lazy", "8-bit state exact", "vocabulary")
+        ),
+    ],
+)
 def test_an_apply_that_is_interrupted(name: str, every: int, tmp_path: Path) -> None:
     chain(tmp_path, name)
 
