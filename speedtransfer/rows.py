@@ -280,7 +280,8 @@ class Rows(StoredPlanes):
         fills = dict[str, float | None]()
         for name in names:
             initial = self._initial[name]
-            fills |= {name + suffix: initial and initial[suffix] for suffix in self._codecs[name].parts}
+            parts = self._codecs[name].parts
+            fills |= {name + suffix: None if initial is None else initial[suffix] for suffix in parts}
         return fills
 
     # --- idle rows ----------------------------------------------------------------------------------------------------

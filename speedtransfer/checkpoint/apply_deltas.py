@@ -113,16 +113,16 @@ def apply_delta(
             states = {name: decode(delta.content["objects"][name], read) for name in others}
             rng = decode(delta.content["rng"], read)
             check_rng_states(rng)
-            saved = [SavedModel(delta.content["model"], model, readers["model"], of_ids)]
-            more = [
-                SavedOptimizer(delta.content["optimizers"][name], value, name, readers["optimizer"])
-                for name, value in optimizers.items()
+            saved: list[SavedModel | SavedOptimizer] = [
+                SavedModel(delta.content["model"], model, readers["model"], of_ids)
             ]
+            for name, value in optimizers.items():
+                saved.append(SavedOptimizer(delta.content["optimizers"][name], value, name, readers["optimizer"]))
         with ExitStack() as stack:
             with states_set(others, states):
                 # What may find no room comes first.
-                for each in (*saved, *more):
-                    each.allocate()
+                for part in saved:
+                    part.allocate()
                 for key, table in marked_tables(model, bool(optimizers)).items():
                     check_stored(delta, key, table)
                 for key, table in tables.items():
@@ -131,8 +131,8 @@ def apply_delta(
             # Rows that have got other ids are not told apart from those of another run.
             torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
             stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
-            for each in (*saved, *more):
-                each.load(lambda count: None)
+            for part in saved:
+                part.load(lambda count: None)
             for key, table in marked_tables(model, bool(optimizers)).items():
                 _write_rows(delta, key, table)
             if optimizers:

@@ -122,7 +122,7 @@ def save_delta(
                 plans[f"{number}.reserved"] = TensorPlan()
                 plans[f"{number}.reserved"].tensors.update(reserved)
         by_row = {name for facts in said.values() for name in facts["planes"].values()}
-        tensors, digests = {}, {}
+        tensors, digests = dict[str, Any](), dict[str, str]()
         for role, plan in plans.items():
             in_role = role in manifest.ROLES
             found = {f"{role}{'/' if in_role else '.'}{name}": tensor for name, tensor in plan.tensors.items()}
