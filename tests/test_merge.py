@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -374,3 +375,42 @@ def test_an_apply_that_is_interrupted(name: str, every: int, tmp_path: Path) -> 
                 copy.load(tmp_path / "full0")
                 copy.apply(path, None)
         assert copy.digest() == wanted.digest(), interrupt.place
+
+
+def test_state_alone_changes_and_a_copy_has_its_generators(tmp_path: Path) -> None:
+    net = nn.Sequential(st.Embedding(10, 4, idle="lazy"))
+    opt = torch.optim.SGD(net.parameters(), lr=0.0, momentum=0.9)
+    # What an optimizer has been given to load counts, before a step.
+    mark, (copy, its_opt) = st.mark(net, opt), deepcopy((net, opt))
+    for number in range(2):
+        net(torch.tensor([1, 2 + number]))[:, 0].sum().backward()
+        opt.step()
+        opt.zero_grad()
+        mark = st.save_delta(tmp_path / "delta.safetensors", net, mark, opt)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(7)
+        copy, its_opt = deepcopy((copy, its_opt))
+        st.apply_delta(tmp_path / "delta.safetensors", copy, None, its_opt)
+        assert torch.equal(torch.get_rng_state(), drawn)
+        assert digest([copy.state_dict(), its_opt.state_dict()]) == digest([net.state_dict(), opt.state_dict()])
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "vocabulary counts"])
+def test_rows_that_are_free_again(name: str, tmp_path: Path) -> None:
+    one, copy = World(name), World(name)
+
+    def come_and_go(first: int) -> None:
+        one.steps(2, first, first)
+        one.opt.zero_grad()
+        one.net.emb.vocabulary.forget(one.net.emb.vocabulary.ids()[-4:])
+
+    come_and_go(0)
+    one.save(tmp_path / "base")
+    copy.load(tmp_path / "base")
+    mark = st.mark(one.net, one.opt)
+    assert st.mark(copy.net, copy.opt).fingerprints == mark.fingerprints
+    for first in (50, 90):
+        come_and_go(first)
+        mark = one.save_delta(tmp_path / "delta.safetensors", mark)
+        copy.apply(tmp_path / "delta.safetensors", None)
+        assert st.mark(copy.net, copy.opt).fingerprints == mark.fingerprints

@@ -149,8 +149,6 @@ def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
         vocabulary.update(changes_of(delta, key, handle))
         rows = vocabulary.rows(rows)
         _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
-    for plane, values in table.beside.items():
-        values[rows] = parts[plane][:, 0]
     _write(table, rows, parts)
     handle.table.wait()
 

@@ -168,10 +168,10 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
             free = free_rows(plan.saved)
         live.load(plan.known, plan.ids, plan.rows, last_use, counts, free)
         if plan.placement.is_whole and plan.saved is not None:
-            # Padding is used too.
+            # Padding is used too, and free rows have the counts of before.
             live.last_use[: live.reserved] = plan.saved.last_use[: live.reserved]
             if live.counts is not None and plan.saved.counts is not None:
-                live.counts[: live.reserved] = plan.saved.counts[: live.reserved]
+                live.counts[: len(plan.saved.counts)] = plan.saved.counts
         if plan.placement.is_whole and plan.saved is not None:
             live.hand = plan.saved.numbers["hand"] % max(len(live.ids) - live.reserved, 1)
         changed = np.flatnonzero((live.ids != ids) | ((live.last_use != FREE) != used))
