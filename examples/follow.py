@@ -3,7 +3,8 @@
     python examples/follow.py --rows 200000 --deltas 20
 
 One process trains a table and writes a delta to a folder now and then; the other looks rows up all the time and applies each
-delta when it is there. Printed is how long after the last step a delta was served.
+delta when it is there. Printed is how long after the last step a delta was served; ``--plot FILE`` draws it, and the time of
+each step (matplotlib: ``pip install "speedtransfer[plot]"``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 import speedtransfer as st
+from speedtransfer.drawing import COLOURS, require_matplotlib, tidy
 
 DIM, BATCH = 64, 1024
 
@@ -29,21 +31,22 @@ def make(rows: int) -> torch.nn.Module:
     return torch.nn.ModuleDict({"emb": st.Embedding(rows, DIM, idle="lazy"), "head": torch.nn.Linear(DIM, 1)})
 
 
-def train(rows: int, deltas: int, steps: int, folder: Path) -> torch.nn.Module:
-    """Train, and write a delta every `steps` steps."""
-    model = make(rows)
+def train(rows: int, deltas: int, steps: int, folder: Path) -> tuple[torch.nn.Module, list[float]]:
+    """Train, and write a delta every `steps` steps; return the seconds of each step too."""
+    model, seconds = make(rows), list[float]()
     optimizer = torch.optim.AdamW(model.parameters())
     mark = st.mark(model)
     for number in range(deltas):
         for _ in range(steps):
-            ids = (rows * torch.rand(BATCH) ** 3).long()
+            ids, begin = (rows * torch.rand(BATCH) ** 3).long(), time.perf_counter()
             optimizer.zero_grad()
             model["head"](model["emb"](ids)).square().mean().backward()
             optimizer.step()
+            seconds.append(time.perf_counter() - begin)
         # When the last step was made.
         (folder / f"{number:06}.txt").write_text(repr(time.time()))
         mark = st.save_delta(folder / f"{number:06}.safetensors", model, mark, progress=False)
-    return model
+    return model, seconds
 
 
 def serve(rows: int, deltas: int, folder: Path, results: Any) -> None:
@@ -61,20 +64,36 @@ def serve(rows: int, deltas: int, folder: Path, results: Any) -> None:
     results.put((lags, lookups, st.mark(model).fingerprints))
 
 
+def draw(path: Path, lags: list[float], seconds: list[float]) -> None:
+    """Draw the lag of each delta and the time of each step as a PNG."""
+    figure = require_matplotlib()(6.4, 4.8)
+    for axes, values, text in zip(
+        figure.subplots(2), (lags, seconds), ("ms until a delta was served", "ms of a step"), strict=True
+    ):
+        axes.plot(range(len(values)), [1e3 * value for value in values], color=COLOURS[0])
+        axes.set_ylabel(text)
+        axes.set_ylim(bottom=0)
+        tidy(axes)
+    figure.savefig(path)
+
+
 def main() -> None:
     """Run both and print how far the server was behind."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--deltas", type=int, default=20)
     parser.add_argument("--steps", type=int, default=20, help="between two deltas")
+    parser.add_argument("--plot", type=Path, help="a PNG of the lag of each delta and the time of each step")
     given = parser.parse_args()
+    if given.plot is not None:
+        require_matplotlib()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         server = context.Process(target=serve, args=(given.rows, given.deltas, folder, results))
         server.start()
-        model = train(given.rows, given.deltas, given.steps, folder)
+        model, seconds = train(given.rows, given.deltas, given.steps, folder)
         lags, lookups, fingerprints = results.get()
         server.join()
         size = statistics.mean(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -82,6 +101,8 @@ def main() -> None:
     print(f"{given.deltas} deltas of {size / 1e6:.2f} MB of a table of {4e-6 * given.rows * DIM:.1f} MB")
     print(f"{lookups} batches looked up meanwhile")
     # The first waits until the server has started.
+    if given.plot is not None:
+        draw(given.plot, lags[1:], seconds)
     print(f"served {statistics.median(lags[1:]) * 1e3:.0f} ms after the step, {max(lags[1:]) * 1e3:.0f} ms at most")
 
 

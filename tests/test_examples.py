@@ -127,11 +127,13 @@ def test_what_makes_no_sense_is_refused(text, tmp_path, monkeypatch, capsys, lin
 
 
 @pytest.mark.slow
-def test_a_server_follows():
+def test_a_server_follows(tmp_path):
     script = Path(__file__).resolve().parents[1] / "examples" / "follow.py"
     arguments = [sys.executable, str(script), "--rows", "500", "--deltas", "4", "--steps", "2"]
+    arguments += ["--plot", str(tmp_path / "lag.png")]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr
+    assert (tmp_path / "lag.png").read_bytes().startswith(b"\x89PNG")
     assert re.match(
         r"4 deltas of [\d.]+ MB of a table of 0.1 MB\n\d+ batches looked up meanwhile\nserved \d+ ms", done.stdout
     )
