@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import speedtransfer as st
-from speedtransfer.drawing import COLOURS, require_matplotlib, tidy
 
 DIM, BATCH = 64, 1024
 
@@ -66,14 +65,13 @@ def serve(rows: int, deltas: int, folder: Path, results: Any) -> None:
 
 def draw(path: Path, lags: list[float], seconds: list[float]) -> None:
     """Draw the lag of each delta and the time of each step as a PNG."""
-    figure = require_matplotlib()(6.4, 4.8)
-    for axes, values, text in zip(
-        figure.subplots(2), (lags, seconds), ("ms until a delta was served", "ms of a step"), strict=True
-    ):
-        axes.plot(range(len(values)), [1e3 * value for value in values], color=COLOURS[0])
-        axes.set_ylabel(text)
-        axes.set_ylim(bottom=0)
-        tidy(axes)
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.8), layout="constrained")
+    parts = zip(figure.subplots(2), (lags, seconds), ("ms until a delta was served", "ms of a step"), strict=True)
+    for axes, values, text in parts:
+        axes.plot([1e3 * value for value in values])
+        axes.set(ylabel=text, ylim=(0, None))
     figure.savefig(path)
 
 
@@ -85,8 +83,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20, help="between two deltas")
     parser.add_argument("--plot", type=Path, help="a PNG of the lag of each delta and the time of each step")
     given = parser.parse_args()
-    if given.plot is not None:
-        require_matplotlib()
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     with tempfile.TemporaryDirectory() as name:
@@ -101,9 +97,9 @@ def main() -> None:
     print(f"{given.deltas} deltas of {size / 1e6:.2f} MB of a table of {4e-6 * given.rows * DIM:.1f} MB")
     print(f"{lookups} batches looked up meanwhile")
     # The first waits until the server has started.
+    print(f"served {statistics.median(lags[1:]) * 1e3:.0f} ms after the step, {max(lags[1:]) * 1e3:.0f} ms at most")
     if given.plot is not None:
         draw(given.plot, lags[1:], seconds)
-    print(f"served {statistics.median(lags[1:]) * 1e3:.0f} ms after the step, {max(lags[1:]) * 1e3:.0f} ms at most")
 
 
 if __name__ == "__main__":
