@@ -68,10 +68,10 @@ def draw(path: Path, lags: list[float], seconds: list[float]) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.8), layout="constrained")
-    parts = zip(figure.subplots(2), (lags, seconds), ("ms until a delta was served", "ms of a step"), strict=True)
-    for axes, values, text in parts:
+    above, below = figure.subplots(2)
+    for axes, values, what, how in ((above, lags, "delta", "ms until it was served"), (below, seconds, "step", "ms")):
         axes.plot([1e3 * value for value in values])
-        axes.set(ylabel=text, ylim=(0, None))
+        axes.set(xlabel=what, ylabel=how, ylim=(0, None))
     figure.savefig(path)
 
 
