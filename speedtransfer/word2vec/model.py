@@ -103,9 +103,12 @@ class Word2Vec(nn.Module):
         their own: their movements are added, where gradients would be averaged. The memory of the gradients returned, of rows
         of `input` (`center`) and of `output`, belongs to the optimizer from now on.
         """
-        places: Any = self.prepare(block).places
+        block = self.prepare(block)
+        places: Any = block.places
         places = places.to(self.input.table.device)
-        output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
+        # Of several processes by the ids alone, which may have been sent ahead.
+        rows: Any = (self.output, places.outputs), (self.input, places.bags.rows)
+        output, active = (module.activate(some) for module, some in (self.ids_of(block) if self._group else rows))
         options: dict[str, Any] = {"model": self.model, "negative": self.negative, "rate": rate, "with_loss": with_loss}
         result = block_gradients(active.rows, output.rows, places, **options)
         if self.clip is not None:
@@ -117,6 +120,11 @@ class Word2Vec(nn.Module):
         active.add_grad(result.center)
         output.add_grad(result.context)
         return result
+
+    def ids_of(self, block: Block) -> list[tuple[Embedding, Tensor]]:
+        """Return which rows of which table `deposit_gradients` looks up for a prepared block, on the host."""
+        places: Any = block.places
+        return [(self.output, places.outputs.ids), (self.input, places.bags.rows.ids)]
 
     def prepare(self, block: Block) -> Block:
         """Return `block` with what `deposit_gradients` needs on the host; may be called in any thread.

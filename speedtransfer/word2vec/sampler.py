@@ -157,8 +157,12 @@ class Sampler:
         return torch.minimum(windows, position - begin), torch.minimum(windows, end - position)
 
 
-def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int | None) -> tuple[int, int]:
-    """Return epochs and words per step for a corpus of which subsampling keeps `num_kept_words` an epoch; what is given stays.
+def choose_schedule(
+    num_kept_words: float, epochs: int | None, block_words: int | None, ranks: int = 1
+) -> tuple[int, int]:
+    """Return epochs, and words in a step of each process, for a corpus of which subsampling keeps `num_kept_words` an epoch.
+
+    What is given stays.
 
     A run needs some 1,000 steps: by loss on held-out text, with 4,000, 30,000 and 200,000 words of the World Factbook, AdamW
     was best at about 500, 1,500 and 1,500. Large blocks are faster, so they shrink only as far as that takes, and the corpus
@@ -169,12 +173,12 @@ def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int 
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))
         epochs = min(max(needed, EPOCHS), MOST_EPOCHS)
     if block_words is None:
-        fitting = max(int(epochs * num_kept_words / STEPS), FEWEST_BLOCK_WORDS)
+        fitting = max(int(epochs * num_kept_words / STEPS / ranks), FEWEST_BLOCK_WORDS)
         block_words = min(1 << fitting.bit_length() - 1, BLOCK_WORDS)
     return epochs, block_words
 
 
-def schedule_for(settings: Settings, corpus: Corpus) -> tuple[int, int]:
+def schedule_for(settings: Settings, corpus: Corpus, ranks: int = 1) -> tuple[int, int]:
     """Return the epochs and words per step of `settings`, chosen for `corpus` where they are None."""
-    num_kept_words = corpus.vocabulary.kept_share(settings.sample) * len(corpus)
-    return choose_schedule(num_kept_words, settings.epochs, settings.block_words)
+    num_kept_words = corpus.vocabulary.kept_share(settings.sample) * corpus.num_words
+    return choose_schedule(num_kept_words, settings.epochs, settings.block_words, ranks)
