@@ -108,7 +108,7 @@ read("# x\na b 0\n", kind="graph") -> InvalidValueError: line 2 of .* has the we
 read("a b inf\n", kind="graph") -> InvalidValueError: has the weight 'inf' but
 read("a\nb\n", kind="adjacency") -> InvalidValueError: holds no edges
 Vocabulary.load("no") -> StorageError: cannot read .*No such file
-Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no count.n', no word and count
+Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no' and 'count', no word and count
 Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
 Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
 load_set("no") -> StorageError: cannot read .*check the path

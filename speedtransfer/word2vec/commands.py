@@ -199,8 +199,9 @@ def train(
 
     settings = _read_settings(ctx, config, option or [], flags, output)
     stop_signal = train_into(
-        output, corpus[0] if len(corpus) == 1 else corpus, settings, format, resume=resume, overwrite=overwrite, curves=curves, quiet=quiet, show=typer.echo,
-        checkpoint_every=checkpoint_every, evaluate=evaluate or [], evaluate_every=evaluate_every,
+        output, corpus[0] if len(corpus) == 1 else corpus, settings, format, resume=resume, overwrite=overwrite,
+        curves=curves, quiet=quiet, show=typer.echo, checkpoint_every=checkpoint_every, evaluate=evaluate or [],
+        evaluate_every=evaluate_every,
     )  # fmt: skip
     _exit_after(stop_signal)
 

@@ -84,7 +84,9 @@ class Corpus:
             counts = count_numbers(ids, len(words))
         if given is not None:
             listed, counts = given
-            self.vocabulary = Vocabulary.choose(counts, lambda kept: [listed[i] for i in kept], min_count, settings.max_words)
+            self.vocabulary = Vocabulary.choose(
+                counts, lambda kept: [listed[i] for i in kept], min_count, settings.max_words
+            )
         elif exchange is not None:
             self.vocabulary = count_together(words, counts, min_count, settings.max_words, exchange)
         else:
@@ -100,7 +102,7 @@ class Corpus:
             sizes = exchange.agree(POINT, sizes[0]).numpy()
         if exchange is not None and sizes[:, 0].min() == 0:
             raise InvalidValueError(
-                f"the part of process {sizes[:, 0].argmin()} of the corpus has no word of the vocabulary; divide it into parts "
+                f"the part of process {sizes[:, 0].argmin()} has no word of the vocabulary; divide the corpus into parts "
                 "of one kind, or start fewer processes"
             )
         self.num_words, self.num_raw_words = sizes.sum(0).tolist()

@@ -59,8 +59,8 @@ def own_part(source: Source, exchange: Exchange) -> Source:
     files = in_all(exchange, listed, digest)
     if len(files) < exchange.ranks:
         raise InvalidValueError(
-            f"{name_of(source)} has {len(files)} files but {exchange.ranks} processes are to divide it; split it into as many, "
-            "or drop divide: then each reads all of it"
+            f"{name_of(source)} has {len(files)} files but {exchange.ranks} processes are to divide them; split them into as "
+            "many, or drop divide: then each reads all"
         )
     taken, own = [0] * exchange.ranks, []
     for place in sorted(range(len(files)), key=files.__getitem__):

@@ -51,7 +51,7 @@ def name_of(source: Source) -> str:
 
 
 def find_files(source: Any) -> list[Path]:
-    """Return the files that a file, folder, pattern (``*.txt``) or list of them is, in reading order; raise if there are none."""
+    """Return the files that a file, folder, pattern or list of these stands for, in reading order; raise if there are none."""
     if isinstance(source, list | tuple):
         if not source:
             raise InvalidValueError("corpus is an empty list; pass a text file, a folder of them, or -")

@@ -99,7 +99,9 @@ class Trainer:
             try:
                 self._exchange.agree(POINT, [0], about)
             except DifferenceError as error:
-                raise DifferenceError(f"{error}, or all files with divide=True (--divide), of which each reads some") from None
+                raise DifferenceError(
+                    f"{error}, or all files with divide=True (--divide), of which each reads some"
+                ) from None
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
         self.sampler = Sampler(corpus.ids, corpus.vocabulary, settings, corpus.starts)

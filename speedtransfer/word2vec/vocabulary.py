@@ -147,7 +147,7 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
     for place, word, count in rows:
         is_word = isinstance(word, str) and (word.split() == [word] if least else word)
         if not is_word or not isinstance(count, int) or isinstance(count, bool):
-            raise StorageError(f"{place} of {str(path)!r} is {str(word)[:40]!r}, {count!r}, no word and count")
+            raise StorageError(f"{place} of {str(path)!r} is {str(word)[:40]!r} and {count!r}, no word and count")
         if not least <= count < 1 << 63:
             raise StorageError(f"{place} of {str(path)!r} counts {word!r} {count} times; leave it out")
         if word in counts:
