@@ -111,6 +111,14 @@ Vocabulary.load("no") -> StorageError: cannot read .*No such file
 Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no' and 'count', no word and count
 Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
 Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
+read("a b", vocabulary=file("c.tsv", "")) -> StorageError: 'c.tsv' is empty; pass a table of words and counts
+read("a b", vocabulary=file("c.tsv", "word\tcount\n")) -> StorageError: is empty
+read("a b", vocabulary=file("c.tsv", "a\t1\nb\t2\na\t3\n")) -> StorageError: line 3 of 'c.tsv' has the word 'a' again; add up
+read("a b", vocabulary=file("c.tsv", "a\t1\nb\t0\n")) -> StorageError: line 2 of 'c.tsv' counts 'b' 0 times; leave it out
+read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is 'a' and '-3', no word and count
+read("a b", vocabulary=file("c.tsv", "new york\t3\n")) -> StorageError: line 1 of 'c.tsv' is 'new york' and 3, no word
+read("a b", vocabulary=file("c.tsv", "a\t3\nb\t9\n")) -> InvalidValueError: min_count=5 leaves 1 of 2 .* pass min_count=3 or
+read("a b", vocabulary=file("c.tsv", "q\t9\nr\t9\n")) -> InvalidValueError: 
 load_set("no") -> StorageError: cannot read .*check the path
 load_set(".") -> StorageError: cannot read .*check the path
 load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: can't decode byte 0xff
