@@ -29,6 +29,9 @@ Settings(lr=0) -> InvalidValueError: lr is 0 but must be above 0
 Settings(p=0) -> InvalidValueError: p is 0 but must be at least 0.0001 and at most 10000
 Settings(q=20_000) -> InvalidValueError: q is 20000 but must be at least 0.0001 and at most 10000
 Settings(phrases=1, kind="graph") -> InvalidValueError: phrases is 1 but must be 0 for kind='graph': nodes are no words
+Settings(phrases=1, divide=True) -> InvalidValueError: divide is for text but phrases=1 needs all of it in a process
+Settings(kind="graph", divide=True) -> InvalidValueError: divide is for text but kind='graph' needs all of it
+Settings(divide=2) -> InvalidTypeError: divide is 2 but must be True or False
 Settings(seed=1 << 63) -> InvalidValueError: must be below 2\*\*63
 Settings(lr=10**400) -> InvalidValueError: lr is 1000.* but must be finite
 Settings(optimizer="adamv") -> InvalidValueError: optimizer 'adamv' is not in torch.optim; did you mean 'adam'
@@ -118,7 +121,6 @@ read("a b", vocabulary=file("c.tsv", "a\t1\nb\t0\n")) -> StorageError: line 2 of
 read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is 'a' and '-3', no word and count
 read("a b", vocabulary=file("c.tsv", "new york\t3\n")) -> StorageError: line 1 of 'c.tsv' is 'new york' and 3, no word
 read("a b", vocabulary=file("c.tsv", "a\t3\nb\t9\n")) -> InvalidValueError: min_count=5 leaves 1 of 2 .* pass min_count=3 or
-read("a b", vocabulary=file("c.tsv", "q\t9\nr\t9\n")) -> InvalidValueError: 
 load_set("no") -> StorageError: cannot read .*check the path
 load_set(".") -> StorageError: cannot read .*check the path
 load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: can't decode byte 0xff

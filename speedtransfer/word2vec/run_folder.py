@@ -201,9 +201,10 @@ def _fill(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:
 
 def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], None]) -> None:
     to_device, back = trainer.moved_bytes
+    each = "" if trainer.processes == 1 else f"{trainer.processes} x "
     show(
-        f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {trainer.block_words:,} words (epochs: "
-        f"{trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
+        f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {each}{trainer.block_words:,} words "
+        f"(epochs: {trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
         f"{trainer.words_per_s:,.0f} words/s, loss {format_loss(trainer.loss)}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )
