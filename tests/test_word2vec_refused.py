@@ -63,7 +63,7 @@ Sampler(np.array([0, 1], "i4"), Vocabulary(["a", "b"], [0, 0])) -> InvalidValueE
 Sampler(np.empty(0, "i4"), words) -> InvalidValueError: the corpus has no word of the vocabulary
 Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
 -> HostMemoryError: shared_negatives=1000000000000 asks for .* a step but this machine has
-Places.find(Block(*[torch.arange(3)] * 4, 3, window=1), 3, 1)
+Places.find(Block(*[torch.arange(3)] * 4, window=1), 3, 1)
 -> InvalidValueError: a context reaches 2 words but window is 1; pass window=2, or 0
 model(0) -> InvalidValueError: vocabulary is 0 but must be at least 1
 model(20, buckets=10) -> InvalidTypeError: vocabulary is 20 but n-grams \(buckets=10\) need the words

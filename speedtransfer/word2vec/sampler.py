@@ -97,7 +97,7 @@ class Sampler:
 
         def draw(step: int) -> Block:
             number = number_of(step)
-            block = Block(none, none, none, none, 0) if number is None else self.block(number)
+            block = Block(none, none, none, none) if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
@@ -122,7 +122,7 @@ class Sampler:
             windows.random_(1, self.window + 1, generator=generator)
         before, after = self._within(windows, kept, start)
         negatives = self._draw_negatives(generator)
-        return Block(words, before, after, negatives, len(stretch), 0 if self._draws_windows else self.window)
+        return Block(words, before, after, negatives, 0 if self._draws_windows else self.window)
 
     def _order_of(self, epoch: int) -> Tensor:
         """Return in which order an epoch takes the stretches."""
