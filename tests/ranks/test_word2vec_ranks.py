@@ -187,6 +187,23 @@ def test_a_divided_run_has_the_same_bits_in_all_ways(two, tmp_path):
             )
 
 
+def trained_by_the_first(pattern: str) -> np.ndarray:
+    trainer = Trainer(Corpus(pattern, settings=Settings(**QUICK)), Settings(**QUICK))
+    trainer.num_steps = len(trainer.sampler)
+    trainer._block_of = lambda step: None if world() is not None and dist.get_rank() else step
+    while trainer.step < trainer.num_steps:
+        trainer.train_step()
+    return trainer.vectors().matrix.copy()
+
+
+def test_steps_without_words_change_nothing(two, tmp_path):
+    """Also several of them, and the first."""
+    pattern = parts(tmp_path)
+    alone = trained_by_the_first(pattern)
+    for matrix in two(trained_by_the_first, pattern):
+        np.testing.assert_array_equal(matrix, alone)
+
+
 def calls_of_a_step(pattern: str) -> float:
     trainer = Trainer(divided(pattern), Settings(**QUICK))
     traffic = exchange_of(world()).traffic
