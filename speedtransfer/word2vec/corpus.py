@@ -73,7 +73,8 @@ class Corpus:
         kind, min_count = settings.kind, settings.min_count
         group = world() if settings.divide else None
         self._exchange = exchange = None if group is None else exchange_of(group)
-        given = None if settings.vocabulary is None else in_all(exchange, lambda: read_counts(settings.vocabulary))
+        table = settings.vocabulary
+        listed = None if table is None else in_all(exchange, lambda: read_counts(table))
         if exchange is not None:
             source = own_part(source, exchange)
         words, ids = in_all(exchange, lambda: _read(source, settings, report))
@@ -82,10 +83,10 @@ class Corpus:
         for _ in range(settings.phrases):
             ids = join_phrases(ids, words, min_count, settings.phrase_threshold)
             counts = count_numbers(ids, len(words))
-        if given is not None:
-            listed, counts = given
+        if listed is not None:
+            names, counts = listed
             self.vocabulary = Vocabulary.choose(
-                counts, lambda kept: [listed[i] for i in kept], min_count, settings.max_words
+                counts, lambda rows: [names[i] for i in rows], min_count, settings.max_words
             )
         elif exchange is not None:
             self.vocabulary = count_together(words, counts, min_count, settings.max_words, exchange)
