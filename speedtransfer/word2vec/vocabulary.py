@@ -159,16 +159,13 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
 
 
 def _text_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
-    try:
-        with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                line = line.rstrip("\r\n")
-                word, _, count = line.rpartition("\t" if "\t" in line else " ")
-                if number > 1 or line != "word\tcount":
-                    is_count = count.isdecimal() and len(count) <= _COUNT_DIGITS
-                    yield f"line {number}", word, int(count) if is_count else count[:40]
-    except UnicodeDecodeError as error:
-        raise StorageError(f"{str(path)!r} is no vocabulary ({error}); pass a vocab.txt") from None
+    with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            line = line.rstrip("\r\n")
+            word, _, count = line.rpartition("\t" if "\t" in line else " ")
+            if number > 1 or line != "word\tcount":
+                is_count = count.isdecimal() and len(count) <= _COUNT_DIGITS
+                yield f"line {number}", word, int(count) if is_count else count[:40]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
