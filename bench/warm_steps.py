@@ -159,7 +159,7 @@ class Words:
         windows = torch.randint(0, WINDOW + 1, (num_words,), generator=generator)
         before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
         negatives = torch.randint(vocabulary, ((num_words // 512 + 1) * NEGATIVES,), generator=generator)
-        return Block(words, before, after, negatives, num_words)
+        return Block(words, before, after, negatives)
 
 
 _INT8 = {"storage_dtype": torch.int8, "state_dtype": torch.uint8}

@@ -128,8 +128,8 @@ def test_demo(folder, monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypatch, fresh_signals, number):
-    save = Vectors.save
-    monkeypatch.setattr(Vectors, "save", lambda *given: (signal.raise_signal(number), save(*given)))
+    save = Vocabulary.save
+    monkeypatch.setattr(Vocabulary, "save", lambda *given: (signal.raise_signal(number), save(*given)))
     assert run(*TRAIN, *QUICK).exit_code == 128 + number
     assert len(Vectors.load("out")) == 50
     assert names(folder) == ["corpus.txt", "out"]
@@ -140,7 +140,7 @@ def test_a_signal_while_vectors_are_saved_waits_until_they_are(folder, monkeypat
 
 def fill_disk(monkeypatch, *folders):
     """Let no vectors be saved below these."""
-    save = Vectors.save
+    save = Vocabulary.save
 
     def save_or_fail(self, path):
         if any(path.resolve().is_relative_to(full.resolve()) for full in folders):
@@ -148,7 +148,7 @@ def fill_disk(monkeypatch, *folders):
             raise OSError(errno.ENOSPC, "No space left on device")
         save(self, path)
 
-    monkeypatch.setattr(Vectors, "save", save_or_fail)
+    monkeypatch.setattr(Vocabulary, "save", save_or_fail)
 
 
 def test_a_full_disk_does_not_lose_the_vectors(folder, monkeypatch, tmp_path_factory):

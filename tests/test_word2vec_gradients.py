@@ -39,7 +39,7 @@ def draw_block(num_words, window, groups=2, k=8, num_rows=NUM_ROWS, seed=0):
     sequence = torch.searchsorted(edges, position, right=True)
     before = torch.minimum(windows, position - edges[sequence - 1])
     after = torch.minimum(draw(0, window + 1, num_words), edges[sequence] - 1 - position)
-    return Block(draw(0, num_rows, num_words), before, after, draw(0, num_rows, groups * k), num_words)
+    return Block(draw(0, num_rows, num_words), before, after, draw(0, num_rows, groups * k))
 
 
 def draw_tables(dim, num_rows=NUM_ROWS, dtype=torch.float64, scale=0.5):

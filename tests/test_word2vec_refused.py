@@ -29,6 +29,9 @@ Settings(lr=0) -> InvalidValueError: lr is 0 but must be above 0
 Settings(p=0) -> InvalidValueError: p is 0 but must be at least 0.0001 and at most 10000
 Settings(q=20_000) -> InvalidValueError: q is 20000 but must be at least 0.0001 and at most 10000
 Settings(phrases=1, kind="graph") -> InvalidValueError: phrases is 1 but must be 0 for kind='graph': nodes are no words
+Settings(phrases=1, divide=True) -> InvalidValueError: divide is for text but phrases=1 needs all of it in a process
+Settings(kind="graph", divide=True) -> InvalidValueError: divide is for text but kind='graph' needs all of it
+Settings(divide=2) -> InvalidTypeError: divide is 2 but must be True or False
 Settings(seed=1 << 63) -> InvalidValueError: must be below 2\*\*63
 Settings(lr=10**400) -> InvalidValueError: lr is 1000.* but must be finite
 Settings(optimizer="adamv") -> InvalidValueError: optimizer 'adamv' is not in torch.optim; did you mean 'adam'
@@ -60,7 +63,7 @@ Sampler(np.array([0, 1], "i4"), Vocabulary(["a", "b"], [0, 0])) -> InvalidValueE
 Sampler(np.empty(0, "i4"), words) -> InvalidValueError: the corpus has no word of the vocabulary
 Sampler(np.zeros(9, "i4"), words, Settings(shared_negatives=10**12))
 -> HostMemoryError: shared_negatives=1000000000000 asks for .* a step but this machine has
-Places.find(Block(*[torch.arange(3)] * 4, 3, window=1), 3, 1)
+Places.find(Block(*[torch.arange(3)] * 4, window=1), 3, 1)
 -> InvalidValueError: a context reaches 2 words but window is 1; pass window=2, or 0
 model(0) -> InvalidValueError: vocabulary is 0 but must be at least 1
 model(20, buckets=10) -> InvalidTypeError: vocabulary is 20 but n-grams \(buckets=10\) need the words
@@ -108,9 +111,16 @@ read("# x\na b 0\n", kind="graph") -> InvalidValueError: line 2 of .* has the we
 read("a b inf\n", kind="graph") -> InvalidValueError: has the weight 'inf' but
 read("a\nb\n", kind="adjacency") -> InvalidValueError: holds no edges
 Vocabulary.load("no") -> StorageError: cannot read .*No such file
-Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no count.n', no word and count
+Vocabulary.load(file("vocab.txt", "the 3\nno count\n")) -> StorageError: line 2 of .* is 'no' and 'count', no word and count
 Vocabulary.load(file("vocab.txt", "the 99999999999999999999\n")) -> StorageError: line 1 of .*, no word and count
 Vocabulary.load(file("vocab.txt", b"\xff\xfe 3\n")) -> StorageError: is not a whole file of words
+read("a b", vocabulary=file("c.tsv", "")) -> StorageError: 'c.tsv' is empty; pass a table of words and counts
+read("a b", vocabulary=file("c.tsv", "word\tcount\n")) -> StorageError: is empty
+read("a b", vocabulary=file("c.tsv", "a\t1\nb\t2\na\t3\n")) -> StorageError: line 3 of 'c.tsv' has the word 'a' again; add up
+read("a b", vocabulary=file("c.tsv", "a\t1\nb\t0\n")) -> StorageError: line 2 of 'c.tsv' counts 'b' 0 times; leave it out
+read("a b", vocabulary=file("c.tsv", "a\t-3\n")) -> StorageError: line 1 of 'c.tsv' is 'a' and '-3', no word and count
+read("a b", vocabulary=file("c.tsv", "new york\t3\n")) -> StorageError: line 1 of 'c.tsv' is 'new york' and 3, no word
+read("a b", vocabulary=file("c.tsv", "a\t3\nb\t9\n")) -> InvalidValueError: min_count=5 leaves 1 of 2 .* pass min_count=3 or
 load_set("no") -> StorageError: cannot read .*check the path
 load_set(".") -> StorageError: cannot read .*check the path
 load_set(file("s", b"a b 1\n\xff\xfe\n")) -> StorageError: can't decode byte 0xff

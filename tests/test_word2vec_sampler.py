@@ -100,11 +100,11 @@ def test_blocks_are_prepared_by_the_thread_that_draws_them(vocabulary):
 
     def prepare(block):
         threads.append(threading.current_thread().name)
-        return dataclasses.replace(block, num_corpus_words=-1)
+        return dataclasses.replace(block, window=9)
 
     blocks = list(sampler.blocks(3, 6, prepare))
     assert blocks_equal(blocks, list(sampler.blocks(3, 6)))
-    assert [block.num_corpus_words for block in blocks] == [-1] * 3
+    assert [block.window for block in blocks] == [9] * 3
     assert len(threads) == 3
     assert all(name.startswith("speedtransfer-sampler") for name in threads)
 

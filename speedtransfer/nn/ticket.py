@@ -23,8 +23,8 @@ from speedtransfer.optim import Handle
 from speedtransfer.tables import UniqueRows, as_index, padded_unique, unique_rows
 from speedtransfer.vocabulary import NotedIds, as_ids
 
-# Tickets that no lookup has used yet.
-_open: weakref.WeakKeyDictionary[Handle, weakref.WeakSet[Ticket]] = weakref.WeakKeyDictionary()
+# Tickets that no lookup has used yet, in their order: of two for the same ids, in all processes the earlier one is used.
+_open: weakref.WeakKeyDictionary[Handle, weakref.WeakKeyDictionary[Ticket, None]] = weakref.WeakKeyDictionary()
 _turn = fork_safe_lock()
 
 
@@ -201,7 +201,7 @@ class Ticket:
         with _turn:
             tickets = _open.get(self._handle)
             if tickets is not None:
-                tickets.discard(self)
+                tickets.pop(self, None)
 
     def is_for(self, ids: Tensor) -> bool:
         """Tell whether `ids` are those that it was made for; on a device, in the same memory, not written to since."""
@@ -227,7 +227,7 @@ def _values(handle: Handle, ids: Any) -> Tensor:
 def begin_to_wait(ticket: Ticket) -> None:
     """Let lookups find a ticket by its ids."""
     with _turn:
-        _open.setdefault(ticket._handle, weakref.WeakSet()).add(ticket)
+        _open.setdefault(ticket._handle, weakref.WeakKeyDictionary())[ticket] = None
     ticket._handle.reads_ahead = True
 
 

@@ -18,14 +18,16 @@ from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_size
+from speedtransfer.ranks import exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import TableFiles
 from speedtransfer.word2vec.progress import TrainingProgress
 from speedtransfer.word2vec.sampler import CHOSEN
-from speedtransfer.word2vec.settings import Settings, check_writable
+from speedtransfer.word2vec.settings import SETTINGS, Settings, check_writable
 from speedtransfer.word2vec.trainer import Callback, Trainer
 
-_ANY_MEMORY = ("memory", "path")  # settings that may change: the rows are the same
+# Settings that may change: the rows are the same, and the words of a vocabulary are compared themselves.
+_MAY_CHANGE = ("memory", "path", "vocabulary")
 GRADIENTS = 4  # version of what `sampler` draws and `gradients` computes: a run is resumed with the same only
 
 
@@ -71,9 +73,10 @@ class Checkpoints(Callback):
             )
         saved, ours = self._facts["settings"], _comparable(self._complete())
         for name in ours:
-            if name not in _ANY_MEMORY and saved.get(name) != ours[name]:
+            before = saved.get(name, SETTINGS[name].default)
+            if name not in _MAY_CHANGE and before != ours[name]:
                 raise InvalidValueError(
-                    f"{name} is {ours[name]!r} but the checkpoint {str(self.path)!r} was made with {saved.get(name)!r}; "
+                    f"{name} is {ours[name]!r} but the checkpoint {str(self.path)!r} was made with {before!r}; "
                     f"pass that {name}, or choose another checkpoint"
                 )
 
@@ -87,8 +90,15 @@ class Checkpoints(Callback):
 
         Table files of the saved run are replaced: they may be ahead of the checkpoint.
         """
+        group = world()
+        processes = 1 if group is None else exchange_of(group).ranks
         with manifest.damage_told(self.path / manifest.NAME):
-            settings = self._complete()
+            settings, before = self._complete(), self._facts.get("processes", 1)
+            if before != processes:
+                raise InvalidValueError(
+                    f"the run in {str(self.path)!r} is one of {before} processes but there are {processes}, which would make "
+                    f"other steps; start {before}, or begin a new run in another folder"
+                )
             self._check_corpus(corpus)
         if self.own_tables or self._facts["settings"]["path"] == _comparable(settings)["path"]:
             self._remove_tables(settings)
@@ -142,6 +152,7 @@ class Checkpoints(Callback):
             "training": trainer.state(),
             "threads": self._threads,
             "gradients": GRADIENTS,
+            "processes": trainer.processes,
         }
         save_checkpoint(self.path, trainer.model, trainer.optimizer, extra={"word2vec": facts}, progress=False)
         self._saved_step = trainer.step

@@ -91,7 +91,7 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-_SHELL_TYPES: dict[str, Any] = {"path": Path | None, "device": str | None}
+_SHELL_TYPES: dict[str, Any] = {"path": Path | None, "vocabulary": Path | None, "device": str | None}
 _Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the files of an earlier run.")]
 # The groups of `train --help`, in this order.
 _PANELS = [None, "Corpus", "Model", "Training", "Optimizer", "Memory", "Evaluation", "Output"]
@@ -151,7 +151,7 @@ def _read_settings(
     return Settings(**values)
 
 
-_CORPUS = "Text file (.gz and .xz too), folder of them, or - for standard input."
+_CORPUS = "Text files (.gz and .xz too), folders of them, or - for standard input."
 _OUTPUT = "Folder of the run: vectors, vocabulary, settings, checkpoint."
 _CONFIG = "TOML file of settings, or the settings.json of a run; flags win over it."
 _RESUME = "Start the run in the output folder, or resume it; saves a checkpoint every epoch."
@@ -164,7 +164,7 @@ _FORMAT = "Format of the vectors: txt, vec, bin, safetensors, glove or kv."
 @_with_settings
 def train(
     ctx: typer.Context,
-    corpus: Annotated[str, typer.Argument(metavar="CORPUS", help=_CORPUS)],
+    corpus: Annotated[list[str], typer.Argument(metavar="CORPUS...", help=_CORPUS)],
     output: Annotated[Path, typer.Option("-o", "--output", help=_OUTPUT)],
     config: Annotated[Path | None, typer.Option(help=_CONFIG)] = None,
     resume: Annotated[bool, typer.Option("--resume", help=_RESUME)] = False,
@@ -199,8 +199,9 @@ def train(
 
     settings = _read_settings(ctx, config, option or [], flags, output)
     stop_signal = train_into(
-        output, corpus, settings, format, resume=resume, overwrite=overwrite, curves=curves, quiet=quiet, show=typer.echo,
-        checkpoint_every=checkpoint_every, evaluate=evaluate or [], evaluate_every=evaluate_every,
+        output, corpus[0] if len(corpus) == 1 else corpus, settings, format, resume=resume, overwrite=overwrite,
+        curves=curves, quiet=quiet, show=typer.echo, checkpoint_every=checkpoint_every, evaluate=evaluate or [],
+        evaluate_every=evaluate_every,
     )  # fmt: skip
     _exit_after(stop_signal)
 

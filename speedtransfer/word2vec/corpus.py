@@ -8,6 +8,7 @@ known it is rewritten in place with the numbers of the vocabulary. Memory holds 
 from __future__ import annotations
 
 import hashlib
+import io
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -17,11 +18,13 @@ import numpy as np
 
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.jit import compile_function
+from speedtransfer.ranks import exchange_of, world
 from speedtransfer.untrusted import storage_error
+from speedtransfer.word2vec.parts import POINT, count_together, in_all, own_part
 from speedtransfer.word2vec.settings import CorpusSettings, Settings, settings_of
-from speedtransfer.word2vec.text import Source, name_of
+from speedtransfer.word2vec.text import Source, iter_pieces, name_of
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable, read_words
-from speedtransfer.word2vec.vocabulary import Vocabulary
+from speedtransfer.word2vec.vocabulary import Vocabulary, read_counts
 from speedtransfer.word2vec.walks import read_graph, write_walks
 
 if TYPE_CHECKING:
@@ -38,11 +41,11 @@ class Corpus:
 
     Parameters
     ----------
-    source : path-like, "-" or binary file
-        A text file (``.gz`` and ``.xz`` are decompressed), a folder (every .txt, .gz and .xz file below it, sorted), "-" for
-        standard input, or an open binary file.
-    min_count, max_words, kind, phrases, phrase_threshold, walks, walk_length, p, q, seed
-        As in :class:`Settings`; `seed` decides every walk.
+    source : path-like, list of path-like, "-" or binary file
+        A text file (``.gz`` and ``.xz`` are decompressed), a folder (every .txt, .gz and .xz file below it, sorted), a pattern
+        (``"texts/*.txt"``), a list of these, "-" for standard input, or an open binary file.
+    min_count, max_words, kind, phrases, phrase_threshold, walks, walk_length, p, q, seed, vocabulary, divide
+        As in :class:`Settings`; `seed` decides every walk. With `divide` all processes must make theirs.
     report : callable, optional
         Called with the number of words read so far, about once per megabyte of text.
     settings : Settings, optional
@@ -52,12 +55,13 @@ class Corpus:
     ----------
     vocabulary : Vocabulary
     ids : ndarray of int32, shape (num_words,)
-        The words of the vocabulary in the order of the text, mapped from the temporary file, read-only.
+        The words of the vocabulary in the order of the text, mapped from the temporary file, read-only; of a divided corpus
+        those of the part of this process.
     starts : ndarray of int64, shape (num_sequences,), or None
         Where in `ids` each sequence begins, from 0 on, rising; those that have lost all their words are left out. None for
         one stream.
-    num_raw_words : int
-        Words of the text (of all walks), those that were dropped included.
+    num_words, num_raw_words : int
+        Words of the vocabulary in the text (in all walks); and all words, those that were dropped included. Of all parts.
     """
 
     def __init__(
@@ -67,39 +71,56 @@ class Corpus:
         if settings is None:
             settings = settings_of(_SETTINGS, given, min_count=min_count, max_words=max_words)
         kind, min_count = settings.kind, settings.min_count
-
-        with storage_error("no temporary file for the corpus", "set TMPDIR to a folder with room"):
-            file = tempfile.TemporaryFile(prefix="speedtransfer-")  # noqa: SIM115
-        with file:
-            write = partial(_write, file)
-            if kind in ("graph", "adjacency"):
-                graph = read_graph(source, adjacency=kind == "adjacency")
-                words = graph.nodes
-                write_walks(graph, settings, write, report)
-                del graph  # the edges are no longer needed
-            else:
-                words = read_words(source, write, kind == "lines", report)
-            if len(words) == 0:
-                raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
-            # The map keeps the pages of the file alive after the file is closed (and, nameless, gone from its folder).
-            ids: np.ndarray = np.memmap(file, dtype=np.int32, mode="r+")
+        group = world() if settings.divide else None
+        self._exchange = exchange = None if group is None else exchange_of(group)
+        table = settings.vocabulary
+        listed = None if table is None else in_all(exchange, lambda: read_counts(table))
+        if exchange is not None:
+            source = own_part(source, exchange)
+        words, ids = in_all(exchange, lambda: _read(source, settings, report))
         counts = count_numbers(ids, len(words))
-        self.num_raw_words = int(counts.sum())
+        num_raw_words = int(counts.sum())
         for _ in range(settings.phrases):
             ids = join_phrases(ids, words, min_count, settings.phrase_threshold)
             counts = count_numbers(ids, len(words))
-        self.vocabulary, kept = Vocabulary.choose(counts, words.take, min_count, settings.max_words)
-        final = np.full(len(counts) + 1, _DROPPED, np.int32)
-        final[kept] = np.arange(len(kept), dtype=np.int32)
+        if listed is not None:
+            names, counts = listed
+            self.vocabulary = Vocabulary.choose(
+                counts, lambda rows: [names[i] for i in rows], min_count, settings.max_words
+            )
+        elif exchange is not None:
+            self.vocabulary = count_together(words, counts, min_count, settings.max_words, exchange)
+        else:
+            self.vocabulary = Vocabulary.choose(counts, words.take, min_count, settings.max_words)
+        kept = [words.number(piece.data) for piece in iter_pieces(io.BytesIO(" ".join(self.vocabulary.words).encode()))]
+        final = np.full(len(words) + 1, _DROPPED, np.int32)
+        final[np.concatenate(kept)] = np.arange(len(self.vocabulary), dtype=np.int32)
         final[LINE_END] = LINE_END
         self.ids, starts = _renumber(ids, final)
         self.starts = None if kind == "text" else starts
+        sizes = np.array([[len(self.ids), num_raw_words]])
+        if exchange is not None:
+            sizes = exchange.agree(POINT, sizes[0]).numpy()
+        if exchange is not None and sizes[:, 0].min() == 0:
+            raise InvalidValueError(
+                f"the part of process {sizes[:, 0].argmin()} has no word of the vocabulary; divide the corpus into parts "
+                "of one kind, or start fewer processes"
+            )
+        self.num_words, self.num_raw_words = sizes.sum(0).tolist()
 
     def __len__(self) -> int:
         return len(self.ids)
 
+    @property
+    def is_divided(self) -> bool:
+        """Whether other processes have other parts of it."""
+        return self._exchange is not None
+
     def fingerprint(self) -> dict[str, Any]:
-        """Return what identifies a corpus, as JSON can hold it: numbers of words, digests of words and text."""
+        """Return what identifies a corpus, as JSON can hold it: numbers of words, digests of words and text.
+
+        That of a divided one is of all its parts, so that all processes must call this.
+        """
         vocabulary, text = hashlib.sha256(), hashlib.sha256()
         words = self.vocabulary.words
         for start in range(0, len(words), CHUNK_IDS):
@@ -108,8 +129,29 @@ class Corpus:
         for array in [self.ids] if self.starts is None else [self.ids, self.starts]:
             for start in range(0, len(array), CHUNK_IDS):
                 text.update(np.ascontiguousarray(array[start : start + CHUNK_IDS]).tobytes())
+        if self._exchange is not None:
+            text = hashlib.sha256(" ".join(self._exchange.texts(text.hexdigest())).encode())
         digests = {"vocabulary": vocabulary.hexdigest(), "text": text.hexdigest()}
-        return {"vocabulary_words": len(words), "words": len(self.ids), **digests}
+        return {"vocabulary_words": len(words), "words": self.num_words, **digests}
+
+
+def _read(source: Source, settings: Settings, report: Callable[[int], None] | None) -> tuple[WordTable, np.ndarray]:
+    """Return the distinct words of a source, and a map of the temporary file that has their numbers in order."""
+    with storage_error("no temporary file for the corpus", "set TMPDIR to a folder with room"):
+        file = tempfile.TemporaryFile(prefix="speedtransfer-")  # noqa: SIM115
+    with file:
+        write = partial(_write, file)
+        if settings.kind in ("graph", "adjacency"):
+            graph = read_graph(source, adjacency=settings.kind == "adjacency")
+            words = graph.nodes
+            write_walks(graph, settings, write, report)
+            del graph  # the edges are no longer needed
+        else:
+            words = read_words(source, write, settings.kind == "lines", report)
+        if len(words) == 0:
+            raise InvalidValueError(f"{name_of(source)} holds no words; pass a corpus with text in it")
+        # The map keeps the pages of the file alive after the file is closed (and, nameless, gone from its folder).
+        return words, np.memmap(file, dtype=np.int32, mode="r+")
 
 
 def _write(file: IO[bytes], numbers: np.ndarray) -> None:

@@ -58,7 +58,7 @@ def to_keyed_vectors(stored: Stored) -> Any:
     # Set at once: `add_vectors` copies the matrix and goes through the words one by one.
     keyed.index_to_key = list(words)
     keyed.key_to_index = {word: row for row, word in enumerate(words)}
-    keyed.vectors = matrix
+    keyed.vectors = np.asarray(matrix)
     keyed.next_index = len(words)
     if counts is not None:
         keyed.expandos["count"] = counts.copy()

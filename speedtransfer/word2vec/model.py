@@ -5,17 +5,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError, check_size
 from speedtransfer.nn import Embedding
-from speedtransfer.ranks import exchange_of
+from speedtransfer.ranks import Exchange, exchange_of
 from speedtransfer.tables import row_chunks
 from speedtransfer.untrusted import storage_error
 from speedtransfer.word2vec.gradients import BlockGradients, block_gradients, draws_of
@@ -25,7 +26,7 @@ from speedtransfer.word2vec.subwords import NgramVectors, Subwords
 from speedtransfer.word2vec.vocabulary import Vocabulary
 
 _TABLE_NAMES = ("input", "output")
-_WORDS_AT_ONCE = 1 << 16  # whose vectors `word_vectors` puts together
+_WORDS_AT_ONCE = 1 << 12  # whose vectors are put together
 
 
 class Word2Vec(nn.Module):
@@ -103,9 +104,12 @@ class Word2Vec(nn.Module):
         their own: their movements are added, where gradients would be averaged. The memory of the gradients returned, of rows
         of `input` (`center`) and of `output`, belongs to the optimizer from now on.
         """
-        places: Any = self.prepare(block).places
+        block = self.prepare(block)
+        places: Any = block.places
         places = places.to(self.input.table.device)
-        output, active = self.output.activate(places.outputs), self.input.activate(places.bags.rows)
+        # Of several processes by the ids alone, which may have been sent ahead.
+        rows: Any = (self.output, places.outputs), (self.input, places.bags.rows)
+        output, active = (module.activate(some) for module, some in (self.ids_of(block) if self._group else rows))
         options: dict[str, Any] = {"model": self.model, "negative": self.negative, "rate": rate, "with_loss": with_loss}
         result = block_gradients(active.rows, output.rows, places, **options)
         if self.clip is not None:
@@ -117,6 +121,11 @@ class Word2Vec(nn.Module):
         active.add_grad(result.center)
         output.add_grad(result.context)
         return result
+
+    def ids_of(self, block: Block) -> list[tuple[Embedding, Tensor]]:
+        """Return which rows of which table `deposit_gradients` looks up for a prepared block, on the host."""
+        places: Any = block.places
+        return [(self.output, places.outputs.ids), (self.input, places.bags.rows.ids)]
 
     def prepare(self, block: Block) -> Block:
         """Return `block` with what `deposit_gradients` needs on the host; may be called in any thread.
@@ -136,14 +145,24 @@ class Word2Vec(nn.Module):
         The table itself, without a copy, where it is in host memory and each word has one row.
         """
         count = self.num_words if num_words is None else min(num_words, self.num_words)
-        weight = self._input_rows(count if self.subwords is None else None)
-        if self.subwords is None:
-            return weight[:count].cpu()
+        if self._group is None and self.subwords is None:
+            return self.input.table.torch()[:count].cpu()
         vectors = torch.empty(count, self.dim)
         for start in range(0, count, _WORDS_AT_ONCE):
             stop = min(start + _WORDS_AT_ONCE, count)
-            vectors[start:stop] = self.subwords.means(start, stop, weight)
+            vectors[start:stop] = self.some_vectors(start, stop)
         return vectors
+
+    @torch.no_grad()
+    def some_vectors(self, start: int, stop: int) -> Tensor:
+        """Return the vectors of the words `start` to `stop` on the host; of several processes by one lookup, of all."""
+        words, table = torch.arange(start, stop, device="cpu"), self.input.table
+        if self.subwords is None:
+            return table.gather(words).cpu()
+        bags = self.subwords.find(words)
+        rows = table.gather(bags.rows.ids)
+        inverse, starts = bags.rows.inverse.to(rows.device), bags.starts[:-1].to(rows.device)
+        return nn.functional.embedding_bag(inverse, rows, starts, mode="mean").cpu()
 
     @torch.no_grad()
     def is_finite(self) -> bool:
@@ -154,22 +173,50 @@ class Word2Vec(nn.Module):
         found = all(bool(torch.isfinite(weight[rows]).all()) for rows in chunks)
         return found if self._group is None else bool(exchange_of(self._group).agree("reads all rows", [found]).all())
 
-    def _input_rows(self, count: int | None = None) -> Tensor:
-        """Return the first rows of `input`: the table itself, or what all processes have of it, on the host."""
-        table = self.input.table
-        if self._group is None:
-            return table.torch()
-        rows = torch.empty(table.num_rows if count is None else count, self.dim, device="cpu")
-        for part in row_chunks(len(rows), 4 * self.dim):
-            rows[part] = table.gather(torch.arange(part.start, part.stop, device="cpu")).cpu()
-        return rows
-
     def ngram_vectors(self) -> NgramVectors:
         """Return the rows of the n-grams, for words outside the vocabulary: without a copy where they are in host memory."""
         if self.subwords is None:
             raise InvalidValueError("buckets is 0, so this model has no n-grams; pass buckets=2_000_000")
-        rows = self._input_rows()[self.num_words :].cpu().numpy()
-        return NgramVectors(rows, self.subwords.min_n, self.subwords.max_n)
+        table: Any = self.input.table
+        if self._group is None:
+            rows = table.torch()[self.num_words :].cpu()
+        else:
+            rows = torch.empty(table.num_rows - self.num_words, self.dim, device="cpu")
+            for part in row_chunks(len(rows), 4 * self.dim):
+                rows[part] = table.gather(torch.arange(part.start, part.stop, device="cpu") + self.num_words).cpu()
+        return NgramVectors(rows.numpy(), self.subwords.min_n, self.subwords.max_n)
+
+
+class SharedVectors:
+    """The vectors of a model of several processes as an array; the first reads a part at a time, while the others `serve`."""
+
+    def __init__(self, model: Word2Vec, exchange: Exchange) -> None:
+        self._model, self._exchange = model, exchange
+        self.shape, self.dtype = (model.num_words, model.dim), np.dtype(np.float32)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, words: slice) -> np.ndarray:
+        start, stop, _ = words.indices(len(self))
+        self._exchange.agree("reads all rows", [stop])
+        return self._model.some_vectors(start, stop).numpy()
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for start in range(0, len(self), _WORDS_AT_ONCE):
+            yield from self[start : start + _WORDS_AT_ONCE]
+
+    def __array__(self, *args: Any, **options: Any) -> np.ndarray:
+        return self[:]
+
+    def end(self) -> None:
+        """Let the others go."""
+        self._exchange.agree("reads all rows", [0])
+
+    def serve(self) -> None:
+        """Send the first process what it reads, until its `end`."""
+        while int(self._exchange.agree("reads all rows", [0])[0, 0]):
+            self._model.some_vectors(0, 0)
 
 
 class TableFiles:

@@ -35,15 +35,14 @@ def _side_weight(reach: Tensor, window: int) -> Tensor:
 class Block:
     """The words that one step trains on.
 
-    `words` (n,) int64 are consecutive ones that survived subsampling, of `num_corpus_words` before it. `before` and `after`
-    (n,) int64 are how many words to the left and to the right of each are its context; within the block and its sequence.
+    `words` (n,) int64 are consecutive ones that survived subsampling. `before` and `after` (n,) int64 are how many words to
+    the left and to the right of each are its context; within the block and its sequence.
     """
 
     words: Tensor
     before: Tensor
     after: Tensor
     negatives: Tensor  # (pool,) int64, drawn from the noise distribution; `Places.draws` are of these
-    num_corpus_words: int
     # 0: the reach of each context was drawn, as in word2vec. Else it is `window` for all, and a pair counts with the
     # probability that word2vec would have drawn it, see `pair_weight`.
     window: int = 0

@@ -164,6 +164,17 @@ def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
     )
 
 
+def warning_of_overshoot(processes: int, block_words: int, most: int) -> str:
+    """Return a warning of several processes that learn apart from more than `most` words together; else ""."""
+    together = processes * block_words
+    if processes == 1 or together <= most:
+        return ""
+    return (
+        f"the processes learn from {together:,} words of a step apart and add that up, which costs quality above {most:,}; "
+        f"pass block_words={max(most // processes, 2)}"
+    )
+
+
 def warning_of_rate(settings: Settings, optimizer: Optimizer) -> str:
     """Return a warning of a learning rate far from word2vec's; "" where it is near, or cannot be compared."""
     name, lr, usual = settings.optimizer.lower(), settings.first_lr, RATES[settings.model]

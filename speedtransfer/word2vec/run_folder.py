@@ -24,13 +24,14 @@ from speedtransfer.checkpoint import manifest
 from speedtransfer.cuda import resolve_device
 from speedtransfer.errors import InvalidValueError, StorageError, check_no_url, format_bytes, printable
 from speedtransfer.lazy import MissingPackageError
-from speedtransfer.ranks import is_first, joined
+from speedtransfer.ranks import exchange_of, is_first, joined
 from speedtransfer.system import keep_mode, program
 from speedtransfer.version import __version__, version_of
 from speedtransfer.word2vec import formats
 from speedtransfer.word2vec.checkpoints import Checkpoints
 from speedtransfer.word2vec.corpus import Corpus
-from speedtransfer.word2vec.model import TableFiles
+from speedtransfer.word2vec.formats_text import Stored
+from speedtransfer.word2vec.model import SharedVectors, TableFiles
 from speedtransfer.word2vec.plot import plot
 from speedtransfer.word2vec.progress import StopOnSignal, TrainingProgress, format_loss
 from speedtransfer.word2vec.run import make_callbacks, remove_curves
@@ -42,7 +43,7 @@ from speedtransfer.word2vec.vectors import Vectors
 
 def train_into(
     output: Path,
-    corpus: str,
+    corpus: str | list[str],
     settings: Settings,
     format: str = "txt",
     *,
@@ -82,10 +83,17 @@ def train_into(
             # From the first step until everything is saved a signal only ends training.
             stop = saving.enter_context(StopOnSignal())
             trainer.run(progress, callbacks, stop)
-        save = _saver(trainer, corpus, suffix, output)  # by all processes, which have the rows together
-        if is_first():
+        shared = None if others is None else SharedVectors(trainer.model, exchange_of(others))
+        save = _saver(trainer, shared, corpus, suffix, output)
+        if shared is not None and not is_first():
+            shared.serve()
+            return stop.requested
+        try:
             save_or_rescue(output, overwrite or resume, save)
-            _report(trainer, output, suffix, show)
+        finally:
+            if shared is not None:
+                shared.end()
+        _report(trainer, output, suffix, show)
     return stop.requested
 
 
@@ -115,9 +123,12 @@ def _clear(folder: Path, checkpoints: Checkpoints) -> None:
             (folder / name).rmdir()
 
 
-def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Callable[[Path], None]:
+def _saver(
+    trainer: Trainer, shared: SharedVectors | None, corpus: str | list[str], suffix: str, run_folder: Path
+) -> Callable[[Path], None]:
     """Return what writes vectors, those of n-grams if any, vocabulary and settings of a run into a folder."""
-    vectors, ngrams = trainer.vectors(), trainer.model.ngram_vectors() if trainer.settings.buckets else None
+    vocabulary, ngrams = trainer.corpus.vocabulary, trainer.model.ngram_vectors() if trainer.settings.buckets else None
+    matrix: Any = trainer.model.word_vectors().numpy() if shared is None else shared
     settings = trainer.settings.as_dict()
     if trainer.settings.path == run_folder / formats.TABLES:
         settings["path"] = None  # another run with these settings has table files in a folder of its own
@@ -126,10 +137,11 @@ def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Call
         "versions": {"speedtransfer": __version__} | {name: version_of(name) for name in ("torch", "numpy", "numba")},
         "device": str(trainer.model.input.table.device),
         "threads": torch.get_num_threads(),
+        "processes": trainer.processes,
         "corpus": corpus,
         "settings": settings,
         "corpus_words": trainer.corpus.num_raw_words,
-        "vocabulary_words": len(trainer.corpus.vocabulary),
+        "vocabulary_words": len(vocabulary),
         "steps": trainer.step,
         "of_steps": trainer.num_steps,
         "loss": trainer.loss if math.isfinite(trainer.loss) else None,  # JSON has no nan
@@ -139,8 +151,9 @@ def _saver(trainer: Trainer, corpus: str, suffix: str, run_folder: Path) -> Call
     }
 
     def save(folder: Path) -> None:
-        vectors.save(folder / (formats.VECTORS + suffix))
-        trainer.corpus.vocabulary.save(folder / formats.VOCABULARY)
+        path = folder / (formats.VECTORS + suffix)
+        formats.find_format(path).write(path, Stored(vocabulary.words, matrix, vocabulary.counts))
+        vocabulary.save(folder / formats.VOCABULARY)
         if ngrams is not None:
             ngrams.save(folder / formats.NGRAMS)
         (folder / formats.SETTINGS).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
@@ -188,9 +201,10 @@ def _fill(folder: Path, overwrite: bool, save: Callable[[Path], None]) -> None:
 
 def _report(trainer: Trainer, folder: Path, suffix: str, show: Callable[[str], None]) -> None:
     to_device, back = trainer.moved_bytes
+    each = "" if trainer.processes == 1 else f"{trainer.processes} x "
     show(
-        f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {trainer.block_words:,} words (epochs: "
-        f"{trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
+        f"{len(trainer.corpus.vocabulary):,} words, {trainer.num_steps:,} steps of {each}{trainer.block_words:,} words "
+        f"(epochs: {trainer.epochs}), {trainer.elapsed_s:.1f} s of training, "
         f"{trainer.words_per_s:,.0f} words/s, loss {format_loss(trainer.loss)}; rows moved: {format_bytes(to_device)} in, "
         f"{format_bytes(back)} out"
     )

@@ -27,6 +27,9 @@ CHOSEN = ("epochs", "block_words")  # settings that a schedule chooses where the
 STEPS = 1_000  # that a run should have
 EPOCHS, MOST_EPOCHS = 5, 50
 BLOCK_WORDS, FEWEST_BLOCK_WORDS = 16_384, 32
+# Of the blocks of several processes together: what each has learnt from the same rows is added up, and overshoots with more
+# (docs/word2vec.md). Words of a block in one process are trained one after the other.
+WORDS_TOGETHER = 4096
 GROUP_WORDS = 512  # words of a block that each `shared_negatives` of the pool are drawn for
 
 
@@ -97,7 +100,7 @@ class Sampler:
 
         def draw(step: int) -> Block:
             number = number_of(step)
-            block = Block(none, none, none, none, 0) if number is None else self.block(number)
+            block = Block(none, none, none, none) if number is None else self.block(number)
             return block if prepare is None else prepare(block)
 
         with concurrent.futures.ThreadPoolExecutor(1, "speedtransfer-sampler") as thread:
@@ -122,7 +125,7 @@ class Sampler:
             windows.random_(1, self.window + 1, generator=generator)
         before, after = self._within(windows, kept, start)
         negatives = self._draw_negatives(generator)
-        return Block(words, before, after, negatives, len(stretch), 0 if self._draws_windows else self.window)
+        return Block(words, before, after, negatives, 0 if self._draws_windows else self.window)
 
     def _order_of(self, epoch: int) -> Tensor:
         """Return in which order an epoch takes the stretches."""
@@ -157,8 +160,12 @@ class Sampler:
         return torch.minimum(windows, position - begin), torch.minimum(windows, end - position)
 
 
-def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int | None) -> tuple[int, int]:
-    """Return epochs and words per step for a corpus of which subsampling keeps `num_kept_words` an epoch; what is given stays.
+def choose_schedule(
+    num_kept_words: float, epochs: int | None, block_words: int | None, ranks: int = 1
+) -> tuple[int, int]:
+    """Return epochs, and words in a step of each process, for a corpus of which subsampling keeps `num_kept_words` an epoch.
+
+    What is given stays.
 
     A run needs some 1,000 steps: by loss on held-out text, with 4,000, 30,000 and 200,000 words of the World Factbook, AdamW
     was best at about 500, 1,500 and 1,500. Large blocks are faster, so they shrink only as far as that takes, and the corpus
@@ -169,12 +176,13 @@ def choose_schedule(num_kept_words: float, epochs: int | None, block_words: int 
         needed = math.ceil(STEPS * FEWEST_BLOCK_WORDS / max(num_kept_words, 1))
         epochs = min(max(needed, EPOCHS), MOST_EPOCHS)
     if block_words is None:
-        fitting = max(int(epochs * num_kept_words / STEPS), FEWEST_BLOCK_WORDS)
-        block_words = min(1 << fitting.bit_length() - 1, BLOCK_WORDS)
+        most = BLOCK_WORDS if ranks == 1 else WORDS_TOGETHER // ranks
+        fitting = max(min(int(epochs * num_kept_words / STEPS / ranks), most), FEWEST_BLOCK_WORDS)
+        block_words = 1 << fitting.bit_length() - 1
     return epochs, block_words
 
 
-def schedule_for(settings: Settings, corpus: Corpus) -> tuple[int, int]:
+def schedule_for(settings: Settings, corpus: Corpus, ranks: int = 1) -> tuple[int, int]:
     """Return the epochs and words per step of `settings`, chosen for `corpus` where they are None."""
-    num_kept_words = corpus.vocabulary.kept_share(settings.sample) * len(corpus)
-    return choose_schedule(num_kept_words, settings.epochs, settings.block_words)
+    num_kept_words = corpus.vocabulary.kept_share(settings.sample) * corpus.num_words
+    return choose_schedule(num_kept_words, settings.epochs, settings.block_words, ranks)

@@ -67,6 +67,12 @@ def _choice(panel: str, kind: Any) -> dict[str, Any]:
     return _about(panel, check, choices=choices)
 
 
+def _check_bool(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise InvalidTypeError(f"{name} is {value!r} but must be True or False")
+    return value
+
+
 def _check_optimizer(value: Any, name: str) -> str:
     from speedtransfer.word2vec.optimizers import find_optimizer
 
@@ -143,6 +149,10 @@ class Settings:
     kind : {"text", "lines", "graph", "adjacency"}
         What a line of the corpus is: part of one stream of words; a sequence by itself; an edge of a graph, ``u v`` or
         ``u v weight``; a node and its neighbours, ``u v1 v2 ...``. Graphs are sampled by random walks.
+    vocabulary : path-like, optional
+        Table of words and their counts, to train these in place of counting: .tsv, .txt, .gz, or .parquet (needs pyarrow).
+    divide : bool
+        Several processes read a part of the corpus each: some of its files, or the open file that each passes.
     phrases : int
         Passes that join frequent pairs of words into one, as in ``new_york``.
     phrase_threshold : float
@@ -156,7 +166,8 @@ class Settings:
     q : float
         In-out parameter of node2vec: above 1 walks stay near where they were, below 1 they go far.
     block_words : int, optional
-        Words in a step, after subsampling; by default 16,384, or down to 32 for a small corpus.
+        Words in a step of each process, after subsampling; by default 16,384, or down to 32 for a small corpus; of several
+        processes 4,096 together.
     shared_negatives : int, optional
         Negative samples drawn for every 512 words of a step, which these share; by default 512, for CBOW 256.
     seed : int
@@ -190,6 +201,10 @@ class Settings:
     min_n: int = _size("Model", 3, minimum=1)
     max_n: int = _size("Model", 6, minimum=1)
     kind: Kind = field(default="text", metadata=_choice("Corpus", Kind))
+    vocabulary: str | os.PathLike[str] | None = field(
+        default=None, metadata=_about("Corpus", check_path, none="counted")
+    )
+    divide: bool = field(default=False, metadata=_about("Corpus", _check_bool))
     phrases: int = _size("Corpus", 0, minimum=0)
     phrase_threshold: float = _number("Corpus", 10.0, above=True)
     walks: int = _size("Corpus", 10, minimum=1)
@@ -210,6 +225,9 @@ class Settings:
             raise InvalidValueError(
                 f"phrases is {self.phrases} but must be 0 for kind={self.kind!r}: nodes are no words"
             )
+        if self.divide and (self.phrases or self.kind in ("graph", "adjacency")):
+            what = f"phrases={self.phrases}" if self.phrases else f"kind={self.kind!r}"
+            raise InvalidValueError(f"divide is for text but {what} needs all of it in a process; drop one of them")
         if self.memory == "mmap" and self.path is None:
             raise InvalidValueError("memory='mmap' needs path, the folder for the table files; pass path='tables'")
         if self.path is not None and self.memory != "mmap":
@@ -242,8 +260,8 @@ class Settings:
         """Return the settings as JSON can hold them, the learning rate filled in."""
         values = {name: getattr(self, name) for name in SETTINGS}
         filled = {"lr": self.first_lr, "shared_negatives": self.pool, "options": dict(self.options or {})}
-        path, device = self.path and os.fspath(self.path), None if self.device is None else str(self.device)
-        return {**values, **filled, "path": path, "device": device}
+        filled |= {name: values[name] and os.fspath(values[name]) for name in ("path", "vocabulary")}
+        return {**values, **filled, "device": None if self.device is None else str(self.device)}
 
 
 SETTINGS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
@@ -270,6 +288,8 @@ class CorpusSettings(TypedDict, total=False):
     """For type checkers: the settings that :class:`Corpus` takes by name only."""
 
     kind: Kind
+    vocabulary: str | os.PathLike[str] | None
+    divide: bool
     phrases: int
     phrase_threshold: float
     walks: int

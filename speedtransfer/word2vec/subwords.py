@@ -107,12 +107,6 @@ class Subwords:
         bag_of = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
         return Bags(unique_rows(self.rows[place].long()), F.pad(ends, (1, 0)), bag_of)
 
-    def means(self, start: int, stop: int, weight: Tensor) -> Tensor:
-        """Return the vectors of the words `start` to `stop`, shape (stop - start, dim), from all rows of the table."""
-        begin, end = int(self.offsets[start]), int(self.offsets[stop])
-        rows, offsets = self.rows[begin:end].long(), self.offsets[start:stop] - begin
-        return F.embedding_bag(rows.to(weight.device), weight, offsets.to(weight.device), mode="mean")
-
 
 class Bags(NamedTuple):
     """The rows that the vectors of n words are the means of, one bag after the other."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import glob
 import gzip
 import lzma
 import os
 import re
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeAlias
@@ -28,7 +29,7 @@ _TO_LAST_SPACE = re.compile(
 )
 
 
-Source: TypeAlias = str | os.PathLike[str] | BinaryIO
+Source: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | BinaryIO
 
 
 class Piece(NamedTuple):
@@ -44,18 +45,29 @@ def name_of(source: Source) -> str:
     """Return the name of `source` for messages."""
     if isinstance(source, str | os.PathLike):
         return "standard input" if os.fspath(source) == "-" else repr(os.fspath(source))
+    if isinstance(source, list | tuple):
+        return f"the list of {len(source)} files"
     return repr(str(getattr(source, "name", "the given file")))
 
 
-def find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that `source` (a file or a folder) stands for, in reading order; raise where there are none."""
+def find_files(source: Any) -> list[Path]:
+    """Return the files that a file, folder, pattern or list of these stands for, in reading order; raise if there are none."""
+    if isinstance(source, list | tuple):
+        if not source:
+            raise InvalidValueError("corpus is an empty list; pass a text file, a folder of them, or -")
+        return [file for one in source for file in find_files(one)]
+    if not isinstance(source, str | os.PathLike):
+        raise InvalidTypeError(
+            f"corpus is a {type(source).__name__} but must be a path, a list of them, '-' or a binary file; pass one"
+        )
     if not os.fspath(source):  # a shell variable that is not set; as a path it would be the current folder
         raise InvalidValueError("corpus is '' but must be a path; pass a text file, a folder of them, or -")
     path = Path(source)
     if not path.is_dir():
-        if not path.exists():
+        found = [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
+        if not found:
             raise StorageError(f"{str(path)!r} does not exist; pass a text file, a folder of them, or -")
-        return [path]
+        return [file for file in found if not file.is_dir()]
     files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
     if not files:
         raise InvalidValueError(f"folder {str(path)!r} holds no {', '.join(SUFFIXES)} file; pass the files' own folder")
@@ -83,11 +95,7 @@ def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the name of each file of `source` and what opens it."""
     if hasattr(source, "read"):
         yield name_of(source), partial(contextlib.nullcontext, source)
-    elif not isinstance(source, str | os.PathLike):
-        raise InvalidTypeError(
-            f"corpus is a {type(source).__name__} but must be a path, '-' or a binary file; pass one"
-        )
-    elif os.fspath(source) != "-":
+    elif source != "-":
         for path in find_files(source):
             opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
             yield repr(str(path)), partial(opener, path, "rb")

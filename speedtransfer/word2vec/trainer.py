@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from speedtransfer.errors import InvalidValueError
-from speedtransfer.ranks import exchange_of, world
+from speedtransfer.nn import prefetch
+from speedtransfer.ranks import DifferenceError, exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
+from speedtransfer.word2vec.parts import POINT
 from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.progress import (
     MOST_WORDS,
@@ -28,10 +30,11 @@ from speedtransfer.word2vec.progress import (
     TrainingProgress,
     warning_of_few_steps,
     warning_of_loss,
+    warning_of_overshoot,
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import Sampler, schedule_for
+from speedtransfer.word2vec.sampler import WORDS_TOGETHER, Sampler, schedule_for
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vectors import Vectors
 
@@ -72,6 +75,8 @@ class Trainer:
         Steps done, of `num_steps`.
     model, optimizer, sampler
         The `Word2Vec`, what trains it, and the `Sampler` of its blocks.
+    processes : int
+        How many train together, each on blocks of its own.
     elapsed_s : float
         Seconds spent in `run`.
     interrupted : bool
@@ -83,32 +88,41 @@ class Trainer:
     """
 
     def __init__(self, corpus: Corpus, settings: Settings) -> None:
-        self.epochs, self.block_words = schedule_for(settings, corpus)
         self._group = world()
         self._exchange = None if self._group is None else exchange_of(self._group)
-        self._rank, self._ranks = (0, 1) if self._exchange is None else (self._exchange.rank, self._exchange.ranks)
+        rank, self.processes = (0, 1) if self._exchange is None else (self._exchange.rank, self._exchange.ranks)
+        self.epochs, self.block_words = schedule_for(settings, corpus, self.processes)
         if self._exchange is not None:
-            # Each trains on some blocks of it; of parts of its own the others would never be.
+            # Each trains on some blocks of it; of a corpus of its own the others would never be.
             found = corpus.fingerprint()
             digest = hashlib.sha256((found["vocabulary"] + found["text"]).encode()).hexdigest()[:12]
             about = f"a corpus of {found['words']:,} words and {found['vocabulary_words']:,} different ones, {digest}"
-            self._exchange.agree("reads a corpus", [0], about)
+            try:
+                self._exchange.agree(POINT, [0], about)
+            except DifferenceError as error:
+                raise DifferenceError(
+                    f"{error}, or all files with divide=True (--divide), of which each reads some"
+                ) from None
         self.corpus = corpus
         self.settings = settings = dataclasses.replace(settings, epochs=self.epochs, block_words=self.block_words)
-        # A step has `block_words` over all processes.
-        share = dataclasses.replace(settings, block_words=max(self.block_words // self._ranks, 2))
-        self.sampler = Sampler(corpus.ids, corpus.vocabulary, share, corpus.starts)
+        self.sampler = Sampler(corpus.ids, corpus.vocabulary, settings, corpus.starts)
         self.model = Word2Vec(corpus.vocabulary, settings, self._group)
         parameters = self.model.parameters()
         self.optimizer = make_optimizer(settings.optimizer, parameters, settings.first_lr, settings.options)
         self.step = 0
-        self._num_blocks = self.epochs * len(self.sampler)
-        self.num_steps = -(-self._num_blocks // self._ranks)
+        # Blocks that this process trains on, and the first of them, of all that are drawn from its corpus.
+        num_blocks, self._first, self._stride = self.epochs * len(self.sampler), 0, 1
+        if not corpus.is_divided:
+            self._first, self._stride = rank, self.processes
+        self._num_blocks = max(-(-(num_blocks - self._first) // self._stride), 0)
+        self.num_steps = self._num_blocks
+        if self._exchange is not None:
+            self.num_steps = int(self._exchange.agree("begins to train", [self._num_blocks]).max())
         self.elapsed_s, self.interrupted = 0.0, False
         self.stop_signal: int | None = None
         self.evaluation: list[dict[str, Any]] = []
         self._blocks: Iterator[Block] | None = None
-        self._corpus_words, self._has_learned = 0, False
+        self._has_learned = False
         self._losses = Losses()
         self._moved_before = (0, 0)
 
@@ -120,17 +134,17 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """The epoch that the next step belongs to, counted from 1."""
-        return min(self.step * self._ranks // len(self.sampler) + 1, self.epochs)
+        return min(self.step * self.epochs // self.num_steps + 1, self.epochs)
 
     @property
     def steps_an_epoch(self) -> float:
         """Steps in which all processes together pass over the corpus once."""
-        return len(self.sampler) / self._ranks
+        return self.num_steps / self.epochs
 
     @property
     def words_done(self) -> float:
         """Words of the text trained on, including those that the vocabulary or subsampling left out."""
-        return self._corpus_words * (self.corpus.num_raw_words / len(self.corpus))
+        return self.step / self.steps_an_epoch * self.corpus.num_raw_words
 
     @property
     def words_per_s(self) -> float:
@@ -155,12 +169,15 @@ class Trainer:
             raise InvalidValueError(f"all {self.num_steps} steps are done; make a Trainer with more epochs")
         if self._blocks is None:
             self._blocks = self.sampler.blocks(self.step, self.num_steps, self.model.prepare, self._block_of)
+            if self._group is not None:
+                # The ids of the next block are on their way to the owners of their rows while this one is trained on.
+                self._blocks = iter(prefetch(self._blocks, self.model.ids_of, depth=1))
         block = next(self._blocks)
         set_lr(self.optimizer, self.settings.first_lr, self.step / self.num_steps)
         # A single word makes no pair, but among processes all must make the lookups.
-        if len(block.words) > 1 or self._ranks > 1:
+        if len(block.words) > 1 or self.processes > 1:
             rate = block_rate(self.settings.optimizer, self.settings.model, self.lr, self.settings.first_lr)
-            result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate, self._ranks)
+            result = self.model.deposit_gradients(block, self.step % LOSS_EVERY == 0, rate, self.processes)
             self.optimizer.step()
             self.optimizer.zero_grad()
             self._has_learned = self._has_learned or float(result.num_pairs) > 0
@@ -169,13 +186,15 @@ class Trainer:
                 if not math.isfinite(loss):
                     raise self._blown_up(f"the loss is {loss}")
                 self._losses.add(loss, float(result.num_pairs))
-        self._corpus_words += block.num_corpus_words * self._ranks
         self.step += 1
 
     def _block_of(self, step: int) -> int | None:
-        """Return the number of the block that this process trains on in a step: they take turns."""
-        number = step * self._ranks + self._rank
-        return number if number < self._num_blocks else None
+        """Return the number of the block that this process trains on in a step; None: it has fewer blocks than others.
+
+        Those steps are spread over the run, so that all parts of a corpus are trained on to its end.
+        """
+        done, after = (-(-each * self._num_blocks // self.num_steps) for each in (step, step + 1))
+        return self._first + done * self._stride if after > done else None
 
     def _blown_up(self, what: str) -> InvalidValueError:
         return InvalidValueError(
@@ -195,7 +214,8 @@ class Trainer:
             for callback in callbacks:
                 callback.begin(self, progress)
             few_steps = warning_of_few_steps(self.num_steps, self.epochs, self.block_words)
-            _warn(few_steps, warning_of_rate(self.settings, self.optimizer))
+            overshoot = warning_of_overshoot(self.processes, self.block_words, WORDS_TOGETHER)
+            _warn(few_steps, overshoot, warning_of_rate(self.settings, self.optimizer))
             entered = StopOnSignal() if stop is None else contextlib.nullcontext(stop)
             with entered as stop, _leave_a_core(self.model.input.table.device):
                 self._train(progress, callbacks, stop)
@@ -235,7 +255,7 @@ class Trainer:
                 f"stopped{by} at {self.step / self.num_steps:.0%} (epoch {self.epoch} of {self.epochs}): "
                 f"the vectors so far are kept; Ctrl-C{'' if by else ' again'} aborts"
             )
-        elif not self._has_learned and self._ranks == 1:
+        elif not self._has_learned and self.processes == 1:
             raise InvalidValueError(
                 f"no word has another of the vocabulary beside it in any of {self.num_steps} blocks; pass a larger corpus, a "
                 f"larger sample than {self.settings.sample:g} (0: every word), a smaller min_count, or kind='text' for lines"
@@ -248,6 +268,8 @@ class Trainer:
         """Return whether any process has received a signal to stop."""
         if self._exchange is None:
             return stop.requested is not None
+        if self.step % LOSS_EVERY:
+            return False  # else a meeting before each step
         signals = self._exchange.agree("makes a step", [stop.requested or 0])
         stop.requested = int(signals.max()) or None
         return stop.requested is not None
@@ -258,7 +280,6 @@ class Trainer:
             "step": self.step,
             "elapsed_s": self.elapsed_s,
             **self._losses.state(),
-            "corpus_words": self._corpus_words,
             "has_learned": self._has_learned,
             "moved_bytes": list(self.moved_bytes),
             "evaluation": self.evaluation,
@@ -270,7 +291,7 @@ class Trainer:
         if not 0 <= self.step <= self.num_steps:
             raise ValueError(f"step {self.step} of {self.num_steps}")
         self._losses.load_state(state)
-        self._corpus_words, self._has_learned = state["corpus_words"], state["has_learned"]
+        self._has_learned = state["has_learned"]
         self.evaluation = state["evaluation"]
         for table in (self.model.input.table, self.model.output.table):
             table.reset_stats()  # loading has moved rows, too

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from speedtransfer.errors import InvalidValueError, StorageError
+from speedtransfer.lazy import import_extra
 from speedtransfer.system import replace_file
 from speedtransfer.tables.saving import check_path
+from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
 
@@ -48,28 +52,26 @@ class Vocabulary:
         take: Callable[[np.ndarray], list[str]],
         min_count: int,
         max_words: int | None,
-    ) -> tuple[Vocabulary, np.ndarray]:
+        num_distinct: int | None = None,
+    ) -> Vocabulary:
         """Choose the words of a model by their numbers, so that rare words need not be looked at.
 
         `counts` (n,) int64 says how often word number i occurs, and `take` returns the words that have the numbers passed to
         it. Words that occur less than `min_count` times are left out, and of the rest all but the `max_words` most frequent.
-        Returns the vocabulary and the old number of each of its words. Raises `InvalidValueError` where it has fewer than two.
+        Raises `InvalidValueError` where fewer than two are left, of `num_distinct` words.
         """
-        kept, found = np.flatnonzero(counts >= min_count), int(np.count_nonzero(counts))
+        kept = most_frequent(counts, min_count, max_words)
         if len(kept) < 2:
+            found = int(np.count_nonzero(counts)) if num_distinct is None else num_distinct
             remedy = "a larger corpus" if found < 2 else f"min_count={np.partition(counts, -2)[-2]} or less"
             raise InvalidValueError(
                 f"min_count={min_count} leaves {len(kept)} of {found} distinct words but a model needs at least 2; "
                 f"pass {remedy}"
             )
-        if max_words is not None and len(kept) > max_words:
-            least = np.partition(counts[kept], -max_words)[-max_words]
-            kept = kept[counts[kept] >= least]  # with all that tie with the last one
         words = take(kept)
         alphabetical = np.array(sorted(range(len(words)), key=words.__getitem__))
         order = alphabetical[np.argsort(-counts[kept[alphabetical]], kind="stable")][:max_words]
-        kept = kept[order]
-        return cls([words[i] for i in order.tolist()], counts[kept]), kept
+        return cls([words[i] for i in order.tolist()], counts[kept[order]])
 
     def __len__(self) -> int:
         return len(self.words)
@@ -120,17 +122,61 @@ class Vocabulary:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Vocabulary:
-        """Read what `save` wrote; raise `StorageError` where the file is missing or a line of it is no word and count."""
-        path = check_path(path)
-        words, counts = [], []
-        try:
-            with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as lines:
-                for number, line in enumerate(lines, start=1):
-                    word, _, count = line.rstrip("\n").rpartition(" ")
-                    if not (word and count.isdecimal() and len(count) < _COUNT_DIGITS):
-                        raise StorageError(f"line {number} of {str(path)!r} is {line[:40]!r}, no word and count")
-                    words.append(word)
-                    counts.append(int(count))
-        except UnicodeDecodeError as error:
-            raise StorageError(f"{str(path)!r} is no vocabulary ({error}); pass a vocab.txt") from None
-        return cls(words, counts)
+        """Read what `save` wrote, or another table that `read_counts` reads."""
+        return cls(*read_counts(path, least=0))
+
+
+def most_frequent(counts: np.ndarray, min_count: int, max_words: int | None) -> np.ndarray:
+    """Return which of `counts` (n,) are at least `min_count`: the `max_words` largest, with all that tie with the last."""
+    kept = np.flatnonzero(counts >= min_count)
+    if max_words is not None and len(kept) > max_words:
+        kept = kept[counts[kept] >= np.partition(counts[kept], -max_words)[-max_words]]
+    return kept
+
+
+def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str], np.ndarray]:
+    """Read a table of words and how often each occurs, `least` times or more.
+
+    A line is a word and a count, with a tab or space between, after which a first line may name them (``word\tcount``);
+    ``.gz`` is unpacked. A ``.parquet`` file has the columns word and count. Raises `StorageError` with the line or row where
+    the file is missing, has no words, or one twice, or something that is no word and count.
+    """
+    path = Path(check_path(path))
+    rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
+    counts: dict[str, int] = {}
+    for place, word, count in rows:
+        is_word = isinstance(word, str) and (word.split() == [word] if least else word)
+        if not is_word or not isinstance(count, int) or isinstance(count, bool):
+            raise StorageError(f"{place} of {str(path)!r} is {str(word)[:40]!r} and {count!r}, no word and count")
+        if not least <= count < 1 << 63:
+            raise StorageError(f"{place} of {str(path)!r} counts {word!r} {count} times; leave it out")
+        if word in counts:
+            raise StorageError(f"{place} of {str(path)!r} has the word {word!r} again; add up the counts of a word")
+        counts[word] = count
+    if not counts and least:
+        raise StorageError(f"{str(path)!r} is empty; pass a table of words and counts")
+    return list(counts), np.fromiter(counts.values(), np.int64, len(counts))
+
+
+def _text_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
+    with reading(path) as file, io.TextIOWrapper(file, encoding="utf-8", newline="\n") as lines:
+        for number, line in enumerate(lines, start=1):
+            line = line.rstrip("\r\n")
+            word, _, count = line.rpartition("\t" if "\t" in line else " ")
+            if number > 1 or line != "word\tcount":
+                is_count = count.isdecimal() and len(count) <= _COUNT_DIGITS
+                yield f"line {number}", word, int(count) if is_count else count[:40]
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
+    parquet = import_extra("pyarrow.parquet", "tables of .parquet", "pyarrow")
+    with only_storage_errors(path, "a table of words and counts"):
+        check_file(path)
+        with parquet.ParquetFile(path) as table:
+            if not {"word", "count"} <= set(table.schema_arrow.names):
+                raise ValueError(f"its columns are {', '.join(table.schema_arrow.names)}, not word and count")
+            number = 0
+            for batch in table.iter_batches(columns=["word", "count"]):
+                for word, count in zip(*(batch.column(name).to_pylist() for name in ("word", "count")), strict=True):
+                    number += 1
+                    yield f"row {number}", word, count

@@ -20,7 +20,7 @@ def draw_block(num_words=200, window=5):
     windows = torch.randint(0, window + 1, (num_words,), generator=generator)
     position = torch.arange(num_words)
     before, after = torch.minimum(windows, position), torch.minimum(windows, position.flip(0))
-    return Block(words, before, after, torch.randint(0, len(WORDS), (48,), generator=generator), num_words, window)
+    return Block(words, before, after, torch.randint(0, len(WORDS), (48,), generator=generator), window)
 
 
 def train(block, device, memory, **options):
@@ -63,7 +63,7 @@ def test_steps_are_those_of_the_host(memory, kernel, kind, buckets, monkeypatch)
     if not kernel:
         monkeypatch.setattr(spans, "fits_kernel", lambda rows, places, cbow: False)
     tensors = (block.words, block.before, block.after, block.negatives)
-    moved = Block(*(tensor.to("cuda") for tensor in tensors), block.num_corpus_words, block.window)
+    moved = Block(*(tensor.to("cuda") for tensor in tensors), block.window)
     for given in (block, moved):
         used.clear()
         got = train(given, "cuda", memory, model=kind, buckets=buckets)

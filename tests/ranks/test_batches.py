@@ -167,12 +167,15 @@ class Net(nn.Module):
 
 def trained(depth: int, options: dict) -> tuple[list[torch.Tensor], int]:
     """Train, with ids sent ahead if there is a `depth`; return all rows, and how many messages there were."""
-    net = Net(**options)
+    repeats = options.get("repeats")
+    net = Net(**{name: value for name, value in options.items() if name != "repeats"})
     model = wrap(net)
     opt = torch.optim.AdamW(net.parameters(), lr=0.05)
     draw = torch.Generator().manual_seed(dist.get_rank())
     # Few ids, so that batches ahead hold rows that steps before them change.
     loader = [torch.randint(0, 30, (5, 3), generator=draw) for _ in range(8 + dist.get_rank())]
+    if repeats and dist.get_rank() == 0:
+        loader = [ids for ids in loader[::4] for _ in range(4)]
     batches = equal_steps(loader)
     if depth:
         batches = st.prefetch(batches, net.ids_of, depth)
@@ -193,6 +196,7 @@ def trained(depth: int, options: dict) -> tuple[list[torch.Tensor], int]:
 CASES = {
     "lazy": {"idle": "lazy"},
     "exact": {"idle": "exact"},
+    "the same ids in several batches of a process": {"idle": "lazy", "repeats": True},
     "int8": {"storage_dtype": torch.int8, "state_dtype": torch.uint8, "idle": "lazy"},
     # Not read ahead.
     "shared": {"memory": "shared"},

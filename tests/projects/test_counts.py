@@ -1,0 +1,80 @@
+"""Tables of words and counts that other engines write: the recipes of docs/word2vec.md, and .parquet files."""
+
+from __future__ import annotations
+
+import collections
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from speedtransfer.errors import StorageError
+from speedtransfer.word2vec import Vocabulary
+from speedtransfer.word2vec.vocabulary import read_counts
+
+for package in ("duckdb", "polars", "pyarrow"):
+    pytest.importorskip(package, reason=f"pip install {package}")
+
+PAGE = (Path(__file__).parents[2] / "docs" / "word2vec.md").read_text(encoding="utf-8")
+
+
+def recipe(language: str, start: str) -> str:
+    (found,) = re.findall(rf"^```{language}\n({start}.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    return found
+
+
+@pytest.mark.parametrize("engine", ["duckdb", "polars"])
+def test_recipes_count_as_we_do(engine, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    draw, counts = random.Random(2), collections.Counter[str]()
+    Path("texts").mkdir()
+    for i in range(3):
+        lines = []
+        for _ in range(50):
+            words = [f"w{int(draw.paretovariate(0.7))}" for _ in range(20)] + ['"quoted', "a,b", "\u00e9t\u00e9"]
+            counts.update(words)
+            lines.append(" \t ".join(words) + " ")
+        Path(f"texts/{i}.txt").write_text("\n".join(lines) + "\n\n", encoding="utf-8")
+    if engine == "duckdb":
+        import duckdb
+
+        duckdb.sql(recipe("sql", "COPY"))
+    else:
+        exec(recipe("py", "import polars"))
+    words, found = read_counts("counts.parquet")
+    assert dict(zip(words, found.tolist(), strict=True)) == counts
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"word": ["a", "b", "a"], "count": [1, 2, 3]}, "row 3 of .* has the word 'a' again"),
+        ({"word": ["a", "b"], "count": [1, 0]}, "row 2 of .* counts 'b' 0 times"),
+        ({"word": ["a", None], "count": [1, 2]}, "row 2 of .* is 'None' and 2, no word and count"),
+        ({"word": ["a"], "count": [1.5]}, "row 1 of .* is 'a' and 1.5"),
+        ({"word": [], "count": []}, "is empty"),
+        ({"token": ["a"], "n": [1]}, "its columns are token, n, not word and count"),
+        (None, "is not a table of words and counts"),
+    ],
+)
+def test_what_is_no_table_of_counts_is_refused(columns, message, tmp_path):
+    from pyarrow import parquet, table
+
+    path = tmp_path / "counts.parquet"
+    path.write_bytes(b"PAR1 but not whole")
+    if columns is not None:
+        parquet.write_table(table(columns), path)
+    with pytest.raises(StorageError, match=message):
+        read_counts(path)
+
+
+def test_words_in_dictionaries(tmp_path):
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    words = pa.array(["a", "b"]).dictionary_encode()
+    parquet.write_table(
+        pa.table({"count": pa.array([3, 4], pa.uint32()), "more": [1, 2], "word": words}), tmp_path / "c.parquet"
+    )
+    assert Vocabulary.load(tmp_path / "c.parquet").counts.tolist() == [3, 4]

@@ -1,0 +1,289 @@
+"""word2vec of several processes: each has a part of the vocabulary, and blocks of its own, of one corpus or of its part."""
+
+from __future__ import annotations
+
+import collections
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+from hosts import end, torchrun
+
+from ranks.pair import told
+from speedtransfer.errors import InvalidValueError
+from speedtransfer.ranks import exchange_of, world
+from speedtransfer.word2vec import Corpus, Settings, train
+from speedtransfer.word2vec import trainer as trainer_module
+from speedtransfer.word2vec.progress import TrainingProgress
+from speedtransfer.word2vec.run_folder import train_into
+from speedtransfer.word2vec.trainer import Callback, Trainer
+from speedtransfer.word2vec.vectors import Vectors
+
+# --- one corpus, of which all take blocks in turns ------------------------------------------------------------------------
+
+
+def text(path: Path) -> Path:
+    """Two topics whose words never meet."""
+    draw = random.Random(4)
+    topics = [[f"{topic}{i}" for i in range(12)] for topic in ("sea", "sky")]
+    lines = [" ".join(draw.choices(topics[draw.randrange(2)], k=20)) for _ in range(400)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def trained(path: str, options: dict) -> dict[str, Any]:
+    block_words = 256 // (dist.get_world_size() if dist.is_initialized() else 1)
+    settings = Settings(dim=16, epochs=4, block_words=block_words, sample=0, min_count=1, kind="lines", **options)
+    trainer = Trainer(Corpus(Path(path), 1, kind="lines"), settings)
+    with TrainingProgress(False) as progress:
+        trainer.run(progress)
+    vectors = trainer.vectors()
+    return {"words": vectors.words, "matrix": np.array(vectors.matrix), "steps": trainer.step}
+
+
+def apart(words: list[str], matrix: np.ndarray) -> float:
+    """How much closer words of one topic are than words of two."""
+    unit = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+    same = np.array([[a[:3] == b[:3] for b in words] for a in words])
+    cosines = unit @ unit.T
+    return float(cosines[same].mean() - cosines[~same].mean())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"memory": "shared"},
+        *(
+            pytest.param(it, marks=pytest.mark.slow)
+            for it in ({}, {"model": "cbow", "optimizer": "adagrad"}, {"buckets": 50})
+        ),
+    ],
+    ids=str,
+)
+def test_topics_come_apart_as_in_one_process(two, tmp_path, options):
+    path = str(text(tmp_path / "topics.txt"))
+    first, second = two(trained, path, options)
+    assert first["words"] == second["words"]
+    np.testing.assert_array_equal(first["matrix"], second["matrix"])
+    alone = trained(path, {k: v for k, v in options.items() if k != "memory"})
+    # As many steps, of as many words, as in one process.
+    assert abs(first["steps"] - alone["steps"]) <= 4
+    ours, theirs = (apart(each["words"], each["matrix"]) for each in (first, alone))
+    assert theirs > 0.3
+    assert ours > 0.8 * theirs
+
+
+# --- a part of the corpus for each -------------------------------------------------------------------------------------
+
+QUICK = {
+    "dim": 8,
+    "epochs": 2,
+    "block_words": 128,
+    "min_count": 2,
+    "sample": 0,
+    "shared_negatives": 32,
+    "device": "cpu",
+}
+
+
+def parts(folder: Path) -> str:
+    """Write files of several sizes, and the counts of their words; return a pattern of them."""
+    draw, counts = random.Random(1), collections.Counter[str]()
+    for i, size in enumerate((3000, 900, 100, 50, 1500)):
+        words = [f"w{int(draw.paretovariate(0.7))}" for _ in range(size)]
+        counts.update(words)
+        (folder / f"part{i}.txt").write_text(" ".join(words))
+    (folder / "counts.tsv").write_text("word\tcount\n" + "".join(f"{word}\t{n}\n" for word, n in counts.items()))
+    return str(folder / "part*.txt")
+
+
+def divided(pattern: str, **settings: Any) -> Corpus:
+    return Corpus(pattern, settings=Settings(**QUICK, divide=True, **settings))
+
+
+def read_parts(pattern: str) -> list[Any]:
+    counts = str(Path(pattern).with_name("counts.tsv"))
+    found = []
+    for settings in ({}, {"max_words": 9}, {"vocabulary": counts}):
+        corpus = divided(pattern, **settings)
+        sizes = corpus.num_words, corpus.num_raw_words
+        found.append((corpus.vocabulary.words, corpus.vocabulary.counts.tolist(), *sizes, corpus.ids.tolist()))
+    trainer = Trainer(corpus, Settings(**QUICK))
+    blocks = [trainer._block_of(step) for step in range(trainer.num_steps)]
+    return [found, corpus.fingerprint(), blocks, 2 * len(trainer.sampler)]
+
+
+def test_each_reads_its_part_and_counts_are_of_all(three, tmp_path):
+    pattern = parts(tmp_path)
+    ranks = three(read_parts, pattern)
+    for place, settings in enumerate(({}, {"max_words": 9}, {})):
+        whole = divided(pattern, **settings)
+        ids = []
+        for found, *_ in ranks:
+            words, counts, num_words, num_raw_words, own = found[place]
+            assert (words, counts) == (whole.vocabulary.words, whole.vocabulary.counts.tolist())
+            assert (num_words, num_raw_words) == (len(whole), whole.num_raw_words)
+            ids += own
+        assert sorted(ids) == sorted(whole.ids.tolist())
+    assert [len(found[0][-1]) for found, *_ in ranks] == sorted(
+        (len(found[0][-1]) for found, *_ in ranks), reverse=True
+    )
+    assert ranks[0][1] == ranks[1][1] == ranks[2][1]
+    for _, _, blocks, own_blocks in ranks:
+        # All end together, and each trains on all of its blocks, spread over the run.
+        assert len(blocks) == max(each[-1] for each in ranks)
+        assert [block for block in blocks if block is not None] == list(range(own_blocks))
+        assert abs(blocks[: len(blocks) // 2].count(None) - blocks.count(None) / 2) <= 1
+
+
+class BreakError(Exception):
+    pass
+
+
+class BreakAt(Callback):
+    def after_step(self, trainer: Trainer) -> None:
+        if trainer.step == 13:
+            raise BreakError
+
+
+def broken_off_and_resumed(pattern: str, folder: str) -> Any:
+    """Train to the end; without sending ids ahead; and to a break and on; return the vectors of each, and an error."""
+    options = {**QUICK, "progress": False}
+    whole = train(divided(pattern), **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer_module, "prefetch", lambda blocks, *_, **__: blocks)
+        waiting = train(divided(pattern), **options)
+    point = Path(folder) / "point"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_is_stopped", lambda self, stop: BreakAt().after_step(self))
+        with pytest.raises(BreakError):
+            train(divided(pattern), checkpoint=point, checkpoint_every=6, divide=True, **options)
+    resumed = train(divided(pattern), checkpoint=point, resume=True, divide=True, **options)
+    output = Path(folder) / "run"
+    settings = Settings(**QUICK, divide=True)
+    train_into(output, pattern, settings, "bin", quiet=True)
+    return [np.array(vectors.matrix) for vectors in (whole, waiting, resumed, Vectors.load(output / "vectors.bin"))]
+
+
+def test_a_divided_run_has_the_same_bits_in_all_ways(two, tmp_path):
+    pattern = parts(tmp_path)
+    ranks = two(broken_off_and_resumed, pattern, str(tmp_path))
+    for matrix in [*ranks[0], *ranks[1]]:
+        np.testing.assert_array_equal(matrix, ranks[0][0])
+    for words in ("is one of 2 processes but there are 1", "divide is False but the checkpoint .* was made with True"):
+        with pytest.raises(InvalidValueError, match=words):
+            train(
+                pattern,
+                checkpoint=tmp_path / "point",
+                resume=True,
+                divide="processes" in words,
+                progress=False,
+                **QUICK,
+            )
+
+
+def trained_by_the_first(pattern: str) -> np.ndarray:
+    trainer = Trainer(Corpus(pattern, settings=Settings(**QUICK)), Settings(**QUICK))
+    trainer.num_steps = len(trainer.sampler)
+    trainer._block_of = lambda step: None if world() is not None and dist.get_rank() else step
+    while trainer.step < trainer.num_steps:
+        trainer.train_step()
+    return trainer.vectors().matrix.copy()
+
+
+def test_steps_without_words_change_nothing(two, tmp_path):
+    """Also several of them, and the first."""
+    pattern = parts(tmp_path)
+    alone = trained_by_the_first(pattern)
+    for matrix in two(trained_by_the_first, pattern):
+        np.testing.assert_array_equal(matrix, alone)
+
+
+def calls_of_a_step(pattern: str) -> float:
+    trainer = Trainer(divided(pattern), Settings(**QUICK))
+    traffic = exchange_of(world()).traffic
+    for _ in range(3):
+        trainer.train_step()
+    before = traffic.calls
+    for _ in range(10):
+        trainer.train_step()
+    return (traffic.calls - before) / 10
+
+
+def test_both_tables_of_a_block_are_asked_together(two, tmp_path):
+    """Ids ahead, which nobody waits for; then a meeting and rows, a meeting and gradients."""
+    assert two(calls_of_a_step, parts(tmp_path)) == [5, 5]
+
+
+# --- refused in all processes -------------------------------------------------------------------------------------------
+
+
+def refused(folder: str) -> list[str]:
+    own, first = Path(folder), dist.get_rank() == 0
+    (own / f"own{dist.get_rank()}.txt").write_text("a b c d e f " * (40 + dist.get_rank()))
+    dist.barrier()
+    cases: dict[str, Any] = {
+        "few": lambda: divided(f"{folder}/own0.txt"),
+        "none": lambda: divided(f"{folder}/own*.txt" if first else f"{folder}/none*.txt"),
+        "others": lambda: divided([f"{folder}/own0.txt", f"{folder}/own{int(first)}.txt"]),
+        "damaged": lambda: divided([f"{folder}/own0.txt", f"{folder}/damaged.txt"]),
+        "unknown": lambda: divided([f"{folder}/own0.txt", f"{folder}/unknown.txt"], max_words=6),
+        "input": lambda: divided("-"),
+        "one divides": lambda: (
+            divided(f"{folder}/own*.txt") if first else Trainer(Corpus(f"{folder}/own0.txt"), Settings())
+        ),
+        "own corpora": lambda: Trainer(Corpus(f"{folder}/own{dist.get_rank()}.txt", 1), Settings(dim=4, min_count=1)),
+    }
+    return [told(case) for case in cases.values()]
+
+
+def test_what_cannot_be_divided_is_refused_in_all(two, tmp_path):
+    (tmp_path / "damaged.txt").write_bytes(b"a b \0")
+    (tmp_path / "unknown.txt").write_text("q r s")
+    first, second = two(refused, str(tmp_path))
+    for ours, theirs, words in zip(
+        first,
+        second,
+        [
+            "InvalidValueError: .*own0.txt' has 1 files but 2 processes are to divide them; split",
+            "none.*' does not exist|rank 1 failed where it reads a corpus",
+            "DifferenceError: .* reads a corpus: rank 0: 2 files to divide, .*; rank 1: 2 files",
+            "damaged.txt' is no text: byte 4 is NUL|failed where it reads a corpus",
+            "InvalidValueError: the part of process 1 has no word of the vocabulary",
+            "divide is for files but the corpus is '-'",
+            "DifferenceError: the processes are out of step: .*rank 1: reads a corpus .*: a corpus of 240 words",
+            "DifferenceError: .*rank 0: a corpus of 240 words and 6 .*rank 1: a corpus of 246 .* with divide=True",
+        ],
+        strict=True,
+    ):
+        assert all(re.search(words, said) for said in (ours, theirs)), (words, ours, theirs)
+
+
+def own_stream(folder: str) -> int:
+    with open(f"{folder}/part{dist.get_rank()}.txt", "rb") as file:
+        return divided(file).num_raw_words
+
+
+def test_an_open_file_is_a_part(two, tmp_path):
+    parts(tmp_path)
+    assert two(own_stream, str(tmp_path)) == [3900, 3900]
+
+
+# --- started by a launcher ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_word2vec_joins_what_a_launcher_starts(tmp_path):
+    path, run = text(tmp_path / "topics.txt"), tmp_path / "run"
+    options = "--dim 16 --min-count 1 --sample 0 --kind lines --epochs 4 --block-words 128"
+    command = ["-m", "speedtransfer", "word2vec", "train", str(path), *options.split(), "-o", str(run)]
+    printed = end(torchrun("--standalone", *command, processes=2, folder=tmp_path))
+    assert printed.count("vectors: ") == 1
+    vectors = Vectors.load(run / "vectors.txt")
+    assert apart(vectors.words, vectors.matrix) > 0.3
+    assert json.loads((run / "settings.json").read_text())["corpus_words"] == 8000
