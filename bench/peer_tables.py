@@ -92,9 +92,9 @@ class Peer(NamedTuple):
     tables: Callable[[], list[Tensor]]
 
 
-def _stepping(data: Data, modules: Sequence[Any], look_up: Callable[[int], list[Tensor]], optimizer: Any) -> Peer:
-    gradients = [data.gradient] * data.shape.tables
-
+def _stepping(
+    modules: Sequence[Any], look_up: Callable[[int], list[Tensor]], optimizer: Any, gradients: list[Tensor]
+) -> Peer:
     def step(number: int) -> None:
         torch.autograd.backward(look_up(number), gradients)
         optimizer.step()
@@ -115,27 +115,52 @@ def modules(data: Data, kind: Any, make: Any = None, **options: Any) -> Peer:
             return [module(*part) for module, *part in zip(found, ids, offsets, strict=True)]
         return [module(part) for module, part in zip(found, ids, strict=True)]
 
-    return _stepping(data, found, look_up, (make or data.make)(found.parameters()))
+    return _stepping(found, look_up, (make or data.make)(found.parameters()), [data.gradient] * shape.tables)
+
+
+class Keyed(NamedTuple):
+    """Ids in bags, feature by feature, in the form of a KeyedJaggedTensor of TorchRec."""
+
+    names: list[str]
+    ids: Tensor
+    begins: Tensor
+
+    def keys(self) -> list[str]:
+        return self.names
+
+    def values(self) -> Tensor:
+        return self.ids
+
+    def offsets(self) -> Tensor:
+        return self.begins
 
 
 def together(data: Data, one_by_one: bool = False, **options: Any) -> Peer:
-    """Tables of ours that share one, looked up at once or `one_by_one`."""
-    shape = data.shape
+    """Tables of ours that share one: looked up at once, in tensors as FBGEMM and TorchRec are given them, or `one_by_one`."""
+    shape, gradients = data.shape, [data.gradient] * data.shape.tables
+    sizes, given = [shape.rows] * shape.tables, list[Any]()
     if shape.bags:
-        multi: Any = MultiEmbeddingBag([shape.rows] * shape.tables, shape.dim, mode="sum", **options)
+        multi: Any = MultiEmbeddingBag(sizes, shape.dim, mode="sum", concatenate=True, **options)
     else:
-        multi = MultiEmbedding([shape.rows] * shape.tables, shape.dim, **options)
+        multi = MultiEmbedding(sizes, shape.dim, **options)
     with torch.no_grad():
         for module, weight in zip(multi, data.weights, strict=True):
             module.weight.copy_(weight)
+    if shape.bags:
+        names = [str(number) for number in range(shape.tables)]
+        for ids, offsets in zip(data.batches, data.offsets, strict=True):
+            given.append(Keyed(names, torch.cat(ids), _ends(offsets, shape.ids)))
+        gradients = [data.gradient.repeat(1, shape.tables)]
+    elif not one_by_one:
+        given = [torch.stack(ids, dim=1) for ids in data.batches]
+        gradients = [torch.stack(gradients, dim=1)]
 
     def look_up(number: int) -> list[Tensor]:
-        ids, offsets = data.batches[number % SEEN], data.offsets[number % SEEN]
         if one_by_one:
-            return [module(part) for module, part in zip(multi, ids, strict=True)]
-        return list(multi(list(zip(ids, offsets, strict=True)) if shape.bags else ids))
+            return [module(part) for module, part in zip(multi, data.batches[number % SEEN], strict=True)]
+        return [multi(given[number % SEEN])]
 
-    return _stepping(data, list(multi), look_up, data.make(multi.parameters()))
+    return _stepping(list(multi), look_up, data.make(multi.parameters()), gradients)
 
 
 # --- others -------------------------------------------------------------------------------------------------------------

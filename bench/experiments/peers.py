@@ -23,12 +23,13 @@ from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.units import format_seconds
 
 NOTE = (
-    "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one, looked up "
-    "at once, or one by one as in a loop over the features. FBGEMM and TorchRec make the step in backward, and on a host have "
-    "SGD and Adagrad only; tables of FBGEMM are given bags of one id where rows are not pooled. Idle rows stay as they are in "
-    'FBGEMM, TorchRec, TFRA and SparseAdam, and in ours with idle="lazy". DeepSpeed and bitsandbytes train nn.Embedding by '
-    "dense gradients, as they take no others for these optimizers. TFRA runs in a process of its own, whose table holds the "
-    "ids of the batches only; the times include a message through a pipe."
+    "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one, looked "
+    "up at once with ids in one tensor, as those of FBGEMM and TorchRec are, or one by one as in a loop over the features. "
+    "FBGEMM and TorchRec make the step in backward, and on a host have SGD and Adagrad only; tables of FBGEMM are given "
+    "bags of one id where rows are not pooled. Idle rows stay as they are in FBGEMM, TorchRec, TFRA and SparseAdam, and in "
+    'ours with idle="lazy". DeepSpeed and bitsandbytes train nn.Embedding by dense gradients, as they take no others for '
+    "these optimizers. TFRA runs in a process of its own, whose table holds the ids of the batches only; the times include "
+    "a message through a pipe."
 )
 
 _TOLERANCE = 1e-4  # of the farthest that any weight moved
