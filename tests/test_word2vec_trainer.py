@@ -27,7 +27,7 @@ from speedtransfer.word2vec.progress import (
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import choose_schedule, schedule_for
+from speedtransfer.word2vec.sampler import choose_schedule, most_words, schedule_for
 from speedtransfer.word2vec.trainer import Callback
 
 TOPICS, WORDS_A_TOPIC = 6, 8
@@ -189,7 +189,7 @@ SCHEDULES = {0: (50, 32), 640: (50, 32), 1000: (32, 32), 12_799: (5, 32), 12_800
 def test_schedule():
     for num_kept_words, chosen in SCHEDULES.items():
         assert choose_schedule(num_kept_words, None, None) == chosen
-    for ranks, chosen in {2: 2048, 3: 1024, 8: 512, 200: 32}.items():
+    for ranks, chosen in {2: 1024, 4: 1024, 8: 512, 200: 32}.items():
         assert choose_schedule(1e12, None, None, ranks) == (5, chosen)
     assert choose_schedule(1_000_000, None, None, 4) == (5, 1024)
     assert choose_schedule(640, None, 5000, 4) == choose_schedule(640, None, 5000) == (50, 5000)
@@ -249,8 +249,8 @@ def test_few_steps(caplog):
     assert "smaller" not in warning_of_few_steps(10, 50, 16)
     train(io.BytesIO(b"one two three four five six\n" * 4), 4, min_count=1, sample=0, device="cpu", progress=False)
     assert caplog.messages == [warning_of_few_steps(50, 50, 32)]
-    assert warning_of_overshoot(1, 16_384, 4096) == warning_of_overshoot(4, 1024, 4096) == ""
-    assert "from 8,192 words of a step apart" in (said := warning_of_overshoot(4, 2048, 4096))
+    assert warning_of_overshoot(1, 16_384, most_words(1)) == warning_of_overshoot(4, 1024, most_words(4)) == ""
+    assert "from 2,048 words of a step each" in (said := warning_of_overshoot(2, 2048, most_words(2)))
     assert said.endswith("pass block_words=1024")
 
 

@@ -165,13 +165,12 @@ def warning_of_few_steps(num_steps: int, epochs: int, block_words: int) -> str:
 
 
 def warning_of_overshoot(processes: int, block_words: int, most: int) -> str:
-    """Return a warning of several processes that learn apart from more than `most` words together; else ""."""
-    together = processes * block_words
-    if processes == 1 or together <= most:
+    """Return a warning of several processes that each learn from more than `most` words of a step; else ""."""
+    if processes == 1 or block_words <= most:
         return ""
     return (
-        f"the processes learn from {together:,} words of a step apart and add that up, which costs quality above {most:,}; "
-        f"pass block_words={max(most // processes, 2)}"
+        f"the {processes} processes learn from {block_words:,} words of a step each and add that up, which costs quality "
+        f"above {most:,}; pass block_words={most}"
     )
 
 

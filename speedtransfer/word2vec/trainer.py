@@ -34,7 +34,7 @@ from speedtransfer.word2vec.progress import (
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import WORDS_TOGETHER, Sampler, schedule_for
+from speedtransfer.word2vec.sampler import Sampler, most_words, schedule_for
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vectors import Vectors
 
@@ -214,7 +214,7 @@ class Trainer:
             for callback in callbacks:
                 callback.begin(self, progress)
             few_steps = warning_of_few_steps(self.num_steps, self.epochs, self.block_words)
-            overshoot = warning_of_overshoot(self.processes, self.block_words, WORDS_TOGETHER)
+            overshoot = warning_of_overshoot(self.processes, self.block_words, most_words(self.processes))
             _warn(few_steps, overshoot, warning_of_rate(self.settings, self.optimizer))
             entered = StopOnSignal() if stop is None else contextlib.nullcontext(stop)
             with entered as stop, _leave_a_core(self.model.input.table.device):
