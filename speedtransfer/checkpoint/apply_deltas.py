@@ -12,14 +12,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.delta_checks import DeltaReader, changes_of, check_fits, check_stored, content_after
-from speedtransfer.checkpoint.delta_file import (
-    Delta,
-)
-from speedtransfer.checkpoint.first_state import store_all
+from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
-from speedtransfer.checkpoint.marks import Mark, MarkedTable, check_kind, contents_of, held, marked_tables
+from speedtransfer.checkpoint.marks import (
+    Mark,
+    MarkedTable,
+    check_kind,
+    contents_of,
+    given_for_delta,
+    held,
+    marked_tables,
+)
 from speedtransfer.checkpoint.model import SavedModel
 from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, states_set
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
@@ -28,7 +32,6 @@ from speedtransfer.checkpoint.table_rows import Readers
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.tables import PathLike, loading, row_chunks
-from speedtransfer.tables.saving import check_safetensors_path
 
 
 def apply_delta(
@@ -74,11 +77,8 @@ def apply_delta(
     StorageError
         The file is missing, damaged, or no delta.
     """
-    path = check_safetensors_path(path)
-    _, optimizers, others = check_arguments(path, model, optimizer, objects)
-    for each in optimizers.values():
-        store_all(each)
-    tables, delta = marked_tables(model, bool(optimizers)), Delta(path)
+    path, optimizers, others, tables = given_for_delta(path, model, optimizer, objects)
+    delta = Delta(path)
     if delta.of_optimizers != sorted(optimizers):
         raise InvalidValueError(
             f"{str(path)!r} has the state of {delta.of_optimizers or 'no optimizer'} but {sorted(optimizers) or 'none'} was "

@@ -139,7 +139,7 @@ class Delta:
         if table.vocabulary is not None:
             gone, gone_was = (self._column(header, f"{number}.{name}") for name in ("gone", "gone_before"))
             reserved = {name: self._mapped(header, f"{number}.reserved.{name}") for name in table.planes}
-        parts = {plane: _wide(self.tensors[name]) for plane, name in table.planes.items()}
+        parts = {plane: wide(self.tensors[name]) for plane, name in table.planes.items()}
         ids, was = (self._column(header, f"{number}.{name}") for name in ("ids", "before"))
         found = TableRows(ids, was.numpy().view(np.uint64), parts, gone, gone_was.numpy().view(np.uint64), reserved)
         table.check(found)
@@ -194,5 +194,6 @@ def digest(values: Tensor) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _wide(values: Tensor) -> Tensor:
+def wide(values: Tensor) -> Tensor:
+    """Return rows, ``(n, width)``, or ``(n,)`` of one value each, as ``(n, width)``."""
     return values.unsqueeze(1) if values.dim() == 1 else values

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.first_state import store_all
 from speedtransfer.checkpoint.model import tables_of
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum
@@ -21,7 +24,8 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.optim import Handle
 from speedtransfer.progress import ByteProgress
-from speedtransfer.tables import row_chunks
+from speedtransfer.tables import PathLike, row_chunks
+from speedtransfer.tables.saving import check_safetensors_path
 
 # What a vocabulary has by row.
 _BY_ROW = ("ids", "last_use", "counts")
@@ -134,6 +138,17 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     tables = marked_tables(model, with_state)
     with held(tables):
         return Mark(contents_of(tables, progress), with_state)
+
+
+def given_for_delta(
+    path: PathLike, model: nn.Module, optimizer: Optimizer | None, objects: dict[str, Any]
+) -> tuple[Path, dict[str, Optimizer], dict[str, Any], dict[str, MarkedTable]]:
+    """Return the path of a delta, the optimizers and other objects by name, and the tables; raise where one is wrong."""
+    file = check_safetensors_path(path)
+    _, optimizers, others = check_arguments(file, model, optimizer, objects)
+    for each in optimizers.values():
+        store_all(each)
+    return file, optimizers, others, marked_tables(model, bool(optimizers))
 
 
 def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:

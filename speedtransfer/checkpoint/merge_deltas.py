@@ -17,7 +17,7 @@ from torch import Tensor
 
 from speedtransfer.checkpoint import manifest
 from speedtransfer.checkpoint.arguments import place_of
-from speedtransfer.checkpoint.delta_file import Delta
+from speedtransfer.checkpoint.delta_file import Delta, wide
 from speedtransfer.checkpoint.load import open_checkpoint
 from speedtransfer.checkpoint.row_hashes import hashes_of, total_of
 from speedtransfer.checkpoint.save import SavePlan, bytes_of
@@ -190,7 +190,7 @@ class _Table:
         role, _, name = self._all[plane].partition("/")
         if name not in self._readers[role].facts["tensors"]:
             return None
-        return _wide(self._readers[role].read(name, rows))
+        return wide(self._readers[role].read(name, rows))
 
     def check(self, bar: ByteProgress) -> None:
         """Raise unless these are the rows of the base that the first delta begins with, and those that each one brings."""
@@ -250,8 +250,3 @@ class _Table:
             else:
                 bits_of(whole)[at] = bits_of(part[among])
         return whole
-
-
-def _wide(values: Tensor) -> Tensor:
-    """Return rows, ``(n, width)``."""
-    return values.reshape(len(values), -1)

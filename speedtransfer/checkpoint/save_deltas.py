@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.delta_file import (
     FORMAT,
     VERSION,
@@ -21,8 +20,15 @@ from speedtransfer.checkpoint.delta_file import (
     digest,
     vocabulary_facts,
 )
-from speedtransfer.checkpoint.first_state import store_all
-from speedtransfer.checkpoint.marks import Mark, MarkedTable, check_kind, contents_of, held, marked_tables
+from speedtransfer.checkpoint.marks import (
+    Mark,
+    MarkedTable,
+    check_kind,
+    contents_of,
+    given_for_delta,
+    held,
+    marked_tables,
+)
 from speedtransfer.checkpoint.plain_data import find_tensors
 from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.save import plan_files
@@ -33,7 +39,6 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.rows import Rows
 from speedtransfer.tables import PathLike, files
-from speedtransfer.tables.saving import check_safetensors_path
 
 
 def save_delta(
@@ -81,11 +86,7 @@ def save_delta(
     StorageError
         It cannot be written.
     """
-    path = check_safetensors_path(path)
-    _, optimizers, others = check_arguments(path, model, optimizer, objects)
-    for each in optimizers.values():
-        store_all(each)
-    tables = marked_tables(model, bool(optimizers))
+    path, optimizers, others, tables = given_for_delta(path, model, optimizer, objects)
     if not isinstance(since, Mark):
         raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
     check_kind(since, "since", bool(optimizers))
@@ -100,10 +101,10 @@ def save_delta(
         plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
         # Those of a state that was made just now are new.
         tables = marked_tables(model, bool(optimizers))
-        written, said = list[files.Written](), dict[str, Any]()
+        written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
         for number, (key, table) in enumerate(tables.items()):
             before, after, (at, rows) = since._contents[key], now._contents[key], changed[key]
-            planes = picked.names_in(plans, table.handle.rows) | _take_ids(key, table, rows, plans["model"], content)
+            planes = names.get(table.handle.rows, {}) | _take_ids(key, table, rows, plans["model"], content)
             if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
                     f"{key} has state ({sorted(table.fills.keys() - planes.keys())[:3]}) of another optimizer, or of before a "
@@ -172,10 +173,10 @@ class ChangedRows(StoredRows):
         self._picked.setdefault(rows, {})[name] = picked
         return picked
 
-    def names_in(self, plans: Mapping[str, TensorPlan], rows: Rows) -> dict[str, str]:
-        """Return by plane of a table the name that the tensor of its rows has in the file."""
+    def names_in(self, plans: Mapping[str, TensorPlan]) -> dict[Rows, dict[str, str]]:
+        """Return by table and plane the name that the tensor of its rows has in the file."""
         names = {id(t): f"{role}/{name}" for role, plan in plans.items() for name, t in plan.tensors.items()}
-        return {plane: names[id(picked)] for plane, picked in self._picked.get(rows, {}).items()}
+        return {rows: {plane: names[id(t)] for plane, t in found.items()} for rows, found in self._picked.items()}
 
 
 def _take_ids(

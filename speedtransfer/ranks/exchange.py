@@ -243,7 +243,7 @@ class Exchange:
             raise
 
     def check_same(self, words: Tensor, point: str, about: str) -> None:
-        """Raise `DifferenceError`, in all processes, unless each has told the word of `about`; `words` is ``(ranks,)``."""
+        """Raise `DifferenceError`, in all processes, unless all are `about` the same: `words` (ranks,) are checksums."""
         if bool((words != zlib.crc32(about.encode())).any()):
             self._differ(point, about)
 

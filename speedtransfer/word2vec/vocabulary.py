@@ -137,8 +137,8 @@ def most_frequent(counts: np.ndarray, min_count: int, max_words: int | None) -> 
 def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str], np.ndarray]:
     """Read a table of words and how often each occurs, `least` times or more.
 
-    A line is a word and a count, with a tab or space between, after which a first line may name them (``word\tcount``);
-    ``.gz`` is unpacked. A ``.parquet`` file has the columns word and count. Raises `StorageError` with the line or row where
+    A line is a word and a count, with a tab or space between; the first may name the columns (``word\tcount``). ``.gz`` is
+    unpacked. A ``.parquet`` file has the columns word and count. Raises `StorageError` with the line or row where
     the file is missing, has no words, or one twice, or something that is no word and count.
     """
     path = Path(check_path(path))
