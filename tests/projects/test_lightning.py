@@ -13,6 +13,9 @@ from projects.two_towers import ahead, loader, make, scores
 lightning = pytest.importorskip("lightning", reason="Lightning is not installed: make projects")
 
 from lightning.pytorch import callbacks, seed_everything  # noqa: E402
+from lightning.pytorch.plugins import io as plugins_io  # noqa: E402
+
+import speedtransfer as st  # noqa: E402
 
 pytestmark = pytest.mark.slow
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -124,3 +127,42 @@ def test_resumed(way, tmp_path):
             resumed[name] = outcome(module, runner)
         assert len(resumed["dense"].printed["losses"]) == len(whole.printed["losses"]) // 2
         assert_same(resumed["ours"], resumed["dense"], None)
+
+
+class Meanwhile(callbacks.Callback):
+    """Our own saver, while training goes on."""
+
+    def __init__(self, folder) -> None:
+        self.folder, self.saves = folder, {}
+
+    def on_train_batch_end(self, runner, module, outputs, batch, index):
+        step = runner.global_step
+        if step % 4 == 0:
+            path = self.folder / f"ours-{step}"
+            self.saves[path] = st.save_checkpoint(path, module, runner.optimizers[0], background=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_saved_while_training_goes_on(way, tmp_path):
+    """By Lightning's asynchronous saver and by ours in a callback: they save what one does that training waits for."""
+    found, ours = {}, Meanwhile(tmp_path)
+    for name, plugins in (("waits", []), ("later", [plugins_io.AsyncCheckpointIO()])):
+        folder = tmp_path / name
+        every = callbacks.ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=4)
+        module = Module(way)
+        runner = trainer(enable_checkpointing=True, callbacks=[every, *([] if plugins else [ours])], plugins=plugins)
+        runner.fit(module, loader(), loader(seed=1))
+        found[name] = {path.name: torch.load(path, weights_only=False) for path in sorted(folder.iterdir())}
+    assert len(found["waits"]) > 2 and found["waits"].keys() == found["later"].keys()
+    for name, saved in found["waits"].items():
+        for part in ("state_dict", "optimizer_states"):
+            torch.testing.assert_close(found["later"][name][part], saved[part], rtol=0, atol=0)
+    assert len(ours.saves) > 2
+    for path, save in ours.saves.items():
+        save.wait()
+        again = Module(way)
+        optimizer = again.configure_optimizers()["optimizer"]
+        st.load_checkpoint(path, again, optimizer)
+        saved = found["waits"][f"step={path.name.partition('-')[2]}.ckpt"]
+        torch.testing.assert_close(dict(again.state_dict()), dict(saved["state_dict"]), rtol=0, atol=0)
+        torch.testing.assert_close(optimizer.state_dict()["state"], saved["optimizer_states"][0]["state"], rtol=0, atol=0)
