@@ -37,6 +37,7 @@ EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
     "plan_accuracy": "Planned beside measured times of a step",
     "hosts": "Planned beside measured steps of two hosts",
     "saves": "Checkpoints: saved, loaded, and written while training goes on",
+    "oversized": "Tables up to 37 times as large as memory",
     "idle": "Training with dense, exact, lazy and SparseAdam's idle rows",
     "word2vec": "word2vec beside gensim: words/s and quality",
     "ngram_example": "Ways to hold the n-gram tables of a language model",

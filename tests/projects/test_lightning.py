@@ -153,7 +153,8 @@ def test_saved_while_training_goes_on(way, tmp_path):
         runner = trainer(enable_checkpointing=True, callbacks=[every, *([] if plugins else [ours])], plugins=plugins)
         runner.fit(module, loader(), loader(seed=1))
         found[name] = {path.name: torch.load(path, weights_only=False) for path in sorted(folder.iterdir())}
-    assert len(found["waits"]) > 2 and found["waits"].keys() == found["later"].keys()
+    assert len(found["waits"]) > 2
+    assert found["waits"].keys() == found["later"].keys()
     for name, saved in found["waits"].items():
         for part in ("state_dict", "optimizer_states"):
             torch.testing.assert_close(found["later"][name][part], saved[part], rtol=0, atol=0)
