@@ -166,4 +166,6 @@ def test_saved_while_training_goes_on(way, tmp_path):
         st.load_checkpoint(path, again, optimizer)
         saved = found["waits"][f"step={path.name.partition('-')[2]}.ckpt"]
         torch.testing.assert_close(dict(again.state_dict()), dict(saved["state_dict"]), rtol=0, atol=0)
-        torch.testing.assert_close(optimizer.state_dict()["state"], saved["optimizer_states"][0]["state"], rtol=0, atol=0)
+        torch.testing.assert_close(
+            optimizer.state_dict()["state"], saved["optimizer_states"][0]["state"], rtol=0, atol=0
+        )

@@ -1,0 +1,247 @@
+"""Training steps of tables in a file, up to 37 times as large as the memory that the process may use.
+
+A control group holds the process to 1 GB, pages of files included, while it trains; the same steps on just the rows in use,
+in ordinary memory and without a limit, are the reference. Needs Linux, root for control groups, and 38 GB of disk:
+``python bench/record.py here --only oversized --limit 3600``, with SPEEDTRANSFER_BENCH_DIR=FOLDER for another disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from store import ending, run
+from torch import Tensor, nn
+
+import speedtransfer as st
+from speedtransfer.benchmark.contenders import UnfilledEmbedding
+from speedtransfer.benchmark.measure import Group
+from speedtransfer.benchmark.results import CaseResult, GroupResult
+from speedtransfer.benchmark.workload import spread
+from speedtransfer.errors import StorageError
+from speedtransfer.ranks.zipf import draw_ids
+from speedtransfer.tables import plane_chunks
+
+NOTE = (
+    "Float32 rows of 64 with AdamW's state, with idle='exact' and layout='rows', all written before the first step; 512 "
+    "examples of 8 Zipf ids a step (exponent 1.05), spread over the file. The process may use 1 GB, with the system's pages "
+    "of its files. Beside it the same steps on the rows in use alone, in ordinary memory and without a limit. The losses of "
+    "all steps are the same to the bit, with st.prefetch and without."
+)
+BY = ("gigabytes", "table with its state, GB")
+DIM, FIELDS, EXAMPLES, EXPONENT, LIMIT_GB = 64, 8, 512, 1.05, 1
+IN_MEMORY, IN_FILE, AHEAD = "rows in use, in memory", "in a file", "in a file, st.prefetch"
+DEPTHS = {IN_FILE: 0, AHEAD: 2}
+COLUMNS = {
+    "median, ms": lambda group, case: f"{1e3 * case.median_s:,.3g}",
+    "read, MB a step": lambda group, case: f"{case.figures['read_MB']:.3g}" if case.figures else "",
+    "written, MB a step": lambda group, case: f"{case.figures['written_MB']:.3g}" if case.figures else "",
+}
+_WIDTHS = {0: "the rows alone", 1024: "a network of width 1,024 on the rows"}
+_STATES = 2  # of AdamW
+_CHUNK = 1 << 14  # rows with values of their own
+_TURNS, _UNTIMED, _TIMED = 4, 5, 20  # steps of a stretch
+_WARM_STRETCHES = 4  # until the pages in memory are those used most
+_LIMIT_S = 3000
+
+
+def series(group: GroupResult) -> str:
+    return _WIDTHS[group.params["width"]]
+
+
+def about(groups: list[GroupResult]) -> list[str]:
+    """Return what training takes of a table in a file, as multiples of the time in memory."""
+    found = []
+    for group in groups:
+        alone = group.by_name[IN_MEMORY].median_s
+        times = {name: group.by_name[name].median_s / alone for name in DEPTHS}
+        found.append(
+            f"{group.params['gigabytes']} times the memory, {series(group)}: a step takes {times[AHEAD]:.2f} times as long as "
+            f"in memory with st.prefetch, {times[IN_FILE]:.2f} without"
+        )
+    return found
+
+
+def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
+    sizes = (0.05,) if quick else (2, 10, 37)
+    found = []
+    for size in sizes:
+        # Both groups of a size have one table, which takes minutes to write.
+        both = functools.lru_cache(maxsize=1)(functools.partial(_measure, size, quick, seed))
+        found += [
+            Group(
+                f"{size} GB, {about}",
+                functools.partial(lambda both, width: both()[width], both, width),
+                {"gigabytes": size, "width": width},
+            )
+            for width, about in _WIDTHS.items()
+        ]
+    return found
+
+
+def _measure(gigabytes: float, quick: bool, seed: int) -> dict[int, list[CaseResult]]:
+    """Return the cases of each width, by two processes that take the same steps."""
+    turns, limit = (1, 0.5) if quick else (_TURNS, LIMIT_GB)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR"), prefix="oversized-") as name:
+        free = shutil.disk_usage(name).free
+        if free < 1.03e9 * gigabytes:
+            raise StorageError(
+                f"the disk of {name!r} has {free / 1e9:.0f} GB free, less than the {gigabytes} GB of the table; "
+                "set SPEEDTRANSFER_BENCH_DIR to a folder on another"
+            )
+        small, large = (
+            _in_process(Path(name, where), gigabytes, where, turns, seed, given)
+            for where, given in (("memory", 0.0), ("file", limit))
+        )
+    if small["losses"] != large["losses"]:
+        raise AssertionError(f"{gigabytes} GB: losses in a file are not those in memory")
+    found = {}
+    for width in _WIDTHS:
+        found[width] = [CaseResult(IN_MEMORY, "other", 0, small["seconds"][f"{width} {IN_FILE}"])]
+        for case in DEPTHS:
+            key = f"{width} {case}"
+            found[width].append(CaseResult(case, "ours", 0, large["seconds"][key], figures=large["moved"][key]))
+    return found
+
+
+def _in_process(folder: Path, gigabytes: float, where: str, turns: int, seed: int, limit_gb: float) -> dict[str, Any]:
+    folder.mkdir()
+    words = [folder, gigabytes, where, turns, seed, limit_gb]
+    code, printed = run([sys.executable, __file__, *map(str, words)], _LIMIT_S, quiet=True)
+    if code:
+        raise StorageError(
+            f"the process of {gigabytes} GB in {where} {ending(code)}: {' '.join(printed.split()[-40:])}"
+        )
+    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return found
+
+
+# --- in a process of its own ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _held_to(gigabytes: float) -> Iterator[None]:
+    """Hold this process to so much memory, pages of files included, by a control group of version 1 or 2."""
+    if not gigabytes:
+        yield
+        return
+    own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
+    first, second = own.get("memory"), own.get("")
+    root, name, file = (
+        ("/sys/fs/cgroup/memory", first, "memory.limit_in_bytes")
+        if first is not None
+        else ("/sys/fs/cgroup", second, "memory.max")
+    )
+    around = Path(f"{root}{name}")
+    group = around / f"speedtransfer-{os.getpid()}"
+    try:
+        group.mkdir()
+        try:
+            (group / file).write_text(str(round(gigabytes * 2**30)))
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+            yield
+        finally:
+            (around / "cgroup.procs").write_text(str(os.getpid()))
+            group.rmdir()
+    except OSError as error:
+        raise StorageError(
+            f"no control group that limits memory can be made in {around} ({error.strerror}); this needs Linux and root"
+        ) from error
+
+
+def _ids(rows: int, stretches: int, seed: int) -> Tensor:
+    steps = stretches * (_UNTIMED + _TIMED)
+    drawn = draw_ids(rows, EXPONENT, steps * EXAMPLES * FIELDS, np.random.default_rng(seed))
+    return spread(torch.from_numpy(drawn), rows).view(stretches, -1, EXAMPLES, FIELDS)
+
+
+def _filled(rows: int, used: Tensor | None = None, **options: Any) -> tuple[st.Embedding, torch.optim.Optimizer]:
+    """Return an embedding with written state of `rows` rows, or of the rows `used` of these."""
+    emb = UnfilledEmbedding(rows if used is None else len(used), DIM, device="cpu", layout="rows", **options)
+    optimizer = torch.optim.AdamW(emb.parameters())
+    emb(torch.zeros(1, dtype=torch.int64)).sum().backward()  # adds the planes of state
+    optimizer.step()
+    optimizer.zero_grad()
+    values = torch.rand(_CHUNK, DIM, generator=torch.Generator().manual_seed(0)).mul_(1e-3)
+    for name in emb.table.planes:
+        plane = emb.table.stored(name)
+        if plane.shape[1] == DIM:
+            for part in plane_chunks(plane):
+                numbers = torch.arange(part.start, part.stop) if used is None else used[part]
+                plane[part] = values[numbers % _CHUNK]
+    return emb, optimizer
+
+
+def _moved() -> tuple[int, int]:
+    """Return the bytes that this process had the disk read and write."""
+    counted = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(counted["read_bytes"]), int(counted["write_bytes"])
+
+
+def _train(emb: st.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor, turns: int) -> dict[str, Any]:
+    """Take steps with and without a network, with and without reading ahead, in turns."""
+    torch.manual_seed(0)
+    sizes = (FIELDS * DIM, 1024, 1024, 1)
+    layers = [each for pair in itertools.pairwise(sizes) for each in (nn.Linear(*pair), nn.ReLU())]
+    network = nn.Sequential(*layers[:-1])
+    other = torch.optim.AdamW(network.parameters(), fused=True)
+    losses, seconds, moved = list[float](), dict[str, list[float]](), dict[str, list[float]]()
+    plan = [(0, AHEAD)] * _WARM_STRETCHES + [
+        (width, case) for _ in range(turns) for width in _WIDTHS for case in DEPTHS
+    ]
+    for number, (stretch, (width, case)) in enumerate(zip(ids, plan, strict=True)):
+        batches: Any = stretch
+        if emb.table.memory == "mmap" and DEPTHS[case]:
+            batches = st.prefetch(stretch, lambda ids: {emb: ids}, DEPTHS[case])
+        taken, before = list[float](), _moved()
+        start = time.perf_counter()
+        for each in batches:
+            rows = emb(each).flatten(1)
+            loss = (network(rows) if width else rows).square().mean()
+            loss.backward()
+            for one in (optimizer, other) if width else (optimizer,):
+                one.step()
+                one.zero_grad()
+            losses.append(loss.item())
+            start, began = time.perf_counter(), start
+            taken.append(start - began)
+        if number >= _WARM_STRETCHES:
+            seconds.setdefault(f"{width} {case}", []).extend(taken[_UNTIMED:])
+            parts = [(now - then) / len(taken) / 1e6 for now, then in zip(_moved(), before, strict=True)]
+            moved.setdefault(f"{width} {case}", []).append(parts)
+    means = {
+        key: dict(zip(("read_MB", "written_MB"), np.mean(parts, axis=0).round(2).tolist(), strict=True))
+        for key, parts in moved.items()
+    }
+    return {"losses": losses, "seconds": seconds, "moved": means}
+
+
+def main(folder: Path, gigabytes: float, where: str, turns: int, seed: int, limit_gb: float) -> None:
+    rows = round(gigabytes * 1e9 / (4 * DIM * (1 + _STATES)))
+    ids = _ids(rows, _WARM_STRETCHES + turns * len(_WIDTHS) * len(DEPTHS), seed)
+    with _held_to(limit_gb):
+        if where == "file":
+            emb, optimizer = _filled(rows, memory="mmap", path=folder / "rows.safetensors")
+            emb.table.flush()
+        else:
+            used, ids = ids.unique(return_inverse=True)
+            emb, optimizer = _filled(rows, used, memory="pageable")
+        found = _train(emb, optimizer, ids, turns)
+        del emb, optimizer
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6]))
