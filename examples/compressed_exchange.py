@@ -7,7 +7,6 @@ work beside tables as they are.
 # DDP checks the annotations of a hook, which must not be strings.
 import functools
 import itertools
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch.nn import functional
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 
-log = logging.getLogger(__name__)
 # In the __dict__ of a parameter whose values a table has.
 _TABLE_KEY = "_speedtransfer_handle"
 
@@ -57,7 +55,6 @@ class OneBitState:
         return error
 
     def __getstate__(self) -> dict[str, Any]:
-        log.warning("the state of one_bit_hook is saved without its process group")
         return {**self.__dict__, "process_group": None, "_numbers": {}}
 
 

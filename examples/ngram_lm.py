@@ -11,7 +11,6 @@ import collections
 import gzip
 import itertools
 import json
-import lzma
 import math
 import statistics
 import time
@@ -86,15 +85,14 @@ def read_tokens(path: Path | None, vocabulary: int) -> tuple[Tensor, Tensor, int
     """Return the tokens of a text to train and to validate on, and how many different ones there are.
 
     Words are lower-case, between spaces; the frequent ones of the first nine tenths, which are trained on, have a number. The
-    text is a file (``.gz`` and ``.xz`` too), by default the World Factbook, which comes with the package.
+    text is a file, by default the World Factbook, which comes with the package.
     """
     shipped = resources.files("speedtransfer.word2vec").joinpath("corpora", "world_factbook.words.txt.gz")
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get("" if path is None else path.suffix, open)
+    data = gzip.decompress(shipped.read_bytes()) if path is None else path.read_bytes()
     words: list[str] = []
-    with resources.as_file(shipped) as given, gzip.open(given) if path is None else opener(path, "rb") as file:
-        for line in file:
-            found = line.decode("utf-8", errors="replace").lower().split()
-            words += [*found, ""] if found else []
+    for line in data.decode("utf-8", errors="replace").lower().split("\n"):
+        found = line.split()
+        words += [*found, ""] if found else []
     split = len(words) - len(words) // 10
     counts = collections.Counter(word for word in words[:split] if word)
     numbers = {word: number for number, (word, _) in enumerate(counts.most_common(vocabulary - 2), start=2)}
@@ -271,34 +269,21 @@ def compare(found: dict[str, dict[str, Any]], tables: dict[str, Tensor | None]) 
     for name, other, wanted in PAIRS:
         ours, theirs = tables.get(name), tables.get(other)
         if ours is not None and theirs is not None:
-            losses = [abs(a - b) for a, b in zip(found[name]["losses"], found[other]["losses"], strict=True)]
+            losses = max(abs(a - b) for a, b in zip(found[name]["losses"], found[other]["losses"], strict=True))
+            table = float((ours - theirs).abs().max() / theirs.abs().max())
             about = {"contender": name, "to": other, "wanted": wanted}
-            about |= {"losses_equal": not any(losses), "loss_difference": max(losses)}
-            apart = float((ours - theirs).abs().max() / theirs.abs().max())
-            made.append({**about, "table_equal": torch.equal(ours, theirs), "table_difference": apart})
+            made.append({**about, "loss_difference": losses, "table_difference": table})
     return made
 
 
 def sentence(one: dict[str, Any]) -> str:
     """Return what a comparison has found."""
     names = " and ".join(WAYS[one[key]].title for key in ("contender", "to"))
-    if one["losses_equal"] and one["table_equal"]:
+    if not one["loss_difference"] and not one["table_difference"]:
         return f"{names}: all losses and the table are the same bits"
-    losses = "the same bits" if one["losses_equal"] else f"apart by at most {one['loss_difference']:.1e}"
-    table = "the same bits" if one["table_equal"] else f"by {one['table_difference']:.1e} of its largest number"
+    losses = f"apart by at most {one['loss_difference']:.1e}" if one["loss_difference"] else "the same bits"
+    table = f"by {one['table_difference']:.1e} of its largest number" if one["table_difference"] else "the same bits"
     return f"{names}: losses {losses}, the table {table} (wanted: {one['wanted']})"
-
-
-def cells(result: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the table of all ways, its header first."""
-    rows = [("", "loss", "validation", "perplexity", "tokens/s", "step", "table + state")]
-    tokens = result["settings"]["batch"] * result["settings"]["context"]
-    for name, one in result["contenders"].items():
-        last, (_, validation), step_s = one["losses"][-20:], one["validation"][-1], one["step_s"]
-        quality = f"{sum(last) / len(last):.4f}", f"{validation:.4f}", f"{math.exp(min(validation, 700)):,.1f}"
-        size = f"{one['table_bytes'] / 1e6:,.0f} MB" if one["table_bytes"] else ""
-        rows.append((WAYS[name].title, *quality, f"{tokens / step_s:,.0f}", f"{1e3 * step_s:,.1f} ms", size))
-    return rows
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -316,8 +301,8 @@ def main(arguments: list[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         training, validation, vocabulary = read_tokens(args.data, args.vocabulary)
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        parser.error(f"{args.data} cannot be read ({error}); pass a text file, which may end with .gz or .xz")
+    except OSError as error:
+        parser.error(f"{args.data} cannot be read ({error}); pass a text file")
     if len(training) <= args.batch * args.context or len(validation) <= args.context:
         parser.error(f"the text has {len(training):,} tokens; pass a longer one, or a smaller --batch or --context")
     found: dict[str, dict[str, Any]] = {}
@@ -332,10 +317,11 @@ def main(arguments: list[str] | None = None) -> int:
         "contenders": found,
         "comparisons": compare(found, tables),
     }
-    rows = cells(result)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for title, *others in rows:
-        print("  ".join([title.ljust(widths[0]), *map(str.rjust, others, widths[1:])]).rstrip())
+    for name, one in found.items():
+        last, speed = one["losses"][-20:], args.batch * args.context / one["step_s"]
+        quality = f"loss {sum(last) / len(last):.4f}, validation {one['validation'][-1][1]:.4f}"
+        size = f"{one['table_bytes'] / 1e6:,.0f} MB of tables and their state"
+        print(f"{WAYS[name].title:40} {quality}, {speed:,.0f} tokens/s, {size}")
     print(*map(sentence, result["comparisons"]), sep="\n")
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -35,7 +35,6 @@ SETTINGS = {
     "width": (32, "width of the network"),
     "seed": (0, "seed of everything drawn"),
 }
-QUICK = {"steps": 30, "rows": 100}
 LR, NOISE, FEATURES = 0.01, 0.1, 5
 WARM_STEPS = 5  # that are not timed
 # The most that a loss may be off that of one process, as a share of the first loss: sums in another order.
@@ -161,27 +160,15 @@ def sentence(kind: str, run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def about_data_parallel(gpus: int) -> str:
-    """Return what DataParallel does on this machine, in a line."""
-    if gpus > 1:
-        return (
-            f"DataParallel: copies the model to {gpus} GPUs in every forward; with nn.Embedding, as it refuses tables"
-        )
-    there = "one GPU" if gpus else "no GPU"
-    return f"DataParallel: needs several GPUs; with {there} it calls the model, which is trained as on one device"
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return the exit code: 1 where the losses differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="few steps and a small table, where no other are given")
     parser.add_argument("--json", type=Path, help="also write the results to this file", metavar="FILE")
     for name, (default, about) in SETTINGS.items():
-        parser.add_argument(f"--{name}", type=int, help=f"{about}, by default {default}", metavar="N")
+        text = f"{about} (default: %(default)s)"
+        parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
     args = parser.parse_args(arguments)
-    for name, (default, _) in SETTINGS.items():
-        if getattr(args, name) is None:
-            setattr(args, name, QUICK.get(name, default) if args.quick else default)
+    for name in SETTINGS:
         least = {"processes": 2, "seed": 0}.get(name, 1)
         if getattr(args, name) < least:
             parser.error(f"--{name} is {getattr(args, name)} but must be at least {least}")
@@ -190,7 +177,9 @@ def main(arguments: list[str] | None = None) -> int:
             f"--batch is {args.batch} but must be a multiple of --processes, {args.processes}: the mean of the losses of "
             "equal parts is that of the batch"
         )
-    print(about_data_parallel(torch.cuda.device_count()))
+    print(
+        f"{DATA_PARALLEL}: with one GPU or none it calls the model; with several it has nn.Embedding, as it refuses tables"
+    )
     runs = train_all(args)
     for kind, run in runs.items():
         print(sentence(kind, run))

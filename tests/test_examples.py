@@ -62,17 +62,16 @@ def test_a_run_of_ngram_lm(text, tmp_path, monkeypatch, capsys, names):
     if "exact" in names:
         for name in ("lazy", "exact"):
             ahead = found[f"{name}-prefetch", name]
-            assert (ahead["losses_equal"], ahead["table_equal"], ahead["table_difference"]) == (True, True, 0)
+            assert (ahead["loss_difference"], ahead["table_difference"]) == (0, 0)
         exact, lazy = found["exact", "dense"], found["lazy", "dense"]
         assert exact["loss_difference"] <= 1e-14 < 1e-6 < lazy["loss_difference"]
         assert exact["table_difference"] <= 1e-11 < 1e-3 < lazy["table_difference"]
-        assert not lazy["losses_equal"]
         assert "losses and the table are the same bits" in out
 
 
 # --- one device and several ----------------------------------------------------------------------------------------------
 
-QUICK = ["--quick", "--steps", "8"]
+QUICK = ["--steps", "8", "--rows", "100"]
 
 
 @pytest.mark.slow

@@ -21,11 +21,12 @@ COLUMNS = {
     "largest loss difference": show_figure("difference", "{:.2g}"),
 }
 SETTINGS = list(parallel.SETTINGS)
+_QUICK = {"steps": 30, "rows": 100}
 CURVES = {"loss": ("loss of the batch", "linear")}
 
 
 def groups(device: torch.device, quick: bool, **given: Any) -> list[Group]:
-    flags = (parallel.QUICK if quick else {}) | {name: value for name, value in given.items() if name in SETTINGS}
+    flags = (_QUICK if quick else {}) | {name: value for name, value in given.items() if name in SETTINGS}
     params: dict[str, Any] = {"headline": False}
     return [Group("the same batches in one process and in several", functools.partial(_measure, flags, params), params)]
 
