@@ -77,10 +77,7 @@ class IdIndex:
         """Return the row of each id (n,) int64, -1 where it has none."""
         ids = checked(ids, "ids")
         rows = np.empty(len(ids), np.int64)
-        if self._old is _NO_TABLE:
-            part = self._compiled.find, (self._slots, *self._hash, ids, rows)
-        else:
-            part = self._compiled.find_in_both, (self._slots, self._old, self._moved, *self._hash, ids, rows)
+        part = self._compiled.find, (self._slots, self._old, self._moved, *self._hash, ids, rows)
         # A look-up waits for one cache line.
         run_on_threads([part], len(ids), 64 * len(ids), ())
         return rows
@@ -93,9 +90,9 @@ class IdIndex:
         ids, rows = checked(ids, "ids"), checked(rows, "rows")
         self.reserve(self._count + len(ids))
         self._move(max(_MOVED_SLOTS, _MOVED_SLOTS_PER_ID * len(ids)))
-        done = self._insert(ids, rows)
+        done = self._change("insert", ids, rows)
         if done < len(ids):
-            self._remove(ids[:done])
+            self._change("remove", ids[:done])
             raise InvalidValueError(f"ids[{done}] is {ids[done]}, which has a row already; remove it first")
         self._count += done
 
@@ -105,9 +102,9 @@ class IdIndex:
         rows = self.find(ids)
         done = int((rows < 0).argmax()) if len(ids) and rows.min() < 0 else len(ids)
         if done == len(ids):
-            done = self._remove(ids)
+            done = self._change("remove", ids)
             if done < len(ids):
-                self._insert(ids[:done], rows[:done])
+                self._change("insert", ids[:done], rows[:done])
         if done < len(ids):
             raise InvalidValueError(
                 f"ids[{done}] is {ids[done]}, which has no row or stands there twice; remove each id once"
@@ -120,13 +117,9 @@ class IdIndex:
         taken = np.concatenate([part[part[:, 1] < 0] for part in parts])
         return taken[:, 0].copy(), ~taken[:, 1]
 
-    def _insert(self, ids: np.ndarray, rows: np.ndarray) -> int:
-        """Insert ids up to the first that is there already; return how many."""
-        return self._compiled.insert(self._slots, self._old, self._moved, *self._hash, ids, rows)
-
-    def _remove(self, ids: np.ndarray) -> int:
-        """Remove ids up to the first that is not there; return how many."""
-        return self._compiled.remove(self._slots, self._old, self._moved, *self._hash, ids)
+    def _change(self, name: str, *given: np.ndarray) -> int:
+        """Insert or remove ids up to the first that is there already, or is not there; return how many."""
+        return getattr(self._compiled, name)(self._slots, self._old, self._moved, *self._hash, *given)
 
 
 # What is moved where nothing is.

@@ -158,46 +158,25 @@ class IdRows:
         self._released[self._num_released : count] = rows
         self._num_released = count
 
-    def rebuild(self) -> None:
-        """Make the index from the planes."""
-        rows = self.occupied()
-        self.index = IdIndex.of(self.ids[rows], rows)
+    def index_of(self, ids: np.ndarray, rows: np.ndarray) -> IdIndex:
+        """Return an index of `ids` (n,) in `rows` (n,), and of padding."""
+        index = IdIndex.of(ids, rows)
         if self._padding is not None:
-            self.index.insert(np.array(self._padding[:1]), np.array(self._padding[1:]))
-        self._find_free()
-        self.torn = False
+            index.insert(np.array(self._padding[:1]), np.array(self._padding[1:]))
+        return index
 
-    def load(
-        self,
-        index: IdIndex,
-        ids: np.ndarray,
-        rows: np.ndarray,
-        last_use: np.ndarray,
-        counts: np.ndarray | None,
-        free: tuple[np.ndarray, int] | None,
-    ) -> None:
-        """Let `rows` (n,) be those of `ids` (n,), and all others free; the index is of these and of padding.
-
-        Counts are zero by default; `free` is what `released` and `fresh` become.
-        """
-        self.last_use[:] = FREE
-        self.ids[rows], self.last_use[rows] = ids, last_use
-        if self.counts is not None:
-            self.counts[rows] = 0 if counts is None else counts
-        self.index = index
-        self._find_free()
-        if free is not None:
-            self._num_released, self.fresh = 0, free[1]
-            self._push(free[0])
-
-    def _find_free(self) -> None:
-        """Find the free rows after the index has become another one."""
+    def rebuild(self, index: IdIndex | None = None, free: tuple[np.ndarray, int] | None = None) -> None:
+        """Make the index and the free rows, `released` and `fresh`, anew from the planes, which those that are given fit."""
         if self.watcher is not None:
             self.watcher.note_all()
         rows = self.occupied()
-        self.fresh = int(rows[-1]) + 1 if len(rows) else self.reserved
-        self._num_released = 0
-        self._push(np.flatnonzero(self.last_use[self.reserved : self.fresh] == FREE)[::-1] + self.reserved)
+        self.index = self.index_of(self.ids[rows], rows) if index is None else index
+        if free is None:
+            fresh = int(rows[-1]) + 1 if len(rows) else self.reserved
+            free = np.flatnonzero(self.last_use[self.reserved : fresh] == FREE)[::-1] + self.reserved, fresh
+        self._num_released, self.fresh = 0, free[1]
+        self._push(free[0])
+        self.torn = False
 
     def victims(
         self, count: int, eviction: Eviction, now: int, in_use: Sequence[np.ndarray], once: bool = False

@@ -66,27 +66,18 @@ def _search(slots: Any, slot: Any, id: Any) -> Any:
 
 
 @compile_function
-def find(slots: Any, seed: Any, multiplier: Any, ids: Any, rows: Any, start: int, stop: int) -> None:
-    """Set ``rows[start:stop]`` to the rows of the ids, -1 where there is none."""
-    homes = _first_homes(slots, seed, multiplier, ids, start, stop)
-    for j in range(start, stop):
-        home = homes[j & (AHEAD - 1)]
-        _coming(slots, seed, multiplier, ids, j + AHEAD, stop, homes)
-        rows[j] = ~slots[_search(slots, home, ids[j]), 1]
-
-
-@compile_function
-def find_in_both(
+def find(
     slots: Any, old: Any, moved: Any, seed: Any, multiplier: Any, ids: Any, rows: Any, start: int, stop: int
 ) -> None:
-    """Do what `find` does, in two tables."""
-    homes = _first_homes(old, seed, multiplier, ids, start, stop)
+    """Set ``rows[start:stop]`` to the rows of the ids, -1 where there is none."""
+    first = old if len(old) else slots
+    homes = _first_homes(first, seed, multiplier, ids, start, stop)
     for j in range(start, stop):
         home = homes[j & (AHEAD - 1)]
-        _coming(old, seed, multiplier, ids, j + AHEAD, stop, homes)
-        slot = _search(old, home, ids[j])
-        row = ~old[slot, 1]
-        if row < 0 and _may_have_moved(old, moved, slot):
+        _coming(first, seed, multiplier, ids, j + AHEAD, stop, homes)
+        slot = _search(first, home, ids[j])
+        row = ~first[slot, 1]
+        if row < 0 and len(old) and _may_have_moved(old, moved, slot):
             row = ~slots[_search(slots, _home(slots, seed, multiplier, ids[j]), ids[j]), 1]
         rows[j] = row
 

@@ -13,7 +13,6 @@ from speedtransfer.errors import HostMemoryError, InvalidValueError
 from speedtransfer.tables import Placement, row_chunks
 from speedtransfer.vocabulary.changes import ChangeLog
 from speedtransfer.vocabulary.contents import put
-from speedtransfer.vocabulary.id_index import IdIndex
 from speedtransfer.vocabulary.id_rows import COUNT, FREE, ID, LAST_USE
 from speedtransfer.vocabulary.initial import KINDS, as_line
 from speedtransfer.vocabulary.loaded_state import FORMAT, NUMBERS, LoadPlan, SavedState, free_rows, read_state
@@ -101,9 +100,7 @@ def plan_load(vocabulary: Room, state: Mapping[str, Any], num_saved: int) -> Loa
     if saved is None or owner.owners.processes > 1 or (len(sources) and sources[-1] >= num_rows):
         rows = live.reserved + np.arange(len(ids))
     try:
-        index = IdIndex.of(ids, rows)
-        if vocabulary._padding is not None:
-            index.insert(np.array(vocabulary._padding[:1]), np.array(vocabulary._padding[1:]))
+        index = live.index_of(ids, rows)
     except InvalidValueError as error:
         raise InvalidValueError(
             f"{owner}: the state of the vocabulary has an id twice ({error}); load what state_dict() returned"
@@ -155,25 +152,25 @@ def load(vocabulary: Room, plan: LoadPlan) -> None:
         owner.rows.catch_up()
         before = live.index.find(plan.ids)
         ids, used = live.ids.copy(), live.last_use != FREE
-        if plan.placement.is_whole and plan.saved is not None:
-            # Those of before of free rows too: all rows are as they were saved, for what tells them apart by their bits.
-            live.ids[: len(plan.saved.ids)] = plan.saved.ids
+        # Reserved and free rows too are then as they were saved, for what tells rows apart by their bits.
+        whole = plan.saved if plan.placement.is_whole else None
+        if whole is not None:
+            live.ids[: len(whole.ids)] = whole.ids
         # First: the last step of a row is one of its feature.
         live.ids[plan.rows] = plan.ids
         owner.rows.move_state(torch.from_numpy(before), torch.from_numpy(plan.rows))
-        last_use = _take_numbers(vocabulary, plan.saved, plan.sources)
-        counts = None if plan.saved is None or plan.saved.counts is None else plan.saved.counts[plan.sources]
-        free = None
-        if plan.saved is not None and plan.placement.is_whole:
-            free = free_rows(plan.saved)
-        live.load(plan.known, plan.ids, plan.rows, last_use, counts, free)
-        if plan.placement.is_whole and plan.saved is not None:
-            # Padding is used too, and free rows have the counts of before.
-            live.last_use[: live.reserved] = plan.saved.last_use[: live.reserved]
-            if live.counts is not None and plan.saved.counts is not None:
-                live.counts[: len(plan.saved.counts)] = plan.saved.counts
-        if plan.placement.is_whole and plan.saved is not None:
-            live.hand = plan.saved.numbers["hand"] % max(len(live.ids) - live.reserved, 1)
+        live.last_use[:] = FREE
+        if whole is not None:
+            live.last_use[: live.reserved] = whole.last_use[: live.reserved]
+        live.last_use[plan.rows] = _take_numbers(vocabulary, plan.saved, plan.sources)
+        if live.counts is not None:
+            counts = None if plan.saved is None else plan.saved.counts
+            if whole is not None and counts is not None:
+                live.counts[: len(counts)] = counts
+            live.counts[plan.rows] = 0 if counts is None else counts[plan.sources]
+        live.rebuild(plan.known, None if whole is None else free_rows(whole))
+        if whole is not None:
+            live.hand = whole.numbers["hand"] % max(len(live.ids) - live.reserved, 1)
         changed = np.flatnonzero((live.ids != ids) | ((live.last_use != FREE) != used))
         vocabulary._note_change(changed)
         vocabulary.generation_of_step = vocabulary.generation
