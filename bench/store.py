@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -149,13 +148,11 @@ def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
                 log(line)
 
 
-def run_example(main: Callable[[list[str]], int], flags: dict[str, Any]) -> dict[str, Any]:
-    """Return what an example writes by ``--json``; raises SpeedtransferError where it fails."""
+def run_example(main: Callable[[list[str]], dict[str, Any]], flags: dict[str, Any]) -> dict[str, Any]:
+    """Return what an example found; raises SpeedtransferError where it fails."""
     from speedtransfer.errors import SpeedtransferError
 
-    with tempfile.TemporaryDirectory(prefix="speedtransfer-example-") as folder:
-        file = Path(folder, "found.json")
-        given = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-        if code := main([*given, "--json", str(file)]):
-            raise SpeedtransferError(f"the example ended with exit code {code}")
-        return read(file)
+    try:
+        return main([word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))])
+    except SystemExit as error:
+        raise SpeedtransferError(f"the example ended early ({error})") from None

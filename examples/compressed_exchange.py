@@ -5,7 +5,6 @@ work beside tables as they are.
 """
 
 # DDP checks the annotations of a hook, which must not be strings.
-import functools
 import itertools
 from collections.abc import Iterable
 from typing import Any
@@ -16,8 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.nn import functional
-
-from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 
 # In the __dict__ of a parameter whose values a table has.
 _TABLE_KEY = "_speedtransfer_handle"
@@ -31,8 +28,7 @@ class OneBitState:
     """
 
     def __init__(self, process_group: dist.ProcessGroup | None = None, start_step: int = 1000) -> None:
-        self.process_group = process_group
-        self.start_step = check_size(start_step, "start_step")
+        self.process_group, self.start_step = process_group, start_step
         self.step = 0
         # By the number of the parameter. Buckets change after the first step, and their numbers then mean other parameters.
         self.errors: dict[int, Tensor] = {}
@@ -44,15 +40,7 @@ class OneBitState:
 
     def error(self, number: int, size: int) -> Tensor:
         """Return the flat error of a parameter of `size` values."""
-        error = self.errors.get(number)
-        if error is None:
-            return torch.zeros(size)
-        if len(error) != size:
-            raise InvalidValueError(
-                f"the state of one_bit_hook has {len(error)} values for a parameter of {size}: it is of another "
-                "model; make a new OneBitState"
-            )
-        return error
+        return self.errors[number] if number in self.errors else torch.zeros(size)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "process_group": None, "_numbers": {}}
@@ -71,9 +59,7 @@ def one_bit_hook(
     """
     buffer, params = bucket.buffer(), bucket.parameters()
     if buffer.layout != torch.strided:
-        raise InvalidTypeError(
-            "one_bit_hook was given a sparse gradient but sends signs of dense ones; make the module with sparse=False"
-        )
+        raise TypeError("one_bit_hook sends signs of dense gradients; make the module with sparse=False")
     # In the first step too, which numbers them.
     numbers = state.numbers(params)
     whole = state.step < state.start_step
@@ -151,9 +137,7 @@ class BlockMomentumAverager(PeriodicModelAverager):
     ) -> None:
         super().__init__(period, warmup_steps, process_group)
         if not 0 <= momentum < 1:
-            raise InvalidValueError(
-                f"momentum is {momentum} but must be in [0, 1); pass 0.5 or 1 - 1 / (number of ranks)"
-            )
+            raise ValueError(f"momentum is {momentum} but must be in [0, 1); pass 1 - 1 / (number of ranks)")
         self.momentum = momentum
         # Flat: all parameters after the last average, and the last move.
         self._model: Tensor | None = None
@@ -169,9 +153,8 @@ class BlockMomentumAverager(PeriodicModelAverager):
         if not averaged:
             return
         # At least float32: half-precision parameters would lose small moves.
-        dtypes = [torch.float32, *(param.dtype for param in averaged)]
-        dtype = functools.reduce(torch.promote_types, dtypes)
-        model = torch.cat([param.detach().flatten().to(dtype) for param in averaged])
+        parts = [averaged[0].new_empty(0, dtype=torch.float32), *(param.flatten() for param in averaged)]
+        model = torch.cat(parts)
         model /= dist.get_world_size(self.process_group)
         dist.all_reduce(model, group=self.process_group)
         if self._model is None or self._move is None or len(self._model) != len(model):

@@ -10,7 +10,6 @@ import argparse
 import collections
 import gzip
 import itertools
-import json
 import math
 import statistics
 import time
@@ -200,13 +199,10 @@ def make_optimizers(way: Way, model: GPT) -> list[Optimizer]:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def train(
-    name: str, args: argparse.Namespace, text: tuple[Tensor, Tensor, int]
-) -> tuple[dict[str, Any], Tensor | None]:
+def train(way: Way, args: argparse.Namespace, text: tuple[Tensor, Tensor, int]) -> tuple[dict[str, Any], Tensor | None]:
     """Return losses, times and bytes of one way, and the numbers of its table."""
     training, validation, vocabulary = text
-    way, steps = WAYS[name], args.steps
-    model = make_model(way, args, vocabulary)
+    model, steps = make_model(way, args, vocabulary), args.steps
     optimizers = make_optimizers(way, model)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, lambda step: rate(step, steps)) for one in optimizers]
     held_out = windows_of(validation, args.context)[: VALIDATION_BATCHES * args.batch]
@@ -227,15 +223,23 @@ def train(
         losses.append(loss.item())
         seconds.append(time.perf_counter() - start)
         if step % max(1, steps // VALIDATIONS) == 0 or step == steps:
-            validations.append([step, validate(model, held_out, args.batch)])
-            print(f"{name}: step {step:,} of {steps:,}, loss {losses[-1]:.4f}, validation {validations[-1][1]:.4f}")
+            with torch.no_grad():
+                sums = [float(model.loss(windows)) * len(windows) for windows in held_out.split(args.batch)]
+            validations.append([step, sum(sums) / len(held_out)])
+            print(f"{way.title}: step {step:,}, loss {losses[-1]:.4f}, validation {validations[-1][1]:.4f}")
         start = time.perf_counter()
+    # Rows that are idle catch up now.
+    table = None if model.ngrams is None else model.ngrams.embedding.state_dict()["weight"].clone()
     step_s = statistics.median(seconds[WARM_STEPS:] or seconds)
-    found = {"losses": losses, "validation": validations, "step_s": step_s}
-    if model.ngrams is None:
-        return {**found, "table_bytes": 0}, None
-    table = model.ngrams.embedding.state_dict()["weight"]  # rows that are idle catch up now
-    return {**found, "table_bytes": table_bytes(model.ngrams.embedding, optimizers)}, table.clone()
+    found = {
+        "losses": losses,
+        "validation": validations,
+        "step_s": step_s,
+        "table_bytes": table_bytes(model, optimizers),
+    }
+    tokens, size = args.batch * args.context, found["table_bytes"] / 1e6
+    print(f"{way.title}: {tokens / step_s:,.0f} tokens/s, {size:,.0f} MB of tables and their state")
+    return found, table
 
 
 def rate(step: int, steps: int) -> float:
@@ -246,14 +250,11 @@ def rate(step: int, steps: int) -> float:
     return LEAST_LR + (1 - LEAST_LR) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-@torch.no_grad()
-def validate(model: GPT, windows: Tensor, size: int) -> float:
-    """Return the mean loss of windows that were not trained on."""
-    return sum(float(model.loss(batch)) * len(batch) for batch in windows.split(size)) / len(windows)
-
-
-def table_bytes(embedding: nn.Module, optimizers: list[Optimizer]) -> int:
+def table_bytes(model: GPT, optimizers: list[Optimizer]) -> int:
     """Return the bytes of the n-gram tables and their state; a dense gradient comes on top of them."""
+    if model.ngrams is None:
+        return 0
+    embedding = model.ngrams.embedding
     if isinstance(embedding, st.Embedding):
         return embedding.table.nbytes
     state = [value for one in optimizers for value in one.state.get(embedding.weight, {}).values()]
@@ -286,15 +287,12 @@ def sentence(one: dict[str, Any]) -> str:
     return f"{names}: losses {losses}, the table {table} (wanted: {one['wanted']})"
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code."""
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the command line; return settings, losses, times, bytes and comparisons."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument(
-        "--data", type=Path, help="a text, a document a line (default: the shipped one)", metavar="FILE"
-    )
+    parser.add_argument("--data", type=Path, help="a text, a document a line (default: the shipped one)")
     parser.add_argument("--only", nargs="+", choices=WAYS, default=list(WAYS), help="these ways alone", metavar="NAME")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
-    parser.add_argument("--json", type=Path, help="also write the results to this file", metavar="FILE")
     for name, (default, about) in SIZES.items():
         text = f"{about} (default: %(default)s)"
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default, help=text, metavar="N")
@@ -308,25 +306,18 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, dict[str, Any]] = {}
     tables: dict[str, Tensor | None] = {}
     for name in args.only:
-        found[name], tables[name] = train(name, args, (training, validation, vocabulary))
-    result = {
-        "settings": {"orders": ORDERS, "dtype": args.dtype, **{name: getattr(args, name) for name in SIZES}},
+        found[name], tables[name] = train(WAYS[name], args, (training, validation, vocabulary))
+    comparisons = compare(found, tables)
+    print(*map(sentence, comparisons), sep="\n")
+    return {
+        "settings": {"orders": list(ORDERS), "dtype": args.dtype, **{name: getattr(args, name) for name in SIZES}},
         "data": "world_factbook" if args.data is None else args.data.name,
         "vocabulary": vocabulary,
         "tokens": {"train": len(training), "validation": len(validation)},
         "contenders": found,
-        "comparisons": compare(found, tables),
+        "comparisons": comparisons,
     }
-    for name, one in found.items():
-        last, speed = one["losses"][-20:], args.batch * args.context / one["step_s"]
-        quality = f"loss {sum(last) / len(last):.4f}, validation {one['validation'][-1][1]:.4f}"
-        size = f"{one['table_bytes'] / 1e6:,.0f} MB of tables and their state"
-        print(f"{WAYS[name].title:40} {quality}, {speed:,.0f} tokens/s, {size}")
-    print(*map(sentence, result["comparisons"]), sep="\n")
-    if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -6,12 +6,14 @@ It trains on the CPU in several processes, or on GPUs where there is one for eac
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +43,19 @@ WARM_STEPS = 5  # that are not timed
 TOLERANCE = 1e-4
 
 
-class Data:
-    """Targets are a linear function of five numbers, and a number of an id; each batch is drawn anew, the same each time."""
+def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield numbers ``(batch, 5)``, ids ``(batch,)`` and targets ``(batch, 1)``, the same each time.
 
-    def __init__(self, rows: int, batch: int, seed: int) -> None:
-        self.rows, self.size, self.draw = rows, batch, torch.Generator().manual_seed(seed)
-        self.slope = torch.randn(FEATURES, 1, generator=self.draw)
-        self.of_ids = torch.randn(rows, 1, generator=self.draw)
-
-    def batch(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return numbers ``(batch, 5)``, ids ``(batch,)`` and targets ``(batch, 1)``."""
-        numbers = torch.randn(self.size, FEATURES, generator=self.draw)
-        ids = torch.randint(self.rows, (self.size,), generator=self.draw)
-        noise = NOISE * torch.randn(self.size, 1, generator=self.draw)
-        return numbers, ids, numbers @ self.slope + self.of_ids[ids] + noise
+    Targets are a linear function of the numbers, and a number of the id.
+    """
+    draw = torch.Generator().manual_seed(args.seed)
+    slope = torch.randn(FEATURES, 1, generator=draw)
+    of_ids = torch.randn(args.rows, 1, generator=draw)
+    for _ in range(args.steps):
+        numbers = torch.randn(args.batch, FEATURES, generator=draw)
+        ids = torch.randint(args.rows, (args.batch,), generator=draw)
+        noise = NOISE * torch.randn(args.batch, 1, generator=draw)
+        yield numbers, ids, numbers @ slope + of_ids[ids] + noise
 
 
 class Regression(nn.Module):
@@ -97,12 +98,10 @@ def train(kind: str, args: argparse.Namespace, rank: int = 0, ranks: int = 1) ->
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "DistributedDataParallel keeps the whole table")
             model = DistributedDataParallel(net)
-    opt, data = torch.optim.AdamW(net.parameters(), lr=LR), Data(args.rows, args.batch, args.seed)
-    each = args.batch // ranks
-    part = slice(rank * each, (rank + 1) * each)
+    opt, each = torch.optim.AdamW(net.parameters(), lr=LR), args.batch // ranks
     losses, times = [], []
-    for _ in range(args.steps):
-        numbers, ids, targets = (values[part].to(device) for values in data.batch())
+    for batch in batches(args):
+        numbers, ids, targets = (values[rank * each : (rank + 1) * each].to(device) for values in batch)
         start = time.perf_counter()
         opt.zero_grad()
         loss = (model(numbers, ids) - targets).square().mean()
@@ -141,11 +140,10 @@ def train_all(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     answers |= {kind: [one[kind] for one in ranks] for kind in (ORDINARY, SHARDED, SHARED)}
     runs: dict[str, dict[str, Any]] = {}
     for kind, parts in answers.items():
-        losses = [sum(some) / len(some) for some in zip(*(one["losses"] for one in parts), strict=True)]
-        apart = [abs(a - b) for a, b in zip(losses, runs.get(ONE, {"losses": losses})["losses"], strict=True)]
-        sizes, rows = [one["sizes"] for one in parts], [one["rows"] for one in parts]
-        about = {"losses": losses, "step_s": parts[0]["step_s"], "sizes": sizes, "rows": rows}
-        runs[kind] = {**about, "difference": max(apart)}
+        losses = [statistics.mean(some) for some in zip(*(one["losses"] for one in parts), strict=True)]
+        runs[kind] = {name: [one[name] for one in parts] for name in ("sizes", "rows")}
+        runs[kind] |= {"losses": losses, "step_s": parts[0]["step_s"]}
+        runs[kind]["difference"] = max(abs(a - b) for a, b in zip(losses, runs[ONE]["losses"], strict=True))
     return runs
 
 
@@ -160,10 +158,9 @@ def sentence(kind: str, run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 1 where the losses differ."""
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Run the command line; return settings and runs, or exit with an error where the losses differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the results to this file", metavar="FILE")
     for name, (default, about) in SETTINGS.items():
         text = f"{about} (default: %(default)s)"
         parser.add_argument(f"--{name}", type=int, default=default, help=text, metavar="N")
@@ -181,16 +178,12 @@ def main(arguments: list[str] | None = None) -> int:
         f"{DATA_PARALLEL}: with one GPU or none it calls the model; with several it has nn.Embedding, as it refuses tables"
     )
     runs = train_all(args)
-    for kind, run in runs.items():
-        print(sentence(kind, run))
-    if args.json is not None:
-        settings = {name: getattr(args, name) for name in SETTINGS}
-        args.json.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n", encoding="utf-8")
+    print(*itertools.starmap(sentence, runs.items()), sep="\n")
     wrong = [kind for kind, run in runs.items() if run["difference"] > TOLERANCE * runs[ONE]["losses"][0]]
-    for kind in wrong:
-        print(f"error: the losses of {kind} are not those of one process")
-    return int(bool(wrong))
+    if wrong:
+        raise SystemExit(f"error: the losses of {', '.join(wrong)} are not those of one process")
+    return {"settings": {name: getattr(args, name) for name in SETTINGS}, "runs": runs}
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -37,15 +36,13 @@ def text(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("names", [("dense", "exact-prefetch"), pytest.param(tuple(WAYS), marks=pytest.mark.slow)])
-def test_a_run_of_ngram_lm(text, tmp_path, monkeypatch, capsys, names):
+def test_a_run_of_ngram_lm(text, monkeypatch, capsys, names):
     waited, wait = [], st.nn.Ticket.wait
     monkeypatch.setattr(st.nn.Ticket, "wait", lambda *args: waited.append(wait(*args)) or waited[-1])
-    arguments = ["--data", str(text), "--json", str(tmp_path / "found.json"), "--dtype", "float64", *TINY.split()]
-    assert ngram_lm.main([*arguments, "--only", *names]) == 0
+    result = ngram_lm.main(["--data", str(text), "--dtype", "float64", *TINY.split(), "--only", *names])
     assert len(waited) == 9 * sum(name.endswith("-prefetch") for name in names)
     assert None not in waited
-    result, out = json.loads((tmp_path / "found.json").read_text(encoding="utf-8")), capsys.readouterr().out
-    runs = result["contenders"]
+    runs, out = result["contenders"], capsys.readouterr().out
     assert tuple(runs) == names
     for name, one in runs.items():
         assert len(one["losses"]) == one["validation"][-1][0] == 9
@@ -75,9 +72,8 @@ QUICK = ["--steps", "8", "--rows", "100"]
 
 
 @pytest.mark.slow
-def test_a_run_of_parallel(tmp_path):
-    assert parallel.main([*QUICK, "--json", str(tmp_path / "found.json")]) == 0
-    runs = json.loads((tmp_path / "found.json").read_text(encoding="utf-8"))["runs"]
+def test_a_run_of_parallel():
+    runs = parallel.main(QUICK)["runs"]
     assert list(runs) == [ONE, DATA_PARALLEL, ORDINARY, SHARDED, SHARED]
     one = runs[ONE]["losses"]
     assert len(one) == 8
