@@ -19,7 +19,7 @@ from speedtransfer.errors import ProcessGroupError
 from speedtransfer.optim.sharded import Sharded
 from speedtransfer.optim.shards import Asked
 from speedtransfer.ranks import Exchange, Interleaved, Segment, check_counts, from_words
-from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owners_of
+from speedtransfer.vocabulary import UNSEEN_ROW, Vocabulary, owned, owners_of
 from speedtransfer.vocabulary.id_index import first_unknown
 from speedtransfer.vocabulary.id_rows import FREE
 
@@ -28,7 +28,7 @@ _POINT = "finds ids"
 _BY_ROW = ("ids", "last_use", "counts")
 
 
-class IdOwners:
+class IdOwners(owned.IdOwners):
     """This process, which knows the rows of all ids, as the ids of a vocabulary see it.
 
     Parameters
@@ -40,8 +40,6 @@ class IdOwners:
 
     # Whether rows are held for the gradients of lookups by their owners, which know lookups by their number.
     holds_lookups: ClassVar[bool] = False
-    # How many processes share the ids out.
-    processes = 1
     # What the owners know of the last ids that were found.
     asked: Asked | None = None
 
@@ -54,26 +52,6 @@ class IdOwners:
         handle = self._handle()
         assert handle is not None
         return handle
-
-    def to_whole(self, rows: np.ndarray) -> np.ndarray:
-        """Return the numbers in the whole table of `rows` (n,) here, -1 for -1."""
-        return rows
-
-    def owns(self, ids: np.ndarray) -> np.ndarray:
-        """Tell of each id (n,) whether it is one of this process."""
-        return np.ones(len(ids), dtype=bool)
-
-    def together(self, call: Callable[[], Any]) -> Any:
-        """Return ``call()``; if that of a process raises all raise."""
-        return call()
-
-    def to_owners(self, ids: np.ndarray, values: Tensor | None = None) -> tuple[np.ndarray, Any]:
-        """Return the ids (n,) that this process owns, of those that all have given, and their values ``(n, dim)``."""
-        return ids, values
-
-    def sum(self, number: int) -> int:
-        """Return the sum of the numbers of all processes."""
-        return number
 
     def find(self, ids: np.ndarray, admit: bool) -> np.ndarray:
         """Return the row of each id, (n,) int64, -1 where it has none; with `admit` after new ones were admitted."""

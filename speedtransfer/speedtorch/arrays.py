@@ -77,8 +77,7 @@ def tensor_from(value: Any, what: str) -> Tensor:
         array = np.asarray(None)
     dtype = getattr(torch, array.dtype.name, None)
     if dtype in BITS:
-        native = np.require(array, array.dtype.newbyteorder("="), ["C", "W", "A"])
-        return torch.from_numpy(native.view(numpy_dtype(BITS[dtype]))).view(dtype)
+        return torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W", "A"]))
     return tensor_of(array, what)
 
 

@@ -67,17 +67,12 @@ class Models(OneArray):
                 "nn.Embedding"
             )
         self._set_shape(self.total_classes, self.embed_dimension)
+        _switchers[self._variable()] = weakref.ref(self)
 
     def _variable(self) -> Tensor:
         weight = self.model_variable.weight
         assert isinstance(weight, Tensor)
         return weight
-
-    def _begin(self, fill: Callable[[Rows], Any]) -> None:
-        fresh = self._held is None
-        super()._begin(fill)
-        if fresh:
-            _switchers[self._variable()] = weakref.ref(self)
 
     def zerosInit(self) -> None:
         """Set all rows to zero."""

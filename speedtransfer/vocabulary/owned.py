@@ -22,26 +22,31 @@ from speedtransfer.vocabulary.policies import Admission, Admit, Evict, Eviction
 _LEAST_COUNTERS = 4096
 
 
-class IdOwners(Protocol):
-    """Which processes know the rows of which ids."""
+class IdOwners:
+    """Which processes know the rows of which ids: here this one those of all."""
 
     # How many share the ids out.
-    processes: int
+    processes = 1
 
     def to_whole(self, rows: np.ndarray) -> np.ndarray:
         """Return the numbers in the whole table, of all processes, of `rows` (n,) of this one, -1 for -1."""
+        return rows
 
     def owns(self, ids: np.ndarray) -> np.ndarray:
         """Tell of each id (n,) whether it is one of this process."""
+        return np.ones(len(ids), dtype=bool)
 
     def together(self, call: Callable[[], Any]) -> Any:
         """Return ``call()``, or raise what it raises; of several processes all raise if one does."""
+        return call()
 
     def to_owners(self, ids: np.ndarray, values: Tensor | None = None) -> tuple[np.ndarray, Any]:
-        """Return the ids (n,) that this process owns, of those that all have given, and their values."""
+        """Return the ids (n,) that this process owns, of those that all have given, and their values ``(n, dim)``."""
+        return ids, values
 
     def sum(self, number: int) -> int:
         """Return the sum of the numbers of all processes."""
+        return number
 
 
 class Owner(Protocol):
