@@ -20,7 +20,6 @@ from speedtransfer.errors import HostMemoryError, InvalidTypeError, InvalidValue
 from speedtransfer.rows import Rows
 from speedtransfer.tables import unique_rows
 from speedtransfer.vocabulary import room
-from speedtransfer.vocabulary.policies import rows_within
 
 DIM = 3
 
@@ -417,8 +416,11 @@ def test_a_table_that_cannot_grow(evict: Any) -> None:
 
 
 def test_bytes_are_those_of_rows_without_the_one_of_unseen_ids() -> None:
-    table = st.Table(2, 4, device="cpu")
-    assert [rows_within(f"{num_bytes} B", table, 1) for num_bytes in (160, 175, 176, 3)] == [9, 9, 10, 1]
+    module, vocabulary = made(max_capacity="160 B")
+    row_bytes = module.table.nbytes // 5
+    for num_bytes, most in ((10 * row_bytes, 9), (11 * row_bytes - 1, 9), (11 * row_bytes, 10), (3, 4)):
+        vocabulary.max_capacity = f"{num_bytes} B"
+        assert vocabulary.stats().max_capacity == most
 
 
 # --- weights ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.options import TableOptions
 from speedtransfer.optim import Rows
 from speedtransfer.ranks import Exchange, Partition, SharedMemory
+from speedtransfer.system import physical_bytes
 from speedtransfer.tables import Table, check_layout
 from speedtransfer.vocabulary import Vocabulary, owners_of
 from speedtransfer.vocabulary.policies import limit_of_each, most_rows, share_of
@@ -172,6 +174,9 @@ class NewRows:
                 capacity = max(capacity, int(counts.max()))
         reserved = vocabulary.reserved_rows(self.padding_idx)
         num_rows = reserved + capacity
+        if limit is None:
+            return num_rows, None
+        limit = f"{physical_bytes() or 1 << 40} B" if limit == math.inf else limit
         return num_rows, most_rows(limit, num_rows, reserved, self.shape[1] * self.stored.itemsize)
 
     def _capacity(self, vocabulary: Vocabulary) -> int:

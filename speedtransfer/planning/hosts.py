@@ -24,10 +24,8 @@ from speedtransfer.ranks.cost import (
     RowCounts,
     RowForm,
     StepCost,
-    delays_of,
     expected_counts,
     replicas_step,
-    sharded_calls,
     sharded_step,
     shared_step,
 )
@@ -117,9 +115,9 @@ def row_form(size: TableSize, comm_dtype: torch.dtype | None = None) -> RowForm:
 class Hosts:
     """What so many hosts, a process each, send one another in a step of tables that they share out.
 
-    The workload has whole tables and the lookups of one host. The cost is that of a mean host, `delays` of the network, one
-    way, follow each other, and `busiest` are the rows that the busiest owner is asked for, over the mean. With ids of all
-    tables in one tensor there are the calls of the cost, else those `apart`.
+    The workload has whole tables and the lookups of one host. The cost is that of a mean host, and `busiest` are the rows that
+    the busiest owner is asked for, over the mean. With ids of all tables in one tensor there are the calls of the cost, else
+    those `apart`.
     """
 
     workload: Workload
@@ -127,7 +125,6 @@ class Hosts:
     number: int
     link: Link
     cost: StepCost
-    delays: int
     busiest: float
     apart: int
 
@@ -136,7 +133,7 @@ class Hosts:
         """Seconds of bytes, of delays and of what the processes do for the calls; they follow each other."""
         return {
             "bytes": self.busiest * self.cost.sent / self.link.bytes_per_s,
-            "delays": self.delays * self.link.delay_s,
+            "delays": self.cost.delays * self.link.delay_s,
             "calls": self.cost.calls * CALL_S,
         }
 
@@ -154,7 +151,7 @@ class Hosts:
             "sent": {kind: getattr(self.cost, kind) for kind in kinds},
             "calls": self.cost.calls,
             "calls_apart": self.apart,
-            "delays": self.delays,
+            "delays": self.cost.delays,
             "busiest": self.busiest,
             "seconds": self.parts,
         }
@@ -169,11 +166,9 @@ def shared_by(workload: Workload, form: Form, number: int, link: Link, together:
     """Return the exchange of a step of tables that so many hosts share out and look up `together`, by parts of one tensor."""
     check_size(number, "hosts", 2)
     counts = counts_of(workload, form, number)
-    how: Any = {"training": workload.trainer.make is not None, "together": together}
-    delays = delays_of(sharded_calls(counts, number, **how), number)
-    apart = len(sharded_calls(counts, number, training=how["training"]))
-    cost, busiest = sharded_step(counts, number, **how), _busiest(workload, counts, number)
-    return Hosts(workload, form, number, link, cost, delays, busiest, apart)
+    training = workload.trainer.make is not None
+    cost, apart = (sharded_step(counts, number, training=training, together=way) for way in (together, False))
+    return Hosts(workload, form, number, link, cost, _busiest(workload, counts, number), apart.calls)
 
 
 def _busiest(workload: Workload, counts: Sequence[RowCounts], number: int) -> float:

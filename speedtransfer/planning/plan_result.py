@@ -266,7 +266,7 @@ def _hosts(plan: Plan, hosts: Hosts) -> Iterable[str]:
     yield f"a step sends from each: {', '.join(f'{size} of {name}' for name, size in kinds.items())}"
     yield f"    the busiest owner has {hosts.busiest:.2f} times the mean, which is waited for"
     yield (
-        f"    {parts['bytes']} for the bytes, {parts['delays']} for {hosts.delays} delays one after another, "
+        f"    {parts['bytes']} for the bytes, {parts['delays']} for {cost.delays} delays one after another, "
         f"{parts['calls']} for {cost.calls} calls: {format_seconds(hosts.seconds)}"
     )
     if hosts.apart > cost.calls:

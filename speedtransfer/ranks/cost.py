@@ -7,7 +7,7 @@ given the counted numbers of rows they are exact. What `DistributedDataParallel`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # Numbers of 8 bytes in the first message of a meeting, two of which name it; the others are what is told.
 _MESSAGE, _NAMES = 8, 2
@@ -57,8 +57,8 @@ def expected_counts(form: RowForm, unique: float, distinct_share: float, ranks: 
 class StepCost:
     """What one process sends to others in a step, as in :class:`Traffic`, and moves between host memory and its device.
 
-    Calls are collective, and wait for one another. The bus is that of rows and state, in bytes read from host memory, and
-    written to it: memory traffic, with the tables on the CPU.
+    Calls are collective, and wait for one another: by gloo for so many `delays` of the network, one way. The bus is that of
+    rows and state, in bytes read from host memory, and written to it: memory traffic, with the tables on the CPU.
     """
 
     control: float = 0.0
@@ -68,6 +68,7 @@ class StepCost:
     calls: int = 0
     bus_up: float = 0.0
     bus_down: float = 0.0
+    delays: int = field(default=0, compare=False)
 
     @property
     def sent(self) -> float:
@@ -78,10 +79,10 @@ class StepCost:
 Call = tuple[str, float]  # what a collective call sends, as in StepCost, and the bytes of it to all others
 
 
-def sharded_calls(
+def sharded_step(
     lookups: Sequence[RowCounts], ranks: int, *, training: bool = True, together: bool = False
-) -> list[Call]:
-    """Return the collective calls of a step of tables made with ``process_group=...``, in their order.
+) -> StepCost:
+    """Return the cost of a step of tables made with ``process_group=...``.
 
     Each lookup is a meeting of the processes, a message of ids and one of rows, or all `together` are, where their ids are
     parts of one tensor; the end of backward is a meeting and a message of gradients for all tables. Left out: the first step
@@ -95,33 +96,20 @@ def sharded_calls(
     if training and lookups:
         gradients = sum(each.form.gradient * each.asked_of_others for each in lookups)
         calls += [*_meeting(len(lookups), ranks), ("gradients", gradients)]
-    return calls
-
-
-def delays_of(calls: Sequence[Call], ranks: int) -> int:
-    """Return how many times the delay of the network, one way, calls by gloo take that follow each other.
-
-    Of each message the receiver says that it is ready, and then the sender sends it. What TCP does not send at once follows as
-    answers come: about a delay more. Messages to several processes are on their way at the same time.
-    """
-    return sum(2 + (sent > _AT_ONCE * (ranks - 1)) for _, sent in calls)
-
-
-def sharded_step(
-    lookups: Sequence[RowCounts], ranks: int, *, training: bool = True, together: bool = False
-) -> StepCost:
-    """Return the cost of a step of tables made with ``process_group=...``: :func:`sharded_calls` says of which calls."""
     state = [each.form.state if training else 0 for each in lookups]
     up = sum((each.form.stored + more) * each.served for each, more in zip(lookups, state, strict=True))
     down = sum((each.form.stored + each.form.state) * each.served for each in lookups) if training else 0.0
-    return _cost(sharded_calls(lookups, ranks, training=training, together=together), up, down)
+    return _cost(calls, ranks, up, down)
 
 
-def _cost(calls: Sequence[Call], bus_up: float, bus_down: float) -> StepCost:
+def _cost(calls: Sequence[Call], ranks: int, bus_up: float, bus_down: float) -> StepCost:
     sent = dict.fromkeys((kind for kind, _ in calls), 0.0)
     for kind, count in calls:
         sent[kind] += count
-    return StepCost(**sent, calls=len(calls), bus_up=bus_up, bus_down=bus_down)
+    # Of each message the receiver says that it is ready, and then the sender sends it. What TCP does not send at once follows
+    # as answers come: about a delay more. Messages to several processes are on their way at the same time.
+    delays = sum(2 + (count > _AT_ONCE * (ranks - 1)) for _, count in calls)
+    return StepCost(**sent, calls=len(calls), bus_up=bus_up, bus_down=bus_down, delays=delays)
 
 
 def _meeting(numbers: int, ranks: int) -> list[Call]:
@@ -146,7 +134,7 @@ def shared_step(tables: Sequence[RowCounts], ranks: int) -> StepCost:
     meetings = _meeting(len(tables), ranks) * 2 + _meeting(1, ranks) * 2 * len(tables)
     changed = sum((each.form.stored + each.form.state) * each.served for each in tables)
     read = sum(each.form.stored * each.asked for each in tables)
-    return _cost([*meetings, ("ids", ids), ("gradients", gradients)], read + changed, changed)
+    return _cost([*meetings, ("ids", ids), ("gradients", gradients)], ranks, read + changed, changed)
 
 
 def replicas_step(tables: Sequence[tuple[RowForm, float, float, float]], ranks: int) -> StepCost:
@@ -164,4 +152,4 @@ def replicas_step(tables: Sequence[tuple[RowForm, float, float, float]], ranks: 
         calls += [("ids", _ID_BYTES * longest), ("gradients", form.gradient * longest)]
         changed = (form.stored + form.state) * distinct
         up, down = up + form.stored * asked + changed, down + changed
-    return _cost(calls, up, down)
+    return _cost(calls, ranks, up, down)

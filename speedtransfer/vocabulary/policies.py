@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_choice, check_size
-from speedtransfer.system import physical_bytes
-from speedtransfer.tables import Table
 from speedtransfer.units import parse_bytes
 from speedtransfer.vocabulary.mixing import GOLDEN, checked, mix64
 
@@ -31,72 +29,64 @@ _SIGHTINGS_PER_COUNTER = 4
 _COUNTERS = (np.uint8, np.uint16, np.uint32)
 
 
-class Sightings:
-    """A count-min sketch: estimates of how often each id was added, never too low, seldom too high.
-
-    Each id has one counter in each of `depth` lines of `width`, shared with other ids by chance; the lowest of them is the
-    estimate. Only counters below the new estimate rise ("conservative update"), up to `limit`. `state` are the counters,
-    ``(depth, width)``: all that a checkpoint has to keep.
-    """
-
-    def __init__(self, width: int, depth: int, seed: int, limit: int) -> None:
-        self._limit = limit
-        dtype = next(dtype for dtype in _COUNTERS if limit <= np.iinfo(dtype).max)
-        self.state = np.zeros((depth, width), dtype)
-        lines = np.arange(1, depth + 1, dtype=np.uint64) * GOLDEN
-        self._seeds = mix64(lines + np.uint64(seed % 2**64))
-
-    def add(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Add `counts` (n,), not negative, to the sightings of distinct ids (n,) int64; return their estimates (n,) int64."""
-        # All ids at once, from the counters as they were: no order among them, and still at least the count of each.
-        words = checked(ids, "ids").view(np.uint64)
-        half, width = np.uint64(32), np.uint64(self.state.shape[1])
-        # The upper half of a random word, times the width, over 2**32: even over the width, and no division.
-        places = [((mix64(words ^ seed) >> half) * width >> half).view(np.int64) for seed in self._seeds]
-        before = self._lowest(places)
-        goals = (before + np.minimum(counts, self._limit - before)).astype(self.state.dtype)
-        for line, place in zip(self.state, places, strict=True):
-            np.maximum.at(line, place, goals)
-        return self._lowest(places)
-
-    def halve(self) -> None:
-        """Halve all numbers, rounding down: sightings of long ago count less and less."""
-        self.state >>= 1
-
-    def _lowest(self, places: list[np.ndarray]) -> np.ndarray:
-        counts = [line[place] for line, place in zip(self.state, places, strict=True)]
-        return np.minimum.reduce(counts).astype(np.int64)
-
-
 class Admission:
     """Decide which unknown ids are admitted, by `admit` of a :class:`~speedtransfer.Vocabulary`.
 
-    Where sightings are counted, the sketch has `width` counters in a line, or goes on with the `counters`, ``(depth, width)``,
-    of one with this seed.
+    Sightings are counted in a count-min sketch: estimates of how often each id was added, never too low, seldom too high. Each
+    id has one counter in each of `depth` lines of `width`, shared with other ids by chance; the lowest of them is what is
+    estimated. Only counters below the new estimate rise ("conservative update"), up to a limit. It goes on with the `counters`,
+    ``(depth, width)``, of one with this seed, if they are given.
+
+    Attributes
+    ----------
+    counters : ndarray, optional
+        All that a checkpoint has to keep, with `added`; None where nothing is counted.
+    added : int
+        Sightings since the counts were halved last.
     """
 
     def __init__(self, admit: Admit, seed: int, width: int, counters: np.ndarray | None = None) -> None:
-        self._admit = admit
-        self.sightings: Sightings | None = None
+        self._admit, self.added = admit, 0
+        self.counters: np.ndarray | None = None
         if isinstance(admit, int) and admit > 1:
-            limit = max(admit, _LEAST_LIMIT)
-            depth, width = (_DEPTH, width) if counters is None else counters.shape
-            self.sightings = Sightings(width, depth, seed, limit)
+            self._limit = max(admit, _LEAST_LIMIT)
+            dtype = next(dtype for dtype in _COUNTERS if self._limit <= np.iinfo(dtype).max)
+            self.counters = np.zeros((_DEPTH, width), dtype)
             if counters is not None:
-                self.sightings.state[:] = np.minimum(counters, limit)
-        # Sightings since the counts were halved last.
-        self.added = 0
+                # Those of another `admit` may be wider or narrower.
+                self.counters = counters.clip(max=min(self._limit, np.iinfo(counters.dtype).max)).astype(dtype)
+            lines = np.arange(1, len(self.counters) + 1, dtype=np.uint64) * GOLDEN
+            self._seeds = mix64(lines + np.uint64(seed % 2**64))
 
     def choose(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return which of the `ids` (n,) int64, distinct, that were seen `counts` (n,) times more are admitted, (n,) bool."""
-        if self.sightings is None:
+        if self.counters is None:
             return np.ones(len(ids), dtype=bool)
         self.added += int(counts.sum())
-        if self.added > _SIGHTINGS_PER_COUNTER * self.sightings.state.shape[1]:
-            # Those of ids that never come again would fill it.
-            self.sightings.halve()
+        if self.added > _SIGHTINGS_PER_COUNTER * self.counters.shape[1]:
+            # Those of ids that never come again would fill it: sightings of long ago count less and less.
+            self.counters >>= 1
             self.added = 0
-        return np.asarray(self.sightings.add(ids, counts) >= self._admit)
+        return np.asarray(self.add(ids, counts) >= self._admit)
+
+    def add(self, ids: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Add `counts` (n,), not negative, to the sightings of distinct ids (n,) int64; return their estimates (n,) int64."""
+        assert self.counters is not None
+        # All ids at once, from the counters as they were: no order among them, and still at least the count of each.
+        words = checked(ids, "ids").view(np.uint64)
+        half, width = np.uint64(32), np.uint64(self.counters.shape[1])
+        # The upper half of a random word, times the width, over 2**32: even over the width, and no division.
+        places = [((mix64(words ^ seed) >> half) * width >> half).view(np.int64) for seed in self._seeds]
+        before = _lowest(self.counters, places)
+        goals = (before + np.minimum(counts, self._limit - before)).astype(self.counters.dtype)
+        for line, place in zip(self.counters, places, strict=True):
+            np.maximum.at(line, place, goals)
+        return _lowest(self.counters, places)
+
+
+def _lowest(counters: np.ndarray, places: list[np.ndarray]) -> np.ndarray:
+    """Return the lowest of the counters at `places`, (n,) int64 in each line."""
+    return np.minimum.reduce([line[place] for line, place in zip(counters, places, strict=True)]).astype(np.int64)
 
 
 class Eviction:
@@ -209,22 +199,11 @@ def limit_of_each(limit: MaxCapacity, ranks: int) -> MaxCapacity:
     return f"{bytes_of(limit) // ranks} B" if isinstance(limit, str) else limit
 
 
-def rows_within(limit: MaxCapacity, table: Table, reserved: int) -> int | None:
-    """Return the number of ids that `table` may have rows for, by its planes as they are now; None: as the memory allows."""
-    capacity = table.num_rows - reserved
-    if limit is None:
-        return capacity
-    if isinstance(limit, str):
-        row_bytes = max(table.nbytes // max(table.num_rows, 1), 1)
-        return max(bytes_of(limit) // row_bytes - reserved, capacity)
-    return None if limit == math.inf else max(int(limit), capacity)
-
-
 def most_rows(limit: MaxCapacity, num_rows: int, reserved: int, row_bytes: int) -> int | None:
-    """Return the number of rows to keep addresses for in a table that may grow from `num_rows`; None: it does not grow."""
+    """Return the number of rows that a table of `num_rows`, `reserved` ones among them, may have; None: no limit."""
     if limit is None:
+        return num_rows
+    if limit == math.inf:
         return None
-    if isinstance(limit, int):
-        return max(limit + reserved, num_rows)
-    num_bytes = bytes_of(limit) if isinstance(limit, str) else physical_bytes() or 1 << 40
-    return max(num_bytes // max(row_bytes, 1), num_rows)
+    rows = bytes_of(limit) // max(row_bytes, 1) if isinstance(limit, str) else int(limit) + reserved
+    return max(rows, num_rows)

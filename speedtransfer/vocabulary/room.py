@@ -19,7 +19,7 @@ from speedtransfer.vocabulary.id_rows import FREE, UNSEEN_ROW
 from speedtransfer.vocabulary.ids import FeatureKeys, NotedIds
 from speedtransfer.vocabulary.initial import check_range, initial_values
 from speedtransfer.vocabulary.owned import Owned
-from speedtransfer.vocabulary.policies import limit_of_each, rows_within
+from speedtransfer.vocabulary.policies import limit_of_each, most_rows
 
 # A table that is full grows by this factor, as far as it may.
 _GROWTH = 1.5
@@ -222,7 +222,10 @@ class Room(Owned):
     def _most(self) -> int | None:
         """Return the number of ids that there may be rows for; None: as the memory allows."""
         live, owner = self._bound()
-        return rows_within(limit_of_each(self.max_capacity, owner.owners.processes), live.table, live.reserved)
+        limit, table = limit_of_each(self.max_capacity, owner.owners.processes), live.table
+        # With all its planes, as they are now.
+        most = most_rows(limit, table.num_rows, live.reserved, table.nbytes // max(table.num_rows, 1))
+        return None if most is None else most - live.reserved
 
     def _grow(self, lack: int) -> None:
         """Give the table `lack` rows more, or more than that, if it may have as many; fewer where it may not."""
@@ -294,14 +297,6 @@ class Room(Owned):
 
     # --- steps --------------------------------------------------------------------------------------------------------
 
-    def _touch_late(self, rows: np.ndarray) -> None:
-        """Note that `rows` (n,) have changed now, though they were looked up earlier."""
-        live, _ = self._bound()
-        now = self.clock
-        rows = rows[(rows >= live.reserved) & (rows < len(live.last_use))]
-        rows = rows[(live.last_use[rows] != FREE) & (live.last_use[rows] < now)]
-        live.touch(rows, now, self._eviction.decay, uses=0.0)
-
     def note_written(self, rows: np.ndarray) -> None:
         """Note that `rows` (n,) were written to without a use: a lookup in evaluation rescales them (`max_norm`)."""
         rows = rows[self._bound()[0].last_use[rows] < self.clock]
@@ -310,13 +305,16 @@ class Room(Owned):
 
     def count_step(self, late: np.ndarray | None = None) -> None:
         """Note a step of the optimizer, of the rows `late` (n,) if some may not have been looked up since the last one."""
-        with self._bound()[1].rows.lock:
+        live, owner = self._bound()
+        with owner.rows.lock:
             if late is not None:
-                self._touch_late(late)
+                late = late[(late >= live.reserved) & (late < len(live.last_use))]
+                late = late[(live.last_use[late] != FREE) & (live.last_use[late] < self.clock)]
+                live.touch(late, self.clock, self._eviction.decay, uses=0.0)
             self.clock += 1
-            self._bound()[0].index.go_on()
+            live.index.go_on()
             self.generation_of_step = self.generation
-            self._bound()[1].rows.placement, self._synced = None, None
+            owner.rows.placement, self._synced = None, None
 
     def evict_after_step(self) -> None:
         """Take rows from ids whose time is over, or as many as new ids may need next."""

@@ -26,8 +26,8 @@ def state_dict(vocabulary: Room) -> dict[str, Tensor]:
     state = {"ids": live.plane(ID)[:, 0], "last_use": live.plane(LAST_USE)[:, 0]}
     if live.counts is not None:
         state["counts"] = live.plane(COUNT)[:, 0]
-    if admission.sightings is not None:
-        state["sightings"] = torch.from_numpy(admission.sightings.state)
+    if admission.counters is not None:
+        state["sightings"] = torch.from_numpy(admission.counters)
     state["released"] = torch.from_numpy(live.released.copy())
     state["origin"] = torch.tensor(
         vocabulary._synced or (vocabulary._log.origin, vocabulary.clock), dtype=torch.int64, device="cpu"
@@ -187,8 +187,8 @@ def _take_numbers(vocabulary: Room, saved: SavedState | None, sources: np.ndarra
         return np.full(len(sources), vocabulary.clock)
     numbers = saved.numbers
     vocabulary.seed, vocabulary.initial = numbers["seed"], saved.initial
-    before = vocabulary._admission.sightings
-    width = 1 if before is None else before.state.shape[1]
+    before = vocabulary._admission.counters
+    width = 1 if before is None else before.shape[1]
     vocabulary._admission = Admission(vocabulary.admit, vocabulary.seed, width, saved.sightings)
     vocabulary._admission.added = numbers["sightings_added"]
     vocabulary._admitted_now, vocabulary._admitted_lately = numbers["admitted_now"], numbers["admitted_lately"]

@@ -196,9 +196,7 @@ class Vocabulary(Room):
             return torch.from_numpy(live.ids[live.occupied()])
 
     def __contains__(self, id: Any) -> bool:
-        live, owner = self._bound()
-        with owner.rows.lock:
-            return bool(live.index.find(as_ids([id]).numpy())[0] >= 0)
+        return bool(self.rows([id])[0] >= 0)
 
     def rows(self, ids: Any) -> Tensor:
         """Return the rows of ids in ``embedding.table``, int64 in the shape of `ids`, -1 of an unknown one."""

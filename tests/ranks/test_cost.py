@@ -19,10 +19,8 @@ from speedtransfer.ranks import Partition, exchange_of
 from speedtransfer.ranks.cost import (
     RowCounts,
     StepCost,
-    delays_of,
     expected_counts,
     replicas_step,
-    sharded_calls,
     sharded_step,
     shared_step,
 )
@@ -195,14 +193,14 @@ def counts_of(unique: float, ranks: int) -> RowCounts:
 
 def test_delays_are_those_of_calls_and_of_answers_to_long_messages():
     def delays(unique: float, ranks: int, tables: int = 1) -> int:
-        return delays_of(sharded_calls([counts_of(unique, ranks)] * tables, ranks), ranks)
+        return sharded_step([counts_of(unique, ranks)] * tables, ranks).delays
 
     # A meeting, ids and rows; a meeting and gradients. Each to each process is ready, and then sends.
     assert (delays(20, 2), delays(20, 2, 4)) == (10, 28)
     # Rows and gradients of 256 bytes are more than TCP sends at once; of many processes each gets a part.
     assert (delays(256, 2), delays(256, 2, 4), delays(256, 4)) == (12, 33, 12)
     assert delays(256, 8) == 10
-    assert delays_of(sharded_calls([counts_of(20, 2)], 2, training=False), 2) == 6
+    assert sharded_step([counts_of(20, 2)], 2, training=False).delays == 6
 
 
 # --- which rank has which row, and how many rows are asked of whom ----------------------------------------------------
