@@ -33,8 +33,8 @@ class Admission:
     """Decide which unknown ids are admitted, by `admit` of a :class:`~speedtransfer.Vocabulary`.
 
     Sightings are counted in a count-min sketch: estimates of how often each id was added, never too low, seldom too high. Each
-    id has one counter in each of `depth` lines of `width`, shared with other ids by chance; the lowest of them is what is
-    estimated. Only counters below the new estimate rise ("conservative update"), up to a limit. It goes on with the `counters`,
+    id has one counter in each of `depth` lines of `width`, shared with other ids by chance; the lowest of them counts. Only
+    counters below the new estimate rise ("conservative update"), up to a limit. It goes on with the `counters`,
     ``(depth, width)``, of one with this seed, if they are given.
 
     Attributes
