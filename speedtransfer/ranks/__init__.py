@@ -1,11 +1,10 @@
 """Several processes, by torch.distributed: who has which row, messages between them, and what training beside tables needs."""
 
-from speedtransfer.ranks.equal_steps import EqualSteps, equal_steps
+from speedtransfer.ranks.equal_steps import equal_steps
 from speedtransfer.ranks.exchange import (
     DifferenceError,
     Exchange,
     Segment,
-    Traffic,
     as_int64,
     check_counts,
     exchange_of,
@@ -16,18 +15,16 @@ from speedtransfer.ranks.exchange import (
 from speedtransfer.ranks.ids_ahead import IdsAhead
 from speedtransfer.ranks.partition import Interleaved, Partition
 from speedtransfer.ranks.shared_memory import SharedMemory
-from speedtransfer.ranks.torchrun import group_of, joined, num_launched, world
+from speedtransfer.ranks.torchrun import group_of, joined, world
 
 __all__ = [
     "DifferenceError",
-    "EqualSteps",
     "Exchange",
     "IdsAhead",
     "Interleaved",
     "Partition",
     "Segment",
     "SharedMemory",
-    "Traffic",
     "as_int64",
     "check_counts",
     "equal_steps",
@@ -36,7 +33,6 @@ __all__ = [
     "group_of",
     "is_first",
     "joined",
-    "num_launched",
     "to_words",
     "world",
 ]
