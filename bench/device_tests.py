@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import store
 from store import STOPPED, ending, run, write
 
 NO_TESTS_COLLECTED = 5  # pytest's exit code
@@ -29,9 +30,9 @@ SANITIZER_FOUND = 86  # our choice, for findings in tests that pass
 REFUSED = "could not run"
 
 
-def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> str:
+def run_tests(path: Path, about: dict[str, Any], limit_s: float) -> str:
     """Run the GPU tests, some of them after the others in a process of their own; return what went wrong."""
-    alone = [name for name in ALONE if (root / name).exists()]
+    alone = [name for name in ALONE if (store.ROOT / name).exists()]
     command = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-m", "gpu"]
     command += ["-p", "device_tests", "-p", "no:cacheprovider"]
     commands = [[*command, *workers(), "tests/gpu", *(f"--ignore={name}" for name in alone)]]
@@ -42,7 +43,7 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> 
     start = time.monotonic()
     # Workers share the cores, and what one of them has compiled.
     environment = {"OUTCOMES": str(outcomes), "OMP_NUM_THREADS": "2", "PYTHONDONTWRITEBYTECODE": ""}
-    codes = {run(one, limit_s - (time.monotonic() - start), cwd=root, env=environment)[0] for one in commands}
+    codes = {run(one, limit_s - (time.monotonic() - start), cwd=store.ROOT, env=environment)[0] for one in commands}
     # The others are done where a process has none to run; 1: tests failed.
     worst = None if None in codes else max((code or 0 for code in codes - {NO_TESTS_COLLECTED}), key=abs, default=0)
     if not outcomes.exists():
@@ -52,7 +53,7 @@ def run_tests(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> 
     again.unlink(missing_ok=True)
     if found["failures"] and left_s > TEST_S:
         # Whether they fail by themselves, or beside others.
-        run([*command, *found["failures"]], left_s, cwd=root, env={**environment, "OUTCOMES": str(again)})
+        run([*command, *found["failures"]], left_s, cwd=store.ROOT, env={**environment, "OUTCOMES": str(again)})
         failures = summary(again)["failures"] if again.exists() else found["failures"]
         found["pass_alone"] = sorted(found["failures"].keys() - failures)
     seconds = round(time.monotonic() - start, 1)
@@ -83,7 +84,7 @@ def summary(outcomes: Path) -> dict[str, Any]:
     }
 
 
-def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float) -> str:
+def run_sanitizer(path: Path, about: dict[str, Any], limit_s: float) -> str:
     """Run some GPU tests under compute-sanitizer, where it is installed; return what went wrong."""
     tools: dict[str, dict[str, Any]] = {}
     absent = shutil.which(SANITIZER) is None
@@ -92,11 +93,11 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float)
     end = time.monotonic() + limit_s
     for number, tool in enumerate(() if absent else TOOLS):
         command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), sys.executable]
-        command += ["-m", "pytest", "-q", "-m", "sanitizer", *sanitized(root)]
+        command += ["-m", "pytest", "-q", "-m", "sanitizer", *sanitized()]
         # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         start = time.monotonic()
-        code, output = run(command, (end - start) / (len(TOOLS) - number), cwd=root, env=environment)
+        code, output = run(command, (end - start) / (len(TOOLS) - number), cwd=store.ROOT, env=environment)
         lines = output.splitlines()
         findings = [line for line in lines if line.startswith("=========")]
         tools[tool] = {
@@ -113,10 +114,10 @@ def run_sanitizer(root: Path, path: Path, about: dict[str, Any], limit_s: float)
     return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text not in ("clean", "no tests"))
 
 
-def sanitized(root: Path) -> list[str]:
+def sanitized() -> list[str]:
     """Return the files with tests for the sanitizer, little of each kernel; to collect all under it takes minutes."""
-    files = (path for path in sorted((root / "tests" / "gpu").glob("test_*.py")) if MARK in path.read_text())
-    return [path.relative_to(root).as_posix() for path in files] or ["tests/gpu"]
+    files = (path for path in sorted((store.ROOT / "tests" / "gpu").glob("test_*.py")) if MARK in path.read_text())
+    return [path.relative_to(store.ROOT).as_posix() for path in files] or ["tests/gpu"]
 
 
 def verdict(found: dict[str, Any]) -> str:
@@ -132,6 +133,14 @@ def verdict(found: dict[str, Any]) -> str:
     # Where a test failed the code is pytest's, whatever was found.
     found_nothing = code != SANITIZER_FOUND and all("SUMMARY: 0 " in line for line in summary)
     return f"tests ended with exit code {code}" if found_nothing else "NOT CLEAN"
+
+
+def outcome_of(result: dict[str, Any]) -> str:
+    """Return in a few words what the tests, or the sanitizer, have come to."""
+    if "tools" not in result:
+        return f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
+    found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
+    return f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
 
 
 # --- the plugin ---------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     if fakegpu is None:
         print("error: this counts on the emulated GPU; run it by cuda-emulator/run (see --help)", file=sys.stderr)
         return 2
-    about = header(ROOT, "launches")
+    about = header("launches")
     before = read(PATH)["forms"] if PATH.exists() else {}
     forms: dict[str, Any] = {}
     print(_line(["form", *COLUMNS]), flush=True)

@@ -8,12 +8,12 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import in_numbers
-from store import EXPERIMENTS, MEASURED, ROOT, read, recorded, suites
+import store
 
 from speedtransfer.benchmark import report
 
@@ -40,57 +40,48 @@ class Section(NamedTuple):
 
 STEPS = "Time of a training step by the rows of the table: ours stays level, dense training grows with the table"
 FIGURES = Section("figures", ())  # of the suites without a section of their own, in short
-NAMES = {
-    **{"gpu": "experiments", "idle": "idle rows", "word2vec": "word2vec", "ngram_example": "ngram example"},
-    **{
-        "parallel_example": "parallel example",
-        "exchange": "exchange",
-        "mixed": "mixed precision",
-        "peers": "beside others",
-    },
-    **{"plan_accuracy": "plan accuracy", "hosts": "two hosts", "saves": "checkpoints"},
-}
 SECTIONS = (
     FIGURES,
     Section("in numbers", tuple(in_numbers.SENTENCES), STEPS, "README.md", in_numbers.markdown),
     Section("roofs", ("gpu",), make=in_numbers.roofs),
-    *(Section(name, (part,), EXPERIMENTS[part]) for part, name in NAMES.items()),
+    *(Section(section, (part,), title) for part, (title, section) in store.EXPERIMENTS.items() if section),
 )
+_OF_THEIR_OWN = {part for part, (_, section) in store.EXPERIMENTS.items() if section}
 
 
 class Recorded(NamedTuple):
-    """A recorded result: its path, its contents, and these as markdown."""
+    """A recorded result: its path and its contents."""
 
     path: Path
     result: dict[str, Any]
-    text: str
 
 
-def _try(path: Path, show: Callable[[dict[str, Any]], str]) -> list[Recorded]:
-    """Return a result; nothing, with a warning, where it cannot be shown."""
+def _shown(path: Path, show: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """Return what is shown of a result; "", with a warning, where it cannot be shown."""
     try:
-        result = read(path)
-        return [Recorded(path, result, show(result))]
+        return show(*given, **how)
     except Exception as error:  # of another version or another program
         _warn(f"{path} is unreadable ({type(error).__name__}: {error}) and left out; record it again")
-        return []
+        return ""
 
 
-def every_suite(root: Path) -> list[Recorded]:
-    found = [one for part, path in recorded(root) if part in MEASURED for one in _try(path, report.markdown)]
+def every_result() -> list[Recorded]:
+    """Return the results of all suites and experiments that can be read, those of GPUs first."""
+    paths = (path for part, path in store.recorded() if part in store.MEASURED)
+    found = [Recorded(path, result) for path in paths if (result := _shown(path, store.read, path))]
     return sorted(found, key=lambda one: not one.result["environment"]["cuda"])
 
 
-def in_section(root: Path, section: Section) -> list[Recorded]:
-    """Return the newest results of a section."""
-    page, shown = root / section.page, list[Recorded]()
+def in_section(found: Sequence[Recorded], section: Section) -> list[str]:
+    """Return the newest result of each part of a section as text."""
+    texts = list[str]()
     for part in section.parts:
-        found = [one for other, path in recorded(root) if other == part for one in _try(path, section.make)]
-        if found:
-            newest = max(found, key=lambda one: one.result["environment"]["date"])
-            image = _image(newest.path, section.title, page) if part == section.parts[0] else ""
-            shown.append(newest._replace(text="\n\n".join(filter(None, [image, newest.text]))))
-    return shown
+        some = [one for one in found if one.result["suite"] == part]
+        for path, result in sorted(some, key=lambda one: one.result["environment"]["date"])[-1:]:
+            text = _shown(path, section.make, result)
+            image = _image(path, section.title, store.ROOT / section.page) if part == section.parts[0] else ""
+            texts += filter(None, [image, text])
+    return texts
 
 
 def _read(page: Path) -> str:
@@ -101,41 +92,36 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     """Draw a result beside it, where there is something to show."""
     from PIL import Image  # matplotlib brings it
 
-    target = path.with_suffix(".png")
-    try:
-        picture = report.plot(result)
-        if picture is None:
-            target.unlink(missing_ok=True)
-            return
-        with Image.open(
-            io.BytesIO(picture)
-        ) as image:  # few colours are enough for bars and lines, and a third of the bytes
-            image.convert("RGB").quantize(64).save(target, optimize=True)
-    except Exception as error:
-        _warn(f"no plot of {path} ({type(error).__name__}: {error})")
+    target, picture = path.with_suffix(".png"), report.plot(result)
+    if picture is None:
+        target.unlink(missing_ok=True)
+        return
+    with Image.open(io.BytesIO(picture)) as image:
+        # Few colours are enough for bars and lines, and a third of the bytes.
+        image.convert("RGB").quantize(64).save(target, optimize=True)
 
 
 def _warn(text: str) -> None:
     print(" ".join(text.split()), file=sys.stderr)
 
 
-def documents(root: Path, found: list[Recorded]) -> dict[Path, str]:
+def documents(found: Sequence[Recorded]) -> dict[Path, str]:
     """Return the text of each page: one for every device with all results, and those that show some."""
     pages: dict[Path, list[str]] = {}
     short: list[str] = []
-    for path, result, text in found:
-        device, page, figures = result["environment"]["device"], path.with_name("README.md"), root / FIGURES.page
-        title = f"{result['suite']} on {device}"
+    for path, result in found:
+        device, page, figures = result["environment"]["device"], path.with_name("README.md"), store.ROOT / FIGURES.page
+        title, text = f"{result['suite']} on {device}", _shown(path, report.markdown, result)
         if page not in pages:
             pages[page] = [f"# {device}", "Made by `python bench/readme.py` from the files beside it."]
             short.append(f"### {device}\n\nAll figures: [{device}]({_address(page, figures)}).")
         pages[page] += [text, _image(path, title, page)]
-        if not any(section.parts[:1] == (result["suite"],) for section in SECTIONS if section.make is report.markdown):
+        if text and result["suite"] not in _OF_THEIR_OWN:
             short += [report.markdown(result, short=True), _image(path, title, figures)]
     texts = {page: "\n\n".join(filter(None, parts)) + "\n" for page, parts in pages.items()}
     for section in SECTIONS:
-        page = root / section.page
-        parts = [*filter(None, short)] if section is FIGURES else [one.text for one in in_section(root, section)]
+        page = store.ROOT / section.page
+        parts = [*filter(None, short)] if section is FIGURES else in_section(found, section)
         text = texts.get(page) or _read(page)
         if parts and section.begin in text:
             before, _, rest = text.partition(section.begin)
@@ -152,17 +138,19 @@ def _address(file: Path, page: Path) -> str:
     return Path(os.path.relpath(file, page.parent)).as_posix()
 
 
-def main(check: bool, root: Path = ROOT) -> int:
+def main(check: bool) -> int:
     """Write the pages and a page for each device; or compare them and return 1 where they differ."""
-    suites()
-    found = every_suite(root)
-    for path, result, _ in () if check else found:
-        draw(path, result)
-    wanted = documents(root, found)
+    store.suites()
+    found = every_result()
+    for path, result in () if check else found:
+        _shown(path.with_suffix(".png"), draw, path, result)
+    wanted = documents(found)
     others = [path for path, text in wanted.items() if _read(path) != text]
     for path in others:
         if check:
-            _warn(f"{path.relative_to(root)} does not show the figures in bench/results; run `python bench/readme.py`")
+            _warn(
+                f"{path.relative_to(store.ROOT)} does not show the figures in bench/results; run `python bench/readme.py`"
+            )
         else:
             path.write_text(wanted[path], encoding="utf-8")
     return int(check and bool(others))

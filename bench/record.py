@@ -21,22 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import store
-from store import (
-    CHECKS,
-    FULL,
-    MEASURED,
-    PARTIAL,
-    QUICK,
-    ROOT,
-    USUAL,
-    ending,
-    header,
-    path_of,
-    read,
-    recorded,
-    suites,
-    write,
-)
+from store import CHECKS, MEASURED, PARTIAL, QUICK, read, write
 
 STARTED = time.monotonic()
 LIMIT_S = 300.0  # of one part, as the next must have its turn
@@ -76,14 +61,14 @@ COMMIT=1a2b3c+changes names the commit where there is no git; "+changes" means t
 # --- a suite in a process of its own ------------------------------------------------------------------------------------
 
 
-def run_suite(root: Path, path: Path, about: dict[str, Any], limit_s: float, task: Task) -> str:
+def run_suite(path: Path, about: dict[str, Any], limit_s: float, task: Task) -> str:
     """Measure a suite in another process; return what went wrong."""
-    job = {"about": about, "path": str(path), "seconds": max(1.0, limit_s - MARGIN_S), **task._asdict()}
-    del job["name"], job["limit_s"]
-    code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=root)
+    job = {"about": about, "path": str(path), "seconds": max(1.0, limit_s - MARGIN_S)}
+    job |= {"quick": task.quick, "resume": task.resume, "options": task.options}
+    code, _ = store.run([sys.executable, __file__, "suite", json.dumps(job)], limit_s, cwd=store.ROOT)
     if code == 0 and not read(path)["complete"]:
         return "the time was up before some groups"
-    return "a group failed" if code == 1 else ending(code)
+    return "a group failed" if code == 1 else store.ending(code)
 
 
 def measure_here(
@@ -93,7 +78,6 @@ def measure_here(
     from rich.console import Console
 
     from speedtransfer.benchmark import commands as runner
-    from speedtransfer.benchmark.report import groups_of
     from speedtransfer.cuda import resolve_device
     from speedtransfer.errors import SpeedtransferError
 
@@ -101,12 +85,11 @@ def measure_here(
         # The header was made before: its commit is that of the sources that were measured.
         write(Path(path), {**about, **result, "environment": about["environment"]})
 
-    device, console, suite = resolve_device(None), Console(width=120, force_terminal=False), suites()[about["part"]]
+    console, suite = Console(width=120, force_terminal=False), store.suites()[about["part"]]
     try:
         check_options(suite, options)
-        done = groups_of(earlier(Path(path), about, options)) if resume else []
-        done = [group for group in done if not group.skipped]
-        result = runner.run_suite(suite, device, quick, console, keep, seconds, done, **options)
+        done = done_before(Path(path), about, options) if resume else []
+        result = runner.run_suite(suite, resolve_device(None), quick, console, keep, seconds, done, **options)
     except SpeedtransferError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -118,58 +101,51 @@ def check_options(suite: Any, options: dict[str, Any]) -> None:
     """Raise unless all are settings of a suite: arguments of its `groups`, and what it has in `SETTINGS`."""
     from speedtransfer.errors import InvalidValueError, suggest
 
-    named = (
-        one.name
-        for one in inspect.signature(suite.module.groups).parameters.values()
-        if one.kind is not one.VAR_KEYWORD
-    )
-    known = {*named, *suite.declared("SETTINGS", ())} - {"device", "quick"}
+    known = {*inspect.signature(suite.module.groups).parameters, *suite.declared("SETTINGS", ())}
+    known -= {"device", "quick", "others", "given"}
     for name in options:
         if name not in known:
             raise InvalidValueError(f"--set {name}=: {suite.name} has no such setting{suggest(name, sorted(known))}")
 
 
-def earlier(path: Path, about: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Return what a stopped run has left, if it is one of the same code with the same options."""
+def done_before(path: Path, about: dict[str, Any], options: dict[str, Any]) -> list[Any]:
+    """Return the groups that a stopped run has measured, if it is one of the same code with the same options."""
+    from speedtransfer.benchmark.report import groups_of
     from speedtransfer.errors import InvalidValueError
 
     try:
         old = read(path)
-        ways = [
-            {name: one["environment"].get(name) for name in ("commit", "dirty", "versions")} for one in (old, about)
-        ]
-        same = ways[0] == ways[1] and old["options"] == options
+        ways = ([one["environment"].get(name) for name in ("commit", "dirty", "versions")] for one in (old, about))
+        same = next(ways) == next(ways) and old["options"] == options
+        done = [group for group in groups_of(old) if not group.skipped]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidValueError(f"cannot read {str(path)!r} ({error!r}); drop --resume to start over") from error
     if not same:
         raise InvalidValueError(f"{str(path)!r} is of another commit or of other options; drop --resume to start over")
-    return old
+    return done
 
 
-def record_part(number: int, quick: bool, total_s: float, root: Path = ROOT, archive: Path | None = None) -> int:
+def record_part(number: int, quick: bool, total_s: float, archive: Path | None = None) -> int:
     """Run a part of `make gpu`; `total_s` is the most it may take, in place of its own time."""
     from speedtransfer.system import physical_bytes
 
-    seconds = min(total_s, PART_S) if total_s != float("inf") else PART_S
-    folder = path_of(root, header(root, "")["environment"]["device"], "").parent / "cache"
+    seconds = min(total_s, PART_S)
+    folder = store.folder_of(store.header("")["environment"]["device"]) / "cache"
     room = min(HOST_BYTES[number], physical_bytes() or HOST_BYTES[number])
     os.environ.setdefault("SPEEDTRANSFER_HOST_BYTES", f"{room:.0f}")
     os.environ.setdefault("SPEEDTRANSFER_CACHE", str(folder))
     os.environ.setdefault("CUPY_CACHE_DIR", str(folder / "cupy"))
-    parts = GPU_PARTS[number]
-    tasks = [Task(one.name, one.limit_s * seconds / PART_S, one.quick or quick) for one in parts]
-    return record(tasks, STARTED + seconds - SPARE_S, root, archive, f"part{number}")
+    tasks = [Task(one.name, one.limit_s * seconds / PART_S, one.quick or quick) for one in GPU_PARTS[number]]
+    return record(tasks, STARTED + seconds - SPARE_S, archive, f"part{number}")
 
 
-def record(
-    tasks: Sequence[Task], end: float, root: Path = ROOT, archive: Path | None = None, label: str = "parts"
-) -> int:
+def record(tasks: Sequence[Task], end: float, archive: Path | None = None, label: str = "parts") -> int:
     """Run `tasks` until `end`; write their results, also into `archive`; return 1 after failures, else 0."""
     problems: dict[str, str] = {}
-    folder = path_of(root, header(root, "")["environment"]["device"], "").parent
+    folder = store.folder_of(store.header("")["environment"]["device"])
     with contextlib.ExitStack() as stack:
         stack.callback(store.logs.clear)
-        stack.callback(pack, archive, folder, root)
+        stack.callback(pack, archive, folder)
         for path in (folder / "logs" / f"{label}.log", *([archive.with_suffix(".log")] if archive is not None else [])):
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,36 +158,36 @@ def record(
                 problems[task.name] = "no time was left for it"
                 continue
             store.log(f"--- {task.name}, {limit:.0f} s at most\n")
-            problem = _run_task(task, limit, root)
-            pack(archive, folder, root)
+            problem = _run_task(task, limit)
+            pack(archive, folder)
             if problem:
                 problems[task.name] = problem
             store.log(f"--- {task.name}: {problem or 'done'}\n")
-        status(root)
+        status()
         for name, problem in problems.items():
             store.log(f"{name}: {problem}\n", sys.stderr)
     return int(bool(problems))
 
 
-def _run_task(task: Task, limit_s: float, root: Path) -> str:
+def _run_task(task: Task, limit_s: float) -> str:
     """Run a task and put its result where results of its kind lie; return what went wrong."""
-    about = header(root, task.name)  # before: the commit as it is when it starts
-    quick = task.quick and task.name not in CHECKS
-    path = path_of(root, about["environment"]["device"], task.name, QUICK if quick else PARTIAL)
+    about = store.header(task.name)  # before: the commit as it is when it starts
+    quick, folder = task.quick and task.name not in CHECKS, store.folder_of(about["environment"]["device"])
+    path = folder / f"{task.name}{QUICK if quick else PARTIAL}.json"
     if not task.resume:
         path.unlink(missing_ok=True)
     if task.name in CHECKS:
         from device_tests import run_sanitizer, run_tests
 
-        problem = (run_tests if task.name == "tests" else run_sanitizer)(root, path, about, limit_s)
+        problem = (run_tests if task.name == "tests" else run_sanitizer)(path, about, limit_s)
     else:
-        problem = run_suite(root, path, about, limit_s, task)
+        problem = run_suite(path, about, limit_s, task)
     if not quick and path.exists() and read(path)["complete"]:
-        path.replace(path_of(root, about["environment"]["device"], task.name))
+        path.replace(folder / f"{task.name}.json")
     return problem
 
 
-def pack(archive: Path | None, folder: Path, root: Path) -> None:
+def pack(archive: Path | None, folder: Path) -> None:
     """Put the results, plots, logs and caches of `folder` into a file, to be unpacked at the root of another copy."""
     if archive is None:
         return
@@ -219,18 +195,17 @@ def pack(archive: Path | None, folder: Path, root: Path) -> None:
     try:
         archive.parent.mkdir(parents=True, exist_ok=True)
         with tarfile.open(new, "w:gz") as file:
-            for pattern in ("*.json", "*.png", "logs/*", "cache/**/*"):
-                for path in sorted(path for path in folder.glob(pattern) if path.is_file()):
-                    file.add(path, path.relative_to(root).as_posix())
+            for path in (path for name in ("*.json", "*.png", "logs", "cache") for path in sorted(folder.glob(name))):
+                file.add(path, path.relative_to(store.ROOT).as_posix())
         new.replace(archive)
     except OSError as error:  # the results themselves are not affected
         print(f"cannot write {archive}: {error}", file=sys.stderr)
 
 
-def status(root: Path = ROOT) -> int:
+def status() -> int:
     """Print every result with its date, its commit and its outcome, and the tests that no GPU has run."""
     device, passed = "", set[str]()
-    for part, path in recorded(root, FULL, PARTIAL, QUICK):
+    for part, path in store.recorded("", PARTIAL, QUICK):
         try:
             result = read(path)
             facts = result["environment"]
@@ -245,7 +220,7 @@ def status(root: Path = ROOT) -> int:
     if not device:
         print("no results yet; run `make gpu` on a machine with a CUDA device, `make bench` on any other")
         return 0
-    never = sorted({path.stem for path in (root / "tests" / "gpu").glob("test_*.py")} - passed)
+    never = sorted({path.stem for path in (store.ROOT / "tests" / "gpu").glob("test_*.py")} - passed)
     if never:
         files = (f"tests/gpu/{name}.py" for name in never)
         print("\nno recorded run on a GPU has passed a test of", *files, sep="\n  ")
@@ -253,15 +228,12 @@ def status(root: Path = ROOT) -> int:
 
 
 def outcome(part: str, result: dict[str, Any]) -> str:
-    from device_tests import SANITIZER, verdict
+    """Return in a few words what a part has come to."""
+    if part in CHECKS:
+        from device_tests import outcome_of
 
-    text = "came to its end"
-    if part == "tests":
-        text = f"{result['passed']} passed, {result['failed']} failed, {result['skipped']} skipped"
-    elif part == "sanitizer":
-        found = (f"{tool} {verdict(facts)}" for tool, facts in result["tools"].items())
-        text = f"{SANITIZER} is not installed" if result["absent"] else ", ".join(found)
-    elif part in MEASURED:
+        text = outcome_of(result)
+    else:
         skipped = sum(bool(group["skipped"]) for group in result["groups"])
         text = f"{len(result['groups']) - skipped} groups measured" + (f", {skipped} not" if skipped else "")
         text += f", {len(result['failures'])} FAILED" if result["failures"] else ""
@@ -277,7 +249,7 @@ def number(text: str) -> Any:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parts = {"gpu": (*CHECKS, *USUAL, "gpu"), "here": USUAL}
+    parts = {"gpu": (*CHECKS, *store.USUAL, "gpu"), "here": store.USUAL}
     parser = argparse.ArgumentParser(prog="bench/record.py", description=__doc__, epilog=HELP)
     parser.add_argument("command", choices=(*parts, "status"))
     parser.add_argument("--only", type=lambda text: text.split(","), help=f"some of {','.join((*CHECKS, *MEASURED))}")

@@ -27,24 +27,24 @@ sys.path[:0] = [name for name in (str(ROOT), str(ROOT / "bench")) if name not in
 
 CHECKS = ("tests", "sanitizer")  # need a GPU
 SUITES = ("transfer", "step", "memory", "precision", "lookup", "prefetch", "cache")  # of speedtransfer bench
-EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are
-    "tax": "Compute against transfer",
-    "mixed": "Mixed precision by batch size: time, memory, accuracy",
-    "exchange": "Gradients in fewer bytes: to the same loss",
-    "gpu": "What a training step takes of a GPU",
-    "peers": "Training steps beside other libraries",
-    "plan_accuracy": "Planned beside measured times of a step",
-    "hosts": "Planned beside measured steps of two hosts",
-    "saves": "Checkpoints: saved, loaded, and written while training goes on",
-    "oversized": "Tables up to 37 times as large as memory",
-    "idle": "Training with dense, exact, lazy and SparseAdam's idle rows",
-    "word2vec": "word2vec beside gensim: words/s and quality",
-    "ngram_example": "Ways to hold the n-gram tables of a language model",
-    "parallel_example": "One process and several",
+EXPERIMENTS = {  # bench/experiments/NAME.py, declared as those are: the title, and the section of docs/results.md, if any
+    "tax": ("Compute against transfer", ""),
+    "mixed": ("Mixed precision by batch size: time, memory, accuracy", "mixed precision"),
+    "exchange": ("Gradients in fewer bytes: to the same loss", "exchange"),
+    "gpu": ("What a training step takes of a GPU", "experiments"),
+    "peers": ("Training steps beside other libraries", "beside others"),
+    "plan_accuracy": ("Planned beside measured times of a step", "plan accuracy"),
+    "hosts": ("Planned beside measured steps of two hosts", "two hosts"),
+    "saves": ("Checkpoints: saved, loaded, and written while training goes on", "checkpoints"),
+    "oversized": ("Tables up to 37 times as large as memory", ""),
+    "idle": ("Training with dense, exact, lazy and SparseAdam's idle rows", "idle rows"),
+    "word2vec": ("word2vec beside gensim: words/s and quality", "word2vec"),
+    "ngram_example": ("Ways to hold the n-gram tables of a language model", "ngram example"),
+    "parallel_example": ("One process and several", "parallel example"),
 }
 MEASURED = (*SUITES, *EXPERIMENTS)
 USUAL = (*SUITES, "tax", "mixed", "exchange", "saves")  # those that need neither much time nor data, root or libraries
-FULL, PARTIAL, QUICK = "", ".partial", ".quick"  # runs
+PARTIAL, QUICK = ".partial", ".quick"  # runs that take no place of a full one
 GRACE_S, STOPPED = 10.0, "stopped at its time limit"
 logs: list[TextIO] = []  # of what processes print
 
@@ -54,31 +54,29 @@ def suites() -> dict[str, Any]:
     from speedtransfer.benchmark.measure import SUITES as KNOWN
     from speedtransfer.benchmark.measure import Suite
 
-    KNOWN.update({name: Suite(name, title, package="experiments") for name, title in EXPERIMENTS.items()})
+    KNOWN.update({name: Suite(name, title, package="experiments") for name, (title, _) in EXPERIMENTS.items()})
     return KNOWN
 
 
-def header(root: Path, part: str) -> dict[str, Any]:
+def header(part: str) -> dict[str, Any]:
     """Return what identifies a result: machine, versions, and the commit, by $COMMIT where there is no git."""
-    from speedtransfer.benchmark.environment import commit_of, environment
+    from speedtransfer.benchmark.environment import environment
 
     facts = environment()
-    facts["commit"], facts["dirty"] = commit_of(root)
     if facts["commit"] == "unknown":
         facts["commit"], changes, _ = os.environ.get("COMMIT", "unknown").partition("+changes")
         facts["dirty"] = True if changes else None
     return {"part": part, "environment": facts, "complete": False}
 
 
-def path_of(root: Path, device: str, part: str, run: str = FULL) -> Path:
-    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
-    return root / "bench" / "results" / slug / f"{part}{run}.json"
+def folder_of(device: str) -> Path:
+    return ROOT / "bench" / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
-def recorded(root: Path, *runs: str) -> Iterator[tuple[str, Path]]:
+def recorded(*runs: str) -> Iterator[tuple[str, Path]]:
     """Yield the part and path of every result of `runs` (by default full ones), device by device."""
-    for folder in sorted((root / "bench" / "results").glob("*/")):
-        paths = ((part, folder / f"{part}{run}.json") for part in (*CHECKS, *MEASURED) for run in runs or (FULL,))
+    for folder in sorted((ROOT / "bench" / "results").glob("*/")):
+        paths = ((part, folder / f"{part}{run}.json") for part in (*CHECKS, *MEASURED) for run in runs or ("",))
         yield from ((part, path) for part, path in paths if path.exists())
 
 

@@ -67,20 +67,21 @@ def page(root: Path, section) -> Path:
     return made
 
 
-def test_pages_show_what_is_recorded(tmp_path, script, capsys):
+def test_pages_show_what_is_recorded(tmp_path, script, monkeypatch, capsys):
     """Not what is of a quick or a stopped run, and no file that is unreadable."""
     store, readme = script("store"), script("readme")
+    monkeypatch.setattr(store, "ROOT", tmp_path)
     written = page(tmp_path, readme.FIGURES)
     before = written.read_text()
-    assert readme.main(check=False, root=tmp_path) == 0
+    assert readme.main(check=False) == 0
     assert written.read_text() == before  # nothing is recorded
-    path = store.path_of(tmp_path, ABOUT["device"], "tax")
+    path = store.folder_of(ABOUT["device"]) / "tax.json"
     assert path.relative_to(tmp_path).as_posix() == "bench/results/nvidia-test-1-laptop/tax.json"
     store.write(path, of_tax())
     for run in (store.QUICK, store.PARTIAL):
-        store.write(store.path_of(tmp_path, "A quick GPU", "tax", run), of_tax())
+        store.write(store.folder_of("A quick GPU") / f"tax{run}.json", of_tax())
     path.with_name("step.json").write_text("{")
-    assert [readme.main(check=check, root=tmp_path) for check in (True, False, True)] == [1, 0, 0]
+    assert [readme.main(check=check) for check in (True, False, True)] == [1, 0, 0]
     assert "step.json is unreadable" in capsys.readouterr().err
     text = written.read_text()
     assert (text.startswith("before\n"), text.endswith("after\n")) == (True, True)

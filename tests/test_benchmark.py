@@ -97,20 +97,22 @@ def work():
 
 @BOTH
 def test_a_method_that_moves_wrong_rows_is_found(work, direction):
-    right, *_ = methods.our_methods(work, direction)
+    def check(move, role="other"):
+        methods.as_case(work, direction, "a method", move, role).check()
+
+    right, *_ = methods.our_methods(work, direction).values()
     with pytest.raises(IndexError):  # the call with all checks
-        right.move(Ids(*[torch.tensor([10**6])] * 2))
-    methods.as_case(right, work, direction).check()
+        right(Ids(*[torch.tensor([10**6])] * 2))
+    check(right)
     work.out.copy_(work.plane[work.sets[-1].host])  # an earlier method may have left the right rows
-    for move in (lambda ids: right.move(ids._replace(device=ids.device.roll(1))), lambda ids: work.out):
+    for move in (lambda ids: right(ids._replace(device=ids.device.roll(1))), lambda ids: work.out):
         with pytest.raises(AssertionError, match=r"the rows are not|the table has other rows"):
-            methods.as_case(methods.Method("wrong", move), work, direction).check()
-    for roof in methods.roofs(work, direction):
-        methods.as_case(roof, work, direction).check()
+            check(move)
+    for roof in methods.roofs(work, direction).values():
+        check(roof, "roof")
     work.out.copy_(work.rows)
-    idle = methods.Method("idle", lambda ids: (work.out, work.rows), "roof")
     with pytest.raises(AssertionError, match="not like the original"):
-        methods.as_case(idle, work, direction).check()
+        check(lambda ids: (work.out, work.rows), "roof")
 
 
 @BOTH
@@ -125,8 +127,8 @@ def test_methods_that_cross_are_right_without_a_device(work, direction, monkeypa
     monkeypatch.setattr(methods, "pinned_empty", lambda size, device: torch.empty(size, dtype=torch.uint8))
     found = methods._crossing_methods(work, direction)
     assert len(found) == 3
-    for method in found:
-        methods.as_case(method, work, direction).check()
+    for name, move in found.items():
+        methods.as_case(work, direction, name, move).check()
 
 
 # --- suites: each runs small, and its checks notice what is wrong -----------------------------------------------------

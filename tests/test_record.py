@@ -32,42 +32,39 @@ def store(record):
 
 
 @pytest.fixture
-def tree(tmp_path, monkeypatch):
+def tree(tmp_path, store, monkeypatch):
     """A working tree of a few files, outside of git, on a device that is only claimed."""
     (tmp_path / "tests/gpu").mkdir(parents=True)
     (tmp_path / "tests/gpu/test_device.py").touch()
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu")
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(store, "ROOT", tmp_path)
     monkeypatch.setenv("COMMIT", "abc+changes")  # a copy of the tree without git cannot know it
     facts = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00", "versions": {}}
+    facts.update(commit="unknown", dirty=None)
     monkeypatch.setattr("speedtransfer.benchmark.environment.environment", lambda: dict(facts))
     return tmp_path
 
 
-def result_of(store, tree, part, run=""):
-    return store.path_of(tree, "NVIDIA H200", part, run)
-
-
-def put(store, tree, part, run="", **content):
+def put(store, part, run="", **content):
     """Write a result."""
     environment = {"device": "NVIDIA H200", "cuda": True, "date": "2026-01-02T03:04:05+00:00"}
     environment.update(commit="0123456789abcdef0123", dirty=False)
-    path = result_of(store, tree, part, run)
+    path = store.folder_of("NVIDIA H200") / f"{part}{run}.json"
     store.write(path, {"environment": environment, "complete": True, **SUITE, **content})
     return path
 
 
-def listed(record, tree, capsys):
+def listed(record, capsys):
     """The lines that are not empty, by the cells of each."""
     capsys.readouterr()
-    assert record.status(tree) == 0
+    assert record.status() == 0
     lines = filter(None, capsys.readouterr().out.splitlines())
     return [[cell.strip() for cell in line.split("  ") if cell] for line in lines]
 
 
-def run(record, tree, *parts, quick=False, seconds=100.0, archive=None):
+def run(record, *parts, quick=False, seconds=100.0, archive=None):
     tasks = [record.Task(part, seconds, quick) for part in parts]
-    return record.record(tasks, time.monotonic() + seconds, tree, archive)
+    return record.record(tasks, time.monotonic() + seconds, archive)
 
 
 def test_every_recorded_result_of_this_repository_is_readable(record, capsys):
@@ -90,7 +87,7 @@ def test_outcomes_of_gpu_tests_are_counted(record, store, tree, monkeypatch, cod
         return code, ""
 
     monkeypatch.setattr(module, "run", pretend)
-    assert module.run_tests(tree, tree / "found.json", {"part": "tests"}, 100.0) == problem
+    assert module.run_tests(tree / "found.json", {"part": "tests"}, 100.0) == problem
     found = store.read(tree / "found.json")
     assert [found[key] for key in ("passed", "failed", "skipped", "complete")] == [2, 1, 1, code == 1]
     assert (found["files"], found["failures"]) == ({"test_a": 1, "test_b": 1}, {"tests/gpu/test_a::y": "why"})
@@ -134,9 +131,9 @@ def test_a_stopped_run_goes_on(record, store, tmp_path, monkeypatch):
 
 
 def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, monkeypatch, capsys):
-    full, complete = put(store, tree, "tax", commit="old"), []
+    full, complete = put(store, "tax", commit="old"), []
 
-    def suite(root, path, about, limit_s, task):
+    def suite(path, about, limit_s, task):
         store.write(path, {**about, **SUITE, "quick": task.quick, "complete": complete[-1]})
         return ""
 
@@ -144,27 +141,27 @@ def test_only_a_complete_run_takes_the_place_of_another(record, store, tree, mon
     before = full.read_text()
     for done, quick in ((False, False), (True, True)):
         complete.append(done)
-        assert run(record, tree, "tax", quick=quick) == 0
+        assert run(record, "tax", quick=quick) == 0
         assert full.read_text() == before
-    said = [line[-1].partition(", ")[2] for line in listed(record, tree, capsys) if line[0] == "tax"]
+    said = [line[-1].partition(", ")[2] for line in listed(record, capsys) if line[0] == "tax"]
     assert said == ["", "INCOMPLETE", "quick"]
-    assert run(record, tree, "tax") == 0
+    assert run(record, "tax") == 0
     assert full.read_text() != before
     assert sorted(path.name for path in full.parent.glob("*.json")) == ["tax.json", "tax.quick.json"]
-    put(store, tree, "tax", store.PARTIAL, commit="old")
+    put(store, "tax", store.PARTIAL, commit="old")
     monkeypatch.setattr(record, "run_suite", lambda *about: "stopped before it wrote anything")
     before = full.read_text()
-    assert run(record, tree, "tax") == 1
+    assert run(record, "tax") == 1
     assert full.read_text() == before, "what an earlier run has left is not this one's"
 
 
 def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tree, monkeypatch, capsys):
     """Also what was calibrated and compiled, which the next machine then need not do again."""
-    folder, archive, asked = result_of(store, tree, "").parent, tree / "out" / "part3.tgz", []
+    folder, archive, asked = store.folder_of("NVIDIA H200"), tree / "out" / "part3.tgz", []
     (folder / "cache/kernels").mkdir(parents=True)
     (folder / "cache/kernels/rows.cubin").touch()
 
-    def runner(root, path, about, limit_s, task=None):
+    def runner(path, about, limit_s, task=None):
         if archive.exists():  # written after each task: a part that is killed loses no more than its last
             with tarfile.open(archive) as file:
                 assert any(f"/{asked[-1][0]}." in name for name in file.getnames())
@@ -181,7 +178,7 @@ def test_a_part_goes_on_after_failures_and_its_archive_has_all(record, store, tr
     for name in ("SPEEDTRANSFER_HOST_BYTES", "SPEEDTRANSFER_CACHE", "CUPY_CACHE_DIR"):
         monkeypatch.setenv(name, "before")  # so that it is put back
         monkeypatch.delenv(name)
-    assert record.record_part(3, True, 270.0, tree, archive) == 1
+    assert record.record_part(3, True, 270.0, archive) == 1
     assert asked[:2] == [("sanitizer", 100, None), ("precision", 40, True)]
     assert asked[-1][0] == "memory"
     assert asked[-1][1] > 200, "what the others have left"
@@ -202,11 +199,10 @@ def test_what_is_there_is_kept_whatever_ends_the_run(record, tree, monkeypatch, 
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    monkeypatch.setattr(record.record, "__defaults__", (tree, None, "parts"))
     monkeypatch.setattr(record, "run_suite", stopped)
     with pytest.raises(SystemExit) as ended:
         record.main(["here", "--only", "step", "--archive", str(tree / "all.tgz")])
     assert ended.value.code == 128 + signal.SIGTERM
     with tarfile.open(tree / "all.tgz") as file:
-        (log,) = file.getnames()
+        _, log = file.getnames()
         assert file.extractfile(log).read().endswith(b"begun")

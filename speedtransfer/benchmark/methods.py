@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,64 +15,65 @@ from speedtransfer.benchmark.workload import Ids, Workload
 from speedtransfer.cuda import mapped_view, pinned_empty, to_cupy, torch_stream
 from speedtransfer.engines import Direction, Engine, engine_names, gather_rows, make_engine, scatter_rows
 
-
-@dataclass(frozen=True)
-class Method:
-    """A method to move the rows of one batch.
-
-    `move` returns the rows of a gather, and of a plain copy what it has written and read.
-    """
-
-    name: str
-    move: Callable[[Ids], Any]
-    role: Role = "other"
+# A method to move the rows of one batch. It returns the rows of a gather, and of a plain copy what it has written and read.
+Move = Callable[[Ids], Any]
 
 
-def as_case(method: Method, work: Workload, direction: Direction) -> Case:
+def all_cases(work: Workload, direction: Direction) -> list[Case]:
+    """Make a case of every method."""
+    moves: dict[Role, dict[str, Move]] = {
+        "ours": our_methods(work, direction),
+        "other": other_methods(work, direction),
+        "roof": roofs(work, direction),
+    }
+    return [as_case(work, direction, name, move, role) for role, some in moves.items() for name, move in some.items()]
+
+
+def as_case(work: Workload, direction: Direction, name: str, move: Move, role: Role = "other") -> Case:
     """Make a case of a method, with the batches of `work` in turn."""
     turn = cycle(work.sets)
-    check = check_copy if method.role == "roof" else CHECKS[direction]
-    return Case(method.name, lambda: method.move(turn()), lambda: check(method, work), work.payload_bytes, method.role)
+    check = check_copy if role == "roof" else CHECKS[direction]
+    return Case(name, lambda: move(turn()), lambda: check(move, work), work.payload_bytes, role)
 
 
-def check_gather(method: Method, work: Workload) -> None:
+def check_gather(move: Move, work: Workload) -> None:
     """Raise AssertionError if a gather returns wrong rows."""
     ids = work.sets[-1]
-    # An earlier method may have left the right rows there. The method may use a stream that does not wait for this one.
+    # An earlier method may have left the right rows there. This one may use a stream that does not wait for ours.
     work.out.zero_()
     synchronize(work.device)
-    got = method.move(ids)
+    got = move(ids)
     synchronize(work.device)
     expected = _stored(work, ids).to(work.device)
     assert torch.equal(_bits(torch.as_tensor(got)), _bits(expected)), "the rows are not those of the table"
 
 
-def check_scatter(method: Method, work: Workload) -> None:
+def check_scatter(move: Move, work: Workload) -> None:
     """Raise AssertionError if a scatter does not write the rows to the table."""
     ids = work.sets[-1]
     work.plane.index_fill_(0, ids.host.to(work.plane.device), 0)
     synchronize(work.device)
-    method.move(ids)
+    move(ids)
     work.table.wait()
     synchronize(work.device)
     assert torch.equal(_bits(_stored(work, ids)), _bits(work.rows.to(work.plane.device))), "the table has other rows"
 
 
-def check_copy(method: Method, work: Workload) -> None:
+def check_copy(move: Move, work: Workload) -> None:
     """Raise AssertionError if a plain copy does not copy."""
     # The blocks are used in turn, so as many runs as there are blocks lead back to the one that is cleared here.
     for _ in work.blocks:
-        written, _read = method.move(work.sets[-1])
+        written, _read = move(work.sets[-1])
     synchronize(work.device)
     written.zero_()
     synchronize(work.device)
     for _ in work.blocks:
-        written, read = method.move(work.sets[-1])
+        written, read = move(work.sets[-1])
     synchronize(work.device)
     assert torch.equal(_bits(written.cpu()), _bits(read.cpu())), "the copy is not like the original"
 
 
-CHECKS: dict[str, Callable[[Method, Workload], None]] = {"gather": check_gather, "scatter": check_scatter}
+CHECKS: dict[str, Callable[[Move, Workload], None]] = {"gather": check_gather, "scatter": check_scatter}
 
 
 def _stored(work: Workload, ids: Ids) -> Tensor:
@@ -88,7 +88,7 @@ def _bits(rows: Tensor) -> Tensor:
 # --- ours ---------------------------------------------------------------------------------------------------------------
 
 
-def our_methods(work: Workload, direction: Direction) -> list[Method]:
+def our_methods(work: Workload, direction: Direction) -> dict[str, Move]:
     """Return the table's call with all checks, as users make it, without them, as training does, and every engine.
 
     On CUDA the check of a gather is part of its kernel; that of a scatter (no id twice) is a sort that the host waits for.
@@ -96,14 +96,14 @@ def our_methods(work: Workload, direction: Direction) -> list[Method]:
     table, rows = work.table, () if direction == "gather" else (work.rows,)
     call: Callable[..., Any] = table.gather if direction == "gather" else table.scatter
     names = [name for name in engine_names(table.memory, work.device) if name != "auto"]
-    return [
-        Method("speedtransfer", lambda ids: call(ids.device, *rows), "ours"),
-        Method("speedtransfer, check=False", lambda ids: call(ids.device, *rows, check=False), "ours"),
-        *(_engine(make_engine(table.memory, work.device, name), name, work, direction) for name in names),
-    ]
+    return {
+        "speedtransfer": lambda ids: call(ids.device, *rows),
+        "speedtransfer, check=False": lambda ids: call(ids.device, *rows, check=False),
+        **{f"engine: {name}": _engine(make_engine(table.memory, work.device, name), work, direction) for name in names},
+    }
 
 
-def _engine(engine: Engine, name: str, work: Workload, direction: Direction) -> Method:
+def _engine(engine: Engine, work: Workload, direction: Direction) -> Move:
     """Return an engine by itself, with preallocated memory; it may sort ids, as for a table."""
     rows = work.out if direction == "gather" else work.rows
 
@@ -113,7 +113,7 @@ def _engine(engine: Engine, name: str, work: Workload, direction: Direction) -> 
         getattr(engine, direction)([work.plane], index, [rows], unsorted=True)
         return rows
 
-    return Method(f"engine: {name}", move, "ours")
+    return move
 
 
 # --- plain copies -----------------------------------------------------------------------------------------------------
@@ -124,40 +124,31 @@ def pinned_like(rows: Tensor) -> Tensor:
     return pinned_empty(rows.nbytes, rows.device).view(rows.dtype).view(rows.shape)
 
 
-def roofs(work: Workload, direction: Direction) -> list[Method]:
+def roofs(work: Workload, direction: Direction) -> dict[str, Move]:
     """Return plain contiguous copies of the same bytes; the fastest is the roof."""
-    blocks = work.blocks
-    if work.device.type == "cuda" and work.table.memory in ("pageable", "mmap"):
+    blocks, device = work.blocks, work.device
+    if device.type == "cuda" and work.table.memory in ("pageable", "mmap"):
         blocks = [pinned_like(work.rows)]
-    turn, out, rows, gathers = cycle(blocks), work.out, work.rows, direction == "gather"
+    turn, in_order = cycle(blocks), torch.arange(len(work.rows))
 
     def pair() -> tuple[Tensor, Tensor]:
-        return (out, turn()) if gathers else (turn(), rows)
+        return (work.out, turn()) if direction == "gather" else (turn(), work.rows)
 
     def copy(ids: Ids) -> tuple[Tensor, Tensor]:
         to, source = pair()
         return to.copy_(source, non_blocking=True), source
 
-    found = [Method(_roof_name(work), copy, "roof")]
-    if work.device.type == "cpu":
-        in_order = torch.arange(len(rows))
+    def past_the_cache(ids: Ids) -> tuple[Tensor, Tensor]:
+        to, source = pair()
+        if direction == "gather":
+            gather_rows([source], in_order, [to])
+        else:
+            scatter_rows([to], in_order, [source])
+        return to, source
 
-        def past_the_cache(ids: Ids) -> tuple[Tensor, Tensor]:
-            to, source = pair()
-            if gathers:
-                gather_rows([source], in_order, [to])
-            else:
-                scatter_rows([to], in_order, [source])
-            return to, source
-
-        found.append(Method("copy past the cache", past_the_cache, "roof"))
-    return found
-
-
-def _roof_name(work: Workload) -> str:
-    if work.device.type == "cpu":
-        return "memcpy"
-    return "plain copy on the device" if work.table.memory == "device" else "one cudaMemcpy"
+    if device.type == "cpu":
+        return {"memcpy": copy, "copy past the cache": past_the_cache}
+    return {"plain copy on the device" if work.table.memory == "device" else "one cudaMemcpy": copy}
 
 
 # --- of PyTorch and CuPy ------------------------------------------------------------------------------------------------
@@ -166,31 +157,31 @@ def _roof_name(work: Workload) -> str:
 _CHUNKS = 8  # parts of a batch, whose transfers overlap with work of the host
 
 
-def other_methods(work: Workload, direction: Direction) -> list[Method]:
+def other_methods(work: Workload, direction: Direction) -> dict[str, Move]:
     """Return the best and the simplest methods of PyTorch, and CuPy's."""
     methods = (_local_methods if work.plane.device == work.device else _crossing_methods)(work, direction)
     if work.device.type == "cuda" and work.table.memory in ("pinned", "device"):
-        methods += _view_methods(work, direction)
+        methods |= _view_methods(work, direction)
     return methods
 
 
-def _local_methods(work: Workload, direction: Direction) -> list[Method]:
+def _local_methods(work: Workload, direction: Direction) -> dict[str, Move]:
     plane, out, rows = work.plane, work.out, work.rows
     if direction == "gather":
-        return [
-            Method("index_select(out=)", lambda ids: torch.index_select(plane, 0, ids.device, out=out)),
-            Method("t[idx]", lambda ids: plane[ids.device]),
-        ]
-    return [
-        Method("index_copy_", lambda ids: plane.index_copy_(0, ids.device, rows)),
-        Method("t[idx] = rows", lambda ids: plane.__setitem__(ids.device, rows)),
-    ]
+        return {
+            "index_select(out=)": lambda ids: torch.index_select(plane, 0, ids.device, out=out),
+            "t[idx]": lambda ids: plane[ids.device],
+        }
+    return {
+        "index_copy_": lambda ids: plane.index_copy_(0, ids.device, rows),
+        "t[idx] = rows": lambda ids: plane.__setitem__(ids.device, rows),
+    }
 
 
-def _crossing_methods(work: Workload, direction: Direction) -> list[Method]:
+def _crossing_methods(work: Workload, direction: Direction) -> dict[str, Move]:
     plane, out, rows, staging = work.plane, work.out, work.rows, Staging(work.rows)
 
-    def gather(ids: Ids, parts: int) -> Tensor:
+    def gather(ids: Ids, parts: int = 1) -> Tensor:
         size = -(-len(out) // parts)
         for part, where in zip(out.split(size), ids.host.split(size), strict=True):
             with staging as buffer:
@@ -202,7 +193,7 @@ def _crossing_methods(work: Workload, direction: Direction) -> list[Method]:
         staging.wait(buffer)
         plane.index_copy_(0, where, buffer[: len(where)])
 
-    def scatter(ids: Ids, parts: int) -> None:
+    def scatter(ids: Ids, parts: int = 1) -> None:
         queued, size = list[tuple[Tensor, Tensor]](), -(-len(rows) // parts)
         for part, where in zip(rows.split(size), ids.host.split(size), strict=True):
             with staging as buffer:
@@ -213,16 +204,20 @@ def _crossing_methods(work: Workload, direction: Direction) -> list[Method]:
                 put(*queued.pop(0))
         put(*queued.pop())
 
-    best, move = "copy to pinned + index_copy_", scatter
-    plain = Method("t[idx] = rows.cpu()", lambda ids: plane.__setitem__(ids.host, rows.cpu()))
     if direction == "gather":
-        best, move = "index_select(out=pinned) + copy", gather  # type: ignore[assignment]
-        plain = Method("t[idx].to(device)", lambda ids: plane[ids.host].to(work.device))
-    overlapped = Method(f"{best}, {_CHUNKS} parts overlapped", lambda ids: move(ids, _CHUNKS))
-    return [Method(best, lambda ids: move(ids, 1)), plain, overlapped]
+        return {
+            "index_select(out=pinned) + copy": gather,
+            "t[idx].to(device)": lambda ids: plane[ids.host].to(work.device),
+            f"index_select(out=pinned) + copy, {_CHUNKS} parts overlapped": lambda ids: gather(ids, _CHUNKS),
+        }
+    return {
+        "copy to pinned + index_copy_": scatter,
+        "t[idx] = rows.cpu()": lambda ids: plane.__setitem__(ids.host, rows.cpu()),
+        f"copy to pinned + index_copy_, {_CHUNKS} parts overlapped": lambda ids: scatter(ids, _CHUNKS),
+    }
 
 
-def _view_methods(work: Workload, direction: Direction) -> list[Method]:
+def _view_methods(work: Workload, direction: Direction) -> dict[str, Move]:
     """Return kernels of torch and CuPy on a table that the device can address; SpeedTorch uses the latter."""
     host, gathers = work.plane.device.type == "cpu", direction == "gather"
     view = mapped_view(work.plane, work.device) if host else work.plane
@@ -236,13 +231,12 @@ def _view_methods(work: Workload, direction: Direction) -> list[Method]:
                 return array[indices[id(ids.device)]]
             array[indices[id(ids.device)]] = rows
 
-    found = [Method("CuPy t[idx]" if gathers else "CuPy t[idx] = rows", by_cupy)]
+    found: dict[str, Move] = {}
     if host and gathers:
-        by_torch = Method("index_select on a UVA view", lambda ids: torch.index_select(view, 0, ids.device, out=out))
-        return [by_torch, *found]
-    if host:
-        return [Method("index_copy_ on a UVA view", lambda ids: view.index_copy_(0, ids.device, work.rows)), *found]
-    return found
+        found["index_select on a UVA view"] = lambda ids: torch.index_select(view, 0, ids.device, out=out)
+    elif host:
+        found["index_copy_ on a UVA view"] = lambda ids: view.index_copy_(0, ids.device, work.rows)
+    return {**found, "CuPy t[idx]" if gathers else "CuPy t[idx] = rows": by_cupy}
 
 
 class Staging:

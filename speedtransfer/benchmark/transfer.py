@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from speedtransfer.benchmark.measure import MIN_TABLE_BYTES, Case, Group
-from speedtransfer.benchmark.methods import as_case, other_methods, our_methods, roofs
+from speedtransfer.benchmark.methods import all_cases
 from speedtransfer.benchmark.report import show_rate
 from speedtransfer.benchmark.results import GroupResult
 from speedtransfer.benchmark.workload import Tables, default_table_bytes, workload
@@ -62,9 +62,7 @@ def groups(
 
         def cases(direction: Direction) -> list[Case]:
             table = tables.table(memory, num_bytes, row_bytes // 4)
-            work = workload(table, count, ids, repeats=direction == "gather", seed=seed)
-            methods = our_methods(work, direction) + other_methods(work, direction) + roofs(work, direction)
-            return [as_case(method, work, direction) for method in methods]
+            return all_cases(workload(table, count, ids, repeats=direction == "gather", seed=seed), direction)
 
         found = []
         for direction in DIRECTIONS:

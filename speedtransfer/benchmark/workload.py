@@ -62,33 +62,24 @@ class Tables:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._key: tuple[str, int] | None = None
-        self._base: Table | None = None
+        self._key: tuple[Any, int] | None = None
+        self._base: Any = None
 
-    def table(self, memory: str, num_bytes: int, dim: int) -> Table:
+    def table(self, memory: Any, num_bytes: int, dim: int) -> Table:
         """Return a table of about `num_bytes` of float32 rows with distinct values, with its own engine."""
-        flat = self._flat(memory, num_bytes)
-        num_rows = len(flat) // dim
-        assert self._base is not None
-        return Table.__new__(Table)._adopt(self._base._place, flat[: num_rows * dim].view(num_rows, dim))
-
-    def _flat(self, memory: Any, num_bytes: int) -> Tensor:
-        if self._base is None or self._key != (memory, num_bytes):
-            self.release()
-            num_rows = max(1, num_bytes // (4 * _BASE_DIM))
+        if self._key != (memory, num_bytes):
+            self._key, self._base = (memory, num_bytes), None  # frees the memory of the one before
             # A file without a name lives as long as it is mapped, so nothing is left behind in any event.
             with tempfile.TemporaryDirectory(prefix="speedtransfer-bench-", ignore_cleanup_errors=True) as folder:
                 path = Path(folder, "table.npy") if memory == "mmap" else None
-                self._base = Table(num_rows, _BASE_DIM, memory=memory, path=path, device=self.device)
-            self._key = memory, num_bytes
+                rows = max(1, num_bytes // (4 * _BASE_DIM))
+                self._base = Table(rows, _BASE_DIM, memory=memory, path=path, device=self.device)
             words = self._base.torch().view(-1).view(torch.int64)
             torch.arange(len(words), out=words)
             words.mul_(MIX)
-        return self._base.torch().view(-1)
-
-    def release(self) -> None:
-        """Free the memory."""
-        self._base = self._key = None
+        flat = self._base.torch().view(-1)
+        num_rows = len(flat) // dim
+        return Table.__new__(Table)._adopt(self._base._place, flat[: num_rows * dim].view(num_rows, dim))
 
 
 def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = True, seed: int = 0) -> Workload:
