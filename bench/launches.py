@@ -1,5 +1,5 @@
-"""Counts what a warm training step of each form asks of a GPU: kernels, waits of the host and the lines that they come from,
-copies, allocations, and the CPU time of the host. It needs no GPU but the emulated one, ``cuda-emulator`` beside the checkout:
+"""Counts what a warm training step of each form asks of a GPU: kernels, waits of the host, copies, allocations, and the CPU
+time of the host. It needs no GPU but the emulated one, ``cuda-emulator`` beside the checkout:
 
     ../shared/cuda-emulator/run python bench/launches.py                    # every form, some minutes
     ../shared/cuda-emulator/run python bench/launches.py --only lazy        # forms with "lazy" in their name
@@ -7,9 +7,9 @@ copies, allocations, and the CPU time of the host. It needs no GPU but the emula
 
 The table says "before > now" beside the figures that the file has.
 
-Each form has a process of its own. It takes steps with values first, one of them watched: what torch does, and what makes the
-host wait. Then torch's operations and our kernels do nothing when they are launched, so that all launches are seen, those
-within an operation too, and the time is that of the host. Free memory of the device is zero then, so that where the host
+Each form has a process of its own. It takes steps with values first, one of them watched: what torch does, and how often the
+host waits (tests/gpu/test_waits.py says for what). Then torch's operations and our kernels do nothing when they are launched,
+so that all launches are seen, those within an operation too, and the time is that of the host. Free memory of the device is zero then, so that where the host
 fetches a number of rows there is one row. Products of matrices are counted as one launch each. The time is the CPU time of
 all threads in the shortest of the steps (others may use the machine), without a driver: add 2 to 3 us a launch.
 """
@@ -19,14 +19,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
-import linecache
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -60,7 +58,6 @@ WARM, TIMED = 5, 40
 SIZES = Sizes(rows=1_000_000, lookups=98_304, dim=128)
 RETURN_ZERO = b"\x31\xc0\xc3"  # xor eax, eax; ret
 MATRIX = ("mm", "bmm", "addmm", "baddbmm", "mv", "addmv", "dot")  # by cuBLAS, which is not emulated
-HERE = Path(__file__).name
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -98,10 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _show(name: str, result: dict[str, Any], before: dict[str, Any]) -> None:
     old = {} if "error" in before else before
     cells = (f"{value(old):,} > {value(result):,}" if old else f"{value(result):,}" for value in COLUMNS.values())
-    print(_line([name, *cells]))
-    for where, times in result["waits"].items():
-        print(f"    waits {times}x  {where}")
-    sys.stdout.flush()
+    print(_line([name, *cells]), flush=True)
 
 
 def _line(cells: list[str]) -> str:
@@ -112,7 +106,7 @@ def _line(cells: list[str]) -> str:
 
 
 def count(form: str, folder: Path) -> dict[str, Any]:
-    """Return what a warm step does: launches, operations, waits by where they come from, copies, allocations, host time.
+    """Return what a warm step does: launches, operations, waits, copies, allocations, host time.
 
     Files of tables go to `folder`.
     """
@@ -126,7 +120,7 @@ def count(form: str, folder: Path) -> dict[str, Any]:
     torch.cuda.synchronize()
     gc.collect()
     gc.disable()  # what it frees would be a wait of no step
-    with watching() as watch:
+    with fakegpu.recorded() as with_values, Operations() as operations:
         step()
     with without_values():
         for _ in range(WARM):
@@ -147,11 +141,14 @@ def count(form: str, folder: Path) -> dict[str, Any]:
         kind, _, text = call.partition(": ")
         if kind in found:
             found[kind][_kernel(text) if kind == "launch" else re.sub(r" \d+$", "", text)] += 1
-    products = {f"cuBLAS {name}": n for name, n in watch.operations.items() if name in MATRIX}
+    products = {f"cuBLAS {name}": n for name, n in operations.found.items() if name in MATRIX}
+    # A copy that waits is followed by a wait for its stream: one wait.
+    pairs = zip(["", *with_values], with_values, strict=False)
+    waits = Counter(call for before, call in pairs if call.startswith("wait: ") and not before.startswith("wait: "))
     return {
         "launches": dict(found["launch"] + Counter(products)),
-        "operations": dict(watch.operations),
-        "waits": dict(watch.waits),
+        "operations": dict(operations.found),
+        "waits": dict(waits),
         "copies": dict(found["copy"] + found["memset"]),
         "allocations": dict(found["alloc"]),
         "host_us": round(1e6 * min(seconds), 1),
@@ -167,59 +164,19 @@ def _kernel(text: str) -> str:
 # --- with values --------------------------------------------------------------------------------------------------------
 
 
-class Watch(TorchDispatchMode):
-    """Notes torch's operations on the device, and every wait of the host with the line it comes from."""
+class Operations(TorchDispatchMode):
+    """Counts torch's operations on the device."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations: Counter[str] = Counter()
-        self.waits: Counter[str] = Counter()
-        self._seen = 0
+        self.found: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
         result = func(*args, **(kwargs or {}))
-        self.look(sys._getframe(1))
         values = torch.utils._pytree.tree_leaves((args, kwargs, result))
         if any(map(fakegpu.is_cuda, values)) and fakegpu.kind_of(func) != "real":
-            self.operations[name] += 1
+            self.found[func._schema.name.partition("::")[2]] += 1
         return result
-
-    def profile(self, frame: Any, event: str, _: Any) -> None:
-        """See waits that are no operation of torch: of streams, events, CuPy."""
-        if event == "c_return":
-            self.look(frame)
-
-    def look(self, frame: Any) -> None:
-        """Note a wait since the last look as one of `frame`."""
-        calls = [fakegpu.fake.fakecuda_event(i) for i in range(self._seen, fakegpu.fake.fakecuda_count())]
-        self._seen += len(calls)
-        # A copy that waits is followed by a wait for its stream: one wait.
-        if any(call.startswith(b"wait: ") for call in calls):
-            self.waits[_source(frame)] += 1
-
-
-def _source(frame: Any) -> str:
-    """Return the innermost line of this package that `frame` was called from, else of torch, else of the form."""
-    lines = [(Path(entry.f_code.co_filename), line, entry) for entry, line in traceback.walk_stack(frame)]
-    for folder in (ROOT / "speedtransfer", Path(torch.__file__).parent / "optim", ROOT):
-        for path, line, entry in lines:
-            if folder in path.parents and path.name != HERE:
-                shown = path.relative_to(ROOT) if ROOT in path.parents else Path("torch", "optim", path.name)
-                text = linecache.getline(str(path), line).strip()
-                return f"{shown}:{line} {entry.f_code.co_name}: {text[:70]}"
-    return "backward of torch"
-
-
-@contextmanager
-def watching() -> Iterator[Watch]:
-    with fakegpu.recorded(), Watch() as watch:
-        sys.setprofile(watch.profile)
-        try:
-            yield watch
-        finally:
-            sys.setprofile(None)
-            watch.look(sys._getframe(1))
 
 
 # --- without ------------------------------------------------------------------------------------------------------------

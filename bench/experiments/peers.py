@@ -9,18 +9,17 @@ or run is named.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import peer_tables as tables
 import torch
 from torch import nn
 
-from speedtransfer import Embedding, EmbeddingBag, drawing
+from speedtransfer import Embedding, EmbeddingBag
 from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Case, Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.units import format_seconds
 
 NOTE = (
     "Ids follow Zipf's law. Embedding and EmbeddingBag are a module for each table; MultiEmbedding has all in one, looked "
@@ -32,6 +31,7 @@ NOTE = (
     "a message through a pipe."
 )
 
+ACROSS = len(tables.OPTIMIZERS)
 _TOLERANCE = 1e-4  # of the farthest that any weight moved
 # Of a contender, where some have none here, and the share of the memory for all of them.
 _PLANES, _SHARE = {"SGD": 1.5, "Adagrad": 2.5, "AdamW": 3.8}, 0.75
@@ -45,6 +45,10 @@ QUICK = (tables.Shape(1, 2_000, 16, 512), tables.Shape(3, 1_000, 8, 64), tables.
 
 
 # --- what is compared ---------------------------------------------------------------------------------------------------
+
+
+def describe(group: GroupResult, case: CaseResult) -> str:
+    return ""
 
 
 class Contender(NamedTuple):
@@ -138,33 +142,3 @@ def _cases(shape: tables.Shape, optimizer: str) -> list[Case]:
     return [
         Case.of(one.name, Training(one, data), "ours" if one.ours else "other") for one in contenders(shape, optimizer)
     ]
-
-
-# --- how it is shown ----------------------------------------------------------------------------------------------------
-
-
-def describe(group: GroupResult, case: CaseResult) -> str:
-    return ""
-
-
-def picture(make_figure: Callable[[float, float], Any], groups: Sequence[GroupResult]) -> Any:
-    """Draw a row for each shape and a column for each optimizer, the fastest first; times are on a logarithmic scale."""
-    shapes: dict[tuple[Any, ...], list[GroupResult]] = {}
-    for group in groups:
-        key = tuple(group.params[name] for name in ("tables", "dim", "ids", "bags"))
-        shapes.setdefault(key, []).append(group)
-    figure = make_figure(19, 0.5 + 3.1 * len(shapes))
-    rows = figure.subplots(len(shapes), len(tables.OPTIMIZERS), squeeze=False)
-    for row, some in zip(rows, shapes.values(), strict=True):
-        for axes, group in zip(row, some, strict=False):
-            cases = sorted(group.ran, key=lambda case: case.median_s)
-            names, times = [case.name for case in cases], [1e3 * case.median_s for case in cases]
-            colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in cases]
-            drawing.bars(axes, names, times, [format_seconds(case.median_s) for case in cases], colours)
-            axes.set_xscale("log")
-            axes.set_xlim(times[0] / 3, times[-1] * 5)
-            axes.minorticks_off()
-            axes.set_xticks([])
-            axes.set_title(group.title, fontsize=9.5, color=drawing.INK, loc="left", parse_math=False)
-    figure.supxlabel("time of a step on a logarithmic scale, less is better", fontsize=9, color=drawing.QUIET)
-    return figure

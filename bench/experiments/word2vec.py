@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ from store import ROOT
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.memory import in_process
 from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.drawing import COLOURS, INK, QUIET, tidy
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
 from speedtransfer.word2vec.text import decode, iter_pieces
@@ -53,7 +52,6 @@ LINE_WORDS = 1000  # gensim's workers share out a corpus by lines, and cut one o
 WARM_WORDS = 20_000
 SHARED = {"window": 5, "negative": 5, "restrict": 30_000}
 _NAMES = {"skipgram": "skip-gram", "cbow": "CBOW"}
-_RESERVED_PAPER = "#fdf6e3"
 NOTE = (
     f"{SHARED['negative']} negative samples and window {SHARED['window']}, everything else by default; means over seeds with "
     "the 95% confidence interval of the mean (Student's t). Words/s are those of the text, times the epochs, by the wall "
@@ -273,6 +271,7 @@ def _show_scores(name: str, group: GroupResult, case: CaseResult) -> str:
     return _show_mean(case.values.get(name, []))
 
 
+VALUE = (lambda case: case.median_s, "seconds of a run, less is better")
 COLUMNS = {
     "words/s": functools.partial(_show_speed, ""),
     "training alone": functools.partial(_show_speed, "training_s"),
@@ -329,49 +328,10 @@ def _compared(group: GroupResult, case: CaseResult) -> str:
     return "; ".join(parts)
 
 
-def picture(make_figure: Callable[[float, float], Any], groups: Sequence[GroupResult]) -> Any:
-    """Draw a row for each group, with panels of words/s and of each set; reserved ones on paper.
-
-    Bars and large dots are means, small dots the seeds, lines the 95% confidence interval, and dotted lines gensim's mean.
-    """
-    names = [name for name, (file, _) in SETS.items() if file]
-    heights = [1.2 + 0.36 * len(group.ran) for group in groups]
-    figure = make_figure(14, 0.7 + sum(heights))
-    shape = {"squeeze": False, "height_ratios": heights, "width_ratios": [2.4, *[1] * len(names)]}
-    grid = figure.subplots(len(groups), 1 + len(names), **shape)
-    for line, group in zip(grid, groups, strict=True):
-        _panel(
-            line[0],
-            f"{group.title}\nthousand words/s",
-            [[n / 1e3 for n in speeds(group, case)] for case in group.ran],
-            True,
-        )
-        line[0].set_yticks(range(len(group.ran)), [case.name for case in group.ran])
-        for axes, name in zip(line[1:], names, strict=True):
-            _panel(axes, name, [case.values.get(name, []) for case in group.ran])
-            axes.set_yticks(range(len(group.ran)), [])
-            if SETS[name][1] == RESERVED:
-                axes.set_facecolor(_RESERVED_PAPER)
-    figure.supxlabel("Dotted: gensim. On paper: no setting was chosen by these sets.", fontsize=9, color=QUIET)
-    return figure
-
-
-def _panel(axes: Any, title: str, rows: list[list[float]], bars: bool = False) -> None:
-    """Draw the seeds and the mean of each case, of which gensim's is the first."""
-    axes.set_title(title, fontsize=10, color=INK)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
-    tidy(axes)
-    axes.tick_params(axis="x", labelsize=7.5)
-    axes.locator_params(axis="x", nbins=6 if bars else 3)
-    axes.set_visible(any(rows))
-    for place, found in enumerate(rows):
-        if not found:
-            continue
-        colour, (value, half) = COLOURS[place - 1] if place else QUIET, mean(found)
-        if bars:
-            axes.barh(place, value, height=0.62, color=colour, alpha=0.45)
-        else:
-            axes.errorbar(value, place, xerr=half, fmt="o", ms=6, color=colour, lw=2, zorder=4)
-        axes.plot(found, [place + 0.24] * len(found), "o", ms=3, color=colour, alpha=0.7, zorder=3)
-        if not place:
-            axes.axvline(value, ls=":", lw=1.5, color=QUIET, zorder=2)
+def describe(group: GroupResult, case: CaseResult) -> str:
+    """Return how fast ours is beside gensim, and on how many sets it is better or not."""
+    found = [verdict.strip("*") for _, verdict in verdicts(case)]
+    if not found:
+        return ""
+    counts = (f"{found.count(verdict)} {verdict}" for verdict in dict.fromkeys(found))
+    return f"{ratio(group, case):.2f}x gensim's words/s; of {len(found)} sets {', '.join(counts)}"

@@ -196,12 +196,8 @@ def plot(result: dict[str, Any]) -> bytes | None:
         # A single point, for which matplotlib widens the axis.
         warnings.filterwarnings("ignore", message="Attempting to set identical")
         panels = {title: part for title, part in _in_series(suite, groups).items() if title}
-        own = suite.declared("picture", None)
-        if own is not None:
-            figure = own(make_figure, groups)
-        else:
-            drawn = _curves if suite.declared("CURVES", None) else _bars
-            figure = _lines(make_figure, suite, panels) if panels else drawn(make_figure, suite, groups)
+        drawn = _curves if suite.declared("CURVES", None) else _bars
+        figure = _lines(make_figure, suite, panels) if panels else drawn(make_figure, suite, groups)
         device = result["environment"]["device"] + (" (quick run)" if result["quick"] else "")
         figure.suptitle(device, fontsize=8, color=drawing.QUIET, parse_math=False)
         file = io.BytesIO()
@@ -213,18 +209,19 @@ _MILLISECONDS = (lambda case: 1e3 * case.median_s, "milliseconds, less is better
 
 
 def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupResult]) -> Any:
-    """Draw a panel for each group, with a bar for each case, followed by what is said of it."""
+    """Draw a panel for each group, `ACROSS` in a row, with a bar for each case, followed by what is said of it."""
     describe, (value, label) = suite.declared("describe", _describe_rate), suite.declared("VALUE", _MILLISECONDS)
-    height = max(len(group.ran) for group in groups)
-    figure = make_figure(11, 0.8 + (0.7 + 0.32 * height) * len(groups))
-    for axes, group in zip(figure.subplots(len(groups), 1, squeeze=False)[:, 0], groups, strict=True):
+    height, across = max(len(group.ran) for group in groups), suite.declared("ACROSS", 1)
+    rows = -(-len(groups) // across)
+    figure = make_figure(11 if across == 1 else 7 * across, 0.8 + (0.7 + 0.32 * height) * rows)
+    for axes, group in zip(figure.subplots(rows, across, squeeze=False).flat, groups, strict=False):
         times = [show_time] if _has_times(group) else []
         texts = [", ".join(filter(None, (show(group, case) for show in (*times, describe)))) for case in group.ran]
         colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in group.ran]
         names, values = zip(*((case.name, value(case) or 0.0) for case in group.ran), strict=True)
         drawing.bars(axes, names, values, texts, colours, room=0.8)
         axes.set_title(group.title, fontsize=10, color=drawing.INK, loc="left", parse_math=False)
-    axes.set_xlabel(label)
+    figure.supxlabel(label, fontsize=9, color=drawing.INK)
     return figure
 
 
