@@ -9,9 +9,10 @@ The table says "before > now" beside the figures that the file has.
 
 Each form has a process of its own. It takes steps with values first, one of them watched: what torch does, and how often the
 host waits (tests/gpu/test_waits.py says for what). Then torch's operations and our kernels do nothing when they are launched,
-so that all launches are seen, those within an operation too, and the time is that of the host. Free memory of the device is zero then, so that where the host
-fetches a number of rows there is one row. Products of matrices are counted as one launch each. The time is the CPU time of
-all threads in the shortest of the steps (others may use the machine), without a driver: add 2 to 3 us a launch.
+so that all launches are seen, those within an operation too, and the time is that of the host. Free memory of the device is
+zero then, so that where the host fetches a number of rows there is one row. Products of matrices are counted as one launch
+each. The time is the CPU time of all threads in the shortest of the steps (others may use the machine), without a driver: add
+2 to 3 us a launch.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ from torch import nn
 
 from speedtransfer.benchmark.contenders import DIM, PLANES, ROW_BYTES, Contender, contenders
 from speedtransfer.benchmark.environment import host_room
-from speedtransfer.benchmark.measure import Case, Group
+from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.results import CaseResult, GroupResult
-from speedtransfer.errors import HostMemoryError, SpeedtransferError, check_size, format_bytes
+from speedtransfer.errors import HostMemoryError, check_size, format_bytes
 
 NOTE = (
     "Peaks beyond what the process held before, after training steps that have touched every row; each kind of table in a "
@@ -48,53 +48,37 @@ def groups(device: torch.device, quick: bool, rows: int | None = None, **others:
     return [
         Group(
             f"memory of {rows:,} x {DIM} float32 trained with {optimizer}, every row",
-            functools.partial(_cases, device, optimizer, rows, quick),
+            functools.partial(_measured, device, optimizer, rows, quick),
             {"rows": rows, "dim": DIM, "optimizer": optimizer, "planes_bytes": PLANES[optimizer] * rows * ROW_BYTES},
         )
         for optimizer in (("AdamW",) if quick else ("AdamW", "SGD"))
     ]
 
 
-def _cases(device: torch.device, optimizer: str, rows: int, quick: bool) -> list[Case]:
-    chosen = contenders(device, optimizer)
-    if quick or optimizer != "AdamW":
-        chosen = chosen[:3]
-    return [
-        Case.of(contender.name, _Process(contender, optimizer, rows, device), contender.role) for contender in chosen
-    ]
-
-
-class MeasurementError(SpeedtransferError):
-    """A measured value is impossible."""
-
-
-class _Process:
-    """Measures the memory of a contender in the first run; later runs do nothing."""
-
-    def __init__(self, contender: Contender, optimizer: str, rows: int, device: torch.device) -> None:
-        self.contender, self.optimizer, self.rows, self.device = contender, optimizer, rows, device
-        self.memory: dict[str, int] = {}
-
-    def run(self) -> None:
-        """Fill `memory`; raises MeasurementError if the table cannot have taken so little."""
-        if not self.memory:
-            found = measured(self.contender.name, self.optimizer, self.rows, self.device)
-            planes, taken = self.contender.planes * self.rows * ROW_BYTES, found[f"{self.contender.place}_bytes"]
-            # The system may drop pages of a file, and small tables are lost in other allocations.
-            if self.contender.memory != "mmap" and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
-                raise MeasurementError(
-                    f"its planes have {format_bytes(planes)} and every row was touched, but {format_bytes(taken)} were seen "
-                    "to be taken: the measurement is wrong"
-                )
-            self.memory.update(found)
-
-    def check(self) -> None:
-        """Raise AssertionError if our table takes more memory than its planes, within the tolerance."""
-        if self.contender.role == "ours":
-            planes = self.contender.planes * self.rows * ROW_BYTES
-            most = TOLERANCE * planes + (0 if planes >= _LARGE_BYTES else _BUFFERS_BYTES)
-            taken = self.memory[f"{self.contender.place}_bytes"]
-            assert taken <= most, f"takes {taken:,} bytes, {taken / planes - 1:.1%} beyond the {planes:,} of its planes"
+def _measured(device: torch.device, optimizer: str, rows: int, quick: bool) -> list[CaseResult]:
+    """Measure each contender in a process of its own; ours must take no more than its planes, within the tolerance."""
+    found = []
+    for contender in contenders(device, optimizer)[: 3 if quick or optimizer != "AdamW" else None]:
+        case, planes = CaseResult(contender.name, contender.role, 0), contender.planes * rows * ROW_BYTES
+        found.append(case)
+        try:
+            memory = measured(contender.name, optimizer, rows, device)
+        except HostMemoryError as error:
+            case.error = str(error)
+            continue
+        taken, most = memory[f"{contender.place}_bytes"], TOLERANCE * planes + _BUFFERS_BYTES * (planes < _LARGE_BYTES)
+        # The system may drop pages of a file, and small tables are lost in other allocations.
+        if contender.memory != "mmap" and planes >= _BUFFERS_BYTES and taken < LEAST * planes:
+            case.error = (
+                f"its planes have {format_bytes(planes)} and every row was touched, but {format_bytes(taken)} were seen to be "
+                "taken: the measurement is wrong"
+            )
+            continue
+        if contender.role == "ours":
+            excess = f"{taken:,} bytes, {taken / planes - 1:.1%} beyond the {planes:,} of its planes"
+            assert taken <= most, f"{contender.name} takes {excess}"
+        case.memory = memory
+    return found
 
 
 def measured(contender: str, optimizer: str, rows: int, device: torch.device) -> dict[str, int]:
