@@ -13,7 +13,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "speedtransfer"
 LONG = 250  # lines: files should have fewer
-HEADING = ("part", "files", "lines", f"over {LONG} lines")
 
 
 def part_of(name: str) -> str:
@@ -24,36 +23,24 @@ def part_of(name: str) -> str:
     return first if rest else "*.py"
 
 
-def count(commit: str | None = None) -> dict[str, list[int]]:
-    """Return for each part the lines of its files; empty files are none to git."""
+def main(commit: str | None = None) -> int:
+    """Print for each part, for the package and for everything how many files and lines it has; return the exit code."""
     where = ["--untracked", "-e", ""] if commit is None else ["-e", "", commit]
     command = ["git", "-C", str(ROOT), "grep", "-c", *where, "--", "*.py"]
-    found: dict[str, list[int]] = defaultdict(list)
-    for line in subprocess.run(command, capture_output=True, check=True, text=True).stdout.splitlines():
-        name, _, lines = line.removeprefix(f"{commit}:").rpartition(":")
-        found[part_of(name)].append(int(lines))
-    return dict(sorted(found.items()))
-
-
-def table(found: dict[str, list[int]]) -> str:
-    """Return the table; the package and everything have lines of their own."""
-    package = [n for part, lines in found.items() if part.startswith(PACKAGE) for n in lines]
-    parts = {**found, f"{PACKAGE}, all": package, "all": [n for lines in found.values() for n in lines]}
-    rows = [HEADING]
-    for part, lines in parts.items():
-        rows.append((part, f"{len(lines):,}", f"{sum(lines):,}", f"{sum(n > LONG for n in lines):,}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    texts = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
-    return "\n".join("  ".join(text) for text in texts)
-
-
-def main(commit: str | None = None) -> int:
-    """Print the table; return the exit code."""
     try:
-        print(table(count(commit)))
+        counted = subprocess.run(command, capture_output=True, check=True, text=True).stdout
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"error: git cannot read commit {commit!r} ({error}); is it one of this repository?", file=sys.stderr)
         return 2
+    found: dict[str, list[int]] = defaultdict(list)
+    for line in counted.splitlines():  # empty files are none to git
+        name, _, lines = line.removeprefix(f"{commit}:").rpartition(":")
+        found[part_of(name)].append(int(lines))
+    package = [n for part, lines in found.items() if part.startswith(PACKAGE) for n in lines]
+    every = [n for lines in found.values() for n in lines]
+    print(f"{'part':32}{'files':>8}{'lines':>10}{f'over {LONG} lines':>16}")
+    for part, some in [*sorted(found.items()), (f"{PACKAGE}, all", package), ("all", every)]:
+        print(f"{part:32}{len(some):8,}{sum(some):10,}{sum(n > LONG for n in some):16,}")
     return 0
 
 

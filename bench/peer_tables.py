@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -49,20 +49,13 @@ class Shape(NamedTuple):
         return f"{tables}{self.rows:,} x {self.dim}, {looked_up}{' each' if self.tables > 1 else ''}"
 
 
-@dataclass
 class Data:
     """Batches of ids, table by table, each with the begin of every bag; first weights; the gradient of what is looked up."""
 
-    shape: Shape
-    optimizer: str
-    batches: list[list[Tensor]] = field(default_factory=list)
-    offsets: list[list[Tensor]] = field(default_factory=list)
-    weights: list[Tensor] = field(default_factory=list)
-    gradient: Tensor = field(default_factory=Tensor)
-
-    def __post_init__(self) -> None:
-        draw, shape = torch.Generator().manual_seed(0), self.shape
-        count = shape.bags or shape.ids
+    def __init__(self, shape: Shape, optimizer: str) -> None:
+        self.shape, self.optimizer = shape, optimizer
+        self.batches, self.offsets = list[list[Tensor]](), list[list[Tensor]]()
+        draw, count = torch.Generator().manual_seed(0), shape.bags or shape.ids
         for _ in range(SEEN):
             # Parts of one tensor, as a loader makes them.
             ids = torch.stack([zipf_ids(shape.rows, shape.ids, draw) for _ in range(shape.tables)])
@@ -73,6 +66,13 @@ class Data:
             self.offsets.append(begins)
         self.weights = [torch.randn(shape.rows, shape.dim, generator=draw) for _ in range(shape.tables)]
         self.gradient = torch.randn(count, shape.dim, generator=draw)
+        # Those of all tables in one: ids side by side, and where their bags begin and the last ends.
+        self.flat = [torch.cat(ids) for ids in self.batches]
+        ends = torch.tensor([shape.ids * shape.tables])
+        self.begins = [
+            torch.cat([*(part + shape.ids * number for number, part in enumerate(offsets)), ends])
+            for offsets in self.offsets
+        ]
 
     def make(self, params: Any) -> Any:
         return OPTIMIZERS[self.optimizer](params)
@@ -118,21 +118,9 @@ def modules(data: Data, kind: Any, make: Any = None, **options: Any) -> Peer:
     return _stepping(found, look_up, (make or data.make)(found.parameters()), [data.gradient] * shape.tables)
 
 
-class Keyed(NamedTuple):
-    """Ids in bags, feature by feature, in the form of a KeyedJaggedTensor of TorchRec."""
-
-    names: list[str]
-    ids: Tensor
-    begins: Tensor
-
-    def keys(self) -> list[str]:
-        return self.names
-
-    def values(self) -> Tensor:
-        return self.ids
-
-    def offsets(self) -> Tensor:
-        return self.begins
+def keyed(names: list[str], ids: Tensor, begins: Tensor) -> Any:
+    """Return ids in bags, feature by feature, in the form of a KeyedJaggedTensor of TorchRec."""
+    return SimpleNamespace(keys=lambda: names, values=lambda: ids, offsets=lambda: begins)
 
 
 def together(data: Data, one_by_one: bool = False, **options: Any) -> Peer:
@@ -148,8 +136,7 @@ def together(data: Data, one_by_one: bool = False, **options: Any) -> Peer:
             module.weight.copy_(weight)
     if shape.bags:
         names = [str(number) for number in range(shape.tables)]
-        for ids, offsets in zip(data.batches, data.offsets, strict=True):
-            given.append(Keyed(names, torch.cat(ids), _ends(offsets, shape.ids)))
+        given = [keyed(names, ids, begins) for ids, begins in zip(data.flat, data.begins, strict=True)]
         gradients = [data.gradient.repeat(1, shape.tables)]
     elif not one_by_one:
         given = [torch.stack(ids, dim=1) for ids in data.batches]
@@ -179,20 +166,12 @@ def fbgemm(data: Data) -> Peer:
     )
     for weight, first in zip(found.split_embedding_weights(), data.weights, strict=True):
         weight.copy_(first)
-    flat = [torch.cat(ids) for ids in data.batches]
-    begins = [_ends(offsets, shape.ids) for offsets in data.offsets]
     gradient = data.gradient.repeat(1, shape.tables)
 
     def step(number: int) -> None:
-        found(flat[number % SEEN], begins[number % SEEN]).backward(gradient)
+        found(data.flat[number % SEEN], data.begins[number % SEEN]).backward(gradient)
 
     return Peer(step, found.split_embedding_weights)
-
-
-def _ends(offsets: list[Tensor], ids: int) -> Tensor:
-    """Return where the bags of all tables begin, side by side, and where the last ends."""
-    begins = [part + ids * number for number, part in enumerate(offsets)]
-    return torch.cat([*begins, torch.tensor([ids * len(offsets)])])
 
 
 def torchrec(data: Data) -> Peer:
@@ -209,14 +188,14 @@ def torchrec(data: Data) -> Peer:
     weights = [found.state_dict()[f"embedding_bags.{name}.weight"] for name in names]
     for weight, first in zip(weights, data.weights, strict=True):
         weight.copy_(first)
-    keyed = [
-        library.KeyedJaggedTensor(keys=names, values=torch.cat(ids), lengths=_ends(offsets, shape.ids).diff().int())
-        for ids, offsets in zip(data.batches, data.offsets, strict=True)
+    jagged = [
+        library.KeyedJaggedTensor(keys=names, values=ids, lengths=begins.diff().int())
+        for ids, begins in zip(data.flat, data.begins, strict=True)
     ]
     gradient = data.gradient.repeat(1, shape.tables)
 
     def step(number: int) -> None:
-        found(keyed[number % SEEN]).values().backward(gradient)
+        found(jagged[number % SEEN]).values().backward(gradient)
 
     return Peer(step, lambda: weights)
 

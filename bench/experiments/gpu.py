@@ -18,13 +18,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 from warm_steps import Form, Sizes, Step, Words
 
-from speedtransfer.benchmark.environment import host_room, set_variable
+from speedtransfer.benchmark.environment import host_room
 from speedtransfer.benchmark.measure import Group, synchronize
 from speedtransfer.benchmark.results import CaseResult
 from speedtransfer.cuda import pinned_empty, resolve_device
@@ -214,7 +215,7 @@ def _times(form: Form, sizes: Sizes, repeats: int, switched: bool = True) -> dic
 def _switches() -> Iterator[str]:
     """Yield "0", the step in one kernel being off, and "1", with it on; on the CPU, which has none, the first."""
     for switch in ("0", "1") if resolve_device(None).type == "cuda" else ("0",):
-        with set_variable(SWITCH, switch):
+        with patch.dict(os.environ, {SWITCH: switch}):
             yield switch
 
 
@@ -316,7 +317,7 @@ def pages(scale: Scale, gb: float) -> Cases:
     rows = torch.zeros(scale.lookups, DIM, device="cuda")
     for allocator in ("alloc", "register"):
         start = time.perf_counter()
-        with set_variable("SPEEDTRANSFER_PINNED", allocator):
+        with patch.dict(os.environ, SPEEDTRANSFER_PINNED=allocator):
             plane = _plane(int(gb * 2**30) // ROW_BYTES)
         seconds = (time.perf_counter() - start) / gb
         yield f"memory, {allocator}", lambda seconds=seconds: {"s a GB": round(seconds, 3)}  # type: ignore[misc]

@@ -15,14 +15,14 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from speedtransfer.benchmark.contenders import UnfilledEmbedding
-from speedtransfer.benchmark.environment import set_variable
 from speedtransfer.nn import Embedding
 from speedtransfer.page_cache import PAGE, PagesStayError, pages_in_memory
 from speedtransfer.tables import Table, page_advice, plane_chunks
@@ -32,38 +32,39 @@ _MOST_LEFT = 0.01  # share of the pages that may stay in memory
 _ATTEMPTS = 20
 
 
-def read_page_by_page(table_bytes: int) -> contextlib.AbstractContextManager[None]:
-    """Treat files mapped within as if the host had a quarter of `table_bytes`, the size of the smallest plane."""
-    return set_variable("SPEEDTRANSFER_HOST_BYTES", str(max(1, table_bytes // 4)))
+class _File(NamedTuple):
+    """The file of a plane: a descriptor of it, its map and the address of that, offset and distance of rows in bytes."""
+
+    descriptor: int
+    block: mmap.mmap
+    start: int
+    offset: int
+    stride: int
 
 
 class TableFiles:
-    """The files of the planes of a table made within `read_page_by_page`, also those without a name."""
+    """The files of the planes of a table whose files are read page by page, also those without a name."""
 
     def __init__(self, table: Table) -> None:
-        self.names = table.planes
-        self._maps = dict[str, tuple[mmap.mmap, int]]()
-        self._places = dict[str, tuple[int, int]]()  # offset of the first row and distance of rows, in bytes
-        self.descriptors = dict[str, int]()
-        weakref.finalize(self, _close, self.descriptors)
-        for name in self.names:
+        self.files = list[_File]()
+        for name in table.planes:
             plane = table.stored(name)
-            found = page_advice.map_of(plane)
-            block, start = found if found is not None else (None, 0)
+            block, start = page_advice.map_of(plane) or (None, 0)
             if not isinstance(block, mmap.mmap):
                 raise PagesStayError(f"plane {name!r} lies in no file that is read page by page; this needs Linux")
-            self._maps[name] = block, start
-            self._places[name] = plane.data_ptr() - start, plane.stride(0) * plane.element_size()
-            self.descriptors[name] = _opened_again(start)
+            descriptor = _opened_again(start)
+            weakref.finalize(self, os.close, descriptor)
+            stride = plane.stride(0) * plane.element_size()
+            self.files.append(_File(descriptor, block, start, plane.data_ptr() - start, stride))
 
     def drop(self) -> None:
         """Write every page to the disk and drop it; raises PagesStayError if pages stay, as on a file system in memory."""
         for _ in range(_ATTEMPTS):
-            for name, (block, _) in self._maps.items():
+            for file in self.files:
                 # Dirty pages and mapped ones would stay; posix_fadvise drops those that were only read ahead.
-                block.flush()
-                block.madvise(_PAGEOUT)
-                os.posix_fadvise(self.descriptors[name], 0, 0, os.POSIX_FADV_DONTNEED)
+                file.block.flush()
+                file.block.madvise(_PAGEOUT)
+                os.posix_fadvise(file.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             left = self.share_in_memory()
             if left <= _MOST_LEFT:
                 return
@@ -76,16 +77,12 @@ class TableFiles:
 
     def share_in_memory(self) -> float:
         """Return the share of the pages of all files that are in memory."""
-        counted = [pages_in_memory(block, start) for block, start in self._maps.values()]
+        counted = [pages_in_memory(file.block, file.start) for file in self.files]
         return sum(inside for inside, _ in counted) / max(1, sum(total for _, total in counted))
 
     def pages(self, rows: Tensor) -> list[tuple[int, np.ndarray]]:
         """Return a descriptor and the page numbers (n,) in which `rows` (n,) begin, for each plane, for `read_pages`."""
-        index = rows.numpy()
-        return [
-            (self.descriptors[name], (self._places[name][0] + index * self._places[name][1]) // PAGE)
-            for name in self.names
-        ]
+        return [(file.descriptor, (file.offset + rows.numpy() * file.stride) // PAGE) for file in self.files]
 
 
 def _opened_again(start: int) -> int:
@@ -100,11 +97,6 @@ def _opened_again(start: int) -> int:
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
                 return descriptor
     raise PagesStayError("the file of a plane cannot be opened again to drop its pages; this needs Linux and its /proc")
-
-
-def _close(descriptors: dict[str, int]) -> None:
-    for descriptor in descriptors.values():
-        os.close(descriptor)
 
 
 DIM = 64
@@ -127,7 +119,8 @@ class ColdTables:
         """The table in a file, with all pages written."""
         with (
             tempfile.TemporaryDirectory(prefix="speedtransfer-bench-", ignore_cleanup_errors=True) as folder,
-            read_page_by_page(4 * DIM * self.rows),
+            # Files are read page by page that are large beside the host's memory.
+            patch.dict(os.environ, SPEEDTRANSFER_HOST_BYTES=str(DIM * self.rows)),
         ):
             return _made(self.rows, memory="mmap", path=Path(folder, "table.npy"), **self._options)
 

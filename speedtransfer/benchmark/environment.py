@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import os
 import platform
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +70,3 @@ def cpu_name() -> str:
 def host_room(share: float = HOST_SHARE) -> float:
     """Return a share of the host's memory in bytes; of 8 GB if that is unknown."""
     return share * (physical_bytes() or 8e9)
-
-
-@contextlib.contextmanager
-def set_variable(name: str, value: str) -> Iterator[None]:
-    """Set an environment variable within a context."""
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
