@@ -28,6 +28,7 @@ from speedtransfer.units import format_share
 DENSE, EXACT, LAZY, SPARSE = WAYS = ("dense", "exact", "lazy", "SparseAdam")
 DOUBLE = "dense, float64"  # its distance to dense is that of rounding alone
 TOP = 20
+FILES = ("train.txt", "test.txt")
 RECALL, DISTANCE, APART = f"recall@{TOP}", "farthest weight from dense", "farthest loss from dense"
 NOTE = (
     "dense: nn.Embedding with AdamW, in float64 too, whose distance is that of rounding alone; exact and lazy: speedtransfer "
@@ -69,7 +70,10 @@ SETTINGS = [each.name for each in fields(Settings)]
 def groups(device: torch.device, quick: bool, data: str = "", **others: Any) -> list[Group]:
     """Make the group of all ways, which other settings can be given for."""
     given = {name: value for name, value in others.items() if name in SETTINGS}
-    settings, found = Settings(**(_QUICK if quick else {}) | given), read_data(Path(data))
+    settings, found = (
+        Settings(**(_QUICK if quick else {}) | given),
+        Data(*(_read_pairs(Path(data), name) for name in FILES)),
+    )
     users, items = found.sizes
     title = f"{Path(data).resolve().name}, {users:,} users x {items:,} items"
     every = max(1, settings.steps // settings.points)
@@ -107,10 +111,6 @@ class Data(NamedTuple):
     def sizes(self) -> tuple[int, int]:
         users, items = (torch.cat([self.train, self.test]).amax(0) + 1).tolist()
         return users, items
-
-
-def read_data(folder: Path) -> Data:
-    return Data(_read_pairs(folder, "train.txt"), _read_pairs(folder, "test.txt"))
 
 
 def _read_pairs(folder: Path, name: str) -> Tensor:

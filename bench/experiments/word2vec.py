@@ -14,7 +14,7 @@ import importlib.metadata
 import itertools
 import statistics
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from store import ROOT
 
 from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.memory import in_process
+from speedtransfer.benchmark.report import Show
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.errors import InvalidValueError, SpeedtransferError, format_bytes
 from speedtransfer.word2vec.evaluation import SimilaritySet, load_set
@@ -143,9 +144,8 @@ def _measure(
     corpus: Corpus, sets: dict[str, Path], scale: Scale, optimizers: Sequence[str], params: dict[str, Any]
 ) -> list[CaseResult]:
     """Train gensim's model and ours, seed by seed, each in a process of its own."""
-    cases = {
-        optimizer: CaseResult(_name(optimizer), "ours" if optimizer else "other", 0) for optimizer in ("", *optimizers)
-    }
+    cases = {"": CaseResult(GENSIM, "other", 0)}
+    cases |= {name: CaseResult(f"speedtransfer, {OPTIMIZERS.get(name, name)}", "ours", 0) for name in optimizers}
     outcomes: dict[str, list[dict[str, Any]]] = {optimizer: [] for optimizer in cases}
     asked = [(name, str(path)) for name, path in sets.items() if corpus.analogies or name != "analogies"]
     with tempfile.TemporaryDirectory(prefix="speedtransfer-") as folder:
@@ -163,23 +163,14 @@ def _measure(
                     print(f"{case.name}, seed {seed}: {outcomes[optimizer][-1]['scores']}", flush=True)
             except SpeedtransferError as error:
                 case.error = str(error)
-    gold = {name: _scores_of_people(path) for name, path in sets.items()}
+    known = {name: load_set(path) for name, path in sets.items()}
+    gold = {name: np.array(one.scores) if isinstance(one, SimilaritySet) else None for name, one in known.items()}
     for optimizer, case in cases.items():
         if not case.error:
             _fill(case, outcomes[optimizer], outcomes[""] if optimizer and not cases[""].error else [], gold)
     vocabularies = {found["vocabulary"]["sha256"] for runs in outcomes.values() for found in runs}
     params["same_vocabulary"] = len(vocabularies) == 1
     return list(cases.values())
-
-
-def _name(optimizer: str) -> str:
-    return f"speedtransfer, {OPTIMIZERS.get(optimizer, optimizer)}" if optimizer else GENSIM
-
-
-def _scores_of_people(path: Path) -> np.ndarray | None:
-    """Return the scores of the pairs of a set; None for analogies."""
-    found = load_set(path)
-    return np.array(found.scores) if isinstance(found, SimilaritySet) else None
 
 
 def _fill(
@@ -247,36 +238,31 @@ def speeds(group: GroupResult, case: CaseResult, what: str = "") -> list[float]:
     return [words / seconds for seconds in (case.values[what] if what else case.samples_s)]
 
 
-def mean(values: Sequence[float]) -> tuple[float, float | None]:
-    """Return the mean and half of Student's 95% confidence interval, None for a single value."""
-    if len(values) < 2:
-        return statistics.fmean(values), None
-    from scipy import stats
+def _mean_of(values: Callable[..., list[float]], scale: float = 1.0, digits: int = 3, unit: str = "") -> Show:
+    """Return what shows the mean of values, of each seed, and half of Student's 95% confidence interval."""
 
-    return statistics.fmean(values), float(stats.sem(values) * stats.t.ppf(0.975, len(values) - 1))
+    def show(group: GroupResult, case: CaseResult) -> str:
+        found = values(group, case)
+        text = f"{scale * statistics.fmean(found):,.{digits}f}" if found else ""
+        if len(found) > 1:
+            from scipy import stats
 
+            text += f" ± {scale * stats.sem(found) * stats.t.ppf(0.975, len(found) - 1):,.{digits}f}"
+        return text + unit * bool(found)
 
-def _show_mean(values: Sequence[float], scale: float = 1.0, digits: int = 3, unit: str = "") -> str:
-    if not values:
-        return ""
-    value, half = mean(values)
-    return f"{scale * value:,.{digits}f}{'' if half is None else f' ± {scale * half:,.{digits}f}'}{unit}"
-
-
-def _show_speed(what: str, group: GroupResult, case: CaseResult) -> str:
-    return _show_mean(speeds(group, case, what), 1e-3, 0, " k")
+    return show
 
 
-def _show_scores(name: str, group: GroupResult, case: CaseResult) -> str:
-    return _show_mean(case.values.get(name, []))
-
-
+_SPEED = functools.partial(_mean_of, scale=1e-3, digits=0, unit=" k")
 VALUE = (lambda case: case.median_s, "seconds of a run, less is better")
 COLUMNS = {
-    "words/s": functools.partial(_show_speed, ""),
-    "training alone": functools.partial(_show_speed, "training_s"),
-    "vocabulary alone": functools.partial(_show_speed, "vocabulary_s"),
-    **{f"{name} ({kind})": functools.partial(_show_scores, name) for name, (_, kind) in SETS.items()},
+    "words/s": _SPEED(speeds),
+    "training alone": _SPEED(functools.partial(speeds, what="training_s")),
+    "vocabulary alone": _SPEED(functools.partial(speeds, what="vocabulary_s")),
+    **{
+        f"{name} ({kind})": _mean_of(lambda group, case, name=name: case.values.get(name, []))
+        for name, (_, kind) in SETS.items()
+    },
     "peak memory": lambda group, case: format_bytes(case.memory["host_bytes"]),
 }
 

@@ -106,8 +106,9 @@ def nothing_of_ours(result: dict[str, Any]) -> str:
     """Return why a suite has no figure of this library; "" if it has one."""
     groups = groups_of(result)
     ours = [case for group in groups for case in group.cases if case.role == "ours"]
-    reasons = filter(None, [*(group.skipped for group in groups), *(case.error for case in ours)])
-    reason = "" if any(case.samples_s for case in ours) else next(reasons, "")
+    if any(case in group.ran for group in groups for case in ours):
+        return ""
+    reason = next(filter(None, [*(group.skipped for group in groups), *(case.error for case in ours)]), "")
     return f"suite {result['suite']!r} could measure nothing of this library here: {reason}" if reason else ""
 
 
@@ -197,7 +198,12 @@ def run_suite(
                 if not isinstance(error, SpeedtransferError):  # whose message is enough
                     show.print(Text(traceback.format_exc()))
             bar.stop()  # gives way to the table
-            _show_group(show, suite, found[-1])
+            if found[-1].skipped:
+                show.print(Text(f"\n{group.title}: not run: {found[-1].skipped}"))
+            else:
+                _show_table(show, group_table(suite, found[-1]))
+            for case in (case for case in found[-1].cases if case.error):
+                show.print(Text(f"{case.name}: not run: {case.error}"))
             bar.advance(task)
             bar.start()
             if after_group is not None:
@@ -209,16 +215,6 @@ def run_suite(
     for text in [*(f"- {line}" for line in headlines(suite, ran)), suite.declared("NOTE", "")]:
         show.print(Text(text))
     return result()
-
-
-def _show_group(console: Console, suite: Suite, group: GroupResult) -> None:
-    if group.skipped:
-        console.print(Text(f"\n{group.title}: not run: {group.skipped}"))
-        return
-    _show_table(console, group_table(suite, group))
-    for case in group.cases:
-        if case.error:
-            console.print(Text(f"{case.name}: not run: {case.error}"))
 
 
 def _show_table(console: Console, table: TextTable) -> None:

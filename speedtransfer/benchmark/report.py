@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import io
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from speedtransfer import drawing
@@ -69,14 +68,6 @@ def _ratio(group: GroupResult, case: CaseResult) -> str:
     return format_ratio(case.median_s / group.ran[0].median_s)
 
 
-def _show_quartiles(group: GroupResult, case: CaseResult) -> str:
-    return " to ".join(format_seconds(s) for s in case.quartiles_s) if len(case.samples_s) > 1 else ""
-
-
-def _show_memory(key: str, group: GroupResult, case: CaseResult) -> str:
-    return format_bytes(case.memory[key]) if key in case.memory else ""
-
-
 def _has_times(group: GroupResult) -> bool:
     """Return whether a group is about time: cases were timed, and not only for their memory."""
     ran = group.ran
@@ -103,13 +94,6 @@ def _sentence(group: GroupResult, describe: Show) -> str:
         shown, *more = [*filter(None, said), ""]
         parts.append(f"{case.name} {shown}" + (f" ({', '.join(filter(None, more))})" if any(more) else ""))
     return f"{group.title}: {'; '.join(parts)}"
-
-
-def missing(result: dict[str, Any]) -> list[str]:
-    """Return groups and cases that could not run, with the reason."""
-    groups = groups_of(result)
-    cases = ((f"{group.title}, {case.name}", case.error) for group in groups for case in group.cases)
-    return [f"{what}: {why}" for what, why in [*((group.title, group.skipped) for group in groups), *cases] if why]
 
 
 # --- tables -------------------------------------------------------------------------------------------------------------
@@ -157,30 +141,37 @@ def _pivot(suite: Suite, title: str, groups: list[GroupResult], show: Show) -> T
 def group_table(suite: Suite, group: GroupResult) -> TextTable:
     """Return all figures of a group, fastest case first, without empty columns; or `COLUMNS` of a suite without series."""
     cases, own = group.ran, None if suite.declared("BY", None) else suite.declared("COLUMNS", None)
-    names = list(dict.fromkeys(name for case in cases for name in case.figures))
-    columns: list[tuple[str, Show]] = list(own.items()) if own else []
-    if not own and _has_times(group) and cases:
-        overhead = group.params.get("kind") == "overhead"
-        columns = [
-            ("GB/s", lambda group, case: format_rate(case.gb_per_s)),
-            ("of roof", lambda group, case: format_share(group.share_of_roof(case)) if case.role != "roof" else "roof"),
-            (f"x {cases[0].name}", _ratio),
-            ("median", show_time),
-            ("quartiles", _show_quartiles),
-            ("host", lambda group, case: format_seconds(case.median_host_s) if overhead else ""),
-        ]
-        columns = [column for column in columns if group.roof is not None or column[0] != "of roof"]
+    if own is None and _has_times(group):
         cases = sorted(cases, key=lambda case: case.median_s)
-    if not own:
-        columns += [(name.replace("_", " "), show_figure(name)) for name in names]
-        columns += [
-            (f"{place} memory", functools.partial(_show_memory, f"{place}_bytes")) for place in ("host", "device")
-        ]
-    rows = [[case.name, *(show(group, case) for _, show in columns)] for case in cases]
-    kept = [0, *(i for i in range(1, len(columns) + 1) if any(row[i] for row in rows))]
-    header = ["", *(label for label, _ in columns)]
+    header = {"": lambda group, case: case.name, **(_every_column(group) if own is None else own)}
+    rows = [[show(group, case) for show in header.values()] for case in cases]
+    kept = [i for i in range(len(header)) if not i or any(row[i] for row in rows)]
     ours = frozenset(case.name for case in cases if case.role == "ours")
-    return TextTable(group.title, [header[i] for i in kept], [[row[i] for i in kept] for row in rows], ours)
+    return TextTable(group.title, [list(header)[i] for i in kept], [[row[i] for i in kept] for row in rows], ours)
+
+
+def _every_column(group: GroupResult) -> dict[str, Show]:
+    """Return what there is to show of the cases of a group."""
+    columns: dict[str, Show] = {}
+    if group.ran and _has_times(group):
+        columns["GB/s"] = lambda group, case: format_rate(case.gb_per_s)
+        if group.roof is not None:
+            columns["of roof"] = lambda group, case: (
+                format_share(group.share_of_roof(case)) if case.role != "roof" else "roof"
+            )
+        columns |= {f"x {group.ran[0].name}": _ratio, "median": show_time}
+        columns["quartiles"] = lambda group, case: (
+            " to ".join(map(format_seconds, case.quartiles_s)) if len(case.samples_s) > 1 else ""
+        )
+        if group.params.get("kind") == "overhead":
+            columns["host"] = lambda group, case: format_seconds(case.median_host_s)
+    names = dict.fromkeys(name for case in group.ran for name in case.figures)
+    columns |= {name.replace("_", " "): show_figure(name) for name in names}
+    for place in ("host", "device"):
+        columns[f"{place} memory"] = lambda group, case, key=f"{place}_bytes": (  # type: ignore[misc]
+            format_bytes(case.memory[key]) if key in case.memory else ""
+        )
+    return columns
 
 
 # --- pictures -----------------------------------------------------------------------------------------------------------
@@ -275,27 +266,28 @@ def commit_and_date(result: dict[str, Any]) -> str:
     return f"commit {facts['commit'][:12]}{' with changes' * bool(facts['dirty'])}, {facts['date'][:10]}"
 
 
-def provenance(result: dict[str, Any]) -> str:
-    """Return device, versions, commit and date."""
-    device, found = result["environment"]["device"], result["environment"]["versions"]
-    versions = ", ".join(f"{name} {found[name]}" for name in ("torch", "cupy") if found.get(name))
-    quick = ", quick run: small sizes and few samples" if result.get("quick") else ""
-    return f"{device}, {versions}, {commit_and_date(result)}{quick}"
-
-
 def markdown(result: dict[str, Any], short: bool = False) -> str:
     """Return the figures of a recorded suite as markdown; `short`: without the tables of groups that stand alone."""
     suite = SUITES[result["suite"]]
     groups = [group for group in groups_of(result) if group.ran]
     alone = [] if short else _in_series(suite, groups).get("", [])
     tables = series_tables(suite, groups)[: 1 if short else None]
+    facts, versions = result["environment"], result["environment"]["versions"]
+    about = [facts["device"], *(f"{name} {versions[name]}" for name in ("torch", "cupy") if versions.get(name))]
+    about += [commit_and_date(result), *["quick run: small sizes and few samples"] * bool(result.get("quick"))]
     medians = "; medians; x: times that of the first" * any(group.params.get("headline", True) for group in groups)
-    parts = [f"**{suite.title}** ({provenance(result)}{medians})"]
+    parts = [f"**{suite.title}** ({', '.join(about)}{medians})"]
     parts += ["\n".join(f"- {line}" for line in headlines(suite, groups))]
     parts += [markdown_table(table) for table in [*tables, *(group_table(suite, group) for group in alone)]]
     if not short:
-        parts += [suite.declared("NOTE", ""), "\n".join(f"- not run: {line}" for line in missing(result))]
+        parts += [suite.declared("NOTE", ""), "\n".join(f"- not run: {line}" for line in _missing(groups_of(result)))]
     return "\n\n".join(filter(None, parts))
+
+
+def _missing(groups: Sequence[GroupResult]) -> Iterator[str]:
+    """Yield the groups that could not run, then the cases, with the reason."""
+    yield from (f"{group.title}: {group.skipped}" for group in groups if group.skipped)
+    yield from (f"{group.title}, {case.name}: {case.error}" for group in groups for case in group.cases if case.error)
 
 
 def markdown_table(table: TextTable) -> str:
