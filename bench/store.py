@@ -105,8 +105,8 @@ def log(text: str, file: TextIO | None = None) -> None:
         stream.flush()
 
 
-def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | None, str]:
-    """Return the exit code of `command` and its output, which is shown as it comes.
+def run(command: Sequence[str], limit_s: float, quiet: bool = False, **kwargs: Any) -> tuple[int | None, str]:
+    """Return the exit code of `command` and its output, which is shown as it comes unless it is `quiet`.
 
     After `limit_s` it is killed with all that it has started, and the code is None; so it is when this process is stopped. It
     finds the package also where that is not installed.
@@ -119,7 +119,7 @@ def run(command: Sequence[str], limit_s: float, **kwargs: Any) -> tuple[int | No
     options = {"text": True, "errors": "replace", "env": environment, "start_new_session": True}
     process = subprocess.Popen(command, **pipes, **options, **kwargs)
     code, lines = None, list[str]()
-    reader = threading.Thread(target=_pass_on, args=(process.stdout, lines), daemon=True)
+    reader = threading.Thread(target=_pass_on, args=(process.stdout, lines, quiet), daemon=True)
     reader.start()
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -138,11 +138,12 @@ def ending(code: int | None) -> str:
     return {0: "", None: STOPPED}.get(code, f"ended with exit code {code}")
 
 
-def _pass_on(stream: IO[str], lines: list[str]) -> None:
+def _pass_on(stream: IO[str], lines: list[str], quiet: bool) -> None:
     with stream:
         for line in stream:
             lines.append(line)
-            log(line)
+            if not quiet:
+                log(line)
 
 
 def run_example(main: Callable[[list[str]], dict[str, Any]], flags: dict[str, Any]) -> dict[str, Any]:

@@ -131,17 +131,13 @@ def fitting(
     left = dict(room)
     for contender in chosen:
         size, place = contender.planes * rows * ROW_BYTES, contender.place
-        if size <= left[place]:
-            left[place] -= size
-            yield contender, None
-            continue
-        yield (
-            contender,
-            HostMemoryError(
-                f"takes {format_bytes(size)} but the tables of a comparison may take {format_bytes(room[place])} of the "
-                f"{place}'s memory together, of which those beside it leave {format_bytes(left[place])}"
-            ),
+        error = HostMemoryError(
+            f"takes {format_bytes(size)} but the tables of a comparison may take {format_bytes(room[place])} of the "
+            f"{place}'s memory together, of which those beside it leave {format_bytes(left[place])}"
         )
+        fits = size <= left[place]
+        left[place] -= size * fits
+        yield contender, None if fits else error
 
 
 class TableByHand(ZeroEmbedding):

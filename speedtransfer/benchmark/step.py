@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from typing import Any
@@ -50,31 +50,59 @@ def series(group: GroupResult) -> str:
 
 
 def groups(device: torch.device, quick: bool, rows: int | None = None, seed: int = 0, **others: Any) -> list[Group]:
-    """Make all groups of the suite; `rows` are those of the smallest table."""
+    """Make all groups of the suite; `rows` are those of the smallest table.
+
+    In groups of small models ours take steps before any is timed, so that idle rows have missed some; ids are uniform there,
+    so that rows stay idle for long.
+    """
     rows = check_size(rows or (_QUICK_ROWS if quick else _ROWS), "rows", 1)
     most, history = (_QUICK_BYTES, QUICK_HISTORY) if quick else (float("inf"), HISTORY)
     batches = Batches(rows, min(rows, _QUICK_LOOKUPS if quick else _LOOKUPS), seed)
     room = {"host": min(most, host_room())}
     if device.type == "cuda":
         room["device"] = min(most, HOST_SHARE * torch.cuda.get_device_properties(device).total_memory)
+    every, (exact, *_) = contenders(device), contenders(device, idle="exact")
+    lazy, sparse, dense, *_ = every
 
-    def group(size: int, chosen: list[Contender], experiment: str, title: str = "") -> Group:
+    def by_size(size: int, chosen: list[Contender], experiment: str = "size", title: str = "") -> Group:
         title = f"AdamW step, {batches.lookups:,} lookups in {size:,} x {DIM} float32{title}"
-        ids = batches.ids(size)
-        # The other batches are taken once: rows get memory when they are first touched, which must not be timed.
-        task = _of_batches(batches, size, device, [ids[0]], ids, lambda contender: ids[1:])
-        params = {"experiment": experiment, "rows": size, "dim": DIM}
-        return Group(title, functools.partial(_compare, chosen, task, room), params)
+        make = functools.partial(_compare, chosen, functools.partial(_of_batches, batches, size, device), room)
+        return Group(title, make, {"experiment": experiment, "rows": size, "dim": DIM})
 
-    every = contenders(device)
+    def of_model(experiment: str, what: str, model: Any, ids: tuple[int, ...], chosen: Any, **params: int) -> Group:
+        steps = params["history"]
+        title = f"AdamW step, {what}" + (f", after {steps:,} steps" if steps else "")
+        task = functools.partial(_of_model, model, params, ids, device, seed)
+        return Group(title, functools.partial(_compare, chosen, task), {"experiment": experiment, **params})
+
     in_memory, in_file = ([k for k in every if (k.memory == "mmap") == file] for file in (False, True))
     # The system writes a large file to the disk while others are measured: a small one is compared, a large one comes last.
     sizes = _sizes(rows, int(room["host"] // (PLANES["AdamW"] * ROW_BYTES)))
-    found = [group(size, every if size == rows else in_memory, "size") for size in sizes]
-    found += _model_groups(device, rows, seed, history, quick)
-    found.append(_idle_group(device, batches, room, history))
+    found = [by_size(size, every if size == rows else in_memory) for size in sizes]
+
+    few, some = min(rows, _SMALL_ROWS), min(rows, _MODEL_ROWS)
+    what = f"{_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
+    chosen, params = [lazy, exact, sparse, by_hand(device)], {"rows": few, "dim": _SMALL_WIDTH, "history": history}
+    found.append(of_model(SMALL, what, SmallTables, (1, _SMALL_IDS), chosen, **params))
     if not quick:
-        found.append(group(4 * rows, in_file, "file", ", in a file"))
+        what = f"{_TABLES} tables of {some:,} x {_WIDTH} float32, {_IDS} uniform ids each"
+        chosen, params = (
+            [lazy, exact, sparse, dense],
+            {"rows": some, "dim": _WIDTH, "tables": _TABLES, "history": history},
+        )
+        found.append(of_model(MANY, what, SmallTables, (_TABLES, _IDS), chosen, **params))
+        what = f"softmax over all of {some:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
+        chosen, params = [replace(lazy, exact=True), exact, dense], {"rows": some, "dim": _WHOLE_WIDTH, "history": 0}
+        found.append(
+            of_model(WHOLE, what, WholeTable, (2, _WHOLE_IDS), chosen, **params)
+        )  # every step touches all rows
+
+    title = f"AdamW step with new ids, {batches.lookups:,} lookups in {rows:,} x {DIM} float32, after {history:,} steps"
+    task = functools.partial(_with_new_ids, batches, device, history)
+    about = {"experiment": IDLE, "optimizer": "AdamW", "rows": rows, "dim": DIM, "history": history}
+    found.append(Group(title, functools.partial(_compare, [lazy, exact, sparse, dense], task, room), about))
+    if not quick:
+        found.append(by_size(4 * rows, in_file, "file", ", in a file"))
     return found
 
 
@@ -86,94 +114,42 @@ def _sizes(first: int, last: int) -> Iterator[int]:
         rows *= factor if factor * rows <= last else 2
 
 
-def _compare(chosen: Sequence[Contender], task: Task, room: dict[str, float] | None = None) -> list[Case]:
+def _compare(chosen: Sequence[Contender], make: Callable[[], Task], room: dict[str, float] | None = None) -> list[Case]:
     """Return a case for each contender; where `room` is given, those that do not fit in it have an error."""
     # Reference cycles may hold tables of the previous group.
     gc.collect()
+    task = make()
     pairs = [(contender, None) for contender in chosen] if room is None else fitting(chosen, task.rows, room)
     return [Case.of(one.name, TrainingStep(one, task), one.role, error=error) for one, error in pairs]
 
 
-def _of_batches(
-    batches: Batches,
-    rows: int,
-    device: torch.device,
-    checked: Sequence[Tensor],
-    timed: Sequence[Tensor],
-    history: Callable[[Contender], Iterable[Tensor]],
-) -> Task:
-    model = functools.partial(Lookup, batches=batches, device=device)
-    return Task(model, rows, checked, timed, device, history, batches.touched(rows), batches.seed)
+def _of_batches(batches: Batches, rows: int, device: torch.device) -> Task:
+    ids, model = batches.ids(rows), functools.partial(Lookup, batches=batches, device=device)
+    # The other batches are taken once: rows get memory when they are first touched, which must not be timed.
+    return Task(model, rows, ids[:1], ids, device, lambda contender: ids[1:], batches.touched(rows), batches.seed)
 
 
-# --- small models -------------------------------------------------------------------------------------------------------
-
-
-def _model_groups(device: torch.device, rows: int, seed: int, history: int, quick: bool) -> Iterator[Group]:
-    """Yield a group for a small step and, unless `quick`, for many tables and for a whole table, of at most `rows` rows.
-
-    Ours take `history` steps before any is timed, so that idle rows have missed some. Ids are uniform, so that rows stay idle
-    for long.
-    """
-    (lazy, sparse, dense, *_), (exact, *_) = contenders(device), contenders(device, idle="exact")
-    few, rows = min(rows, _SMALL_ROWS), min(rows, _MODEL_ROWS)
-
-    def group(experiment: str, what: str, model: Any, shape: tuple[int, ...], chosen: Any, **params: int) -> Group:
-        steps = params["history"]
-        title = f"AdamW step, {what}" + (f", after {steps:,} steps" if steps else "")
-        make = functools.partial(_model_cases, model, params, shape, chosen, device, seed)
-        return Group(title, make, {"experiment": experiment, **params})
-
-    what = f"{_SMALL_IDS} uniform ids in {few:,} x {_SMALL_WIDTH} float32"
-    chosen = [lazy, exact, sparse, by_hand(device)]
-    yield group(SMALL, what, SmallTables, (1, _SMALL_IDS), chosen, rows=few, dim=_SMALL_WIDTH, history=history)
-    if quick:
-        return
-    what = f"{_TABLES} tables of {rows:,} x {_WIDTH} float32, {_IDS} uniform ids each"
-    sizes = {"rows": rows, "dim": _WIDTH, "tables": _TABLES, "history": history}
-    yield group(MANY, what, SmallTables, (_TABLES, _IDS), [lazy, exact, sparse, dense], **sizes)
-    what = f"softmax over all of {rows:,} x {_WHOLE_WIDTH} float32, and {2 * _WHOLE_IDS} lookups"
-    chosen = [replace(lazy, exact=True), exact, dense]  # every step touches all rows
-    yield group(WHOLE, what, WholeTable, (2, _WHOLE_IDS), chosen, rows=rows, dim=_WHOLE_WIDTH, history=0)
-
-
-def _model_cases(
-    model: Any, params: dict[str, int], shape: tuple[int, ...], chosen: list[Contender], device: torch.device, seed: int
-) -> list[Case]:
-    rows, history = params["rows"], params["history"]
-    draw = torch.Generator().manual_seed(seed)
-    pool = list(torch.randint(0, rows, (_POOL, *shape), generator=draw).to(device))
+def _of_model(model: Any, params: dict[str, int], ids: tuple[int, ...], device: torch.device, seed: int) -> Task:
+    draw, history = torch.Generator().manual_seed(seed), params["history"]
+    pool = list(torch.randint(0, params["rows"], (_POOL, *ids), generator=draw).to(device))
 
     def between(contender: Contender) -> Iterator[Tensor]:
         return islice(cycle(pool), _CHECKED, _CHECKED + (history if contender.role == "ours" else 0))
 
     made = functools.partial(model, width=params["dim"], tables=params.get("tables", 1))
-    return _compare(chosen, Task(made, rows, pool[:_CHECKED], pool, device, between, seed=seed))
+    return Task(made, params["rows"], pool[:_CHECKED], pool, device, between, seed=seed)
 
 
-# --- new ids in every step ----------------------------------------------------------------------------------------------
-
-
-def _idle_group(device: torch.device, batches: Batches, room: dict[str, float], history: int) -> Group:
-    """Return the group of exact rows against lazy ones and torch."""
-    title = f"AdamW step with new ids, {batches.lookups:,} lookups in {batches.rows:,} x {DIM} float32"
-    params = {"experiment": IDLE, "optimizer": "AdamW", "rows": batches.rows, "dim": DIM, "history": history}
-    make = functools.partial(_idle_cases, device, batches, room, history)
-    return Group(f"{title}, after {history:,} steps", make, params)
-
-
-def _idle_cases(device: torch.device, batches: Batches, room: dict[str, float], history: int) -> list[Case]:
-    (lazy, *others), (exact, *_) = contenders(device), contenders(device, idle="exact")
-    rivals = [one for one in others if one.role == "other"]
+def _with_new_ids(batches: Batches, device: torch.device, history: int) -> Task:
+    """Return a task whose timed steps have ids that no step before had; for exact rows of ours they come after others."""
 
     def draw(count: int, seed: int) -> Iterator[Tensor]:
         generator = torch.Generator().manual_seed(batches.seed + seed)
         return (zipf_ids(batches.rows, batches.lookups, generator) for _ in range(count))
 
     def between(contender: Contender) -> Iterator[Tensor]:
-        return draw(history if contender is exact else 0, seed=2)
+        return draw(history if contender.role == "ours" and contender.exact else 0, seed=2)
 
-    ids = batches.ids(batches.rows)
-    checked = [ids[number] for number in _CHECKED_IDLE]
-    task = _of_batches(batches, batches.rows, device, checked, list(draw(_POOL, seed=1)), between)
-    return _compare([lazy, exact, *rivals], replace(task, all_rows=True), room)
+    task = _of_batches(batches, batches.rows, device)
+    checked = [task.timed[number] for number in _CHECKED_IDLE]
+    return replace(task, checked=checked, timed=list(draw(_POOL, seed=1)), history=between, all_rows=True)
