@@ -82,11 +82,14 @@ def run_sanitizer(path: Path, about: dict[str, Any], limit_s: float) -> str:
     tools: dict[str, dict[str, Any]] = {}
     absent = shutil.which(SANITIZER) is None
     result = {**about, "tools": tools, "absent": absent, "complete": absent}
+    # The files with tests for it, little of each kernel: to collect all under it takes minutes.
+    files = sorted((store.ROOT / "tests" / "gpu").glob("test_*.py"))
+    sanitized = [path.relative_to(store.ROOT).as_posix() for path in files if MARK in path.read_text()]
     write(path, result)
     end = time.monotonic() + limit_s
     for number, tool in enumerate(() if absent else TOOLS):
         command = [SANITIZER, "--tool", tool, "--error-exitcode", str(SANITIZER_FOUND), sys.executable]
-        command += ["-m", "pytest", "-q", "-m", "sanitizer", *sanitized()]
+        command += ["-m", "pytest", "-q", "-m", "sanitizer", *(sanitized or ["tests/gpu"])]
         # Every tensor an allocation of its own: a cache would hide what lies beyond its end.
         environment = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         start = time.monotonic()
@@ -105,12 +108,6 @@ def run_sanitizer(path: Path, about: dict[str, Any], limit_s: float) -> str:
         write(path, result)
     verdicts = {tool: verdict(found) for tool, found in tools.items()}
     return ", ".join(f"{tool}: {text}" for tool, text in verdicts.items() if text not in ("clean", "no tests"))
-
-
-def sanitized() -> list[str]:
-    """Return the files with tests for the sanitizer, little of each kernel; to collect all under it takes minutes."""
-    files = (path for path in sorted((store.ROOT / "tests" / "gpu").glob("test_*.py")) if MARK in path.read_text())
-    return [path.relative_to(store.ROOT).as_posix() for path in files] or ["tests/gpu"]
 
 
 def verdict(found: dict[str, Any]) -> str:

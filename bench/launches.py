@@ -82,7 +82,11 @@ def main(arguments: list[str] | None = None) -> int:
             os.environ["SPEEDTRANSFER_CACHE"] = folder
             try:
                 forms[name] = in_process(count, name, Path(folder))
-                _show(name, forms[name], before.get(name, {}))
+                old, new = before.get(name, {}), forms[name]
+                cells = (
+                    (f"{value(old):,} > " if "waits" in old else "") + f"{value(new):,}" for value in COLUMNS.values()
+                )
+                print(_line([name, *cells]), flush=True)
             except SpeedtransferError as error:
                 forms[name] = {"error": str(error)}
                 print(f"{name:40} {error}", flush=True)
@@ -91,12 +95,6 @@ def main(arguments: list[str] | None = None) -> int:
         write(PATH, {**about, "sizes": SIZES._asdict(), "forms": {**before, **forms}, "complete": complete})
         print(f"wrote {PATH.relative_to(ROOT)}")
     return int(any("error" in result for result in forms.values()))
-
-
-def _show(name: str, result: dict[str, Any], before: dict[str, Any]) -> None:
-    old = {} if "error" in before else before
-    cells = (f"{value(old):,} > {value(result):,}" if old else f"{value(result):,}" for value in COLUMNS.values())
-    print(_line([name, *cells]), flush=True)
 
 
 def _line(cells: list[str]) -> str:
@@ -187,7 +185,9 @@ class Operations(TorchDispatchMode):
 def without_values() -> Iterator[None]:
     """Let torch launch its own kernels, which do nothing here, and let ours do nothing as well."""
     kernels = Path(os.environ["FAKE_KERNELS"])
-    for path in [*kernels.glob("*.so"), *(Path(p) for p in _loaded("libcublas"))]:
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    cublas = {Path(line.split()[-1]) for line in maps if "/libcublas" in line}
+    for path in [*kernels.glob("*.so"), *cublas]:
         _silence(path, "cpu_" if path.parent == kernels else "cublas")
     fakegpu.MODE.__exit__(None, None, None)
     yield
@@ -204,11 +204,6 @@ def clear_free_memory(everything: bool = False) -> None:
         for block in segment["blocks"]:
             if block["state"] == "inactive" and (everything or segment["segment_type"] == "small"):
                 ctypes.memset(block["address"], 0, block["size"])
-
-
-def _loaded(name: str) -> set[str]:
-    lines = Path("/proc/self/maps").read_text().splitlines()
-    return {line.split()[-1] for line in lines if f"/{name}" in line}
 
 
 def _silence(path: Path, prefix: str) -> None:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from speedtransfer import MultiEmbedding, MultiEmbeddingBag
 from speedtransfer.benchmark.workload import zipf_ids
-from speedtransfer.errors import SpeedtransferError
 
 SEEN, CHECKED = 8, 4  # batches, and steps that are compared
 RATE = 0.01
@@ -27,10 +26,6 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "Adagrad": lambda params: torch.optim.Adagrad(params, lr=RATE),
     "AdamW": lambda params: torch.optim.AdamW(params, lr=RATE, fused=True),
 }
-
-
-class NotHereError(SpeedtransferError):
-    """A library is not installed, or cannot do what is compared."""
 
 
 class Shape(NamedTuple):
@@ -210,9 +205,9 @@ def tfra(data: Data) -> Peer:
     """TensorFlow Recommenders Addons, in its own process: see bench/peers_tfra.py."""
     python = Path(sys.prefix, "tensorflow", "bin", "python")
     if not python.exists():
-        raise NotHereError(f"there is no {python.name} in {python.parent}; `make peers` installs it")
+        raise ImportError(f"there is no {python.name} in {python.parent}; `make peers` installs it")
     if data.shape.bags:
-        raise NotHereError("its lookups are not pooled here")
+        raise NotImplementedError("its lookups are not pooled here")
     shape = data.shape
     with tempfile.NamedTemporaryFile(suffix=".npz") as file:
         ids = torch.stack([torch.stack(batch) for batch in data.batches])
@@ -223,7 +218,7 @@ def tfra(data: Data) -> Peer:
         pipes: Any = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         child = subprocess.Popen(command, text=True, **pipes)
         if not _answer(child).startswith("ready"):
-            raise NotHereError("it did not start")
+            raise ImportError("it did not start")
 
     def step(number: int) -> None:
         _answer(child, str(number % SEEN))
@@ -251,5 +246,5 @@ def _answer(child: subprocess.Popen[str], message: str = "") -> str:
         child.stdin.flush()
     line = child.stdout.readline()
     if not line:
-        raise NotHereError(" ".join(child.stderr.read().split())[-300:])
+        raise ImportError(" ".join(child.stderr.read().split())[-300:])
     return line

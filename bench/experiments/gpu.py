@@ -12,7 +12,6 @@ import itertools
 import os
 import re
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -174,16 +173,15 @@ def host(scale: Scale) -> Cases:
 
 
 def words(scale: Scale) -> Cases:
+    sizes = Sizes(min(140_000, 70 * scale.small), scale.lookups // 2, 100)
+
+    def measure(device: str, model: str) -> dict[str, float]:
+        form = Words("device" if device == "cuda" else "pageable", model)
+        ms, _ = _time(form.build(sizes, torch.device(device), Path()), scale.steps)
+        return {"words a second": round(1e3 * (sizes.lookups // 16) / ms)}
+
     for device, model in itertools.product(dict.fromkeys((resolve_device(None).type, "cpu")), ("skipgram", "cbow")):
-
-        def measure(device: str = device, model: str = model) -> dict[str, float]:
-            sizes = Sizes(min(140_000, 70 * scale.small), scale.lookups // 2, 100)
-            form = Words("device" if device == "cuda" else "pageable", model)
-            with tempfile.TemporaryDirectory() as folder:
-                ms, _ = _time(form.build(sizes, torch.device(device), Path(folder)), scale.steps)
-            return {"words a second": round(1e3 * (sizes.lookups // 16) / ms)}
-
-        yield f"{model} on {device}", measure
+        yield f"{model} on {device}", functools.partial(measure, device, model)
 
 
 def profile(scale: Scale) -> Cases:
@@ -247,9 +245,8 @@ def _by_kernel(one: Step, repeats: int) -> dict[str, float]:
         synchronize(device)
     times: dict[str, float] = {}
     for item in found.key_averages():
-        name = (
-            re.split(r"[<(]", re.sub(r"\(anonymous namespace\)::|^void ", "", item.key))[0].strip().rpartition("::")[2]
-        )
+        name = re.split(r"[<(]", re.sub(r"\(anonymous namespace\)::|^void ", "", item.key))[0]
+        name = name.strip().rpartition("::")[2]
         taken = item.self_device_time_total if cuda else item.self_cpu_time_total
         times[name] = times.get(name, 0.0) + taken / repeats
     return times

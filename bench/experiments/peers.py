@@ -100,10 +100,7 @@ class Training:
     def run(self) -> None:
         """Make a step; the first makes those that are compared."""
         if self._peer is None:
-            try:
-                self._peer = self.contender.make(self.data)
-            except ImportError as error:
-                raise tables.NotHereError(f"not installed ({error})") from error
+            self._peer = self.contender.make(self.data)
             for self.number in range(tables.CHECKED - 1):
                 self._peer.step(self.number)
             self.number += 1

@@ -136,17 +136,17 @@ def run_suite(
     suite: Suite,
     device: torch.device,
     quick: bool,
-    console: Console | None = None,
-    after_group: Callable[[dict[str, Any]], None] | None = None,
-    seconds: float | None = None,
+    console: Console,
+    after_group: Callable[[dict[str, Any]], None],
+    seconds: float = math.inf,
     done: Sequence[GroupResult] = (),
     **options: Any,
 ) -> dict[str, Any]:
     """Measure a suite and return the result as plain data.
 
     Its keys: "suite", "quick", "options", "environment", "groups", "failures" (reason by title), "complete", "seconds".
-    Tables are printed on a `console`, with a bar on standard error if that is a terminal. `after_group` gets the result so
-    far after every group; errors of groups are recorded as failures then, not raised. Groups that would start after so many
+    Tables are printed on `console`, with a bar on standard error if that is a terminal. `after_group` gets the result so far
+    after every group; errors of groups are recorded as failures, not raised. Groups that would start after so many
     `seconds` are skipped, and those that are `done` already, by their titles, are taken as they are. `options` are those of
     the suite.
     """
@@ -154,11 +154,10 @@ def run_suite(
     # Invalid options raise before anything is printed.
     groups = suite.groups(device, quick, **options)
     facts, failures = environment(device), dict[str, str]()
-    show = console or Console(quiet=True)
     terminal = Console(stderr=True)
-    bar = Progress(console=terminal, transient=True, disable=console is None or not terminal.is_terminal)
+    bar = Progress(console=terminal, transient=True, disable=not terminal.is_terminal)
     sizing = f", sized for {format_bytes(facts['host_bytes'])} of host memory" if facts["host_bytes"] else ""
-    show.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
+    console.print(Text(f"{suite.title}: {facts['device']}{sizing}" + (" (quick)" if quick else ""), style="bold"))
     found: list[GroupResult] = []
     earlier = {group.title: group for group in done}
 
@@ -178,11 +177,10 @@ def run_suite(
         task = bar.add_task(suite.name, total=len(groups))
         for group in groups:
             bar.update(task, description=textwrap.shorten(f"{suite.name}: {group.title}", 60, placeholder=" ..."))
-            left_s = float("inf") if seconds is None else seconds - (time.perf_counter() - start)
             try:
                 if group.title in earlier:
                     found.append(earlier[group.title])
-                elif left_s > 0:
+                elif time.perf_counter() - start < seconds:
                     found.append(measure(group, device, **{**EFFORT[quick], **group.effort}))
                 else:
                     missed.append(group.title)
@@ -191,29 +189,26 @@ def run_suite(
                 if device.type == "cuda":
                     torch.cuda.empty_cache()  # leaves memory for CuPy and page-locked tables
             except Exception as error:
-                if after_group is None:
-                    raise
                 failures[group.title] = f"{type(error).__name__}: {' '.join(str(error).split())}"
                 found.append(GroupResult(group.title, group.params, skipped=failures[group.title]))
                 if not isinstance(error, SpeedtransferError):  # whose message is enough
-                    show.print(Text(traceback.format_exc()))
+                    console.print(Text(traceback.format_exc()))
             bar.stop()  # gives way to the table
             if found[-1].skipped:
-                show.print(Text(f"\n{group.title}: not run: {found[-1].skipped}"))
+                console.print(Text(f"\n{group.title}: not run: {found[-1].skipped}"))
             else:
-                _show_table(show, group_table(suite, found[-1]))
+                _show_table(console, group_table(suite, found[-1]))
             for case in (case for case in found[-1].cases if case.error):
-                show.print(Text(f"{case.name}: not run: {case.error}"))
+                console.print(Text(f"{case.name}: not run: {case.error}"))
             bar.advance(task)
             bar.start()
-            if after_group is not None:
-                after_group(result())
+            after_group(result())
     ran = [group for group in found if group.ran]
     for table in series_tables(suite, ran):
-        _show_table(show, table)
-    show.print()
+        _show_table(console, table)
+    console.print()
     for text in [*(f"- {line}" for line in headlines(suite, ran)), suite.declared("NOTE", "")]:
-        show.print(Text(text))
+        console.print(Text(text))
     return result()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -94,9 +93,9 @@ def _data(rows: int, batch: int, steps: int, seed: int, device: torch.device) ->
 
 
 class _Model(nn.Module):
-    def __init__(self, rows: int, device: torch.device, options: dict[str, torch.dtype]) -> None:
+    def __init__(self, rows: int, device: torch.device, options: dict[str, Any]) -> None:
         super().__init__()
-        self.rows: Any = Embedding(rows, DIM, device=device, idle="lazy", **options)  # type: ignore[arg-type]
+        self.rows = Embedding(rows, DIM, device=device, idle="lazy", **options)
         self.mlp = nn.Sequential(nn.Linear(_FIELDS * DIM, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, 1)).to(device)
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -104,28 +103,28 @@ class _Model(nn.Module):
         return out[:, 0]
 
 
+@dataclass
 class _Training:
     """Training in one form. The model is made in the first step, so that running out of memory fails this case alone."""
 
-    def __init__(
-        self, form: Form, rows: int, data: list[tuple[Tensor, Tensor]], device: torch.device, reached: dict[str, float]
-    ) -> None:
-        self.form, self.rows, self.data, self.device, self.reached = form, rows, data, device, reached
-        self.memory: dict[str, int] = {}
-        self.figures: dict[str, float] = {}
-        self.model: Any = None
-        self._turn: Callable[[], tuple[Tensor, Tensor]]
+    form: Form
+    rows: int
+    data: list[tuple[Tensor, Tensor]]
+    device: torch.device
+    reached: dict[str, float]  # the loss of each form
+    memory: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, float] = field(default_factory=dict)
+    model: Any = None
 
     def _build(self) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(1)
-            model = _Model(self.rows, self.device, self.form.options)
-        self._opt = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+            self.model = _Model(self.rows, self.device, self.form.options)
+        self._opt = torch.optim.AdamW(self.model.parameters(), lr=0.01, fused=True)
         cuda = self.device.type == "cuda"
         self._low = torch.float16 if cuda else torch.bfloat16
         self._scaler = torch.amp.GradScaler(self.device.type, enabled=self.form.autocast and cuda)
         self._turn = cycle(self.data)
-        self.model = model
 
     def run(self) -> Tensor:
         """Take a step and return its loss."""
@@ -153,16 +152,12 @@ class _Training:
         losses += [self.run() for _ in range(len(self.data) - 2)]
         loss = float(torch.stack(losses[-max(1, len(losses) // 10) :]).mean())
         self.figures.update(moved_bytes=moved, table_bytes=table.nbytes, loss=loss)
-        self.memory.update(self._memory(table))
+        cuda = self.device.type == "cuda"
+        self.memory["device_bytes" if table.memory == "device" and cuda else "host_bytes"] = table.nbytes
+        if cuda:
+            _, peak = peak_of(self.run, self.device)
+            self.memory["device_bytes"] = self.memory.get("device_bytes", 0) + peak["device_bytes"]
         self.reached[self.form.name] = loss
         plain = self.reached.get(FORMS[0].name, loss)
         assert math.isfinite(loss), f"ends with a loss of {loss}"
         assert loss <= MAX_LOSS_RATIO * plain, f"ends with a loss of {loss:.4f}, FP32 with {plain:.4f}"
-
-    def _memory(self, table: Any) -> dict[str, int]:
-        place = "device_bytes" if table.memory == "device" and self.device.type == "cuda" else "host_bytes"
-        found = {place: table.nbytes}
-        if self.device.type == "cuda":
-            _, peak = peak_of(self.run, self.device)
-            found["device_bytes"] = found.get("device_bytes", 0) + peak["device_bytes"]
-        return found

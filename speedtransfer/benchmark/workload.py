@@ -99,7 +99,8 @@ def workload(table: Table, count: int, ids: str = "uniform", repeats: bool = Tru
     else:
         batches = [distinct_ids(table.num_rows, count, generator) for _ in range(num_sets)]
     if not repeats:
-        batches = [_distinct(batch) for batch in batches]
+        firsts = (np.unique(batch.numpy(), return_index=True)[1] for batch in batches)
+        batches = [batch[np.sort(first)] for batch, first in zip(batches, firsts, strict=True)]
         count = min(map(len, batches))
         batches = [batch[:count] for batch in batches]
     rows = torch.empty(count, table.dim, device=table.device).normal_()
@@ -130,12 +131,6 @@ def zipf_ids(num_rows: int, count: int, generator: torch.Generator) -> Tensor:
 def spread(ranks: Tensor, num_rows: int) -> Tensor:
     """Return the row of each frequency rank, from 0 on: no two have one, as long as the prime does not divide `num_rows`."""
     return ranks * _PRIME % num_rows
-
-
-def _distinct(batch: Tensor) -> Tensor:
-    """Keep the first occurrence of each value, in order."""
-    _, first = np.unique(batch.numpy(), return_index=True)
-    return batch[np.sort(first)]
 
 
 def cache_bytes() -> int:
