@@ -19,7 +19,7 @@ from speedtransfer.planning.estimate import HOST, estimate_step
 from speedtransfer.planning.footprint import DEVICE, PINNED, Form, moved
 from speedtransfer.planning.machine import load_machines
 from speedtransfer.planning.optimizer_name import optimizer_given
-from speedtransfer.planning.workload import Workload, make_workload
+from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.zipf import expected_unique
 from speedtransfer.units import format_count
 
@@ -139,14 +139,6 @@ SENTENCES = {
 MACHINES = ("h200", "gh200", "gb200")
 
 
-def workload(optimizer: str, idle: str, rows: int, tables: int, lookups: int, distinct: float) -> Workload:
-    sizes = [(rows, DIM)] * tables
-    # As `Uniform` draws them: so many anywhere, and the rest of the lookups again of these.
-    unique = expected_unique(rows, 0.0, round(distinct * lookups / tables))
-    found = make_workload(sizes, optimizer_given(optimizer), lookups // tables, 1, 0.0, None, idle)
-    return replace(found, tables=tuple(replace(table, unique=unique) for table in found.tables))
-
-
 def roofs(result: dict[str, Any]) -> str:
     """Return a table of the least that steps of tables in page-locked memory take, planned (docs/plan.md), beside `result`.
 
@@ -168,13 +160,16 @@ def roofs(result: dict[str, Any]) -> str:
             tables, lookups, distinct = (
                 (10, many(Scale()), MANY_DISTINCT) if ten else (1, Scale().lookups, Uniform.distinct)
             )
-            work = workload(optimizer, idle, count, tables, lookups, distinct)
-            bytes_each_way = moved(work, Form())
+            sizes, trainer = [(count, DIM)] * tables, optimizer_given(optimizer)
+            work = make_workload(sizes, trainer, lookups // tables, 1, 0.0, None, idle)
+            # As `Uniform` draws them: so many anywhere, and the rest of the lookups again of these.
+            unique = expected_unique(count, 0.0, round(distinct * lookups / tables))
+            work = replace(work, tables=tuple(replace(table, unique=unique) for table in work.tables))
             times = [estimate_step(work, Form(), PINNED, machine) for machine in machines]
             times.append(estimate_step(work, Form(), DEVICE, machines[0]))
             cells = [
                 f"{optimizer}, {idle}, {tables} x {count:,}",
-                *(f"{number / 1e6:,.0f}" for number in bytes_each_way[:2]),
+                *(f"{number / 1e6:,.0f}" for number in moved(work, Form())[:2]),
                 f"{HOST[idle].first_launches:.0f}",
                 *(f"{1e3 * (one.seconds if one else 0):.3g}" for one in times),
                 f"{min(case.figures['several kernels'], case.figures['one kernel']):.3g}",

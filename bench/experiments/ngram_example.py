@@ -25,19 +25,8 @@ COLUMNS = {
     "peak memory": show_held,
 }
 CURVES = {"loss": ("loss of the batch", "linear"), "validation": ("loss of validation", "linear")}
-_QUICK = {
-    "steps": 6,
-    "batch": 2,
-    "context": 8,
-    "vocabulary": 40,
-    "width": 8,
-    "layers": 2,
-    "attention_heads": 2,
-    "rows": 50,
-    "dim": 4,
-}
-
-
+_QUICK = {"steps": 6, "batch": 2, "context": 8, "vocabulary": 40, "width": 8, "layers": 2, "attention_heads": 2}
+_QUICK |= {"rows": 50, "dim": 4}
 SETTINGS = list(ngram_lm.SIZES)
 
 
@@ -57,11 +46,8 @@ def _measure(flags: dict[str, Any], params: dict[str, Any]) -> list[CaseResult]:
         case = CaseResult(way.title, "ours" if way.kind == "ours" else "other", 0, [found["step_s"]])
         case.figures = {"loss": sum(last) / len(last), "validation": validation[-1]}
         case.figures |= {"perplexity": math.exp(min(validation[-1], 700)), "table_bytes": found["table_bytes"]}
-        case.values = {
-            "loss": [round(loss, 4) for loss in found["losses"]],
-            "validation": validation,
-            "validation_steps": steps,
-        }
+        losses = [round(loss, 4) for loss in found["losses"]]
+        case.values = {"loss": losses, "validation": validation, "validation_steps": steps}
         cases.append(case)
     return cases
 

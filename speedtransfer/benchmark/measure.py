@@ -163,30 +163,21 @@ def measure(
         return result
     cases = [case for case in made if isinstance(case, Case)]
     result.cases = [CaseResult(case.name, case.role, case.payload_bytes) for case in cases]
-    timed = []
-    for case, found in zip(cases, result.cases, strict=True):
-        try:
-            number = _prepare(case, found, device, min_sample_s)
-        except AssertionError as error:
-            problem = f"gives a wrong result ({_reason(error)})"
-            if case.role != "other":
-                raise WrongResultError(
-                    f"{group.title}: {case.name} {problem}, so nothing is timed; please report it"
-                ) from error
-            found.error, number = problem, 0
-        timed += [(case, found, number)] * bool(number)
+    pairs = list(zip(cases, result.cases, strict=True))
+    numbers = [_prepare(case, found, device, min_sample_s, group.title) for case, found in pairs]
     share_s = budget_s / max(1, len(cases)) / turns
     collecting = gc.isenabled()
     gc.disable()
     try:
         for _ in range(turns):
-            for case, found, number in timed:
-                _sample(case, found, number, device, samples, share_s)
+            for (case, found), number in zip(pairs, numbers, strict=True):
+                if number:
+                    _sample(case, found, number, device, samples, share_s)
             gc.collect(1)  # what the turn has made: a full collection looks at all of torch
     finally:
         if collecting:
             gc.enable()
-    for case, found in zip(cases, result.cases, strict=True):
+    for case, found in pairs:
         found.memory, found.figures = dict(case.memory), dict(case.figures)
     return result
 
@@ -203,8 +194,8 @@ def cycle(values: Iterable[Any]) -> Callable[[], Any]:
     return lambda: next(turn)
 
 
-def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s: float) -> int:
-    """Run a case once, check it, and return how often a sample repeats it; 0 where it cannot run here."""
+def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s: float, title: str) -> int:
+    """Run a case once, check it, and return how often a sample repeats it; 0 where it is not timed."""
     try:
         if case.error is not None:
             raise case.error
@@ -218,8 +209,14 @@ def _prepare(case: Case, result: CaseResult, device: torch.device, min_sample_s:
             raise
         result.error = _reason(error)
         return 0
-    if case.check is not None:
-        case.check()
+    try:
+        if case.check is not None:
+            case.check()
+    except AssertionError as error:
+        result.error = f"gives a wrong result ({_reason(error)})"
+        if case.role == "other":
+            return 0
+        raise WrongResultError(f"{title}: {case.name} {result.error}, so nothing is timed; please report it") from error
     if case.before is not None:
         return 1
     start = time.perf_counter()
