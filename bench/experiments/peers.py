@@ -31,7 +31,8 @@ NOTE = (
     "a message through a pipe."
 )
 
-ACROSS = len(tables.OPTIMIZERS)
+ACROSS, LOGARITHMIC = len(tables.OPTIMIZERS), True
+VALUE = (lambda case: 1e3 * case.median_s, "time of a step on a logarithmic scale, less is better")
 _TOLERANCE = 1e-4  # of the farthest that any weight moved
 # Of a contender, where some have none here, and the share of the memory for all of them.
 _PLANES, _SHARE = {"SGD": 1.5, "Adagrad": 2.5, "AdamW": 3.8}, 0.75

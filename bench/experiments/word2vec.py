@@ -316,7 +316,7 @@ def _compared(group: GroupResult, case: CaseResult) -> str:
 
 def describe(group: GroupResult, case: CaseResult) -> str:
     """Return how fast ours is beside gensim, and on how many sets it is better or not."""
-    found = [verdict.strip("*") for _, verdict in verdicts(case)]
+    found = [verdict.strip("*").partition(" beyond ")[0] for _, verdict in verdicts(case)]
     if not found:
         return ""
     counts = (f"{found.count(verdict)} {verdict}" for verdict in dict.fromkeys(found))

@@ -95,7 +95,7 @@ class Suite:
     - ``describe(group, case)``: what is said of a case beside its time, by default its rate and share of the roof;
     - ``VALUE = (function, label)``: the figure of a case that the picture shows, by default milliseconds; None: no picture;
     - ``CURVES = {key: (title, scale)}``: which `values` of cases, by step, the picture shows as lines in place of bars;
-    - ``ACROSS``: how many panels of bars stand side by side;
+    - ``ACROSS``: how many panels of bars stand side by side; ``LOGARITHMIC``: whether they are drawn so;
     - ``about(groups)``: further sentences.
     """
 

@@ -211,6 +211,9 @@ def _bars(make_figure: Callable[..., Any], suite: Suite, groups: Sequence[GroupR
         colours = [drawing.COLOURS[0] if case.role == "ours" else drawing.PALE for case in group.ran]
         names, values = zip(*((case.name, value(case) or 0.0) for case in group.ran), strict=True)
         drawing.bars(axes, names, values, texts, colours, room=0.8)
+        if suite.declared("LOGARITHMIC", False):
+            axes.set(xscale="log", xlim=(min(values) / 3, 5 * max(values)), xticks=[])
+            axes.minorticks_off()
         axes.set_title(group.title, fontsize=10, color=drawing.INK, loc="left", parse_math=False)
     figure.supxlabel(label, fontsize=9, color=drawing.INK)
     return figure
