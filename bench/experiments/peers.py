@@ -95,25 +95,26 @@ class Training:
     """A contender that trains, and the check of its tables."""
 
     def __init__(self, contender: Contender, data: tables.Data) -> None:
-        self.contender, self.data, self.number = contender, data, 0
-        self._peer: tables.Peer | None = None
+        self.contender, self.data, self.number = contender, data, tables.CHECKED - 1
+
+    @functools.cached_property
+    def peer(self) -> tables.Peer:
+        """What trains, after the steps that are compared but the last."""
+        made = self.contender.make(self.data)
+        for number in range(self.number):
+            made.step(number)
+        return made
 
     def run(self) -> None:
-        """Make a step; the first makes those that are compared."""
-        if self._peer is None:
-            self._peer = self.contender.make(self.data)
-            for self.number in range(tables.CHECKED - 1):
-                self._peer.step(self.number)
-            self.number += 1
-        self._peer.step(self.number)
+        """Make a step."""
+        self.peer.step(self.number)
         self.number += 1
 
     def check(self) -> None:
         """Raise AssertionError unless the rows are those of nn.Embedding, or at least have moved."""
-        assert self._peer is not None
         moved = max(float((a - b).abs().max()) for a, b in zip(self.data.expected, self.data.weights, strict=True))
         off = 0.0
-        for found, expected, first in zip(self._peer.tables(), self.data.expected, self.data.weights, strict=True):
+        for found, expected, first in zip(self.peer.tables(), self.data.expected, self.data.weights, strict=True):
             off = max(off, float((found - (expected if self.contender.same else first)).abs().max()))
         if self.contender.same:
             assert off <= _TOLERANCE * moved, f"a weight is {off:.1e} off, where the farthest has moved by {moved:.1e}"
