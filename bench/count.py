@@ -1,4 +1,4 @@
-"""Counts the Python of this repository by part: ``python release/count.py [COMMIT]``, to compare one state with another.
+"""Counts the Python of this repository by part: ``python bench/count.py [COMMIT]``, to compare one state with another.
 
 Without a commit it counts the files as they lie here, where git knows them or would. A line is a line, empty or not.
 """
