@@ -105,6 +105,13 @@ def elsewhere(use: Callable[[], Any]) -> Any:
         return pool.submit(use).result(60)
 
 
+def take_step(optimizer: Any, loss: Any) -> None:
+    """Make a step of an optimizer for a loss, and clear the gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def midway(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:
     """Make a step of an Adam, call `use` in the middle of it, and return what that returned; steps that it makes are whole."""
     seen, begin = [], torch.optim.Adam._init_group

@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from cases import take_step
 from test_engines import Event, Stream, cpu_as_cuda
 
 import speedtransfer as st
@@ -171,9 +172,7 @@ def trained(idle="lazy", steps=2, **options):
     emb = st.Embedding(10, 4, device="cpu", idle=idle, **options)
     optimizer = torch.optim.AdamW(emb.parameters())
     for _ in range(steps):
-        optimizer.zero_grad()
-        emb(IDS).sum().backward()
-        optimizer.step()
+        take_step(optimizer, emb(IDS).sum())
     emb.table._engine.takes_padding = True
     return emb, optimizer
 

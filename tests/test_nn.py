@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from lazy_oracle import assert_alike, both, dense_grad
 from torch import Tensor, nn
 
@@ -255,8 +256,7 @@ def test_empty_tables(rows: int, dim: int, stored: torch.dtype | None) -> None:
     assert ours(torch.empty(0, dtype=torch.int64)).shape == (0, dim)
     if rows:
         opt = torch.optim.AdamW(ours.parameters())
-        ours(torch.tensor([1, 1])).sum().backward()
-        opt.step()
+        take_step(opt, ours(torch.tensor([1, 1])).sum())
         assert opt.state_dict()["state"][0]["exp_avg"].shape == (rows, dim)
     assert ours.state_dict()["weight"].shape == (rows, dim)
 
@@ -294,8 +294,7 @@ def test_from_pretrained_uses_the_memory_it_is_given(kind: str) -> None:
     assert ours.extra_repr() == dense.extra_repr() + ", memory='pageable'"
     ours = getattr(speedtransfer, kind).from_pretrained(given, freeze=False)
     opt, before = torch.optim.SGD(ours.parameters(), lr=1.0), given.clone()
-    ours(torch.tensor([[2]])).sum().backward()
-    opt.step()
+    take_step(opt, ours(torch.tensor([[2]])).sum())
     assert torch.equal(given[2], before[2] - 1)
     assert torch.equal(getattr(speedtransfer, kind).from_pretrained(given, memory="device").table.torch(), given)
     for shape in ((6,), (2, 3, 4), ()):

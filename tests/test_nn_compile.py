@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from in_child import forks, in_child
 from refusals import Refusal, refusals
 from torch import Tensor, nn
@@ -55,10 +56,8 @@ def trained(run: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
     torch.manual_seed(5)
     found = []
     for batch in batches:
-        opt.zero_grad()
         parts = leaves(run(*batch))
-        sum(part.square().sum() * (n + 1) for n, part in enumerate(parts)).backward()
-        opt.step()
+        take_step(opt, sum(part.square().sum() * (n + 1) for n, part in enumerate(parts)))
         found += [part.detach().clone() for part in parts]
     model.eval()
     with torch.no_grad():
@@ -304,9 +303,7 @@ def outcome(program: Case, run: Any, model: nn.Module) -> list[Any]:
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step(loss: Tensor) -> None:
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        take_step(opt, loss)
         seen.append(loss)
 
     seen: list[Any] = []

@@ -9,6 +9,7 @@ import warnings
 
 import pytest
 import torch
+from cases import take_step
 from torch import nn
 
 import speedtransfer
@@ -35,9 +36,7 @@ def trained(steps: int = 3, **options) -> Model:
     model = Model(**options)
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     for shift in range(steps):
-        opt.zero_grad()
-        model((IDS + shift) % 20).square().sum().backward()
-        opt.step()
+        take_step(opt, model((IDS + shift) % 20).square().sum())
     return model
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -60,9 +61,7 @@ def loss_of(rows: dict[str, Tensor], features: str) -> Any:
 
 
 def step_of(opt: Any, loss: Any) -> None:
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
+    take_step(opt, loss)
 
 
 def train(embs: Any, opt: Any, steps: Any, together: bool = False, before: Any = lambda embs, step: None) -> None:

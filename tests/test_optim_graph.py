@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.utils import parametrizations
@@ -74,9 +75,7 @@ def train(kind: Any, loss_of: Callable[[Any], Tensor], hook: bool = False, **opt
     if hook:
         emb.weight.register_hook(lambda grad: grad * 0.5)
     for _ in range(3):
-        opt.zero_grad()
-        loss_of(emb).backward()
-        opt.step()
+        take_step(opt, loss_of(emb))
     return emb.weight.detach().clone()
 
 

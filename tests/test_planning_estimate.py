@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from optimizer_cases import BASE, some
 from refusals import check_refused, refusals
 
@@ -277,9 +278,7 @@ def trained(optimizer, dim, steps, sparse=False, **options):
     for _ in range(steps):
         emb.table.reset_stats()
         ids = torch.randint(0, ROWS, (300,), generator=draw)
-        emb(ids).square().sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(ids).square().sum())
     stats = emb.table.stats()
     return emb.table, len(ids.unique()), StepBytes(stats.gathered_bytes, stats.scattered_bytes)
 

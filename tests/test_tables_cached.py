@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, refused
+from cases import assert_same_bits, refused, take_step
 from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
@@ -155,9 +155,7 @@ def trained(cache, **options):
     emb = make(cache, idle="lazy", **options)
     optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1)
     for _ in range(6):
-        emb(torch.tensor([1, 2, 30])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(torch.tensor([1, 2, 30])).sum())
     return emb, optimizer
 
 
@@ -185,8 +183,7 @@ def test_arrays_over_the_memory_end_the_cache(look):
     for value in (1, 2):
         array[5] = value
         assert emb(torch.tensor([5])).eq(value).all()
-    emb(torch.tensor([5])).sum().backward()
-    optimizer.step()
+    take_step(optimizer, emb(torch.tensor([5])).sum())
     assert float(array[5, 0]) == float(emb.table.gather(5)[0]) != 2
     assert copy.deepcopy(emb).table.cache_rows == 10
 

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+from cases import take_step
 from hypothesis import settings
 from in_child import forks, in_child
 from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
@@ -73,9 +74,7 @@ def test_rows_written_since_are_read_again_and_only_those(fetched):
     emb = make(idle="lazy")
     optimizer = torch.optim.Adam(emb.parameters())
     for ids in ([1], [1, 2]):  # the first step adds the planes of state
-        emb(torch.tensor(ids)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(torch.tensor(ids)).sum())
     ids = torch.tensor([1, 2, 3, 8])
     emb(torch.tensor([2, 8, 9])).sum().backward()
     ticket = settled(emb.prefetch(ids))
@@ -90,9 +89,7 @@ def test_rows_written_since_are_read_again_and_only_those(fetched):
 def test_state_is_read_ahead_too(fetched):
     emb = make(idle="lazy")
     optimizer = torch.optim.Adam(emb.parameters())
-    emb(torch.tensor([1])).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, emb(torch.tensor([1])).sum())
     emb(settled(emb.prefetch(torch.tensor([1, 2])))).sum().backward()
     gathered = emb.table.stats().gathered_rows
     optimizer.step()
@@ -136,8 +133,7 @@ def test_a_module_with_another_padding_row_of_the_same_table(kind, by_ids):
         ids = torch.tensor([[0, 3, 5]])
         ticket = settled(first.prefetch(ids)) if ahead else None
         found = second(ids if by_ids or not ahead else ticket)
-        found.sum().backward()
-        torch.optim.SGD(first.parameters(), lr=0.1).step()
+        take_step(torch.optim.SGD(first.parameters(), lr=0.1), found.sum())
         return found.detach(), first.weight.detach().clone()
 
     for got, wanted in zip(trained(True), trained(False), strict=True):
@@ -278,9 +274,7 @@ def test_a_ticket_nobody_uses_holds_back_little(emb):
     log = kept._future.result(LIMIT_S).log
     most = 0
     for step in range(1100):
-        emb(torch.tensor([step % ROWS])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(torch.tensor([step % ROWS])).sum())
         most = max(most, len(log._writes))
     assert most <= 1024
     assert not log._writes

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import skewed_batches, squared_loss
 from torch import nn
 from torch.optim import SGD, Adam, AdamW
@@ -125,9 +126,7 @@ def test_streams_and_no_wait(device, fused):
     ids = torch.arange(NUM_ROWS, device=device)
 
     def step():
-        emb(ids).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(ids).sum())
 
     for _ in range(3):
         step()

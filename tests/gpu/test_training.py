@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from cases import take_step
 from checkpoint_cases import digest
 from lazy_oracle import LazyOracle, skewed_batches, squared_loss
 from optimizer_cases import case_named
@@ -99,10 +100,8 @@ def trained(case: Case, memory: str, folder: Any, device: Any, ids_on: Any = "cp
     if about is not None:
         batches = [(ids // 2 + step) * -(2**58) for step, ids in enumerate(batches)]
     for _, given in ahead(module, [ids.to(ids_on) for ids in batches]):
-        optimizer.zero_grad()
         out = module(given)
-        (out.float() - 1).square().mean().backward()
-        optimizer.step()
+        take_step(optimizer, (out.float() - 1).square().mean())
         outs.append(out.detach().cpu())
     found = dict(enumerate(outs))
     state = optimizer.state_dict()["state"].get(0, {})
@@ -275,9 +274,7 @@ def model_on(device, memory, seed):
 
 def train_on_random_rows(model, opt, device):
     for _ in range(3):
-        opt.zero_grad()
-        model(torch.randint(0, 3000, (64,), device=device)).square().sum().backward()
-        opt.step()
+        take_step(opt, model(torch.randint(0, 3000, (64,), device=device)).square().sum())
 
 
 @pytest.mark.parametrize("memory", ["pinned", "pageable", "device"])
