@@ -40,14 +40,7 @@ class Synced(st.Table):
 class TestPageable(GatherCases, ScatterCases, PlaneCases):
     """The part of the contract that moves rows and planes; the others copy whole tables."""
 
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return Synced(num_rows, dim, dtype, "pageable", device=self.device, cache_rows=3, **kwargs)
-
-    def from_array(self, array, **kwargs):
-        return Synced.from_array(array, "pageable", device=self.device, cache_rows=3, **kwargs)
-
-    def load(self, path, **kwargs):
-        return Synced.load(path, "pageable", device=self.device, cache_rows=3, **kwargs)
+    memory, kind, options = "pageable", Synced, {"cache_rows": 3}
 
     def test_stats(self):
         table = self.make(10, 4)

@@ -41,7 +41,6 @@ class ReadOnly(GatherCases, ConvertCases):
 
     pads: tuple[int, ...] = (0,)
     parts = 4
-    options: dict = {}
 
     def filled(self, values, **kwargs):
         folder = self.new_path("")
