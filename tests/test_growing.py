@@ -74,10 +74,7 @@ def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> 
     for emb, opt in zip((grown, whole), opts, strict=True):
         take_step(opt, emb.weight.sum())
     assert torch.equal(grown.weight, whole.weight)
-    states = [opt.state_dict()["state"].get(0, {}) for opt in opts]
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[1].items():
-        assert torch.equal(torch.as_tensor(states[0][key]), torch.as_tensor(value)), key
+    torch.testing.assert_close(*(opt.state_dict()["state"].get(0, {}) for opt in opts), rtol=0, atol=0)
 
 
 @pytest.mark.sweep

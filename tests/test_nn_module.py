@@ -67,21 +67,6 @@ def test_messages_name_the_module(tmp_path: Any) -> None:
         nn.utils.parametrize.register_parametrization(st.Embedding(6, 3), "weight", nn.Identity()).activate([1])
 
 
-# --- sparse gradients; the rest is among weight_cases.py ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_adds_up_as_torch_does(dtype: torch.dtype, mode: str) -> None:
-    """Where each addition rounds, the order of a sum shows."""
-    ours, theirs = both(10, 4, sparse=True, kind="EmbeddingBag", dtype=dtype, mode=mode)
-    ids = torch.randint(10, (40, 30), generator=torch.Generator().manual_seed(0))
-    grad = torch.rand(40, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for emb in (ours, theirs):
-        emb(ids).backward(grad)
-    assert torch.equal(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
-
-
 # --- summary: the tables of a model, what they take and who trains them ---------------------------------------------------
 
 ROWS = torch.tensor([1, 2, 3])

@@ -11,12 +11,11 @@ import numpy as np
 import pytest
 import torch
 from cases import assert_same_bits, refused, take_step
-from hypothesis import settings
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
 from refusals import check_refused, refusals
 from table_cases import GatherCases, PlaneCases, ScatterCases
-from ticket_machine import CONFIGS, MODERATE, ROW, WRITES, TicketMachine, run_machine, written
+from ticket_machine import CONFIGS, ROW, WRITES, TicketMachine, run_held, written
 from torch import nn
 
 import speedtransfer as st
@@ -132,13 +131,13 @@ class CachedMachine(TicketMachine):
 
 
 def test_any_sequence_of_calls_gives_the_same_bits(monkeypatch):
-    run_machine(CachedMachine, settings(MODERATE, max_examples=10), monkeypatch)
+    run_held(CachedMachine, monkeypatch, max_examples=10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_long_sequence_of_calls(monkeypatch):
-    run_machine(CachedMachine, settings(MODERATE, max_examples=400, derandomize=False), monkeypatch)
+    run_held(CachedMachine, monkeypatch, max_examples=400, derandomize=False)
 
 
 # --- what others see ----------------------------------------------------------------------------------------------------

@@ -67,11 +67,7 @@ def train(memory, device, make, dim=DIM, engine=None, step=None, idle="lazy", **
 
 
 def assert_same(found, expected):
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(
-            found[name], value, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda m, n=name: f"{n}: {m}"
-        )
+    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def assert_counted(found, expected):
