@@ -105,7 +105,7 @@ def elsewhere(use: Callable[[], Any]) -> Any:
         return pool.submit(use).result(60)
 
 
-def at_once(use: Callable[[Any], Any], each: Iterable[Any]) -> None:
+def concurrently(use: Callable[[Any], Any], each: Iterable[Any]) -> None:
     """Call `use` with each of some arguments, in threads of their own at the same time."""
     each = list(each)
     with ThreadPoolExecutor(len(each)) as pool:

@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
-from cases import at_once
+from cases import concurrently
 from in_child import forks, in_child
 
 from speedtransfer import buffers
@@ -119,7 +119,7 @@ def test_threads(pool):
                 assert tensor[:: 1 << 10].eq(value).all()
                 del tensor
 
-    at_once(work, range(6))
+    concurrently(work, range(6))
     assert pool._leased_bytes == 0
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import at_once, take_step
+from cases import concurrently, take_step
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.utils import parametrizations
@@ -260,7 +260,7 @@ def test_backwards_of_several_threads_are_added():
         for _ in range(rounds):
             emb(ids).sum().backward()
 
-    at_once(run, range(4))
+    concurrently(run, range(4))
     assert emb.weight.grad.to_dense().eq(4 * rounds).all()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import at_once
+from cases import concurrently
 from engine_cases import EngineCases, PaddingCases, Twice, cached
 
 from gpu.tools import store_in
@@ -126,7 +126,7 @@ class OnDevice(PaddingCases, EngineCases):
                     engine.scatter([plane], index, [rows])
 
         torch.cuda.synchronize()
-        at_once(work, (0, 1))
+        concurrently(work, (0, 1))
         engine.wait()
         assert plane.eq(50).all()
 
