@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,20 @@ def elsewhere(use: Callable[[], Any]) -> Any:
     """Return what `use` does in another thread, while this one waits."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(use).result(60)
+
+
+def concurrently(use: Callable[[Any], Any], each: Iterable[Any]) -> None:
+    """Call `use` with each of some arguments, in threads of their own at the same time."""
+    each = list(each)
+    with ThreadPoolExecutor(len(each)) as pool:
+        list(pool.map(use, each))
+
+
+def take_step(optimizer: Any, loss: Any) -> None:
+    """Make a step of an optimizer for a loss, and clear the gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def midway(optimizer: torch.optim.Adam, use: Callable[[], Any]) -> Any:

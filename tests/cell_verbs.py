@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from cases import elsewhere, saved  # noqa: F401 - verbs use them
+from cases import elsewhere, saved, take_step  # noqa: F401 - verbs use them
 from in_child import in_child
 from ranks.run import Pool, RankError
 from torch import Tensor, nn
@@ -279,9 +279,7 @@ class World:
         self.loss().backward()
 
     def trained(self, *batches: Any) -> None:
-        self.loss(batches if not self.all else None).backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        take_step(self.opt, self.loss(batches if not self.all else None))
         self.steps += 1
 
     step = trained

@@ -5,6 +5,7 @@ import gc
 import importlib
 import os
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
@@ -115,6 +116,20 @@ def fresh_signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(monkeypatch, capfd):
+    """Return a function that runs the command line here and returns exit code, standard output and standard error."""
+    from speedtransfer.cli import main
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["speedtransfer", *arguments])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        return int(stop.value.code or 0), *capfd.readouterr()
+
+    return run
 
 
 @pytest.fixture

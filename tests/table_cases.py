@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import math
-from abc import ABC, abstractmethod
 
 import numpy as np
 import pytest
@@ -41,23 +40,31 @@ class TableOfRecords(st.Table):
         return added[name]
 
 
-class TableCases(ABC):
-    """The fixture `device` is the compute device; a subclass says how tables come about and what they can do."""
+class TableCases:
+    """The fixture `device` is the compute device; a subclass says in which memory tables are and what they can do."""
 
+    memory: str
+    suffix = ".safetensors"  # of the file of a "mmap" one
+    kind = st.Table
+    options: dict = {}
     dtypes = TABLE_DTYPES
     host = True  # the whole table is a host array
 
-    @abstractmethod
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs) -> st.Table:
+    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
         """Return a new table of zeros."""
+        return self.kind(num_rows, dim, dtype, self.memory, device=self.device, **self._where(kwargs))
 
-    @abstractmethod
-    def from_array(self, array, **kwargs) -> st.Table:
+    def from_array(self, array, **kwargs):
         """Return a new table of `array`."""
+        return self.kind.from_array(array, self.memory, device=self.device, **self._where(kwargs))
 
-    @abstractmethod
-    def load(self, path, **kwargs) -> st.Table:
+    def load(self, path, **kwargs):
         """Return the table in the file at `path`, in this memory."""
+        writable = {"writable": True} if self.memory == "mmap" else {}
+        return self.kind.load(path, self.memory, device=self.device, **self.options | writable | kwargs)
+
+    def _where(self, kwargs):
+        return self.options | ({"path": self.new_path(self.suffix)} if self.memory == "mmap" else {}) | kwargs
 
     def pytest_generate_tests(self, metafunc):
         for name, dtypes in (("dtype", TABLE_DTYPES), ("float_dtype", FLOAT_DTYPES), ("int_dtype", INTEGER_DTYPES)):

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from in_child import run_child
 from safetensors.torch import load_file
 from test_deltas import FORMS, Net, contents, optimizer, step
@@ -96,9 +97,7 @@ def test_ids_come_and_go_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     @torch.enable_grad()
     def update(emb: st.Embedding, opt: Any, ids: torch.Tensor) -> None:
-        opt.zero_grad()
-        emb(ids).square().sum().backward()
-        opt.step()
+        take_step(opt, emb(ids).square().sum())
 
     emb, opt = made()
     st.save_checkpoint(tmp_path / "stopped", *made())

@@ -8,6 +8,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from cases import concurrently
 from in_child import forks, in_child
 
 from speedtransfer import buffers
@@ -107,8 +108,6 @@ def test_more_than_the_system_gives(monkeypatch):
 
 
 def test_threads(pool):
-    failures = []
-
     def work(mark):
         rng = np.random.default_rng(mark)
         kept = []
@@ -117,16 +116,10 @@ def test_threads(pool):
             kept.append((value, empty(int(rng.integers(1 << 17, 1 << 18))).fill_(value)))
             if len(kept) > 3:
                 value, tensor = kept.pop(int(rng.integers(len(kept))))
-                if not tensor[:: 1 << 10].eq(value).all():
-                    failures.append(value)
+                assert tensor[:: 1 << 10].eq(value).all()
                 del tensor
 
-    threads = [threading.Thread(target=work, args=(mark,)) for mark in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    concurrently(work, range(6))
     assert pool._leased_bytes == 0
 
 

@@ -8,7 +8,7 @@ import json
 import os
 import random
 import shutil
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,24 +139,19 @@ def test_savers_and_loaders_at_the_same_time(tmp_path: Path) -> None:
     for number, model in enumerate(models):
         model[0].table.fill_(number)
     st.save_checkpoint(tmp_path, models[0], extra=0)
-    errors: list[BaseException] = []
 
     def save(number: int) -> None:
-        try:
-            for _ in range(15):
-                st.save_checkpoint(tmp_path, models[number], extra=number)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(15):
+            st.save_checkpoint(tmp_path, models[number], extra=number)
 
-    threads = [threading.Thread(target=save, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
-    other, loads = nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)), 0
-    while any(thread.is_alive() for thread in threads) or not loads:
-        number = st.load_checkpoint(tmp_path, other)
-        assert bool((other[0].table.torch() == number).all())
-        loads += 1
-    assert not errors
+    with ThreadPoolExecutor(3) as pool:
+        saves = [pool.submit(save, number) for number in range(3)]
+        other, loads = nn.Sequential(st.Embedding(300, 8), nn.Linear(8, 1)), 0
+        while not (loads and all(each.done() for each in saves)):
+            number = st.load_checkpoint(tmp_path, other)
+            assert bool((other[0].table.torch() == number).all())
+            loads += 1
+    assert not any(each.exception() for each in saves)
     assert_clean(tmp_path)
 
 

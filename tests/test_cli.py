@@ -19,19 +19,6 @@ from speedtransfer.cli import main
 from speedtransfer.cuda import CudaStatus, cuda_status
 
 
-@pytest.fixture
-def run(monkeypatch, capfd):
-    """Return a function that runs the command line here and returns exit code, standard output and standard error."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["speedtransfer", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return int(stop.value.code or 0), *capfd.readouterr()
-
-    return run
-
-
 def test_info_says_what_there_is(run):
     code, out, _ = run("info")
     assert code == 0

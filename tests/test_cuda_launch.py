@@ -5,6 +5,7 @@ import ctypes
 import gc
 import importlib.metadata
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import refused
 from test_engines import Stream
 
 from speedtransfer.cuda import (
@@ -191,12 +193,11 @@ class TestPinnedEmpty:
         assert runtime.blocks == {}
 
     def test_refused(self, runtime):
-        with pytest.raises(HostMemoryError) as error:
+        with refused(HostMemoryError, "likely limit") as error:
             pinned_empty(1 << 41)
         assert isinstance(error.value, MemoryError)
-        for part in ("2.2 TB", str(1 << 41), "cudaErrorMemoryAllocation", "likely limit", "'pageable'", "'mmap'"):
+        for part in ("2.2 TB", str(1 << 41), "cudaErrorMemoryAllocation", "'pageable'", "'mmap'"):
             assert part in str(error.value)
-        assert "\n" not in str(error.value)
 
     def test_a_forked_child_frees_nothing(self, runtime):
         memory._free_host(lambda: runtime.freeHost(1234), 0, os.getpid() + 1)
@@ -338,21 +339,18 @@ def test_a_torch_for_cuda_works_without_a_driver(tmp_path):
     assert "CUDA           not usable: " in result.stdout
 
 
-class TestResolveDevice:
-    @pytest.mark.parametrize("value", ["meta", "mps", "gpu", -1, torch.device("meta")])
-    def test_other_devices(self, value):
-        with pytest.raises(InvalidValueError, match="must be a CPU or CUDA device; pass device='cpu'"):
-            cuda.resolve_device(value)
+NEEDS_CUDA = rf"^device='cuda.* needs CUDA, but {re.escape(cuda.cuda_status().reason)}$"
 
-    @pytest.mark.parametrize("value", [1.0, True, ["cpu"]])
-    def test_other_types(self, value):
-        with pytest.raises(InvalidTypeError, match=r"must be a torch.device, str or int"):
-            cuda.resolve_device(value)
 
-    @without_cuda
-    @pytest.mark.parametrize("value", ["cuda", "cuda:0", 0, torch.device("cuda", 1)])
-    def test_cuda_without_cuda(self, value):
-        with pytest.raises(DeviceError) as error:
+@pytest.mark.parametrize(
+    ("values", "error", "words"),
+    [
+        (["meta", "mps", "gpu", -1, torch.device("meta")], InvalidValueError, "CPU or CUDA device; pass device='cpu'"),
+        ([1.0, True, ["cpu"]], InvalidTypeError, r"must be a torch.device, str or int"),
+        pytest.param(["cuda", "cuda:0", 0, torch.device("cuda", 1)], DeviceError, NEEDS_CUDA, marks=without_cuda),
+    ],
+)
+def test_devices_that_are_none(values, error, words):
+    for value in values:
+        with pytest.raises(error, match=words):
             cuda.resolve_device(value)
-        assert str(error.value).startswith("device='cuda")
-        assert str(error.value).endswith(f" needs CUDA, but {cuda.cuda_status().reason}")

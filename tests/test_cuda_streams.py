@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from cases import take_step
 from test_engines import Event, Stream, cpu_as_cuda
 
 import speedtransfer as st
@@ -29,20 +30,23 @@ def capturing(monkeypatch):
 
 @pytest.fixture
 def on(cpu_as_cuda, monkeypatch):
-    """Return a function that makes a stream current."""
-    return lambda stream: monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    """Return a function that makes a stream current, and queues nothing on it in some ways of an order."""
+
+    def on(stream, *ways):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+        for queueing in ways:
+            with queueing():
+                pass
+
+    return on
 
 
 class TestStreamOrder:
     def test_write_after_reads_and_write_waits_for_all(self, on):
         order, one, two, three = StreamOrder(torch.device("cpu")), Stream(1), Stream(2), Stream(3)
-        on(three)
-        with order.writing():
-            pass
+        on(three, order.writing)
         for stream in (one, two, one):
-            on(stream)
-            with order.reading():
-                pass
+            on(stream, order.reading)
         on(three)
         with order.writing():
             assert [event.record_calls for event in three.waits] == [[one, one], [two]]
@@ -52,22 +56,16 @@ class TestStreamOrder:
 
     def test_a_stream_of_another_library_may_be_gone_and_its_address_taken(self, on):
         order, reader, old, new = StreamOrder(torch.device("cpu")), Stream(2), Stream(8, False), Stream(8, False)
-        on(old)
-        with order.writing():
-            pass
+        on(old, order.writing)
         on(new)
         with order.reading():
             assert [event.record_calls for event in new.waits] == [[old]]
-        on(old)
-        with order.reading():
-            pass
+        on(old, order.reading)
         assert [event.record_calls for event in old.waits[1:]] == [[new, old]]  # both reads are in the event now
         on(reader)
         with order.writing():
             assert [event.record_calls for event in reader.waits] == [[old], [new, old]]
-        on(old)
-        with order.reading():
-            pass
+        on(old, order.reading)
         on(new)
         with order.writing():
             assert [event.record_calls for event in new.waits[1:]] == [[reader], [old]]
@@ -78,9 +76,7 @@ class TestStreamOrder:
             raise RuntimeError("CUDA error")
 
         order = StreamOrder(torch.device("cpu"))
-        on(Stream(1))
-        with order.writing():
-            pass
+        on(Stream(1), order.writing)
         on(Stream(2))
         with monkeypatch.context() as patch:
             patch.setattr(where, what, fail)
@@ -92,11 +88,7 @@ class TestStreamOrder:
     def test_wait(self, on):
         order = StreamOrder(torch.device("cpu"))
         order.wait()  # nothing yet
-        on(Stream(1))
-        with order.writing():
-            pass
-        with order.reading():
-            pass
+        on(Stream(1), order.writing, order.reading)
         order.wait()
         assert order._written.synchronize_calls == 1
 
@@ -113,10 +105,7 @@ class TestStreamOrder:
 
     def test_one_stream_needs_no_waits(self, on):
         order, stream = StreamOrder(torch.device("cpu")), Stream(1)
-        on(stream)
-        for queueing in (order.writing, order.reading, order.reading, order.writing, order.writing):
-            with queueing():
-                pass
+        on(stream, order.writing, order.reading, order.reading, order.writing, order.writing)
         assert stream.waits == []
 
 
@@ -125,11 +114,7 @@ class TestCapture:
 
     def test_no_event_of_before_is_waited_for_and_none_is_left(self, on, capturing):
         order, one, two = StreamOrder(torch.device("cpu")), Stream(1), Stream(2)
-        on(one)
-        with order.writing():
-            pass
-        with order.reading():
-            pass
+        on(one, order.writing, order.reading)
         written, reads = order._written, dict(order._reads)
         capturing(True)
         on(two)
@@ -146,9 +131,7 @@ class TestCapture:
     def test_a_wait_after_it_is_for_the_device(self, on, capturing, monkeypatch):
         order, waits = StreamOrder(torch.device("cpu")), []
         monkeypatch.setattr(torch.cuda, "synchronize", waits.append)
-        on(Stream(1))
-        with order.reading():
-            pass
+        on(Stream(1), order.reading)
         order.wait()
         assert waits == []
         capturing(True)
@@ -171,9 +154,7 @@ def trained(idle="lazy", steps=2, **options):
     emb = st.Embedding(10, 4, device="cpu", idle=idle, **options)
     optimizer = torch.optim.AdamW(emb.parameters())
     for _ in range(steps):
-        optimizer.zero_grad()
-        emb(IDS).sum().backward()
-        optimizer.step()
+        take_step(optimizer, emb(IDS).sum())
     emb.table._engine.takes_padding = True
     return emb, optimizer
 

@@ -10,8 +10,8 @@ from typing import Any
 import hypothesis.strategies as some
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from machines import run_machine
 from test_merge import CASES, World, files_of
 
 import speedtransfer as st
@@ -143,27 +143,11 @@ class DeltaMachine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-MODERATE = settings(
-    max_examples=6,
-    stateful_step_count=8,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def run(profile: settings) -> None:
-    case = DeltaMachine.TestCase
-    case.settings = profile
-    case().runTest()
-
-
 def test_any_sequence() -> None:
-    run(MODERATE)
+    run_machine(DeltaMachine, max_examples=6, stateful_step_count=8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_long_sequence() -> None:
-    run(settings(MODERATE, max_examples=200, stateful_step_count=20, derandomize=False))
+    run_machine(DeltaMachine, max_examples=200, stateful_step_count=20, derandomize=False)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from in_child import FORKS, in_child, plain
 from torch import Tensor, nn
 
@@ -51,10 +52,7 @@ class Training:
         self.model.state_dict(keep_vars=True)
 
     def step(self, ids: Tensor) -> None:
-        self.opt.zero_grad()
-        self.emb(ids).sin().sum().backward()
-        self.opt.step()
-        self.opt.zero_grad()
+        take_step(self.opt, self.emb(ids).sin().sum())
 
     def stored(self) -> list[Tensor]:
         table = self.emb.table
@@ -272,9 +270,7 @@ def test_a_weight_in_shared_memory(taken: bool) -> None:
         emb.weight.data = weight
     opt = torch.optim.AdamW(emb.parameters(), lr=0.05)
     for ids in (EVERY, EVERY[:5]):
-        emb(ids).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(ids).sum())
     before = weight.clone()
     got = in_child(lambda: plain(emb.weight + 0))
     assert torch.equal(weight, before)
@@ -289,9 +285,7 @@ def test_ids_that_the_parent_forgets(tmp_path: Path) -> None:
     emb = st.Embedding(8, DIM, memory="mmap", path=tmp_path / "t.npy", vocabulary=words)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.1)
     for some in (ids, ids[:2]):
-        emb(some).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(some).sum())
     emb.eval()
     got = in_child(lambda: plain([emb(ids), emb.state_dict()]))
     torch.testing.assert_close(got, plain([emb(ids), emb.state_dict()]), rtol=0, atol=0)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 import safetensors.torch
 import torch
-from cases import refused
+from cases import refused, take_step
 from forked import run_script
 from lazy_oracle import squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, some
@@ -60,9 +60,7 @@ def train(emb: st.Embedding, opt: torch.optim.Optimizer, reach: int, steps: int 
         ids = torch.randint(0, reach - 1, (4,), generator=generator)
         if step == 0:
             ids[0] = reach - 1
-        opt.zero_grad()
-        squared_loss(emb(ids), torch.randn(4, DIM, generator=generator)).backward()
-        opt.step()
+        take_step(opt, squared_loss(emb(ids), torch.randn(4, DIM, generator=generator)))
 
 
 def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> None:
@@ -74,14 +72,9 @@ def assert_grows(make: Make, case: OptimizerCase, idle: str, **options: Any) -> 
         for emb, opt in zip((grown, whole), opts, strict=True):
             train(emb, opt, size)
     for emb, opt in zip((grown, whole), opts, strict=True):
-        opt.zero_grad()
-        emb.weight.sum().backward()
-        opt.step()
+        take_step(opt, emb.weight.sum())
     assert torch.equal(grown.weight, whole.weight)
-    states = [opt.state_dict()["state"].get(0, {}) for opt in opts]
-    assert states[0].keys() == states[1].keys()
-    for key, value in states[1].items():
-        assert torch.equal(torch.as_tensor(states[0][key]), torch.as_tensor(value)), key
+    torch.testing.assert_close(*(opt.state_dict()["state"].get(0, {}) for opt in opts), rtol=0, atol=0)
 
 
 @pytest.mark.sweep
@@ -148,8 +141,7 @@ def test_one_number_of_rows_everywhere(kind: Any, tmp_path: Path) -> None:
     models = [torch.nn.Sequential(emb), torch.nn.Sequential(kind(15, DIM))]
     opts = [torch.optim.Adam(model.parameters()) for model in models]
     emb.table.grow(15)
-    models[0](torch.tensor([[12]])).sum().backward()
-    opts[0].step()
+    take_step(opts[0], models[0](torch.tensor([[12]])).sum())
     assert emb.num_embeddings == len(emb.weight) == 15
     assert f"15, {DIM}" in repr(emb)
     before = emb.weight.detach().clone()
@@ -158,9 +150,7 @@ def test_one_number_of_rows_everywhere(kind: Any, tmp_path: Path) -> None:
     for model, opt in zip(models, opts, strict=True):
         st.load_checkpoint(tmp_path / "c", model, opt)
         assert torch.equal(model[0].weight.detach(), before)
-        opt.zero_grad()
-        model(torch.tensor([[12]])).sum().backward()
-        opt.step()
+        take_step(opt, model(torch.tensor([[12]])).sum())
     assert torch.equal(models[0][0].weight, models[1][0].weight)
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optimizer_cases import ALL, OptimizerCase
 
-from speedtransfer.idle import History, IdleStep, Rule, rule_for
+from speedtransfer.idle import History, IdleStep, Replay, Rule, rule_for
 from speedtransfer.idle import sums as sums_module
 from speedtransfer.idle.device_copy import DeviceCopy
 from speedtransfer.idle.rule import Scalars
@@ -62,8 +62,9 @@ def one_by_one(
     return rows
 
 
-def record(rule: Rule, steps: list[IdleStep], dtype: torch.dtype) -> History:
-    history = History(rule, dtype)
+def record(rule: Rule, steps: list[IdleStep], dtype: torch.dtype, now: int = 0) -> Any:
+    """Return what rows catch up by after these steps, the first of which is that after `now`."""
+    history = Replay(rule, now=now) if rule.coupled else History(rule, dtype, now=now)
     for step in steps:
         history.record(step)
     return history

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cpu_kernels import cpu_kernels
 from optimizer_cases import ALL, COUPLED, KINDS, OptimizerCase, case_named, some
+from test_idle_history import record
 from torch import Tensor
 
 from speedtransfer.idle import History, Replay, Rule, cuda_catch_up, rule_for
@@ -73,9 +74,7 @@ def test_missed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pyte
     rule, steps, rows = trained(case, dtype, 70, dim=7)
     if rule.coupled or None in steps:
         pytest.skip("no sums: see the steps that are replayed")
-    history = History(rule, dtype, now=30)
-    for step in steps:
-        history.record(step)
+    history = record(rule, steps, dtype, 30)
     last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
     last[:3] = torch.tensor([[100], [30], [99]])
     expected, by_torch = copied(rows), copied(rows)
@@ -83,8 +82,7 @@ def test_missed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pyte
     with monkeypatch.context() as patch:
         patch.setattr("speedtransfer.idle.missed._take_compiled", lambda *rows: False)
         history.catch_up(by_torch, last)
-    for name, values in expected.items():
-        assert torch.equal(by_torch[name], values), name
+    torch.testing.assert_close(by_torch, expected, rtol=0, atol=0)
     for shape in LAUNCHES:
         found = copied(rows)
         launch(rule, history, found, last, shape=shape)
@@ -114,9 +112,7 @@ def step_by_step(rule: Rule, history: History, rows: dict[str, Tensor], last: Te
 @pytest.mark.parametrize("case", COUPLED, ids=str)
 def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, steps, rows = trained(case, dtype, 70, dim={torch.float32: 65, torch.float64: 16}.get(dtype, 5))
-    replay = Replay(rule, now=30)
-    for step in steps:
-        replay.record(step)
+    replay = record(rule, steps, dtype, 30)
     last = torch.randint(30, 101, (50, 1), dtype=torch.int32)
     last[:2] = torch.tensor([[100], [30]])
     expected, by_torch = copied(rows), copied(rows)
@@ -143,9 +139,7 @@ def test_replayed_steps(case: OptimizerCase, dtype: torch.dtype, monkeypatch: py
 def test_rows_that_exist_in_no_table(case: OptimizerCase) -> None:
     """They are zeros that were never touched, at the end of a batch that was padded."""
     rule, steps, rows = trained(case, torch.float32, 5, dim=4)
-    history = Replay(rule, now=9) if rule.coupled else History(rule, torch.float32, now=9)
-    for step in steps:
-        history.record(step)
+    history = record(rule, steps, torch.float32, 9)
     rows = {name: torch.zeros(6, 4) for name in rows}
     for last in ([0] * 6, [-1, -(2**31), 8, 14, 15, 2**31 - 1]):
         found, steps_of_rows = copied(rows), torch.tensor(last, dtype=torch.int32)[:, None]
@@ -165,12 +159,7 @@ UNSURE = [case_named(name) for name in ("sgd-momentum-weight-decay", "adamw", "a
 def test_a_step_of_which_only_the_device_knows_whether_it_was_made(case: OptimizerCase, made: bool) -> None:
     dtype = torch.float32
     rule, steps, rows = trained(case, dtype, 40, dim=3)
-    new = (lambda: Replay(rule, now=30)) if rule.coupled else (lambda: History(rule, dtype, now=30))
-    before, after = new(), new()
-    for step in steps:
-        after.record(step)
-    for step in steps[:-1]:
-        before.record(step)
+    before, after = record(rule, steps[:-1], dtype, 30), record(rule, steps, dtype, 30)
     last = torch.randint(30, 70 + made, (50, 1), dtype=torch.int32)
     last[:2] = torch.tensor([[69], [69 + made]])
     expected, found = copied(rows), copied(rows)
@@ -180,5 +169,4 @@ def test_a_step_of_which_only_the_device_knows_whether_it_was_made(case: Optimiz
         before.now += 1  # the unsure step is the last of those that it is given
     unsure = SimpleNamespace(step=steps[-1], skipped=torch.tensor([int(not made)], dtype=torch.int32))
     launch(rule, before, found, last, unsure)
-    for name, values in expected.items():
-        torch.testing.assert_close(found[name], values, rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    torch.testing.assert_close(found, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])

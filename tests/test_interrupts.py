@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import tempfile
-import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from cases import elsewhere
 from interrupt import Interrupt, alone, sweep  # noqa: F401 - a fixture
 from torch import Tensor, nn
 
@@ -108,11 +108,8 @@ class World:
 
     def is_free(self) -> bool:
         """Tell whether another thread gets the lock of the rows."""
-        got, lock = [], self.emb._handle.rows.lock
-        thread = threading.Thread(target=lambda: got.append(lock.acquire(timeout=0.2) and (lock.release() or True)))
-        thread.start()
-        thread.join()
-        return got == [True]
+        lock = self.emb._handle.rows.lock
+        return elsewhere(lambda: lock.acquire(timeout=0.2) and (lock.release() or True))
 
 
 # --- kinds: tables, and how they are trained ------------------------------------------------------------------------------

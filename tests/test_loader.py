@@ -4,6 +4,7 @@ import traceback
 
 import pytest
 import torch
+from cases import take_step
 from torch.utils.data import DataLoader, TensorDataset
 
 import speedtransfer as st
@@ -71,9 +72,7 @@ def trained(ahead: bool, make, drops) -> torch.Tensor:
         loader = make()
         for number, ids in enumerate(st.prefetch(loader, lambda ids: {emb: ids}) if ahead else loader):
             rate = 0.5 if drops(epoch, number) else 0.0
-            torch.nn.functional.dropout(emb(ids), rate).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            take_step(optimizer, torch.nn.functional.dropout(emb(ids), rate).sum())
             if epoch == 1 and number == 2:
                 break
     return torch.cat([emb.weight.detach().flatten(), torch.rand(1)])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from in_child import forks, in_child
 from refusals import Refusal, refusals
 from torch import Tensor, nn
@@ -55,10 +56,8 @@ def trained(run: Any, model: nn.Module, batches: list[Any]) -> list[Tensor]:
     torch.manual_seed(5)
     found = []
     for batch in batches:
-        opt.zero_grad()
         parts = leaves(run(*batch))
-        sum(part.square().sum() * (n + 1) for n, part in enumerate(parts)).backward()
-        opt.step()
+        take_step(opt, sum(part.square().sum() * (n + 1) for n, part in enumerate(parts)))
         found += [part.detach().clone() for part in parts]
     model.eval()
     with torch.no_grad():
@@ -217,8 +216,7 @@ def test_effects_are_not_repeated_by_checkpoints(where: str) -> None:
         found = trained(outer, model, [(ids,) for ids in drawn((4, 3), (5, 3), (6, 2), (5, 2))])
         return found, {name: value for name, value in model.state_dict().items() if "origin" not in name}
 
-    for one, other in zip(seen(True), seen(False), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(seen(True), seen(False), rtol=1e-12, atol=1e-14)
 
 
 # --- programs -----------------------------------------------------------------------------------------------------------
@@ -304,9 +302,7 @@ def outcome(program: Case, run: Any, model: nn.Module) -> list[Any]:
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
 
     def step(loss: Tensor) -> None:
-        opt.zero_grad()
-        loss.backward()
-        opt.step()
+        take_step(opt, loss)
         seen.append(loss)
 
     seen: list[Any] = []

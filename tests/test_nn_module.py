@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from forked import run_script
 from lazy_oracle import both
 from torch import nn
@@ -66,21 +67,6 @@ def test_messages_name_the_module(tmp_path: Any) -> None:
         nn.utils.parametrize.register_parametrization(st.Embedding(6, 3), "weight", nn.Identity()).activate([1])
 
 
-# --- sparse gradients; the rest is among weight_cases.py ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_half_precision_adds_up_as_torch_does(dtype: torch.dtype, mode: str) -> None:
-    """Where each addition rounds, the order of a sum shows."""
-    ours, theirs = both(10, 4, sparse=True, kind="EmbeddingBag", dtype=dtype, mode=mode)
-    ids = torch.randint(10, (40, 30), generator=torch.Generator().manual_seed(0))
-    grad = torch.rand(40, 4, generator=torch.Generator().manual_seed(1)).to(dtype)
-    for emb in (ours, theirs):
-        emb(ids).backward(grad)
-    assert torch.equal(ours.weight.grad.to_dense(), theirs.weight.grad.to_dense())
-
-
 # --- summary: the tables of a model, what they take and who trains them ---------------------------------------------------
 
 ROWS = torch.tensor([1, 2, 3])
@@ -130,8 +116,7 @@ def test_owners(model: nn.ModuleDict) -> None:
 
 def test_without_an_optimizer_the_last_one_is_named(model: nn.ModuleDict) -> None:
     opt = torch.optim.AdamW(model.parameters())
-    model["users"](ROWS).sum().backward()
-    opt.step()
+    take_step(opt, model["users"](ROWS).sum())
     users, bags = st.summary(model).tables
     assert (users.optimizer, bags.optimizer) == ("AdamW group 0", "")
     assert set(users.planes) > {"weight", "exp_avg", "exp_avg_sq"}
@@ -145,24 +130,21 @@ def test_idle_rows_are_those_in_force(optimizer, sparse, idle) -> None:
     emb = st.Embedding(50, 4, sparse=sparse)
     opt = optimizer(emb.parameters())
     assert st.summary(emb, opt).tables[0].idle == "auto"
-    emb(ROWS).sum().backward()
-    opt.step()
+    take_step(opt, emb(ROWS).sum())
     assert st.summary(emb, opt).tables[0].idle == idle
 
 
 def test_a_weight_of_another_name_is_pickled() -> None:
     emb = st.Embedding(10, 4)
     nn.utils.spectral_norm(emb)
-    emb(ROWS).sum().backward()
-    torch.optim.Adam(emb.parameters()).step()
+    take_step(torch.optim.Adam(emb.parameters()), emb(ROWS).sum())
     emb.weight = emb.weight.detach()
     for again in (pickle.loads(pickle.dumps(emb)), copy.deepcopy(emb)):
         assert [name for name, _ in again.named_parameters()] == ["weight_orig"]
         assert torch.equal(again.weight_orig, emb.weight_orig)
         assert torch.equal(again.eval()(ROWS), emb.eval()(ROWS))
         before = again.weight_orig.detach().clone()
-        again.train()(ROWS).sum().backward()
-        torch.optim.SGD(again.parameters(), 0.1).step()
+        take_step(torch.optim.SGD(again.parameters(), 0.1), again.train()(ROWS).sum())
         assert not torch.equal(again.weight_orig, before)
 
 

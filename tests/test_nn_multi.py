@@ -74,14 +74,12 @@ FORMS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("named", [False, True])
 def test_first_values_and_state_dicts_both_ways(named: bool) -> None:
     ours, theirs = multi(named), dense(named)
-    assert ours.state_dict().keys() == theirs.state_dict().keys()
-    for key, value in theirs.state_dict().items():
-        assert torch.equal(ours.state_dict()[key], value), key
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     again = nn.ModuleDict({"emb": multi(named, seed=2)})
     assert str(again.load_state_dict(nn.ModuleDict({"emb": theirs}).state_dict())) == "<All keys matched successfully>"
     other = dense(named, seed=1)
     other.load_state_dict(again["emb"].state_dict())
-    assert all(torch.equal(other.state_dict()[key], value) for key, value in theirs.state_dict().items())
+    torch.testing.assert_close(other.state_dict(), theirs.state_dict(), rtol=0, atol=0)
 
 
 def test_first_values_beyond_a_chunk() -> None:
@@ -165,7 +163,7 @@ def test_from_modules_of_torch(named: bool) -> None:
     assert ours.named is named
     shown = repr(list(ours.values())).replace("Feature", "Embedding")
     assert shown == repr(list(theirs.values() if named else theirs))
-    assert all(torch.equal(ours.state_dict()[key], value) for key, value in theirs.state_dict().items())
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
     assert ours.weight.data_ptr() != next(theirs.parameters()).data_ptr()
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -110,8 +111,7 @@ def named(found: Any) -> dict[str, Tensor]:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    for name in FEATURES:
-        assert torch.equal(found[name], wanted[name]), name
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -204,12 +204,10 @@ def test_weights(given: str) -> None:
     else:
         found = ours(FORMS["pairs"](bags), weights if given != "a list" else [weights[name] for name in FEATURES])
     found, wanted = named(found), dense(bags, weights, ours.modes)
-    for name in FEATURES:
-        torch.testing.assert_close(found[name], wanted[name], rtol=0, atol=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
     some = [*weights.values()]
     grads = [torch.autograd.grad(loss_of(each), some) for each in (found, wanted)]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("options", [{}, {"cache_rows": 4}, {"max_norm": 1.0}, {"mode": "sum"}], ids=str)
@@ -224,9 +222,7 @@ def test_trains_as_torch(options: dict[str, Any]) -> None:
             ticket = ours.prefetch(keyed(bags))
         outs = ours(ticket or FORMS["nested"](bags)), dense(bags, modes=ours.modes)
         for found, opt in zip(outs, opts, strict=True):
-            opt.zero_grad()
-            loss_of([part for name, part in found.items() if step % 4 != 2 or FEATURES[name] != "user"]).backward()
-            opt.step()
+            take_step(opt, loss_of([part for name, part in found.items() if step % 4 != 2 or FEATURES[name] != "user"]))
     for name, module in dense.items():
         torch.testing.assert_close(ours[name].weight.detach(), module.weight.detach(), rtol=0, atol=1e-12)
 
@@ -258,9 +254,7 @@ def test_a_vocabulary() -> None:
     far = {name: [bag * 10**9 for bag in each] for name, each in bags.items()}
     opt = ADAMW(ours.parameters())
     for _ in range(3):
-        loss_of(ours(keyed(far))).backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, loss_of(ours(keyed(far))))
     dense = Dense(padding_idx=dict.fromkeys(SIZES))
     for name, table in dense.items():
         known = torch.arange(SIZES[name])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from torch import Tensor, nn
 
 import speedtransfer as st
@@ -57,12 +58,6 @@ def ids_of(step: int) -> dict[str, Tensor]:
 def loss_of(rows: dict[str, Tensor], features: str) -> Any:
     some = [NAMES[f] for f in features]
     return sum(((rows[n] - 0.3).square() * torch.arange(4)).sum() * len(n) for n in some if n in rows)
-
-
-def step_of(opt: Any, loss: Any) -> None:
-    loss.backward()
-    opt.step()
-    opt.zero_grad()
 
 
 def train(embs: Any, opt: Any, steps: Any, together: bool = False, before: Any = lambda embs, step: None) -> None:
@@ -187,7 +182,7 @@ def test_the_vocabulary_does_what_it_says(about: str, form: str) -> None:
             wanted = one(keys) if form in ("list", "names", "ticket") else torch.stack([*map(one, keys)])
         assert torch.equal(found, wanted)
         for rows, opt in ((found, opts[0]), (wanted, opts[1])):
-            step_of(opt, (rows * torch.arange(4)).square().sum())
+            take_step(opt, (rows * torch.arange(4)).square().sum())
     assert ours.vocabulary.stats() == one.vocabulary.stats()
     assert all(torch.equal(a, b) for a, b in zip(ours.vocabulary.export(), one.vocabulary.export(), strict=True))
     with torch.no_grad():
@@ -231,7 +226,7 @@ def test_ids_are_any_integers_and_padding_is_one_row() -> None:
         assert not rows["user"][0].any()
         assert not rows["hour"][0].any()
         assert rows["item"].any()
-        step_of(opt, sum(part.sum() for part in rows.values()))
+        take_step(opt, sum(part.sum() for part in rows.values()))
     assert emb.vocabulary.rows(emb.vocabulary_ids("user", [-4])).tolist() == [1]
     numbers, ids = emb.feature_ids(emb.vocabulary_ids("hour", [0, 5]))
     assert (numbers.tolist(), ids.tolist()) == ([-1, 2], [0, 5])

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import take_step
 from refusals import Refusal, check_refused, refusals
 from torch import Tensor, nn
 
@@ -48,9 +49,7 @@ def values(emb: nn.Module) -> Tensor:
 def train(emb: nn.Module, steps: int = 5, kind: type = torch.optim.AdamW, **options) -> torch.optim.Optimizer:
     opt = kind(emb.parameters(), lr=0.01, **options)
     for step in range(steps):
-        opt.zero_grad()
-        (emb((IDS + step) % 12) * torch.linspace(-1, 2, emb.embedding_dim)).square().sum().backward()
-        opt.step()
+        take_step(opt, (emb((IDS + step) % 12) * torch.linspace(-1, 2, emb.embedding_dim)).square().sum())
     return opt
 
 
@@ -195,9 +194,7 @@ def test_bytes_held_and_moved_are_those_of_the_small_form(
     assert emb.table.nbytes == 100 * weight_bytes
     for _ in range(2):
         emb.table.reset_stats()
-        emb(torch.tensor([1, 5, 1, 7])).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(torch.tensor([1, 5, 1, 7])).sum())
     assert emb.table.nbytes == 100 * (weight_bytes + state_bytes)
     stats = emb.table.stats()
     assert stats.gathered_bytes == stats.scattered_bytes == 3 * (weight_bytes + state_bytes)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COPIES
+from cases import COPIES, take_step
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -88,9 +88,7 @@ THEN: dict[str, Callable[[nn.Module], nn.Module]] = {
 def trained(model: nn.Module, steps: int = 2) -> torch.Tensor:
     opt = torch.optim.AdamW(model.parameters(), lr=0.1)
     for _ in range(steps):
-        opt.zero_grad()
-        model(IDS).square().sum().backward()
-        opt.step()
+        take_step(opt, model(IDS).square().sum())
     return model(IDS).detach()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import COPIES
+from cases import COPIES, take_step
 from torch import Tensor, nn
 
 import speedtransfer
@@ -99,10 +99,8 @@ def test_subclasses_ties_hooks_lists_and_optimizers_made_before_go_on_to_work(wh
             assert replace_embeddings(ours, idle="exact") == (["words"] if when.endswith("steps") else [])
         losses = []
         for model, opt in zip((ours, dense), opts, strict=True):
-            opt.zero_grad()
             losses.append(model(ids))
-            losses[-1].backward()
-            opt.step()
+            take_step(opt, losses[-1])
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     assert isinstance(ours.words, speedtransfer.Embedding)
     assert isinstance(ours.words, Scaled)
@@ -200,11 +198,8 @@ def bound(kind: Any, replaced: bool = False, sparse: bool = False, hooks: bool =
         replace_embeddings(model)
     losses[0].backward()
     loss(3).backward()
-    losses[1].backward()
-    opt.step()
-    opt.zero_grad()
-    loss(2).backward()
-    opt.step()
+    take_step(opt, losses[1])
+    take_step(opt, loss(2))
     return model[0].weight.detach().clone(), seen
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,9 +128,8 @@ def test_what_happens_between_lookups_shows(what: str) -> None:
         given = ids.clone()
         model.stepper = torch.optim.AdamW(model.parameters(), lr=0.1)
         for batch in given[:2]:
-            model.stepper.zero_grad()
-            sum(model[number](part).pow(2).sum() for number, part in enumerate(batch.unbind(1))).backward()
-            model.stepper.step()
+            rows = [model[number](part) for number, part in enumerate(batch.unbind(1))]
+            take_step(model.stepper, sum(part.pow(2).sum() for part in rows))
         model[0](given[2, :, 0])
         BETWEEN[what](model, given[2])
         found = model[1](given[2, :, 1])
@@ -215,9 +215,7 @@ def test_fused_models_train_as_before() -> None:
     for _ in range(5):
         ids = torch.randint(0, 40, (16, 3), generator=draw)
         for model, stepper in zip(models, steppers, strict=True):
-            stepper.zero_grad()
-            model(ids).pow(2).mean().backward()
-            stepper.step()
+            take_step(stepper, model(ids).pow(2).mean())
     same(models[0].state_dict(), {name: values.clone() for name, values in models[1].state_dict().items()})
     same(before.detach().clone(), models[0].many[1].weight.detach())
     assert "many (3 features)" in str(st.summary(models[1]))

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import Twins, exact, squared_loss, start_value, tensors_in
 from optimizer_cases import CASES, ONCE, REFUSED, OptimizerCase, case_named, some
 from sweep_optimizers import DIFFERS, FAILS, outcome
@@ -52,9 +53,7 @@ def test_the_numbers_are_those_written_here() -> None:
     emb = st.Embedding.from_pretrained(torch.zeros(4, 1), freeze=False, idle="lazy")
     opt = torch.optim.SGD([emb.weight], lr=1.0, momentum=0.5)
     for ids in ([0, 1, 1], [1, 3]):
-        opt.zero_grad()
-        emb(torch.tensor(ids)).sum().backward()
-        opt.step()
+        take_step(opt, emb(torch.tensor(ids)).sum())
     assert emb.table.torch().flatten().tolist() == [-1.0, -2.0 - (0.5 * 2 + 1), 0.0, -1.0]
     assert opt.state[emb.weight]["momentum_buffer"].flatten().tolist() == [1.0, 2.0, 0.0, 1.0]
 
@@ -248,9 +247,7 @@ def test_a_state_dict_after_a_step_takes_no_memory_for_rows_without_state() -> N
     emb = st.Embedding(400_000, 64)
     opt = torch.optim.Adam(emb.parameters())
     for ids in (torch.arange(64), torch.arange(3)):
-        emb(ids).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(ids).sum())
     before = rss()
     state = opt.state_dict()["state"][0]
     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (400_000, 64)

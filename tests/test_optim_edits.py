@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import saved
+from cases import saved, take_step
 from lazy_oracle import Twins, exact
 from optimizer_cases import BASE, COUPLED, FUSED, OptimizerCase, case_named, some
 from torch import Tensor, nn, optim
@@ -98,9 +98,7 @@ def train(module: Any, optimizer: Any, steps: int, edits: dict[int, State] | Non
         ids += [5, 6, 7] if step == 0 else []
         ids += [6] if step % 7 == 3 else []
         slope = torch.randn(len(ids), 2, generator=draw, dtype=torch.float64) * 1e-3
-        optimizer.zero_grad()
-        (module(torch.tensor(ids)) * slope).sum().backward()
-        optimizer.step()
+        take_step(optimizer, (module(torch.tensor(ids)) * slope).sum())
 
 
 # How far the rows went, and the state of the optimizer; or the error.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import concurrently, take_step
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.nn.utils import parametrizations
@@ -74,9 +74,7 @@ def train(kind: Any, loss_of: Callable[[Any], Tensor], hook: bool = False, **opt
     if hook:
         emb.weight.register_hook(lambda grad: grad * 0.5)
     for _ in range(3):
-        opt.zero_grad()
-        loss_of(emb).backward()
-        opt.step()
+        take_step(opt, loss_of(emb))
     return emb.weight.detach().clone()
 
 
@@ -247,11 +245,10 @@ def dense_of(grad):
 
 @pytest.mark.parametrize("index", [[5, 2, 2, 5, 2], [1], [*range(NUM_ROWS), 3, 3, 0], [-1, 2, 40]], ids=str)
 def test_reads_as_the_dense_one(index):
-    for name, read in READS.items():
-        grad, dense = padded_gradient(index)
-        torch.testing.assert_close(
-            read(grad), read(dense), equal_nan=True, msg=lambda text, name=name: f"{name}: {text}"
-        )
+    pairs = {name: padded_gradient(index) for name in READS}
+    ours, theirs = ({name: read(pairs[name][i]) for name, read in READS.items()} for i in (0, 1))
+    torch.testing.assert_close(ours, theirs, equal_nan=True)
+    for grad, dense in pairs.values():
         torch.testing.assert_close(grad.to_dense(), dense)
 
 
@@ -259,15 +256,11 @@ def test_backwards_of_several_threads_are_added():
     emb, rounds = st.Embedding(50, 8, idle="lazy"), 200
     ids = torch.arange(50)
 
-    def run():
+    def run(_):
         for _ in range(rounds):
             emb(ids).sum().backward()
 
-    threads = [threading.Thread(target=run) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    concurrently(run, range(4))
     assert emb.weight.grad.to_dense().eq(4 * rounds).all()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import LazyOracle, exact, skewed_batches, squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase, case_named, warmup_and_cosine
 from torch import nn
@@ -93,9 +94,7 @@ def left(keep: list[Any], **options: Any) -> Any:
     emb = st.Embedding(12, 4, idle="exact", **options)
     opt = torch.optim.AdamW(emb.parameters(), lr=0.1, weight_decay=0.2)
     for step in range(5):
-        opt.zero_grad()
-        emb(torch.tensor([step, 2 * step])).sum().backward()
-        opt.step()
+        take_step(opt, emb(torch.tensor([step, 2 * step])).sum())
     keep.append(opt)
     return emb
 
@@ -126,9 +125,7 @@ class OfSomebody(torch.optim.SGD):
 
 def train(module: Any, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
     for ids, target in skewed_batches(12, module.embedding_dim, steps):
-        optimizer.zero_grad()
-        squared_loss(module(ids), target).backward()
-        optimizer.step()
+        take_step(optimizer, squared_loss(module(ids), target))
 
 
 def test_an_unknown_optimizer_is_lazy_with_one_warning() -> None:

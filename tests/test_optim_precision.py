@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import LAZY
 from optimizer_cases import BASE, OptimizerCase, some
 from torch import Tensor, nn
@@ -40,9 +41,7 @@ def test_updates_far_below_a_step_of_the_form_add_up() -> None:
             emb = speedtransfer.Embedding.from_pretrained(ones, freeze=False, storage_dtype=dtype)
         opt = torch.optim.SGD(emb.parameters(), lr=2e-4)
         for _ in range(300):
-            opt.zero_grad()
-            (0.5 * (emb(torch.arange(8)) - target.to(emb.weight.dtype)).square().sum()).backward()
-            opt.step()
+            take_step(opt, 0.5 * (emb(torch.arange(8)) - target.to(emb.weight.dtype)).square().sum())
         found.append(float(emb.state_dict()["weight"].float().mean()))
     expected = 1.5 - 0.5 * (1 - 2e-4) ** 300  # 1e-4 a step, of which bfloat16's at 1 is 75 times as large
     assert found == [1.0, *(pytest.approx(expected, abs=wide) for wide in (0.005, 0.01, 0.02, 0.02))]
@@ -55,9 +54,7 @@ def test_the_second_moment_decays_in_8_bits() -> None:
     opt = torch.optim.Adam(emb.parameters(), lr=0.0)
     scale = torch.linspace(0.1, 1, 128)
     for step in range(350):
-        opt.zero_grad()
-        (emb(torch.arange(4)) * scale).sum().mul(1.0 if step < 100 else 0.1).backward()
-        opt.step()
+        take_step(opt, (emb(torch.arange(4)) * scale).sum().mul(1.0 if step < 100 else 0.1))
     found = opt.state_dict()["state"][0]["exp_avg_sq"]
     v = torch.zeros(128)
     for step in range(350):
@@ -81,9 +78,7 @@ def trained(seed: int = 3, flipped: bool = False, **options: Any) -> tuple[Any, 
 
 
 def step(emb: Any, opt: torch.optim.Optimizer, ids: Tensor) -> None:
-    opt.zero_grad()
-    emb(ids).square().sum().backward()
-    opt.step()
+    take_step(opt, emb(ids).square().sum())
 
 
 def from_checkpoint(
@@ -163,9 +158,7 @@ def test_small_steps_of_idle_rows_in_half_precision() -> None:
         module.weight.data.fill_(1.0)
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, weight_decay=0.01)
         for _ in range(1000):
-            optimizer.zero_grad()
-            (module(torch.tensor([0])) * 0).sum().backward()
-            optimizer.step()
+            take_step(optimizer, (module(torch.tensor([0])) * 0).sum())
         return [round(value, 3) for value in module.weight[:, 0].tolist()]
 
     assert train(nn.Embedding(2, 1)) == [0.368, 0.368]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import Twins, sparse, squared_loss
 from third_party import REFUSED_SPARSE, TAKERS, RowOptimizer, SingleSparse
 from torch import nn
@@ -60,9 +61,7 @@ def test_an_optimizer_that_refuses_sparse_gradients_gets_dense_ones(make: Callab
     others = [Twins(make, dim=6, size=12, idle="exact", sparse=is_sparse) for is_sparse in (True, False)]
     for ids, target in pair.batches(10):
         for other in others:
-            other.opt.zero_grad()
-            squared_loss(other.ours(ids), target).backward()
-            other.opt.step()
+            take_step(other.opt, squared_loss(other.ours(ids), target))
     assert torch.equal(*(other.ours.table.torch() for other in others))
 
 

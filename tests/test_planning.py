@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
-import sys
 
 import pytest
 import torch
@@ -12,7 +12,6 @@ from refusals import check_refused, refusals
 from torch import nn
 
 import speedtransfer as st
-from speedtransfer.cli import main
 from speedtransfer.errors import InvalidTypeError, StorageError
 from speedtransfer.planning import planner, this_machine
 from speedtransfer.planning.hosts import CALL_S, LINKS
@@ -269,18 +268,11 @@ SIZES = ["--rows", "1e6", "--dim", "64", "--ranks", "4", "--lookups", "65536"]
 
 
 @pytest.fixture
-def run(monkeypatch, capfd):
+def run(run, monkeypatch):
     # What this machine copies in a second is no matter here; test_planning_machines.py measures it.
     monkeypatch.setattr(this_machine, "COPY_BYTES", 1 << 20)
     monkeypatch.setattr(this_machine, "_BUDGET_S", 0.01)
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["speedtransfer", "plan", *arguments])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        return int(stop.value.code or 0), *capfd.readouterr()
-
-    return run
+    return functools.partial(run, "plan")
 
 
 def lines(text: str) -> dict[str, list[str]]:

@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cases import take_step
 from optimizer_cases import BASE, some
 from refusals import check_refused, refusals
+from test_planning import gpu
 
 import speedtransfer as st
 from speedtransfer.benchmark.memory import in_process
@@ -40,18 +42,7 @@ from speedtransfer.planning.workload import make_workload
 from speedtransfer.ranks.zipf import draw_ids, expected_cached, expected_unique
 
 COUNTED = Path(__file__).resolve().parents[1] / "bench" / "launches.json"
-GPU = Machine(
-    "gpu",
-    device="GPU",
-    device_bytes=80e9,
-    device_bytes_per_s=2e12,
-    link_up_bytes_per_s=50e9,
-    link_down_bytes_per_s=40e9,
-    host_bytes=500e9,
-    host_bytes_per_s=200e9,
-    disk_bytes=1e12,
-    disk_bytes_per_s=1e9,
-)
+GPU = replace(gpu(disk=1e12), link_down_bytes_per_s=40e9, disk_bytes_per_s=1e9)
 
 
 def workload(rows=1_000_000, dim=128, optimizer="AdamW", idle="lazy", **given):
@@ -277,9 +268,7 @@ def trained(optimizer, dim, steps, sparse=False, **options):
     for _ in range(steps):
         emb.table.reset_stats()
         ids = torch.randint(0, ROWS, (300,), generator=draw)
-        emb(ids).square().sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(ids).square().sum())
     stats = emb.table.stats()
     return emb.table, len(ids.unique()), StepBytes(stats.gathered_bytes, stats.scattered_bytes)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import Twins, exact, start_value, tensors_in
 from optimizer_cases import ALL, BASE, COUPLED, OptimizerCase, case_named, some
 
@@ -35,15 +36,11 @@ def trained(idle: str, kind: str, steps: int = 6) -> tuple[st.Embedding, torch.o
 
 def train(emb: st.Embedding, opt: torch.optim.Optimizer, batches: list[torch.Tensor]) -> None:
     for ids in batches:
-        opt.zero_grad()
-        emb(ids).pow(2).sum().backward()
-        opt.step()
+        take_step(opt, emb(ids).pow(2).sum())
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, values in one.items():
-        assert torch.equal(values, other[name]), name
+    torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)

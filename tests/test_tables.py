@@ -21,23 +21,7 @@ from speedtransfer.errors import RowIndexError, StorageError
 from speedtransfer.tables import unique_rows
 
 
-class OnCpu(TableContract):
-    """Tables of one memory whose compute device is the CPU."""
-
-    memory: str
-    kind = st.Table
-
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return self.kind(num_rows, dim, dtype, self.memory, device=self.device, **kwargs)
-
-    def from_array(self, array, **kwargs):
-        return self.kind.from_array(array, self.memory, device=self.device, **kwargs)
-
-    def load(self, path, **kwargs):
-        return self.kind.load(path, self.memory, device=self.device, **kwargs)
-
-
-class TestPageable(OnCpu):
+class TestPageable(TableContract):
     memory = "pageable"
 
     def test_a_new_plane_is_no_change_and_its_changes_count_when_it_is_gone(self):
@@ -53,28 +37,18 @@ class TestPageable(OnCpu):
 
 
 @pytest.mark.sweep
-class TestPageableRecords(OnCpu):
+class TestPageableRecords(TableContract):
     memory, kind = "pageable", TableOfRecords
 
 
 @pytest.mark.sweep
-class TestDevice(OnCpu):
+class TestDevice(TableContract):
     memory = "device"
 
 
-class OnDisk(OnCpu):
+class OnDisk(TableContract):
     memory = "mmap"
-    suffix: str
     added_plane = "'m'"
-
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return super().make(num_rows, dim, dtype, **{"path": self.new_path(self.suffix), **kwargs})
-
-    def from_array(self, array, **kwargs):
-        return super().from_array(array, **{"path": self.new_path(self.suffix), **kwargs})
-
-    def load(self, path, **kwargs):
-        return super().load(path, **{"writable": True, **kwargs})
 
     def test_an_existing_path_is_not_overwritten(self):
         path = self.new_path(self.suffix)
@@ -129,12 +103,12 @@ class TestMmapNpy(OnDisk):
 
 @pytest.mark.sweep
 class TestMmapSafetensors(OnDisk):
-    suffix = ".safetensors"
+    pass
 
 
 @pytest.mark.sweep
 class TestMmapRecords(OnDisk):
-    suffix, kind, added_plane = ".safetensors", TableOfRecords, "'m, beside m'"
+    kind, added_plane = TableOfRecords, "'m, beside m'"
 
 
 def test_a_killed_process_leaves_its_rows_and_nothing_else(tmp_path):

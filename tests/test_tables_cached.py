@@ -10,13 +10,12 @@ import sys
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, refused
-from hypothesis import settings
+from cases import assert_same_bits, refused, take_step
 from hypothesis import strategies as some
 from hypothesis.stateful import initialize, rule
 from refusals import check_refused, refusals
 from table_cases import GatherCases, PlaneCases, ScatterCases
-from ticket_machine import CONFIGS, MODERATE, ROW, WRITES, TicketMachine, run_machine, written
+from ticket_machine import CONFIGS, ROW, WRITES, TicketMachine, run_held, written
 from torch import nn
 
 import speedtransfer as st
@@ -40,14 +39,7 @@ class Synced(st.Table):
 class TestPageable(GatherCases, ScatterCases, PlaneCases):
     """The part of the contract that moves rows and planes; the others copy whole tables."""
 
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return Synced(num_rows, dim, dtype, "pageable", device=self.device, cache_rows=3, **kwargs)
-
-    def from_array(self, array, **kwargs):
-        return Synced.from_array(array, "pageable", device=self.device, cache_rows=3, **kwargs)
-
-    def load(self, path, **kwargs):
-        return Synced.load(path, "pageable", device=self.device, cache_rows=3, **kwargs)
+    memory, kind, options = "pageable", Synced, {"cache_rows": 3}
 
     def test_stats(self):
         table = self.make(10, 4)
@@ -139,13 +131,13 @@ class CachedMachine(TicketMachine):
 
 
 def test_any_sequence_of_calls_gives_the_same_bits(monkeypatch):
-    run_machine(CachedMachine, settings(MODERATE, max_examples=10), monkeypatch)
+    run_held(CachedMachine, monkeypatch, max_examples=10)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_any_long_sequence_of_calls(monkeypatch):
-    run_machine(CachedMachine, settings(MODERATE, max_examples=400, derandomize=False), monkeypatch)
+    run_held(CachedMachine, monkeypatch, max_examples=400, derandomize=False)
 
 
 # --- what others see ----------------------------------------------------------------------------------------------------
@@ -155,9 +147,7 @@ def trained(cache, **options):
     emb = make(cache, idle="lazy", **options)
     optimizer = torch.optim.AdamW(emb.parameters(), lr=0.1)
     for _ in range(6):
-        emb(torch.tensor([1, 2, 30])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(torch.tensor([1, 2, 30])).sum())
     return emb, optimizer
 
 
@@ -185,8 +175,7 @@ def test_arrays_over_the_memory_end_the_cache(look):
     for value in (1, 2):
         array[5] = value
         assert emb(torch.tensor([5])).eq(value).all()
-    emb(torch.tensor([5])).sum().backward()
-    optimizer.step()
+    take_step(optimizer, emb(torch.tensor([5])).sum())
     assert float(array[5, 0]) == float(emb.table.gather(5)[0]) != 2
     assert copy.deepcopy(emb).table.cache_rows == 10
 

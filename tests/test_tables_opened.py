@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cases import assert_same_bits, cuts_of, numbers, refused, write_file, write_parts
+from cases import assert_same_bits, cuts_of, numbers, refused, take_step, write_file, write_parts
 from forked import run_script
 from refusals import check_refused, refusals
 from safetensors import safe_open
@@ -41,7 +41,6 @@ class ReadOnly(GatherCases, ConvertCases):
 
     pads: tuple[int, ...] = (0,)
     parts = 4
-    options: dict = {}
 
     def filled(self, values, **kwargs):
         folder = self.new_path("")
@@ -381,8 +380,7 @@ def test_copies_of_an_opened_table_train(opened, tmp_path):
         error = (emb.weight.detach() - values).abs().amax()
         assert error <= (0 if stored == torch.float32 else 0.05)
         optimizer = torch.optim.SGD(emb.parameters(), lr=1.0)
-        emb(torch.tensor([[3, 299]])).sum().backward()
-        optimizer.step()
+        take_step(optimizer, emb(torch.tensor([[3, 299]])).sum())
         assert (emb.weight.detach() - values)[[3, 299]].abs().amin() > 0.3
     assert_same_bits(st.Embedding.from_pretrained(table).weight.detach(), values)
     assert state_of(folder) == before
@@ -391,8 +389,7 @@ def test_copies_of_an_opened_table_train(opened, tmp_path):
 def test_a_writable_table_is_trained_in_place():
     table = st.Table.from_array(torch.zeros(20, 4), "pageable", device="cpu")
     emb = st.Embedding.from_pretrained(table, freeze=False)
-    emb(torch.tensor([3])).sum().backward()
-    torch.optim.SGD(emb.parameters(), lr=1.0).step()
+    take_step(torch.optim.SGD(emb.parameters(), lr=1.0), emb(torch.tensor([3])).sum())
     assert table[[3]].eq(-1).all()
     with pytest.raises(InvalidValueError, match=r"is that of another module, .*; share its weight"):
         st.Embedding.from_pretrained(table)

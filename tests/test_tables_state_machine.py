@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from cases import HOST_MEMORIES, assert_same_bits, numbers
-from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, precondition, rule
+from machines import run_machine
 
 from speedtransfer import Table
 from speedtransfer.tables import chunks as fill
@@ -183,25 +183,9 @@ class TableMachine(RuleBasedStateMachine):
                 assert_same_bits(table.plane(name), torch.from_numpy(array))
 
 
-MODERATE = settings(
-    max_examples=8,
-    stateful_step_count=30,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
 def machine_in(memory, suffix, layout):
     name = f"TableIn{memory.title()}{(suffix or '').lstrip('.').title()}{layout.title()}"
     return type(name, (TableMachine,), {"memory": memory, "suffix": suffix, "layout": layout})
-
-
-def run(machine, profile):
-    case = machine.TestCase
-    case.settings = profile
-    case().runTest()
 
 
 KINDS = [*((*memory, "planes") for memory in HOST_MEMORIES), ("pageable", None, "rows"), ("mmap", ".npy", "rows")]
@@ -209,14 +193,12 @@ KINDS = [*((*memory, "planes") for memory in HOST_MEMORIES), ("pageable", None, 
 
 @pytest.mark.parametrize(("memory", "suffix", "layout"), KINDS)
 def test_any_sequence_of_calls(memory, suffix, layout):
-    run(machine_in(memory, suffix, layout), MODERATE)
+    run_machine(machine_in(memory, suffix, layout), max_examples=8, stateful_step_count=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("memory", "suffix", "layout"), KINDS)
 def test_any_sequence_of_calls_long(memory, suffix, layout):
-    run(
-        machine_in(memory, suffix, layout),
-        settings(MODERATE, max_examples=150, stateful_step_count=60, derandomize=False),
-    )
+    machine = machine_in(memory, suffix, layout)
+    run_machine(machine, max_examples=150, stateful_step_count=60, derandomize=False)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import elsewhere, midway
+from cases import elsewhere, midway, take_step
 from forked import run_script
 from in_child import forks, in_child, plain
 from torch import Tensor, nn
@@ -192,9 +192,7 @@ def test_what_is_done_elsewhere_in_the_middle_of_a_step_is_refused() -> None:
 
         midway(optimizer, disturb)
         found = emb.weight.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()
-        optimizer.zero_grad()
-        emb(torch.tensor([1])).sum().backward()
-        optimizer.step()
+        take_step(optimizer, emb(torch.tensor([1])).sum())
         assert emb.weight.isfinite().all()
         return found
 

@@ -12,10 +12,10 @@ import weakref
 
 import pytest
 import torch
-from hypothesis import settings
+from cases import take_step
 from in_child import forks, in_child
 from reading_ahead import LIMIT_S, held  # noqa: F401 - a fixture
-from ticket_machine import MODERATE, TicketMachine, run_machine
+from ticket_machine import TicketMachine, run_held
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, RowIndexError
@@ -73,9 +73,7 @@ def test_rows_written_since_are_read_again_and_only_those(fetched):
     emb = make(idle="lazy")
     optimizer = torch.optim.Adam(emb.parameters())
     for ids in ([1], [1, 2]):  # the first step adds the planes of state
-        emb(torch.tensor(ids)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(torch.tensor(ids)).sum())
     ids = torch.tensor([1, 2, 3, 8])
     emb(torch.tensor([2, 8, 9])).sum().backward()
     ticket = settled(emb.prefetch(ids))
@@ -90,9 +88,7 @@ def test_rows_written_since_are_read_again_and_only_those(fetched):
 def test_state_is_read_ahead_too(fetched):
     emb = make(idle="lazy")
     optimizer = torch.optim.Adam(emb.parameters())
-    emb(torch.tensor([1])).sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, emb(torch.tensor([1])).sum())
     emb(settled(emb.prefetch(torch.tensor([1, 2])))).sum().backward()
     gathered = emb.table.stats().gathered_rows
     optimizer.step()
@@ -136,12 +132,10 @@ def test_a_module_with_another_padding_row_of_the_same_table(kind, by_ids):
         ids = torch.tensor([[0, 3, 5]])
         ticket = settled(first.prefetch(ids)) if ahead else None
         found = second(ids if by_ids or not ahead else ticket)
-        found.sum().backward()
-        torch.optim.SGD(first.parameters(), lr=0.1).step()
+        take_step(torch.optim.SGD(first.parameters(), lr=0.1), found.sum())
         return found.detach(), first.weight.detach().clone()
 
-    for got, wanted in zip(trained(True), trained(False), strict=True):
-        assert torch.equal(got, wanted)
+    torch.testing.assert_close(trained(True), trained(False), rtol=0, atol=0)
 
 
 # --- errors, and ends -------------------------------------------------------------------------------------------------
@@ -278,9 +272,7 @@ def test_a_ticket_nobody_uses_holds_back_little(emb):
     log = kept._future.result(LIMIT_S).log
     most = 0
     for step in range(1100):
-        emb(torch.tensor([step % ROWS])).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(torch.tensor([step % ROWS])).sum())
         most = max(most, len(log._writes))
     assert most <= 1024
     assert not log._writes
@@ -308,10 +300,10 @@ def test_rows_are_free_as_soon_as_their_ticket_is_dropped_or_has_served(emb, no_
 
 
 def test_any_sequence_of_calls(monkeypatch):
-    run_machine(TicketMachine, MODERATE, monkeypatch)
+    run_held(TicketMachine, monkeypatch, max_examples=30)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_ten_thousand_calls(monkeypatch):
-    run_machine(TicketMachine, settings(MODERATE, max_examples=500, derandomize=False), monkeypatch)
+    run_held(TicketMachine, monkeypatch, max_examples=500, derandomize=False)

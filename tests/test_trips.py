@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import take_step
 
 import speedtransfer as st
 
@@ -43,9 +44,7 @@ def test_a_step(idle: str, ids: str, most: int) -> None:
     opt = torch.optim.AdamW(emb.parameters(), lr=1e-3)
 
     def step() -> None:
-        emb(IDS).sum().backward()
-        opt.step()
-        opt.zero_grad()
+        take_step(opt, emb(IDS).sum())
 
     for _ in range(4):
         step()

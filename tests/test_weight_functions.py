@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from torch import Tensor, nn
 from weight_world import assert_equal
 
@@ -213,9 +214,7 @@ def trained(make: Any, **options: Any) -> Any:
 
 
 def step(emb: Any, optimizer: Any, ids: torch.Tensor, loss: Any = 0.0) -> None:
-    (emb(ids).pow(2).sum() + loss).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+    take_step(optimizer, emb(ids).pow(2).sum() + loss)
 
 
 def caught_up(emb: Any) -> list[int]:

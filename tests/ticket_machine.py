@@ -19,9 +19,10 @@ from unittest import mock
 import pytest
 import torch
 from cases import assert_same_bits
-from hypothesis import HealthCheck, assume, settings
+from hypothesis import assume
 from hypothesis import strategies as some
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from machines import run_machine
 
 import speedtransfer as st
 from speedtransfer.errors import InvalidValueError, SpeedtransferError
@@ -332,19 +333,7 @@ class TicketMachine(RuleBasedStateMachine):
         self.both(copied)
 
 
-MODERATE = settings(
-    max_examples=30,
-    stateful_step_count=20,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-
-
-def run_machine(machine: type[TicketMachine], profile: settings, monkeypatch: pytest.MonkeyPatch) -> None:
+def run_held(machine: type[TicketMachine], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     """Run a machine while reads ahead are held back."""
     monkeypatch.setattr(Rows, "fetch", held_fetch)
-    case = machine.TestCase
-    case.settings = profile
-    case().runTest()
+    run_machine(machine, stateful_step_count=20, **options)

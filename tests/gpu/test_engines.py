@@ -1,9 +1,8 @@
 """Every engine on a CUDA device: the cases of tests/engine_cases.py, races, every dim."""
 
-import threading
-
 import pytest
 import torch
+from cases import concurrently
 from engine_cases import EngineCases, PaddingCases, Twice, cached
 
 from gpu.tools import store_in
@@ -45,34 +44,22 @@ HOLD_CYCLES = 40_000_000  # about 20 ms: far longer than any call here takes
 class OnDevice(PaddingCases, EngineCases):
     """The cases, and order between streams: races that are provoked."""
 
-    def test_a_scatter_held_back_is_waited_for(self, engine, device, store):
-        plane, index = store(torch.zeros(64, 9)), torch.arange(64, device=device)
-        rows, out = torch.zeros(64, 9, device=device), torch.zeros(64, 9, device=device)
-        one, two = torch.cuda.Stream(), torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(one):
-            torch.cuda._sleep(HOLD_CYCLES)
-            rows.fill_(5)
-            engine.scatter([plane], index, [rows])
-        with torch.cuda.stream(two):
-            engine.gather([plane], index, [out])
-        two.synchronize()
-        assert out.eq(5).all()
-        engine.wait()
-        assert plane.eq(5).all()
-
-    def test_a_gather_held_back_sees_the_rows_of_its_time(self, engine, device, store):
+    @pytest.mark.parametrize("held", ["scatter", "gather"])
+    def test_a_call_held_back_is_waited_for(self, engine, device, store, held):
         plane, index = store(torch.ones(64, 9)), torch.arange(64, device=device)
-        rows, out = torch.full((64, 9), 5.0, device=device), torch.zeros(64, 9, device=device)
-        one, two = torch.cuda.Stream(), torch.cuda.Stream()
+        rows, out = torch.zeros(64, 9, device=device), torch.zeros(64, 9, device=device)
+        streams = {"scatter": torch.cuda.Stream(), "gather": torch.cuda.Stream()}
         torch.cuda.synchronize()
-        with torch.cuda.stream(one):
-            torch.cuda._sleep(HOLD_CYCLES)
-            engine.gather([plane], index, [out])
-        with torch.cuda.stream(two):
-            engine.scatter([plane], index, [rows])
-        one.synchronize()
-        assert out.eq(1).all()
+        for name in sorted(streams, key=lambda name: name != held):
+            with torch.cuda.stream(streams[name]):
+                if name == held:
+                    torch.cuda._sleep(HOLD_CYCLES)
+                if name == "scatter":
+                    engine.scatter([plane], index, [rows.fill_(5)])
+                else:
+                    engine.gather([plane], index, [out])
+        streams["gather"].synchronize()
+        assert out.eq(5 if held == "scatter" else 1).all()
         engine.wait()
         assert plane.eq(5).all()
 
@@ -127,27 +114,19 @@ class OnDevice(PaddingCases, EngineCases):
         assert len(thieves) == 4
 
     def test_two_threads(self, engine, device, store):
-        plane, errors = store(torch.zeros(200, 5)), []
+        plane = store(torch.zeros(200, 5))
 
         def work(first):
-            try:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    index = torch.arange(first, 200, 2, device=device)
-                    rows = torch.zeros(100, 5, device=device)
-                    for _ in range(50):
-                        engine.gather([plane], index, [rows])
-                        rows += 1
-                        engine.scatter([plane], index, [rows])
-            except BaseException as error:
-                errors.append(error)
+            with torch.cuda.stream(torch.cuda.Stream()):
+                index = torch.arange(first, 200, 2, device=device)
+                rows = torch.zeros(100, 5, device=device)
+                for _ in range(50):
+                    engine.gather([plane], index, [rows])
+                    rows += 1
+                    engine.scatter([plane], index, [rows])
 
         torch.cuda.synchronize()
-        threads = [threading.Thread(target=work, args=(first,)) for first in (0, 1)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert errors == []
+        concurrently(work, (0, 1))
         engine.wait()
         assert plane.eq(50).all()
 

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from cases import take_step
 from lazy_oracle import skewed_batches, squared_loss
 from optimizer_cases import ALL, COUPLED, OptimizerCase
 from torch import nn
@@ -18,9 +19,7 @@ def train(module, make, device, steps=120, dtype=torch.float32):
     optimizer = make(module.parameters())
     schedule = lr_scheduler.LambdaLR(optimizer, lambda step: 0.55 + 0.45 * math.cos(math.pi * step / steps))
     for ids, target in skewed_batches(ROWS, DIM, steps, size=8, dtype=dtype):
-        optimizer.zero_grad()
-        squared_loss(module(ids.to(device)), target.to(device)).backward()
-        optimizer.step()
+        take_step(optimizer, squared_loss(module(ids.to(device)), target.to(device)))
         schedule.step()
     return module.state_dict()["weight"].cpu().clone(), optimizer.state_dict()["state"].get(0, {})
 

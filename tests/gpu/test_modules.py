@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from cases import take_step
 from torch import nn
 
 import speedtransfer as st
@@ -62,9 +63,7 @@ def test_launches_of_a_step_are_those_of_one_table(device, monkeypatch, forward,
         optimizer = train(module, look_up, batches(3, device))
         ids = next(batches(1, device))
         with launched(monkeypatch) as names:
-            optimizer.zero_grad()
-            look_up(module, ids).square().sum().backward()
-            optimizer.step()
+            take_step(optimizer, look_up(module, ids).square().sum())
         counts.append(len(names))
     assert counts[0] == counts[1] > 0
 
@@ -145,9 +144,7 @@ def test_trained_as_torch(device, tmp_path, memory, where, look_up):
         found = [look_up(*each) for each in zip(modules, given, strict=True)]
         torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
         for rows, opt in zip(found, opts, strict=True):
-            opt.zero_grad()
-            sum((part - 0.3).square().sum() for part in rows).backward()
-            opt.step()
+            take_step(opt, sum((part - 0.3).square().sum() for part in rows))
     for name in NAMED:
         torch.testing.assert_close(*(each[name].weight.detach() for each in modules), rtol=1e-5, atol=1e-5)
 
@@ -160,9 +157,7 @@ def test_the_host_does_not_wait(device, monkeypatch, look_up):
     for seed, mode in enumerate(["default"] * 3 + ["error"]):
         ids = draw(look_up, seed, device)
         with synchronizing(mode):
-            sum(rows.square().sum() for rows in look_up(ours, ids)).backward()
-            opt.step()
-            opt.zero_grad()
+            take_step(opt, sum(rows.square().sum() for rows in look_up(ours, ids)))
 
 
 def test_a_captured_round(device, monkeypatch):

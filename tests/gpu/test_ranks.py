@@ -9,6 +9,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from cases import take_step
 from ranks.pair import Pair, table
 
 import speedtransfer as st
@@ -39,9 +40,7 @@ def trained(device, group, memory, folder, ahead=False, **options):
     if ahead:
         batches = st.prefetch(batches, lambda ids: {emb: ids})
     for ids in batches:
-        opt.zero_grad()
-        (emb(ids) * torch.arange(DIM, device=device)).square().sum().backward()
-        opt.step()
+        take_step(opt, (emb(ids) * torch.arange(DIM, device=device)).square().sum())
     with torch.no_grad():
         return emb(torch.arange(ROWS, device=device))
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import take_step
 from torch import nn
 
 import speedtransfer as st
@@ -81,9 +82,7 @@ def test_a_compiled_model(device, memory):
     for seed in range(3):
         ids = torch.randint(0, 40, (9,), generator=torch.Generator().manual_seed(seed)).to(device)
         for each, opt in zip((run, plain), opts, strict=True):
-            opt.zero_grad()
-            each(ids).square().sum().backward()
-            opt.step()
+            take_step(opt, each(ids).square().sum())
     assert torch.equal(model[0].table.torch().cpu(), plain[0].table.torch().cpu())
     torch.compiler.reset()
 
@@ -98,9 +97,7 @@ def test_a_copy_follows(device, memory, tmp_path):
     model, follower, path, known = make(), make(), tmp_path / "delta.safetensors", None
     opt, mark = torch.optim.AdamW(model.parameters()), st.mark(model)
     for _ in range(2):
-        opt.zero_grad()
-        model(torch.randint(0, 100, (6,), device=device)).square().sum().backward()
-        opt.step()
+        take_step(opt, model(torch.randint(0, 100, (6,), device=device)).square().sum())
         mark = st.save_delta(path, model, mark)
         known = st.apply_delta(path, follower, known)
         for ours, theirs in zip(follower.state_dict().values(), model.state_dict().values(), strict=True):
@@ -127,9 +124,7 @@ def test_saved_while_it_is_trained(device, memory, options, tmp_path):
         return model, opt
 
     def step(model, opt):
-        opt.zero_grad()
-        model(torch.randint(0, 5000, (400,), device=device)).square().sum().backward()
-        opt.step()
+        take_step(opt, model(torch.randint(0, 5000, (400,), device=device)).square().sum())
 
     st.save_checkpoint(tmp_path / "stopped", *make())
     model, opt = make()

@@ -21,28 +21,7 @@ def gather_and_wait(table, index, planes):
     table.wait()
 
 
-class Made:
-    """Tables of one memory whose compute device is a CUDA device."""
-
-    memory: str
-    suffix = ".safetensors"  # of the file of a "mmap" one
-    kind = st.Table
-
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return self.kind(num_rows, dim, dtype, self.memory, device=self.device, **self._with_path(kwargs))
-
-    def from_array(self, array, **kwargs):
-        return self.kind.from_array(array, self.memory, device=self.device, **self._with_path(kwargs))
-
-    def load(self, path, **kwargs):
-        writable = {"writable": True} if self.memory == "mmap" else {}
-        return self.kind.load(path, self.memory, device=self.device, **writable, **kwargs)
-
-    def _with_path(self, kwargs):
-        return {"path": self.new_path(self.suffix), **kwargs} if self.memory == "mmap" else kwargs
-
-
-class OnCuda(Made, TableContract):
+class OnCuda(TableContract):
     """The contract, and what a device adds to it."""
 
     def test_rows_are_gathered_to_the_device(self):
@@ -167,7 +146,7 @@ class TestDevice(CupyViews, OnCuda):
         one_line(error)
 
 
-class Chosen(Made, GatherCases, ScatterCases, ConvertCases):
+class Chosen(GatherCases, ScatterCases, ConvertCases):
     """The part of the contract in which rows move, for an engine that is no memory's default."""
 
     engine: str
@@ -193,7 +172,7 @@ class TestDeviceReference(Chosen):
     memory, engine, host = "device", "reference", False
 
 
-class Records(Made, GatherCases, ScatterCases, ConvertCases, CopyCases):
+class Records(GatherCases, ScatterCases, ConvertCases, CopyCases):
     """Planes that are strided views of records."""
 
     kind = TableOfRecords
@@ -217,18 +196,9 @@ class TestOpenedThroughACache(ReadOnly):
     options = {"cache_rows": 20}
 
 
-class TestPinnedThroughACache(Made, TableContract):
-    memory = "pinned"
+class TestPinnedThroughACache(TableContract):
+    memory, options = "pinned", {"cache_rows": 3}
     test_calls_on_another_stream_see_the_rows = OnCuda.test_calls_on_another_stream_see_the_rows
-
-    def make(self, num_rows, dim, dtype=torch.float32, **kwargs):
-        return super().make(num_rows, dim, dtype, cache_rows=3, **kwargs)
-
-    def from_array(self, array, **kwargs):
-        return super().from_array(array, cache_rows=3, **kwargs)
-
-    def load(self, path, **kwargs):
-        return super().load(path, cache_rows=3, **kwargs)
 
     def test_stats(self):
         table = self.make(10, 4)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from cases import take_step
 
 import speedtransfer as st
 from gpu.tools import (
@@ -80,9 +81,7 @@ def test_the_host_does_not_wait(device, tmp_path, memory, idle, ids_on):
     optimizer = torch.optim.AdamW(emb.parameters(), lr=0.02, foreach=True)
 
     def step(ids):
-        emb(ids).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        take_step(optimizer, emb(ids).square().sum())
 
     every = batches(12, ids_on)
     for ids in st.prefetch(every, lambda ids: {emb: ids}):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from cases import take_step
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -182,9 +183,7 @@ def trained(depth: int, options: dict) -> tuple[list[torch.Tensor], int]:
     traffic = net.tables[0]._handle.owners.exchange.traffic
     before = traffic.calls
     for step, ids in enumerate(batches):
-        opt.zero_grad()
-        model(ids).square().sum().backward()
-        opt.step()
+        take_step(opt, model(ids).square().sum())
         if step == 4:
             with torch.no_grad():
                 net.tables[0](torch.arange(9))

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from cases import take_step
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -61,9 +62,7 @@ def train(module: Any, wanted: nn.Module) -> None:
         ours, theirs = module(batch), wanted(number(batch))
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-6)
         for loss, opt in zip((ours, theirs), opts, strict=True):
-            loss.square().sum().backward()
-            opt.step()
-            opt.zero_grad()
+            take_step(opt, loss.square().sum())
     assert torch.allclose(module.table.gather(torch.arange(len(IDS))), wanted.weight.detach(), rtol=0, atol=1e-6)
 
 
@@ -123,9 +122,7 @@ def apart(steps: int, period: int) -> float:
     opts = [torch.optim.Adam(each.parameters(), lr=0.1) for each in (module, own)]
     for step in range(steps):
         for each, opt in zip((module, own), opts, strict=True):
-            squares(each, ids(step)).backward()
-            opt.step()
-            opt.zero_grad()
+            take_step(opt, squares(each, ids(step)))
         if (step + 1) % period == 0:
             dist.all_reduce(own.weight.data)
             own.weight.data /= 2

@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from cases import take_step
 from torch import nn
 
 import speedtransfer as st
@@ -48,10 +49,8 @@ def compiled_in_turn(kind: str, backend: str) -> bool:
         for step in range(3):
             # Batches of one size, or of two: this rank compiles once more.
             batch = torch.cat([ids(step)] * (1 + step % 2 * dist.get_rank()))
-            opt.zero_grad()
             losses.append(run(batch))
-            losses[-1].backward()
-            opt.step()
+            take_step(opt, losses[-1])
         found.append([torch.stack(losses).detach(), *(rows_of(each) for each in (model.rows, model.bag))])
     return all(torch.allclose(one, other, rtol=1e-12, atol=1e-14) for one, other in zip(*found, strict=True))
 
@@ -142,8 +141,7 @@ def test_modules_and_tables(two, kind):
 def made_and_dropped(kind: str, times: int) -> tuple[int, ...]:
     def make() -> None:
         pair = tables(kind, torch.optim.Adam)
-        pair.backward()
-        pair.opt.step()
+        take_step(pair.opt, pair)
 
     def counts() -> tuple[int, ...]:
         gc.collect()
@@ -191,8 +189,7 @@ def trained_by_default() -> tuple[bool, torch.Tensor]:
     assert dist.get_backend(group) != "gloo"
     emb = st.Embedding(20, 4, process_group=group, device="cpu")
     opt = torch.optim.AdamW(emb.parameters())
-    emb(torch.arange(dist.get_rank() + 3)).sum().backward()
-    opt.step()
+    take_step(opt, emb(torch.arange(dist.get_rank() + 3)).sum())
     return exchange_of(group).on_host, emb(torch.arange(20)).detach()
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from cases import concurrently
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -137,11 +137,7 @@ def in_threads(kind: str) -> float:
     pair = tables(kind)
     losses = {turn: squares(pair.ours, ids(turn)) for turn in range(4)}
     turns = range(4) if dist.get_rank() else range(3, -1, -1)
-    threads = [threading.Thread(target=losses[turn].backward) for turn in turns]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    concurrently(lambda turn: losses[turn].backward(), turns)
     for turn in range(4):
         pair.one_backward(turn)
     pair.end()
