@@ -213,14 +213,14 @@ def test_sums_and_products_of_rows_beside_numpy(dtype, dim):
         lanes.weighted_sum(into, 2, anew, weights, others, chosen, 1, 5)
         pairs.append((into[2].copy(), expected if anew else 2 * expected))
     lanes.set_columns(by_column, others)
-    lanes.set_products(scores, rows, by_column, dim)
+    lanes.add_products(scores, True, rows, by_column, dim)
     pairs.append((scores, rows @ others.T))
     added, products = others.copy(), np.full_like(rows, 9)
-    lanes.add_products(added, shares, rows)
-    lanes.set_products(products, shares, others, WIDTH)
+    lanes.add_products(added, False, shares.T, rows, len(rows))
+    lanes.add_products(products, True, shares, others, WIDTH)
     pairs += [(added, others + shares.T @ rows), (products, shares @ others)]
     for found, wanted in pairs:
-        np.testing.assert_allclose(found, wanted, rtol=0, atol=100 * np.finfo(dtype).eps)
+        np.testing.assert_allclose(found, wanted, rtol=0, atol=200 * np.finfo(dtype).eps)
 
 
 @njit

@@ -27,7 +27,7 @@ from speedtransfer.word2vec.progress import (
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import choose_schedule, most_words, schedule_for
+from speedtransfer.word2vec.sampler import choose_schedule, most_words
 from speedtransfer.word2vec.trainer import Callback
 
 TOPICS, WORDS_A_TOPIC = 6, 8
@@ -199,9 +199,9 @@ def test_schedule():
 def test_words_count_that_subsampling_keeps():
     text = " ".join(f"w{n}" for n in np.random.default_rng(0).integers(0, 50, 20_000))
     corpus = Corpus(io.BytesIO(text.encode()))
-    assert schedule_for(Settings(sample=0), corpus) == (5, 64)
     # Of words that are 1 in 50 a threshold of 1e-3 keeps 0.05 + sqrt(0.05) = 27%.
-    assert schedule_for(Settings(sample=1e-3), corpus) == (6, 32)
+    few = Trainer(corpus, Settings(dim=2, sample=1e-3, device="cpu"))
+    assert (few.epochs, few.block_words) == (6, 32)
     trainer = Trainer(corpus, Settings(dim=2, sample=0, device="cpu"))
     assert trainer.settings == Settings(dim=2, sample=0, device="cpu", epochs=5, block_words=64)
     assert trainer.num_steps == 5 * math.ceil(20_000 / 64) == 5 * len(trainer.sampler)

@@ -32,7 +32,6 @@ from speedtransfer.word2vec.lanes import (
     negative,
     score,
     set_columns,
-    set_products,
     set_way,
     sigmoid,
     store,
@@ -117,7 +116,7 @@ def _meet_noise(
     """
     loss = 0.0
     set_columns(by_column, vectors)
-    set_products(slopes, noise, by_column, len(by_column))
+    add_products(slopes, True, noise, by_column, len(by_column))
     for at in range(WIDTH):
         weights[0, at] = negatives * served[at] / num_draws if at < words else 0  # negatives that a draw stands for
     if with_loss:
@@ -128,8 +127,8 @@ def _meet_noise(
         weights[0, at] *= -rate
     for t in range(len(slopes)):
         store(slopes, t, 0, sigmoid(load(slopes, t, 0), load(weights, 0, 0)))
-    add_products(moves, slopes, noise)
-    set_products(noise, slopes, vectors, WIDTH)
+    add_products(moves, False, slopes.T, noise, len(noise))
+    add_products(noise, True, slopes, vectors, WIDTH)
     return loss
 
 

@@ -20,11 +20,10 @@ from speedtransfer.errors import InvalidValueError
 from speedtransfer.jit import compile_function
 from speedtransfer.ranks import exchange_of, world
 from speedtransfer.untrusted import storage_error
-from speedtransfer.word2vec.parts import POINT, count_together, in_all, own_part
 from speedtransfer.word2vec.settings import CorpusSettings, Settings, settings_of
-from speedtransfer.word2vec.text import Source, iter_pieces, name_of
+from speedtransfer.word2vec.text import POINT, Source, in_all, iter_pieces, name_of, own_part
 from speedtransfer.word2vec.tokenise import LINE_END, WordTable, read_words
-from speedtransfer.word2vec.vocabulary import Vocabulary, read_counts
+from speedtransfer.word2vec.vocabulary import Vocabulary, count_together, read_counts
 from speedtransfer.word2vec.walks import read_graph, write_walks
 
 if TYPE_CHECKING:

@@ -281,30 +281,18 @@ def set_columns(by_column: np.ndarray, rows: np.ndarray) -> None:
 
 
 @compile_inlined
-def add_products(into: np.ndarray, weights: np.ndarray, rows: np.ndarray) -> None:
-    """Add to `into` (WIDTH, dim) the product of `weights` (k, WIDTH), transposed, and `rows` (k, dim)."""
-    for d in range(0, into.shape[1], WIDTH):
-        for n in range(0, WIDTH, 4):
-            s0, s1, s2, s3 = load(into, n, d), load(into, n + 1, d), load(into, n + 2, d), load(into, n + 3, d)
-            for k in range(len(rows)):
-                numbers = load(rows, k, d)
-                s0 = mul_add(fill(weights[k, n]), numbers, s0)
-                s1 = mul_add(fill(weights[k, n + 1]), numbers, s1)
-                s2 = mul_add(fill(weights[k, n + 2]), numbers, s2)
-                s3 = mul_add(fill(weights[k, n + 3]), numbers, s3)
-            store(into, n, d, s0)
-            store(into, n + 1, d, s1)
-            store(into, n + 2, d, s2)
-            store(into, n + 3, d, s3)
+def add_products(into: np.ndarray, anew: bool, weights: np.ndarray, rows: np.ndarray, count: int) -> None:
+    """Add to `into` (k, dim), k a multiple of 4, or where `anew` set it to, the product of `weights` (k, `count`) and `rows`.
 
-
-@compile_inlined
-def set_products(into: np.ndarray, weights: np.ndarray, rows: np.ndarray, count: int) -> None:
-    """Set `into` (k, dim), k a multiple of 4, to the product of `weights` (k, `count` or more) and `rows` (`count`, dim)."""
+    `rows` are (`count`, dim); of weights and rows there may be more than `count`.
+    """
     zero = fill(rows.dtype.type(0))
     for d in range(0, into.shape[1], WIDTH):
         for k in range(0, len(into), 4):
-            s0 = s1 = s2 = s3 = zero
+            if anew:
+                s0 = s1 = s2 = s3 = zero
+            else:
+                s0, s1, s2, s3 = load(into, k, d), load(into, k + 1, d), load(into, k + 2, d), load(into, k + 3, d)
             for n in range(count):
                 numbers = load(rows, n, d)
                 s0 = mul_add(fill(weights[k, n]), numbers, s0)

@@ -80,7 +80,11 @@ class Places:
                 f"a context reaches {reach} words but window is {window}; pass window={reach}, or 0"
             )
         outputs, sizes = unique_rows(torch.cat([words, negatives]), num_words), before + after
-        bags = Bags.of_single_rows(words) if subwords is None else subwords.find(words)
+        if subwords is None:  # each word has one row, of its own number
+            each = torch.arange(len(words) + 1, device="cpu")
+            bags = Bags(unique_rows(words), each, each[:-1])
+        else:
+            bags = subwords.find(words)
         # Fewer words at once where two of them would often share a row: what it learns at once from many pairs overshoots.
         most = int(torch.bincount(bags.rows.inverse).max()) if len(words) else 1
         span = min(max(len(words) // most, 1), MOST_WORDS_AT_ONCE)

@@ -65,10 +65,10 @@ def _around(vectors: Vectors, words: Sequence[str], num_words: int) -> np.ndarra
 
 
 def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title: str | None) -> None:
-    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes, frame = figure.add_axes((0.0, 0.0, 1.0, 1.0)), (_WIDTH_INCH * _DPI, _HEIGHT_INCH * _DPI)
     axes.set_axis_off()
-    axes.set_xlim(0, _WIDTH_INCH * _DPI)
-    axes.set_ylim(0, _HEIGHT_INCH * _DPI)
+    axes.set_xlim(0, frame[0])
+    axes.set_ylim(0, frame[1])
     size = float(np.clip(190 / np.sqrt(len(words)), 7, 13))
     # Frequent words stand out by size and weight: a map without them reads as a cloud.
     rank = np.arange(len(words)) / max(len(words) - 1, 1)
@@ -84,20 +84,15 @@ def _draw(figure: Any, words: list[str], place: np.ndarray, num_bold: int, title
     boxes = np.array(
         [[box.width + 10, box.height + 5] for box in (label.get_window_extent(renderer) for label in labels)]
     )
-    frame = (_WIDTH_INCH * _DPI, _HEIGHT_INCH * _DPI)
-    for label, (x, y) in zip(labels, spread_labels(_into_frame(place, boxes), boxes, frame), strict=True):
-        label.set_position((x, y))
-    if title:
-        axes.text(24, _HEIGHT_INCH * _DPI - 24, title, color=INK, fontsize=13, ha="left", va="top", parse_math=False)
-
-
-def _into_frame(place: np.ndarray, boxes: np.ndarray) -> np.ndarray:
-    """Stretch the map over the picture, with room for half a label at the rim."""
+    # The map is stretched over the picture, with room for half a label at the rim.
     rim = boxes.max(axis=0) / 2 + 40
-    room = np.array([_WIDTH_INCH, _HEIGHT_INCH]) * _DPI - 2 * rim
     low, high = place.min(axis=0), place.max(axis=0)
     share = np.where(high > low, (place - low) / np.where(high > low, high - low, 1), 0.5)
-    return rim + share * room
+    centers = rim + share * (np.array(frame) - 2 * rim)
+    for label, (x, y) in zip(labels, spread_labels(centers, boxes, frame), strict=True):
+        label.set_position((x, y))
+    if title:
+        axes.text(24, frame[1] - 24, title, color=INK, fontsize=13, ha="left", va="top", parse_math=False)
 
 
 def _colours(place: np.ndarray) -> list[tuple[float, float, float]]:

@@ -18,7 +18,6 @@ from torch import Tensor
 
 from speedtransfer.errors import HostMemoryError, InvalidValueError, format_bytes
 from speedtransfer.system import physical_bytes
-from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.settings import Settings
 from speedtransfer.word2vec.vocabulary import Vocabulary
@@ -185,9 +184,3 @@ def choose_schedule(
 def most_words(ranks: int) -> int:
     """Return how many words of a step each process should train on at most."""
     return BLOCK_WORDS if ranks == 1 else max(min(WORDS_APART, WORDS_TOGETHER // ranks), FEWEST_BLOCK_WORDS)
-
-
-def schedule_for(settings: Settings, corpus: Corpus, ranks: int = 1) -> tuple[int, int]:
-    """Return the epochs and words per step of `settings`, chosen for `corpus` where they are None."""
-    num_kept_words = corpus.vocabulary.kept_share(settings.sample) * corpus.num_words
-    return choose_schedule(num_kept_words, settings.epochs, settings.block_words, ranks)

@@ -115,12 +115,6 @@ class Bags(NamedTuple):
     starts: Tensor  # where in that list each bag begins and, last, its length: int64, shape (n + 1,)
     bag_of: Tensor  # which bag each row of the list belongs to
 
-    @classmethod
-    def of_single_rows(cls, words: Tensor) -> Bags:
-        """Return the bags of `words`, (n,) int64 on the CPU, that have a row each, of their own number."""
-        bags = torch.arange(len(words) + 1, device="cpu")
-        return cls(unique_rows(words), bags, bags[:-1])
-
 
 class NgramVectors:
     """The rows of character n-grams; the vector of a word is the mean of those of its n-grams.

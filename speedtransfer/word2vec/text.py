@@ -1,4 +1,7 @@
-"""Read text from files, folders and standard input in pieces of whole words; never a whole file, nor a whole line."""
+"""Read text from files, folders and standard input in pieces of whole words; never a whole file, nor a whole line.
+
+Also which files are whose, where several processes read a part of a corpus each.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import codecs
 import contextlib
 import glob
 import gzip
+import hashlib
 import lzma
 import os
 import re
@@ -14,13 +18,15 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
+from speedtransfer.ranks import Exchange
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
 SUFFIXES = (".txt", ".gz", ".xz")
+POINT = "reads a corpus"  # of `ranks.POINTS`
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # What str.split() splits at, as UTF-8. A match of this ends behind the last white space: ".*" looks from the end.
 _TO_LAST_SPACE = re.compile(
@@ -28,7 +34,7 @@ _TO_LAST_SPACE = re.compile(
     re.DOTALL,
 )
 
-
+T = TypeVar("T")
 Source: TypeAlias = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | BinaryIO
 
 
@@ -72,6 +78,54 @@ def find_files(source: Any) -> list[Path]:
     if not files:
         raise InvalidValueError(f"folder {str(path)!r} holds no {', '.join(SUFFIXES)} file; pass the files' own folder")
     return files
+
+
+def in_all(exchange: Exchange | None, do: Callable[[], T], about: Callable[[T], str] = lambda _: "") -> T:
+    """Return what `do` returns; raise in all processes where it raises in one, or what it is `about` differs."""
+    result: Any = None
+    error: Exception | None = None
+    try:
+        result = do()
+    except Exception as raised:
+        error = raised
+    if exchange is None:
+        if error is not None:
+            raise error
+    else:
+        exchange.agree_on_error(POINT, error, "" if error is not None else about(result))
+    return result
+
+
+def own_part(source: Source, exchange: Exchange) -> Source:
+    """Return the files that this process reads of those of all, about as many bytes as others; an open file is its own.
+
+    From the largest on each file goes to the process that has the fewest bytes.
+    """
+    if hasattr(source, "read"):
+        return source
+    if source == "-":
+        raise InvalidValueError("divide is for files but the corpus is '-'; pass a folder or a pattern of files")
+
+    def listed() -> list[tuple[int, str]]:
+        return [(-os.stat(file).st_size, str(file)) for file in find_files(source)]
+
+    def digest(files: list[tuple[int, str]]) -> str:
+        told = repr([(size, os.path.basename(name)) for size, name in files])
+        return f"{len(files)} files to divide, {hashlib.sha256(told.encode()).hexdigest()[:12]}"
+
+    files = in_all(exchange, listed, digest)
+    if len(files) < exchange.ranks:
+        raise InvalidValueError(
+            f"{name_of(source)} has {len(files)} files but {exchange.ranks} processes are to divide them; split them into as "
+            "many, or drop divide: then each reads all"
+        )
+    taken, own = [0] * exchange.ranks, []
+    for place in sorted(range(len(files)), key=files.__getitem__):
+        rank = taken.index(min(taken))
+        taken[rank] -= files[place][0]
+        if rank == exchange.rank:
+            own.append(place)
+    return [files[place][1] for place in sorted(own)]
 
 
 def iter_pieces(source: Source, chunk_bytes: int = CHUNK_BYTES) -> Iterator[Piece]:

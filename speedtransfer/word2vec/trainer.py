@@ -21,7 +21,6 @@ from speedtransfer.ranks import DifferenceError, exchange_of, world
 from speedtransfer.word2vec.corpus import Corpus
 from speedtransfer.word2vec.model import Word2Vec
 from speedtransfer.word2vec.optimizers import block_rate, make_optimizer, set_lr
-from speedtransfer.word2vec.parts import POINT
 from speedtransfer.word2vec.places import Block
 from speedtransfer.word2vec.progress import (
     MOST_WORDS,
@@ -34,8 +33,9 @@ from speedtransfer.word2vec.progress import (
     warning_of_rate,
     warning_of_vectors,
 )
-from speedtransfer.word2vec.sampler import Sampler, most_words, schedule_for
+from speedtransfer.word2vec.sampler import Sampler, choose_schedule, most_words
 from speedtransfer.word2vec.settings import Settings
+from speedtransfer.word2vec.text import POINT
 from speedtransfer.word2vec.vectors import Vectors
 
 LOSS_EVERY = 16  # steps: the loss costs two more passes over all scores
@@ -91,7 +91,10 @@ class Trainer:
         self._group = world()
         self._exchange = None if self._group is None else exchange_of(self._group)
         rank, self.processes = (0, 1) if self._exchange is None else (self._exchange.rank, self._exchange.ranks)
-        self.epochs, self.block_words = schedule_for(settings, corpus, self.processes)
+        num_kept_words = corpus.vocabulary.kept_share(settings.sample) * corpus.num_words
+        self.epochs, self.block_words = choose_schedule(
+            num_kept_words, settings.epochs, settings.block_words, self.processes
+        )
         if self._exchange is not None:
             # Each trains on some blocks of it; of a corpus of its own the others would never be.
             found = corpus.fingerprint()

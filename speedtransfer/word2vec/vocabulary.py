@@ -1,23 +1,29 @@
-"""The words of a corpus with their counts, and the two distributions that word2vec draws from them."""
+"""The words of a corpus with their counts, of all its parts, and the two distributions that word2vec draws from them."""
 
 from __future__ import annotations
 
 import io
 import os
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.lazy import import_extra
+from speedtransfer.ranks import Exchange, Segment
 from speedtransfer.system import replace_file
 from speedtransfer.tables.saving import check_path
 from speedtransfer.untrusted import check_file, only_storage_errors
 from speedtransfer.word2vec.formats_text import reading
 from speedtransfer.word2vec.lookup import check_counts, check_words, number_words
+from speedtransfer.word2vec.text import POINT
+from speedtransfer.word2vec.tokenise import WordTable, read_words
 
+_WORDS_AT_ONCE = 1 << 18
 _COUNT_DIGITS = 19  # of the largest int64
 
 
@@ -132,6 +138,55 @@ def most_frequent(counts: np.ndarray, min_count: int, max_words: int | None) -> 
     if max_words is not None and len(kept) > max_words:
         kept = kept[counts[kept] >= np.partition(counts[kept], -max_words)[-max_words]]
     return kept
+
+
+def count_together(
+    words: WordTable, counts: np.ndarray, min_count: int, max_words: int | None, exchange: Exchange
+) -> Vocabulary:
+    """Choose the words of a model by how often they occur in the parts of all processes; `counts` (len(words),) are of this.
+
+    Each word has an owner, by its hash, who adds its counts up; all get the words that any owner may keep. So a process holds
+    the distinct words of its part, its share of those of all, and the vocabulary.
+    """
+    owners = np.empty(len(words), np.int64)
+    for start in range(0, len(words), _WORDS_AT_ONCE):
+        some = np.arange(start, min(start + _WORDS_AT_ONCE, len(words)))
+        owners[some] = [zlib.crc32(word.encode()) % exchange.ranks for word in words.take(some)]
+    order = np.argsort(owners, kind="stable")
+    parts = np.split(order, np.searchsorted(owners[order], np.arange(1, exchange.ranks)))
+    texts = [_text(words, part) for part in parts]
+    sizes = torch.tensor([[len(text), len(part)] for text, part in zip(texts, parts, strict=True)])
+    received = exchange.agree(POINT, sizes)
+    values = np.frombuffer(b"".join(texts), np.uint8), counts[order]
+    segments = [
+        Segment(torch.from_numpy(value.copy())[:, None], sizes[:, i].tolist(), received[:, i].tolist())
+        for i, value in enumerate(values)
+    ]
+    mine, sums = _add_up(*exchange.move("control", segments))
+    kept = most_frequent(sums, min_count, max_words)
+    if len(kept) < 2:
+        kept = np.argsort(-sums, kind="stable")[:2]  # for the message of an error
+    text = torch.frombuffer(bytearray(_text(mine, kept) or b" "), dtype=torch.uint8)[:, None]
+    told = exchange.agree(POINT, [len(text), len(kept), len(mine)])
+    texts_of_all = exchange.gather("control", text, told[:, 0].tolist())
+    counts_of_all = exchange.gather("control", torch.from_numpy(sums[kept])[:, None], told[:, 1].tolist())
+    union, totals = _add_up(texts_of_all, counts_of_all)
+    return Vocabulary.choose(totals, union.take, min_count, max_words, int(told[:, 2].sum()))
+
+
+def _text(words: WordTable, numbers: np.ndarray) -> bytes:
+    """Return the words with these numbers, a space after each."""
+    parts = np.split(numbers, range(_WORDS_AT_ONCE, len(numbers), _WORDS_AT_ONCE))
+    return b"".join("".join(f"{word} " for word in words.take(part)).encode() for part in parts)
+
+
+def _add_up(text: torch.Tensor, counts: torch.Tensor) -> tuple[WordTable, np.ndarray]:
+    """Return the distinct words of a text (bytes, 1), and the sums of the counts (words, 1) that stand for its words."""
+    numbers = [np.empty(0, np.int32)]
+    words = read_words(io.BytesIO(text.numpy().tobytes()), numbers.append)
+    sums = np.zeros(len(words), np.int64)
+    np.add.at(sums, np.concatenate(numbers), counts[:, 0].numpy())
+    return words, sums
 
 
 def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str], np.ndarray]:
