@@ -1,4 +1,4 @@
-"""The commands as a user types them: files left behind, exit codes, nothing half done.
+"""The commands as a user types them: settings, files left behind, exit codes, nothing half done.
 
 What the flags of corpora, models and optimizers do, `test_docs` runs, and `test_cli` what is refused.
 """
@@ -6,11 +6,13 @@ What the flags of corpora, models and optimizers do, `test_docs` runs, and `test
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import signal
 import sys
 import tempfile
 from pathlib import Path
+from typing import get_type_hints
 
 import numpy as np
 import pytest
@@ -20,10 +22,11 @@ from typer.testing import CliRunner
 
 from speedtransfer.checkpoint import save_checkpoint
 from speedtransfer.errors import InvalidValueError, StorageError
-from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary
-from speedtransfer.word2vec.commands import app
+from speedtransfer.tables import MEMORIES
+from speedtransfer.word2vec import NgramVectors, Settings, Vectors, Vocabulary, train
+from speedtransfer.word2vec.commands import app, described, read_config
 from speedtransfer.word2vec.run_folder import run_demo
-from speedtransfer.word2vec.settings import SETTINGS
+from speedtransfer.word2vec.settings import SETTINGS, CorpusSettings, TrainingSettings
 from speedtransfer.word2vec.trainer import Trainer
 
 QUICK = ["--dim", "8", "--epochs", "1", "--device", "cpu", "--quiet"]
@@ -121,6 +124,59 @@ def test_demo(folder, monkeypatch):
     for part in ("World Factbook: dim 8, adamw", "words/s", "france", "vectors: demo"):
         assert part in "\n".join(lines)
     assert len(Vectors.load("demo")) == 2000
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+TOML = """
+dim = 12
+optimizer = "sgd"
+lr = 0.001
+epochs = 1
+sample = 0
+[options]
+momentum = 0.9
+nesterov = true
+"""
+
+
+def test_memories_are_those_of_tables():
+    assert set(SETTINGS["memory"].metadata["choices"]) == {"auto", *MEMORIES, "shared"}
+
+
+def test_type_checkers_know_the_settings_that_are_taken_by_name():
+    kinds, taken = get_type_hints(Settings), {**get_type_hints(TrainingSettings), **get_type_hints(CorpusSettings)}
+    named = {"dim", "optimizer", "lr", "min_count", "max_words"}
+    assert taken == {name: kind for name, kind in kinds.items() if name not in named}
+    assert set(inspect.signature(train).parameters) >= named
+
+
+def test_every_setting_is_described_on_the_command_line():
+    text = " ".join(CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "250"}).output.split())
+    for name in SETTINGS:
+        assert described(name), name
+        if name != "options":
+            assert f"--{name.replace('_', '-')} " in text
+            assert described(name)[:30] in text
+
+
+def test_file_wins_over_defaults_and_flags_over_the_file(folder):
+    Path("run.toml").write_text(TOML)
+    Path("run.json").write_text('{"settings": {"epochs": null, "block_words": null, "options": null}}')
+    assert Settings(**read_config("run.json")) == Settings()
+    assert read_config("run.toml") == {
+        "dim": 12, "optimizer": "sgd", "lr": 0.001, "epochs": 1, "sample": 0.0,
+        "options": {"momentum": 0.9, "nesterov": True},
+    }  # fmt: skip
+    arguments = [*TRAIN, "--config", "run.toml", "--device", "cpu", "--quiet"]
+    succeeds(*arguments)
+    # 3,000 words are too few for larger blocks, and settings.json has what was chosen.
+    settings = Settings(**read_config("run.toml"), block_words=32, device="cpu").as_dict()
+    assert facts_of("out")["settings"] == settings
+    # One of the flags has the value of the default: it was given all the same.
+    succeeds(*arguments, "--overwrite", "--dim", Settings.dim, "--lr", "0.002", "--option", "momentum=0.5")
+    changed = {"dim": Settings.dim, "lr": 0.002, "options": {"momentum": 0.5, "nesterov": True}}
+    assert facts_of("out")["settings"] == settings | changed
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
@@ -232,16 +288,22 @@ def test_a_run_is_started_and_resumed_in_its_folder(folder, monkeypatch, fresh_s
     assert names("two/tables") == ["input.safetensors", "output.safetensors"]  # in its own folder
 
 
-def test_what_was_chosen_from_the_corpus_holds_when_a_run_is_resumed(folder):
+def test_what_was_chosen_from_the_corpus_is_written_down_and_holds_when_a_run_is_resumed(folder):
     """Also where another version would choose otherwise; a value that is given must be that of the checkpoint."""
-    arguments = [*TRAIN, "--resume", "--dim", "8", "--device", "cpu", "--quiet"]
-    succeeds(*arguments, "--epochs", "2", "--block-words", "64")
-    before, settings = Path("out/vectors.txt").read_bytes(), facts_of("out")["settings"]
+    Path("few.txt").write_text("one two three four five six " * 50)
+    arguments = ["train", "few.txt", "--resume", "--dim", "8", "--device", "cpu", "--quiet"]
+    # Subsampling leaves fewer than 32 of 300 words.
+    assert "6 words, 50 steps of 32 words (epochs: 50), " in succeeds(*arguments, "-o", "run").stdout
+    vectors, settings = Path("run/vectors.txt").read_bytes(), facts_of("run")["settings"]
+    assert (settings["epochs"], settings["block_words"]) == (50, 32)
+    succeeds("train", "few.txt", "-o", "same", "--config", "run/settings.json", "--quiet")
+    assert (Path("same/vectors.txt").read_bytes(), facts_of("same")["settings"]) == (vectors, settings)
+    succeeds(*arguments, "-o", "out", "--epochs", "2", "--block-words", "64")
+    vectors, settings = Path("out/vectors.txt").read_bytes(), facts_of("out")["settings"]
     for chosen in (["--epochs", "2"], []):
-        succeeds(*arguments, *chosen)
-        assert Path("out/vectors.txt").read_bytes() == before
-        assert facts_of("out")["settings"] == settings
-    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "--epochs", "3")
+        succeeds(*arguments, "-o", "out", *chosen)
+        assert (Path("out/vectors.txt").read_bytes(), facts_of("out")["settings"]) == (vectors, settings)
+    fails_with(InvalidValueError, "epochs is 3 but the checkpoint", *arguments, "-o", "out", "--epochs", "3")
 
 
 def test_resume_starts_a_run_and_overwriting_leaves_nothing_of_it(folder):
