@@ -188,9 +188,10 @@ def main() -> None:
             )
     else:
         given.output.mkdir(parents=True, exist_ok=True)
-        if given.resume:
+        checkpoint = given.output / "checkpoint"
+        if given.resume and checkpoint.exists():
             path.unlink(missing_ok=True)  # the checkpoint has all rows
-        runs = {"lazy": run(given, path, checkpoint=given.output / "checkpoint")}
+        runs = {"lazy": run(given, path, checkpoint=checkpoint)}
     if given.plot:
         draw(given.plot, runs)
 
