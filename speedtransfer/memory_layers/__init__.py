@@ -1,0 +1,6 @@
+"""Product-key memory layers, and which of their rows are used."""
+
+from speedtransfer.memory_layers.memory_layer import MemoryLayer
+from speedtransfer.memory_layers.memory_use import MemoryUse
+
+__all__ = ["MemoryLayer", "MemoryUse"]
