@@ -6,7 +6,7 @@
 A small network with an `st.MemoryLayer` learns facts: a name of three syllables and a relation, and what they lead to. Then it is
 taught new ones in several ways, with the old ones never shown again, until it knows them; printed is how many of the old ones it
 still knows. Sparse memory fine-tuning (arXiv:2510.15103) trains those rows of the memory alone that the new facts read and the
-old ones seldom did. From a million values on they are in a file, and rows of the memory are the only way that is tried.
+old ones seldom did. From a million values on they are in a file, and only the old facts are learned.
 """
 
 from __future__ import annotations
@@ -125,17 +125,21 @@ def compare(model: Model, ways: list[str], num_rows: int, seed: int) -> dict[str
     before, background, use = known(model, *old), use_of(model, old[0]), use_of(model, new[0])
     rows = use.top_rows(background, num_rows)
     print(f"the old facts: {before:.1%} known, {background}")
-    print(f"the new facts: {use}; {len(rows):,} rows are the {ROWS} below")
+    print(f"the new facts, before they are learned: {use}; {len(rows):,} rows are the {ROWS}")
     found = {}
-    for number, way in enumerate(ways):
-        tuned, curve = model if number == len(ways) - 1 else copy.deepcopy(model), [(known(model, *new), before)]
+    for way in ways:
+        tuned, curve = copy.deepcopy(model), [(known(model, *new), before)]
         freeze(tuned, way, rows)
 
-        def is_enough(step: int, tuned: Model = tuned, curve: list[tuple[float, float]] = curve, way: str = way) -> bool:
+        def is_enough(
+            step: int, tuned: Model = tuned, curve: list[tuple[float, float]] = curve, way: str = way
+        ) -> bool:
             curve.append((known(tuned, *new), known(tuned, *old)))
             enough = curve[-1][0] >= KNOWN or step == MOST_STEPS
             if enough:
-                print(f"{way:<16} {step:>4} steps: {curve[-1][0]:.1%} of the new facts, {curve[-1][1]:.1%} of the old ones")
+                print(
+                    f"{way:<16} {step:>4} steps: {curve[-1][0]:.1%} of the new facts, {curve[-1][1]:.1%} of the old ones"
+                )
             return enough
 
         # In evaluation mode: statistics of batches are no weights.
@@ -163,7 +167,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--values", type=int, default=16_384, help="rows of the memory, rounded up to a square number")
     parser.add_argument("--rows", type=int, default=1_000, help="how many of them sparse fine-tuning trains")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, help="a PNG of what is known of the old facts over what is known of the new ones")
+    parser.add_argument(
+        "--plot", type=Path, help="a PNG of what is known of the old facts over what is known of the new ones"
+    )
     given = parser.parse_args(arguments)
     num_keys = math.isqrt(max(given.values, 1) - 1) + 1
     if num_keys < 8:
@@ -175,14 +181,15 @@ def main(arguments: list[str] | None = None) -> int:
         # Zeros take no room on the disk until they are trained.
         options: dict[str, Any] = {"memory": "mmap", "path": path, "std": 0.0} if in_file else {}
         model = Model(num_keys**2, **options)
-        found = compare(model, [ROWS] if in_file else [*WAYS], given.rows, given.seed)
-        table = model.memory.values.table
+        found = compare(model, [] if in_file else [*WAYS], given.rows, given.seed)
         if in_file:
+            table = model.memory.values.table
             size, used = path.stat().st_size, 512 * path.stat().st_blocks
-            print(f"{table.num_rows:,} values in a file of {size / 1e9:.2f} GB, of which {used / 1e9:.2f} GB are on the disk")
-        del model, table
+            print(
+                f"{table.num_rows:,} values in a file of {size / 1e9:.2f} GB, of which {used / 1e9:.2f} GB are on the disk"
+            )
     print(f"{time.perf_counter() - begin:.0f} s")
-    if given.plot is not None:
+    if given.plot is not None and found:
         draw_curves(given.plot, found)
     return 0
 

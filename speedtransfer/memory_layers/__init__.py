@@ -2,5 +2,6 @@
 
 from speedtransfer.memory_layers.memory_layer import MemoryLayer
 from speedtransfer.memory_layers.memory_use import MemoryUse
+from speedtransfer.memory_layers.product_keys import ProductKeys
 
-__all__ = ["MemoryLayer", "MemoryUse"]
+__all__ = ["MemoryLayer", "MemoryUse", "ProductKeys"]
