@@ -3,8 +3,8 @@
     python examples/memory_layer.py --plot forgetting.png
     python examples/memory_layer.py --values 10000000
 
-A small network with an `st.MemoryLayer` learns facts: a name of three syllables and a relation, and what they lead to. Then it is
-taught new ones in several ways, with the old ones never shown again, until it knows them; printed is how many of the old ones it
+A small network with an `st.MemoryLayer` learns facts: a name of three syllables and a relation, and what they lead to. Then it
+is taught new ones in several ways, the old ones never shown again, until it knows them; printed is how many of the old ones it
 still knows. Sparse memory fine-tuning (arXiv:2510.15103) trains those rows of the memory alone that the new facts read and the
 old ones seldom did. From a million values on they are in a file, and only the old facts are learned.
 """
