@@ -43,22 +43,20 @@ class Formula(nn.Module):
 
     def __init__(self, given: st.MemoryLayer, norm: str | None = None) -> None:
         super().__init__()
-        state = {name: value.detach().clone() for name, value in given.state_dict().items()}
-        shapes = {name: value.shape for name, value in given.named_parameters()}
-        self.norm, self.names = norm, {name.replace(".", "_"): name for name in shapes}
-        for name, old in self.names.items():
-            setattr(self, name, nn.Parameter(state[old]))
+        self.norm, state = norm, given.state_dict()
+        for name, _ in given.named_parameters():
+            setattr(self, name.replace(".", "_"), nn.Parameter(state[name].detach().clone()))
 
     def forward(self, x: Tensor, trained: Tensor | None = None) -> Tensor:
-        query = (x.reshape(-1, DIM) @ self.keys_query_weight.T + self.keys_query_bias).view(-1, HEADS, KEY)
-        over = {"batch": 0, "layer": -1, "rms": -1, None: ()}[self.norm]
-        if self.norm is not None:
-            mean = 0 if self.norm == "rms" else query.mean(over, keepdim=True)
-            eps = torch.finfo(F64).eps if self.norm == "rms" else 1e-5
-            query = (query - mean) / ((query - mean).square().mean(over, keepdim=True) + eps).sqrt()
-            query = query * self.keys_query_norm_weight.view(-1 if self.norm != "batch" else HEADS, KEY)
-        if self.norm in ("batch", "layer"):
-            query = query + self.keys_query_norm_bias.view(-1 if self.norm != "batch" else HEADS, KEY)
+        query = x.reshape(-1, DIM) @ self.keys_query_weight.T + self.keys_query_bias
+        if self.norm == "batch":
+            given = self.keys_query_norm_weight, self.keys_query_norm_bias
+            query = F.batch_norm(query, None, None, *given, training=True)
+        query = query.view(-1, HEADS, KEY)
+        if self.norm == "layer":
+            query = F.layer_norm(query, (KEY,), self.keys_query_norm_weight, self.keys_query_norm_bias)
+        elif self.norm == "rms":
+            query = F.rms_norm(query, (KEY,), self.keys_query_norm_weight)
         values = self.values_weight
         if trained is not None:
             mask = torch.zeros(VALUES, 1, dtype=F64).index_fill(0, trained, 1)
@@ -133,13 +131,6 @@ def test_trains_as_the_formula_does(name, make, tmp_path):
             torch.testing.assert_close(memory(hidden(*shape)), formula(hidden(*shape)), **CLOSE)
     with pytest.raises(st.errors.InvalidValueError, match=r"x has shape \(2, 5\) but its last dimension must be dim=6"):
         memory(torch.zeros(2, 5, dtype=F64))
-
-
-def test_keys_of_a_head_are_told_apart_from_others():
-    rows, weights = layer().keys(hidden(5, 4))
-    assert rows.shape == weights.shape == (5, 4, HEADS, K)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(5, 4, HEADS, dtype=F64))
-    assert all(len(set(line)) == K for line in rows.flatten(0, 2).tolist())
 
 
 class Two(nn.Module):

@@ -156,7 +156,8 @@ class MemoryLayer(nn.Module):
         Parameters
         ----------
         rows : Tensor, array or sequence of int, or None
-            Row numbers, for instance of :meth:`MemoryUse.top_rows`; None: all. They are in no state dict.
+            Row numbers, for instance of :meth:`~speedtransfer.memory_layers.MemoryUse.top_rows`; None: all. No state dict has
+            them.
 
         Raises
         ------

@@ -12,7 +12,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 
 
 class MemoryUse:
-    """How often each row of the values of a memory layer was read, as :meth:`MemoryLayer.counting` counts it.
+    """How often each row of the values of a memory layer was read, as :meth:`~speedtransfer.MemoryLayer.counting` counts it.
 
     Parameters
     ----------
@@ -72,7 +72,7 @@ class MemoryUse:
     def top_rows(self, background: MemoryUse, most: int) -> Tensor:
         """Return the rows used here with the largest :meth:`tf_idf`, at most `most`, ascending: (n,) int64 on the CPU.
 
-        :meth:`MemoryLayer.train_rows` takes them. Of rows with equal values the first are returned.
+        :meth:`~speedtransfer.MemoryLayer.train_rows` takes them. Of rows with equal values the first are returned.
 
         Raises
         ------

@@ -14,7 +14,7 @@ NORMS = {"batch": nn.BatchNorm1d, "layer": nn.LayerNorm, "rms": nn.RMSNorm}
 
 
 class ProductKeys(nn.Module):
-    """Choose `k` of ``num_values = n * n`` keys for each head: the part of a :class:`MemoryLayer` that finds rows.
+    """Choose `k` of ``num_values = n * n`` keys for each head: the part of a `MemoryLayer` that finds rows.
 
     Each head makes a query of `key_dim` numbers. Key i * n + j is the i-th half-key of its first codebook and the j-th of its
     second, so that its score is the sum of two products with the halves of the query. The best k of all num_values sums are
@@ -23,7 +23,7 @@ class ProductKeys(nn.Module):
     Parameters
     ----------
     dim, num_values, heads, k, key_dim, query_norm
-        As :class:`MemoryLayer`, which passes them.
+        As :class:`~speedtransfer.MemoryLayer`, which passes them.
     **place
         `device` and `dtype` of the parameters.
 
