@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         save_checkpoint,
         save_delta,
     )
+    from speedtransfer.memory_layers import MemoryLayer
     from speedtransfer.ngrams import NgramEmbedding, NgramHash, NgramStatistics, PerLayerEmbedding
     from speedtransfer.nn import (
         ActiveRows,
@@ -46,6 +47,7 @@ __all__ = [
     "Embedding",
     "EmbeddingBag",
     "Mark",
+    "MemoryLayer",
     "MultiEmbedding",
     "MultiEmbeddingBag",
     "NgramEmbedding",
@@ -80,7 +82,9 @@ __all__ = [
 
 
 __getattr__ = lazy_names(
-    __name__, __all__, ["tables", "nn", "ngrams", "vocabulary", "checkpoint", "ranks", "planning.planner"]
+    __name__,
+    __all__,
+    ["tables", "nn", "ngrams", "memory_layers", "vocabulary", "checkpoint", "ranks", "planning.planner"],
 )
 
 

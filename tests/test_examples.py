@@ -14,6 +14,7 @@ import speedtransfer as st
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 
+import memory_layer
 import ngram_lm
 import parallel
 from ngram_lm import PAIRS, WAYS
@@ -97,6 +98,7 @@ ngram_lm --context 700 -> pass a longer one, or a smaller --batch or --context
 ngram_lm --data no-such.txt -> no-such.txt cannot be read
 ngram_lm --data . -> . cannot be read
 ngram_lm --only dens -> invalid choice
+memory_layer --values 49 -> --values is 49 but each head reads 8 of sqrt(values) half-keys
 parallel --processes 1 -> --processes is 1 but must be at least 2
 parallel --batch 63 -> --batch is 63 but must be a multiple of --processes, 2
 parallel --steps 0 -> --steps is 0 but must be at least 1
@@ -110,6 +112,7 @@ def test_what_makes_no_sense_is_refused(text, tmp_path, monkeypatch, capsys, lin
     example, *arguments = call.split()
     run, given = {
         "ngram_lm": (ngram_lm.main, ["--data", str(text), *TINY.split()]),
+        "memory_layer": (memory_layer.main, []),
         "parallel": (parallel.main, QUICK),
     }[example]
     with pytest.raises(SystemExit) as stop:
@@ -132,3 +135,29 @@ def test_a_server_follows(tmp_path):
     assert re.match(
         r"4 deltas of [\d.]+ MB of a table of 0.1 MB\n\d+ batches looked up meanwhile\nserved \d+ ms", done.stdout
     )
+
+
+# --- forgetting, and a memory layer --------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_memory_rows_forget_less(tmp_path, capsys):
+    assert memory_layer.main(["--plot", str(tmp_path / "forgetting.png")]) == 0
+    lines = re.findall(
+        r"^(.*?) +\d+ steps: ([\d.]+)% of the new facts, ([\d.]+)%", capsys.readouterr().out, re.MULTILINE
+    )
+    assert [way for way, _, _ in lines] == list(memory_layer.WAYS)
+    assert all(float(new) >= 99 for _, new, _ in lines)
+    kept = {way: float(old) for way, _, old in lines}
+    assert kept[memory_layer.ROWS] > 95 > kept["all weights"]
+    assert kept["low-rank changes"] < 95
+    assert (tmp_path / "forgetting.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_memory_in_a_file(monkeypatch, capsys):
+    monkeypatch.setattr(memory_layer, "IN_FILE", 4_000)
+    monkeypatch.setattr(memory_layer, "MOST_STEPS", 3)
+    assert memory_layer.main(["--values", "4000"]) == 0
+    out = capsys.readouterr().out
+    assert "4,096 values in a file of 0.00 GB" in out
+    assert "of 4,096 values used in 12 batches" in out

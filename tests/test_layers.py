@@ -29,7 +29,7 @@ LAYERS = [
     {"vocabulary"},
     {"optim"},
     {"nn"},
-    {"ngrams"},
+    {"ngrams", "memory_layers"},
     {"checkpoint", "word2vec", "speedtorch"},
     {"planning"},
     {"benchmark"},
@@ -127,7 +127,7 @@ TOWER = """
 # Rooms of those two, whose kinds others seldom ask for: the number of lines that do may only fall.
 ROOMS = "owners sharded shared shards replicas id_space id_owners vocabulary_ids gradient_exchange"
 KIND_TESTS = 9
-CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams"]
+CORE = ["tables", "rows", "vocabulary", "optim", "nn", "checkpoint", "ngrams", "memory_layers"]
 # Classes with more than three bases of ours, one upon the other.
 DEEP = {"PerLayerEmbedding": 4, "MultiEmbeddingBag": 4}
 

@@ -14,7 +14,7 @@ from speedtransfer.errors import InvalidTypeError, InvalidValueError, check_size
 from speedtransfer.ngrams.gate import EngramGate
 from speedtransfer.ngrams.hashing import NgramHash
 from speedtransfer.ngrams.per_layer import PerLayerEmbedding
-from speedtransfer.nn import Embedding, TableOptions, Ticket, refuse_vocabulary, takes_options
+from speedtransfer.nn import DrawnRows, Embedding, TableOptions, Ticket, refuse_vocabulary, takes_options
 from speedtransfer.nn.ticket import FoundRows, known_again
 
 COMBINE = ("concat", "sum", "mean")
@@ -23,22 +23,12 @@ _kept: weakref.WeakKeyDictionary[nn.Module, list[Ticket]] = weakref.WeakKeyDicti
 _MOST_KEPT = 8
 
 
-class NgramRows(Embedding):
-    """The table of an `NgramEmbedding`: its rows begin as zeros, which take no memory, or as small random numbers."""
+class NgramRows(DrawnRows, Embedding):
+    """The table of an `NgramEmbedding`."""
 
     def __init__(self, num_rows: int, dim: int, std: float, **options: Any) -> None:
         self.std = std
         super().__init__(num_rows, dim, **options)
-
-    def reset_parameters(self) -> None:
-        """Draw the weights from N(0, std), the padding row zero."""
-        if self.std:
-            super().reset_parameters()
-            with torch.no_grad():
-                self.weight.mul_(self.std)
-        elif not self._has_rows() or self._handle.table.version:
-            # A table that nobody has written to has zeros, which stay without memory.
-            nn.init.zeros_(self.weight)
 
 
 class NgramEmbedding(nn.Module):

@@ -2,6 +2,7 @@
 
 from speedtransfer.nn.active import ActiveRows
 from speedtransfer.nn.bag import EmbeddingBag
+from speedtransfer.nn.drawn_rows import DrawnRows
 from speedtransfer.nn.embedding import Embedding, check_pretrained
 from speedtransfer.nn.export import to_dense
 from speedtransfer.nn.loader import PrefetchLoader, StatefulPrefetchLoader, prefetch
@@ -17,6 +18,7 @@ from speedtransfer.nn.weight_calls import in_transform
 
 __all__ = [
     "ActiveRows",
+    "DrawnRows",
     "Embedding",
     "EmbeddingBag",
     "MultiEmbedding",
