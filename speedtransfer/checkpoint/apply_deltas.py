@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.delta_checks import DeltaReader, changes_of, check_fits, check_stored, content_after
+from speedtransfer.checkpoint.delta_checks import (
+    DeltaReader,
+    changes_of,
+    check_fits,
+    check_follows,
+    check_stored,
+    content_after,
+    has_been_applied,
+)
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
 from speedtransfer.checkpoint.marks import (
@@ -46,7 +54,8 @@ def apply_delta(
     """Write what `save_delta` has saved into a copy of the model, which must hold what was there before.
 
     Everything is checked before anything changes: that the rows of the copy are those that the delta begins with, to the bit,
-    and that those in the file are the ones that were saved. Lookups of other threads meanwhile see each row whole.
+    that it follows the last one that was applied, which `mark` knows, and that the rows in the file are those that were saved.
+    Lookups of other threads meanwhile see each row whole.
 
     Parameters
     ----------
@@ -55,7 +64,7 @@ def apply_delta(
         With tables of the same keys, storage dtypes and widths; ones that may grow get the rows that came.
     mark : Mark, optional
         What the last ``apply_delta`` of this model returned, if nothing else has written to it since. Without it all rows are
-        read to find out what they are.
+        read to find out what they are, and a missing delta is noticed by its rows alone, if it has changed any.
     optimizer : torch.optim.Optimizer, optional
         If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
         too, as by `load_checkpoint`, and the copy goes on training with the same bits.
@@ -86,11 +95,12 @@ def apply_delta(
         )
     check_names(delta.content, {*optimizers, *others}, set(objects), repr(str(path)))
     check_fits(delta, tables)
+    if mark is not None:
+        check_kind(mark, "mark", bool(optimizers))
+        check_follows(delta, mark)
     for table in tables.values():
         table.handle.table.check_writable()
     with held(tables), torch.no_grad():
-        if mark is not None:
-            check_kind(mark, "mark", bool(optimizers))
         if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
             key: table.count for key, table in tables.items()
         }:
@@ -103,9 +113,7 @@ def apply_delta(
         after = {key: content_after(delta, key, table, before[key], mark is not None) for key, table in tables.items()}
         # Rows are written last.
         if delta.changes and all(before[key].total == after[key].total for key in tables):
-            raise InvalidValueError(
-                f"{str(path)!r} has been applied: the model holds what comes after it; leave it out"
-            )
+            raise has_been_applied(delta)
         with manifest.damage_told(path):
             readers = {role: Readers(DeltaReader(delta, role, tables), None) for role in manifest.ROLES}  # type: ignore[arg-type]
             of_ids = [table.handle for table in tables.values() if table.of_ids]
@@ -137,7 +145,7 @@ def apply_delta(
                 _write_rows(delta, key, table)
             if optimizers:
                 set_rng_states(rng)
-    return Mark(after, bool(optimizers))
+    return Mark(after, bool(optimizers), delta.place)
 
 
 def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:

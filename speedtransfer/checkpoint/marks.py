@@ -7,9 +7,10 @@ an array over the memory, a checkpoint. A mark takes 8 bytes a row, 16 of an id,
 from __future__ import annotations
 
 import contextlib
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,6 +89,14 @@ class MarkedTable:
         return found | {name: values[rows].unsqueeze(1) for name, values in self.beside.items()}
 
 
+class Place(NamedTuple):
+    """Where deltas are: by what `mark` has drawn for them, how many there have been since, and the name of the last one."""
+
+    run: str
+    number: int = 0
+    name: str = ""
+
+
 class Mark:
     """What :func:`speedtransfer.mark` returns; `save_delta` and `apply_delta` take it and return the next one.
 
@@ -96,10 +105,13 @@ class Mark:
     fingerprints : dict of str to str
         16 hexadecimal digits for each table, by its key in the state dict: equal where all rows are, to the bit, and
         their ids; and their state, if the mark was made with an optimizer.
+    number : int
+        Of the delta that the model was at, counted from `mark`; 0: it was at none, or nothing is known of them.
     """
 
-    def __init__(self, contents: Mapping[str, Content], with_state: bool = False) -> None:
-        self._contents, self._with_state = dict(contents), with_state
+    def __init__(self, contents: Mapping[str, Content], with_state: bool, place: Place) -> None:
+        self._contents, self._with_state, self._place = dict(contents), with_state, place
+        self.number = place.number
         self.fingerprints = {key: f"{found.total:016x}" for key, found in self._contents.items()}
 
     def __repr__(self) -> str:
@@ -137,7 +149,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     with_state = optimizer is not None
     tables = marked_tables(model, with_state)
     with held(tables):
-        return Mark(contents_of(tables, progress), with_state)
+        return Mark(contents_of(tables, progress), with_state, Place(secrets.token_hex(16)))
 
 
 def given_for_delta(

@@ -23,6 +23,7 @@ from speedtransfer.checkpoint.delta_file import (
 from speedtransfer.checkpoint.marks import (
     Mark,
     MarkedTable,
+    Place,
     check_kind,
     contents_of,
     given_for_delta,
@@ -95,15 +96,15 @@ def save_delta(
             f"since is a mark of the tables {sorted(since._contents)} but the model has {sorted(tables)}; mark this model"
         )
     with held(tables), torch.no_grad():
-        now = Mark(contents_of(tables, progress), bool(optimizers))
-        changed = {key: _changed(key, tables[key], since._contents[key], now._contents[key]) for key in tables}
+        now = contents_of(tables, progress)
+        changed = {key: _changed(key, tables[key], since._contents[key], now[key]) for key in tables}
         picked = ChangedRows({tables[key].handle.rows: rows for key, (_, rows) in changed.items()})
         plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
         # Those of a state that was made just now are new.
         tables = marked_tables(model, bool(optimizers))
         written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
         for number, (key, table) in enumerate(tables.items()):
-            before, after, (at, rows) = since._contents[key], now._contents[key], changed[key]
+            before, after, (at, rows) = since._contents[key], now[key], changed[key]
             planes = names.get(table.handle.rows, {}) | _take_ids(key, table, rows, plans["model"], content)
             if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
@@ -132,9 +133,12 @@ def save_delta(
         # Wide dtypes first, so that all are aligned.
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
-        text = json.dumps({"tables": said, "digests": digests, "content": content})
-        files.write(path, written, {"format": FORMAT, "version": VERSION, "sha256": checksum(text), "said": text})
-    return now
+        run, number, follows = since._place
+        about = {"run": run, "number": number + 1, "follows": follows}
+        text = json.dumps({**about, "tables": said, "digests": digests, "content": content})
+        place = Place(run, number + 1, checksum(text))
+        files.write(path, written, {"format": FORMAT, "version": VERSION, "sha256": place.name, "said": text})
+    return Mark(now, bool(optimizers), place)
 
 
 def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> tuple[np.ndarray, np.ndarray]:
