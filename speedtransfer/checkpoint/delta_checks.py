@@ -109,8 +109,14 @@ def _check_rows(key: str, table: MarkedTable, ids: np.ndarray, had: np.ndarray) 
     keys, at = ids, ids
     if table.of_ids:
         at = table.handle.id_space.vocabulary.rows(torch.from_numpy(ids)).numpy()
-    there = (at >= 0) & (at < table.handle.table.num_rows)
-    keys, at, had = keys[there], at[there], had[there]
+        there = np.flatnonzero(at >= 0)
+        at = at[there]
+    else:
+        # Beyond are those that an apply is to add.
+        inside = np.flatnonzero(at < table.count)
+        mine, at = table.owned(at[inside])
+        there = inside[mine]
+    keys, had = keys[there], had[there]
     for some in row_chunks(len(at), table.row_bytes):
         if not np.array_equal(hashes_of(keys[some], table.read(at[some]), table.fills), had[some]):
             raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")

@@ -146,7 +146,8 @@ def _check_base(place: str, content: Mapping[str, Any], first: Delta) -> None:
     """Raise unless the base has what the deltas have."""
     if manifest.rows_roles(content["files"]):
         raise InvalidValueError(
-            f"{place!r} was saved by several processes, and deltas are of one; load it in one and save it again"
+            f"{place!r} was saved by several processes, whose rows lie in another order than those of deltas; load it in one "
+            "and save it again"
         )
     if _names(content) != _names(first.content):
         raise InvalidValueError(
