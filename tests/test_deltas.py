@@ -240,7 +240,8 @@ def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
     refuses("begins with other rows of 'emb.weight'.*a delta before it is missing", paths[1], copy)
     known = st.apply_delta(paths[0], copy)
     refuses("has been applied: the model holds what comes after it", paths[0], copy)
-    refuses("begins with other rows", paths[2], copy, known)
+    refuses("is number 3 of .* but the model is at number 1", paths[2], copy, known)
+    refuses("begins with other rows", paths[2], copy)
     with torch.no_grad():
         copy.emb.weight[int(Delta(paths[1]).rows["emb.weight"].ids[0])] += 1.0
     refuses("rows of 'emb.weight' were written after the mark was made", paths[1], copy, known)
@@ -255,6 +256,40 @@ def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
     refuses("'head.0.weight' is .4, 9.", paths[0], wider)
     refuses("suffix", tmp_path / "delta.npy", copy)
     refuses("cannot read", tmp_path / "none.safetensors", copy, error=StorageError)
+
+
+def test_a_delta_without_rows_is_missed_too(tmp_path: Path) -> None:
+    net, copy, paths = Net(idle="lazy"), Net(idle="lazy"), [tmp_path / f"{n}.safetensors" for n in range(5)]
+    mark = st.mark(net)
+    assert mark.number == 0
+    for path in paths:
+        with torch.no_grad():
+            net.head[0].bias += 1.0
+        mark = st.save_delta(path, net, mark)
+    assert (mark.number, Delta(paths[2]).place.number, Delta(paths[2]).follows) == (5, 3, Delta(paths[1]).place.name)
+    known = st.apply_delta(paths[1], copy, st.apply_delta(paths[0], copy, st.mark(copy)))
+    assert known.number == 2
+    refuses("is number 4.* but the model is at number 2", paths[3], copy, known)
+    refuses("has been applied", paths[1], copy, known)
+    refuses("is number 1 .* but the model is at number 2", paths[0], copy, known)
+    # Of another run, whose rows are the same.
+    with torch.no_grad():
+        net.head[0].bias += 1.0
+    other = st.save_delta(tmp_path / "other.safetensors", net, st.mark(net))
+    st.save_delta(tmp_path / "other.safetensors", net, other)
+    refuses("is number 2.* but the model is at number 2", tmp_path / "other.safetensors", copy, known)
+    st.save_checkpoint(tmp_path / "base", net)
+    for some in ([0, 2], [0, 1, 1], [1, 0]):
+        with pytest.raises(InvalidValueError, match="does not begin where"):
+            st.merge(tmp_path / "base", [paths[n] for n in some], tmp_path / "out")
+    st.merge(tmp_path / "base", paths[:3], tmp_path / "out")
+    # A trainer that begins again from what it had saved is followed on.
+    again = Net(idle="lazy")
+    st.load_checkpoint(tmp_path / "out", again)
+    st.save_delta(paths[3], again, st.mark(again))
+    known = st.apply_delta(paths[3], copy, known)
+    assert known.number == 1
+    assert contents(copy) == contents(again)
 
 
 def test_a_folder_is_listed(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.delta_checks import DeltaReader, changes_of, check_fits, check_stored, content_after
+from speedtransfer.checkpoint.delta_checks import (
+    DeltaReader,
+    changes_of,
+    check_fits,
+    check_follows,
+    check_stored,
+    content_after,
+    has_been_applied,
+)
 from speedtransfer.checkpoint.delta_file import Delta
 from speedtransfer.checkpoint.load import check_names
 from speedtransfer.checkpoint.marks import (
@@ -29,6 +37,8 @@ from speedtransfer.checkpoint.objects import check_rng_states, set_rng_states, s
 from speedtransfer.checkpoint.optimizer import SavedOptimizer
 from speedtransfer.checkpoint.plain_data import decode
 from speedtransfer.checkpoint.table_rows import Readers
+from speedtransfer.checkpoint.together import processes_of
+from speedtransfer.dtypes import bits_of
 from speedtransfer.errors import InvalidValueError
 from speedtransfer.interrupts import to_its_end
 from speedtransfer.tables import PathLike, loading, row_chunks
@@ -46,16 +56,18 @@ def apply_delta(
     """Write what `save_delta` has saved into a copy of the model, which must hold what was there before.
 
     Everything is checked before anything changes: that the rows of the copy are those that the delta begins with, to the bit,
-    and that those in the file are the ones that were saved. Lookups of other threads meanwhile see each row whole.
+    that it follows the last one that was applied, which `mark` knows, and that the rows in the file are those that were saved.
+    Lookups of other threads meanwhile see each row whole.
 
     Parameters
     ----------
     path : path-like
+        Of tables of several processes all of them must call it, each with this file; by how many it was saved does not matter.
     model : nn.Module
         With tables of the same keys, storage dtypes and widths; ones that may grow get the rows that came.
     mark : Mark, optional
         What the last ``apply_delta`` of this model returned, if nothing else has written to it since. Without it all rows are
-        read to find out what they are.
+        read to find out what they are, and a missing delta is noticed by its rows alone, if it has changed any.
     optimizer : torch.optim.Optimizer, optional
         If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
         too, as by `load_checkpoint`, and the copy goes on training with the same bits.
@@ -76,9 +88,72 @@ def apply_delta(
         has other tables, or the optimizer is another one, or missing.
     StorageError
         The file is missing, damaged, or no delta.
+    ProcessGroupError
+        Another process failed (its own message says why), or they do not do the same; nothing has changed.
     """
-    path, optimizers, others, tables = given_for_delta(path, model, optimizer, objects)
-    delta = Delta(path)
+    processes = processes_of("loads", [model, optimizer, *objects.values()])
+    path, optimizers, others, tables = given_for_delta(processes, path, model, optimizer, objects)
+    with processes.together():
+        delta = Delta(path)
+        _check_given(delta, mark, optimizers, others, objects, tables)
+    known = None if mark is None else (mark._place, mark.fingerprints)
+    processes.check_same(f"the delta {delta.place} to {known}")
+    with held(tables), torch.no_grad():
+        for table in tables.values():
+            table.handle.rows.catch_up()
+        before = contents_of(tables, progress) if mark is None else mark._contents
+        with processes.together():
+            after = {
+                key: content_after(delta, key, table, before[key], mark is not None) for key, table in tables.items()
+            }
+            # Rows are written last.
+            if delta.changes and all(before[key].total == after[key].total for key in tables):
+                raise has_been_applied(delta)
+            with manifest.damage_told(path):
+                readers = {role: Readers(DeltaReader(delta, role, tables), None) for role in manifest.ROLES}  # type: ignore[arg-type]
+                of_ids = [table.handle for table in tables.values() if table.of_ids]
+                read: Any = readers["objects"].whole.read
+                states = {name: decode(delta.content["objects"][name], read) for name in others}
+                rng = decode(delta.content["rng"], read)
+                check_rng_states(rng)
+                saved: list[SavedModel | SavedOptimizer] = [
+                    SavedModel(delta.content["model"], model, readers["model"], of_ids)
+                ]
+                for name, value in optimizers.items():
+                    saved.append(SavedOptimizer(delta.content["optimizers"][name], value, name, readers["optimizer"]))
+        with ExitStack() as stack:
+            with processes.together(), states_set(others, states):
+                # What may find no room comes first.
+                for part in saved:
+                    part.allocate()
+                for key, table in marked_tables(model, bool(optimizers)).items():
+                    check_stored(delta, key, table)
+                for key, table in tables.items():
+                    if not table.of_ids and delta.tables[key].rows > table.count:
+                        table.handle.grow(delta.tables[key].rows)
+            # Rows that have got other ids are not told apart from those of another run.
+            torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
+            stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
+            with processes.together():
+                for part in saved:
+                    part.load(lambda count: None)
+                for key, table in marked_tables(model, bool(optimizers)).items():
+                    _write_rows(delta, key, table)
+                if optimizers:
+                    set_rng_states(rng)
+    return Mark(after, bool(optimizers), delta.place)
+
+
+def _check_given(
+    delta: Delta,
+    mark: Mark | None,
+    optimizers: dict[str, Optimizer],
+    others: dict[str, Any],
+    objects: dict[str, Any],
+    tables: dict[str, MarkedTable],
+) -> None:
+    """Raise unless a delta fits what it is given with."""
+    path = delta.path
     if delta.of_optimizers != sorted(optimizers):
         raise InvalidValueError(
             f"{str(path)!r} has the state of {delta.of_optimizers or 'no optimizer'} but {sorted(optimizers) or 'none'} was "
@@ -86,58 +161,15 @@ def apply_delta(
         )
     check_names(delta.content, {*optimizers, *others}, set(objects), repr(str(path)))
     check_fits(delta, tables)
+    if mark is not None:
+        check_kind(mark, "mark", bool(optimizers))
+        check_follows(delta, mark)
     for table in tables.values():
         table.handle.table.check_writable()
-    with held(tables), torch.no_grad():
-        if mark is not None:
-            check_kind(mark, "mark", bool(optimizers))
-        if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
-            key: table.count for key, table in tables.items()
-        }:
-            raise InvalidValueError(
-                "mark is of a model with other tables; pass what st.apply_delta returned for this one"
-            )
-        for table in tables.values():
-            table.handle.rows.catch_up()
-        before = contents_of(tables, progress) if mark is None else mark._contents
-        after = {key: content_after(delta, key, table, before[key], mark is not None) for key, table in tables.items()}
-        # Rows are written last.
-        if delta.changes and all(before[key].total == after[key].total for key in tables):
-            raise InvalidValueError(
-                f"{str(path)!r} has been applied: the model holds what comes after it; leave it out"
-            )
-        with manifest.damage_told(path):
-            readers = {role: Readers(DeltaReader(delta, role, tables), None) for role in manifest.ROLES}  # type: ignore[arg-type]
-            of_ids = [table.handle for table in tables.values() if table.of_ids]
-            read: Any = readers["objects"].whole.read
-            states = {name: decode(delta.content["objects"][name], read) for name in others}
-            rng = decode(delta.content["rng"], read)
-            check_rng_states(rng)
-            saved: list[SavedModel | SavedOptimizer] = [
-                SavedModel(delta.content["model"], model, readers["model"], of_ids)
-            ]
-            for name, value in optimizers.items():
-                saved.append(SavedOptimizer(delta.content["optimizers"][name], value, name, readers["optimizer"]))
-        with ExitStack() as stack:
-            with states_set(others, states):
-                # What may find no room comes first.
-                for part in saved:
-                    part.allocate()
-                for key, table in marked_tables(model, bool(optimizers)).items():
-                    check_stored(delta, key, table)
-                for key, table in tables.items():
-                    if not table.of_ids and delta.tables[key].rows > table.handle.table.num_rows:
-                        table.handle.grow(delta.tables[key].rows)
-            # Rows that have got other ids are not told apart from those of another run.
-            torn = {table.handle.table: str(table.handle) for table in tables.values() if table.beside}
-            stack.enter_context(loading(torn, "st.load_checkpoint")).append(True)
-            for part in saved:
-                part.load(lambda count: None)
-            for key, table in marked_tables(model, bool(optimizers)).items():
-                _write_rows(delta, key, table)
-            if optimizers:
-                set_rng_states(rng)
-    return Mark(after, bool(optimizers))
+    if mark is not None and {key: len(found.keys) for key, found in mark._contents.items()} != {
+        key: table.count for key, table in tables.items()
+    }:
+        raise InvalidValueError("mark is of a model with other tables; pass what st.apply_delta returned for this one")
 
 
 def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
@@ -149,6 +181,11 @@ def _write_rows(delta: Delta, key: str, table: MarkedTable) -> None:
         vocabulary.update(changes_of(delta, key, handle))
         rows = vocabulary.rows(rows)
         _write(table, torch.arange(len(found.reserved["weight"])), found.reserved)
+    # Rows that were read ahead are old.
+    handle.owners.changes += 1
+    if not handle.owners.has_whole:
+        at, rows = handle.owners.owned(rows)
+        parts = {name: bits_of(part)[at].view(part.dtype) for name, part in parts.items()}
     _write(table, rows, parts)
     handle.table.wait()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint.delta_file import Delta, vocabulary_facts
-from speedtransfer.checkpoint.marks import MarkedTable
+from speedtransfer.checkpoint.marks import Mark, MarkedTable
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum, total_of
 from speedtransfer.errors import InvalidValueError, StorageError
 from speedtransfer.optim import Handle
@@ -35,6 +35,25 @@ def check_fits(delta: Delta, tables: Mapping[str, MarkedTable]) -> None:
         check_stored(delta, key, table, state=False)
         if of_ids:
             table.handle.id_space.vocabulary.check_changes(changes_of(delta, key, table.handle))
+
+
+def check_follows(delta: Delta, mark: Mark) -> None:
+    """Raise `InvalidValueError` unless a delta is the one after that which a mark knows, or neither knows of another."""
+    place, ours = delta.place, mark._place
+    if place == ours:
+        raise has_been_applied(delta)
+    # The first of another run has its rows alone: its trainer was started again, perhaps.
+    if ours.number and not delta.follows_place(ours):
+        raise InvalidValueError(
+            f"{str(delta.path)!r} is number {place.number} of run {place.run[:8]} but the model is at number {ours.number} of "
+            f"{ours.run[:8]}: it has been applied, one before it is missing, or it is of another run; apply the next one, or "
+            "begin with a checkpoint"
+        )
+
+
+def has_been_applied(delta: Delta) -> InvalidValueError:
+    """Return what to raise for a delta that comes again."""
+    return InvalidValueError(f"{str(delta.path)!r} has been applied: the model holds what comes after it; leave it out")
 
 
 def check_stored(delta: Delta, key: str, table: MarkedTable, state: bool = True) -> None:
@@ -90,8 +109,14 @@ def _check_rows(key: str, table: MarkedTable, ids: np.ndarray, had: np.ndarray) 
     keys, at = ids, ids
     if table.of_ids:
         at = table.handle.id_space.vocabulary.rows(torch.from_numpy(ids)).numpy()
-    there = (at >= 0) & (at < table.handle.table.num_rows)
-    keys, at, had = keys[there], at[there], had[there]
+        there = np.flatnonzero(at >= 0)
+        at = at[there]
+    else:
+        # Beyond are those that an apply is to add.
+        inside = np.flatnonzero(at < table.count)
+        mine, at = table.owned(at[inside])
+        there = inside[mine]
+    keys, had = keys[there], had[there]
     for some in row_chunks(len(at), table.row_bytes):
         if not np.array_equal(hashes_of(keys[some], table.read(at[some]), table.fills), had[some]):
             raise InvalidValueError(f"rows of {key!r} were written after the mark was made; leave mark out")

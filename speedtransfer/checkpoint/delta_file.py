@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from speedtransfer.checkpoint import manifest
-from speedtransfer.checkpoint.marks import MarkedTable
+from speedtransfer.checkpoint.marks import MarkedTable, Place
 from speedtransfer.dtypes import SAFETENSORS_NAMES
 from speedtransfer.errors import SpeedtransferError, StorageError
 from speedtransfer.tables import files
 from speedtransfer.untrusted import parse_json
 
-FORMAT, VERSION = "speedtransfer.delta", "2"
+FORMAT, VERSION = "speedtransfer.delta", "3"
 # Attributes of a vocabulary that its copies have too.
 _FACTS = ("clock", "seed", "initial", "padding_idx", "features")
 _NO_IDS = torch.empty(0, dtype=torch.int64)
@@ -110,6 +110,10 @@ class Delta:
         What the manifest of a checkpoint says.
     tensors : dict of str to Tensor
         By their role in a checkpoint and their name: "model/emb.weight".
+    place : Place
+        Its place among others; its name is a checksum of what it says.
+    follows : str
+        The name of the one before, empty for the first: so a name stands for all before it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -122,6 +126,11 @@ class Delta:
             if metadata.get("sha256") != checksum(metadata["said"]):
                 raise ValueError("another checksum of what it says of tables")
             said = parse_json(metadata["said"].encode())
+            self.place, self.follows = Place(said["run"], said["number"], metadata["sha256"]), said["follows"]
+            if not isinstance(self.place.run, str) or type(self.place.number) is not int:
+                raise TypeError("it does not say which it is")
+            if (self.place.number > 1) != bool(self.follows):
+                raise ValueError("it does not say what it follows")
             self.content: dict[str, Any] = said["content"]
             self.tensors = {name: self._mapped(header, name) for name in header.tensors if "/" in name}
             self.tables = {str(key): TableFacts(**each) for key, each in said["tables"].items()}
@@ -169,6 +178,17 @@ class Delta:
     def _mapped(self, header: files.Header, name: str) -> Tensor:
         found = files.find_tensor(self.path, header, name, tuple(SAFETENSORS_NAMES))
         return files.map_tensor(self.path, found.offset, found.shape, found.dtype, "c")[0]
+
+    def follows_place(self, place: Place) -> bool:
+        """Tell whether it may be the one after another: the first of another run may, if its rows are right."""
+        return self.follows == place.name if self.place.number > 1 else self.place.run != place.run
+
+    def comes_after(self, before: Delta) -> bool:
+        """Tell whether it begins where another one ends."""
+        if not self.follows_place(before.place):
+            return False
+        begins = {key: (table.begins, table.since) for key, table in self.tables.items()}
+        return begins == {key: (table.rows, table.now) for key, table in before.tables.items()}
 
     @property
     def changes(self) -> bool:

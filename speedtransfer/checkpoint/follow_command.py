@@ -34,19 +34,19 @@ def follow(
     if not paths:
         raise InvalidValueError(f"{str(folder)!r} holds no {pattern}; pass another folder, or --pattern")
     shown = Table("delta", "age", "rows", "gone", "size", "begins")
-    before: dict[str, str] | None = None
+    before: Delta | None = None
     whole = True
-    for path in paths:
+    for number, path in enumerate(paths):
         facts, rows, gone = path.stat(), "", ""
         try:
             delta = Delta(path)
         except StorageError as error:
-            said, follows, before = printable(str(error)), False, {}
+            said, follows, before = printable(str(error)), False, None
         else:
             rows, gone = (f"{sum(len(getattr(r, name)) for r in delta.rows.values()):,}" for name in ("ids", "gone"))
-            follows = before is None or before == {key: table.since for key, table in delta.tables.items()}
-            said = "first" if before is None else _FOLLOWS if follows else _MISSING
-            before = {key: table.now for key, table in delta.tables.items()}
+            follows = not number or (before is not None and delta.comes_after(before))
+            said = "first" if not number else _FOLLOWS if follows else _MISSING
+            before = delta
         whole &= follows
         # As texts: a name may have what rich takes for a colour.
         cells = printable(path.name), _age(time.time() - facts.st_mtime), rows, gone, format_bytes(facts.st_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from speedtransfer.checkpoint.arguments import check_arguments
 from speedtransfer.checkpoint.first_state import store_all
 from speedtransfer.checkpoint.model import tables_of
 from speedtransfer.checkpoint.row_hashes import Content, hashes_of, reserved_sum
+from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.optim import Handle
@@ -66,7 +67,7 @@ class MarkedTable:
     @property
     def count(self) -> int:
         """How many rows there are, or ids."""
-        return len(self.handle.id_space.vocabulary) if self.of_ids else self.handle.table.num_rows
+        return len(self.handle.id_space.vocabulary) if self.of_ids else self.handle.num_rows
 
     @property
     def stored(self) -> list[str]:
@@ -78,6 +79,19 @@ class MarkedTable:
         """The bytes of a row."""
         return sum(self.handle.table.stored(name)[:1].nbytes for name in self.stored) + 8 * len(self.beside)
 
+    def owned(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return where among numbers of rows (n,) those that this process updates are, and their rows in the table here."""
+        at, rows = self.handle.owners.owned(torch.from_numpy(numbers))
+        return at.numpy(), rows.numpy()
+
+    def hashes(self, rows: slice) -> np.ndarray:
+        """Return the hashes of some rows, of all processes, (n,)."""
+        numbers = np.arange(rows.start, rows.stop)
+        at, here = (numbers, rows) if self.handle.owners.has_whole else self.owned(numbers)
+        found = hashes_of(numbers[at] if at is not numbers else at, self.read(here), self.fills).view(np.int64)
+        whole = self.handle.owners.to_all(torch.from_numpy(numbers), torch.from_numpy(found).unsqueeze(1))
+        return whole[:, 0].numpy().view(np.uint64)
+
     def read(self, rows: np.ndarray | slice) -> dict[str, Tensor]:
         """Return rows by their numbers, as they are stored, by plane: ``(n, width)``."""
         table = self.handle.table
@@ -88,6 +102,14 @@ class MarkedTable:
         return found | {name: values[rows].unsqueeze(1) for name, values in self.beside.items()}
 
 
+class Place(NamedTuple):
+    """Where deltas are: by what `mark` has drawn for them, how many there have been since, and the name of the last one."""
+
+    run: str
+    number: int = 0
+    name: str = ""
+
+
 class Mark:
     """What :func:`speedtransfer.mark` returns; `save_delta` and `apply_delta` take it and return the next one.
 
@@ -96,10 +118,13 @@ class Mark:
     fingerprints : dict of str to str
         16 hexadecimal digits for each table, by its key in the state dict: equal where all rows are, to the bit, and
         their ids; and their state, if the mark was made with an optimizer.
+    number : int
+        Of the delta that the model was at, counted from `mark`; 0: it was at none, or nothing is known of them.
     """
 
-    def __init__(self, contents: Mapping[str, Content], with_state: bool = False) -> None:
-        self._contents, self._with_state = dict(contents), with_state
+    def __init__(self, contents: Mapping[str, Content], with_state: bool, place: Place) -> None:
+        self._contents, self._with_state, self._place = dict(contents), with_state, place
+        self.number = place.number
         self.fingerprints = {key: f"{found.total:016x}" for key, found in self._contents.items()}
 
     def __repr__(self) -> str:
@@ -110,6 +135,7 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     """Note what the tables of a model hold now, for a `save_delta` of what has changed since.
 
     Rows of ``idle="exact"`` first take the steps that they have missed. A mark takes 8 bytes a row, and reads all rows once.
+    With tables that several processes own all of them must call it; each takes 8 bytes for each row of all.
 
     Parameters
     ----------
@@ -126,7 +152,9 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     Raises
     ------
     InvalidTypeError, InvalidValueError
-        `model` is no module, or has no table, or one of several processes; `optimizer` is none.
+        `model` is no module, or has no table, or one with a vocabulary of several processes; `optimizer` is none.
+    ProcessGroupError
+        Another process failed, or has made other steps.
     """
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise InvalidTypeError(
@@ -135,20 +163,27 @@ def mark(model: nn.Module, optimizer: Optimizer | None = None, *, progress: bool
     if optimizer is not None:
         store_all(optimizer)
     with_state = optimizer is not None
-    tables = marked_tables(model, with_state)
+    processes = processes_of("reads all rows", [model])
+    with processes.together():
+        tables = marked_tables(model, with_state)
+    processes.prepare()
     with held(tables):
-        return Mark(contents_of(tables, progress), with_state)
+        return Mark(contents_of(tables, progress), with_state, Place(processes.unique()))
 
 
 def given_for_delta(
-    path: PathLike, model: nn.Module, optimizer: Optimizer | None, objects: dict[str, Any]
+    processes: Processes, path: PathLike, model: nn.Module, optimizer: Optimizer | None, objects: dict[str, Any]
 ) -> tuple[Path, dict[str, Optimizer], dict[str, Any], dict[str, MarkedTable]]:
     """Return the path of a delta, the optimizers and other objects by name, and the tables; raise where one is wrong."""
-    file = check_safetensors_path(path)
-    _, optimizers, others = check_arguments(file, model, optimizer, objects)
-    for each in optimizers.values():
-        store_all(each)
-    return file, optimizers, others, marked_tables(model, bool(optimizers))
+    with processes.together():
+        file = check_safetensors_path(path)
+        _, optimizers, others = check_arguments(file, model, optimizer, objects)
+        for each in optimizers.values():
+            store_all(each)
+        tables = marked_tables(model, bool(optimizers))
+    processes.check_same(f"the delta {str(file)!r} of {sorted(optimizers)}")
+    processes.prepare()
+    return file, optimizers, others, tables
 
 
 def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
@@ -164,9 +199,9 @@ def marked_tables(model: object, with_state: bool) -> dict[str, MarkedTable]:
             "embeddings tables: st.replace_embeddings(model)"
         )
     for key, handle in tables.items():
-        if not handle.owners.has_whole:
+        if not handle.owners.has_whole and handle.id_space.come_and_go:
             raise InvalidValueError(
-                f"{key} has its rows in several processes, and a mark is of one that has all; use st.save_checkpoint"
+                f"{key} has a vocabulary that several processes share out, and ids in no order; use st.save_checkpoint"
             )
     return {key: MarkedTable(handle, with_state) for key, handle in tables.items()}
 
@@ -198,10 +233,12 @@ def contents_of(tables: Mapping[str, MarkedTable], progress: bool | None = None)
             count = table.count if ids is None else len(ids)
             hashes = np.empty(count, np.uint64)
             for rows in row_chunks(count, table.row_bytes):
-                keys = np.arange(rows.start, min(rows.stop, count)) if ids is None else ids[rows]
-                parts = table.read(rows if ids is None else numbers[rows])
-                hashes[rows] = hashes_of(keys, parts, table.fills)
-                bar.advance(sum(part.nbytes for part in parts.values()))
+                rows = slice(rows.start, min(rows.stop, count))
+                if ids is None:
+                    hashes[rows] = table.hashes(rows)
+                else:
+                    hashes[rows] = hashes_of(ids[rows], table.read(numbers[rows]), table.fills)
+                bar.advance((rows.stop - rows.start) * table.row_bytes)
             found[key] = Content(hashes, ids, reserved)
     return found
 

@@ -129,14 +129,12 @@ def _check_chain(chain: list[Delta]) -> None:
                 f"{str(after.path)!r} has {_names(after.content)} and tables {sorted(after.tables)[:3]} but "
                 f"{str(before.path)!r} {_names(before.content)} and {sorted(before.tables)[:3]}; merge deltas of one kind"
             )
-        for key, table in after.tables.items():
-            ends = before.tables[key]
-            if (table.since, table.begins) != (ends.now, ends.rows):
-                raise InvalidValueError(
-                    f"{str(after.path)!r} begins with other rows of {key!r} ({table.begins} of fingerprint {table.since}) "
-                    f"than {str(before.path)!r} ends with ({ends.rows} of {ends.now}): one in between is missing, one is "
-                    "there twice, or the order is another; pass all in their order"
-                )
+        if not after.comes_after(before):
+            raise InvalidValueError(
+                f"{str(after.path)!r} (number {after.place.number}) does not begin where {str(before.path)!r} (number "
+                f"{before.place.number}) ends: one in between is missing, one is there twice, or the order is another; pass "
+                "all in their order"
+            )
 
 
 def _names(content: Mapping[str, Any]) -> list[str]:
@@ -148,7 +146,8 @@ def _check_base(place: str, content: Mapping[str, Any], first: Delta) -> None:
     """Raise unless the base has what the deltas have."""
     if manifest.rows_roles(content["files"]):
         raise InvalidValueError(
-            f"{place!r} was saved by several processes, and deltas are of one; load it in one and save it again"
+            f"{place!r} was saved by several processes, whose rows lie in another order than those of deltas; load it in one "
+            "and save it again"
         )
     if _names(content) != _names(first.content):
         raise InvalidValueError(

@@ -23,6 +23,7 @@ from speedtransfer.checkpoint.delta_file import (
 from speedtransfer.checkpoint.marks import (
     Mark,
     MarkedTable,
+    Place,
     check_kind,
     contents_of,
     given_for_delta,
@@ -34,9 +35,10 @@ from speedtransfer.checkpoint.row_hashes import Content
 from speedtransfer.checkpoint.save import plan_files
 from speedtransfer.checkpoint.table_rows import StoredRows
 from speedtransfer.checkpoint.tensors import PickedRows, TensorPlan, read_chunks
-from speedtransfer.checkpoint.together import Processes
+from speedtransfer.checkpoint.together import Processes, processes_of
 from speedtransfer.errors import InvalidTypeError, InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
+from speedtransfer.optim.owners import Owners
 from speedtransfer.rows import Rows
 from speedtransfer.tables import PathLike, files
 
@@ -57,6 +59,10 @@ def save_delta(
     not when and how often they were used. With an optimizer they are weights and state, for a copy that can go on training;
     with a vocabulary by their place, with all that it knows. The file is written beside its place and renamed: it is whole,
     or not there.
+
+    With tables that several processes own (``process_group=``) all of them must call it, with the same path and marks of the
+    same time. Their rows go through rank 0, which needs memory for those that have changed and writes the file: it is as that
+    of one process, with the generators and objects of rank 0.
 
     Parameters
     ----------
@@ -85,25 +91,35 @@ def save_delta(
         another suffix.
     StorageError
         It cannot be written.
+    ProcessGroupError
+        Another process failed (its own message says why), or they do not do the same; nothing has changed.
     """
-    path, optimizers, others, tables = given_for_delta(path, model, optimizer, objects)
-    if not isinstance(since, Mark):
-        raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
-    check_kind(since, "since", bool(optimizers))
-    if since._contents.keys() != tables.keys():
-        raise InvalidValueError(
-            f"since is a mark of the tables {sorted(since._contents)} but the model has {sorted(tables)}; mark this model"
-        )
+    processes = processes_of("saves", [model, optimizer, *objects.values()])
+    path, optimizers, others, tables = given_for_delta(processes, path, model, optimizer, objects)
+    with processes.together():
+        if not isinstance(since, Mark):
+            raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
+        check_kind(since, "since", bool(optimizers))
+        if since._contents.keys() != tables.keys():
+            raise InvalidValueError(
+                f"since is a mark of the tables {sorted(since._contents)} but the model has {sorted(tables)}; mark this model"
+            )
+    processes.check_same(f"since a mark of {since._place} and {since.fingerprints}")
     with held(tables), torch.no_grad():
-        now = Mark(contents_of(tables, progress), bool(optimizers))
-        changed = {key: _changed(key, tables[key], since._contents[key], now._contents[key]) for key in tables}
-        picked = ChangedRows({tables[key].handle.rows: rows for key, (_, rows) in changed.items()})
-        plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
+        now = contents_of(tables, progress)
+        changed = {key: _changed(key, tables[key], since._contents[key], now[key]) for key in tables}
+        picked = ChangedRows(
+            {tables[key].handle.rows: rows for key, (_, rows) in changed.items()},
+            {table.handle.rows: table.handle.owners for table in tables.values()},
+        )
+        with processes.together():
+            plans, content, _ = plan_files(Processes("saves", None), picked, model, optimizers, others, extra)
+        picked.gather(plans)
         # Those of a state that was made just now are new.
         tables = marked_tables(model, bool(optimizers))
         written, said, names = list[files.Written](), dict[str, Any](), picked.names_in(plans)
         for number, (key, table) in enumerate(tables.items()):
-            before, after, (at, rows) = since._contents[key], now._contents[key], changed[key]
+            before, after, (at, rows) = since._contents[key], now[key], changed[key]
             planes = names.get(table.handle.rows, {}) | _take_ids(key, table, rows, plans["model"], content)
             if planes.keys() != table.fills.keys():
                 raise InvalidValueError(
@@ -132,9 +148,16 @@ def save_delta(
         # Wide dtypes first, so that all are aligned.
         for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
             written.append((name, tensor.dtype, tuple(tensor.shape), read_chunks(tensor)))
-        text = json.dumps({"tables": said, "digests": digests, "content": content})
-        files.write(path, written, {"format": FORMAT, "version": VERSION, "sha256": checksum(text), "said": text})
-    return now
+        run, number, follows = since._place
+        about = {"run": run, "number": number + 1, "follows": follows}
+        text = json.dumps({**about, "tables": said, "digests": digests, "content": content})
+        place = Place(run, number + 1, checksum(text))
+        with processes.together():
+            if processes.is_first:
+                files.write(path, written, {"format": FORMAT, "version": VERSION, "sha256": place.name, "said": text})
+        # Of the first process: what the others say of their generators is not written.
+        place = Place(run, number + 1, next(filter(None, processes.texts(place.name if processes.is_first else ""))))
+    return Mark(now, bool(optimizers), place)
 
 
 def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> tuple[np.ndarray, np.ndarray]:
@@ -152,8 +175,10 @@ def _changed(key: str, table: MarkedTable, before: Content, after: Content) -> t
 class ChangedRows(StoredRows):
     """Where a plan has the rows of tables from: those that have changed, by the numbers that are given."""
 
-    def __init__(self, numbers: Mapping[Rows, np.ndarray]) -> None:
-        self._numbers = numbers
+    is_divided = False
+
+    def __init__(self, numbers: Mapping[Rows, np.ndarray], owners: Mapping[Rows, Owners]) -> None:
+        self._numbers, self._owners = numbers, owners
         self._picked: dict[Rows, dict[str, Any]] = {}
 
     def plane(self, rows: Rows, name: str) -> Any:
@@ -166,12 +191,30 @@ class ChangedRows(StoredRows):
             )
         at: np.ndarray = numbers
 
+        owners = self._owners[rows]
+
         def read(some: np.ndarray) -> Tensor:
-            return table.read(torch.from_numpy(some).to(table.device), [name])[name]
+            ids = torch.from_numpy(some)
+            _, here = owners.owned(ids)
+            return owners.to_all(ids, table.read(here.to(table.device), [name])[name])
 
         picked = PickedRows(table.stored(name), len(at), lambda start, stop: at[start:stop], read)
         self._picked.setdefault(rows, {})[name] = picked
         return picked
+
+    def gather(self, plans: Mapping[str, TensorPlan]) -> None:
+        """Have tensors of the rows of several processes in the place of what would ask these as it is written. Collective."""
+        several = {
+            id(t) for rows, found in self._picked.items() if not self._owners[rows].has_whole for t in found.values()
+        }
+        whole = dict[int, Tensor]()
+        for plan in plans.values():
+            for name, tensor in plan.tensors.items():
+                if id(tensor) in several:
+                    parts = [torch.empty(0, dtype=tensor.dtype, device="cpu"), *map(torch.clone, read_chunks(tensor))]
+                    whole[id(tensor)] = plan.tensors[name] = torch.cat(parts).view(tensor.shape)
+        for found in self._picked.values():
+            found.update({plane: whole.get(id(t), t) for plane, t in found.items()})
 
     def names_in(self, plans: Mapping[str, TensorPlan]) -> dict[Rows, dict[str, str]]:
         """Return by table and plane the name that the tensor of its rows has in the file."""

@@ -32,6 +32,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in (*TABLE_DTYPES,
 class StoredRows:
     """Where a plan has the rows of tables from: as they are when it is written, which must be at once."""
 
+    # Whether each process gives its own rows of a table of several, or all of them those of all.
+    is_divided = True
+
     def plane(self, rows: Rows, name: str) -> Any:
         """Return a plane of a table for a checkpoint to keep: of rows in several tensors of files, what reads chunks."""
         table, stored = rows.table, rows.table.stored(name)
@@ -65,7 +68,7 @@ def encode_rows(handle: Handle, plane: str, path: str, keeps: Keeps, tail: tuple
     raw: dict[str, Any] = {part: keeps.rows.plane(handle.rows, plane + part) for part in handle.rows.part_specs(plane)}
     keep, layout = keeps.whole, dict[str, Any]()
     owners = handle.owners
-    if isinstance(owners, Sharded):
+    if isinstance(owners, Sharded) and keeps.rows.is_divided:
         sizes = owners.partition.saved_sizes
         keep = keeps.shard
         layout["layout"] = _LAYOUT if sizes is None else {"kind": _IN_ORDER, "sizes": sizes}

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from speedtransfer.optim.merge import Part
@@ -36,6 +37,8 @@ class Owners:
         self._handle = weakref.ref(handle)
         # Steps made, and backwards that failed: those of all processes.
         self.steps = self.failures = 0
+        # Steps and other changes of rows, which all processes make.
+        self.changes = 0
         if exchange is not None:
             self.exchange = exchange
             all_owners.append(weakref.ref(self))
@@ -131,6 +134,17 @@ class Owners:
     def own_row(self, row: int | None) -> int | None:
         """Return the number here of a row of the whole table; None: this process does not update it."""
         return row
+
+    def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Return where among `ids` (n,) those that this process updates are, and their rows in the table here."""
+        return torch.arange(len(ids), device="cpu"), ids
+
+    def to_all(self, ids: Tensor, values: Tensor) -> Tensor:
+        """Return the values of rows `ids` (n,), the same in all processes, of which each gives those that it has `owned`.
+
+        Both are ``(n, width)``. Collective.
+        """
+        return values
 
     def normal_(self, start: int, stop: int | None) -> None:
         """Draw the weights of the rows from `start` to `stop` from N(0, 1): the numbers of one process."""

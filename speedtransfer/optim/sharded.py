@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from speedtransfer.dtypes import bits_of
 from speedtransfer.encoding import Codec, Keys, codec_for, decode_rows, encode_rows, write_key
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, ProcessGroupError, RowIndexError
 from speedtransfer.optim.merge import Part, added
@@ -56,8 +57,6 @@ class Sharded(Owners):
         self.lookups = self.lookups_kind(handle, exchange, partition)
         # By the number of their lookup, gradients for the next exchange.
         self._left: dict[int, Tensor] = {}
-        # Steps and other changes, which all processes make.
-        self.changes = 0
         self.share_rows()
 
     @property
@@ -201,12 +200,21 @@ class Sharded(Owners):
         local = None if row is None else self.owned(torch.tensor([row], device="cpu"))[1].tolist()
         return local[0] if local else None
 
-    def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Return where among `ids` (n,) those that this process updates are, and their rows in the table here."""
+    def owned(self, ids: Tensor) -> tuple[Tensor, Tensor]:  # noqa: D102
         rank = self.exchange.rank
         local = self.partition.places(ids) - self.partition.start(rank)
         at = ((local >= 0) & (local < self.partition.size(rank))).nonzero().flatten()
         return at, local[at]
+
+    def to_all(self, ids: Tensor, values: Tensor) -> Tensor:  # noqa: D102
+        if not len(ids):
+            return values
+        owner = self.partition.places(ids) // self.partition.per_rank
+        counts = owner.bincount(minlength=self.exchange.ranks).tolist()
+        got = self.exchange.gather("rows", values, counts)
+        whole = torch.empty_like(got)
+        bits_of(whole)[owner.argsort(stable=True)] = bits_of(got)
+        return whole
 
     def own_rows(self, start: int, stop: int) -> Tensor:
         """Return some of the rows of the table here that this process updates: all are, and are numbered from 0."""
