@@ -120,7 +120,7 @@ def _in_process(folder: Path, gigabytes: float, where: str, turns: int, seed: in
     folder.mkdir()
     words = [folder, gigabytes, where, turns, seed, limit_gb]
     code, printed = run([sys.executable, __file__, *map(str, words)], _LIMIT_S, quiet=True)
-    if code:
+    if code != 0:
         raise StorageError(
             f"the process of {gigabytes} GB in {where} {ending(code)}: {' '.join(printed.split()[-40:])}"
         )

@@ -70,7 +70,8 @@ def apply_delta(
         read to find out what they are, and a missing delta is noticed by its rows alone, if it has changed any.
     optimizer : torch.optim.Optimizer, optional
         If the delta was saved with one: of the same class and groups. Then the states of the random number generators are set
-        too, as by `load_checkpoint`, and the copy goes on training with the same bits.
+        too, as by `load_checkpoint`, and the copy goes on training with the same bits; those of rank 0, if several processes
+        saved it.
     progress : bool, optional
         A bar on standard error, for reading all rows. Default: on a terminal, if it takes more than a second.
     **objects : object
