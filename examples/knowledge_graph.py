@@ -176,6 +176,8 @@ def main() -> None:
     )
     parser.add_argument("--plot", type=Path, help="a PNG of the loss and the time of each step")
     given = parser.parse_args()
+    if given.entities < KINDS:
+        parser.error(f"--entities is {given.entities} but there are {KINDS} kinds of them; pass {KINDS} or more")
     path = given.output / "entities.npy"
     if given.compare:
         runs = {"nn.Embedding": run(given, None)}

@@ -241,6 +241,7 @@ def test_gaps_and_repeats_are_refused(tmp_path: Path) -> None:
     known = st.apply_delta(paths[0], copy)
     refuses("has been applied: the model holds what comes after it", paths[0], copy)
     refuses("is number 3 of .* but the model is at number 1", paths[2], copy, known)
+    refuses("mark is a int but must be a mark", paths[1], copy, 0, error=InvalidTypeError)
     refuses("begins with other rows", paths[2], copy)
     with torch.no_grad():
         copy.emb.weight[int(Delta(paths[1]).rows["emb.weight"].ids[0])] += 1.0

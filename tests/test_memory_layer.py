@@ -246,7 +246,9 @@ def test_counts_and_the_rows_that_matter():
 
 @pytest.mark.skipif(not ONE_GRAPH, reason="older versions of torch break the graph")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("name", ["bag", "embedding", "batch"])
+@pytest.mark.parametrize(
+    "name", ["bag", *(pytest.param(name, marks=pytest.mark.slow) for name in ("embedding", "batch"))]
+)
 def test_compiled(name):
     torch.compiler.reset()
     memory = made(name)
@@ -337,6 +339,7 @@ make(std=-1) -> InvalidValueError: std is -1 but must be at least 0
 make(query_norm="batchnorm") -> InvalidValueError: did you mean 'batch'
 make(vocabulary=st.Vocabulary()) -> InvalidTypeError: pass values=st.EmbeddingBag\\(..., vocabulary=...\\)
 make(memroy="mmap") -> InvalidTypeError: did you mean 'memory'
+make().train_rows("all") -> InvalidTypeError: rows are no row numbers .*pass integers, or None for all
 make().train_rows([64]) -> RowIndexError: rows has 64 but there are 64 values; pass row numbers from 0 to 63
 make().train_rows(torch.ones(64, dtype=torch.bool)) -> InvalidTypeError: rows are torch.bool but must be integers
 MemoryUse(64).top_rows(MemoryUse(65), 3) -> InvalidValueError: background counts 65 values but this one 64

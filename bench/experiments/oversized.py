@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import json
 import os
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -22,12 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from store import ending, run
 from torch import Tensor, nn
 
 import speedtransfer as st
 from speedtransfer.benchmark.contenders import UnfilledEmbedding
 from speedtransfer.benchmark.measure import Group
+from speedtransfer.benchmark.memory import in_process
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.workload import spread
 from speedtransfer.errors import StorageError
@@ -54,7 +52,6 @@ _STATES = 2  # of AdamW
 _CHUNK = 1 << 14  # rows with values of their own
 _TURNS, _UNTIMED, _TIMED = 4, 5, 20  # steps of a stretch
 _WARM_STRETCHES = 4  # until the pages in memory are those used most
-_LIMIT_S = 3000
 
 
 def series(group: GroupResult) -> str:
@@ -68,7 +65,7 @@ def about(groups: list[GroupResult]) -> list[str]:
         alone = group.by_name[IN_MEMORY].median_s
         times = {name: group.by_name[name].median_s / alone for name in DEPTHS}
         found.append(
-            f"{group.params['gigabytes']} times the memory, {series(group)}: a step takes {times[AHEAD]:.2f} times as long as "
+            f"{group.params['gigabytes']} GB, {series(group)}: a step takes {times[AHEAD]:.2f} times as long as "
             f"in memory with st.prefetch, {times[IN_FILE]:.2f} without"
         )
     return found
@@ -101,10 +98,8 @@ def _measure(gigabytes: float, quick: bool, seed: int) -> dict[int, list[CaseRes
                 f"the disk of {name!r} has {free / 1e9:.0f} GB free, less than the {gigabytes} GB of the table; "
                 "set SPEEDTRANSFER_BENCH_DIR to a folder on another"
             )
-        small, large = (
-            _in_process(Path(name, where), gigabytes, where, turns, seed, given)
-            for where, given in (("memory", 0.0), ("file", limit))
-        )
+        given = Path(name), gigabytes, turns, seed, limit
+        small, large = (in_process(train_in, where, *given) for where in ("memory", "file"))
     if small["losses"] != large["losses"]:
         raise AssertionError(f"{gigabytes} GB: losses in a file are not those in memory")
     found = {}
@@ -116,27 +111,12 @@ def _measure(gigabytes: float, quick: bool, seed: int) -> dict[int, list[CaseRes
     return found
 
 
-def _in_process(folder: Path, gigabytes: float, where: str, turns: int, seed: int, limit_gb: float) -> dict[str, Any]:
-    folder.mkdir()
-    words = [folder, gigabytes, where, turns, seed, limit_gb]
-    code, printed = run([sys.executable, __file__, *map(str, words)], _LIMIT_S, quiet=True)
-    if code != 0:
-        raise StorageError(
-            f"the process of {gigabytes} GB in {where} {ending(code)}: {' '.join(printed.split()[-40:])}"
-        )
-    found: dict[str, Any] = json.loads((folder / "found.json").read_text())
-    return found
-
-
 # --- in a process of its own ----------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def _held_to(gigabytes: float) -> Iterator[None]:
     """Hold this process to so much memory, pages of files included, by a control group of version 1 or 2."""
-    if not gigabytes:
-        yield
-        return
     own = dict(line.split(":", 2)[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
     first, second = own.get("memory"), own.get("")
     root, name, file = (
@@ -228,20 +208,14 @@ def _train(emb: st.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor, tur
     return {"losses": losses, "seconds": seconds, "moved": means}
 
 
-def main(folder: Path, gigabytes: float, where: str, turns: int, seed: int, limit_gb: float) -> None:
+def train_in(where: str, folder: Path, gigabytes: float, turns: int, seed: int, limit_gb: float) -> dict[str, Any]:
+    """Train a table in a "file", held to so much memory, or its rows in use in "memory"; return what came of it."""
     rows = round(gigabytes * 1e9 / (4 * DIM * (1 + _STATES)))
     ids = _ids(rows, _WARM_STRETCHES + turns * len(_WIDTHS) * len(DEPTHS), seed)
+    if where == "memory":
+        used, ids = ids.unique(return_inverse=True)
+        return _train(*_filled(rows, used, memory="pageable"), ids, turns)
     with _held_to(limit_gb):
-        if where == "file":
-            emb, optimizer = _filled(rows, memory="mmap", path=folder / "rows.safetensors")
-            emb.table.flush()
-        else:
-            used, ids = ids.unique(return_inverse=True)
-            emb, optimizer = _filled(rows, used, memory="pageable")
-        found = _train(emb, optimizer, ids, turns)
-        del emb, optimizer
-    (folder / "found.json").write_text(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), float(sys.argv[6]))
+        emb, optimizer = _filled(rows, memory="mmap", path=folder / "rows.safetensors")
+        emb.table.flush()
+        return _train(emb, optimizer, ids, turns)

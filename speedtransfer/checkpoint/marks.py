@@ -243,8 +243,12 @@ def contents_of(tables: Mapping[str, MarkedTable], progress: bool | None = None)
     return found
 
 
-def check_kind(mark: Mark, name: str, with_state: bool) -> None:
-    """Raise unless a mark was made with an optimizer, or without, as a delta."""
+def check_kind(mark: object, name: str, with_state: bool) -> None:
+    """Raise unless this is a mark that was made with an optimizer, or without, as a delta."""
+    if not isinstance(mark, Mark):
+        raise InvalidTypeError(
+            f"{name} is a {type(mark).__name__} but must be a mark; pass what st.mark or the last delta returned"
+        )
     if mark._with_state is not with_state:
         made, given = ("with an optimizer", "without one") if mark._with_state else ("without an optimizer", "with one")
         raise InvalidValueError(

@@ -36,7 +36,7 @@ from speedtransfer.checkpoint.save import plan_files
 from speedtransfer.checkpoint.table_rows import StoredRows
 from speedtransfer.checkpoint.tensors import PickedRows, TensorPlan, read_chunks
 from speedtransfer.checkpoint.together import Processes, processes_of
-from speedtransfer.errors import InvalidTypeError, InvalidValueError
+from speedtransfer.errors import InvalidValueError
 from speedtransfer.nn.module_state import OF_VOCABULARY
 from speedtransfer.optim.owners import Owners
 from speedtransfer.rows import Rows
@@ -97,8 +97,6 @@ def save_delta(
     processes = processes_of("saves", [model, optimizer, *objects.values()])
     path, optimizers, others, tables = given_for_delta(processes, path, model, optimizer, objects)
     with processes.together():
-        if not isinstance(since, Mark):
-            raise InvalidTypeError(f"since is a {type(since).__name__} but must be a mark; pass what st.mark returned")
         check_kind(since, "since", bool(optimizers))
         if since._contents.keys() != tables.keys():
             raise InvalidValueError(

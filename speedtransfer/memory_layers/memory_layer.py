@@ -167,7 +167,10 @@ class MemoryLayer(nn.Module):
         if rows is None:
             self.trained_rows = None
             return
-        found = torch.as_tensor(rows, device=self.keys.halves.device).flatten()
+        try:
+            found = torch.as_tensor(rows, device=self.keys.halves.device).flatten()
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise InvalidTypeError(f"rows are no row numbers ({error}); pass integers, or None for all") from error
         if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
             raise InvalidTypeError(
                 f"rows are {found.dtype} but must be integers; pass row numbers (mask.nonzero() of a mask)"

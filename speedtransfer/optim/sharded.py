@@ -209,7 +209,7 @@ class Sharded(Owners):
     def to_all(self, ids: Tensor, values: Tensor) -> Tensor:  # noqa: D102
         if not len(ids):
             return values
-        owner = self.partition.places(ids) // self.partition.per_rank
+        owner = self.partition.owners(self.partition.places(ids))
         counts = owner.bincount(minlength=self.exchange.ranks).tolist()
         got = self.exchange.gather("rows", values, counts)
         whole = torch.empty_like(got)

@@ -114,7 +114,7 @@ class ShardLookups:
     def by_owner(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the places of `ids` (n,) in the order of their owners, this order, and how many each rank has."""
         places, order = self.partition.places(ids).sort()
-        return places, order, torch.bincount(places // self.partition.per_rank, minlength=self.exchange.ranks).cpu()
+        return places, order, torch.bincount(self.partition.owners(places), minlength=self.exchange.ranks).cpu()
 
     def refuse(self, error: Exception, training: bool) -> None:
         """Tell the others that this process cannot look its ids up, and raise `error`."""

@@ -59,6 +59,10 @@ class Partition:
         bucket_of, _, starts = _buckets(self.num_rows, ids.device)
         return starts[bucket_of[ids % len(bucket_of)]] + ids // len(bucket_of)
 
+    def owners(self, places: Tensor) -> Tensor:
+        """Return the ranks that own `places`, (n,) int64."""
+        return places // self.per_rank
+
     def ids(self, places: Tensor) -> Tensor:
         """Return the ids at `places`, (n,) int64."""
         _, residue_of, starts = _buckets(self.num_rows, places.device)

@@ -78,7 +78,7 @@ def expected_imbalance(partition: Partition, exponent: float, lookups: int) -> f
     """
     counts, hits = _hits(partition.num_rows, exponent, lookups)
     exact = min(partition.num_rows, _EXACT)
-    owners = partition.places(torch.arange(exact)) // partition.per_rank
+    owners = partition.owners(partition.places(torch.arange(exact)))
     asked = torch.bincount(owners, torch.from_numpy(hits[:exact]), minlength=partition.ranks)
     sizes = torch.tensor([partition.size(rank) for rank in range(partition.ranks)], dtype=torch.float64)
     asked += float((counts * hits)[exact:].sum()) * sizes / partition.num_rows
