@@ -35,13 +35,16 @@ from speedtransfer.tables import plane_chunks
 NOTE = (
     "Float32 rows of 64 with AdamW's state, with idle='exact' and layout='rows', all written before the first step; 512 "
     "examples of 8 Zipf ids a step (exponent 1.05), spread over the file. The process may use 1 GB, with the system's pages "
-    "of its files. Beside it the same steps on the rows in use alone, in ordinary memory and without a limit. The losses of "
-    "all steps are the same to the bit, with st.prefetch and without."
+    "of its files, and has trained the 400,000 rows used most once before. These are in the cache where there is one "
+    "(cache_rows, cache_counts). Beside it the same steps on the rows in use alone, in ordinary memory and without a limit. "
+    "The losses of all steps are the same to the bit."
 )
 BY = ("gigabytes", "table with its state, GB")
 DIM, FIELDS, EXAMPLES, EXPONENT, LIMIT_GB = 64, 8, 512, 1.05, 1
 IN_MEMORY, IN_FILE, AHEAD = "rows in use, in memory", "in a file", "in a file, st.prefetch"
-DEPTHS = {IN_FILE: 0, AHEAD: 2}
+CACHED = "in a file, cache_rows, st.prefetch"
+DEPTHS = {IN_FILE: 0, AHEAD: 2, CACHED: 2}
+_PROCESSES = ((IN_MEMORY, IN_MEMORY), (IN_FILE, AHEAD), (CACHED, CACHED))  # each with the cases that take turns in it
 COLUMNS = {
     "median, ms": lambda group, case: f"{1e3 * case.median_s:,.3g}",
     "read, MB a step": lambda group, case: f"{case.figures['read_MB']:.3g}" if case.figures else "",
@@ -51,7 +54,8 @@ _WIDTHS = {0: "the rows alone", 1024: "a network of width 1,024 on the rows"}
 _STATES = 2  # of AdamW
 _CHUNK = 1 << 14  # rows with values of their own
 _TURNS, _UNTIMED, _TIMED = 4, 5, 20  # steps of a stretch
-_WARM_STRETCHES = 4  # until the pages in memory are those used most
+_WARM_STRETCHES = 4  # after the rows used most
+_HOT, _HOT_STEP = 400_000, 8192  # rows used most, which are trained first, so many a step; a cache has as many
 
 
 def series(group: GroupResult) -> str:
@@ -65,8 +69,8 @@ def about(groups: list[GroupResult]) -> list[str]:
         alone = group.by_name[IN_MEMORY].median_s
         times = {name: group.by_name[name].median_s / alone for name in DEPTHS}
         found.append(
-            f"{group.params['gigabytes']} GB, {series(group)}: a step takes {times[AHEAD]:.2f} times as long as "
-            f"in memory with st.prefetch, {times[IN_FILE]:.2f} without"
+            f"{group.params['gigabytes']} GB, {series(group)}: a step takes {times[CACHED]:.2f} times as long as in memory "
+            f"with st.prefetch and a cache, {times[AHEAD]:.2f} with st.prefetch alone, {times[IN_FILE]:.2f} without"
         )
     return found
 
@@ -89,26 +93,31 @@ def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> l
 
 
 def _measure(gigabytes: float, quick: bool, seed: int) -> dict[int, list[CaseResult]]:
-    """Return the cases of each width, by two processes that take the same steps."""
+    """Return the cases of each width, by processes that take the same steps."""
     turns, limit = (1, 0.5) if quick else (_TURNS, LIMIT_GB)
-    with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR"), prefix="oversized-") as name:
-        free = shutil.disk_usage(name).free
-        if free < 1.03e9 * gigabytes:
-            raise StorageError(
-                f"the disk of {name!r} has {free / 1e9:.0f} GB free, less than the {gigabytes} GB of the table; "
-                "set SPEEDTRANSFER_BENCH_DIR to a folder on another"
-            )
-        given = Path(name), gigabytes, turns, seed, limit
-        small, large = (in_process(train_in, where, *given) for where in ("memory", "file"))
-    if small["losses"] != large["losses"]:
+    runs = []
+    for cases in _PROCESSES:
+        with tempfile.TemporaryDirectory(dir=os.environ.get("SPEEDTRANSFER_BENCH_DIR"), prefix="oversized-") as name:
+            free = shutil.disk_usage(name).free
+            if free < 1.03e9 * gigabytes:
+                raise StorageError(
+                    f"the disk of {name!r} has {free / 1e9:.0f} GB free, less than the {gigabytes} GB of the table; "
+                    "set SPEEDTRANSFER_BENCH_DIR to a folder on another"
+                )
+            runs.append(in_process(train_in, cases, Path(name), gigabytes, turns, seed, limit))
+    if any(run["losses"] != runs[0]["losses"] for run in runs):
         raise AssertionError(f"{gigabytes} GB: losses in a file are not those in memory")
-    found = {}
-    for width in _WIDTHS:
-        found[width] = [CaseResult(IN_MEMORY, "other", 0, small["seconds"][f"{width} {IN_FILE}"])]
-        for case in DEPTHS:
-            key = f"{width} {case}"
-            found[width].append(CaseResult(case, "ours", 0, large["seconds"][key], figures=large["moved"][key]))
-    return found
+    return {
+        width: [
+            CaseResult(
+                case, "other" if case == IN_MEMORY else "ours", 0, run["seconds"][key], figures=run["moved"][key]
+            )
+            for cases, run in zip(_PROCESSES, runs, strict=True)
+            for case in dict.fromkeys(cases)
+            for key in [f"{width} {case}"]
+        ]
+        for width in _WIDTHS
+    }
 
 
 # --- in a process of its own ----------------------------------------------------------------------------------------------
@@ -141,19 +150,25 @@ def _held_to(gigabytes: float) -> Iterator[None]:
         ) from error
 
 
-def _ids(rows: int, stretches: int, seed: int) -> Tensor:
+def _ids(rows: int, hot: int, stretches: int, seed: int) -> list[Tensor]:
+    """Return the ids of steps, by stretch: at first the rows used most, the first of them last."""
     steps = stretches * (_UNTIMED + _TIMED)
     drawn = draw_ids(rows, EXPONENT, steps * EXAMPLES * FIELDS, np.random.default_rng(seed))
-    return spread(torch.from_numpy(drawn), rows).view(stretches, -1, EXAMPLES, FIELDS)
+    begun = spread(torch.arange(hot - hot % _HOT_STEP).flip(0), rows).view(-1, _HOT_STEP // FIELDS, FIELDS)
+    return [begun, *spread(torch.from_numpy(drawn), rows).view(stretches, -1, EXAMPLES, FIELDS)]
 
 
-def _filled(rows: int, used: Tensor | None = None, **options: Any) -> tuple[st.Embedding, torch.optim.Optimizer]:
-    """Return an embedding with written state of `rows` rows, or of the rows `used` of these."""
-    emb = UnfilledEmbedding(rows if used is None else len(used), DIM, device="cpu", layout="rows", **options)
+def _made(rows: int, **options: Any) -> st.Embedding:
+    return UnfilledEmbedding(rows, DIM, device="cpu", layout="rows", **options)
+
+
+def _filled(emb: st.Embedding, used: Tensor | None = None) -> torch.optim.Optimizer:
+    """Write all rows with their state, or with those of the rows `used` of a larger table; return the optimizer."""
     optimizer = torch.optim.AdamW(emb.parameters())
     emb(torch.zeros(1, dtype=torch.int64)).sum().backward()  # adds the planes of state
     optimizer.step()
     optimizer.zero_grad()
+    emb.table.wait()  # a cache has no rows, now that planes are written to
     values = torch.rand(_CHUNK, DIM, generator=torch.Generator().manual_seed(0)).mul_(1e-3)
     for name in emb.table.planes:
         plane = emb.table.stored(name)
@@ -161,7 +176,8 @@ def _filled(rows: int, used: Tensor | None = None, **options: Any) -> tuple[st.E
             for part in plane_chunks(plane):
                 numbers = torch.arange(part.start, part.stop) if used is None else used[part]
                 plane[part] = values[numbers % _CHUNK]
-    return emb, optimizer
+    emb.table.flush()
+    return optimizer
 
 
 def _moved() -> tuple[int, int]:
@@ -170,20 +186,21 @@ def _moved() -> tuple[int, int]:
     return int(counted["read_bytes"]), int(counted["write_bytes"])
 
 
-def _train(emb: st.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor, turns: int) -> dict[str, Any]:
-    """Take steps with and without a network, with and without reading ahead, in turns."""
+def _train(
+    emb: st.Embedding, optimizer: torch.optim.Optimizer, stretches: list[Tensor], cases: tuple[str, str]
+) -> dict[str, Any]:
+    """Take steps with and without a network, in one case and in the other, in turns."""
     torch.manual_seed(0)
     sizes = (FIELDS * DIM, 1024, 1024, 1)
     layers = [each for pair in itertools.pairwise(sizes) for each in (nn.Linear(*pair), nn.ReLU())]
     network = nn.Sequential(*layers[:-1])
     other = torch.optim.AdamW(network.parameters(), fused=True)
-    losses, seconds, moved = list[float](), dict[str, list[float]](), dict[str, list[float]]()
-    plan = [(0, AHEAD)] * _WARM_STRETCHES + [
-        (width, case) for _ in range(turns) for width in _WIDTHS for case in DEPTHS
-    ]
-    for number, (stretch, (width, case)) in enumerate(zip(ids, plan, strict=True)):
+    losses, seconds, moved = list[float](), dict[str, list[float]](), dict[str, list[Any]]()
+    first = 1 + _WARM_STRETCHES
+    turns = itertools.chain(itertools.repeat((0, cases[1]), first), itertools.cycle(itertools.product(_WIDTHS, cases)))
+    for number, (stretch, (width, case)) in enumerate(zip(stretches, turns, strict=False)):
         batches: Any = stretch
-        if emb.table.memory == "mmap" and DEPTHS[case]:
+        if DEPTHS.get(case):
             batches = st.prefetch(stretch, lambda ids: {emb: ids}, DEPTHS[case])
         taken, before = list[float](), _moved()
         start = time.perf_counter()
@@ -197,7 +214,7 @@ def _train(emb: st.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor, tur
             losses.append(loss.item())
             start, began = time.perf_counter(), start
             taken.append(start - began)
-        if number >= _WARM_STRETCHES:
+        if number >= first:
             seconds.setdefault(f"{width} {case}", []).extend(taken[_UNTIMED:])
             parts = [(now - then) / len(taken) / 1e6 for now, then in zip(_moved(), before, strict=True)]
             moved.setdefault(f"{width} {case}", []).append(parts)
@@ -208,14 +225,24 @@ def _train(emb: st.Embedding, optimizer: torch.optim.Optimizer, ids: Tensor, tur
     return {"losses": losses, "seconds": seconds, "moved": means}
 
 
-def train_in(where: str, folder: Path, gigabytes: float, turns: int, seed: int, limit_gb: float) -> dict[str, Any]:
-    """Train a table in a "file", held to so much memory, or its rows in use in "memory"; return what came of it."""
+def train_in(
+    cases: tuple[str, str], folder: Path, gigabytes: float, turns: int, seed: int, limit_gb: float
+) -> dict[str, Any]:
+    """Train a table in a file, held to so much memory, or its rows in use in memory; return what came of it."""
     rows = round(gigabytes * 1e9 / (4 * DIM * (1 + _STATES)))
-    ids = _ids(rows, _WARM_STRETCHES + turns * len(_WIDTHS) * len(DEPTHS), seed)
-    if where == "memory":
-        used, ids = ids.unique(return_inverse=True)
-        return _train(*_filled(rows, used, memory="pageable"), ids, turns)
+    hot = min(_HOT, rows // 4)
+    ids = _ids(rows, hot, _WARM_STRETCHES + turns * len(_WIDTHS) * len(cases), seed)
+    if IN_MEMORY in cases:
+        used, inverse = torch.cat([stretch.flatten() for stretch in ids]).unique(return_inverse=True)
+        parts = inverse.split([stretch.numel() for stretch in ids])
+        emb = _made(len(used), memory="pageable")
+        ids = [part.view_as(stretch) for part, stretch in zip(parts, ids, strict=True)]
+        return _train(emb, _filled(emb, used), ids, cases)
+    cache: dict[str, Any] = {}
+    if CACHED in cases:
+        counts = torch.zeros(rows, dtype=torch.uint8)
+        counts[spread(torch.arange(hot), rows)] = 1
+        cache = {"cache_rows": hot, "cache_counts": counts}
     with _held_to(limit_gb):
-        emb, optimizer = _filled(rows, memory="mmap", path=folder / "rows.safetensors")
-        emb.table.flush()
-        return _train(emb, optimizer, ids, turns)
+        emb = _made(rows, memory="mmap", path=folder / "rows.safetensors", **cache)
+        return _train(emb, _filled(emb), ids, cases)
