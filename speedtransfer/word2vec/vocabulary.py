@@ -193,8 +193,8 @@ def read_counts(path: str | os.PathLike[str], least: int = 1) -> tuple[list[str]
     """Read a table of words and how often each occurs, `least` times or more.
 
     A line is a word and a count, with a tab or space between; the first may name the columns (``word\tcount``). ``.gz`` is
-    unpacked. A ``.parquet`` file has the columns word and count. Raises `StorageError` with the line or row where
-    the file is missing, has no words, or one twice, or something that is no word and count.
+    unpacked. A ``.parquet`` file, or a folder of them with such a name, has the columns word and count. Raises `StorageError`
+    with the line or row where the file is missing, has no words, or one twice, or something that is no word and count.
     """
     path = Path(check_path(path))
     rows = _parquet_rows(path) if path.suffix == ".parquet" else _text_rows(path)
@@ -225,13 +225,17 @@ def _text_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, Any, Any]]:
     parquet = import_extra("pyarrow.parquet", "tables of .parquet", "pyarrow")
-    with only_storage_errors(path, "a table of words and counts"):
-        check_file(path)
-        with parquet.ParquetFile(path) as table:
-            if not {"word", "count"} <= set(table.schema_arrow.names):
-                raise ValueError(f"its columns are {', '.join(table.schema_arrow.names)}, not word and count")
-            number = 0
-            for batch in table.iter_batches(columns=["word", "count"]):
-                for word, count in zip(*(batch.column(name).to_pylist() for name in ("word", "count")), strict=True):
-                    number += 1
-                    yield f"row {number}", word, count
+    # Engines of several processes write a folder, a file each.
+    parts, number = sorted(path.glob("*.parquet")) if path.is_dir() else [path], 0
+    for part in parts:
+        with only_storage_errors(part, "a table of words and counts"):
+            check_file(part)
+            with parquet.ParquetFile(part) as table:
+                if not {"word", "count"} <= set(table.schema_arrow.names):
+                    raise ValueError(f"its columns are {', '.join(table.schema_arrow.names)}, not word and count")
+                for batch in table.iter_batches(columns=["word", "count"]):
+                    for word, count in zip(
+                        *(batch.column(name).to_pylist() for name in ("word", "count")), strict=True
+                    ):
+                        number += 1
+                        yield f"row {number}", word, count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import collections
 import random
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,8 @@ from speedtransfer.errors import StorageError
 from speedtransfer.word2vec import Vocabulary
 from speedtransfer.word2vec.vocabulary import read_counts
 
-for package in ("duckdb", "polars", "pyarrow"):
-    pytest.importorskip(package, reason=f"pip install {package}")
+for package in ("duckdb", "polars", "pyarrow", "ray"):
+    pytest.importorskip(package, reason=f"{package} is not installed: make projects")
 
 PAGE = (Path(__file__).parents[2] / "docs" / "word2vec.md").read_text(encoding="utf-8")
 
@@ -24,7 +26,7 @@ def recipe(language: str, start: str) -> str:
     return found
 
 
-@pytest.mark.parametrize("engine", ["duckdb", "polars"])
+@pytest.mark.parametrize("engine", ["duckdb", "polars", pytest.param("ray", marks=pytest.mark.slow)])
 def test_recipes_count_as_we_do(engine, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     draw, counts = random.Random(2), collections.Counter[str]()
@@ -39,7 +41,11 @@ def test_recipes_count_as_we_do(engine, tmp_path, monkeypatch):
     if engine == "duckdb":
         import duckdb
 
-        duckdb.sql(recipe("sql", "COPY"))
+        duckdb.sql(recipe("text", "COPY"))
+    elif engine == "ray":
+        begin = "import ray; ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100_000_000)"
+        subprocess.run([sys.executable, "-c", f"{begin}\n{recipe('py', 'import ray')}"], check=True, timeout=300)
+        assert len(list(Path("counts.parquet").glob("*.parquet"))) > 1
     else:
         exec(recipe("py", "import polars"))
     words, found = read_counts("counts.parquet")
@@ -54,6 +60,7 @@ def test_recipes_count_as_we_do(engine, tmp_path, monkeypatch):
         ({"word": ["a", None], "count": [1, 2]}, "row 2 of .* is 'None' and 2, no word and count"),
         ({"word": ["a"], "count": [1.5]}, "row 1 of .* is 'a' and 1.5"),
         ({"word": [], "count": []}, "is empty"),
+        ("a folder", "is empty"),
         ({"token": ["a"], "n": [1]}, "its columns are token, n, not word and count"),
         (None, "is not a table of words and counts"),
     ],
@@ -62,8 +69,11 @@ def test_what_is_no_table_of_counts_is_refused(columns, message, tmp_path):
     from pyarrow import parquet, table
 
     path = tmp_path / "counts.parquet"
-    path.write_bytes(b"PAR1 but not whole")
-    if columns is not None:
+    if columns == "a folder":
+        path.mkdir()
+    elif columns is None:
+        path.write_bytes(b"PAR1 but not whole")
+    else:
         parquet.write_table(table(columns), path)
     with pytest.raises(StorageError, match=message):
         read_counts(path)
