@@ -52,7 +52,7 @@ Corpus(3) -> InvalidTypeError: corpus is a int but must be a path
 Corpus("") -> InvalidValueError: corpus is '' but must be a path
 Corpus("-") -> StorageError: corpus is '-' but the standard input is closed
 Corpus("nowhere") -> StorageError: 'nowhere' does not exist; pass a text file
-Corpus("here") -> InvalidValueError: holds no \.txt, \.gz, \.xz file
+Corpus("here") -> InvalidValueError: holds no \.txt, \.gz, \.xz, \.parquet file
 Corpus(io.StringIO("text")) -> InvalidTypeError: gives str but a corpus is bytes
 Vocabulary("ab", [1, 1]) -> InvalidTypeError: words is 'ab' .* must be a list of words
 Vocabulary(["a", "b", "a"], [1, 1, 1]) -> InvalidValueError: word 'a' is there twice

@@ -151,7 +151,7 @@ def _read_settings(
     return Settings(**values)
 
 
-_CORPUS = "Text files (.gz and .xz too), folders of them, or - for standard input."
+_CORPUS = "Text files (.gz, .xz, .parquet too), folders of them, or - for standard input."
 _OUTPUT = "Folder of the run: vectors, vocabulary, settings, checkpoint."
 _CONFIG = "TOML file of settings, or the settings.json of a run; flags win over it."
 _RESUME = "Start the run in the output folder, or resume it; saves a checkpoint every epoch."

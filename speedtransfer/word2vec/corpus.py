@@ -41,8 +41,9 @@ class Corpus:
     Parameters
     ----------
     source : path-like, list of path-like, "-" or binary file
-        A text file (``.gz`` and ``.xz`` are decompressed), a folder (every .txt, .gz and .xz file below it, sorted), a pattern
-        (``"texts/*.txt"``), a list of these, "-" for standard input, or an open binary file.
+        A text file (``.gz`` and ``.xz`` are decompressed; of ``.parquet`` it is the column `text`, or the only one of strings,
+        read by pyarrow), a folder (every .txt, .gz, .xz and .parquet file below it, sorted), a pattern (``"texts/*.txt"``), a
+        list of these, "-" for standard input, or an open binary file.
     min_count, max_words, kind, phrases, phrase_threshold, walks, walk_length, p, q, seed, vocabulary, divide
         As in :class:`Settings`; `seed` decides every walk. With `divide` all processes must make theirs.
     report : callable, optional

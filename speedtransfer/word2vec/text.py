@@ -22,10 +22,11 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, TypeVar
 
 from speedtransfer.errors import InvalidTypeError, InvalidValueError, StorageError
 from speedtransfer.ranks import Exchange
+from speedtransfer.word2vec.parquet import TextColumn
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 26  # that `iter_lines` holds at once; cut into words they take many times as much
-SUFFIXES = (".txt", ".gz", ".xz")
+SUFFIXES = (".txt", ".gz", ".xz", ".parquet")
 POINT = "reads a corpus"  # of `ranks.POINTS`
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 # What str.split() splits at, as UTF-8. A match of this ends behind the last white space: ".*" looks from the end.
@@ -151,8 +152,10 @@ def _opened(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
         yield name_of(source), partial(contextlib.nullcontext, source)
     elif source != "-":
         for path in find_files(source):
-            opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-            yield repr(str(path)), partial(opener, path, "rb")
+            opener: Any = {".gz": gzip.open, ".xz": lzma.open, ".parquet": TextColumn}.get(
+                path.suffix, partial(open, mode="rb")
+            )
+            yield repr(str(path)), partial(opener, path)
     elif sys.stdin is None:
         raise StorageError("the corpus is '-' but the standard input is closed; pipe a text into it, or pass a path")
     else:

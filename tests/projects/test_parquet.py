@@ -1,4 +1,4 @@
-"""Tables of words and counts that other engines write: the recipes of docs/word2vec.md, and .parquet files."""
+"""Corpora in .parquet files, and tables of words and counts that other engines write: the recipes of docs/word2vec.md."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from speedtransfer.errors import StorageError
-from speedtransfer.word2vec import Vocabulary
+from speedtransfer.word2vec import Corpus, Vocabulary
 from speedtransfer.word2vec.vocabulary import read_counts
 
 for package in ("duckdb", "polars", "pyarrow", "ray"):
@@ -88,3 +88,43 @@ def test_words_in_dictionaries(tmp_path):
         pa.table({"count": pa.array([3, 4], pa.uint32()), "more": [1, 2], "word": words}), tmp_path / "c.parquet"
     )
     assert Vocabulary.load(tmp_path / "c.parquet").counts.tolist() == [3, 4]
+
+
+TEXTS = ["one two", None, "", "two three\nthree", *[f"word{i % 7} \u00e9t\u00e9" for i in range(300)]]
+
+
+@pytest.mark.parametrize("kind", ["text", "lines"])
+@pytest.mark.parametrize(
+    "columns", [{"text": TEXTS, "url": ["u"] * len(TEXTS)}, {"n": range(len(TEXTS)), "body": TEXTS}]
+)
+def test_a_corpus_in_a_column_is_that_in_files(columns, kind, tmp_path):
+    from pyarrow import parquet, table
+
+    (tmp_path / "there").mkdir()
+    parquet.write_table(table(dict(columns)), tmp_path / "there" / "b.parquet", row_group_size=50)
+    (tmp_path / "there" / "a.txt").write_text("begun here\n")
+    (tmp_path / "all.txt").write_text("begun here\n" + "\n".join(text or "" for text in TEXTS), encoding="utf-8")
+    ours, plain = (Corpus(tmp_path / name, min_count=1, kind=kind) for name in ("there", "all.txt"))
+    assert ours.fingerprint() == plain.fingerprint()
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"word": ["a"], "count": [1], "url": ["u"]},
+            "its columns of strings are word, url; a corpus is one named text, or one alone",
+        ),
+        ({"n": [1]}, "its columns of strings are none; "),
+        (None, "is not a Parquet file with a column of text"),
+    ],
+)
+def test_a_column_of_text_that_is_not_there(columns, message, tmp_path):
+    from pyarrow import parquet, table
+
+    path = tmp_path / "texts.parquet"
+    path.write_bytes(b"PAR1 but not whole")
+    if columns is not None:
+        parquet.write_table(table(columns), path)
+    with pytest.raises(StorageError, match=message):
+        Corpus(path)
