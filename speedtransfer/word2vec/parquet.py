@@ -37,6 +37,8 @@ def _text_blocks(path: Path) -> Any:
     parquet = import_extra("pyarrow.parquet", "texts in .parquet", "pyarrow")
     with only_storage_errors(path, "a Parquet file with a column of text"), parquet.ParquetFile(path) as table:
         names = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
+        if names == ["word"] and "count" in table.schema_arrow.names:
+            raise ValueError("it is a table of words and counts, which --vocabulary takes")
         if "text" not in names and len(names) != 1:
             known = ", ".join(names) or "none"
             raise ValueError(f"its columns of strings are {known}; a corpus is one named text, or one alone")

@@ -115,6 +115,7 @@ def test_a_corpus_in_a_column_is_that_in_files(columns, kind, tmp_path):
             {"word": ["a"], "count": [1], "url": ["u"]},
             "its columns of strings are word, url; a corpus is one named text, or one alone",
         ),
+        ({"word": ["a"], "count": [1]}, "a table of words and counts, which --vocabulary takes"),
         ({"n": [1]}, "its columns of strings are none; "),
         (None, "is not a Parquet file with a column of text"),
     ],
