@@ -28,7 +28,7 @@ from speedtransfer.benchmark.measure import Group
 from speedtransfer.benchmark.memory import in_process
 from speedtransfer.benchmark.results import CaseResult, GroupResult
 from speedtransfer.benchmark.workload import spread
-from speedtransfer.errors import StorageError
+from speedtransfer.errors import SpeedtransferError, StorageError
 from speedtransfer.ranks.zipf import draw_ids
 from speedtransfer.tables import plane_chunks
 
@@ -77,19 +77,31 @@ def about(groups: list[GroupResult]) -> list[str]:
 
 def groups(device: torch.device, quick: bool, seed: int = 0, **others: Any) -> list[Group]:
     sizes = (0.05,) if quick else (2, 10, 37)
-    found = []
-    for size in sizes:
-        # Both groups of a size have one table, which takes minutes to write.
-        both = functools.lru_cache(maxsize=1)(functools.partial(_measure, size, quick, seed))
-        found += [
-            Group(
-                f"{size} GB, {about}",
-                functools.partial(lambda both, width: both()[width], both, width),
-                {"gigabytes": size, "width": width},
-            )
-            for width, about in _WIDTHS.items()
-        ]
-    return found
+    return [
+        Group(
+            f"{size} GB, {about}",
+            functools.partial(_cases_of, width, size, quick, seed),
+            {"gigabytes": size, "width": width},
+        )
+        for size in sizes
+        for width, about in _WIDTHS.items()
+    ]
+
+
+def _cases_of(width: int, *given: Any) -> list[CaseResult]:
+    found = _outcome(*given)
+    if isinstance(found, SpeedtransferError):
+        raise found
+    return found[width]
+
+
+@functools.lru_cache(maxsize=1)
+def _outcome(*given: Any) -> dict[int, list[CaseResult]] | SpeedtransferError:
+    """Return what `_measure` does, or the error: all groups of a size have one table, which takes minutes to write."""
+    try:
+        return _measure(*given)
+    except SpeedtransferError as error:
+        return error
 
 
 def _measure(gigabytes: float, quick: bool, seed: int) -> dict[int, list[CaseResult]]:

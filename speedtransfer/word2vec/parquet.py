@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
+from speedtransfer.errors import StorageError
 from speedtransfer.lazy import import_extra
 from speedtransfer.untrusted import check_file, only_storage_errors
 
@@ -33,15 +34,20 @@ class TextColumn:
         return next(self._blocks, b"")
 
 
-def _text_blocks(path: Path) -> Any:
+def _text_blocks(path: Path) -> Generator[bytes, None, None]:
     parquet = import_extra("pyarrow.parquet", "texts in .parquet", "pyarrow")
+    check_file(path)
     with only_storage_errors(path, "a Parquet file with a column of text"), parquet.ParquetFile(path) as table:
         names = [field.name for field in table.schema_arrow if str(field.type) in ("string", "large_string")]
         if names == ["word"] and "count" in table.schema_arrow.names:
-            raise ValueError("it is a table of words and counts, which --vocabulary takes")
+            raise StorageError(
+                f"{str(path)!r} is no corpus: it is a table of words and counts, which --vocabulary takes"
+            )
         if "text" not in names and len(names) != 1:
             known = ", ".join(names) or "none"
-            raise ValueError(f"its columns of strings are {known}; a corpus is one named text, or one alone")
+            raise StorageError(
+                f"{str(path)!r} is no corpus: its columns of strings are {known}; a corpus is one named text, or one alone"
+            )
         name = "text" if "text" in names else names[0]
         for batch in table.iter_batches(_TEXTS, columns=[name]):
             data = "".join(f"{text}\n" for text in batch.column(0).to_pylist() if text).encode()
